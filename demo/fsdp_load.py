@@ -1,0 +1,75 @@
+"""Job in fresh processes, without robust_dcp: stock DCP reads the FSDP2 checkpoints into the same and other meshes."""
+
+from __future__ import annotations
+
+import sys
+
+sys.modules["robust_dcp"] = None  # type: ignore[assignment]  # an import of it anywhere below fails
+
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
+
+from demo.evidence import write_evidence  # noqa: E402
+from demo.fsdp_model import Trainer, global_values  # noqa: E402
+from demo.truth import Comparison, Truth, read_truth  # noqa: E402
+
+__all__ = ["main"]
+
+
+def main(work: Path) -> None:
+    """On 4 ranks: the mesh that saved, and 2 x 2 (replicated and sharded). On 2 ranks: sharded over those."""
+    world_size = dist.get_world_size()
+    shapes = [(world_size,), (2, world_size // 2)] if world_size > 2 else [(world_size,)]
+    loads = []
+    for shape in shapes:
+        names = ("shard",) if len(shape) == 1 else ("replicate", "shard")
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        for number in (1, 2, 3, 4) if shape == (4,) else (3, 4):
+            truth = read_truth(work / "fsdp_truth" / f"{number}.pt")
+            comparison = _load_and_compare(mesh, work / "fsdp_robust" / str(number), truth)
+            layout = " x ".join(map(str, shape)) + " ranks"
+            loads.append({"save": number, "layout": layout, **comparison.over_all_ranks(truth)})
+    evidence: dict[str, Any] = {"loads": loads}
+    if world_size > 2 and dist.get_rank() == 0:
+        truth = read_truth(work / "fsdp_truth" / "4.pt")
+        evidence["loss_weights"] = {
+            "saved": truth["loss_weights"].tolist(),
+            "robust": _as_the_converter_reads_it(work / "fsdp_robust" / "4", work),
+            "stock": _as_the_converter_reads_it(work / "fsdp_stock" / "4", work),
+        }
+    evidence["robust_dcp_imported"] = any(name.startswith("robust_dcp.") for name in sys.modules)
+    write_evidence(work, f"fsdp_load_{world_size}", evidence)
+
+
+def _load_and_compare(mesh: DeviceMesh, checkpoint: Path, truth: Truth) -> Comparison:
+    trainer = Trainer(mesh, seed=2)
+    state_dict = trainer.state_dict()
+    state_dict["loss_weights"] = torch.empty_like(truth["loss_weights"])
+    if any(key.startswith("ema/") for key in truth):
+        state_dict["ema"] = {name: torch.zeros_like(weight) for name, weight in state_dict["model"].items()}
+    dcp.load(state_dict, checkpoint_id=checkpoint)
+    trainer.load_state_dict(state_dict)
+    in_use = {**state_dict, **trainer.state_dict()}
+    comparison = Comparison()
+    for key, value in global_values(in_use).items():
+        if key not in truth:
+            comparison.missing(key)
+        elif isinstance(value, torch.Tensor):
+            comparison.tensor(key, value, truth[key])
+        else:
+            comparison.object(key, value, truth[key])
+    return comparison
+
+
+def _as_the_converter_reads_it(checkpoint: Path, work: Path) -> list[float]:
+    """``loss_weights`` after torch's own ``dcp_to_torch_save``, which allocates what ``.metadata`` describes."""
+    converted = work / "converted.pt"
+    dcp_to_torch_save(checkpoint, converted)
+    values: list[float] = torch.load(converted, weights_only=True)["loss_weights"].tolist()
+    return values

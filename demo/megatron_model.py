@@ -1,0 +1,181 @@
+"""A Megatron-Core GPT model with its distributed optimizer, laid out over the ranks as asked, on CPU.
+
+Owns how the model is built and what its sharded state dict holds; saves and loads nothing. Used by the demo's Megatron
+jobs and by tests/megatron.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+__all__ = ["Layout", "Trainer"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model lies over the ranks: sizes of tensor, pipeline and expert parallelism; the rest is data parallel."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+
+    def __str__(self) -> str:
+        return f"TP{self.tensor} x PP{self.pipeline} x EP{self.expert}"
+
+
+class Trainer:
+    """A GPT model with (optionally) experts and Megatron's distributed optimizer, ready to be saved.
+
+    Args:
+        layout: sizes of the parallel groups; Megatron's groups are made anew for it.
+        seed: of the initial weights; ranks that hold the same shard get the same bits.
+        experts: how many experts each MoE layer has; 0 for a dense model.
+        optimizer_format: Megatron's ``distrib_optim_sharding_type``; ``fully_reshardable`` loads into any layout.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        seed: int,
+        n_layers: int = 4,
+        hidden_size: int = 64,
+        experts: int = 4,
+        optimizer_format: str = "fully_reshardable",
+    ) -> None:
+        self.layout = layout
+        self.iteration = 0
+        self._optimizer_format = optimizer_format
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            expert_model_parallel_size=layout.expert,
+        )
+        config = _config(layout, n_layers=n_layers, hidden_size=hidden_size, experts=experts)
+        # CPU initialisation draws whole tensors and cuts them, so data-parallel replicas agree; stages differ.
+        torch.manual_seed(seed + parallel_state.get_pipeline_model_parallel_rank())
+        self.model = GPTModel(
+            config=config,
+            transformer_layer_spec=get_gpt_layer_local_spec(num_experts=experts or None, moe_grouped_gemm=False),
+            vocab_size=512,
+            max_sequence_length=64,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=False,
+            position_embedding_type="rope",
+        ).bfloat16()
+        self._make_experts_differ()
+        self.ddp = DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False),
+            self.model,
+        )
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=1e-3,
+                use_distributed_optimizer=True,
+                bf16=True,
+                params_dtype=torch.bfloat16,
+            ),
+            [self.ddp],
+        )
+        self.step()  # torch's Adam has no state before its first step
+
+    def step(self) -> None:
+        """One optimizer step on gradients that are a function of the weights, so replicas stay the same."""
+        for parameter in self.model.parameters():
+            parameter.main_grad.copy_(parameter.detach().float().sin() + 0.01)
+        self.optimizer.step()
+        self.iteration += 1
+
+    def sharded_state_dict(self, *, is_loading: bool = False) -> dict[str, Any]:
+        """What Megatron training saves: model, optimizer, RNG state of each model-parallel rank, iteration.
+
+        It refers to the tensors of the model; a new one is needed for each save or load, as Megatron changes it.
+        """
+        metadata = {
+            "distrib_optim_sharding_type": self._optimizer_format,
+            "singleton_local_shards": False,
+            "chained_optim_avoid_prefix": True,
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        }
+        state_dict: dict[str, Any] = {"model": self.model.sharded_state_dict(metadata=metadata)}
+        state_dict["optimizer"] = self.optimizer.sharded_state_dict(
+            state_dict, is_loading=is_loading, metadata=metadata
+        )
+        state_dict["iteration"] = self.iteration
+        return state_dict
+
+    def rng_state(self) -> ShardedObject:
+        """The RNG state as Megatron training saves it: one object for each pipeline and tensor rank."""
+        return ShardedObject(
+            "rng_state",
+            {"random_seed": self.iteration, "torch_rng_state": torch.get_rng_state()},
+            (parallel_state.get_pipeline_model_parallel_world_size(), self.layout.tensor),
+            (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()),
+            replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        )
+
+    def rerun_state(self) -> ShardedObject:
+        """What Megatron's rerun state machine adds to a save once it suspects a fault (Megatron-LM #4378)."""
+        return ShardedObject(
+            "rerun_state_machine_state",
+            {"mode": "validate_results", "rank": dist.get_rank(), "suspicious_iteration": self.iteration},
+            (dist.get_world_size(),),
+            (dist.get_rank(),),
+        )
+
+    def _make_experts_differ(self) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                if not getattr(parameter, "allreduce", True):
+                    parameter.add_(0.125 * parallel_state.get_expert_model_parallel_rank())
+
+
+def _config(layout: Layout, *, n_layers: int, hidden_size: int, experts: int) -> TransformerConfig:
+    moe: dict[str, Any] = {}
+    if experts:
+        moe = {
+            "num_moe_experts": experts,
+            "moe_router_topk": 2,
+            "moe_ffn_hidden_size": hidden_size,
+            "moe_token_dispatcher_type": "allgather",
+            "add_bias_linear": False,
+        }
+    return TransformerConfig(
+        num_layers=n_layers,
+        hidden_size=hidden_size,
+        ffn_hidden_size=2 * hidden_size,
+        num_attention_heads=4,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        expert_model_parallel_size=layout.expert,
+        pipeline_dtype=torch.bfloat16,
+        params_dtype=torch.bfloat16,
+        bf16=True,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        **moe,
+    )

@@ -1,0 +1,72 @@
+"""Job on 4 ranks: step a Megatron-Core MoE model, save three times with robust_dcp, and beside it with stock Megatron.
+
+The stock strategy runs with ``cached_metadata=True`` (``--ckpt-assume-constant-structure``), its way to save repeatedly
+at a bearable cost.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from demo import megatron_cpu
+
+megatron_cpu.install()
+
+import megatron.core  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # noqa: E402
+
+from demo.evidence import gather_report, write_evidence  # noqa: E402
+from demo.megatron_model import Layout, Trainer  # noqa: E402
+from demo.megatron_truth import gather_truth  # noqa: E402
+from demo.truth import write_truth  # noqa: E402
+from robust_dcp.megatron import RobustSaveStrategy  # noqa: E402
+
+__all__ = ["SAVED_LAYOUT", "main"]
+
+SAVED_LAYOUT = Layout(pipeline=2, expert=2)
+
+
+def main(work: Path) -> None:
+    """Step, save, and leave truth, checkpoints and evidence in ``work``."""
+    trainer = Trainer(SAVED_LAYOUT, seed=1)
+    data_parallel_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    robust = RobustSaveStrategy()
+    wrapped = FullyParallelSaveStrategyWrapper(robust, data_parallel_group)
+    stock = FullyParallelSaveStrategyWrapper(
+        TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True), data_parallel_group
+    )
+    saves: list[Any] = []
+    for number in (1, 2, 3):
+        trainer.step()
+        write_truth(gather_truth(_state_dict(trainer, number)), work / "megatron_truth" / f"{number}.pt")
+        seconds = _save(_state_dict(trainer, number), work / "megatron_robust" / str(number), wrapped)
+        stock_seconds = _save(_state_dict(trainer, number), work / "megatron_stock" / str(number), stock)
+        if robust.last_report is None:
+            raise RuntimeError("the strategy made no report")
+        saves.append({"report": gather_report(robust.last_report, seconds), "stock_seconds": stock_seconds})
+    evidence = {"saves": saves, "layout": str(SAVED_LAYOUT), "megatron": megatron.core.__version__}
+    write_evidence(work, "megatron_save", evidence)
+
+
+def _state_dict(trainer: Trainer, number: int) -> dict[str, Any]:
+    """What the job saves: at the third save the rerun state machine has something to say (Megatron-LM #4378)."""
+    state_dict = trainer.sharded_state_dict()
+    state_dict["rng_state"] = trainer.rng_state()
+    if number == 3:
+        state_dict["rerun_state_machine"] = trainer.rerun_state()
+    return state_dict
+
+
+def _save(state_dict: dict[str, Any], directory: Path, strategy: Any) -> float:
+    """Save as Megatron training does; gives the wall time in seconds."""
+    if dist.get_rank() == 0:
+        directory.mkdir(parents=True)
+    dist.barrier()
+    begin = time.perf_counter()
+    dist_checkpointing.save(state_dict, str(directory), strategy)
+    return time.perf_counter() - begin

@@ -1,0 +1,31 @@
+"""What torchrun starts on every rank: ``rank.py <job module> <working directory>``.
+
+It imports nothing at the top: stock Megatron's writer spawns a manager process for each rank, and that imports this
+file again.
+"""
+
+from __future__ import annotations
+
+
+def main() -> None:
+    """Join the default group on gloo and call the job's ``main(work)``."""
+    import importlib
+    import logging
+    import sys
+    import warnings
+    from pathlib import Path
+
+    warnings.filterwarnings("ignore")
+    logging.getLogger().setLevel(logging.ERROR)
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    importlib.import_module(sys.argv[1]).main(Path(sys.argv[2]))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

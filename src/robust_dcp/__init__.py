@@ -1,0 +1,41 @@
+"""Saves and loads PyTorch distributed checkpoints: validated plans, exchanges that end, durable commits."""
+
+from robust_dcp.api import load, save
+from robust_dcp.comm import Channel
+from robust_dcp.errors import (
+    CorruptCheckpoint,
+    ExchangeError,
+    ExchangeTimeout,
+    PlanConflict,
+    RobustCheckpointError,
+    StorageError,
+    StructureChanged,
+    UnsafeCheckpoint,
+)
+from robust_dcp.plan.structure import StructureSignature
+from robust_dcp.planner import RobustLoadPlanner, RobustPlanner
+from robust_dcp.report import LoadReport, SaveReport
+from robust_dcp.storage import RobustReader, RobustWriter
+from robust_dcp.version import __version__
+
+__all__ = [
+    "Channel",
+    "CorruptCheckpoint",
+    "ExchangeError",
+    "ExchangeTimeout",
+    "LoadReport",
+    "PlanConflict",
+    "RobustCheckpointError",
+    "RobustLoadPlanner",
+    "RobustPlanner",
+    "RobustReader",
+    "RobustWriter",
+    "SaveReport",
+    "StorageError",
+    "StructureChanged",
+    "StructureSignature",
+    "UnsafeCheckpoint",
+    "__version__",
+    "load",
+    "save",
+]

@@ -1,0 +1,305 @@
+"""``save`` and ``load``: DCP's protocol, phase by phase, over a :class:`~robust_dcp.comm.Channel`.
+
+Owns the order of the phases and the report; each phase is one call into a lower layer. Whatever a rank does by
+itself happens inside an exchange, so a failure there is the same exception on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+
+from robust_dcp.comm import Channel
+from robust_dcp.plan.local import LocalStructure
+from robust_dcp.plan.phases import PhaseClock, PhaseRecord
+from robust_dcp.plan.session import SaveSession
+from robust_dcp.planner import RobustLoadPlanner, RobustPlanner
+from robust_dcp.planner.save import checkpoint_name
+from robust_dcp.report import LoadReport, PhaseReport, SaveReport
+from robust_dcp.storage.reader import RobustReader
+from robust_dcp.storage.writer import RobustWriter
+
+__all__ = ["load", "save"]
+
+CheckpointId = str | os.PathLike[str]
+
+_DEFAULT_TIMEOUT_SECONDS = 300.0
+
+
+def save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: CheckpointId | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    timeout_seconds: float | None = None,
+) -> SaveReport:
+    """Save a state dict from all ranks of a group into one checkpoint.
+
+    The arguments are those of ``torch.distributed.checkpoint.save``. The checkpoint is committed, durably, when this
+    returns, on every rank; if it raises, the same exception is raised on every rank and what the directory held
+    before is untouched.
+
+    Args:
+        state_dict: names to tensors (plain, ``DTensor``, ``ShardedTensor``), nested dicts and lists, ``Stateful``
+            objects, and any other objects that pickle.
+        checkpoint_id: the checkpoint's directory.
+        storage_writer: a :class:`RobustWriter`, if its options matter.
+        planner: a :class:`RobustPlanner`, if its options matter.
+        process_group: the ranks that save together; ``None`` for all.
+        no_dist: save from this process alone although ``torch.distributed`` is initialised.
+        timeout_seconds: for every exchange; the planner's (300 by default) if ``None``.
+
+    Returns:
+        What was done; the DCP ``Metadata`` is its ``metadata``.
+
+    Raises:
+        RobustCheckpointError: or one of its subclasses, see :mod:`robust_dcp.errors`.
+
+    Example:
+        >>> import torch, robust_dcp, tempfile
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     first = robust_dcp.save({"weight": torch.ones(4)}, checkpoint_id=f"{path}/1")
+        ...     again = robust_dcp.save({"weight": torch.zeros(4)}, checkpoint_id=f"{path}/2")
+        >>> first.items, again.plan
+        (1, 'reused')
+    """
+    writer = _robust_writer(storage_writer, checkpoint_id)
+    planner = _robust_planner(planner)
+    if process_group is not None:
+        planner.process_group = process_group
+    if timeout_seconds is not None:
+        planner.timeout_seconds = timeout_seconds
+    planner.no_dist = planner.no_dist or no_dist
+    session = planner.open_session(checkpoint_name(writer.path))
+    session.commits_together = True
+    clock = PhaseClock(session.channel)
+
+    def describe() -> LocalStructure:
+        is_coordinator = session.channel.is_coordinator
+        writer.begin(is_coordinator=is_coordinator)
+        planner.set_up_planner(_state_dicts_of(state_dict), writer.storage_meta(), is_coordinator)
+        planner.raise_set_up_error()
+        return planner.describe(session.channel, writer)
+
+    with clock.phase("plan"):
+        plan = session.agree(describe)
+        items, placements = planner.kept_items(session), plan.placements
+        if placements is None:
+            raise ValueError("the plan has no places for RobustWriter")
+    with clock.phase("write"):
+        session.settle(
+            lambda: writer.write(session.rank, items, placements, planner.resolve_data, session.check_stop),
+            writer.discard,
+        )
+    with clock.phase("commit"):
+        session.commit(lambda: writer.publish(session.metadata(writer.plain_meta())))
+    return _save_report(session, clock, writer, n_items=len(items))
+
+
+class _MetadataFile(msgspec.Struct, frozen=True):
+    """The bytes of ``.metadata``, as the coordinator read them."""
+
+    data: bytes
+
+
+def load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: CheckpointId | None = None,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    timeout_seconds: float = _DEFAULT_TIMEOUT_SECONDS,
+) -> LoadReport:
+    """Load a checkpoint into a state dict, in place, on all ranks of a group.
+
+    The arguments are those of ``torch.distributed.checkpoint.load``. ``.metadata`` is read once, by the coordinator.
+    All ranks check what they ask for against it before any of them reads a byte of data: if a key is missing on one
+    rank, every rank raises the same exception and no state dict has changed.
+
+    Args:
+        state_dict: tensors to read into, allocated; objects in it are replaced; ``Stateful`` values get
+            ``load_state_dict`` called once everything has been read on every rank.
+        checkpoint_id: the checkpoint's directory.
+        storage_reader: a :class:`RobustReader`, if its options matter, or another ``StorageReader``.
+        planner: a :class:`RobustLoadPlanner`, if its options matter, or another ``LoadPlanner``.
+        process_group: the ranks that load together; ``None`` for all.
+        no_dist: load into this process alone although ``torch.distributed`` is initialised.
+        timeout_seconds: for every exchange.
+
+    Raises:
+        RobustCheckpointError: or one of its subclasses, see :mod:`robust_dcp.errors`.
+    """
+    reader = _reader(storage_reader, checkpoint_id)
+    planner = RobustLoadPlanner() if planner is None else planner
+    channel = Channel.for_group(process_group, purpose="load", timeout_seconds=timeout_seconds, no_dist=no_dist)
+    clock = PhaseClock(channel)
+    checkpoint = checkpoint_name(getattr(reader, "checkpoint_id", None))
+    values: dict[str, Any] = {}
+    plan = LoadPlan([])
+
+    def prepare() -> None:
+        nonlocal plan
+        values.update(_state_dicts_of(dict(sorted(state_dict.items()))))
+        plan = _local_load_plan(values, reader, planner, metadata_file, channel)
+
+    def read() -> None:
+        reader.read_data(plan, planner).wait()
+
+    def apply() -> None:
+        for key, value in values.items():
+            target = state_dict[key]
+            if isinstance(target, Stateful):
+                target.load_state_dict(value)
+            else:
+                state_dict[key] = value
+
+    with clock.phase("plan"):
+        metadata_file = _shared_metadata_file(channel, reader, checkpoint)
+        channel.barrier(f"load {checkpoint}: plan", prepare)
+    with clock.phase("read"):
+        channel.barrier(f"load {checkpoint}: read", read)
+    with clock.phase("apply"):
+        channel.barrier(f"load {checkpoint}: apply", apply)
+    return LoadReport(
+        checkpoint_id=checkpoint,
+        rank=channel.rank,
+        world_size=channel.size,
+        items=len(plan.items),
+        nbytes=_planned_nbytes(plan, getattr(planner, "metadata", None)),
+        phases=_phase_reports(clock.records),
+        missing_keys=getattr(planner, "missing_keys", ()),
+        unread_keys=getattr(planner, "unread_keys", ()),
+    )
+
+
+def _shared_metadata_file(channel: Channel, reader: StorageReader, checkpoint: str) -> _MetadataFile | None:
+    """``.metadata``, read once for all; ``None`` for a reader that has other metadata than a file."""
+    if not isinstance(reader, RobustReader):
+        return None
+    return channel.broadcast(
+        f"load {checkpoint}: metadata", lambda: _MetadataFile(reader.metadata_bytes()), _MetadataFile
+    )
+
+
+def _local_load_plan(
+    state_dict: dict[str, Any],
+    reader: StorageReader,
+    planner: LoadPlanner,
+    metadata_file: _MetadataFile | None,
+    channel: Channel,
+) -> LoadPlan:
+    """This rank's plan. Load plans are local in DCP, so no other rank's is needed (as with its ``no_dist``)."""
+    if metadata_file is not None and isinstance(reader, RobustReader):
+        metadata = reader.decode_metadata(metadata_file.data)
+    else:
+        metadata = reader.read_metadata()
+    planner.set_up_planner(state_dict, metadata, channel.is_coordinator)
+    reader.set_up_storage_reader(metadata, channel.is_coordinator, rank=channel.rank, use_collectives=True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
+    return planner.finish_plan(plan)
+
+
+def _state_dicts_of(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A shallow copy in which ``Stateful`` values are replaced by their state dicts."""
+    return {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state_dict.items()}
+
+
+def _robust_writer(writer: StorageWriter | None, checkpoint_id: CheckpointId | None) -> RobustWriter:
+    if writer is None:
+        if checkpoint_id is None:
+            raise ValueError("pass checkpoint_id, the directory to save to, or storage_writer=RobustWriter(path)")
+        return RobustWriter(checkpoint_id)
+    if not isinstance(writer, RobustWriter):
+        raise TypeError(
+            f"robust_dcp.save writes with RobustWriter, not with {type(writer).__name__}; to keep that writer call "
+            "torch.distributed.checkpoint.save(…, planner=RobustPlanner())"
+        )
+    writer.reset(checkpoint_id)
+    return writer
+
+
+def _robust_planner(planner: SavePlanner | None) -> RobustPlanner:
+    if planner is None:
+        return RobustPlanner()
+    if isinstance(planner, RobustPlanner):
+        return planner
+    if type(planner) is DefaultSavePlanner:
+        return RobustPlanner(
+            flatten_state_dict=planner.flatten_state_dict,
+            flatten_sharded_tensors=planner.flatten_sharded_tensors,
+            dedup_save_to_lowest_rank=planner.dedup_save_to_lowest_rank,
+        )
+    raise TypeError(
+        f"robust_dcp.save plans with RobustPlanner, not with {type(planner).__name__}; derive your planner from "
+        "RobustPlanner, or call torch.distributed.checkpoint.save(…, storage_writer=RobustWriter(path))"
+    )
+
+
+def _reader(reader: StorageReader | None, checkpoint_id: CheckpointId | None) -> StorageReader:
+    if reader is None:
+        if checkpoint_id is None:
+            raise ValueError("pass checkpoint_id, the directory to load from, or storage_reader=RobustReader(path)")
+        return RobustReader(checkpoint_id)
+    reader.reset(checkpoint_id)
+    return reader
+
+
+def _save_report(session: SaveSession, clock: PhaseClock, writer: RobustWriter, n_items: int) -> SaveReport:
+    written = session.written
+    path = writer.path
+    return SaveReport(
+        checkpoint_id=checkpoint_name(path),
+        rank=session.rank,
+        world_size=session.channel.size,
+        items=n_items,
+        nbytes=0 if written is None else written.nbytes,
+        phases=_phase_reports(clock.records),
+        plan=session.outcome,
+        reason=session.reason,
+        changes=session.changes,
+        differing_objects=session.differing_objects,
+        total_nbytes=None if session.coordinator is None else session.coordinator.global_plan.nbytes,
+        files=() if written is None else written.names,
+        _read_metadata=lambda: RobustReader(path).read_metadata(),
+    )
+
+
+def _phase_reports(records: Sequence[PhaseRecord]) -> tuple[PhaseReport, ...]:
+    return tuple(
+        PhaseReport(
+            name=record.name,
+            seconds=record.seconds,
+            exchanges=record.stats.exchanges,
+            messages=record.stats.messages_sent,
+            header_nbytes=record.stats.header_nbytes_sent,
+            payload_nbytes=record.stats.payload_nbytes_sent,
+        )
+        for record in records
+    )
+
+
+def _planned_nbytes(plan: LoadPlan, metadata: Metadata | None) -> int:
+    """Bytes of tensor data that a plan reads."""
+    saved = {} if metadata is None else metadata.state_dict_metadata
+    total = 0
+    for item in plan.items:
+        entry = saved.get(item.storage_index.fqn)
+        if item.type == LoadItemType.TENSOR and isinstance(entry, TensorStorageMetadata):
+            total += math.prod(item.lengths) * int(entry.properties.dtype.itemsize)
+    return total

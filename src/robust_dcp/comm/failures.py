@@ -1,0 +1,123 @@
+"""How a failure on one rank becomes the same exception on all: descriptions as messages, and their union.
+
+It turns exceptions into bounded text and text into exceptions. It never sends anything and never sees a pickle.
+Called by the exchange, and by the post-mortem for verdicts kept in the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from robust_dcp.comm import wire
+from robust_dcp.errors import RankFailure, RobustCheckpointError, error_from_fields, failure_of
+
+__all__ = ["MAX_FAILURES_TOLD", "ErrorMessage", "Stopped", "describe", "joint_error"]
+
+MAX_FAILURES_TOLD = 16
+"""When more ranks fail, only so many send a description; the others are named."""
+
+_MAX_MESSAGE_CHARS = 16 << 10
+_MAX_TRACEBACK_CHARS = 32 << 10
+_MAX_FIELDS_NBYTES = 256 << 10
+
+
+class Stopped(Exception):
+    """This rank stopped its work because another announced a failure; it is not itself at fault.
+
+    Raise it in the work given to an exchange (``Channel.stop_if_announced`` does): the failure of the rank that
+    announced it is then raised on all, this one included.
+    """
+
+
+class FailureMessage(msgspec.Struct, array_like=True, frozen=True):
+    """A :class:`RankFailure` on its way."""
+
+    rank: int
+    type_name: str
+    message: str
+    traceback_text: str
+
+    @classmethod
+    def of(cls, failure: RankFailure) -> FailureMessage:
+        return cls(
+            rank=failure.rank,
+            type_name=failure.type_name,
+            message=_shortened(failure.message, _MAX_MESSAGE_CHARS),
+            traceback_text=_shortened(failure.traceback_text, _MAX_TRACEBACK_CHARS),
+        )
+
+    def to_failure(self) -> RankFailure:
+        return RankFailure(self.rank, self.type_name, self.message, self.traceback_text)
+
+
+class ErrorMessage(msgspec.Struct, array_like=True, frozen=True):
+    """An exception on its way. ``fields``: those of one of our classes; ``None`` for any other exception."""
+
+    type_name: str
+    fields: dict[str, Any] | None
+    failures: tuple[FailureMessage, ...]
+
+    @classmethod
+    def of(cls, error: RobustCheckpointError) -> ErrorMessage:
+        """``error`` as it is, with the failures that it already holds."""
+        failures = tuple(FailureMessage.of(failure) for failure in error.rank_failures)
+        return cls(type(error).__name__, _plain_fields(error), failures)
+
+    def to_error(self) -> RobustCheckpointError:
+        failures = [failure.to_failure() for failure in self.failures]
+        return error_from_fields(self.type_name, self.fields or {}, failures)
+
+
+def describe(rank: int, error: BaseException) -> bytes:
+    """``error``, caught on ``rank``, as the payload that tells the others. Bounded, and never fails itself."""
+    own = FailureMessage.of(failure_of(rank, error))
+    fields: dict[str, Any] | None = None
+    failures: tuple[FailureMessage, ...] = (own,)
+    if isinstance(error, RobustCheckpointError):
+        fields = _plain_fields(error)
+        failures += tuple(FailureMessage.of(failure) for failure in error.rank_failures[:MAX_FAILURES_TOLD])
+    return wire.encode(ErrorMessage(type(error).__name__, fields, failures))
+
+
+def joint_error(phase: str, failed_ranks: Sequence[int], told: Mapping[int, ErrorMessage]) -> RobustCheckpointError:
+    """The one exception for the failures of ``failed_ranks``: that of the lowest rank, with the failures of all.
+
+    Args:
+        phase: the exchange that they were to join.
+        failed_ranks: in ascending order.
+        told: the descriptions that arrived.
+    """
+    failures: list[RankFailure] = []
+    for rank in failed_ranks:
+        if rank in told:
+            failures.extend(failure.to_failure() for failure in told[rank].failures)
+        else:
+            failures.append(RankFailure(rank, "unknown", "its description was not sent, or did not arrive whole"))
+    lowest = told.get(failed_ranks[0])
+    if lowest is not None and lowest.fields is not None:
+        return error_from_fields(lowest.type_name, lowest.fields, failures)
+    kinds = sorted({failure.type_name for failure in failures if failure.rank in failed_ranks})
+    ranks = ", ".join(map(str, failed_ranks))
+    word = "rank" if len(failed_ranks) == 1 else "ranks"
+    return RobustCheckpointError(f"{phase!r} failed on {word} {ranks}: {', '.join(kinds)}", failures=failures)
+
+
+def _plain_fields(error: RobustCheckpointError) -> dict[str, Any]:
+    """The fields of ``error`` as msgpack carries them; without the bulky ones if they are too long."""
+    fields = error.to_fields()
+    fields["message"] = _shortened(str(fields["message"]), _MAX_MESSAGE_CHARS)
+    plain: dict[str, Any] = msgspec.to_builtins(fields, str_keys=True, enc_hook=str)
+    if len(msgspec.msgpack.encode(plain)) > _MAX_FIELDS_NBYTES:
+        plain = {name: None if isinstance(value, list | tuple | dict) else value for name, value in plain.items()}
+    return plain
+
+
+def _shortened(text: str, limit: int) -> str:
+    """``text`` if it has at most ``limit`` characters, else its two ends. Lone surrogates cannot be sent."""
+    text = text.encode(errors="replace").decode()
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 2]}\n[{len(text) - limit} characters left out]\n{text[-(limit // 2) :]}"

@@ -1,0 +1,198 @@
+"""How bytes get from rank to rank: a protocol of five methods, on gloo and for a single process.
+
+It moves bytes whose lengths both sides know already; it never looks into them, retries, or names a culprit beyond
+the peer that it waited for. Only the exchange calls it.
+
+Everything is made of gloo's send and receive: their ``wait`` takes a timeout in every version of torch, a failure
+names its peer, and an all-gather needs ``log2(size)`` steps where gloo's own ring needs ``size - 1``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from robust_dcp.comm.deadline import Deadline
+from robust_dcp.comm.frames import FRAME_NBYTES
+
+__all__ = ["CHUNK_NBYTES", "GlooTransport", "LocalTransport", "Transport", "TransportFailure"]
+
+CHUNK_NBYTES = 64 << 20
+"""Payloads travel in pieces of at most this: it bounds what a sender needs above its payload."""
+
+T = TypeVar("T")
+Payload = bytes | bytearray | memoryview
+
+
+class TransportFailure(Exception):
+    """The connection to ``peer`` (a group rank; ``None``: to some rank) broke, or nothing came from it in time.
+
+    Internal to :mod:`robust_dcp.comm`. After it the transport is useless on every rank: gloo closes all connections
+    of a rank whose wait ran out.
+    """
+
+    def __init__(self, peer: int | None, detail: str) -> None:
+        super().__init__(detail)
+        self.peer = peer
+        self.detail = detail
+
+
+class Transport(Protocol):
+    """What an exchange needs. Every rank makes the same calls with the same ``tag`` in the same order.
+
+    A tag is used for one call only, so that messages of two calls never meet: gloo aborts the process if a message is
+    larger than the buffer that waits for it. All methods but ``close`` raise :class:`TransportFailure`.
+    """
+
+    messages_sent: int
+    messages_received: int
+
+    def all_gather_frames(self, frame: bytes, tag: int, deadline: Deadline) -> list[bytes]:
+        """Every rank's 64 bytes, in rank order."""
+
+    def send(self, payload: Payload, receiver: int, tag: int, deadline: Deadline) -> None:
+        """Send ``payload`` to ``receiver``, which calls :meth:`receive` with its length."""
+
+    def receive(self, nbytes: int, sender: int, tag: int, deadline: Deadline) -> bytearray:
+        """The ``nbytes`` bytes that ``sender`` sends."""
+
+    def broadcast(self, payload: Payload | None, nbytes: int, sender: int, tag: int, deadline: Deadline) -> Payload:
+        """The ``nbytes`` bytes of ``sender``, on every rank; ``payload`` is theirs there and ``None`` elsewhere."""
+
+    def close(self) -> None:
+        """Close all connections, so that whoever waits for this rank stops waiting."""
+
+
+class LocalTransport:
+    """The group of one."""
+
+    messages_sent = 0
+    messages_received = 0
+
+    def all_gather_frames(self, frame: bytes, tag: int, deadline: Deadline) -> list[bytes]:
+        return [frame]
+
+    def send(self, payload: Payload, receiver: int, tag: int, deadline: Deadline) -> None:
+        raise TransportFailure(receiver, "there is no other rank")
+
+    def receive(self, nbytes: int, sender: int, tag: int, deadline: Deadline) -> bytearray:
+        raise TransportFailure(sender, "there is no other rank")
+
+    def broadcast(self, payload: Payload | None, nbytes: int, sender: int, tag: int, deadline: Deadline) -> Payload:
+        if payload is None:
+            raise TransportFailure(sender, "there is no other rank")
+        return payload
+
+    def close(self) -> None:
+        pass
+
+
+class GlooTransport:
+    """A ``ProcessGroupGloo`` that nobody else uses.
+
+    Args:
+        group: the backend; this object is its only owner, and closes its connections by letting go of it.
+        rank: of this process within ``group``.
+        size: how many ranks ``group`` has.
+    """
+
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        self._group: Any = group
+        self._rank = rank
+        self._size = size
+        self.messages_sent = 0
+        self.messages_received = 0
+
+    def all_gather_frames(self, frame: bytes, tag: int, deadline: Deadline) -> list[bytes]:
+        # Bruck's algorithm: with the frames of ranks r .. r + have - 1 in hand, rank r gets those of the next `have`
+        # ranks in one message, and hands its own to the rank `have` before it.
+        frames = torch.empty(self._size * FRAME_NBYTES, dtype=torch.uint8)
+        frames[:FRAME_NBYTES] = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+        have = 1
+        while have < self._size:
+            count = min(have, self._size - have)
+            receiver = (self._rank - have) % self._size
+            sender = (self._rank + have) % self._size
+            sending = self._post_send(frames[: count * FRAME_NBYTES], receiver, tag)
+            receiving = self._post_receive(frames[have * FRAME_NBYTES : (have + count) * FRAME_NBYTES], sender, tag)
+            _wait(receiving, sender, deadline)
+            _wait(sending, receiver, deadline)
+            have += count
+        gathered = frames.numpy().tobytes()
+        from_own = [gathered[at : at + FRAME_NBYTES] for at in range(0, len(gathered), FRAME_NBYTES)]
+        return [from_own[(rank - self._rank) % self._size] for rank in range(self._size)]
+
+    def send(self, payload: Payload, receiver: int, tag: int, deadline: Deadline) -> None:
+        for start, nbytes in _chunks(len(payload)):
+            _wait(self._post_send(_copy(payload, start, nbytes), receiver, tag), receiver, deadline)
+
+    def receive(self, nbytes: int, sender: int, tag: int, deadline: Deadline) -> bytearray:
+        payload = bytearray(nbytes)
+        for start, chunk_nbytes in _chunks(nbytes):
+            chunk = torch.frombuffer(payload, dtype=torch.uint8, count=chunk_nbytes, offset=start)
+            _wait(self._post_receive(chunk, sender, tag), sender, deadline)
+        return payload
+
+    def broadcast(self, payload: Payload | None, nbytes: int, sender: int, tag: int, deadline: Deadline) -> Payload:
+        parent, children = _tree(self._rank, sender, self._size)
+        received = bytearray(0 if parent is None else nbytes)
+        for start, chunk_nbytes in _chunks(nbytes):
+            if parent is None:
+                chunk = _copy(payload or b"", start, chunk_nbytes)
+            else:
+                chunk = torch.frombuffer(received, dtype=torch.uint8, count=chunk_nbytes, offset=start)
+                _wait(self._post_receive(chunk, parent, tag), parent, deadline)
+            sending = [(self._post_send(chunk, child, tag), child) for child in children]
+            for work, child in sending:
+                _wait(work, child, deadline)
+        return received if payload is None else payload
+
+    def close(self) -> None:
+        self._group = None
+
+    def _post_send(self, tensor: torch.Tensor, receiver: int, tag: int) -> Any:
+        self.messages_sent += 1
+        return _call(lambda: self._group.send([tensor], receiver, tag), receiver)
+
+    def _post_receive(self, tensor: torch.Tensor, sender: int, tag: int) -> Any:
+        self.messages_received += 1
+        return _call(lambda: self._group.recv([tensor], sender, tag), sender)
+
+
+def _wait(work: Any, peer: int, deadline: Deadline) -> None:
+    _call(lambda: work.wait(deadline.as_timeout()), peer)
+
+
+def _call(action: Callable[[], T], peer: int) -> T:
+    try:
+        return action()
+    except RuntimeError as error:
+        detail = str(error)
+    # Raised out of the handler: gloo's exception would keep its frames, and these the works that keep connections open.
+    raise TransportFailure(peer, detail)
+
+
+def _chunks(nbytes: int) -> list[tuple[int, int]]:
+    return [(start, min(CHUNK_NBYTES, nbytes - start)) for start in range(0, nbytes, CHUNK_NBYTES)]
+
+
+def _copy(payload: Payload, start: int, nbytes: int) -> torch.Tensor:
+    """A chunk of ``payload`` that torch may see: it takes no read-only memory without a warning."""
+    return torch.frombuffer(bytearray(memoryview(payload)[start : start + nbytes]), dtype=torch.uint8)
+
+
+def _tree(rank: int, root: int, size: int) -> tuple[int | None, list[int]]:
+    """Parent and children of ``rank`` in the binomial tree under ``root``: ``log2(size)`` deep, largest subtree first."""
+    place = (rank - root) % size
+    reach = 1
+    while reach < size and not place & reach:
+        reach <<= 1
+    parent = None if place == 0 else (place - reach + root) % size
+    children = []
+    while reach > 1:
+        reach >>= 1
+        if place + reach < size:
+            children.append((place + reach + root) % size)
+    return parent, children

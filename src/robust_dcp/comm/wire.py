@@ -1,0 +1,102 @@
+"""Messages between ranks: msgspec structs as msgpack, compressed when that pays, checked before anything is believed.
+
+It never executes what it decodes, never allocates more than it was allowed, and knows nothing of ranks. Called by
+the exchange for payloads, and by whoever keeps a message in a file.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TypeVar
+
+import msgspec
+import zstandard
+
+from robust_dcp.errors import ExchangeError
+
+__all__ = ["COMPRESS_ABOVE_NBYTES", "MAX_MESSAGE_NBYTES", "decode", "encode"]
+
+M = TypeVar("M", bound=msgspec.Struct)
+
+MAX_MESSAGE_NBYTES = 4 << 30
+COMPRESS_ABOVE_NBYTES = 1024
+
+# zstandard at level 3 makes 24 kB of the structure of 5,000 items (429 kB) in 1.3 ms, and 105 kB of one of 20,000
+# items (2.1 MB) in 4.5 ms. zlib needs 32 and 40 ms for 33 and 120 kB (level 6), or 3 and 31 ms for 38 and 140 kB (1).
+_LEVEL = 3
+_MAX_WINDOW_NBYTES = 128 << 20
+
+# First byte: how the rest is to be read. Compressed: the size that it will have follows, so that it is checked first.
+_RAW = 1
+_ZSTD = 2
+_PREFIX = struct.Struct("<B")
+_ZSTD_PREFIX = struct.Struct("<BQ")
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """``message`` as bytes: at least one, so that no payload and an empty message stay different.
+
+    Raises:
+        TypeError: a field holds what msgpack cannot carry.
+        ExchangeError: it is larger than any receiver accepts.
+    """
+    body = msgspec.msgpack.encode(message)
+    if len(body) > MAX_MESSAGE_NBYTES:
+        raise ExchangeError(f"a {type(message).__name__} of {len(body)} bytes is larger than {MAX_MESSAGE_NBYTES}")
+    if len(body) > COMPRESS_ABOVE_NBYTES:
+        compressed = zstandard.ZstdCompressor(level=_LEVEL).compress(body)
+        if len(compressed) + _ZSTD_PREFIX.size < len(body):
+            return _ZSTD_PREFIX.pack(_ZSTD, len(body)) + compressed
+    return _PREFIX.pack(_RAW) + body
+
+
+def decode(
+    payload: bytes | bytearray | memoryview, message_type: type[M], *, max_nbytes: int = MAX_MESSAGE_NBYTES
+) -> M:
+    """The message of type ``message_type`` that ``payload`` holds, and nothing else.
+
+    Args:
+        payload: what :func:`encode` made.
+        message_type: its type, fields checked by msgspec.
+        max_nbytes: refuse what would be larger once inflated, before inflating it.
+
+    Raises:
+        ExchangeError: ``payload`` is no such message: of another type, malformed, too large, or with bytes left over.
+    """
+    view = memoryview(payload)
+    try:
+        return msgspec.msgpack.decode(_body(view, max_nbytes), type=message_type)
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        # msgspec's ValueError: text that is no UTF-8.
+        raise ExchangeError(f"{len(view)} bytes are no {message_type.__name__}: {error}") from None
+
+
+def _body(view: memoryview, max_nbytes: int) -> memoryview | bytes:
+    if len(view) == 0:
+        raise ValueError("they are empty")
+    how = view[0]
+    if how == _RAW:
+        if len(view) - _PREFIX.size > max_nbytes:
+            raise ValueError(f"they are more than {max_nbytes}")
+        return view[_PREFIX.size :]
+    if how == _ZSTD:
+        return _inflate(view, max_nbytes)
+    raise ValueError(f"they begin with {how}, which is neither raw ({_RAW}) nor zstandard ({_ZSTD})")
+
+
+def _inflate(view: memoryview, max_nbytes: int) -> bytes:
+    if len(view) < _ZSTD_PREFIX.size:
+        raise ValueError("they end within the prefix")
+    _, nbytes = _ZSTD_PREFIX.unpack_from(view)
+    if nbytes > max_nbytes:
+        raise ValueError(f"they announce {nbytes} bytes once inflated, more than {max_nbytes}")
+    compressed = view[_ZSTD_PREFIX.size :]
+    try:
+        # The decompressor allocates what the zstandard frame itself announces: that has to agree first.
+        announced = zstandard.frame_content_size(compressed)
+        if announced != nbytes:
+            raise ValueError(f"the prefix announces {nbytes} bytes, the zstandard frame {announced}")
+        decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_NBYTES)
+        return decompressor.decompress(compressed, max_output_size=nbytes, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"zstandard: {error}") from None

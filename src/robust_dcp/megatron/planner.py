@@ -1,0 +1,51 @@
+"""RobustPlanner for Megatron's sharded state dicts.
+
+Owns what is special to them: the translation, and objects that are serialized already. Made by ``strategies`` for
+each save; the plan cache is robust_dcp's, so a planner that lives for one save loses nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem
+
+from robust_dcp.megatron.translation import to_dcp_state_dict
+from robust_dcp.planner import RobustPlanner
+
+__all__ = ["MegatronPlanner"]
+
+
+class MegatronPlanner(RobustPlanner):
+    """Plans the save of a Megatron sharded state dict (ShardedTensor and ShardedObject leaves, no factories).
+
+    Keys are Megatron's own and global, so nothing is flattened by path and ``Metadata.planner_data`` stays empty, as
+    with ``MCoreSavePlanner``. Takes the keyword arguments of :class:`robust_dcp.RobustPlanner` but those about
+    flattening.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, **options)
+        self._translation_error: Exception | None = None
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Translate and take in the state dict. What is wrong with it is raised on all ranks by the first exchange."""
+        self._translation_error = None
+        translated: dict[str, Any] = {}
+        try:
+            translated = to_dcp_state_dict(state_dict)
+        except Exception as error:
+            self._translation_error = error
+        super().set_up_planner(translated, storage_meta, is_coordinator)
+
+    def raise_set_up_error(self) -> None:
+        if self._translation_error is not None:
+            raise self._translation_error
+        super().raise_set_up_error()
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """Objects come as ``io.BytesIO`` that hold what ``torch.save`` made of them: they are written as they are."""
+        return object

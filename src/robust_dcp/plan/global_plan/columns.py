@@ -1,0 +1,123 @@
+"""The structures of all ranks in one set of columns, which every check of the global plan runs on.
+
+Owns the merge of string tables and the padding of dimensions; decides nothing. Used on the coordinator only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from robust_dcp.plan.structure import ItemKind, StructureTable
+
+__all__ = ["GlobalColumns", "itemsize_of", "merge_tables"]
+
+Int64 = npt.NDArray[np.int64]
+Int32 = npt.NDArray[np.int32]
+UInt8 = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, eq=False)
+class GlobalColumns:
+    """Columns over the M items of all ranks, rank after rank, each in the order of its table.
+
+    Attributes:
+        names, dtypes, layouts: distinct strings over all ranks, sorted.
+        rank, item: int32 ``[M]``, whose item it is and its place in that rank's table.
+        name, dtype, layout: int32 ``[M]``, places in the string tables.
+        kind, form, requires_grad, ndim: uint8 ``[M]``.
+        shape, offset, size: int64 ``[M, D]``, D the largest number of dimensions; padded with 1, 0 and 1.
+        numel: int64 ``[M]``, elements in the chunk; 0 for objects.
+        nbytes: int64 ``[M]``, bytes in the chunk; 0 for objects.
+    """
+
+    tables: tuple[StructureTable, ...]
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    layouts: tuple[str, ...]
+    rank: Int32
+    item: Int32
+    name: Int32
+    dtype: Int32
+    layout: Int32
+    kind: UInt8
+    form: UInt8
+    requires_grad: UInt8
+    ndim: UInt8
+    shape: Int64
+    offset: Int64
+    size: Int64
+    numel: Int64
+    nbytes: Int64
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    def describe(self, row: int) -> str:
+        """One item in words, for errors."""
+        return self.tables[self.rank[row]].describe_item(int(self.item[row]))
+
+
+def itemsize_of(dtype: str) -> int:
+    """Bytes of one element of the dtype called ``dtype``; 0 for ``""`` (no tensor)."""
+    return 0 if not dtype else int(getattr(torch, dtype).itemsize)
+
+
+def merge_tables(tables: Sequence[StructureTable]) -> GlobalColumns:
+    """The items of all ranks, in rank order."""
+    names, name_columns = _merge_strings([t.names for t in tables], [t.name_ids for t in tables])
+    dtypes, dtype_columns = _merge_strings([t.dtypes for t in tables], [t.dtype_ids for t in tables])
+    layouts, layout_columns = _merge_strings([t.layouts for t in tables], [t.layout_ids for t in tables])
+    width = max((int(t.ndims.max(initial=0)) for t in tables), default=0)
+    kind = _joined(t.kinds for t in tables)
+    shape = np.concatenate([_padded(t.shapes, t, width, fill=1) for t in tables])
+    offset = np.concatenate([_padded(t.offsets, t, width, fill=0) for t in tables])
+    size = np.concatenate([_padded(t.sizes, t, width, fill=1) for t in tables])
+    dtype = np.concatenate(dtype_columns)
+    numel = np.where(kind == ItemKind.BYTES, 0, size.prod(axis=1, dtype=np.int64))
+    itemsizes = np.array([itemsize_of(name) for name in dtypes] or [0], dtype=np.int64)
+    return GlobalColumns(
+        tables=tuple(tables),
+        names=names,
+        dtypes=dtypes,
+        layouts=layouts,
+        rank=np.repeat(np.arange(len(tables), dtype=np.int32), [len(t) for t in tables]),
+        item=np.concatenate([np.arange(len(t), dtype=np.int32) for t in tables]),
+        name=np.concatenate(name_columns),
+        dtype=dtype,
+        layout=np.concatenate(layout_columns),
+        kind=kind,
+        form=_joined(t.forms for t in tables),
+        requires_grad=_joined(t.requires_grad for t in tables),
+        ndim=_joined(t.ndims for t in tables),
+        shape=shape,
+        offset=offset,
+        size=size,
+        numel=numel,
+        nbytes=numel * itemsizes[dtype],
+    )
+
+
+def _joined(columns: Iterable[UInt8]) -> UInt8:
+    return np.concatenate(list(columns)).astype(np.uint8, copy=False)
+
+
+def _merge_strings(tables: Sequence[Sequence[str]], columns: Sequence[Int32]) -> tuple[tuple[str, ...], list[Int32]]:
+    """One sorted table for all, and the columns rewritten to places in it."""
+    merged = sorted(set().union(*tables))
+    place = {value: i for i, value in enumerate(merged)}
+    rewritten = []
+    for table, column in zip(tables, columns, strict=True):
+        places = np.fromiter((place[value] for value in table), dtype=np.int32, count=len(table))
+        rewritten.append(places[column] if len(table) else np.empty(0, dtype=np.int32))
+    return tuple(merged), rewritten
+
+
+def _padded(ragged: Int64, table: StructureTable, width: int, *, fill: int) -> Int64:
+    out = np.full((len(table), width), fill, dtype=np.int64)
+    out[np.arange(width) < table.ndims[:, None]] = ragged
+    return out

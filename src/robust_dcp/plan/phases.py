@@ -1,0 +1,37 @@
+"""Times and exchanges of the phases of a save or load, for its report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from robust_dcp.comm import Channel, ExchangeStats
+
+__all__ = ["PhaseClock", "PhaseRecord"]
+
+
+@dataclass(frozen=True)
+class PhaseRecord:
+    """How long one phase took, waiting for other ranks included, and what this rank exchanged in it."""
+
+    name: str
+    seconds: float
+    stats: ExchangeStats
+
+
+@dataclass(eq=False)
+class PhaseClock:
+    """The phases of one call on one channel, in order."""
+
+    channel: Channel
+    records: list[PhaseRecord] = field(default_factory=list)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Record what is done within; nothing is recorded of a phase that fails."""
+        started = time.perf_counter()
+        with self.channel.recording() as stats:
+            yield
+        self.records.append(PhaseRecord(name, time.perf_counter() - started, stats))

@@ -1,0 +1,144 @@
+"""The coordinator's part of a plan that is made anew, and how a rank takes its share from the reply.
+
+Owns the step from gathered structures to one reply for each rank; the exchanges around it are ``session``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from robust_dcp.errors import StructureChanged
+from robust_dcp.plan.agreement import Decision
+from robust_dcp.plan.cache import CachedPlan, CoordinatorPlan
+from robust_dcp.plan.global_plan import GlobalPlan, differing_objects, make_global_plan
+from robust_dcp.plan.global_plan.conflicts import ranks_in_words
+from robust_dcp.plan.local import LocalStructure
+from robust_dcp.plan.metadata import MetadataTemplate
+from robust_dcp.plan.rank_plan import RankPlan, RankPlanMessage, pack_places, place_items, unpack_places
+from robust_dcp.plan.structure import (
+    ItemKind,
+    StructureDiff,
+    StructureMessage,
+    StructureTable,
+    diff_tables,
+    merge_diffs,
+)
+
+__all__ = ["apply_plan", "plan_for_all"]
+
+_MAX_KEYS = 200
+"""Keys of each kind that a reply spells out: a bound on what travels when everything has changed."""
+
+
+def plan_for_all(
+    structures: Sequence[StructureMessage | None],
+    decision: Decision,
+    base: CachedPlan | None,
+    local: LocalStructure,
+    *,
+    refuse_change: bool,
+) -> tuple[CoordinatorPlan, list[RankPlanMessage]]:
+    """Make the global plan; on the coordinator only.
+
+    Args:
+        structures: what each rank sent; ``None`` from ranks whose structure is the one in ``base``.
+        base: the coordinator's cached plan that the decision refers to, if any.
+        local: the coordinator's own structure, for the options that all ranks share.
+        refuse_change: whether a structure other than that of ``base`` is an error.
+
+    Raises:
+        PlanConflict, StructureChanged.
+    """
+    known = None if base is None or base.coordinator is None else base.coordinator.global_plan
+    tables = [_table(rank, message, known) for rank, message in enumerate(structures)]
+    changes = _changes(tables, decision, known)
+    if refuse_change and changes:
+        raise StructureChanged(
+            f"the structure of the state dict is not that of the last committed save: {changes}; "
+            'on_structure_change="error" forbids that',
+            added=list(changes.added[:_MAX_KEYS]),
+            removed=list(changes.removed[:_MAX_KEYS]),
+            changed=list(changes.changed)[:_MAX_KEYS],
+        )
+    plan = make_global_plan(tables, lowest_rank=local.lowest_rank)
+    placements = None
+    if local.files is not None:
+        placements = [place_items(t, k, files=local.files) for t, k in zip(tables, plan.kept, strict=True)]
+    digests = [_digests(table, message) for table, message in zip(tables, structures, strict=True)]
+    shared = {
+        "reason": _reason(decision, changes),
+        "added": changes.added[:_MAX_KEYS],
+        "removed": changes.removed[:_MAX_KEYS],
+        "changed": dict(list(changes.changed.items())[:_MAX_KEYS]),
+        "differing_objects": dict(list(differing_objects(plan.columns, digests).items())[:_MAX_KEYS]),
+    }
+    replies = [
+        RankPlanMessage(
+            kept=_unless_known(
+                plan.kept[rank], len(table), None if message or known is None else known.kept[rank]
+            ),
+            common_objects=pack_places(_common_places(table, plan), len(table)),
+            **shared,  # type: ignore[arg-type]
+        )
+        for rank, (table, message) in enumerate(zip(tables, structures, strict=True))
+    ]
+    return CoordinatorPlan(plan, MetadataTemplate(plan, placements)), replies
+
+
+def apply_plan(reply: RankPlanMessage, local: LocalStructure, cached: CachedPlan | None) -> RankPlan:
+    """This rank's share, from the coordinator's reply."""
+    table = local.table
+    if reply.kept is None:
+        if cached is None:
+            raise ValueError("the coordinator refers to a plan that this rank does not have")
+        kept = cached.rank_plan.kept
+    else:
+        kept = unpack_places(reply.kept, len(table))
+    return RankPlan(
+        kept=kept,
+        common_objects=unpack_places(reply.common_objects, len(table)),
+        placements=None if local.files is None else place_items(table, kept, files=local.files),
+    )
+
+
+def _table(rank: int, message: StructureMessage | None, known: GlobalPlan | None) -> StructureTable:
+    if message is not None:
+        return message.to_table()
+    if known is None:
+        raise ValueError(f"rank {rank} did not send its structure and there is no plan that has it")
+    return known.columns.tables[rank]
+
+
+def _digests(table: StructureTable, message: StructureMessage | None) -> npt.NDArray[np.uint64]:
+    if message is not None:
+        return message.digests()
+    return np.zeros(int((table.kinds == ItemKind.BYTES).sum()), dtype=np.uint64)
+
+
+def _changes(tables: Sequence[StructureTable], decision: Decision, known: GlobalPlan | None) -> StructureDiff:
+    if known is None:
+        return StructureDiff()
+    return merge_diffs(diff_tables(known.columns.tables[rank], tables[rank]) for rank in decision.senders)
+
+
+def _reason(decision: Decision, changes: StructureDiff) -> str:
+    if decision.base is None:
+        return "the coordinator has no plan of a committed save of this group"
+    if not changes:
+        return "options, versions or the group have changed"
+    return f"on {ranks_in_words(list(decision.senders))}: {changes}"
+
+
+def _common_places(table: StructureTable, plan: GlobalPlan) -> npt.NDArray[np.intp]:
+    common = np.isin(np.array(table.names, dtype=object), np.array(plan.common_objects, dtype=object))
+    return np.flatnonzero(common[table.name_ids]) if len(table) else np.empty(0, dtype=np.intp)
+
+
+def _unless_known(kept: npt.NDArray[np.intp], n_items: int, known: npt.NDArray[np.intp] | None) -> bytes | None:
+    """The bits of ``kept``, or ``None`` where the rank has them already."""
+    if known is not None and np.array_equal(known, kept):
+        return None
+    return pack_places(kept, n_items)

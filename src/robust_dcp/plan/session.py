@@ -1,0 +1,231 @@
+"""One save on one rank, from agreement to commit: the order of exchanges, and what is kept for the next save.
+
+Owns the protocol of a save, whoever calls it: ``api.save`` phase by phase, or stock DCP through the hooks of
+``RobustPlanner`` and ``RobustWriter``. Knows nothing of tensors or files; writing and committing are passed in.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from robust_dcp.comm import Channel, Offer, Stopped
+from robust_dcp.errors import ExchangeError
+from robust_dcp.plan.agreement import Decision, PlanOutcome, decide, make_offer
+from robust_dcp.plan.cache import PLANS, CachedPlan, CoordinatorPlan
+from robust_dcp.plan.local import LocalStructure
+from robust_dcp.plan.planning import apply_plan, plan_for_all
+from robust_dcp.plan.rank_plan import RankPlan, RankPlanMessage
+from robust_dcp.plan.replicated_objects import ObjectDigests, differing_digests, report_differing
+from robust_dcp.plan.structure import StructureDiff, StructureMessage, plan_id_of
+from robust_dcp.plan.written import WrittenMessage, news_of, written_by_all
+from robust_dcp.storage.engine import WrittenFiles
+from robust_dcp.storage.layout import Placements
+
+__all__ = ["OnObjectMismatch", "OnStructureChange", "SaveSession"]
+
+OnStructureChange = Literal["rebuild", "error", "quiet"]
+OnObjectMismatch = Literal["warn", "error", "ignore"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class SaveSession:
+    """The state of one save on one rank. Calls come in this order: ``agree``, ``settle``, ``commit``.
+
+    Args:
+        channel: to the other ranks of the group.
+        checkpoint: what is saved where; part of every phase's name, so ranks that save to different places are told.
+        on_structure_change: what to do when the structure is not that of the last committed save.
+        on_object_mismatch: what to do when an object that several ranks hold differs between them.
+        commits_together: whether all ranks call ``commit``. Inside stock ``save`` with collectives only the
+            coordinator's does, and stock tells the others.
+    """
+
+    channel: Channel
+    checkpoint: str
+    on_structure_change: OnStructureChange = "rebuild"
+    on_object_mismatch: OnObjectMismatch = "warn"
+    commits_together: bool = False
+
+    outcome: PlanOutcome = field(default="built", init=False)
+    reason: str = field(default="", init=False)
+    changes: StructureDiff | None = field(default=None, init=False)
+    differing_objects: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False)
+    local: LocalStructure = field(init=False)
+    rank_plan: RankPlan = field(init=False)
+    coordinator: CoordinatorPlan | None = field(default=None, init=False)
+    written: WrittenFiles | None = field(default=None, init=False)
+    _signatures: tuple[bytes, ...] = field(default=(), init=False)
+    _cached: CachedPlan | None = field(default=None, init=False)
+    _messages: Sequence[WrittenMessage | None] = field(default=(), init=False)
+    _written_by_all: tuple[WrittenFiles, ...] = field(default=(), init=False)
+
+    @property
+    def rank(self) -> int:
+        """This rank within the group."""
+        return self.channel.rank
+
+    @property
+    def placements(self) -> Placements | None:
+        """Where this rank's items lie; ``None`` where another writer than ours decides that."""
+        return self.rank_plan.placements
+
+    def agree(self, describe: Callable[[], LocalStructure]) -> RankPlan:
+        """Agree with all ranks on the plan of this save, and return this rank's share.
+
+        Args:
+            describe: gives this rank's structure; an exception in it is raised on every rank.
+
+        Raises:
+            PlanConflict: the ranks contradict each other.
+            StructureChanged: with ``on_structure_change="error"``.
+            ExchangeError: a rank is missing, late, or in another operation.
+        """
+
+        def offer_own() -> Offer:
+            self.local = describe()
+            offer, self._cached = make_offer(PLANS, self.channel.ranks, self.channel.rank, self.local)
+            return offer
+
+        offers = self.channel.agree(self._named("agree"), offer_own)
+        self._signatures = tuple(offer.signature for offer in offers)
+        decision = decide(offers, self.channel.coordinator_rank)
+        self.outcome = decision.outcome
+        if decision.outcome == "reused" and self._cached is not None:
+            self.rank_plan = self._cached.rank_plan
+            self.coordinator = self._cached.coordinator
+            self.reason = "no rank's structure has changed"
+            if decision.objects_differ and self.on_object_mismatch != "ignore":
+                self._compare_objects(self._cached)
+        else:
+            self._make_plan(decision)
+        report_differing(self.differing_objects, self.on_object_mismatch, is_reporter=self.channel.is_coordinator)
+        return self.rank_plan
+
+    def _make_plan(self, decision: Decision) -> None:
+        is_sender = self.channel.rank in decision.senders
+        structures = self.channel.gather(
+            self._named("structures"),
+            lambda: StructureMessage.of(self.local.table, self.local.object_digests) if is_sender else None,
+            StructureMessage,
+        )
+
+        def reply_to_all() -> list[RankPlanMessage]:
+            base = None if decision.base is None else self._cached
+            self.coordinator, replies = plan_for_all(
+                structures or [], decision, base, self.local, refuse_change=self.on_structure_change == "error"
+            )
+            return replies
+
+        reply = self.channel.scatter(self._named("plan"), reply_to_all, RankPlanMessage)
+        if reply is None:
+            raise ExchangeError(f"{self.checkpoint}: the coordinator sent this rank no plan", phase="plan")
+        self.rank_plan = apply_plan(reply, self.local, self._cached)
+        self.reason = reply.reason
+        self.differing_objects = reply.differing_objects
+        if decision.base is not None:
+            self.changes = StructureDiff(reply.added, reply.removed, reply.changed)
+            if self.channel.is_coordinator and self.on_structure_change != "quiet":
+                logger.warning("%s: plan %s, %s", self.checkpoint, decision.outcome, reply.reason)
+
+    def _compare_objects(self, cached: CachedPlan) -> None:
+        """Name the replicated objects that differ: only digests of the common ones travel, and only if some differ."""
+        digests = self.local.digests_of(cached.rank_plan.common_objects)
+        gathered = self.channel.all_gather(
+            self._named("objects"), lambda: ObjectDigests(digests.tobytes()), ObjectDigests
+        )
+        names = [self.local.table.names[self.local.table.name_ids[i]] for i in cached.rank_plan.common_objects]
+        self.differing_objects = differing_digests(names, gathered)
+
+    def settle(self, write: Callable[[], WrittenFiles], discard: Callable[[WrittenFiles], None]) -> None:
+        """Write this rank's files, and learn that all ranks have written theirs.
+
+        Args:
+            write: writes and makes durable; a failure in it stops the other ranks while they still write, and is
+                raised on all of them.
+            discard: undoes ``write`` when another rank failed.
+        """
+
+        def write_own() -> WrittenMessage | None:
+            try:
+                self.written = write()
+            except Stopped:
+                raise
+            except BaseException as error:
+                self.channel.announce_failure(error)
+                raise
+            known = self._cached.variable_places if self.outcome == "reused" and self._cached else None
+            return news_of(self.written, known)
+
+        try:
+            messages = self.channel.gather(self._named("write"), write_own, WrittenMessage)
+        except BaseException:
+            if self.written is not None:
+                discard(self.written)
+            raise
+        self._messages = messages or []
+
+    def check_stop(self) -> None:
+        """Raise if another rank has announced that this save failed; cheap, for calls between blocks of data."""
+        announced = self.channel.failure_announced()
+        if announced is not None:
+            raise Stopped(announced)
+
+    def metadata(self, storage_meta: StorageMeta) -> Metadata:
+        """On the coordinator, after :meth:`settle`: the metadata of this checkpoint."""
+        if self.coordinator is None:
+            raise ValueError("only the coordinator has the metadata")
+        self._written_by_all = written_by_all(self._messages, self.coordinator)
+        return self.coordinator.metadata.with_storage(self._written_by_all, storage_meta)
+
+    def commit(self, publish: Callable[[], None]) -> None:
+        """Make the checkpoint visible, on the coordinator, and keep the plan for the next save.
+
+        Args:
+            publish: writes ``.metadata``; called on the coordinator only.
+        """
+        own = publish if self.channel.is_coordinator else lambda: None
+        if self.commits_together:
+            self.channel.barrier(self._named("commit"), own)
+        else:
+            own()
+        self._keep_plan(confirmed=self.commits_together)
+
+    def leave_commit_to_stock(self) -> None:
+        """After :meth:`settle` on a rank whose ``commit`` stock will not call: it commits on the coordinator alone.
+
+        This rank's plan is kept, but counts only together with the coordinator's, which is kept after the commit.
+        """
+        if not self.channel.is_coordinator and not self.commits_together:
+            self._keep_plan(confirmed=False)
+
+    def _keep_plan(self, *, confirmed: bool) -> None:
+        """Put the plan into the cache; ``confirmed`` says that this rank knows that the checkpoint was committed."""
+        places = None if self.written is None else self.written.variable_places
+        coordinator = self.coordinator
+        if coordinator is not None:
+            coordinator = CoordinatorPlan(
+                coordinator.global_plan,
+                coordinator.metadata,
+                tuple(files.variable_places for files in self._written_by_all),
+            )
+        PLANS.put(
+            self.channel.ranks,
+            CachedPlan(
+                plan_id=plan_id_of(self._signatures),
+                signatures=self._signatures,
+                table=self.local.table,
+                rank_plan=self.rank_plan,
+                variable_places=places if confirmed else None,
+                coordinator=coordinator,
+            ),
+        )
+
+    def _named(self, phase: str) -> str:
+        return f"save {self.checkpoint}: {phase}"

@@ -1,0 +1,21 @@
+"""What a rank's state dict looks like: table, signature, diff, and the message that carries a table."""
+
+from robust_dcp.plan.structure.diff import StructureDiff, diff_tables, merge_diffs
+from robust_dcp.plan.structure.message import StructureMessage
+from robust_dcp.plan.structure.signature import PlanContext, StructureSignature, plan_id_of
+from robust_dcp.plan.structure.table import Form, ItemKind, StructureTable, reorder, table_of
+
+__all__ = [
+    "Form",
+    "ItemKind",
+    "PlanContext",
+    "StructureDiff",
+    "StructureMessage",
+    "StructureSignature",
+    "StructureTable",
+    "diff_tables",
+    "merge_diffs",
+    "plan_id_of",
+    "reorder",
+    "table_of",
+]

@@ -1,0 +1,111 @@
+"""The signature: 128 bits that stand for a structure and for all else that a plan depends on.
+
+Owns the canonical encoding that is hashed; equal signatures on every rank are the proof that a cached plan still
+holds. Made on every save by every rank, compared by ``plan.agreement``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from robust_dcp.plan.structure.table import StructureTable
+
+__all__ = ["PLAN_ID_NBYTES", "SIGNATURE_NBYTES", "PlanContext", "StructureSignature", "plan_id_of"]
+
+SIGNATURE_NBYTES = 16
+PLAN_ID_NBYTES = 8
+
+OptionValue = str | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class PlanContext:
+    """What a plan depends on besides the structure.
+
+    Attributes:
+        ranks: the global ranks of the group, in group order.
+        planner_options, writer_options: options by name; a changed option makes another plan.
+        versions: of torch, of robust_dcp, of the layout.
+    """
+
+    ranks: tuple[int, ...]
+    planner_options: Mapping[str, OptionValue]
+    writer_options: Mapping[str, OptionValue]
+    versions: Mapping[str, str]
+
+    def encode(self) -> bytes:
+        """Canonical bytes: the order in which options were given does not matter."""
+        return msgspec.json.encode(
+            [
+                list(self.ranks),
+                sorted(self.planner_options.items()),
+                sorted(self.writer_options.items()),
+                sorted(self.versions.items()),
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class StructureSignature:
+    """128 bits over the structure of one rank's state dict and its :class:`PlanContext` (BLAKE2b, RFC 7693).
+
+    Two saves with the same signature on every rank need the same plan. The order of a dict, the contents of tensors
+    and their addresses are no part of it.
+
+    >>> StructureSignature(bytes(16)).hex
+    '00000000000000000000000000000000'
+    """
+
+    value: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.value) != SIGNATURE_NBYTES:
+            raise ValueError(f"a structure signature has {SIGNATURE_NBYTES} bytes, got {len(self.value)}")
+
+    @property
+    def hex(self) -> str:
+        return self.value.hex()
+
+    def __str__(self) -> str:
+        return self.hex
+
+    @classmethod
+    def of(cls, table: StructureTable, context: PlanContext) -> StructureSignature:
+        digest = hashlib.blake2b(digest_size=SIGNATURE_NBYTES, person=b"rdcp-structure")
+        _feed(digest, [context.encode()])
+        for strings in (table.names, table.dtypes, table.layouts):
+            _feed(digest, [msgspec.msgpack.encode(strings)])
+        # A path tells 'a.b' as one key from 'b' within 'a', and the key "0" from the index 0.
+        _feed(digest, [msgspec.msgpack.encode(table.paths)])
+        for column in (
+            table.name_ids,
+            table.dtype_ids,
+            table.layout_ids,
+            table.kinds,
+            table.forms,
+            table.requires_grad,
+            table.ndims,
+            table.shapes,
+            table.offsets,
+            table.sizes,
+        ):
+            _feed(digest, [column.tobytes()])
+        return cls(digest.digest())
+
+
+def plan_id_of(signatures: Sequence[bytes]) -> bytes:
+    """The identity of a global plan: a hash over the signatures of all ranks, in rank order."""
+    digest = hashlib.blake2b(digest_size=PLAN_ID_NBYTES, person=b"rdcp-plan")
+    _feed(digest, signatures)
+    return digest.digest()
+
+
+def _feed(digest: hashlib.blake2b, parts: Iterable[bytes]) -> None:
+    """Hash each part with its length before it, so that bytes cannot move from one part to the next unseen."""
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)

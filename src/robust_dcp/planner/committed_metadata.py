@@ -1,0 +1,60 @@
+"""The ``Metadata`` that stock ``save`` carries around: small on the wire, complete when somebody looks.
+
+Stock broadcasts what ``create_global_plan`` returned to every rank after the commit; pickled, this is a path.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from robust_dcp.plan.session import SaveSession
+from robust_dcp.storage.reader import RobustReader
+
+__all__ = ["CommittedMetadata", "PlannedMetadata"]
+
+
+class CommittedMetadata(Metadata):
+    """The metadata of a committed checkpoint, read from its ``.metadata`` when first asked for."""
+
+    def __init__(self, checkpoint: str) -> None:
+        # Not calling the dataclass's __init__: it would set the fields that are properties here.
+        self._checkpoint = checkpoint
+        self._read: Metadata | None = None
+
+    def _loaded(self) -> Metadata:
+        if self._read is None:
+            self._read = RobustReader(self._checkpoint).read_metadata()
+        return self._read
+
+    @property
+    def state_dict_metadata(self) -> Any:  # type: ignore[override]
+        return self._loaded().state_dict_metadata
+
+    @property
+    def planner_data(self) -> Any:  # type: ignore[override]
+        return self._loaded().planner_data
+
+    @property
+    def storage_data(self) -> Any:  # type: ignore[override]
+        return self._loaded().storage_data
+
+    @property
+    def storage_meta(self) -> Any:  # type: ignore[override]
+        return self._loaded().storage_meta
+
+    @property
+    def version(self) -> Any:  # type: ignore[override]
+        return getattr(self._loaded(), "version", None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CommittedMetadata, (self._checkpoint,)
+
+
+class PlannedMetadata(CommittedMetadata):
+    """The same before the commit: it leads ``RobustWriter.finish`` to the session, and crosses the wire as a path."""
+
+    def __init__(self, session: SaveSession, checkpoint: str) -> None:
+        super().__init__(checkpoint)
+        self.session = session

@@ -1,0 +1,187 @@
+"""``RobustLoadPlanner``: DCP's ``LoadPlanner`` with checks before the first byte is read.
+
+Owns what a load must find in ``.metadata``: keys, shapes, dtypes, and that the chunks fill what is asked for. Called
+by ``api.load``, and by stock ``torch.distributed.checkpoint.load`` through the hooks.
+"""
+
+from __future__ import annotations
+
+import difflib
+import io
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+from robust_dcp.errors import CorruptCheckpoint, PlanConflict
+from robust_dcp.storage.objects import check_object
+
+__all__ = ["RobustLoadPlanner"]
+
+_SHOWN = 10
+
+
+class RobustLoadPlanner(DefaultLoadPlanner):
+    """A load planner that finds what does not fit before it reads, and names all of it.
+
+    Args:
+        flatten_state_dict, flatten_sharded_tensors: as ``DefaultLoadPlanner``.
+        allow_partial_load: leave keys of the state dict that the checkpoint does not have as they are.
+        on_dtype_mismatch: ``"error"`` where a tensor has another dtype than the saved one, or ``"cast"`` as stock does.
+        trusted: unpickle objects of any class. Only for checkpoints from a source that may run code here.
+
+    Raises:
+        PlanConflict: (from ``create_local_plan``) keys are missing, shapes or dtypes differ, a tensor is asked for
+            where an object was saved or the reverse.
+        CorruptCheckpoint: the saved chunks do not fill a tensor that is asked for.
+    """
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        allow_partial_load: bool = False,
+        *,
+        on_dtype_mismatch: Literal["error", "cast"] = "error",
+        trusted: bool = False,
+    ) -> None:
+        super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
+        if on_dtype_mismatch not in ("error", "cast"):
+            raise ValueError(f'on_dtype_mismatch is "error" or "cast", not {on_dtype_mismatch!r}')
+        self.on_dtype_mismatch = on_dtype_mismatch
+        self.trusted = trusted
+
+    @property
+    def missing_keys(self) -> tuple[str, ...]:
+        """Keys of the state dict that the checkpoint does not have."""
+        return tuple(sorted(self.state_dict.keys() - self._saved.keys()))
+
+    @property
+    def unread_keys(self) -> tuple[str, ...]:
+        """Keys of the checkpoint that the state dict does not ask for."""
+        return tuple(sorted(self._saved.keys() - self.state_dict.keys()))
+
+    @property
+    def _saved(self) -> Mapping[str, Any]:
+        return {} if self.metadata is None else self.metadata.state_dict_metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        if self.metadata is None:
+            raise ValueError("set_up_planner was not given the checkpoint's metadata")
+        plan = self._checked_plan(self.metadata)
+        _check_filled(plan, self.state_dict, self.metadata)
+        return plan
+
+    def _checked_plan(self, metadata: Metadata) -> LoadPlan:
+        before = self.state_dict
+        problems = self._problems()
+        if problems and problems[0].startswith("missing"):
+            # Checkpoints from before torch 2.4 have other names for nested lists; stock's planner knows them.
+            plan = self._stock_plan()
+            if self.state_dict is not before:
+                problems = self._problems()
+            if not problems and plan is not None:
+                return plan
+        if problems:
+            raise PlanConflict(
+                f"the state dict does not fit the checkpoint, {len(problems)} problem(s): "
+                + "; ".join(problems[:_SHOWN])
+                + (f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else "")
+            )
+        return super().create_local_plan()
+
+    def _stock_plan(self) -> LoadPlan | None:
+        try:
+            return super().create_local_plan()
+        except (RuntimeError, ValueError):
+            return None  # our own account of the problems says more
+
+    def _problems(self) -> list[str]:
+        """What does not fit, missing keys first."""
+        problems = [] if self.allow_partial_load else self._missing()
+        for key, value in self.state_dict.items():
+            saved = self._saved.get(key)
+            if saved is not None:
+                problems.extend(self._mismatch(key, value, saved))
+        return problems
+
+    def _missing(self) -> list[str]:
+        saved = list(self._saved)
+        return [f"missing from the checkpoint: {key!r}{_hint(key, saved)}" for key in self.missing_keys]
+
+    def _mismatch(self, key: str, value: Any, saved: Any) -> list[str]:
+        if not isinstance(saved, TensorStorageMetadata):
+            if isinstance(value, torch.Tensor):
+                return [f"{key!r} is a tensor here and an object in the checkpoint"]
+            return []
+        if not isinstance(value, torch.Tensor) and not hasattr(value, "__create_chunk_list__"):
+            return [f"{key!r} is a {type(value).__name__} here and a tensor in the checkpoint"]
+        found = []
+        size = getattr(value, "size", None)
+        if callable(size) and torch.Size(size()) != saved.size:
+            found.append(f"{key!r} has size {list(size())} here and {list(saved.size)} in the checkpoint")
+        dtype = getattr(value, "dtype", None)
+        if self.on_dtype_mismatch == "error" and dtype is not None and dtype != saved.properties.dtype:
+            found.append(
+                f'{key!r} is {dtype} here and {saved.properties.dtype} in the checkpoint (on_dtype_mismatch="cast" '
+                "converts)"
+            )
+        return found
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put an object into the state dict; classes that are not known to be data are refused.
+
+        Raises:
+            UnsafeCheckpoint: unpickling would run code.
+        """
+        if not self.trusted:
+            check_object(value, file="the checkpoint", item=read_item.dest_index.fqn)
+            value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+def _hint(key: str, saved: list[str]) -> str:
+    """Similar keys of the checkpoint, for a typo or a prefix too many."""
+    if len(saved) > 20_000:  # comparing with each would take longer than the load
+        return ""
+    close = [name for name in saved if name.endswith(f".{key}") or key.endswith(f".{name}")][:1]
+    close = close or difflib.get_close_matches(key, saved, n=1, cutoff=0.8)
+    return f" (it has {close[0]!r})" if close else ""
+
+
+def _check_filled(plan: LoadPlan, state_dict: Mapping[str, Any], metadata: Metadata) -> None:
+    """Every element that is asked for must be in some chunk: stock leaves the others as they were, silently."""
+    wanted: dict[str, int] = {}
+    planned: dict[str, int] = defaultdict(int)
+    for item in plan.items:
+        if item.type == LoadItemType.TENSOR:
+            planned[item.dest_index.fqn] += math.prod(item.lengths)
+    for key, value in state_dict.items():
+        if isinstance(metadata.state_dict_metadata.get(key), TensorStorageMetadata):
+            wanted[key] = _local_numel(value)
+    short = [key for key, numel in wanted.items() if planned[key] < numel]
+    if short:
+        raise CorruptCheckpoint(
+            f"the checkpoint's chunks do not fill {short[0]!r}: {planned[short[0]]} of {wanted[short[0]]} elements "
+            f"that this rank needs are there ({len(short)} such tensors); the save that wrote it was incomplete",
+            file=".metadata",
+            item=short[0],
+            expected=f"{wanted[short[0]]} elements",
+            found=f"{planned[short[0]]} elements",
+        )
+
+
+def _local_numel(value: Any) -> int:
+    """Elements of the chunks that this rank holds of ``value``."""
+    chunks = getattr(value, "__create_chunk_list__", None)
+    if callable(chunks):
+        return sum(math.prod(chunk.sizes) for chunk in chunks())
+    shards = getattr(value, "local_shards", None)
+    if callable(shards):
+        return sum(shard.tensor.numel() for shard in shards())
+    return int(value.numel()) if isinstance(value, torch.Tensor) else 0

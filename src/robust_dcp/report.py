@@ -1,0 +1,139 @@
+"""What a save or load did: phases with times and messages, bytes, and why the plan was reused or made anew.
+
+Owns the report types and how they read as text; made by ``api`` at the end of each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from robust_dcp.plan.agreement import PlanOutcome
+from robust_dcp.plan.structure import StructureDiff
+
+__all__ = ["LoadReport", "PhaseReport", "SaveReport", "sizes_in_words"]
+
+
+@dataclass(frozen=True)
+class PhaseReport:
+    """One phase of a save or load, as this rank saw it.
+
+    Attributes:
+        name: ``plan``, ``write``, ``commit`` or ``read``.
+        seconds: wall time, waiting for other ranks included.
+        exchanges: exchanges between ranks.
+        messages: messages that this rank sent: one header for each exchange, and its payload chunks.
+        header_nbytes, payload_nbytes: bytes that this rank sent.
+    """
+
+    name: str
+    seconds: float
+    exchanges: int = 0
+    messages: int = 0
+    header_nbytes: int = 0
+    payload_nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What saves and loads have in common.
+
+    Attributes:
+        checkpoint_id: the checkpoint's directory.
+        rank, world_size: within the group.
+        items: items that this rank wrote or read.
+        nbytes: bytes that this rank wrote or read.
+        phases: in order.
+    """
+
+    checkpoint_id: str
+    rank: int
+    world_size: int
+    items: int
+    nbytes: int
+    phases: tuple[PhaseReport, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the whole call, in seconds."""
+        return sum(phase.seconds for phase in self.phases)
+
+    def _lines(self, headline: str) -> str:
+        rows = [headline, f"  {'phase':<8}{'seconds':>9}{'exchanges':>11}{'messages':>10}{'bytes sent':>12}"]
+        rows += [
+            f"  {p.name:<8}{p.seconds:>9.3f}{p.exchanges:>11}{p.messages:>10}{p.header_nbytes + p.payload_nbytes:>12}"
+            for p in self.phases
+        ]
+        return "\n".join(rows)
+
+
+@dataclass(frozen=True)
+class SaveReport(_Report):
+    """What a save did. Printed, it is a table.
+
+    Attributes:
+        plan: ``built`` (nothing was cached), ``reused``, ``patched`` (some ranks changed) or ``rebuilt`` (all did).
+        reason: why, in words.
+        changes: the keys that differ from the plan before, over all ranks; ``None`` if there was none to compare.
+        differing_objects: objects of one name whose contents differ between ranks, with the ranks that hold them.
+            Only the copy of the lowest of them is in the checkpoint.
+        total_nbytes: bytes of tensor data that all ranks wrote together; ``None`` on ranks that do not know.
+        files: the files of this rank.
+    """
+
+    plan: PlanOutcome = "built"
+    reason: str = ""
+    changes: StructureDiff | None = None
+    differing_objects: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    total_nbytes: int | None = None
+    files: tuple[str, ...] = ()
+    _read_metadata: Callable[[], Metadata] | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def metadata(self) -> Metadata:
+        """DCP's ``Metadata`` of the checkpoint, read from its ``.metadata`` when first asked for."""
+        if self._read_metadata is None:
+            raise ValueError("this report was made without access to the checkpoint's metadata")
+        return self._read_metadata()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_read_metadata": None}
+
+    def __str__(self) -> str:
+        return self._lines(
+            f"saved {self.checkpoint_id} (rank {self.rank} of {self.world_size}): {self.items} items, "
+            f"{sizes_in_words(self.nbytes)} in {self.seconds:.3f} s; plan {self.plan}: {self.reason}"
+        )
+
+
+@dataclass(frozen=True)
+class LoadReport(_Report):
+    """What a load did. Printed, it is a table.
+
+    Attributes:
+        missing_keys: keys of the state dict that the checkpoint does not have (only with ``allow_partial_load``).
+        unread_keys: keys of the checkpoint that the state dict did not ask for.
+    """
+
+    missing_keys: tuple[str, ...] = ()
+    unread_keys: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self._lines(
+            f"loaded {self.checkpoint_id} (rank {self.rank} of {self.world_size}): {self.items} items, "
+            f"{sizes_in_words(self.nbytes)} in {self.seconds:.3f} s"
+        )
+
+
+def sizes_in_words(nbytes: int) -> str:
+    """``1536`` -> ``"1.5 KiB"``."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

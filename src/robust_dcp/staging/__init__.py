@@ -1,0 +1,5 @@
+"""From device to host."""
+
+from robust_dcp.staging.host import to_host
+
+__all__ = ["to_host"]

@@ -1,0 +1,6 @@
+"""Bytes of a checkpoint: layout, records, writer, commit, reader, metadata file."""
+
+from robust_dcp.storage.reader import RobustReader
+from robust_dcp.storage.writer import RobustWriter
+
+__all__ = ["RobustReader", "RobustWriter"]

@@ -1,0 +1,103 @@
+"""The moment at which a save counts: ``.metadata`` replaced in one durable step, and what is removed afterwards.
+
+Owns the order of the system calls. Never touches a data file of a committed checkpoint before the next is durable.
+The coordinator calls it once every rank has written, fsynced and closed its data files.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import secrets
+from collections.abc import Collection, Iterable
+from typing import Final
+
+from robust_dcp.errors import StorageError
+from robust_dcp.storage.disk import Disk
+from robust_dcp.storage.paths import METADATA_NAME, check_relative_path, parse_data_file_name
+
+__all__ = ["commit_metadata", "remove_superseded", "unreferenced_files"]
+
+logger = logging.getLogger(__name__)
+
+_TEMPORARY: Final = re.compile(r"(?:__\d+)?\.metadata\.(?:[0-9a-f]{16}\.)?tmp")  # ours, and stock's .metadata.tmp
+
+
+def commit_metadata(disk: Disk, directory: str, encoded: bytes, *, name: str = METADATA_NAME) -> None:
+    """Make ``encoded`` the metadata of the checkpoint in ``directory``, wholly or not at all.
+
+    The calls, in this order; killed or powered off between any two, the directory loads as before up to 6 and as the
+    new checkpoint after 7, and in between as one of the two:
+
+    1. create ``.metadata.<random>.tmp`` (exclusively: no left-over of a killed save is written to)
+    2. write it
+    3. fsync it: its bytes are durable
+    4. close it
+    5. fsync the directory: the names of the new data files, made earlier by all ranks, are durable
+    6. rename it to ``.metadata``, over the old one
+    7. fsync the directory: the rename is durable
+
+    Raises:
+        StorageError: a call failed. Up to call 5 the old checkpoint is untouched and the temporary file removed. If
+            call 6 or 7 failed, either may be found later: both are complete, so keep the data files of both.
+    """
+    temporary = os.path.join(directory, f"{name}.{secrets.token_hex(8)}.tmp")
+    file = disk.open_new(temporary)
+    try:
+        try:
+            disk.pwrite(file, encoded, 0)
+            disk.fsync(file)
+        finally:
+            disk.close(file)
+        disk.fsync_directory(directory)
+        disk.rename(temporary, os.path.join(directory, name))
+    except BaseException:
+        _remove(disk, temporary)
+        raise
+    disk.fsync_directory(directory)
+
+
+def remove_superseded(disk: Disk, directory: str, files: Iterable[str], *, keep: Collection[str] = ()) -> list[str]:
+    """Remove data files that no committed checkpoint names any more; call it after :func:`commit_metadata` returned.
+
+    A file that cannot be removed is logged and stays: the checkpoint is committed and right, only larger on disk.
+
+    Args:
+        files: relative paths, of the old checkpoint and of saves that failed.
+        keep: relative paths that the committed metadata names; these are never removed.
+
+    Returns:
+        The relative paths that are still there.
+
+    Raises:
+        UnsafeCheckpoint: a path leaves the directory.
+    """
+    doomed = sorted({check_relative_path(path, file=directory) for path in files} - set(keep))
+    return [path for path in doomed if not _remove(disk, os.path.join(directory, path))]
+
+
+def unreferenced_files(disk: Disk, directory: str, referenced: Collection[str]) -> list[str]:
+    """The data files and temporary metadata files in ``directory`` that ``referenced`` does not list.
+
+    They are of saves that failed or were killed, or of one that is running right now: only the owner of the directory
+    knows that none is.
+    """
+    return [
+        name
+        for name in disk.list_directory(directory)
+        if (parse_data_file_name(name) is not None or _TEMPORARY.fullmatch(name)) and name not in referenced
+    ]
+
+
+def _remove(disk: Disk, path: str) -> bool:
+    """Remove ``path`` if that is possible; whether it is gone."""
+    try:
+        disk.unlink(path)
+    except StorageError as error:
+        if error.errno == errno.ENOENT:
+            return True
+        logger.warning("not removed, which costs space and nothing else: %s", error.message)
+        return False
+    return True

@@ -1,0 +1,155 @@
+"""Which byte goes where: the file, offset and length of every item of fixed size, from lengths alone.
+
+Owns the arithmetic of placement. It is a pure function of a rank's kept items and the writer's options, so the
+coordinator and the rank compute the same places and nobody needs to send them. Called by ``plan``; obeyed by
+``engine``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["LAYOUT_VERSION", "PAGE_NBYTES", "RECORD_ALIGNMENT", "Placements", "place_as_they_come", "place_records"]
+
+LAYOUT_VERSION = "torch-1"
+"""Part of every signature: a plan made for another layout is never used."""
+
+RECORD_ALIGNMENT = 64
+"""Records begin at multiples of this, so that payloads are aligned as ``torch.load(mmap=True)`` likes them."""
+
+PAGE_NBYTES = 4096
+LARGE_NBYTES = 1 << 20
+"""Payloads from this size on lie at an offset of 64 modulo 4096: where PyTorch's CPU allocator puts a tensor's data
+within its page, so that direct I/O needs no copy."""
+
+Int64 = npt.NDArray[np.int64]
+Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class Placements:
+    """Where the n kept items of one rank lie, in the order of its plan.
+
+    Attributes:
+        file: int32 ``[n]``, number of the file among the rank's files.
+        offset: int64 ``[n]``, start of the record in its file, in bytes; -1 for an item of variable size.
+        nbytes: int64 ``[n]``, length of the record; -1 for an item of variable size.
+        file_nbytes: for each file its length, as far as items of fixed size go.
+        variable_file: number of the file that takes the items of variable size, or ``None`` if there are none.
+    """
+
+    file: Int32
+    offset: Int64
+    nbytes: Int64
+    file_nbytes: tuple[int, ...]
+    variable_file: int | None
+
+    @property
+    def n_files(self) -> int:
+        return len(self.file_nbytes)
+
+    @property
+    def variable(self) -> npt.NDArray[np.intp]:
+        """Places of the items of variable size."""
+        return np.flatnonzero(self.offset < 0)
+
+
+def place_records(record_nbytes: Int64, header_nbytes: Int64, payload_nbytes: Int64, *, files: int) -> Placements:
+    """Spread records over files by bytes and give each its place.
+
+    Args:
+        record_nbytes: int64 ``[n]``, length of each record; -1 for an item of variable size.
+        header_nbytes: int64 ``[n]``, bytes before the payload within the record.
+        payload_nbytes: int64 ``[n]``, bytes of tensor data within the record.
+        files: number of files for items of fixed size; fewer are made if there are fewer items. Items of variable
+            size get one file more, so that their lengths move nobody else.
+    """
+    fixed = np.flatnonzero(record_nbytes >= 0)
+    n_files = max(1, min(files, len(fixed))) if len(fixed) else 0
+    file = np.zeros(len(record_nbytes), dtype=np.int32)
+    offset = np.full(len(record_nbytes), -1, dtype=np.int64)
+    file[fixed] = _balanced(record_nbytes[fixed], n_files)
+    file_nbytes = []
+    for number in range(n_files):
+        members = fixed[file[fixed] == number]
+        offset[members], end = _consecutive(
+            record_nbytes[members], header_nbytes[members], payload_nbytes[members] >= LARGE_NBYTES
+        )
+        file_nbytes.append(end)
+    has_variable = len(fixed) < len(record_nbytes)
+    if has_variable:
+        file[record_nbytes < 0] = n_files
+        file_nbytes.append(0)
+    return Placements(
+        file=file,
+        offset=offset,
+        nbytes=record_nbytes,
+        file_nbytes=tuple(file_nbytes),
+        variable_file=n_files if has_variable else None,
+    )
+
+
+def place_as_they_come(nbytes: Sequence[int], *, files: int) -> Placements:
+    """Files for records whose lengths are not known beforehand; each gets its place when it is written.
+
+    Args:
+        nbytes: about how large each will be, for the balance.
+    """
+    sizes = np.array(nbytes, dtype=np.int64)
+    n_files = max(1, min(files, len(sizes))) if len(sizes) else 0
+    unknown = np.full(len(sizes), -1, dtype=np.int64)
+    return Placements(
+        file=_balanced(sizes, n_files),
+        offset=unknown,
+        nbytes=unknown,
+        file_nbytes=(0,) * n_files,
+        variable_file=None,
+    )
+
+
+def _balanced(nbytes: Int64, bins: int) -> Int32:
+    """A bin for each record: largest first into the least filled; a tail of small ones is dealt out in turn."""
+    chosen = np.zeros(len(nbytes), dtype=np.int32)
+    if bins <= 1:
+        return chosen
+    order = np.argsort(-nbytes, kind="stable")
+    n_large = int((nbytes >= LARGE_NBYTES).sum())
+    load = np.zeros(bins, dtype=np.int64)
+    for record in order[:n_large].tolist():
+        best = int(load.argmin())
+        chosen[record] = best
+        load[best] += nbytes[record]
+    small = order[n_large:]
+    if len(small):
+        # Fill every bin up to the same level: cut the running total of the small ones at the room each bin has.
+        level = (int(load.sum()) + int(nbytes[small].sum())) / bins
+        room = np.cumsum(np.maximum(level - load, 0.0))
+        middle = np.cumsum(nbytes[small]) - nbytes[small] / 2
+        scale = room[-1] / max(float(nbytes[small].sum()), 1.0)
+        chosen[small] = np.minimum(np.searchsorted(room, middle * scale, side="right"), bins - 1)
+    return chosen
+
+
+def _consecutive(record_nbytes: Int64, header_nbytes: Int64, large: npt.NDArray[np.bool_]) -> tuple[Int64, int]:
+    """Offsets of records one after the other, the large ones first, and the length of the file."""
+    offset = np.zeros(len(record_nbytes), dtype=np.int64)
+    end = 0
+    for record in np.flatnonzero(large).tolist():
+        payload = _round_up(end + int(header_nbytes[record]) - RECORD_ALIGNMENT, PAGE_NBYTES) + RECORD_ALIGNMENT
+        offset[record] = payload - int(header_nbytes[record])
+        end = int(offset[record] + record_nbytes[record])
+    small = np.flatnonzero(~large)
+    if len(small):
+        strides = -(-record_nbytes[small] // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
+        starts = _round_up(end, RECORD_ALIGNMENT) + np.cumsum(strides) - strides
+        offset[small] = starts
+        end = int(starts[-1] + record_nbytes[small[-1]])
+    return offset, end
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,160 @@
+"""DCP's ``StorageReader`` over a directory.
+
+Owns DCP's interface and the metadata file of a checkpoint; the items are read by ``read_items``. Never writes, and
+never runs what it reads. Stock ``load`` and Megatron-Core call it, and so does our own ``load``.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from errno import ENOENT
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from robust_dcp.errors import CorruptCheckpoint, StorageError
+from robust_dcp.storage.disk import Disk, PosixDisk
+from robust_dcp.storage.metadata_file import decode_metadata
+from robust_dcp.storage.paths import metadata_name
+from robust_dcp.storage.read_items import ReadOptions, read_items
+
+__all__ = ["RobustReader"]
+
+
+class RobustReader(StorageReader):
+    """Reads checkpoints by ``RobustWriter``, by stock ``FileSystemWriter`` and by Megatron-Core.
+
+    >>> dcp.load(state_dict, storage_reader=RobustReader(path))  # doctest: +SKIP
+
+    Args:
+        path: the checkpoint's directory.
+        threads: reads in flight.
+        verify_checksums: compare every item that is read as a whole with the CRC-32 that was written with it.
+        trusted: let items that are no tensors run code when they are loaded, as stock does.
+        buffer_bytes: limit for what has been read and not yet handed over. One item may exceed it.
+        extension_registry: as for stock's reader; by default the transforms that come with torch.
+        disk: where the files are.
+
+    While ``read_data`` runs, the planner's ``resolve_tensor``, ``commit_tensor`` and ``load_bytes`` are called by the
+    thread that called it, and by no other. A planner with a ``commit_tensor`` of its own gets it called right after
+    the ``resolve_tensor`` of the same item, as Megatron-Core's planner requires.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        threads: int = 8,
+        verify_checksums: bool = True,
+        trusted: bool = False,
+        buffer_bytes: int = 1 << 30,
+        extension_registry: Any = None,
+        disk: Disk | None = None,
+    ) -> None:
+        super().__init__()
+        if threads < 1 or buffer_bytes < 1:
+            raise ValueError(f"threads and buffer_bytes must be positive, got {threads} and {buffer_bytes}")
+        self.path = os.fspath(path)
+        self._options = ReadOptions(threads, verify_checksums, trusted, buffer_bytes, extension_registry)
+        self._disk: Disk = PosixDisk() if disk is None else disk
+        self._metadata: Metadata | None = None
+        self._load_id = str(uuid.uuid4())
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._metadata = None
+        if checkpoint_id:
+            self.path = os.fspath(checkpoint_id)
+        self._load_id = str(uuid.uuid4())
+
+    @property
+    def checkpoint_id(self) -> str:
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this is a path of this machine (and no URL)."""
+        if isinstance(checkpoint_id, Path):
+            return True
+        if "://" in os.fspath(checkpoint_id):
+            return False
+        return any(parent.is_dir() for parent in Path(checkpoint_id).absolute().parents)
+
+    def metadata_bytes(self, rank: int | None = None) -> bytes:
+        """The raw ``.metadata`` file, to be sent to other ranks and decoded there by :meth:`decode_metadata`.
+
+        Args:
+            rank: read ``__{rank}.metadata`` instead, of a stock save without collectives.
+
+        Raises:
+            StorageError: there is none: nothing was committed here. Or it cannot be read.
+        """
+        path = self._metadata_path(rank)
+        try:
+            opened = self._disk.open_read(path)
+        except StorageError as error:
+            if error.errno != ENOENT:
+                raise
+            message = f"no {metadata_name(rank)} in {self.path}: no checkpoint was committed there"
+            raise StorageError(message, path=path, errno=ENOENT, operation="open") from error
+        try:
+            buffer = bytearray(self._disk.size(path))
+            found = self._disk.pread_into(opened, buffer, 0)
+        finally:
+            self._disk.close(opened)
+        return bytes(memoryview(buffer)[:found])
+
+    def decode_metadata(self, data: bytes, rank: int | None = None) -> Metadata:
+        """Decode what :meth:`metadata_bytes` returned, here or on another rank.
+
+        Raises:
+            CorruptCheckpoint, UnsafeCheckpoint: as :func:`~robust_dcp.storage.metadata_file.decode_metadata`.
+        """
+        metadata = decode_metadata(data, self._metadata_path(rank))
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self._load_id
+        return metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        rank = kwargs.get("rank")
+        return self.decode_metadata(self.metadata_bytes(rank), rank)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(metadata.storage_data, dict):
+            raise CorruptCheckpoint(
+                f"the metadata of {self.path} does not say where its items lie: no save was finished there",
+                file=self._metadata_path(kwargs.get("rank")),
+                expected="storage_data",
+                found=type(metadata.storage_data).__name__,
+            )
+        self._metadata = metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read every item of ``plan``; returns when that is done.
+
+        Raises:
+            CorruptCheckpoint: an item is damaged or missing; names it, and its file.
+            UnsafeCheckpoint: an item would run code (see ``trusted``).
+            StorageError: a read failed.
+            ValueError: the planner gives a tensor of another size than it asked for.
+        """
+        if self._metadata is None:
+            raise RuntimeError("set_up_storage_reader has to be called before read_data")
+        read_items(plan.items, planner, self._metadata, self.path, self._disk, self._options)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _metadata_path(self, rank: int | None = None) -> str:
+        return os.path.join(self.path, metadata_name(rank))

@@ -1,0 +1,181 @@
+"""An unpickler that builds only what is on a list, and leaves no traces in what it has built from.
+
+Owns the refusal: which class, in which file, and what to do about it. Never decides what belongs on a list; that is
+``metadata_classes`` for ``.metadata`` and ``objects`` for items that are no tensors.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import pickle
+from collections.abc import Mapping
+from types import FunctionType, SimpleNamespace
+from typing import IO, Any, Final, cast
+
+import torch
+from torch.serialization import get_safe_globals
+
+from robust_dcp.errors import UnsafeCheckpoint
+
+__all__ = ["PLAIN_CLASSES", "RestrictedUnpickler", "all_of"]
+
+ClassName = tuple[str, str]
+"""Module and qualified name, as a pickle holds them."""
+
+
+def all_of(module: str, names: str) -> frozenset[ClassName]:
+    """The names in ``module``, given in one string and divided by spaces."""
+    return frozenset((module, name) for name in names.split())
+
+
+# Containers and numbers of Python that hold data and do nothing when they are made.
+PLAIN_CLASSES: Final = (
+    all_of("builtins", "bool bytearray bytes complex dict float frozenset int list range set slice str tuple")
+    | all_of("collections", "Counter OrderedDict defaultdict deque")
+    | all_of("torch", "Size")
+)
+
+# Pickles of protocol 2 and older, torch.save's among them, hold Python 2's names.
+_PYTHON2_MODULES: Final = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+_PYTHON2_NAMES: Final = {("__builtin__", "xrange"): "range", ("__builtin__", "unicode"): "str"}
+
+# Values of these are named in a pickle like classes, but can neither be called nor changed.
+_CONSTANT_TYPES: Final = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
+
+_ABSENT: Final = object()
+
+# What Python itself adds to a class when another thread first pickles an object of it or asks for its annotations.
+_INTERPRETER_CACHES: Final = frozenset({"__slotnames__", "__annotations__", "__annotations_cache__"})
+
+_HEAP_TYPE: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class whose attributes can be set
+
+
+class RestrictedUnpickler(pickle.Unpickler):
+    """Unpickles data that names only classes from ``allowed``.
+
+    Args:
+        stream: the pickle; on success it stands right behind it.
+        file: what is being read, for errors.
+        allowed: names of classes and functions that may be imported and called.
+        stand_ins: what to use in place of a named class; such a class is not imported.
+        how_to_allow: the end of the sentence "... is refused; " in errors.
+        encoding: of strings that Python 2 pickled.
+
+    Constants of torch (dtypes and the like) and what the user has registered with
+    ``torch.serialization.add_safe_globals`` are always allowed.
+
+    ``load`` raises :class:`UnsafeCheckpoint` for any other class, before anything of it is imported, and for a pickle
+    that sets attributes of a class or function itself (with the BUILD opcode it could replace a method for the rest of
+    the process); they are put back. Whatever else a broken pickle raises is passed on.
+    """
+
+    def __init__(
+        self,
+        stream: IO[bytes],
+        *,
+        file: str,
+        allowed: frozenset[ClassName],
+        stand_ins: Mapping[ClassName, Any],
+        how_to_allow: str,
+        encoding: str = "ASCII",
+    ) -> None:
+        # Without readinto and peek: the C unpickler then takes exactly what it needs, so that the stream stands behind
+        # the pickle, and does not trip over its own buffer in a damaged one.
+        bare = SimpleNamespace(read=stream.read, readline=stream.readline)
+        super().__init__(cast("IO[bytes]", bare), encoding=encoding)
+        self._file = file
+        self._allowed = allowed
+        self._stand_ins = stand_ins
+        self._how_to_allow = how_to_allow
+        self._registered = _registered_by_user()
+        self._before: dict[int, tuple[Any, dict[str, Any]]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        name = _PYTHON2_NAMES.get((module, name), name)
+        module = _PYTHON2_MODULES.get(module, module)
+        key = (module, name)
+        found: Any
+        if key in self._stand_ins:
+            found = self._stand_ins[key]
+        elif key in self._allowed:
+            found = _imported(module, name)
+        elif f"{module}.{name}" in self._registered:
+            return self._registered[f"{module}.{name}"]
+        elif module == "torch" and isinstance(getattr(torch, name, None), _CONSTANT_TYPES):
+            return getattr(torch, name)
+        else:
+            raise UnsafeCheckpoint(
+                f"{self._file} asks for {module}.{name}, which is not known to be plain data, and is refused; "
+                f"{self._how_to_allow}",
+                file=self._file,
+                what=f"{module}.{name}",
+            )
+        self._watch(found)
+        return found
+
+    def load(self) -> Any:
+        try:
+            return super().load()
+        finally:
+            self._put_back()
+
+    def _watch(self, found: Any) -> None:
+        """Remember the attributes of what a pickle could write to."""
+        if id(found) in self._before:
+            return
+        if isinstance(found, FunctionType) or (isinstance(found, type) and found.__flags__ & _HEAP_TYPE):
+            self._before[id(found)] = (found, dict(vars(found)))
+        if isinstance(found, enum.EnumMeta):
+            members: list[enum.Enum] = list(found)
+            for member in members:
+                self._before[id(member)] = (member, dict(vars(member)))
+
+    def _put_back(self) -> None:
+        changed = [_restore(found, before) for found, before in self._before.values()]
+        names = sorted({name for group in changed for name in group})
+        if names:
+            raise UnsafeCheckpoint(
+                f"{self._file} sets attributes of the classes that it names ({', '.join(names)}), which no writer of "
+                "checkpoints does; it was made to change this program, and is refused",
+                file=self._file,
+                what=names[0],
+            )
+
+
+def _restore(found: Any, before: Mapping[str, Any]) -> list[str]:
+    """Give ``found`` its attributes back; returns the names of those that had been changed."""
+    now = dict(vars(found))
+    changed = {
+        name
+        for name in before.keys() | now.keys()
+        if before.get(name, _ABSENT) is not now.get(name, _ABSENT) and name not in _INTERPRETER_CACHES
+    }
+    # On the level of type or object: a metaclass (an enum's, say) may forbid to set what is being repaired here.
+    level: Any = type if isinstance(found, type) else object
+    for name in changed:
+        if name in before:
+            level.__setattr__(found, name, before[name])
+        else:
+            level.__delattr__(found, name)
+    label = getattr(found, "__qualname__", None) or str(found)
+    return [f"{label}.{name}" for name in sorted(changed)]
+
+
+def _imported(module: str, name: str) -> Any:
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _registered_by_user() -> dict[str, Any]:
+    """What ``torch.serialization.add_safe_globals`` was given, by full name."""
+    registered: dict[str, Any] = {}
+    for entry in get_safe_globals():
+        if isinstance(entry, tuple):
+            found, path = entry
+        else:
+            found, path = entry, f"{entry.__module__}.{entry.__qualname__}"
+        registered[path] = found
+    return registered

@@ -1,0 +1,253 @@
+"""``RobustWriter``: DCP's ``StorageWriter`` over ``engine`` and ``commit``.
+
+Owns the life of one checkpoint directory during a save: what was there before, the rank's files, the commit. Places
+come from the plan; with another planner than ours it makes them itself. Called by ``api.save`` and by stock ``save``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from robust_dcp.errors import StorageError
+from robust_dcp.storage.commit import commit_metadata, remove_superseded
+from robust_dcp.storage.disk import Disk, PosixDisk
+from robust_dcp.storage.engine import Resolve, WrittenFiles, write_files
+from robust_dcp.storage.layout import Placements, place_as_they_come
+from robust_dcp.storage.metadata_file import StorageInfo, encode_metadata
+from robust_dcp.storage.paths import metadata_name, parse_data_file_name
+
+__all__ = ["RobustWriter", "SaveInProgress", "WriterMeta"]
+
+
+@runtime_checkable
+class SaveInProgress(Protocol):
+    """What the writer needs of a save that ``RobustPlanner`` has planned (``plan.session.SaveSession``)."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def placements(self) -> Placements | None: ...
+
+    def settle(self, write: Callable[[], WrittenFiles], discard: Callable[[WrittenFiles], None]) -> None: ...
+
+    def leave_commit_to_stock(self) -> None: ...
+
+    def check_stop(self) -> None: ...
+
+    def metadata(self, storage_meta: StorageMeta) -> Metadata: ...
+
+    def commit(self, publish: Callable[[], None]) -> None: ...
+
+
+@dataclass
+class WriterMeta(StorageMeta):
+    """How ``RobustPlanner`` learns which writer it plans for: stock hands ``storage_meta()`` to ``set_up_planner``."""
+
+    writer: RobustWriter | None = None
+
+
+class RobustWriter(StorageWriter):
+    """Writes checkpoints into a directory: parallel, checksummed, durable, and visible in one step.
+
+    Files of a committed checkpoint in the directory are neither overwritten nor removed before the new one is
+    committed; killed at any instant, the directory loads as the one or the other.
+
+    Args:
+        path: the checkpoint's directory; made if it is not there.
+        threads: threads that write, and files, for each rank.
+        overwrite: whether a committed checkpoint in ``path`` may be replaced.
+        disk: the file system.
+
+    Raises:
+        StorageError: from :meth:`begin` on, when the file system refuses.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        threads: int = 2,
+        overwrite: bool = True,
+        disk: Disk | None = None,
+    ) -> None:
+        super().__init__()
+        if threads < 1:
+            raise ValueError(f"threads must be at least 1, got {threads}")
+        self.path = os.fspath(path)
+        self.threads = threads
+        self.overwrite = overwrite
+        self._disk: Disk = disk or PosixDisk()
+        self._save_id = str(uuid.uuid4())
+        self._superseded: tuple[str, ...] = ()
+        self._rank: int | None = None
+        self._alone = False
+        self._is_coordinator = False
+        self._begun = False
+
+    @property
+    def files_per_rank(self) -> int:
+        """Files that a rank's items of fixed size are spread over."""
+        return self.threads
+
+    @property
+    def plan_options(self) -> dict[str, str | int]:
+        """The options that a plan depends on: part of its signature."""
+        return {"layout": "torch", "files_per_rank": self.files_per_rank}
+
+    # One save, as `api.save` calls it.
+
+    def begin(self, *, is_coordinator: bool) -> None:
+        """Before any rank writes: make the directory and note which data files are there already.
+
+        Raises:
+            StorageError: a checkpoint is there and ``overwrite`` is false, or the directory cannot be made.
+        """
+        self._begun = True
+        if not is_coordinator:
+            return
+        self._disk.mkdirs(self.path)
+        if not self.overwrite and self._disk.exists(os.path.join(self.path, self._metadata_name)):
+            raise StorageError(
+                f"{self.path} holds a committed checkpoint and overwrite=False: save to another directory",
+                path=self.path,
+                operation="begin",
+            )
+        present = self._disk.list_directory(self.path)
+        self._superseded = tuple(name for name in present if parse_data_file_name(name) is not None)
+
+    def write(
+        self,
+        rank: int,
+        items: Sequence[WriteItem],
+        placements: Placements,
+        resolve: Resolve,
+        check_stop: Callable[[], None],
+    ) -> WrittenFiles:
+        """Write this rank's items to their places, durably. Nothing is visible to readers yet."""
+        self._disk.mkdirs(self.path)
+        return write_files(
+            self._disk,
+            self.path,
+            rank,
+            items,
+            placements,
+            resolve,
+            threads=self.threads,
+            check_stop=check_stop,
+        )
+
+    def discard(self, written: WrittenFiles) -> None:
+        """Remove files of a save that failed on another rank."""
+        remove_superseded(self._disk, self.path, written.names)
+
+    def publish(self, metadata: Metadata) -> None:
+        """Commit: make ``metadata`` the checkpoint's, durably and in one step, then remove what it supersedes."""
+        metadata.version = "1.0.0"  # filesystem.CURRENT_DCP_VERSION: the format of stock's file names and records
+        commit_metadata(self._disk, self.path, encode_metadata(metadata), name=self._metadata_name)
+        in_use = {info.relative_path for info in metadata.storage_data.values()}
+        remove_superseded(self._disk, self.path, [name for name in self._superseded if name not in in_use])
+
+    @property
+    def _metadata_name(self) -> str:
+        return metadata_name(self._rank if self._alone else None)
+
+    # The hooks of stock `torch.distributed.checkpoint.save`, in the order in which it calls them.
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id:
+            self.path = os.fspath(checkpoint_id)
+        self._save_id = str(uuid.uuid4())
+        self._superseded = ()
+        self._rank = None
+        self._alone = False
+        self._begun = False
+
+    def storage_meta(self) -> WriterMeta:
+        return WriterMeta(checkpoint_id=self.path, save_id=self._save_id, writer=self)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._rank = kwargs.get("rank")
+        self._is_coordinator = is_coordinator
+        # With use_collectives=False every rank commits its own part, and stock's reader looks for `__{rank}.metadata`.
+        self._alone = not kwargs.get("use_collectives", True)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if not self._begun:
+            self.begin(is_coordinator=self._is_coordinator)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's share. With ``RobustPlanner`` the results have been told to the coordinator by the time
+        this returns, and stock gathers an empty list; with another planner they are returned."""
+        results: list[WriteResult] = []
+        session = plan.planner_data
+        if isinstance(session, SaveInProgress):
+            placements = session.placements
+            if placements is None:
+                raise ValueError("this save was planned for another storage writer")
+            self._alone = False  # the plan is global, and so is the commit, whatever `use_collectives` says
+            session.settle(
+                lambda: self.write(session.rank, plan.items, placements, planner.resolve_data, session.check_stop),
+                self.discard,
+            )
+            session.leave_commit_to_stock()
+        else:
+            results = self._write_unplanned(plan, planner)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def _write_unplanned(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        """Write the plan of another planner than ours: items are placed as they come, for this rank alone."""
+        rank = self._rank if self._alone and self._rank is not None else int(plan.storage_data or 0)
+        placements = place_as_they_come([_chunk_nbytes(item) for item in plan.items], files=self.files_per_rank)
+        written = self.write(rank, plan.items, placements, planner.resolve_data, lambda: None)
+        return [
+            WriteResult(
+                index=item.index, size_in_bytes=nbytes, storage_data=StorageInfo(written.names[file], offset, nbytes)
+            )
+            for item, file, (offset, nbytes) in zip(
+                plan.items, placements.file.tolist(), written.variable_places.tolist(), strict=True
+            )
+        ]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        session = getattr(metadata, "session", None)
+        if isinstance(session, SaveInProgress):
+            session.commit(lambda: self.publish(session.metadata(self.plain_meta())))
+            return
+        metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
+        metadata.storage_meta = self.plain_meta()
+        self.publish(metadata)
+
+    def plain_meta(self) -> StorageMeta:
+        """What goes into ``.metadata``: stock's class, and nothing of this process."""
+        return StorageMeta(checkpoint_id=self.path, save_id=self._save_id)
+
+    @property
+    def checkpoint_id(self) -> str:
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether ``checkpoint_id`` is a path on a mounted file system, rather than a URL."""
+        return "://" not in os.fspath(checkpoint_id)
+
+
+def _chunk_nbytes(item: WriteItem) -> int:
+    data = item.tensor_data
+    return 0 if data is None else math.prod(data.chunk.sizes) * int(data.properties.dtype.itemsize)

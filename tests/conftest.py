@@ -1,0 +1,16 @@
+"""What every test gets: assertion messages in the harness, and hypothesis settings that suit a slow, shared machine."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+pytest.register_assert_rewrite("tests.support")
+
+# Two cores and real fsyncs: no deadline for one example. A failure prints what reproduces it; CI draws the same
+# examples each time, so that a red run is about the change and not about the dice.
+settings.register_profile("default", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", parent=settings.get_profile("default"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "default")

@@ -1,0 +1,211 @@
+"""RobustSaveStrategy on small sharded state dicts: what Megatron's contract asks for, and where stock falls short."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
+
+pytest.importorskip("megatron.core")
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+
+from demo import megatron_cpu
+from robust_dcp import RobustCheckpointError
+from robust_dcp.megatron import RobustSaveStrategy
+from tests.megatron.stock import stock_strategy
+from tests.support.ranks import errors, run_ranks, values
+
+
+def _cut(key: str, data: torch.Tensor) -> ShardedTensor:
+    """One row block of a tensor for each rank."""
+    return ShardedTensor.from_rank_offsets(key, data, (0, dist.get_rank(), dist.get_world_size()))
+
+
+def _replicated(key: str, data: torch.Tensor | None, replica_id: int | None = None) -> ShardedTensor:
+    replica_id = dist.get_rank() if replica_id is None else replica_id
+    tensor = ShardedTensor.from_rank_offsets(key, torch.zeros(0) if data is None else data, replica_id=replica_id)
+    if data is None:
+        tensor.data = None
+    return tensor
+
+
+def _per_rank_object(key: str, value: Any) -> ShardedObject:
+    return ShardedObject(key, value, (dist.get_world_size(),), (dist.get_rank(),))
+
+
+def _replicated_object(key: str, value: Any) -> ShardedObject:
+    return ShardedObject(key, value, (1,), (0,), replica_id=dist.get_rank())
+
+
+def _save(state_dict: dict[str, Any], directory: Path, strategy: Any, **options: Any) -> None:
+    if dist.get_rank() == 0:
+        directory.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(state_dict, str(directory), strategy, **options)
+
+
+def _keys(directory: Path) -> set[str]:
+    return set(FileSystemReader(directory).read_metadata().state_dict_metadata)
+
+
+def _appearing(directory: Path) -> dict[str, Any]:
+    megatron_cpu.install()
+    robust, stock = RobustSaveStrategy(), stock_strategy(cached_metadata=True)
+    plans, added = [], []
+    for number in (1, 2, 3):
+
+        def state_dict(number: int = number) -> dict[str, Any]:
+            state: dict[str, Any] = {"weight": _cut("weight", torch.full((2, 3), float(number)))}
+            if number >= 2:
+                state["rerun"] = _per_rank_object("rerun", {"step": number, "rank": dist.get_rank()})
+            if number >= 3:
+                state["bias"] = _cut("bias", torch.full((2,), float(number)))
+            return state
+
+        _save(state_dict(), directory / f"robust{number}", robust)
+        _save(state_dict(), directory / f"stock{number}", stock)
+        report = robust.last_report
+        plans.append(report and report.plan)
+        added.append(list(report.changes.added) if report and report.changes else [])
+    template = {
+        "weight": _cut("weight", torch.zeros(2, 3)),
+        "rerun": _per_rank_object("rerun", None),
+        "bias": _cut("bias", torch.zeros(2)),
+    }
+    loaded = dist_checkpointing.load(template, str(directory / "robust3"))
+    return {
+        "plans": plans,
+        "added": added,
+        "stock_keys": _keys(directory / "stock3"),
+        "bias": loaded["bias"].tolist(),
+        "rerun": loaded["rerun"],
+    }
+
+
+def test_an_object_and_a_tensor_that_appear_are_saved_where_stock_with_cached_metadata_loses_them(
+    tmp_path: Path,
+) -> None:
+    for rank, found in enumerate(values(run_ranks(2, _appearing, tmp_path))):
+        assert found["plans"] == ["built", "rebuilt", "rebuilt"]
+        assert found["added"] == [[], ["rerun/shard_0_2", "rerun/shard_1_2"], ["bias"]]
+        assert found["stock_keys"] == {"weight"}
+        assert found["bias"] == [3.0, 3.0]
+        assert found["rerun"] == {"step": 3, "rank": rank}
+
+
+def _appearing_under_a_cached_distribution(directory: Path) -> list[set[str]]:
+    megatron_cpu.install()
+    found = []
+    for name, inner in (("robust", RobustSaveStrategy()), ("stock", stock_strategy())):
+        wrapped = FullyParallelSaveStrategyWrapper(inner, dist.group.WORLD, do_cache_distribution=True)
+        for number in (1, 2):
+            state: dict[str, Any] = {"old": _replicated("old", torch.ones(4))}
+            if number == 2:
+                state["new"] = _replicated("new", torch.ones(4))
+            _save(state, directory / f"{name}{number}", wrapped)
+        found.append(_keys(directory / f"{name}2"))
+    return found
+
+
+def test_a_tensor_that_appears_is_saved_though_the_wrapper_has_cached_its_distribution(tmp_path: Path) -> None:
+    for robust, stock in values(run_ranks(2, _appearing_under_a_cached_distribution, tmp_path)):
+        assert robust == {"old", "new"}
+        assert stock == {"old"}
+
+
+def _balanced(directory: Path) -> int:
+    strategy = RobustSaveStrategy()
+    _save({str(n): _replicated(str(n), torch.ones(1024)) for n in range(8)}, directory / "checkpoint", strategy)
+    return strategy.last_report.items if strategy.last_report else -1
+
+
+def test_replicas_are_written_once_and_spread_over_the_ranks_that_hold_them(tmp_path: Path) -> None:
+    assert values(run_ranks(4, _balanced, tmp_path)) == [2, 2, 2, 2]
+
+
+def _object_with_unlike_replicas(directory: Path) -> Any:
+    state = {"rng": _replicated_object("rng", {"seed": dist.get_rank()})}
+    _save(state, directory / "checkpoint", RobustSaveStrategy())
+    return dist_checkpointing.load({"rng": _replicated_object("rng", None)}, str(directory / "checkpoint"))["rng"]
+
+
+def test_of_an_object_the_main_replica_is_saved(tmp_path: Path) -> None:
+    assert values(run_ranks(2, _object_with_unlike_replicas, tmp_path)) == [{"seed": 0}, {"seed": 0}]
+
+
+def _tied(directory: Path) -> Any:
+    """A chunk that one rank holds twice, as with tied weights, and a replica that is only a placeholder."""
+    main = dist.get_rank() == 0
+    state = {
+        "embedding": _replicated("tied", torch.ones(4), replica_id=0 if main else 1),
+        "output": _replicated("tied", torch.ones(4), replica_id=2),
+        "gathered": _replicated("gathered", torch.full((4,), 7.0) if main else None),
+    }
+    strategy = RobustSaveStrategy()
+    _save(state, directory / "checkpoint", strategy, validate_access_integrity=False)
+    template = {key: _replicated(key, torch.zeros(4)) for key in ("tied", "gathered")}
+    loaded = dist_checkpointing.load(template, str(directory / "checkpoint"))
+    return loaded["tied"].tolist(), loaded["gathered"].tolist()
+
+
+def test_a_chunk_held_twice_by_a_rank_and_a_replica_without_data_are_no_conflict(tmp_path: Path) -> None:
+    assert values(run_ranks(2, _tied, tmp_path)) == [([1.0] * 4, [7.0] * 4)] * 2
+
+
+def _without_data(directory: Path) -> None:
+    shard = _cut("weight", torch.ones(2))
+    if dist.get_rank() == 1:
+        shard.data = None
+    _save({"weight": shard}, directory / "checkpoint", RobustSaveStrategy(timeout_seconds=30))
+
+
+def test_a_shard_without_data_on_one_rank_is_one_error_on_all(tmp_path: Path) -> None:
+    failed = errors(run_ranks(3, _without_data, tmp_path))
+    assert all(error.is_a(RobustCheckpointError) for error in failed)
+    assert all([failure.rank for failure in error.rank_failures] == [1] for error in failed)
+    assert all("`data` attr is None" in str(error.rank_failures[0]) for error in failed)
+
+
+def _flattened(directory: Path) -> None:
+    shard = _cut("weight", torch.ones(2))
+    shard.flattened_range = slice(0, 1)
+    RobustSaveStrategy(timeout_seconds=30).save({"weight": shard}, directory)
+
+
+def test_a_flattened_range_is_refused_with_the_option_to_set_instead(tmp_path: Path) -> None:
+    (error,) = errors(run_ranks(1, _flattened, tmp_path))
+    assert "fully_reshardable" in error.message
+
+
+def _asynchronous(directory: Path) -> tuple[bool, list[str]]:
+    megatron_cpu.install()
+    directory = directory / "checkpoint"
+    if dist.get_rank() == 0:
+        directory.mkdir()
+    dist.barrier()
+    state = {"weight": _cut("weight", torch.ones(2))}
+    request = dist_checkpointing.save(state, str(directory), RobustSaveStrategy(), async_sharded_save=True)
+    committed = (directory / ".metadata").exists()
+    request.execute_sync()
+    return committed, sorted(path.name for path in directory.glob("meta*.json"))
+
+
+def test_an_asynchronous_save_is_committed_at_once_and_leaves_the_finalizers_to_megatron(tmp_path: Path) -> None:
+    assert values(run_ranks(2, _asynchronous, tmp_path)) == [(True, ["metadata.json"])] * 2
+
+
+def _multi_storage_client(_: Path) -> None:
+    RobustSaveStrategy().save({}, "msc://profile/checkpoint")
+
+
+def test_a_multi_storage_client_path_is_refused(tmp_path: Path) -> None:
+    (error,) = errors(run_ranks(1, _multi_storage_client, tmp_path))
+    assert error.type_name == "ValueError"
+    assert "msc://profile/checkpoint" in error.message

@@ -1,0 +1,276 @@
+"""Structures for the tests of planning: items in a few words, the tables they make, and strategies that draw them.
+
+Owns nothing that is promised to users. Tables are made by the package's own :func:`table_of` from DCP's write items.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from robust_dcp.plan.global_plan import GlobalPlan
+from robust_dcp.plan.local import LocalStructure
+from robust_dcp.plan.structure import Form, ItemKind, PlanContext, StructureSignature, StructureTable, reorder, table_of
+from robust_dcp.plan.structure.table import Path
+
+__all__ = [
+    "Item",
+    "World",
+    "chunk",
+    "context_of",
+    "local_of",
+    "obj",
+    "paths_of",
+    "rank_items",
+    "table",
+    "tensor",
+    "worlds",
+    "written_items",
+]
+
+_TYPES = {
+    ItemKind.TENSOR: WriteItemType.TENSOR,
+    ItemKind.SHARD: WriteItemType.SHARD,
+    ItemKind.BYTES: WriteItemType.BYTE_IO,
+}
+
+
+@dataclass(frozen=True)
+class Item:
+    """One write item; ``offset`` and ``size`` are those of its chunk."""
+
+    name: str
+    kind: ItemKind = ItemKind.BYTES
+    shape: tuple[int, ...] = ()
+    offset: tuple[int, ...] = ()
+    size: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    layout: torch.layout = torch.strided
+    requires_grad: bool = False
+    form: Form = Form.FIXED
+
+    @property
+    def numel(self) -> int:
+        return int(np.prod(self.size, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.kind == ItemKind.BYTES else self.numel * self.dtype.itemsize
+
+    def write_item(self) -> WriteItem:
+        if self.kind == ItemKind.BYTES:
+            return WriteItem(index=MetadataIndex(self.name), type=_TYPES[self.kind])
+        return WriteItem(
+            index=MetadataIndex(self.name, torch.Size(self.offset)),
+            type=_TYPES[self.kind],
+            tensor_data=TensorWriteData(
+                chunk=ChunkStorageMetadata(torch.Size(self.offset), torch.Size(self.size)),
+                properties=TensorProperties(self.dtype, self.layout, self.requires_grad),
+                size=torch.Size(self.shape),
+            ),
+        )
+
+
+def tensor(name: str, shape: Sequence[int] = (4,), dtype: torch.dtype = torch.float32) -> Item:
+    """A whole tensor that is not sharded."""
+    shape = tuple(shape)
+    return Item(name, ItemKind.TENSOR, shape, (0,) * len(shape), shape, dtype)
+
+
+def chunk(
+    name: str, shape: Sequence[int], offset: Sequence[int], size: Sequence[int], dtype: torch.dtype = torch.float32
+) -> Item:
+    """One chunk of a sharded tensor."""
+    return Item(name, ItemKind.SHARD, tuple(shape), tuple(offset), tuple(size), dtype)
+
+
+def obj(name: str) -> Item:
+    """An item that is no tensor."""
+    return Item(name, form=Form.VARIABLE)
+
+
+def table(*items: Item, paths: Mapping[str, Path] | None = None) -> StructureTable:
+    """The table of one rank that holds ``items``."""
+    forms = {(item.name, item.offset): item.form for item in items}
+    ordered = reorder([item.write_item() for item in items])
+    return table_of(ordered, [forms[w.index.fqn, tuple(w.index.offset or ())] for w in ordered], paths)
+
+
+def context_of(ranks: Sequence[int] = (0, 1)) -> PlanContext:
+    return PlanContext(
+        ranks=tuple(ranks),
+        planner_options={"flatten_state_dict": True, "dedup_save_to_lowest_rank": False},
+        writer_options={"layout": "torch", "files_per_rank": 2},
+        versions={"torch": "2.13.0", "robust_dcp": "0.1.0"},
+    )
+
+
+def local_of(
+    structure: StructureTable,
+    digests: Sequence[int] | None = None,
+    *,
+    ranks: Sequence[int] = (0, 1),
+    files: int | None = 2,
+    lowest_rank: bool = False,
+) -> LocalStructure:
+    """What a rank with that table brings to the plan."""
+    context = context_of(ranks)
+    n_objects = int((structure.kinds == ItemKind.BYTES).sum())
+    return LocalStructure(
+        table=structure,
+        context=context,
+        signature=StructureSignature.of(structure, context),
+        object_digests=np.array([0] * n_objects if digests is None else digests, dtype=np.uint64),
+        files=files,
+        lowest_rank=lowest_rank,
+    )
+
+
+def written_items(plan: GlobalPlan) -> list[list[tuple[str, tuple[int, ...], tuple[int, ...]]]]:
+    """For each rank the (name, offsets, sizes) that it writes, as its share of the plan says."""
+    found = []
+    for structure, kept in zip(plan.columns.tables, plan.kept, strict=True):
+        dims = [structure.dims_of(item) for item in kept.tolist()]
+        names = [structure.names[structure.name_ids[item]] for item in kept.tolist()]
+        found.append([(name, offset, size) for name, (_, offset, size) in zip(names, dims, strict=True)])
+    return found
+
+
+# Strategies.
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
+_PARTS = st.one_of(st.sampled_from(["a", "b", "layer", "weight", "0", "1", "é"]), st.integers(0, 11))
+
+
+def _name_of(path: Path) -> str:
+    return ".".join(str(part) for part in path)
+
+
+_PATHS = st.lists(
+    st.lists(_PARTS, min_size=1, max_size=3).map(tuple), min_size=1, max_size=6, unique_by=lambda path: _name_of(path)
+)
+
+
+@st.composite
+def _some_tensor(draw: st.DrawFn, name: str) -> Item:
+    shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
+    offset = tuple(draw(st.integers(0, extent)) for extent in shape)
+    return Item(
+        name,
+        kind=draw(st.sampled_from([ItemKind.TENSOR, ItemKind.SHARD])),
+        shape=shape,
+        offset=offset,
+        size=tuple(draw(st.integers(0, extent - at)) for extent, at in zip(shape, offset, strict=True)),
+        dtype=draw(st.sampled_from(DTYPES)),
+        layout=draw(st.sampled_from([torch.strided, torch.sparse_coo])),
+        requires_grad=draw(st.booleans()),
+        form=draw(st.sampled_from(list(Form))),
+    )
+
+
+@st.composite
+def rank_items(draw: st.DrawFn) -> tuple[list[Item], dict[str, Path]]:
+    """The items of one rank, valid by themselves but otherwise of any kind, and the path of each name."""
+    items: list[Item] = []
+    paths: dict[str, Path] = {}
+    for path in draw(_PATHS):
+        name = _name_of(path)
+        paths[name] = path
+        if draw(st.integers(0, 3)) == 0:
+            items.append(obj(name))
+            continue
+        first = draw(_some_tensor(name))
+        items.append(first)
+        if first.shape and draw(st.booleans()):
+            items.append(replace(first, offset=(first.offset[0] + 7, *first.offset[1:])))
+    return items, paths
+
+
+@dataclass(frozen=True)
+class World:
+    """What every rank holds; consistent, so a plan exists."""
+
+    ranks: tuple[tuple[Item, ...], ...]
+
+    @property
+    def tables(self) -> list[StructureTable]:
+        return [table(*items) for items in self.ranks]
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Name to global size."""
+        return {i.name: i.shape for items in self.ranks for i in items if i.kind != ItemKind.BYTES}
+
+    @property
+    def objects(self) -> dict[str, list[int]]:
+        """Name to the ranks that hold it."""
+        found: dict[str, list[int]] = {}
+        for rank, items in enumerate(self.ranks):
+            for item in items:
+                if item.kind == ItemKind.BYTES:
+                    found.setdefault(item.name, []).append(rank)
+        return found
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _cut(draw: st.DrawFn, box: Box, depth: int) -> list[Box]:
+    """Cut a box in two, and the parts again: everything from whole tensors over grids to bricks; parts may be empty."""
+    offset, size = box
+    if depth == 0 or not size or draw(st.integers(0, 4)) == 0:
+        return [box]
+    dim = draw(st.integers(0, len(size) - 1))
+    at = draw(st.integers(0, size[dim]))
+    left = (offset, (*size[:dim], at, *size[dim + 1 :]))
+    right = (
+        (*offset[:dim], offset[dim] + at, *offset[dim + 1 :]),
+        (*size[:dim], size[dim] - at, *size[dim + 1 :]),
+    )
+    return [*_cut(draw, left, depth - 1), *_cut(draw, right, depth - 1)]
+
+
+def _grid(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
+    """A regular or irregular grid, as meshes of DTensors make."""
+    spans = []
+    for extent in shape:
+        cuts = sorted(draw(st.sets(st.integers(1, max(1, extent - 1)), max_size=2)))
+        edges = [0, *(c for c in cuts if c < extent), extent]
+        spans.append([(low, high - low) for low, high in itertools.pairwise(edges)])
+    return [(tuple(o for o, _ in cell), tuple(s for _, s in cell)) for cell in itertools.product(*spans)]
+
+
+@st.composite
+def partitions(draw: st.DrawFn, max_dims: int = 3) -> tuple[tuple[int, ...], list[Box]]:
+    """A global size and chunks that cover it exactly; offsets repeat only where chunks are empty."""
+    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=max_dims)))
+    if draw(st.booleans()):
+        return shape, _grid(draw, shape)
+    return shape, _cut(draw, ((0,) * len(shape), shape), depth=3)
+
+
+@st.composite
+def worlds(draw: st.DrawFn, min_ranks: int = 2, max_ranks: int = 4) -> World:
+    """Ranks with sharded tensors, replicas of their chunks, objects, and ranks that hold nothing."""
+    n_ranks = draw(st.integers(min_ranks, max_ranks))
+    held: list[dict[tuple[str, tuple[int, ...]], Item]] = [{} for _ in range(n_ranks)]
+    holders = st.sets(st.integers(0, n_ranks - 1), min_size=1)
+    for number in range(draw(st.integers(1, 5))):
+        shape, boxes = draw(partitions())
+        dtype = draw(st.sampled_from(DTYPES))
+        # Filled chunks first: a rank has one item for each (name, offsets), so an empty one gives way.
+        for offset, size in sorted(boxes, key=lambda box: 0 in box[1]):
+            item = chunk(f"t{number}", shape, offset, size, dtype)
+            for rank in draw(holders):
+                held[rank].setdefault((item.name, offset), item)
+    for number in range(draw(st.integers(0, 2))):
+        for rank in draw(holders):
+            held[rank][f"o{number}", ()] = obj(f"o{number}")
+    return World(tuple(tuple(items.values()) for items in held))

@@ -1,0 +1,99 @@
+"""Names of data files, and paths that do not leave the checkpoint's directory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from robust_dcp.errors import UnsafeCheckpoint
+from robust_dcp.storage.disk import PosixDisk
+from robust_dcp.storage.paths import (
+    check_relative_path,
+    data_file_name,
+    free_generation,
+    locate,
+    parse_data_file_name,
+)
+
+
+@given(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 10**6))
+def test_a_name_says_who_wrote_the_file(rank: int, number: int, generation: int) -> None:
+    name = parse_data_file_name(data_file_name(rank, number, generation))
+    assert name is not None
+    assert (name.rank, name.number, name.generation, name.hint) == (rank, number, generation, "")
+
+
+def test_a_first_save_names_its_files_as_stock_does() -> None:
+    assert data_file_name(3, 1) == "__3_1.distcp"
+    assert data_file_name(3, 1, 2) == "__3_1.2.distcp"
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp.tmp", "__0_0.0.distcp", "__a_0.distcp", "common.pt", ""])
+def test_other_files_are_not_taken_for_data_files(name: str) -> None:
+    assert parse_data_file_name(name) is None
+
+
+def test_a_megatron_separation_hint_is_recognised() -> None:
+    assert parse_data_file_name("optimizer__0_1.distcp") == (0, 1, 0, "optimizer")
+
+
+def test_a_generation_is_free_only_if_all_of_its_names_are() -> None:
+    assert free_generation(0, 2, {"__0_1.distcp", "__0_0.1.distcp", "__1_0.2.distcp"}) == 2
+    assert free_generation(1, 2, {"__0_1.distcp"}) == 0
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../other/__0_0.distcp",
+        "a/../../b",
+        "..",
+        "/etc/passwd",
+        "//host/share",
+        "C:\\x",
+        "..\\x",
+        "",
+        "a\0b",
+        "dir/",
+        ".",
+        None,
+        3,
+        b"__0_0.distcp",
+    ],
+)
+def test_a_path_out_of_the_directory_is_refused(path: object) -> None:
+    with pytest.raises(UnsafeCheckpoint, match=r"\.metadata: relative_path"):
+        check_relative_path(path, file=".metadata")
+
+
+@pytest.mark.parametrize("path", ["__0_0.distcp", "shards/__0_0.distcp", "a..b", "..a", "model-00001.safetensors"])
+def test_a_path_below_the_directory_is_accepted(path: str) -> None:
+    assert check_relative_path(path, file=".metadata") == path
+
+
+def test_a_link_is_followed_to_a_data_file_of_its_name_only(tmp_path: Path) -> None:
+    directory, stripe = tmp_path / "checkpoint", tmp_path / "stripe"
+    directory.mkdir()
+    stripe.mkdir()
+    for name in ("__0_0.distcp", "secret", "__0_1.distcp"):
+        (stripe / name).write_bytes(b"")
+    (directory / "inside").write_bytes(b"")
+    (directory / "__0_0.distcp").symlink_to(stripe / "__0_0.distcp")
+    (directory / "__0_2.distcp").symlink_to(stripe / "secret")
+    (directory / "__0_3.distcp").symlink_to(stripe / "__0_1.distcp")
+    (directory / "secret").symlink_to(stripe / "secret")
+    (directory / "__0_4.distcp").symlink_to("inside")
+    (directory / "out").symlink_to(stripe)
+
+    def located(name: str) -> str:
+        return locate(PosixDisk(), str(directory), name, file=".metadata")
+
+    assert located("__0_0.distcp") == os.path.realpath(stripe / "__0_0.distcp")
+    assert located("__0_4.distcp") == os.path.realpath(directory / "inside")
+    for name in ("__0_2.distcp", "__0_3.distcp", "secret", "out/secret"):
+        with pytest.raises(UnsafeCheckpoint, match="symbolic link"):
+            located(name)

@@ -1,0 +1,137 @@
+"""The life of one rank: environment, process group, the test's function, its outcome, the exit.
+
+It never decides how long to wait or whom to kill: the parent does (:mod:`tests.support.ranks`), which alone starts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["STACKS_SIGNAL", "RankError", "RankTask", "run_rank"]
+
+STACKS_SIGNAL = signal.SIGUSR2
+"""On this signal a rank writes the stacks of all its threads to its output, even while it is stuck in C code."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class RankError:
+    """The exception with which a rank's function ended, as text: the exception itself stays in the rank.
+
+    Attributes:
+        type_name: the name of its class.
+        mro_names: the names of that class and all its bases, for :meth:`is_a`.
+        message: its ``message`` if it is one of robust_dcp's, else ``str(error)``.
+        traceback_text: what Python would have printed.
+        fields: ``to_fields()`` of robust_dcp's exceptions (their message and attributes), else empty.
+        rank_failures: the ``RankFailure`` entries of robust_dcp's exceptions, else empty.
+    """
+
+    type_name: str
+    mro_names: tuple[str, ...]
+    message: str
+    traceback_text: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    rank_failures: tuple[Any, ...] = ()
+
+    def is_a(self, cls: type[BaseException]) -> bool:
+        """Whether ``except cls`` would have caught it."""
+        return cls.__name__ in self.mro_names
+
+    def __str__(self) -> str:
+        return f"{self.type_name}: {self.message}"
+
+
+@dataclass(frozen=True)
+class RankTask:
+    """All that a rank needs to know; ``call`` is the pickled ``(function, args)``."""
+
+    rank: int
+    call: bytes
+    env: Mapping[str, str]
+    directory: str
+    output_path: str
+    init: bool
+    group_timeout_seconds: float
+
+
+def run_rank(task: RankTask, parent: Connection) -> None:
+    """Run ``task`` and send ``pickle((value, RankError | None))`` to ``parent``; exit when ``parent`` closes.
+
+    A rank that is done stays until the parent lets it go, as a training process goes on after a save: were it to
+    exit at once, the ranks that still work would see its connections close.
+    """
+    _become_a_rank(task)
+    value: Any = None
+    error: RankError | None = None
+    try:
+        function, args = pickle.loads(task.call)
+        if task.init:
+            timeout = datetime.timedelta(seconds=task.group_timeout_seconds)
+            dist.init_process_group("gloo", timeout=timeout)
+        value = function(*args)
+    except BaseException as caught:  # CheckpointException is no Exception
+        error = _describe(caught)
+    parent.send_bytes(_encode(value, error))
+    with contextlib.suppress(EOFError, OSError):
+        parent.recv_bytes()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # No interpreter shutdown: it would wait for threads that a test may have left blocked on purpose.
+    os._exit(0 if error is None else 1)
+
+
+def _become_a_rank(task: RankTask) -> None:
+    os.setpgid(0, 0)  # the parent kills a rank together with the processes that it started
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a rank never outlives an interrupted pytest
+    output = os.open(task.output_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    # The forkserver's objects write to the files that pytest had when the server was started.
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 (open as long as the rank lives)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    faulthandler.enable(file=2)
+    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
+    os.environ.clear()
+    os.environ.update(task.env)
+    os.chdir(task.directory)
+    torch.set_num_threads(1)
+
+
+def _describe(error: BaseException) -> RankError:
+    to_fields = getattr(error, "to_fields", None)
+    fields = to_fields() if callable(to_fields) else {}
+    return RankError(
+        type_name=type(error).__name__,
+        mro_names=tuple(cls.__name__ for cls in type(error).__mro__),
+        message=str(fields.get("message", error)),
+        traceback_text="".join(traceback.format_exception(type(error), error, error.__traceback__)),
+        fields=fields,
+        rank_failures=tuple(getattr(error, "rank_failures", ())),
+    )
+
+
+def _encode(value: Any, error: RankError | None) -> bytes:
+    """Plain pickle, so that a tensor travels by value and not as shared memory that ends with this process."""
+    try:
+        return pickle.dumps((value, error))
+    except Exception as caught:
+        return pickle.dumps((None, _describe(caught)))

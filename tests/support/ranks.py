@@ -1,0 +1,329 @@
+"""Real ranks for tests: :func:`run_ranks` starts processes, gives each a rank on gloo, and collects what they did.
+
+It owns starting, watching and ending the processes; what happens within one is in :mod:`tests.support.rank_process`.
+It never leaves a process behind, and never waits longer than it was told: an overrun fails with every rank's stack.
+
+    def save_something(path: str) -> int:              # top level of a test module: ranks import it by name
+        ...
+        return dist.get_rank()
+
+    outcomes = run_ranks(4, save_something, str(tmp_path))
+    assert values(outcomes) == [0, 1, 2, 3]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.support.rank_process import STACKS_SIGNAL, RankError, RankTask, run_rank
+
+__all__ = ["Outcome", "RankError", "RanksOverran", "errors", "run_ranks", "values"]
+
+_STACKS_WITHIN_SECONDS = 2.0
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one rank.
+
+    Attributes:
+        rank: its rank in the world.
+        value: what the function returned; ``None`` if it did not return.
+        error: the exception that ended the function; ``None`` if it returned, or if the rank was killed.
+        exitcode: 0 if it returned, 1 if it raised, ``-n`` if signal ``n`` killed it.
+        output: what it wrote to stdout and stderr, C++ included.
+    """
+
+    rank: int
+    value: Any
+    error: RankError | None
+    exitcode: int
+    output: str
+
+    def __str__(self) -> str:
+        if self.error is not None:
+            what = self.error.traceback_text
+        elif self.exitcode == 0:
+            what = "returned\n"
+        else:
+            what = f"ended with exit code {self.exitcode}\n"
+        return f"--- rank {self.rank} {what}" + _indented("output", self.output)
+
+
+class RanksOverran(AssertionError):
+    """Some ranks were still running after ``timeout_seconds``; all were killed, and the message holds their stacks."""
+
+
+def run_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_seconds: float = 60,
+    init: bool = True,
+    group_timeout_seconds: float | None = None,
+    env: Mapping[str, str] | None = None,
+    failed_ranks_stay_seconds: float = 1.0,
+) -> list[Outcome]:
+    """Call ``function(*args)`` in ``world_size`` processes, each of them a rank, and return their outcomes in order.
+
+    The ranks see the environment and directory that the caller has now (``monkeypatch.setenv`` works), plus what
+    ``torchrun`` sets (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ...). As with ``torchrun``, the
+    rendezvous store lives outside the ranks, so it survives any of them.
+
+    Args:
+        world_size: how many ranks.
+        function: defined at the top level of an importable module; it and ``args`` are pickled.
+        args: the same for all ranks; a function finds its rank by ``dist.get_rank()`` or ``RANK``.
+        timeout_seconds: for everything together; loading torch into the server, once a session, does not count.
+        init: call ``init_process_group("gloo")`` first. With ``False`` the function may do that itself.
+        group_timeout_seconds: of the default group; ``timeout_seconds`` if not given.
+        env: more environment variables, the same for all ranks.
+        failed_ranks_stay_seconds: how long a rank that raised keeps its process, and so its connections, while
+            others still run. A rank that returned keeps them until all have ended.
+
+    Raises:
+        RanksOverran: some rank was still running after ``timeout_seconds``.
+    """
+    call = pickle.dumps((function, args))
+    context = _context()
+    deadline = time.monotonic() + timeout_seconds
+    with tempfile.TemporaryDirectory(prefix="ranks-") as directory, _store(timeout_seconds) as port:
+        ranks: list[_Rank] = []
+        try:
+            for rank in range(world_size):
+                task = RankTask(
+                    rank=rank,
+                    call=call,
+                    env=_rank_environment(rank, world_size, port, env or {}),
+                    directory=os.getcwd(),
+                    output_path=os.path.join(directory, f"rank{rank}.txt"),
+                    init=init,
+                    group_timeout_seconds=timeout_seconds if group_timeout_seconds is None else group_timeout_seconds,
+                )
+                ranks.append(_Rank(context, task))
+            _watch(ranks, deadline, failed_ranks_stay_seconds)
+            if any(rank.exitcode is None for rank in ranks):
+                _dump_stacks(ranks)
+                raise RanksOverran(_overrun_message(ranks, timeout_seconds))
+            return [rank.outcome() for rank in ranks]
+        finally:
+            for process in ranks:
+                process.end()
+
+
+def values(outcomes: Sequence[Outcome]) -> list[Any]:
+    """What the ranks returned, in rank order.
+
+    Raises:
+        AssertionError: some rank raised or was killed; the message holds all tracebacks and outputs.
+    """
+    failed = [outcome for outcome in outcomes if outcome.exitcode != 0]
+    if failed:
+        raise AssertionError(_report("did not return", failed, outcomes))
+    return [outcome.value for outcome in outcomes]
+
+
+def errors(outcomes: Sequence[Outcome], ranks: Sequence[int] | None = None) -> list[RankError]:
+    """The exceptions that ended ``ranks`` (default: all), in that order.
+
+    Raises:
+        AssertionError: some of them returned or were killed instead.
+    """
+    chosen = outcomes if ranks is None else [outcomes[rank] for rank in ranks]
+    if any(outcome.error is None for outcome in chosen):
+        raise AssertionError(_report("did not raise", [o for o in chosen if o.error is None], chosen))
+    return [outcome.error for outcome in chosen if outcome.error is not None]
+
+
+class _Rank:
+    """One process and the connection over which it tells its outcome; closing that lets the process exit."""
+
+    def __init__(self, context: Any, task: RankTask) -> None:
+        self.task = task
+        self.connection: Connection
+        self.connection, theirs = context.Pipe(duplex=True)
+        self.result: tuple[Any, RankError | None] | None = None
+        self.process: BaseProcess = context.Process(target=run_rank, args=(task, theirs), name=f"rank{task.rank}")
+        self.process.start()
+        theirs.close()
+
+    @property
+    def exitcode(self) -> int | None:
+        return self.process.exitcode
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its function still runs."""
+        return self.result is None and self.exitcode is None
+
+    def receive(self) -> None:
+        """Take the outcome if it is there. A rank that was killed leaves none, or half of one."""
+        if self.result is None and not self.connection.closed:
+            with contextlib.suppress(EOFError, OSError):
+                if self.connection.poll():
+                    self.result = pickle.loads(self.connection.recv_bytes())
+
+    def let_go(self) -> None:
+        self.connection.close()
+
+    def output(self) -> str:
+        path = Path(self.task.output_path)
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def outcome(self) -> Outcome:
+        value, error = self.result or (None, None)
+        return Outcome(self.task.rank, value, error, self.process.exitcode or 0, self.output())
+
+    def end(self) -> None:
+        """Kill what is left of it, and of the processes that it started itself if it did not end by itself."""
+        if self.process.exitcode is None and self.process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet, or is gone
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.kill()
+        self.process.join()
+        self.connection.close()
+        self.process.close()
+
+
+def _watch(ranks: Sequence[_Rank], deadline: float, failed_ranks_stay_seconds: float) -> None:
+    """Collect outcomes until all processes have ended or ``deadline`` (of the monotonic clock) has passed."""
+    failed_may_leave = float("inf")
+    while any(rank.exitcode is None for rank in ranks):
+        for rank in ranks:
+            rank.receive()
+        now = time.monotonic()
+        if now >= deadline:
+            return
+        if all(not rank.is_running for rank in ranks):
+            for rank in ranks:
+                rank.let_go()
+        elif any(_has_raised(rank) for rank in ranks):
+            failed_may_leave = min(failed_may_leave, now + failed_ranks_stay_seconds)
+            if now >= failed_may_leave:
+                for rank in filter(_has_raised, ranks):
+                    rank.let_go()
+        events: list[Any] = [rank.process.sentinel for rank in ranks if rank.exitcode is None]
+        events += [rank.connection for rank in ranks if rank.is_running and not rank.connection.closed]
+        stay = failed_may_leave - now if failed_may_leave > now else float("inf")
+        wait(events, timeout=min(deadline - now, stay))
+    for rank in ranks:
+        rank.receive()
+
+
+def _has_raised(rank: _Rank) -> bool:
+    return rank.result is not None and rank.result[1] is not None
+
+
+def _dump_stacks(ranks: Sequence[_Rank]) -> None:
+    """Make every living rank write its stacks to its output, and wait until they have arrived."""
+    waiting = []
+    for rank in ranks:
+        if rank.exitcode is None and rank.process.pid is not None:
+            waiting.append((rank, len(rank.output())))
+            os.kill(rank.process.pid, STACKS_SIGNAL)
+            os.kill(rank.process.pid, signal.SIGCONT)  # a test may have stopped it
+    deadline = time.monotonic() + _STACKS_WITHIN_SECONDS
+    while time.monotonic() < deadline and any(len(rank.output()) == before for rank, before in waiting):
+        time.sleep(0.01)
+    time.sleep(0.05)  # the signal handler writes line by line
+
+
+def _overrun_message(ranks: Sequence[_Rank], timeout_seconds: float) -> str:
+    lines = []
+    for rank in ranks:
+        if rank.is_running:
+            what = "still running"
+        elif rank.result is None:
+            what = f"ended with exit code {rank.exitcode}"
+        else:
+            what = f"raised {rank.result[1]}" if rank.result[1] is not None else "returned"
+        lines.append(f"--- rank {rank.task.rank} {what}\n" + _indented("output", rank.output()))
+    running = [rank.task.rank for rank in ranks if rank.is_running]
+    return f"ranks {running} were still running after {timeout_seconds:g} seconds\n" + "\n".join(lines)
+
+
+def _report(what: str, culprits: Sequence[Outcome], outcomes: Sequence[Outcome]) -> str:
+    ranks = [outcome.rank for outcome in culprits]
+    return f"ranks {ranks} {what}\n" + "\n".join(str(outcome) for outcome in outcomes)
+
+
+def _indented(title: str, text: str) -> str:
+    return f"  {title}:\n" + "".join(f"    {line}\n" for line in text.splitlines()) if text else ""
+
+
+def _rank_environment(rank: int, world_size: int, port: int, more: Mapping[str, str]) -> dict[str, str]:
+    """The caller's environment and what ``torchrun`` would add on one node."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        **more,
+    }
+
+
+@contextlib.contextmanager
+def _store(timeout_seconds: float) -> Iterator[int]:
+    """The rendezvous store, in this process; gives its port."""
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    yield store.port
+    del store
+
+
+def _context() -> Any:
+    """The forkserver context; the first call starts the server, with torch loaded and no thread running."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.preload"])
+    # The server takes its search path from the environment only, and thread pools that NumPy and torch start when
+    # they are imported would not survive a fork.
+    with _environment({**_ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
+        forkserver.ensure_running()
+        _wait_for_the_server()
+    return context
+
+
+@functools.cache
+def _wait_for_the_server() -> None:
+    """The server answers when it has loaded everything."""
+    process = multiprocessing.get_context("forkserver").Process(target=os.getpid)
+    process.start()
+    process.join()
+
+
+@contextlib.contextmanager
+def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
