@@ -5,7 +5,6 @@ Owns the model, its training step and its state dict; saves and loads nothing. U
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,21 +15,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Trainer", "global_values"]
+from demo.text import VOCABULARY, Text
 
-_CONTEXT = 64
-_VOCABULARY = 256  # bytes
+__all__ = ["Trainer", "global_values"]
 
 
 class _LanguageModel(nn.Module):
     def __init__(self, width: int, n_layers: int) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(_VOCABULARY, width)
+        self.embedding = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
             for _ in range(n_layers)
         )
-        self.head = nn.Linear(width, _VOCABULARY)
+        self.head = nn.Linear(width, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
@@ -51,17 +49,14 @@ class Trainer:
             fully_shard(block, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        # The source of torch.nn.functional, as bytes: real text that is everywhere where torch is.
-        self._text = torch.frombuffer(bytearray(Path(nn.functional.__file__).read_bytes()), dtype=torch.uint8)
-        self._draw = torch.Generator().manual_seed(seed + dist.get_rank())
+        self._text = Text(seed=seed + dist.get_rank())
         self.iteration = 0
 
-    def step(self) -> float:
-        """One training step on eight windows of the text that only this rank sees; gives this rank's loss."""
-        starts = torch.randint(len(self._text) - _CONTEXT - 1, (8,), generator=self._draw)
-        windows = torch.stack([self._text[start : start + _CONTEXT + 1] for start in starts.tolist()]).long()
-        logits = self.model(windows[:, :-1])
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+    def train(self) -> float:
+        """One training step, on eight windows of text that only this rank draws; gives this rank's loss."""
+        tokens, following = self._text.draw(8)
+        logits = self.model(tokens)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten())
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()

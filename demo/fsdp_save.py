@@ -31,7 +31,7 @@ def main(work: Path) -> None:
     trainer = Trainer(init_device_mesh("cpu", (dist.get_world_size(),)), seed=1)
     saves: list[Any] = []
     for number in (1, 2, 3, 4):
-        loss = trainer.step()
+        loss = trainer.train()
         state_dict = _state_dict(trainer, number)
         truth = global_values(state_dict)
         write_truth(truth if dist.get_rank() == 0 else None, work / "fsdp_truth" / f"{number}.pt")

@@ -17,22 +17,21 @@ from megatron.core import dist_checkpointing  # noqa: E402
 from torch.distributed.checkpoint import FileSystemReader  # noqa: E402
 
 from demo.evidence import write_evidence  # noqa: E402
-from demo.megatron_model import Layout, Trainer  # noqa: E402
+from demo.megatron_model import SAVED_LAYOUT, Layout, Trainer  # noqa: E402
 from demo.megatron_truth import compare  # noqa: E402
 from demo.truth import Comparison, Truth, read_truth  # noqa: E402
 
 __all__ = ["main"]
 
-_SAVED = Layout(pipeline=2, expert=2)
 _RESHARDED = (Layout(tensor=2, expert=2), Layout(expert=4))
 
 
 def main(work: Path) -> None:
     """Load all three checkpoints into the layout that saved them and the third into others, and compare."""
     loads = []
-    for layout in (_SAVED, *_RESHARDED):
+    for layout in (SAVED_LAYOUT, *_RESHARDED):
         trainer = Trainer(layout, seed=2)
-        for number in (1, 2, 3) if layout == _SAVED else (3,):
+        for number in (1, 2, 3) if layout == SAVED_LAYOUT else (3,):
             truth = read_truth(work / "megatron_truth" / f"{number}.pt")
             comparison = _load_and_compare(trainer, work / "megatron_robust" / str(number), truth)
             loads.append({"save": number, "layout": str(layout), **comparison.over_all_ranks(truth)})
@@ -59,7 +58,9 @@ def _load_and_compare(trainer: Trainer, checkpoint: Path, truth: Truth) -> Compa
 
     def template() -> dict[str, Any]:
         state_dict = trainer.sharded_state_dict(is_loading=True)
-        if trainer.layout == _SAVED:  # these objects belong to the ranks of a layout; Megatron skips them in another
+        if (
+            trainer.layout == SAVED_LAYOUT
+        ):  # these objects belong to the ranks of a layout; Megatron skips them in another
             state_dict["rng_state"] = trainer.rng_state()
             if any(key.startswith("rerun_state_machine") for key in truth):
                 state_dict["rerun_state_machine"] = trainer.rerun_state()

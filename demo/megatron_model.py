@@ -13,17 +13,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from demo.text import CONTEXT, VOCABULARY, Text
+
 warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
 
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.tensor_parallel.random import initialize_rng_tracker  # noqa: E402
+from megatron.core.transformer.moe import moe_utils  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-__all__ = ["Layout", "Trainer"]
+__all__ = ["SAVED_LAYOUT", "Layout", "Trainer"]
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = None  # 0.16.1 forgets to say so without Transformer Engine, and then looks it up
 
 
 @dataclass(frozen=True)
@@ -36,6 +48,10 @@ class Layout:
 
     def __str__(self) -> str:
         return f"TP{self.tensor} x PP{self.pipeline} x EP{self.expert}"
+
+
+SAVED_LAYOUT = Layout(pipeline=2, expert=2)
+"""The layout that the demo's job saves from."""
 
 
 class Trainer:
@@ -67,21 +83,23 @@ class Trainer:
             pipeline_model_parallel_size=layout.pipeline,
             expert_model_parallel_size=layout.expert,
         )
+        initialize_rng_tracker(inference_rng_tracker=True)  # the one that tracks no CUDA generator
         config = _config(layout, n_layers=n_layers, hidden_size=hidden_size, experts=experts)
         # CPU initialisation draws whole tensors and cuts them, so data-parallel replicas agree; stages differ.
         torch.manual_seed(seed + parallel_state.get_pipeline_model_parallel_rank())
+        self._text = Text(seed=seed + parallel_state.get_data_parallel_rank())
         self.model = GPTModel(
             config=config,
             transformer_layer_spec=get_gpt_layer_local_spec(num_experts=experts or None, moe_grouped_gemm=False),
-            vocab_size=512,
-            max_sequence_length=64,
+            vocab_size=VOCABULARY,
+            max_sequence_length=CONTEXT,
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
             share_embeddings_and_output_weights=False,
             position_embedding_type="rope",
         ).bfloat16()
         self._make_experts_differ()
-        self.ddp = DistributedDataParallel(
+        self._ddp = DistributedDataParallel(
             config,
             DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False),
             self.model,
@@ -94,16 +112,30 @@ class Trainer:
                 bf16=True,
                 params_dtype=torch.bfloat16,
             ),
-            [self.ddp],
+            [self._ddp],
         )
-        self.step()  # torch's Adam has no state before its first step
+        self._give_the_optimizer_state()
 
-    def step(self) -> None:
-        """One optimizer step on gradients that are a function of the weights, so replicas stay the same."""
-        for parameter in self.model.parameters():
-            parameter.main_grad.copy_(parameter.detach().float().sin() + 0.01)
+    def train(self, *, n_microbatches: int = 4) -> float | None:
+        """One training step through Megatron's own pipeline schedule, on text that this data-parallel rank draws.
+
+        Returns:
+            The mean loss, on ranks of the last pipeline stage; ``None`` on the others.
+        """
+        self._ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        losses = get_forward_backward_func()(
+            forward_step_func=self._forward_step,
+            data_iterator=None,
+            model=[self._ddp],
+            num_microbatches=n_microbatches,
+            seq_length=CONTEXT,
+            micro_batch_size=1,
+            forward_only=False,
+        )
         self.optimizer.step()
         self.iteration += 1
+        return sum(float(each["loss"]) for each in losses) / len(losses) if losses else None
 
     def sharded_state_dict(self, *, is_loading: bool = False) -> dict[str, Any]:
         """What Megatron training saves: model, optimizer, RNG state of each model-parallel rank, iteration.
@@ -142,6 +174,24 @@ class Trainer:
             (dist.get_rank(),),
         )
 
+    def _forward_step(self, data_iterator: None, model: torch.nn.Module) -> Any:
+        """What Megatron's schedule calls for each microbatch."""
+        tokens, following = self._text.draw(1)
+        hidden = torch.triu(torch.ones(1, 1, CONTEXT, CONTEXT, dtype=torch.bool), diagonal=1)
+        output = model(tokens, torch.arange(CONTEXT).unsqueeze(0), hidden, labels=following)
+
+        def mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            mean = losses.float().mean()
+            return mean, {"loss": mean.detach()}
+
+        return output, mean_loss
+
+    def _give_the_optimizer_state(self) -> None:
+        """torch's Adam has no state before its first step, and Megatron loads into state that is there."""
+        for parameter in self.model.parameters():
+            parameter.main_grad.fill_(0.01)
+        self.optimizer.step()
+
     def _make_experts_differ(self) -> None:
         with torch.no_grad():
             for parameter in self.model.parameters():
@@ -168,9 +218,12 @@ def _config(layout: Layout, *, n_layers: int, hidden_size: int, experts: int) ->
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         expert_model_parallel_size=layout.expert,
+        finalize_model_grads_func=finalize_model_grads,
         pipeline_dtype=torch.bfloat16,
         params_dtype=torch.bfloat16,
         bf16=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         gradient_accumulation_fusion=False,

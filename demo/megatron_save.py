@@ -1,4 +1,4 @@
-"""Job on 4 ranks: step a Megatron-Core MoE model, save three times with robust_dcp, and beside it with stock Megatron.
+"""Job on 4 ranks: train a Megatron-Core MoE model, save three times with robust_dcp, and beside it with stock Megatron.
 
 The stock strategy runs with ``cached_metadata=True`` (``--ckpt-assume-constant-structure``), its way to save repeatedly
 at a bearable cost.
@@ -21,18 +21,16 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # noqa: E402
 
 from demo.evidence import gather_report, write_evidence  # noqa: E402
-from demo.megatron_model import Layout, Trainer  # noqa: E402
+from demo.megatron_model import SAVED_LAYOUT, Trainer  # noqa: E402
 from demo.megatron_truth import gather_truth  # noqa: E402
 from demo.truth import write_truth  # noqa: E402
 from robust_dcp.megatron import RobustSaveStrategy  # noqa: E402
 
-__all__ = ["SAVED_LAYOUT", "main"]
-
-SAVED_LAYOUT = Layout(pipeline=2, expert=2)
+__all__ = ["main"]
 
 
 def main(work: Path) -> None:
-    """Step, save, and leave truth, checkpoints and evidence in ``work``."""
+    """Train, save, and leave truth, checkpoints and evidence in ``work``."""
     trainer = Trainer(SAVED_LAYOUT, seed=1)
     data_parallel_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     robust = RobustSaveStrategy()
@@ -42,15 +40,23 @@ def main(work: Path) -> None:
     )
     saves: list[Any] = []
     for number in (1, 2, 3):
-        trainer.step()
+        loss = trainer.train()
         write_truth(gather_truth(_state_dict(trainer, number)), work / "megatron_truth" / f"{number}.pt")
         seconds = _save(_state_dict(trainer, number), work / "megatron_robust" / str(number), wrapped)
         stock_seconds = _save(_state_dict(trainer, number), work / "megatron_stock" / str(number), stock)
         if robust.last_report is None:
             raise RuntimeError("the strategy made no report")
-        saves.append({"report": gather_report(robust.last_report, seconds), "stock_seconds": stock_seconds})
+        report = gather_report(robust.last_report, seconds)
+        saves.append({"report": report, "stock_seconds": stock_seconds, "loss": _on_rank_0(loss)})
     evidence = {"saves": saves, "layout": str(SAVED_LAYOUT), "megatron": megatron.core.__version__}
     write_evidence(work, "megatron_save", evidence)
+
+
+def _on_rank_0(loss: float | None) -> float | None:
+    """The loss of some rank of the last pipeline stage."""
+    losses: list[float | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(losses, loss)
+    return next((value for value in losses if value is not None), None)
 
 
 def _state_dict(trainer: Trainer, number: int) -> dict[str, Any]:

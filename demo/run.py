@@ -48,7 +48,7 @@ def _megatron(work: Path) -> list[Claim]:
     print("\nMegatron-Core: MoE GPT model, distributed optimizer, 4 ranks on CPU")
     _run("megatron_save", work, ranks=4)
     saved = read_evidence(work, "megatron_save")
-    print(f"  Megatron-Core {saved['megatron']}, saved from {saved['layout']}\n")
+    print(f"  Megatron-Core {saved['megatron']}, {saved['layout']}, {_losses(saved['saves'])}\n")
     _show_saves(saved["saves"], "stock, cached_metadata=True")
     _run("megatron_load", work, ranks=4)
     loaded = read_evidence(work, "megatron_load")
@@ -70,8 +70,7 @@ def _fsdp(work: Path) -> list[Claim]:
     print("\nFSDP2: fully_shard and AdamW, 4 ranks on CPU")
     _run("fsdp_save", work, ranks=4)
     saved = read_evidence(work, "fsdp_save")
-    losses = ", ".join(f"{save['loss']:.2f}" for save in saved["saves"])
-    print(f"  torch {saved['torch']}, trained on real text, loss before each save: {losses}\n")
+    print(f"  torch {saved['torch']}, {_losses(saved['saves'])}\n")
     _show_saves(saved["saves"], "stock, enable_plan_caching=True")
     for ranks in (4, 2):
         _run("fsdp_load", work, ranks=ranks)
@@ -92,6 +91,10 @@ def _fsdp(work: Path) -> list[Claim]:
 def _run(job: str, work: Path, *, ranks: int) -> None:
     finished = torchrun(job, work, ranks=ranks)
     print(f"\n  $ {finished.command}    {finished.seconds:.1f} s, starting Python included")
+
+
+def _losses(saves: list[dict[str, Any]]) -> str:
+    return "trained on real text, loss before each save: " + ", ".join(f"{save['loss']:.2f}" for save in saves)
 
 
 def _show_saves(saves: list[dict[str, Any]], stock: str) -> None:

@@ -101,7 +101,9 @@ def save(
             raise ValueError("the plan has no places for RobustWriter")
     with clock.phase("write"):
         session.settle(
-            lambda: writer.write(session.rank, items, placements, planner.resolve_data, session.check_stop),
+            lambda: writer.write(
+                session.rank, items, placements, planner.resolve_data, session.check_stop, session.known_places
+            ),
             writer.discard,
         )
     with clock.phase("commit"):

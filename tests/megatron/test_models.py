@@ -19,7 +19,9 @@ from demo.megatron_truth import compare, gather_truth
 from robust_dcp.megatron import RobustSaveStrategy
 from tests.support.ranks import run_ranks, values
 
-_SMALL = {"n_layers": 2, "hidden_size": 32}
+
+def _trainer(layout: Layout, *, seed: int, experts: int) -> Trainer:
+    return Trainer(layout, seed=seed, experts=experts, n_layers=2, hidden_size=32)
 
 
 def _shared_truth(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -42,21 +44,22 @@ def _save_and_load_elsewhere(
 ) -> dict[str, Any]:
     """Save twice from ``saved``; load the second with stock Megatron into ``saved`` and ``others``."""
     megatron_cpu.install()
-    trainer = Trainer(saved, seed=1, experts=experts, **_SMALL)
+    trainer = _trainer(saved, seed=1, experts=experts)
     inner = RobustSaveStrategy(timeout_seconds=60)
     strategy: Any = inner
     if fully_parallel:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         strategy = FullyParallelSaveStrategyWrapper(inner, group)
-    plans = []
+    plans: list[str | None] = []
+    truth: dict[str, Any] = {}
     for number in (1, 2):
-        trainer.step()
+        trainer.train(n_microbatches=2)
         truth = _shared_truth(trainer.sharded_state_dict())
         dist_checkpointing.save(trainer.sharded_state_dict(), _make(directory / str(number)), strategy)
-        plans.append(inner.last_report and inner.last_report.plan)
+        plans.append(inner.last_report.plan if inner.last_report else None)
     found = {}
     for layout in (saved, *others):
-        fresh = Trainer(layout, seed=2, experts=experts, **_SMALL)
+        fresh = _trainer(layout, seed=2, experts=experts)
         loaded = dist_checkpointing.load(fresh.sharded_state_dict(is_loading=True), str(directory / "2"))
         iteration = loaded["iteration"]
         fresh.model.load_state_dict(loaded.pop("model"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,27 @@ from demo import megatron_cpu
 from robust_dcp import RobustCheckpointError
 from robust_dcp.megatron import RobustSaveStrategy
 from tests.megatron.stock import stock_strategy
-from tests.support.ranks import errors, run_ranks, values
+from tests.support.ranks import run_ranks, values
+
+_SCENARIOS: list[Callable[[Path], Any]] = []
+
+
+def _scenario(function: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    """Marks what the ranks do; all of them do it in one go, since importing Megatron takes each rank seconds."""
+    _SCENARIOS.append(function)
+    return function
+
+
+def _all_scenarios(directory: Path) -> dict[str, Any]:
+    megatron_cpu.install()
+    return {function.__name__: function(directory / function.__name__) for function in _SCENARIOS}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """For each scenario what it returned on each of the two ranks."""
+    ranks = values(run_ranks(2, _all_scenarios, tmp_path_factory.mktemp("scenarios"), timeout_seconds=120))
+    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 
 def _cut(key: str, data: torch.Tensor) -> ShardedTensor:
@@ -55,8 +76,8 @@ def _keys(directory: Path) -> set[str]:
     return set(FileSystemReader(directory).read_metadata().state_dict_metadata)
 
 
+@_scenario
 def _appearing(directory: Path) -> dict[str, Any]:
-    megatron_cpu.install()
     robust, stock = RobustSaveStrategy(), stock_strategy(cached_metadata=True)
     plans, added = [], []
     for number in (1, 2, 3):
@@ -90,19 +111,19 @@ def _appearing(directory: Path) -> dict[str, Any]:
 
 
 def test_an_object_and_a_tensor_that_appear_are_saved_where_stock_with_cached_metadata_loses_them(
-    tmp_path: Path,
+    found: dict[str, list[Any]],
 ) -> None:
-    for rank, found in enumerate(values(run_ranks(2, _appearing, tmp_path))):
-        assert found["plans"] == ["built", "rebuilt", "rebuilt"]
-        assert found["added"] == [[], ["rerun/shard_0_2", "rerun/shard_1_2"], ["bias"]]
-        assert found["stock_keys"] == {"weight"}
-        assert found["bias"] == [3.0, 3.0]
-        assert found["rerun"] == {"step": 3, "rank": rank}
+    for rank, saved in enumerate(found["_appearing"]):
+        assert saved["plans"] == ["built", "rebuilt", "rebuilt"]
+        assert saved["added"] == [[], ["rerun/shard_0_2", "rerun/shard_1_2"], ["bias"]]
+        assert saved["stock_keys"] == {"weight"}
+        assert saved["bias"] == [3.0, 3.0]
+        assert saved["rerun"] == {"step": 3, "rank": rank}
 
 
+@_scenario
 def _appearing_under_a_cached_distribution(directory: Path) -> list[set[str]]:
-    megatron_cpu.install()
-    found = []
+    keys = []
     for name, inner in (("robust", RobustSaveStrategy()), ("stock", stock_strategy())):
         wrapped = FullyParallelSaveStrategyWrapper(inner, dist.group.WORLD, do_cache_distribution=True)
         for number in (1, 2):
@@ -110,36 +131,41 @@ def _appearing_under_a_cached_distribution(directory: Path) -> list[set[str]]:
             if number == 2:
                 state["new"] = _replicated("new", torch.ones(4))
             _save(state, directory / f"{name}{number}", wrapped)
-        found.append(_keys(directory / f"{name}2"))
-    return found
+        keys.append(_keys(directory / f"{name}2"))
+    return keys
 
 
-def test_a_tensor_that_appears_is_saved_though_the_wrapper_has_cached_its_distribution(tmp_path: Path) -> None:
-    for robust, stock in values(run_ranks(2, _appearing_under_a_cached_distribution, tmp_path)):
+def test_a_tensor_that_appears_is_saved_though_the_wrapper_has_cached_its_distribution(
+    found: dict[str, list[Any]],
+) -> None:
+    for robust, stock in found["_appearing_under_a_cached_distribution"]:
         assert robust == {"old", "new"}
         assert stock == {"old"}
 
 
+@_scenario
 def _balanced(directory: Path) -> int:
     strategy = RobustSaveStrategy()
     _save({str(n): _replicated(str(n), torch.ones(1024)) for n in range(8)}, directory / "checkpoint", strategy)
     return strategy.last_report.items if strategy.last_report else -1
 
 
-def test_replicas_are_written_once_and_spread_over_the_ranks_that_hold_them(tmp_path: Path) -> None:
-    assert values(run_ranks(4, _balanced, tmp_path)) == [2, 2, 2, 2]
+def test_replicas_are_written_once_and_spread_over_the_ranks_that_hold_them(found: dict[str, list[Any]]) -> None:
+    assert found["_balanced"] == [4, 4]
 
 
+@_scenario
 def _object_with_unlike_replicas(directory: Path) -> Any:
     state = {"rng": _replicated_object("rng", {"seed": dist.get_rank()})}
     _save(state, directory / "checkpoint", RobustSaveStrategy())
     return dist_checkpointing.load({"rng": _replicated_object("rng", None)}, str(directory / "checkpoint"))["rng"]
 
 
-def test_of_an_object_the_main_replica_is_saved(tmp_path: Path) -> None:
-    assert values(run_ranks(2, _object_with_unlike_replicas, tmp_path)) == [{"seed": 0}, {"seed": 0}]
+def test_of_an_object_the_main_replica_is_saved(found: dict[str, list[Any]]) -> None:
+    assert found["_object_with_unlike_replicas"] == [{"seed": 0}, {"seed": 0}]
 
 
+@_scenario
 def _tied(directory: Path) -> Any:
     """A chunk that one rank holds twice, as with tied weights, and a replica that is only a placeholder."""
     main = dist.get_rank() == 0
@@ -155,38 +181,49 @@ def _tied(directory: Path) -> Any:
     return loaded["tied"].tolist(), loaded["gathered"].tolist()
 
 
-def test_a_chunk_held_twice_by_a_rank_and_a_replica_without_data_are_no_conflict(tmp_path: Path) -> None:
-    assert values(run_ranks(2, _tied, tmp_path)) == [([1.0] * 4, [7.0] * 4)] * 2
+def test_a_chunk_held_twice_by_a_rank_and_a_replica_without_data_are_no_conflict(found: dict[str, list[Any]]) -> None:
+    assert found["_tied"] == [([1.0] * 4, [7.0] * 4)] * 2
 
 
-def _without_data(directory: Path) -> None:
+def _failures(save: Callable[[], None]) -> list[tuple[int, str]]:
+    """The ranks that failed, and how, as this rank hears of it."""
+    with pytest.raises(RobustCheckpointError) as caught:
+        save()
+    return [(failure.rank, failure.message) for failure in caught.value.rank_failures]
+
+
+@_scenario
+def _without_data(directory: Path) -> list[tuple[int, str]]:
     shard = _cut("weight", torch.ones(2))
     if dist.get_rank() == 1:
         shard.data = None
-    _save({"weight": shard}, directory / "checkpoint", RobustSaveStrategy(timeout_seconds=30))
+    strategy = RobustSaveStrategy(timeout_seconds=30)
+    return _failures(lambda: _save({"weight": shard}, directory / "checkpoint", strategy))
 
 
-def test_a_shard_without_data_on_one_rank_is_one_error_on_all(tmp_path: Path) -> None:
-    failed = errors(run_ranks(3, _without_data, tmp_path))
-    assert all(error.is_a(RobustCheckpointError) for error in failed)
-    assert all([failure.rank for failure in error.rank_failures] == [1] for error in failed)
-    assert all("`data` attr is None" in str(error.rank_failures[0]) for error in failed)
+def test_a_shard_without_data_on_one_rank_is_one_error_on_all(found: dict[str, list[Any]]) -> None:
+    for failures in found["_without_data"]:
+        assert [rank for rank, _ in failures] == [1]
+        assert "`data` attr is None" in failures[0][1]
 
 
-def _flattened(directory: Path) -> None:
+@_scenario
+def _flattened(directory: Path) -> list[tuple[int, str]]:
     shard = _cut("weight", torch.ones(2))
     shard.flattened_range = slice(0, 1)
-    RobustSaveStrategy(timeout_seconds=30).save({"weight": shard}, directory)
+    strategy = RobustSaveStrategy(timeout_seconds=30)
+    return _failures(lambda: strategy.save({"weight": shard}, directory))
 
 
-def test_a_flattened_range_is_refused_with_the_option_to_set_instead(tmp_path: Path) -> None:
-    (error,) = errors(run_ranks(1, _flattened, tmp_path))
-    assert "fully_reshardable" in error.message
+def test_a_flattened_range_is_refused_with_the_option_to_set_instead(found: dict[str, list[Any]]) -> None:
+    for failures in found["_flattened"]:
+        assert [rank for rank, _ in failures] == [0, 1]
+        assert "'weight' is a flattened range" in failures[0][1]
+        assert "fully_reshardable" in failures[0][1]
 
 
+@_scenario
 def _asynchronous(directory: Path) -> tuple[bool, list[str]]:
-    megatron_cpu.install()
-    directory = directory / "checkpoint"
     if dist.get_rank() == 0:
         directory.mkdir()
     dist.barrier()
@@ -197,15 +234,12 @@ def _asynchronous(directory: Path) -> tuple[bool, list[str]]:
     return committed, sorted(path.name for path in directory.glob("meta*.json"))
 
 
-def test_an_asynchronous_save_is_committed_at_once_and_leaves_the_finalizers_to_megatron(tmp_path: Path) -> None:
-    assert values(run_ranks(2, _asynchronous, tmp_path)) == [(True, ["metadata.json"])] * 2
+def test_an_asynchronous_save_is_committed_at_once_and_leaves_the_finalizers_to_megatron(
+    found: dict[str, list[Any]],
+) -> None:
+    assert found["_asynchronous"] == [(True, ["metadata.json"])] * 2
 
 
-def _multi_storage_client(_: Path) -> None:
-    RobustSaveStrategy().save({}, "msc://profile/checkpoint")
-
-
-def test_a_multi_storage_client_path_is_refused(tmp_path: Path) -> None:
-    (error,) = errors(run_ranks(1, _multi_storage_client, tmp_path))
-    assert error.type_name == "ValueError"
-    assert "msc://profile/checkpoint" in error.message
+def test_a_multi_storage_client_path_is_refused() -> None:
+    with pytest.raises(ValueError, match="msc://profile/checkpoint"):
+        RobustSaveStrategy().save({}, "msc://profile/checkpoint")

@@ -21,13 +21,15 @@ from robust_dcp.plan.structure import Form, ItemKind, PlanContext, StructureSign
 from robust_dcp.plan.structure.table import Path
 
 __all__ = [
+    "DTYPES",
+    "Box",
     "Item",
     "World",
     "chunk",
     "context_of",
     "local_of",
     "obj",
-    "paths_of",
+    "partitions",
     "rank_items",
     "table",
     "tensor",
@@ -146,7 +148,7 @@ def written_items(plan: GlobalPlan) -> list[list[tuple[str, tuple[int, ...], tup
 # Strategies.
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
-_PARTS = st.one_of(st.sampled_from(["a", "b", "layer", "weight", "0", "1", "é"]), st.integers(0, 11))
+_PARTS = st.one_of(st.sampled_from(["a", "b", "a.b", "weight", "0", "1", "", "é"]), st.integers(0, 11))
 
 
 def _name_of(path: Path) -> str:

@@ -42,9 +42,7 @@ def test_more_buffers_than_one_call_takes_are_all_written(disk: PosixDisk, tmp_p
     assert Path(path).read_bytes() == bytes(number % 256 for number in range(3000))
 
 
-def test_short_writes_and_reads_are_continued(
-    disk: PosixDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_writes_and_reads_are_continued(disk: PosixDisk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pwritev, preadv = os.pwritev, os.preadv
 
     def short_write(fd: int, buffers: list[Any], offset: int) -> int:

@@ -5,6 +5,7 @@ Never used with real files, but for :meth:`SimulatedDisk.copy_to`, which lets st
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import posixpath
@@ -148,7 +149,7 @@ class SimulatedDisk:
     def unlink(self, path: str) -> None:
         directory, name = self._split(path)
         self._inode(path, "remove")
-        directory.pending.append(lambda names: names.pop(name, None) and None)
+        directory.pending.append(lambda names: names.__delitem__(name))
 
     def mkdirs(self, path: str) -> None:
         self._directories.setdefault(path, _Directory())
@@ -243,9 +244,7 @@ def runs_with_each_call_failing(run: Callable[[WatchedDisk], Any], disk: Callabl
     disks = []
     for number in range(len(watched.calls)):
         failing = WatchedDisk(disk(), fail_at=number)
-        try:
+        with contextlib.suppress(OSError):
             run(failing)
-        except OSError:
-            pass
         disks.append(failing)
     return disks

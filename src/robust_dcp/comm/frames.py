@@ -117,7 +117,9 @@ class Frame:
             ValueError: a value does not fit its field.
         """
         if len(self.signature) != len(NO_SIGNATURE) or len(self.plan_id) != len(NO_PLAN_ID):
-            raise ValueError(f"signature and plan_id have {len(self.signature)} and {len(self.plan_id)} bytes, not 16, 8")
+            raise ValueError(
+                f"signature and plan_id have {len(self.signature)} and {len(self.plan_id)} bytes, not 16, 8"
+            )
         if self.payload_nbytes > MAX_PAYLOAD_NBYTES:
             raise ValueError(f"a payload of {self.payload_nbytes} bytes is larger than {MAX_PAYLOAD_NBYTES}")
         try:
@@ -151,8 +153,8 @@ class Frame:
         if not any(data):
             raise FrameError(Fault.ZEROS, "all zeros")
         body = data[: _BODY.size]
-        magic, version, kind, status, flags, operation, sequence, nbytes, crc32, signature, plan_id, value = _BODY.unpack(
-            body
+        magic, version, kind, status, flags, operation, sequence, nbytes, crc32, signature, plan_id, value = (
+            _BODY.unpack(body)
         )
         if magic != MAGIC:
             raise FrameError(Fault.MAGIC, f"it begins with {magic!r} instead of {MAGIC!r}")

@@ -86,6 +86,12 @@ class Link:
             self._transport = self.open_transport(self.generation, deadline)
         return self._transport
 
+    def messages(self) -> tuple[int, int]:
+        """How many messages this rank has sent and received in this generation."""
+        if self._transport is None:
+            return 0, 0
+        return self._transport.messages_sent, self._transport.messages_received
+
     def next_tag(self) -> int:
         """A tag that no other call of this generation has; the same on all ranks, as they make the same calls."""
         self._tag += 1
@@ -116,7 +122,7 @@ class Link:
         if len(self.stats.phases) >= MAX_RECORDED_PHASES and phase not in self.stats.phases:
             self.stats.phases.pop(next(iter(self.stats.phases)))
         for stats in (self.stats, *self._recordings):
-            stats.add(phase, cost)
+            stats.count(phase, cost)
 
     @contextmanager
     def recording(self) -> Iterator[ExchangeStats]:

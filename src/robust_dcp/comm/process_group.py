@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["connect", "is_initialised", "members", "name_of", "own_store", "parent_of"]
+__all__ = ["connect", "is_initialised", "members", "name_of", "own_store", "parent_of", "with_prefix"]
 
 STORE_TIMEOUT_SECONDS = 30.0
 """How long one question to the store may take; it answers in microseconds unless its host is gone."""
@@ -69,6 +69,11 @@ def _store_of(parent: Any) -> Any:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()
+
+
+def with_prefix(store: Any, prefix: str) -> Any:
+    """``store``, with ``prefix`` before every key."""
+    return dist.PrefixStore(prefix, store)
 
 
 def connect(store: Any, prefix: str, rank: int, size: int, timeout: datetime.timedelta) -> Any:

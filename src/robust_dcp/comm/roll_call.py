@@ -49,6 +49,7 @@ class _Store(Protocol):
     def get(self, key: str) -> bytes: ...
     def check(self, keys: list[str]) -> bool: ...
     def compare_set(self, key: str, expected: str, desired: str | bytes) -> bytes: ...
+    def add(self, key: str, amount: int) -> int: ...
 
 
 class LocalStore:
@@ -71,12 +72,17 @@ class LocalStore:
             self.set(key, desired)
         return self._values[key]
 
+    def add(self, key: str, amount: int) -> int:
+        count = int(self._values.get(key, b"0")) + amount
+        self.set(key, str(count))
+        return count
+
 
 class RollCall:
     """This rank's page in the register of one link, and a view of all others.
 
     Args:
-        store: anything with ``set``, ``get``, ``check`` and ``compare_set`` as torch's stores have them.
+        store: anything with ``set``, ``get``, ``check``, ``compare_set`` and ``add`` as torch's stores have them.
         rank: of this process in the group.
     """
 
@@ -84,6 +90,30 @@ class RollCall:
         self._store = store
         self._rank = rank
         self._host = socket.gethostname()
+
+    def arrive(self, generation: int) -> None:
+        """Be counted, once, among those that want to connect.
+
+        Raises:
+            StoreLost: see there.
+        """
+        self._add(f"{generation}/arrived", 1)
+
+    def count_arrived(self, generation: int) -> int:
+        """How many ranks want to connect.
+
+        Raises:
+            StoreLost: see there.
+        """
+        return self._add(f"{generation}/arrived", 0)
+
+    def has_ended(self, generation: int) -> bool:
+        """Whether some rank has given up ``generation``.
+
+        Raises:
+            StoreLost: see there.
+        """
+        return self._read(f"{generation}/reporter") is not None
 
     def note(self, state: State, generation: int, sequence: int, operation: str) -> None:
         """Say where this rank is. A lost store is no reason to fail while the ranks can still talk."""
@@ -156,9 +186,7 @@ class RollCall:
             return None if data is None else data.decode()
         return None
 
-    def _write_presence(
-        self, state: State, generation: int, sequence: int, operation: str, lost_rank: int
-    ) -> None:
+    def _write_presence(self, state: State, generation: int, sequence: int, operation: str, lost_rank: int) -> None:
         presence = Presence(
             state=state,
             generation=generation,
@@ -178,6 +206,12 @@ class RollCall:
         try:
             # `get` would wait for a key that is not there.
             return self._store.get(key) if self._store.check([key]) else None
+        except RuntimeError as error:
+            raise StoreLost(str(error)) from None
+
+    def _add(self, key: str, amount: int) -> int:
+        try:
+            return self._store.add(key, amount)
         except RuntimeError as error:
             raise StoreLost(str(error)) from None
 

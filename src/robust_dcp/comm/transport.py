@@ -184,7 +184,7 @@ def _copy(payload: Payload, start: int, nbytes: int) -> torch.Tensor:
 
 
 def _tree(rank: int, root: int, size: int) -> tuple[int | None, list[int]]:
-    """Parent and children of ``rank`` in the binomial tree under ``root``: ``log2(size)`` deep, largest subtree first."""
+    """Parent and children of ``rank`` in the binomial tree under ``root``, the child with most descendants first."""
     place = (rank - root) % size
     reach = 1
     while reach < size and not place & reach:

@@ -16,6 +16,7 @@ from robust_dcp import api
 from robust_dcp.megatron import versions
 from robust_dcp.megatron.planner import MegatronPlanner
 from robust_dcp.report import SaveReport
+from robust_dcp.storage.writer import RobustWriter
 
 __all__ = ["RobustSaveStrategy"]
 
@@ -41,7 +42,7 @@ class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):
         process_group: the ranks that call ``dist_checkpointing.save`` together; all ranks by default.
         timeout_seconds: for each exchange between ranks.
         on_structure_change: ``"rebuild"`` (log the keys and plan anew), ``"error"`` or ``"quiet"``.
-        threads: writer threads of each rank; ``None`` lets the writer choose.
+        threads: writer threads, and files, of each rank.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):
         process_group: dist.ProcessGroup | None = None,
         timeout_seconds: float = 300.0,
         on_structure_change: Literal["rebuild", "error", "quiet"] = "rebuild",
-        threads: int | None = None,
+        threads: int = 2,
     ) -> None:
         super().__init__(backend, version)
         self._process_group = process_group
@@ -73,7 +74,7 @@ class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):
             raise ValueError(f"robust_dcp writes to file systems that are mounted, not to {checkpoint_dir}")
         self.last_report = api.save(
             sharded_state_dict,
-            checkpoint_id=checkpoint_dir,
+            storage_writer=RobustWriter(checkpoint_dir, threads=self._threads),
             planner=MegatronPlanner(on_structure_change=self._on_structure_change),
             process_group=self._process_group,
             timeout_seconds=self._timeout_seconds,

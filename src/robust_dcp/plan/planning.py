@@ -77,9 +77,7 @@ def plan_for_all(
     }
     replies = [
         RankPlanMessage(
-            kept=_unless_known(
-                plan.kept[rank], len(table), None if message or known is None else known.kept[rank]
-            ),
+            kept=_unless_known(plan.kept[rank], len(table), None if message or known is None else known.kept[rank]),
             common_objects=pack_places(_common_places(table, plan), len(table)),
             **shared,  # type: ignore[arg-type]
         )

@@ -43,7 +43,7 @@ def report_differing(differing: Mapping[str, tuple[int, ...]], mode: str, *, is_
         return
     name, ranks = next(iter(differing.items()))
     text = (
-        f"{len(differing)} object(s) of one name differ between ranks, of each only the copy of the lowest rank is saved: "
+        f"{len(differing)} object(s) of one name differ between ranks, only the copy of the lowest rank is saved: "
         + ", ".join(f"{name!r} ({ranks_in_words(list(ranks))})" for name, ranks in list(differing.items())[:8])
         + ". Give them a name for each rank (f'rng_state.{rank}') if each copy matters"
     )

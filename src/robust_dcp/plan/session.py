@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from robust_dcp.comm import Channel, Offer, Stopped
@@ -22,7 +24,7 @@ from robust_dcp.plan.planning import apply_plan, plan_for_all
 from robust_dcp.plan.rank_plan import RankPlan, RankPlanMessage
 from robust_dcp.plan.replicated_objects import ObjectDigests, differing_digests, report_differing
 from robust_dcp.plan.structure import StructureDiff, StructureMessage, plan_id_of
-from robust_dcp.plan.written import WrittenMessage, news_of, written_by_all
+from robust_dcp.plan.written import WrittenMessage, news_of, word_of, written_by_all
 from robust_dcp.storage.engine import WrittenFiles
 from robust_dcp.storage.layout import Placements
 
@@ -64,12 +66,18 @@ class SaveSession:
     _signatures: tuple[bytes, ...] = field(default=(), init=False)
     _cached: CachedPlan | None = field(default=None, init=False)
     _messages: Sequence[WrittenMessage | None] = field(default=(), init=False)
+    _words: Sequence[int] = field(default=(), init=False)
     _written_by_all: tuple[WrittenFiles, ...] = field(default=(), init=False)
 
     @property
     def rank(self) -> int:
         """This rank within the group."""
         return self.channel.rank
+
+    @property
+    def known_places(self) -> npt.NDArray[np.int64] | None:
+        """Where this rank's items of variable size lay in the last save by this plan, if the coordinator knows."""
+        return self._cached.variable_places if self.outcome == "reused" and self._cached is not None else None
 
     @property
     def placements(self) -> Placements | None:
@@ -160,15 +168,18 @@ class SaveSession:
             except BaseException as error:
                 self.channel.announce_failure(error)
                 raise
-            known = self._cached.variable_places if self.outcome == "reused" and self._cached else None
-            return news_of(self.written, known)
+            return news_of(self.written.variable_places, self.known_places)
+
+        def word(_: WrittenMessage | None) -> int:
+            return 0 if self.written is None else word_of(self.written)
 
         try:
-            messages = self.channel.gather(self._named("write"), write_own, WrittenMessage)
+            messages = self.channel.gather(self._named("write"), write_own, WrittenMessage, value=word)
         except BaseException:
             if self.written is not None:
                 discard(self.written)
             raise
+        self._words = self.channel.last_values
         self._messages = messages or []
 
     def check_stop(self) -> None:
@@ -181,7 +192,7 @@ class SaveSession:
         """On the coordinator, after :meth:`settle`: the metadata of this checkpoint."""
         if self.coordinator is None:
             raise ValueError("only the coordinator has the metadata")
-        self._written_by_all = written_by_all(self._messages, self.coordinator)
+        self._written_by_all = written_by_all(self._words, self._messages, self.coordinator.variable_places)
         return self.coordinator.metadata.with_storage(self._written_by_all, storage_meta)
 
     def commit(self, publish: Callable[[], None]) -> None:

@@ -1,6 +1,7 @@
 """What a rank tells of the files it has written: only what the plan did not determine.
 
-Owns the message and the check that rank and coordinator mean the same places when none are sent.
+Owns the 64-bit word that stands in its header, the message with the places that are new, and the check that rank and
+coordinator mean the same places.
 """
 
 from __future__ import annotations
@@ -13,76 +14,94 @@ import numpy as np
 import numpy.typing as npt
 
 from robust_dcp.errors import ExchangeError
-from robust_dcp.plan.cache import CoordinatorPlan
 from robust_dcp.storage.engine import WrittenFiles
 
-__all__ = ["WrittenMessage", "news_of", "written_by_all"]
+__all__ = ["WrittenMessage", "news_of", "word_of", "written_by_all"]
 
 Places = npt.NDArray[np.int64]
 
+_DIGEST_BITS = 40
+_MAX_GENERATION = (1 << (64 - _DIGEST_BITS)) - 1
+
 
 class WrittenMessage(msgspec.Struct, frozen=True):
-    """The generation of the rank's file names, and where its items of variable size came to lie.
+    """Places of items of variable size that the coordinator does not know yet.
 
     Attributes:
-        places: int64 ``[v, 2]``, offset and length; ``None`` if they are those of the last committed save.
-        places_digest: of the places, sent or not: the coordinator never fills in places that the rank did not mean.
+        items: int64 ``[n]``, which of the rank's items of variable size, in plan order.
+        places: int64 ``[n, 2]``, offset and length of each.
     """
 
-    generation: int
-    places: bytes | None
-    places_digest: bytes
+    items: bytes
+    places: bytes
 
 
-def news_of(written: WrittenFiles, known: Places | None) -> WrittenMessage | None:
-    """What the coordinator has to be told; ``None`` if the plan says it all.
+def word_of(written: WrittenFiles) -> int:
+    """64 bits for the header: the generation of the file names, and a digest of all places of variable items.
+
+    With it the coordinator never fills in places that the rank did not mean.
+    """
+    if written.generation > _MAX_GENERATION:
+        raise ValueError(f"more than {_MAX_GENERATION} saves have left files in one directory: clean it up")
+    return written.generation << _DIGEST_BITS | _digest(written.variable_places)
+
+
+def news_of(places: Places, known: Places | None) -> WrittenMessage | None:
+    """The places that the coordinator has to be told; ``None`` if it knows all.
 
     Args:
         known: this rank's places in the last committed save by the same plan, as the coordinator has them.
     """
-    places = written.variable_places
-    if written.generation == 0 and not len(places):
+    new = np.arange(len(places))
+    if known is not None and len(known) == len(places):
+        new = np.flatnonzero((known != places).any(axis=1))
+    if not len(new):
         return None
-    same = known is not None and np.array_equal(known, places)
-    return WrittenMessage(
-        generation=written.generation,
-        places=None if same else places.astype("<i8").tobytes(),
-        places_digest=_digest(places),
-    )
+    return WrittenMessage(items=new.astype("<i8").tobytes(), places=places[new].astype("<i8").tobytes())
 
 
-def written_by_all(messages: Sequence[WrittenMessage | None], plan: CoordinatorPlan) -> tuple[WrittenFiles, ...]:
-    """What every rank has written, from its message and the plan; on the coordinator.
+def written_by_all(
+    words: Sequence[int], messages: Sequence[WrittenMessage | None], known: Sequence[Places] | None
+) -> tuple[WrittenFiles, ...]:
+    """What every rank has written; on the coordinator.
+
+    Args:
+        words: from the header of each rank, :func:`word_of`.
+        messages: from each rank, :func:`news_of`.
+        known: the places of each rank in the last committed save by the same plan.
 
     Raises:
-        ExchangeError: if a rank's places are not those that the coordinator knows.
+        ExchangeError: if a rank's places are not those that it means.
     """
     return tuple(
-        _written(rank, message, None if plan.variable_places is None else plan.variable_places[rank])
-        for rank, message in enumerate(messages)
+        _written(rank, word, message, None if known is None else known[rank])
+        for rank, (word, message) in enumerate(zip(words, messages, strict=True))
     )
 
 
-def _written(rank: int, message: WrittenMessage | None, known: Places | None) -> WrittenFiles:
-    if message is None:
-        places, generation = np.empty((0, 2), dtype=np.int64), 0
-    else:
-        generation = message.generation
-        found = known if message.places is None else _places(message.places)
-        if found is None or _digest(found) != message.places_digest:
-            raise ExchangeError(
-                f"the places of the objects that rank {rank} wrote are out of step with the coordinator's; save again",
-                ranks=[rank],
-            )
-        places = found
-    return WrittenFiles(generation=generation, variable_places=places, names=(), nbytes=0)
+def _written(rank: int, word: int, message: WrittenMessage | None, known: Places | None) -> WrittenFiles:
+    places = np.empty((0, 2), dtype=np.int64) if known is None else known
+    if message is not None:
+        places = _updated(places, message)
+    if _digest(places) != word & ((1 << _DIGEST_BITS) - 1):
+        raise ExchangeError(
+            f"the places of the objects that rank {rank} wrote are out of step with the coordinator's; save again",
+            ranks=[rank],
+        )
+    return WrittenFiles(generation=word >> _DIGEST_BITS, variable_places=places, names=(), nbytes=0)
 
 
-def _places(data: bytes) -> Places:
-    if len(data) % 16:
-        raise ExchangeError(f"places of variable items have {len(data)} bytes, not a multiple of 16")
-    return np.frombuffer(data, dtype="<i8").reshape(-1, 2).astype(np.int64)
+def _updated(places: Places, message: WrittenMessage) -> Places:
+    items = np.frombuffer(message.items, dtype="<i8")
+    news = np.frombuffer(message.places, dtype="<i8").reshape(-1, 2)
+    if len(items) != len(news) or (len(items) and not 0 <= items.min() <= items.max() < len(places) + len(items)):
+        raise ExchangeError(f"{len(news)} places came for {len(items)} items of variable size")
+    updated = np.zeros((max(len(places), int(items.max(initial=-1)) + 1), 2), dtype=np.int64)
+    updated[: len(places)] = places
+    updated[items] = news
+    return updated
 
 
-def _digest(places: Places) -> bytes:
-    return hashlib.blake2b(places.astype("<i8").tobytes(), digest_size=8).digest()
+def _digest(places: Places) -> int:
+    data = places.astype("<i8").tobytes()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=_DIGEST_BITS // 8).digest(), "little")

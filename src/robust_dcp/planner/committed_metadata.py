@@ -33,7 +33,7 @@ class CommittedMetadata(Metadata):
         return self._loaded().state_dict_metadata
 
     @property
-    def planner_data(self) -> Any:  # type: ignore[override]
+    def planner_data(self) -> Any:
         return self._loaded().planner_data
 
     @property
@@ -45,7 +45,7 @@ class CommittedMetadata(Metadata):
         return self._loaded().storage_meta
 
     @property
-    def version(self) -> Any:  # type: ignore[override]
+    def version(self) -> Any:
         return getattr(self._loaded(), "version", None)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import io
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,12 +24,14 @@ from robust_dcp.staging import to_host
 from robust_dcp.storage.checksum import crc32
 from robust_dcp.storage.data_files import DataFile, create_data_files, discard
 from robust_dcp.storage.disk import Disk
-from robust_dcp.storage.layout import LARGE_NBYTES, RECORD_ALIGNMENT, Placements
+from robust_dcp.storage.layout import LARGE_NBYTES, RECORD_ALIGNMENT, Placements, Slot, slots_of
 from robust_dcp.storage.torch_zip import RecordTemplate, is_fixed_size, payload_view, record_template
 
 __all__ = ["Resolve", "WrittenFiles", "write_files"]
 
 Resolve = Callable[[WriteItem], "torch.Tensor | io.BytesIO"]
+Record = tuple["bytes | memoryview", ...]
+"""The bytes of one item, in parts that follow each other."""
 
 BLOCK_NBYTES = 8 << 20
 """Small records are gathered into writes of this size."""
@@ -64,6 +67,7 @@ def write_files(
     *,
     threads: int,
     check_stop: Callable[[], None],
+    known_places: npt.NDArray[np.int64] | None = None,
 ) -> WrittenFiles:
     """Write the files of one rank and make them durable.
 
@@ -71,6 +75,8 @@ def write_files(
         items: the write items, in the order of ``placements``.
         resolve: gives the data of an item, ``SavePlanner.resolve_data``; called from several threads.
         check_stop: called between blocks; raises when the save is given up elsewhere.
+        known_places: int64 ``[v, 2]``, offset and length of the items of variable size in an earlier save by the same
+            plan. An item that still fits keeps its offset, so that one that grows does not move all others.
 
     Raises:
         StorageError: if the file system refuses; nothing that this call made stays behind.
@@ -78,11 +84,12 @@ def write_files(
     """
     files = create_data_files(disk, directory, rank, placements.file_nbytes)
     failed = threading.Event()
+    slots = slots_of(placements, known_places)
 
     def write(file: DataFile) -> list[tuple[int, int, int]]:
         writer = _FileWriter(disk, file, resolve, check_stop, failed)
         try:
-            return writer.write(items, placements)
+            return writer.write(items, placements, slots)
         except BaseException:
             failed.set()
             raise
@@ -136,23 +143,26 @@ class _FileWriter:
         self._block = bytearray()
         self._end = 0
 
-    def write(self, items: Sequence[WriteItem], placements: Placements) -> list[tuple[int, int, int]]:
+    def write(
+        self, items: Sequence[WriteItem], placements: Placements, slots: dict[int, Slot]
+    ) -> list[tuple[int, int, int]]:
         """Write all records of this file; (place in plan, offset, length) of those of variable size."""
         members = np.flatnonzero(placements.file == self._file.number)
-        variable = []
-        for place in members[np.argsort(placements.offset[members], kind="stable")].tolist():
+        variable: list[tuple[int, int, int]] = []
+        too_large: list[tuple[int, Record]] = []
+        for place in sorted(members.tolist(), key=lambda p: slots[p].offset if p in slots else placements.offset[p]):
             item = items[place]
-            try:
-                if placements.offset[place] < 0:
-                    variable.append((place, *self._write_variable(item)))
-                else:
+            with _naming(item):
+                if placements.offset[place] >= 0:
                     self._write_fixed(item, int(placements.offset[place]), int(placements.nbytes[place]))
-            except (RobustCheckpointError, _SiblingFailed):
-                raise
-            except Exception as error:
-                raise RobustCheckpointError(
-                    f"cannot save {item.index.fqn!r}: {type(error).__name__}: {error}"
-                ) from error
+                    continue
+                record = self._variable_record(item)
+                slot = slots.get(place)
+                if slot is not None and sum(map(len, record)) > slot.nbytes:
+                    too_large.append((place, record))
+                    continue
+                variable.append((place, *self._append_variable(record, None if slot is None else slot.offset)))
+        variable.extend((place, *self._append_variable(record, None)) for place, record in too_large)
         self._flush()
         self._disk.fsync(self._file.file)
         self._disk.close(self._file.file)
@@ -164,30 +174,31 @@ class _FileWriter:
         template = record_template(tensor.dtype, tuple(tensor.shape))
         if template is None or template.nbytes != nbytes:
             raise PlanConflict(f"the record of {item.index.fqn!r} is not the one that was planned", key=item.index.fqn)
-        self._append_record(template, tensor, offset)
+        self._append_all(_framed(template, tensor), offset)
 
-    def _append_record(self, template: RecordTemplate, tensor: torch.Tensor, offset: int) -> None:
-        payload = payload_view(tensor)
-        checksum = crc32(payload)
-        self._append(template.header(checksum), at=offset)
-        self._append(payload)
-        self._append(template.trailer(checksum))
-
-    def _write_variable(self, item: WriteItem) -> tuple[int, int]:
-        """Write an item of unknown length at the next free place; (offset, length)."""
+    def _variable_record(self, item: WriteItem) -> Record:
+        """The bytes of an item whose length was not planned."""
         data = self._resolve(item)
-        offset = -(-self._end // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
         if isinstance(data, torch.Tensor):
             template = record_template(data.dtype, tuple(data.shape)) if is_fixed_size(data) else None
             if template is not None:
-                self._append_record(template, to_host(data), offset)
-                return offset, template.nbytes
+                return _framed(template, to_host(data))
             buffer = io.BytesIO()
             torch.save(_compact(data), buffer)
             data = buffer
-        view = data.getbuffer()
-        self._append(view, at=offset)
-        return offset, len(view)
+        return (data.getbuffer(),)
+
+    def _append_variable(self, record: Record, offset: int | None) -> tuple[int, int]:
+        """Write a record at ``offset``, or at the next free place; (offset, length)."""
+        if offset is None:
+            offset = -(-self._end // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
+        self._append_all(record, offset)
+        return offset, self._end - offset
+
+    def _append_all(self, record: Record, offset: int) -> None:
+        self._append(b"", at=offset)
+        for part in record:
+            self._append(part)
 
     def _tensor_of(self, item: WriteItem) -> torch.Tensor:
         """The data of an item of fixed size, on the host; it must be what the plan says."""
@@ -200,9 +211,9 @@ class _FileWriter:
             )
         if data.dtype != planned.properties.dtype or data.shape != planned.chunk.sizes:
             raise PlanConflict(
-                f"the planner's resolve_data gave {data.dtype} {list(data.shape)} for {item.index.fqn!r}, the plan says "
-                f"{planned.properties.dtype} {list(planned.chunk.sizes)}; a planner that transforms tensors must say so "
-                "in create_local_plan",
+                f"the planner's resolve_data gave {data.dtype} {list(data.shape)} for {item.index.fqn!r}, the plan "
+                f"says {planned.properties.dtype} {list(planned.chunk.sizes)}; a planner that transforms tensors must "
+                "say so in create_local_plan",
                 key=item.index.fqn,
             )
         return to_host(data)
@@ -235,6 +246,23 @@ class _FileWriter:
         if self._sibling_failed.is_set():
             raise _SiblingFailed
         self._check_stop()
+
+
+@contextmanager
+def _naming(item: WriteItem) -> Iterator[None]:
+    """Whatever goes wrong within names the item."""
+    try:
+        yield
+    except (RobustCheckpointError, _SiblingFailed):
+        raise
+    except Exception as error:
+        raise RobustCheckpointError(f"cannot save {item.index.fqn!r}: {type(error).__name__}: {error}") from error
+
+
+def _framed(template: RecordTemplate, tensor: torch.Tensor) -> Record:
+    payload = payload_view(tensor)
+    checksum = crc32(payload)
+    return template.header(checksum), payload, template.trailer(checksum)
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,11 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LAYOUT_VERSION", "PAGE_NBYTES", "RECORD_ALIGNMENT", "Placements", "place_as_they_come", "place_records"]
+__all__ = [
+    "LAYOUT_VERSION",
+    "PAGE_NBYTES",
+    "RECORD_ALIGNMENT",
+    "Placements",
+    "Slot",
+    "place_as_they_come",
+    "place_records",
+    "slots_of",
+]
 
 LAYOUT_VERSION = "torch-1"
 """Part of every signature: a plan made for another layout is never used."""
@@ -91,6 +101,31 @@ def place_records(record_nbytes: Int64, header_nbytes: Int64, payload_nbytes: In
         file_nbytes=tuple(file_nbytes),
         variable_file=n_files if has_variable else None,
     )
+
+
+class Slot(NamedTuple):
+    """Room for an item of variable size: where it lay in an earlier save, and up to where nothing else lies."""
+
+    offset: int
+    nbytes: int
+
+
+def slots_of(placements: Placements, known_places: Int64 | None) -> dict[int, Slot]:
+    """The slot of each item of variable size, by its place in the plan; none if nothing is known.
+
+    Args:
+        known_places: int64 ``[v, 2]``, offset and length of each in an earlier save by the same plan.
+    """
+    variable = placements.variable
+    if known_places is None or not len(variable) or len(known_places) != len(variable):
+        return {}
+    order = np.argsort(known_places[:, 0], kind="stable")
+    offsets = known_places[order, 0]
+    ends = np.append(offsets[1:], np.iinfo(np.int64).max)
+    return {
+        int(variable[n]): Slot(offset, end - offset)
+        for n, offset, end in zip(order.tolist(), offsets.tolist(), ends.tolist(), strict=True)
+    }
 
 
 def place_as_they_come(nbytes: Sequence[int], *, files: int) -> Placements:

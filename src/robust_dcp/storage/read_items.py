@@ -6,6 +6,7 @@ Never decodes an item itself (``stored_item``, ``objects``). Called by ``reader`
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -121,8 +122,8 @@ class _Load:
             raise
         finally:
             self._pool.shutdown(wait=True, cancel_futures=True)
-            for file in self._files.values():
-                self._disk.close(file)
+            for relative_path in list(self._files):
+                self._close(relative_path)
 
     def _is_full(self, nbytes: int) -> bool:
         return (
@@ -145,7 +146,7 @@ class _Load:
         self._pending_nbytes -= read.nbytes
         self._reads_left[read.relative_path] -= 1
         if self._reads_left[read.relative_path] == 0:
-            self._disk.close(self._files.pop(read.relative_path))
+            self._close(read.relative_path)
         if read.item.type == LoadItemType.BYTE_IO:
             self._planner.load_bytes(read.item, io.BytesIO(result))
             return
@@ -180,6 +181,11 @@ class _Load:
                     found="none",
                 ) from error
         return self._files[read.relative_path]
+
+    def _close(self, relative_path: str) -> None:
+        # That closing a file failed says nothing about what was read from it, and must not keep others open.
+        with contextlib.suppress(StorageError):
+            self._disk.close(self._files.pop(relative_path))
 
     def _check_stop(self) -> None:
         if self._errors:

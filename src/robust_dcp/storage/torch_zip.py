@@ -181,7 +181,8 @@ def payload_view(tensor: torch.Tensor) -> memoryview:
         raise ValueError(f"expected a contiguous CPU tensor, got {tensor.device}, strides {tensor.stride()}")
     if tensor.numel() == 0:
         return memoryview(bytearray())
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    # Not reshape(-1): where a size is 1, a contiguous tensor may have any stride, and keeps it.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 class _PickleParts(NamedTuple):

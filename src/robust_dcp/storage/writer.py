@@ -13,18 +13,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from robust_dcp.errors import StorageError
-from robust_dcp.storage.commit import commit_metadata, remove_superseded
+from robust_dcp.storage.commit import commit_metadata, remove_superseded, unreferenced_files
 from robust_dcp.storage.disk import Disk, PosixDisk
 from robust_dcp.storage.engine import Resolve, WrittenFiles, write_files
 from robust_dcp.storage.layout import Placements, place_as_they_come
-from robust_dcp.storage.metadata_file import StorageInfo, encode_metadata
-from robust_dcp.storage.paths import metadata_name, parse_data_file_name
+from robust_dcp.storage.metadata_file import StorageInfo, encode_metadata, referenced_files
+from robust_dcp.storage.paths import metadata_name
 
 __all__ = ["RobustWriter", "SaveInProgress", "WriterMeta"]
 
@@ -38,6 +40,9 @@ class SaveInProgress(Protocol):
 
     @property
     def placements(self) -> Placements | None: ...
+
+    @property
+    def known_places(self) -> npt.NDArray[np.int64] | None: ...
 
     def settle(self, write: Callable[[], WrittenFiles], discard: Callable[[WrittenFiles], None]) -> None: ...
 
@@ -123,8 +128,8 @@ class RobustWriter(StorageWriter):
                 path=self.path,
                 operation="begin",
             )
-        present = self._disk.list_directory(self.path)
-        self._superseded = tuple(name for name in present if parse_data_file_name(name) is not None)
+        # Where ranks commit by themselves, the files of the others are not ours to judge.
+        self._superseded = () if self._alone else tuple(unreferenced_files(self._disk, self.path, ()))
 
     def write(
         self,
@@ -133,6 +138,7 @@ class RobustWriter(StorageWriter):
         placements: Placements,
         resolve: Resolve,
         check_stop: Callable[[], None],
+        known_places: npt.NDArray[np.int64] | None = None,
     ) -> WrittenFiles:
         """Write this rank's items to their places, durably. Nothing is visible to readers yet."""
         self._disk.mkdirs(self.path)
@@ -145,6 +151,7 @@ class RobustWriter(StorageWriter):
             resolve,
             threads=self.threads,
             check_stop=check_stop,
+            known_places=known_places,
         )
 
     def discard(self, written: WrittenFiles) -> None:
@@ -155,8 +162,7 @@ class RobustWriter(StorageWriter):
         """Commit: make ``metadata`` the checkpoint's, durably and in one step, then remove what it supersedes."""
         metadata.version = "1.0.0"  # filesystem.CURRENT_DCP_VERSION: the format of stock's file names and records
         commit_metadata(self._disk, self.path, encode_metadata(metadata), name=self._metadata_name)
-        in_use = {info.relative_path for info in metadata.storage_data.values()}
-        remove_superseded(self._disk, self.path, [name for name in self._superseded if name not in in_use])
+        remove_superseded(self._disk, self.path, self._superseded, keep=referenced_files(metadata))
 
     @property
     def _metadata_name(self) -> str:
@@ -201,7 +207,14 @@ class RobustWriter(StorageWriter):
                 raise ValueError("this save was planned for another storage writer")
             self._alone = False  # the plan is global, and so is the commit, whatever `use_collectives` says
             session.settle(
-                lambda: self.write(session.rank, plan.items, placements, planner.resolve_data, session.check_stop),
+                lambda: self.write(
+                    session.rank,
+                    plan.items,
+                    placements,
+                    planner.resolve_data,
+                    session.check_stop,
+                    session.known_places,
+                ),
                 self.discard,
             )
             session.leave_commit_to_stock()

@@ -59,7 +59,7 @@ class GlobalColumns:
 
     def describe(self, row: int) -> str:
         """One item in words, for errors."""
-        return self.tables[self.rank[row]].describe_item(int(self.item[row]))
+        return self.tables[int(self.rank[row])].describe_item(int(self.item[row]))
 
 
 def itemsize_of(dtype: str) -> int:

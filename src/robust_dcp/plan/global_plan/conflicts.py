@@ -19,6 +19,9 @@ from robust_dcp.plan.structure.table import Path
 
 __all__ = ["ranks_in_words", "refuse_contradictions", "refuse_other_paths"]
 
+_SHOWN = 8
+"""Variants of one name that a message spells out."""
+
 
 def refuse_contradictions(columns: GlobalColumns) -> None:
     """Every item of one name must agree on being a tensor or not, on dtype, layout and global size.
@@ -46,8 +49,12 @@ def refuse_contradictions(columns: GlobalColumns) -> None:
 def _contradiction(columns: GlobalColumns, rows: npt.NDArray[np.intp], key: str, what: str) -> PlanConflict:
     holders: dict[str, list[int]] = defaultdict(list)
     for row in rows.tolist():
-        holders[columns.describe(row)].append(int(columns.rank[row]))
-    held = "; ".join(f"{description} on {ranks_in_words(ranks)}" for description, ranks in holders.items())
+        rank = int(columns.rank[row])
+        # Without the chunk, which never contradicts: else one odd rank would hide among a thousand shards.
+        holders[columns.tables[rank].describe_whole(int(columns.item[row]))].append(rank)
+    held = "; ".join(f"{whole} on {ranks_in_words(ranks)}" for whole, ranks in list(holders.items())[:_SHOWN])
+    if len(holders) > _SHOWN:
+        held += f" and {len(holders) - _SHOWN} more"
     return PlanConflict(
         f"key {key!r} is {what}: {held}. A name must mean the same tensor on every rank of the group: give them "
         "different names, or pass a sharded tensor (DTensor, ShardedTensor)",

@@ -45,7 +45,7 @@ def check_coverage(columns: GlobalColumns, kept: Rows, *, complete: bool) -> Non
 
 def _check_bounds(columns: GlobalColumns, rows: Rows) -> None:
     offset, size, shape = columns.offset[rows], columns.size[rows], columns.shape[rows]
-    outside = ((offset < 0) | (size < 0) | (offset + size > shape)).any(axis=1)
+    outside = ((offset < 0) | (size < 0) | (size > shape - offset)).any(axis=1)
     if outside.any():
         row = int(rows[np.flatnonzero(outside)[0]])
         key, rank = columns.names[columns.name[row]], int(columns.rank[row])

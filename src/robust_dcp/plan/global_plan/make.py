@@ -66,12 +66,17 @@ def make_global_plan(tables: Sequence[StructureTable], *, lowest_rank: bool = Fa
     return GlobalPlan(
         columns=columns,
         written=written,
-        kept=tuple(
-            np.sort(columns.item[written[columns.rank[written] == rank]]).astype(np.intp) for rank in range(len(tables))
-        ),
+        kept=_by_rank(columns, written),
         common_objects=_common_objects(columns),
         paths=paths,
     )
+
+
+def _by_rank(columns: GlobalColumns, written: Places) -> tuple[Places, ...]:
+    """For each rank the places of its items among the rows ``written``, ascending."""
+    rank, item = columns.rank[written], columns.item[written].astype(np.intp)
+    ends = np.cumsum(np.bincount(rank, minlength=len(columns.tables)))
+    return tuple(np.split(item[np.lexsort((item, rank))], ends[:-1]))
 
 
 def _common_objects(columns: GlobalColumns) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ Owns deduplication and balance; runs on the coordinator, on columns, before cove
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +52,8 @@ def find_replicas(columns: GlobalColumns) -> Replicas:
         PlanConflict: if two chunks that are not empty begin at the same offsets but have different sizes.
     """
     offsets = [columns.offset[:, dim] for dim in reversed(range(columns.offset.shape[1]))]
-    order = np.lexsort((columns.rank, *offsets, columns.name))
+    keys: list[npt.NDArray[Any]] = [columns.rank, *offsets, columns.name]
+    order = np.lexsort(keys)
     order = order[~_shadowed_empties(columns, order)]
     starts = np.flatnonzero(_differs_from_previous(columns, order))
     groups = Replicas(order=order, starts=np.append(starts, len(order)))
@@ -69,18 +71,19 @@ def _differs_from_previous(columns: GlobalColumns, order: npt.NDArray[np.intp]) 
 
 def _shadowed_empties(columns: GlobalColumns, order: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
     """Empty chunks whose (name, offsets) a chunk that is not empty has too."""
-    empty = (columns.numel[order] == 0) & (columns.kind[order] != ItemKind.BYTES)
+    empty: npt.NDArray[np.bool_] = (columns.numel[order] == 0) & (columns.kind[order] != ItemKind.BYTES)
     if not empty.any():
         return empty
     group = np.cumsum(_differs_from_previous(columns, order)) - 1
     filled = np.zeros(int(group[-1]) + 1, dtype=np.bool_)
     filled[group[~empty]] = True
-    return empty & filled[group]
+    shadowed: npt.NDArray[np.bool_] = empty & filled[group]
+    return shadowed
 
 
 def _refuse_other_sizes(columns: GlobalColumns, groups: Replicas) -> None:
     first = np.repeat(groups.first, np.diff(groups.starts))
-    differs = (columns.size[groups.order] != columns.size[first]).any(axis=1)
+    differs = (columns.size[groups.order] != columns.size[first]).any(axis=1) & (columns.numel[groups.order] != 0)
     if not differs.any():
         return
     place = int(np.flatnonzero(differs)[0])

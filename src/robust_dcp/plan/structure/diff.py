@@ -89,5 +89,8 @@ def merge_diffs(diffs: Iterable[StructureDiff]) -> StructureDiff:
     # A key that one rank lost and another gained has moved between ranks.
     for key in added & removed:
         changed.setdefault(key, "moved to other ranks")
-    moved = added & removed
-    return StructureDiff(tuple(sorted(added - moved)), tuple(sorted(removed - moved)), dict(sorted(changed.items())))
+    return StructureDiff(
+        added=tuple(sorted(added - changed.keys())),
+        removed=tuple(sorted(removed - changed.keys())),
+        changed=dict(sorted(changed.items())),
+    )

@@ -5,11 +5,13 @@ Owns the mapping between columns and bytes, and checks what arrives before anyth
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from robust_dcp.errors import ExchangeError
 from robust_dcp.plan.structure.table import Form, ItemKind, Path, StructureTable
@@ -119,11 +121,12 @@ def _split(name: str, lengths: tuple[int, ...]) -> Path:
     at = 0
     for length in lengths:
         text = name[at : at + abs(length)]
-        parts.append(int(text) if length < 0 else text)
+        parts.append(int(text) if length < 0 and text.isdecimal() else text)
         at += abs(length) + 1
-    if at != len(name) + 1 or not parts:
+    path = tuple(parts)
+    if not path or ".".join(map(str, path)) != name or _part_lengths(path) != lengths:
         raise _malformed(f"the path of {name!r} does not spell it")
-    return tuple(parts)
+    return path
 
 
 def _check(table: StructureTable) -> None:
@@ -140,6 +143,18 @@ def _check(table: StructureTable) -> None:
     ):
         if n_items and (int(ids.min()) < 0 or int(ids.max()) >= len(strings)):
             raise _malformed("a place outside its string table")
+    if any(left >= right for left, right in pairwise(table.names)):
+        raise _malformed("the names are not sorted")
+    for strings, kind in ((table.dtypes, torch.dtype), (table.layouts, torch.layout)):
+        unknown = [text for text in strings if text and not isinstance(vars(torch).get(text), kind)]
+        if unknown:
+            raise _malformed(f"this torch has no {kind.__name__} called {unknown[0]!r}")
+    is_bytes = table.kinds == ItemKind.BYTES
+    for ids, strings in ((table.dtype_ids, table.dtypes), (table.layout_ids, table.layouts)):
+        if (np.array([not text for text in strings], dtype=np.bool_)[ids] != is_bytes).any():
+            raise _malformed("a tensor without dtype or layout, or an object with one")
+    if table.ndims[is_bytes].any():
+        raise _malformed("an object with dimensions")
     if not np.isin(table.kinds, list(ItemKind)).all() or not np.isin(table.forms, list(Form)).all():
         raise _malformed("an unknown kind or form of item")
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -89,7 +90,7 @@ class StructureTable:
 
     @cached_property
     def starts(self) -> Int64:
-        """int64 ``[N + 1]``: the dimensions of item ``i`` are entries ``starts[i]:starts[i + 1]`` of the ragged columns."""
+        """int64 ``[N + 1]``: item ``i`` has entries ``starts[i]:starts[i + 1]`` of the ragged columns."""
         return np.concatenate(([0], np.cumsum(self.ndims, dtype=np.int64)))
 
     def dims_of(self, item: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -101,19 +102,26 @@ class StructureTable:
             tuple(self.sizes[span].tolist()),
         )
 
-    def describe_item(self, item: int) -> str:
-        """One item in words, for errors and diffs."""
+    def describe_whole(self, item: int) -> str:
+        """The tensor that an item belongs to, in words: what must be the same on all ranks."""
         if self.kinds[item] == ItemKind.BYTES:
             return "object"
-        shape, offsets, sizes = self.dims_of(item)
+        shape, _, _ = self.dims_of(item)
         text = f"{self.dtypes[self.dtype_ids[item]]}{list(shape)}"
         layout = self.layouts[self.layout_ids[item]]
         if layout != "strided":
             text += f" {layout}"
         if self.requires_grad[item]:
             text += " requires_grad"
-        if self.kinds[item] == ItemKind.SHARD and (sizes != shape or any(offsets)):
-            text += f" chunk at {list(offsets)} of size {list(sizes)}"
+        return text
+
+    def describe_item(self, item: int) -> str:
+        """One item in words, for errors and diffs."""
+        text = self.describe_whole(item)
+        if self.kinds[item] == ItemKind.SHARD:
+            shape, offsets, sizes = self.dims_of(item)
+            is_whole = sizes == shape and not any(offsets)
+            text += " as one shard" if is_whole else f" chunk at {list(offsets)} of size {list(sizes)}"
         return text
 
     def describe_path(self, item: int) -> str:
@@ -185,7 +193,7 @@ def table_of(items: Sequence[WriteItem], forms: Sequence[Form], paths: Mapping[s
 
 
 def _refuse_duplicates(items: Sequence[WriteItem]) -> None:
-    for left, right in zip(items, items[1:], strict=False):
+    for left, right in pairwise(items):
         if left.index == right.index or (left.index.fqn == right.index.fqn and left.type != right.type):
             at = "" if left.index.offset is None else f" at offset {list(left.index.offset)}"
             raise PlanConflict(

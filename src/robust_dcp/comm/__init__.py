@@ -1,0 +1,12 @@
+"""Exchanges between ranks that end on every rank with one verdict, in bounded time and memory.
+
+The only layer that talks to other processes. It knows nothing of plans, files or tensors; every layer above uses
+:class:`Channel` and none looks behind it.
+"""
+
+from robust_dcp.comm.channel import Channel, Offer
+from robust_dcp.comm.failures import Stopped
+from robust_dcp.comm.stats import ExchangeStats, PhaseStats
+from robust_dcp.comm.wire import decode, encode
+
+__all__ = ["Channel", "ExchangeStats", "Offer", "PhaseStats", "Stopped", "decode", "encode"]

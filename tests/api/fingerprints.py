@@ -1,0 +1,69 @@
+"""What a state dict holds, as plain values that can be compared: of every tensor the bytes themselves.
+
+Owns the comparison of what was saved with what was loaded; ``==`` on tensors says that NaN differs from itself and
+that 0.0 is -0.0, so it is never used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+
+__all__ = ["differences", "fingerprint", "raw_bytes"]
+
+
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    """The bytes of a plain tensor's elements in row-major order."""
+    tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    if tensor.numel() == 0:
+        return b""
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def fingerprint(value: Any, path: str = "") -> dict[str, Any]:
+    """Path to what lies there, for everything within ``value``."""
+    if isinstance(value, Stateful) and not isinstance(value, torch.Tensor):
+        return fingerprint(value.state_dict(), path)
+    if isinstance(value, Mapping):
+        items = [(f"{path}/{key!r}", each) for key, each in value.items()]
+    elif isinstance(value, (list, tuple)):
+        items = [(f"{path}/{place}", each) for place, each in enumerate(value)]
+    elif isinstance(value, ShardedTensor):
+        shards = {tuple(s.metadata.shard_offsets): _of_tensor(s.tensor) for s in value.local_shards()}
+        return {path: ("ShardedTensor", tuple(value.size()), shards)}
+    elif isinstance(value, DTensor):
+        placements = tuple(str(placement) for placement in value.placements)
+        return {path: ("DTensor", tuple(value.shape), placements, _of_tensor(value.to_local()))}
+    elif isinstance(value, torch.Tensor):
+        return {path: _of_tensor(value)}
+    else:
+        return {path: (type(value).__name__, repr(value))}
+    return {key: found for place, each in items for key, found in fingerprint(each, place).items()}
+
+
+def differences(expected: Any, found: Any) -> list[str]:
+    """In words, what ``found`` holds that ``expected`` does not, and the reverse; nothing if they are the same."""
+    left, right = fingerprint(expected), fingerprint(found)
+    return [
+        f"{key}: expected {left.get(key, 'nothing')!s:.200}, found {right.get(key, 'nothing')!s:.200}"
+        for key in sorted({*left, *right})
+        if left.get(key) != right.get(key)
+    ]
+
+
+def _of_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
+    shape = tuple(tensor.shape)
+    if not tensor.is_quantized:
+        return str(tensor.dtype), shape, hashlib.blake2b(raw_bytes(tensor), digest_size=12).hexdigest()
+    if tensor.qscheme() == torch.per_tensor_affine:
+        scheme: tuple[Any, ...] = ("per tensor", tensor.q_scale(), tensor.q_zero_point())
+    else:
+        scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+        scheme = ("per channel", tensor.q_per_channel_axis(), raw_bytes(scales), raw_bytes(zeros))
+    return str(tensor.dtype), shape, raw_bytes(tensor.int_repr()), *scheme

@@ -1,0 +1,305 @@
+"""A plan of an earlier save is used only where it still tells the truth, whatever has changed since."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import robust_dcp
+from robust_dcp import RobustPlanner, RobustReader, RobustWriter
+from robust_dcp.plan.cache import PLANS
+from robust_dcp.plan.local import LocalStructure
+from tests.api.fingerprints import differences, raw_bytes
+from tests.api.kinds import DTYPES, pattern
+from tests.api.verdicts import Verdict, verdict_of
+from tests.api.ways import LOADERS, SAVERS
+from tests.support.ranks import run_ranks, values
+
+StateDict = dict[str, Any]
+
+
+def blank(state_dict: StateDict) -> StateDict:
+    """The same structure, with other contents."""
+    return {
+        key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else f"not {value}"
+        for key, value in state_dict.items()
+    }
+
+
+def check_loads(state_dict: StateDict, path: str, *loaders: str) -> None:
+    for loader in loaders or ("ours", "stock"):
+        target = blank(state_dict)
+        LOADERS[loader](target, path)
+        assert differences(state_dict, target) == [], (loader, path)
+        if dist.is_initialized():
+            dist.barrier()
+
+
+# What stock does, where it is cheap to show.
+
+
+def stock_saves_another_dtype_by_the_old_plan(directory: str) -> tuple[Any, Any]:
+    for step, dtype in enumerate((torch.float32, torch.bfloat16)):
+        path = os.path.join(directory, str(step))
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        dcp.save({"w": torch.full((3,), 1.5, dtype=dtype)}, checkpoint_id=path, planner=planner)
+    metadata: Any = dcp.FileSystemReader(path).read_metadata()
+    return metadata.state_dict_metadata["w"].properties.dtype, dtype
+
+
+def test_stock_reuses_a_plan_of_another_dtype(tmp_path: Path) -> None:
+    ((recorded, saved),) = values(run_ranks(1, stock_saves_another_dtype_by_the_old_plan, str(tmp_path)))
+    assert recorded == torch.float32 and saved == torch.bfloat16
+
+
+def stock_grows_after_a_failure(directory: str) -> list[str]:
+    class FailsOnce(dcp.DefaultSavePlanner):
+        fail = False
+
+        def create_global_plan(self, all_plans: Any) -> Any:
+            result = super().create_global_plan(all_plans)
+            if FailsOnce.fail:
+                FailsOnce.fail = False
+                raise RuntimeError("transient")
+            return result
+
+    state_dict: StateDict = {"a": torch.ones(2)}
+    dcp.save(state_dict, checkpoint_id=f"{directory}/0", planner=FailsOnce(enable_plan_caching=True))
+    state_dict["b"] = torch.ones(3)
+    FailsOnce.fail = True
+    failed = verdict_of(dcp.save, state_dict, checkpoint_id=f"{directory}/1", planner=FailsOnce(enable_plan_caching=True))
+    assert failed.type_name
+    dcp.save(state_dict, checkpoint_id=f"{directory}/2", planner=FailsOnce(enable_plan_caching=True))
+    metadata: Any = dcp.FileSystemReader(f"{directory}/2").read_metadata()
+    return sorted({index.fqn for index in metadata.storage_data})
+
+
+def test_stock_forgets_a_tensor_that_was_new_in_a_save_that_failed(tmp_path: Path) -> None:
+    (stored,) = values(run_ranks(1, stock_grows_after_a_failure, str(tmp_path)))
+    assert stored == ["a"]
+
+
+# What we do.
+
+
+def save_in_turn(directory: str, saver: str) -> None:
+    """Each of these differs from the one before in a way that a cached plan could hide."""
+    rank = dist.get_rank()
+    own = f"only on rank {rank}"
+    steps: list[StateDict] = [
+        {"w": torch.full((3,), 1.5)},
+        {"w": torch.full((3,), 1.5, dtype=torch.bfloat16)},
+        {"w": torch.arange(3, dtype=torch.int16)},
+        {"w": torch.arange(6, dtype=torch.int16)},
+        {"w": torch.arange(6, dtype=torch.int16).reshape(2, 3)},
+        {"w": "an object now"},
+        {"w": "an object now", own: torch.full((rank + 2,), 7.0)},
+        {own: torch.full((rank + 3,), 7.0)},
+        {own: {"rank": rank}} if rank == 1 else {own: torch.full((3,), 8.0)},
+        {own: torch.full((3,), 8.0), "late": torch.ones(1)} if rank == 0 else {own: {"rank": rank}},
+        {"late": torch.ones(1)},
+        {"late": torch.ones(1).requires_grad_()},
+        {},
+        {"w": torch.full((3,), 2.5)},
+    ]
+    for number, state_dict in enumerate(steps):
+        path = f"{directory}/{number}"
+        SAVERS[saver](state_dict, path)
+        if state_dict:
+            check_loads(state_dict, path)
+
+
+@pytest.mark.parametrize("saver", [name for name in SAVERS if name != "stock"])
+def test_every_change_of_structure_is_saved_as_it_is(saver: str, tmp_path: Path) -> None:
+    values(run_ranks(2, save_in_turn, str(tmp_path), saver, timeout_seconds=90))
+
+
+class FailsWhenTold(RobustPlanner):
+    """Raises on one rank in the middle of planning."""
+
+    rank_to_fail: int | None = None
+
+    def describe(self, channel: Any, writer: Any) -> LocalStructure:
+        if FailsWhenTold.rank_to_fail == channel.rank:
+            raise RuntimeError("transient")
+        return super().describe(channel, writer)
+
+
+def grow_with_a_failure_between(directory: str, rank_to_fail: int, saver: str) -> tuple[Verdict, list[str]]:
+    def save(state_dict: StateDict, path: str) -> Any:
+        if saver == "ours":
+            return robust_dcp.save(state_dict, checkpoint_id=path, planner=FailsWhenTold())
+        no_dist = saver == "stock no_dist"
+        writer = RobustWriter(path)
+        return dcp.save(state_dict, storage_writer=writer, planner=FailsWhenTold(), no_dist=no_dist)
+
+    state_dict: StateDict = {"a": torch.ones(2), "shared": torch.ones(4)}
+    save(state_dict, f"{directory}/0")
+    state_dict["b"] = torch.ones(3)
+    state_dict[f"own {dist.get_rank()}"] = torch.ones(3)
+    FailsWhenTold.rank_to_fail = rank_to_fail
+    failed = verdict_of(save, state_dict, f"{directory}/1")
+    FailsWhenTold.rank_to_fail = None
+    for step in (2, 3):
+        save(state_dict, f"{directory}/{step}")
+        check_loads(state_dict, f"{directory}/{step}")
+    return failed, sorted(os.listdir(f"{directory}/1")) if os.path.isdir(f"{directory}/1") else []
+
+
+@pytest.mark.parametrize("rank_to_fail", [0, 1])
+@pytest.mark.parametrize("saver", ["ours", "stock", "stock no_dist"])
+def test_growth_in_a_save_that_failed_is_in_the_next_one(saver: str, rank_to_fail: int, tmp_path: Path) -> None:
+    for failed, left in values(run_ranks(2, grow_with_a_failure_between, str(tmp_path), rank_to_fail, saver)):
+        assert failed.type_name == ("CheckpointException" if saver == "stock" else "RobustCheckpointError")
+        assert "transient" in failed.message + failed.failures
+        assert left == []
+
+
+def lose_caches(directory: str) -> list[str]:
+    """Every subset of ranks that has restarted in process; what each save did about its plan."""
+    outcomes = []
+    rank = dist.get_rank()
+    state_dict: StateDict = {"nested": {"w": torch.ones(2)}, f"own {rank}": torch.full((2,), float(rank)), "o": "x"}
+    for number, lost in enumerate([(0, 1), (), (0,), (), (1,), (), (0, 1), ()]):
+        if rank in lost:
+            PLANS.clear()
+        path = f"{directory}/{number}"
+        planner = RobustPlanner(flatten_state_dict=False)
+        outcomes.append(robust_dcp.save(state_dict, checkpoint_id=path, planner=planner).plan)
+        target: StateDict = {"nested": {}, f"own {rank}": torch.zeros(2), "o": ""}
+        dcp.load(target, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(flatten_state_dict=False))
+        assert differences(state_dict, target) == []
+    return outcomes
+
+
+def test_a_cache_that_only_some_ranks_have_lost_loses_nothing(tmp_path: Path) -> None:
+    for outcomes in values(run_ranks(2, lose_caches, str(tmp_path))):
+        assert outcomes == ["built", "reused", "built", "reused", "patched", "reused", "built", "reused"]
+
+
+def save_in_other_groups(directory: str) -> list[str]:
+    rank = dist.get_rank()
+    low, high, outer = dist.new_group([0, 1]), dist.new_group([2, 3]), dist.new_group([0, 3])
+    world = dist.group.WORLD
+    turns = [world, low if rank < 2 else high, world, outer if rank in (0, 3) else None, low if rank < 2 else high]
+    outcomes = []
+    for number, group in enumerate([*turns, *turns]):
+        if group is None:
+            continue
+        members = dist.get_process_group_ranks(group)
+        path = f"{directory}/{number}-{members}"
+        state_dict: StateDict = {"w": torch.arange(5.0), f"own {rank}": torch.full((rank + 1,), float(number))}
+        report = robust_dcp.save(state_dict, checkpoint_id=path, process_group=group)
+        outcomes.append(report.plan)
+        target = blank(state_dict)
+        robust_dcp.load(target, checkpoint_id=path, process_group=group)
+        assert differences(state_dict, target) == []
+        owners = {index.fqn for index in report.metadata.storage_data}
+        assert owners == {"w", *(f"own {member}" for member in members)}
+    return outcomes
+
+
+def test_plans_of_one_group_are_never_used_in_another(tmp_path: Path) -> None:
+    outcomes = values(run_ranks(4, save_in_other_groups, str(tmp_path)))
+    # The world, a half, the world, [0, 3] (ranks 0 and 3 only), the half again; and all of it once more.
+    inner = ["built", "built", "reused", "reused"] + ["reused"] * 4
+    outer = ["built", "built", "reused", "built", "reused"] + ["reused"] * 5
+    assert outcomes == [outer, inner, inner, outer]
+
+
+class OtherPlanner(RobustPlanner):
+    pass
+
+
+def save_with_other_options(directory: str) -> list[str]:
+    rank = dist.get_rank()
+    state_dict: StateDict = {"nested": {f"w{n}": torch.full((5,), float(n)) for n in range(6)}, f"o{rank}": "x"}
+    outcomes = []
+    options: list[tuple[dict[str, Any], dict[str, Any], type[RobustPlanner]]] = [
+        ({}, {}, RobustPlanner),
+        ({"threads": 1}, {}, RobustPlanner),
+        ({"threads": 3}, {}, RobustPlanner),
+        ({"threads": 3}, {"dedup_save_to_lowest_rank": True}, RobustPlanner),
+        ({"threads": 3}, {"flatten_state_dict": False}, RobustPlanner),
+        ({}, {}, OtherPlanner),
+        ({}, {}, RobustPlanner),
+    ]
+    for number, (writer_options, planner_options, planner) in enumerate(options):
+        path = f"{directory}/{number}"
+        writer = RobustWriter(path, **writer_options)
+        report = robust_dcp.save(state_dict, storage_writer=writer, planner=planner(**planner_options))
+        outcomes.append(report.plan)
+        flatten = planner_options.get("flatten_state_dict", True)
+        target: StateDict = {"nested": {f"w{n}": torch.zeros(5) for n in range(6)}, f"o{rank}": ""}
+        dcp.load(target, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(flatten_state_dict=flatten))
+        assert differences(state_dict, target) == []
+    return outcomes
+
+
+def test_a_plan_is_not_used_with_other_options_of_planner_or_writer(tmp_path: Path) -> None:
+    for outcomes in values(run_ranks(2, save_with_other_options, str(tmp_path))):
+        assert outcomes == ["built", *["rebuilt"] * 5, "reused"]
+
+
+def random_history(directory: str, seed: int, n_saves: int) -> int:
+    """Saves whose structures change at random, on all ranks or some, some of which fail; each is read back."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    chance = random.Random(seed)  # the same on all ranks: every rank knows what every other holds
+    held: list[StateDict] = [{} for _ in range(world)]
+    n_committed = 0
+    for step in range(n_saves):
+        for _ in range(chance.choice([0, 0, 1, 1, 2, 5])):
+            _mutate(chance, held, step)
+        for each in range(world):
+            for key in list(held[each]):
+                value = held[each][key]
+                if isinstance(value, torch.Tensor):
+                    held[each][key] = pattern(f"{key} {step}", value.shape, value.dtype, seed)
+        fail = chance.choice([None, None, None, *range(world)])
+        path, saver = f"{directory}/{seed}-{step}", chance.choice(["ours", "ours", "stock + both"])
+        if fail is not None:
+            FailsWhenTold.rank_to_fail = fail
+            assert verdict_of(robust_dcp.save, held[rank], checkpoint_id=path, planner=FailsWhenTold()).type_name
+            FailsWhenTold.rank_to_fail = None
+        if chance.random() < 0.1:
+            PLANS.clear() if rank == chance.randrange(world) else None
+        SAVERS[saver](held[rank], path)
+        n_committed += 1
+        saved = {key: value for each in held for key, value in each.items()}
+        metadata = RobustReader(path).read_metadata()
+        assert set(metadata.state_dict_metadata) == set(saved), (step, saver)
+        target = blank(saved)
+        robust_dcp.load(target, checkpoint_id=path, no_dist=True)
+        assert differences(saved, target) == [], (step, saver)
+        dist.barrier()
+    return n_committed
+
+
+def _mutate(chance: random.Random, held: list[StateDict], step: int) -> None:
+    key, everywhere = f"key{chance.randrange(8)}", chance.random() < 0.5
+    owners = range(len(held)) if everywhere else [chance.randrange(len(held))]
+    shape, dtype = (chance.randrange(4), chance.randrange(1, 3)), chance.choice(DTYPES)
+    what = chance.choice(["tensor", "tensor", "tensor", "object", "remove"])
+    for rank, state_dict in enumerate(held):
+        # One name means one thing, so a change takes the name away from those that do not share it.
+        state_dict.pop(key, None)
+        if rank in owners and what == "tensor":
+            state_dict[key] = torch.zeros(shape, dtype=dtype)
+        elif rank in owners and what == "object":
+            state_dict[key] = f"object of step {step}"
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_random_history_of_changes_and_failures_is_saved_exactly(seed: int, tmp_path: Path) -> None:
+    assert values(run_ranks(2, random_history, str(tmp_path), seed, 25, timeout_seconds=120)) == [25, 25]
+
+
+def test_raw_bytes_tell_zeros_of_other_signs_apart() -> None:
+    assert raw_bytes(torch.tensor([0.0])) != raw_bytes(torch.tensor([-0.0]))

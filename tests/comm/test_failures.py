@@ -1,0 +1,258 @@
+"""A failure on one rank is the same exception on all, and the group goes on in step."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from robust_dcp.comm import Channel, Offer, Stopped
+from robust_dcp.comm.failures import MAX_FAILURES_TOLD, ErrorMessage, describe
+from robust_dcp.comm.wire import decode
+from robust_dcp.errors import ExchangeError, PlanConflict, RobustCheckpointError, StorageError
+from tests.comm.messages import Note, OtherNote
+from tests.support.ranks import RankError, errors, run_ranks, values
+
+
+def _fail_on(ranks: list[int], verb: str) -> None:
+    channel = Channel.for_group(timeout_seconds=50)
+
+    def work() -> Note:
+        if channel.rank in ranks:
+            raise KeyError(f"no weight on {channel.rank}")
+        return Note(channel.rank)
+
+    try:
+        if verb == "gather":
+            channel.gather("save 3: plan", work, Note)
+        elif verb == "agree":
+            channel.agree("save 3: plan", lambda: Offer(value=work().rank))
+        elif verb == "broadcast":
+            channel.broadcast("save 3: plan", work, Note)
+        else:
+            channel.scatter("save 3: plan", lambda: [work()] * channel.size, Note)
+    except RobustCheckpointError as error:
+        # Still in step, on the same connections.
+        assert channel._link.generation == 0
+        assert len(channel.agree("next", Offer)) == channel.size
+        assert isinstance(error.__cause__, KeyError) == (channel.rank in ranks)
+        raise
+
+
+def _the_one_error(caught: list[RankError]) -> RankError:
+    assert len({(error.type_name, error.message, error.rank_failures) for error in caught}) == 1
+    return caught[0]
+
+
+@pytest.mark.parametrize("verb", ["gather", "agree"])
+def test_an_exception_on_one_rank_is_raised_on_all_with_its_traceback(verb: str) -> None:
+    error = _the_one_error(errors(run_ranks(3, _fail_on, [1], verb)))
+    assert error.message == "'save 3: plan' failed on rank 1: KeyError"
+    (failure,) = error.rank_failures
+    assert (failure.rank, failure.type_name) == (1, "KeyError")
+    assert "no weight on 1" in failure.message
+    assert "raise KeyError(f" in failure.traceback_text
+
+
+def test_exceptions_on_several_ranks_are_all_told() -> None:
+    error = _the_one_error(errors(run_ranks(5, _fail_on, [1, 4], "gather")))
+    assert error.message == "'save 3: plan' failed on ranks 1, 4: KeyError"
+    assert [failure.rank for failure in error.rank_failures] == [1, 4]
+
+
+@pytest.mark.parametrize("verb", ["broadcast", "scatter"])
+def test_an_exception_on_the_coordinator_is_raised_on_all(verb: str) -> None:
+    assert _the_one_error(errors(run_ranks(3, _fail_on, [0], verb))).rank_failures[0].rank == 0
+
+
+def _fail_with_own_classes() -> None:
+    channel = Channel.for_group(timeout_seconds=50)
+
+    def work() -> None:
+        if channel.rank == 1:
+            raise StorageError("no space left on /ckpt/__1_0.distcp", path="/ckpt", errno=28, operation="write")
+        if channel.rank == 2:
+            raise PlanConflict("two shapes", key="w", ranks=[1, 2])
+
+    channel.barrier("save 3: write", work)
+
+
+def test_one_of_our_exceptions_keeps_class_and_fields_on_every_rank() -> None:
+    error = _the_one_error(errors(run_ranks(3, _fail_with_own_classes)))
+    assert error.type_name == "StorageError"
+    assert error.is_a(OSError)
+    assert error.fields == {
+        "message": "no space left on /ckpt/__1_0.distcp",
+        "path": "/ckpt",
+        "errno": 28,
+        "operation": "write",
+    }
+    assert [(failure.rank, failure.type_name) for failure in error.rank_failures] == [
+        (1, "StorageError"),
+        (2, "PlanConflict"),
+    ]
+
+
+def _undecodable() -> None:
+    channel = Channel.for_group(timeout_seconds=50)
+    try:
+        if channel.is_coordinator:
+            channel.gather("sizes", lambda: None, OtherNote)
+        else:
+            channel.gather("sizes", lambda: Note(channel.rank), Note)  # type: ignore[arg-type]
+    except ExchangeError:
+        assert channel.all_gather("next", lambda: Note(channel.rank), Note)[2].rank == 2
+        raise
+
+
+def test_a_payload_that_cannot_be_decoded_fails_on_all_ranks_naming_its_sender() -> None:
+    error = _the_one_error(errors(run_ranks(3, _undecodable)))
+    assert error.type_name == "ExchangeError"
+    assert "rank 1" in error.message
+    assert "'sizes'" in error.message
+    assert "OtherNote" in error.message
+    assert error.fields["ranks"] == [1]
+
+
+def _bad_values() -> None:
+    channel = Channel.for_group(timeout_seconds=50)
+    try:
+        channel.agree("offers", lambda: Offer(value=-1 if channel.rank else 0))
+    except RobustCheckpointError:
+        channel.barrier("next")
+        raise
+
+
+def test_an_offer_that_does_not_fit_is_an_error_on_all_ranks() -> None:
+    assert "ValueError" in _the_one_error(errors(run_ranks(2, _bad_values))).message
+
+
+def _too_few_messages() -> None:
+    channel = Channel.for_group(timeout_seconds=50)
+    channel.scatter("plans", lambda: [Note(0)], Note)
+
+
+def test_a_scatter_with_too_few_messages_is_an_error_on_all_ranks() -> None:
+    error = _the_one_error(errors(run_ranks(2, _too_few_messages)))
+    assert "1 messages for 2 ranks" in error.rank_failures[0].message
+
+
+def _interrupted() -> str:
+    channel = Channel.for_group(timeout_seconds=50)
+
+    def work() -> None:
+        if channel.rank == 0:
+            raise KeyboardInterrupt
+
+    try:
+        channel.barrier("write", work)
+    except BaseException as error:
+        channel.barrier("next")
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_an_interrupt_is_told_to_the_others_and_raised_as_itself_where_it_came() -> None:
+    first, second = values(run_ranks(2, _interrupted))
+    assert first == "KeyboardInterrupt: "
+    assert second.startswith("RobustCheckpointError: 'write' failed on rank 0: KeyboardInterrupt")
+
+
+def _stop_early() -> float:
+    channel = Channel.for_group(timeout_seconds=50)
+    channel.barrier("connect")
+    began = time.monotonic()
+
+    def work() -> None:
+        if channel.rank == 1:
+            raise StorageError("no space", errno=28)
+        while time.monotonic() - began < 40:
+            channel.stop_if_announced()
+            time.sleep(0.01)
+
+    try:
+        channel.barrier("write", work)
+    except StorageError as error:
+        assert [failure.rank for failure in error.rank_failures] == [1]
+        assert isinstance(error.__cause__, Stopped) == (channel.rank != 1)
+        channel.barrier("next")
+        assert channel.failure_announced() is None
+        return time.monotonic() - began
+    raise AssertionError("no failure")
+
+
+def test_others_stop_their_work_when_one_fails_and_are_not_listed_as_failed() -> None:
+    assert max(values(run_ranks(3, _stop_early))) < 20
+
+
+def _announce_between_exchanges() -> list[str | None]:
+    channel = Channel.for_group(timeout_seconds=50)
+    channel.barrier("connect")
+    heard = None
+    error = OSError("disk gone")
+    if channel.rank == 0:
+        channel.announce_failure(error)
+    else:
+        while heard is None:
+            heard = channel.failure_announced()
+
+    def work() -> None:
+        if channel.rank == 0:
+            raise error
+        raise Stopped(heard)
+
+    try:
+        channel.barrier("commit", work)
+    except RobustCheckpointError as joint:
+        return [heard, joint.message]
+    return []
+
+
+def test_a_failure_between_exchanges_can_be_announced() -> None:
+    first, second = values(run_ranks(2, _announce_between_exchanges))
+    assert first == [None, "'commit' failed on rank 0: OSError"]
+    assert second == ["rank 0: OSError: disk gone", "'commit' failed on rank 0: OSError"]
+
+
+def _stopped_for_nothing() -> None:
+    channel = Channel.for_group(timeout_seconds=50)
+    channel.barrier("connect")
+    if channel.rank == 0:
+        channel.announce_failure(OSError("false alarm"))
+    channel.barrier("hear")
+
+    def work() -> None:
+        if channel.rank == 1:
+            raise Stopped("false alarm")
+
+    channel.barrier("write", work)
+
+
+def test_a_rank_that_stopped_though_none_failed_fails_all_ranks() -> None:
+    assert "was stopped on ranks [1]" in _the_one_error(errors(run_ranks(2, _stopped_for_nothing))).message
+
+
+def _everyone_fails() -> None:
+    channel = Channel.for_group(timeout_seconds=50)
+
+    def work() -> None:
+        raise ValueError("x" * 100_000 + f"end {channel.rank} \udcff")
+
+    channel.barrier("plan", work)
+
+
+def test_descriptions_are_bounded_in_length_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = _the_one_error(errors(run_ranks(3, _everyone_fails)))
+    assert len(error.rank_failures) == 3
+    for rank, failure in enumerate(error.rank_failures):
+        assert len(failure.message) < 20_000
+        assert f"end {rank}" in failure.message
+        assert "characters left out" in failure.message
+    assert MAX_FAILURES_TOLD == 16
+
+
+def test_fields_too_long_to_send_are_left_out_but_the_class_stays() -> None:
+    error = PlanConflict("conflict", key="w", ranks=list(range(200_000)))
+    told = decode(describe(0, error), ErrorMessage).to_error()
+    assert isinstance(told, PlanConflict)
+    assert (told.message, told.key, told.ranks) == ("conflict", "w", None)

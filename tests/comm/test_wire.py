@@ -1,0 +1,129 @@
+"""Messages come out as they went in; anything else is an ExchangeError, in bounded memory."""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from robust_dcp.comm.wire import COMPRESS_ABOVE_NBYTES, decode, encode
+from robust_dcp.errors import ExchangeError
+
+
+class Structure(msgspec.Struct, frozen=True):
+    names: tuple[str, ...]
+    sizes: bytes
+    note: str | None = None
+
+
+class Numbers(msgspec.Struct, frozen=True):
+    values: list[int]
+
+
+messages = st.builds(
+    Structure,
+    names=st.lists(st.text(), max_size=50).map(tuple),
+    sizes=st.binary(max_size=5000),
+    note=st.none() | st.text(),
+)
+LARGE = Structure(tuple(f"decoder.layers.{i}.mlp.experts.linear_fc1.weight" for i in range(5000)), bytes(80_000))
+
+
+@given(messages)
+def test_a_message_comes_out_as_it_went_in(message: Structure) -> None:
+    assert decode(encode(message), Structure) == message
+
+
+def test_columns_come_out_as_they_went_in() -> None:
+    column = np.random.default_rng(0).integers(0, 1 << 40, 20_000)
+    message = decode(bytearray(encode(Structure((), column.tobytes()))), Structure)
+    assert (np.frombuffer(message.sizes, np.int64) == column).all()
+
+
+def test_what_repeats_is_compressed_more_than_tenfold() -> None:
+    assert len(encode(LARGE)) * 10 < len(msgspec.msgpack.encode(LARGE))
+    assert decode(encode(LARGE), Structure) == LARGE
+
+
+def test_a_short_message_is_not_compressed() -> None:
+    message = Structure(("a",), bytes(COMPRESS_ABOVE_NBYTES // 2))
+    assert len(encode(message)) == 1 + len(msgspec.msgpack.encode(message))
+
+
+def test_what_does_not_get_smaller_is_sent_as_it_is() -> None:
+    message = Structure((), np.random.default_rng(0).bytes(10_000))
+    assert len(encode(message)) == 1 + len(msgspec.msgpack.encode(message))
+
+
+@given(messages, st.data())
+def test_a_truncated_message_is_refused(message: Structure, data: st.DataObject) -> None:
+    payload = encode(message)
+    with pytest.raises(ExchangeError):
+        decode(payload[: data.draw(st.integers(0, len(payload) - 1))], Structure)
+
+
+@given(messages, st.binary(min_size=1, max_size=20))
+def test_trailing_bytes_are_refused(message: Structure, tail: bytes) -> None:
+    with pytest.raises(ExchangeError):
+        decode(encode(message) + tail, Structure)
+
+
+@given(
+    st.binary(max_size=200) | st.binary(max_size=200).map(lambda b: b"\x01" + b) | st.binary().map(lambda b: b"\2" + b)
+)
+def test_garbage_is_an_exchange_error_and_nothing_else(garbage: bytes) -> None:
+    with pytest.raises(ExchangeError):
+        decode(garbage, Numbers)
+
+
+def test_a_message_of_another_type_is_refused_with_the_field() -> None:
+    with pytest.raises(ExchangeError, match=r"Numbers.*values"):
+        decode(encode(Structure((), b"")), Numbers)
+
+
+def test_a_pickle_is_not_a_message() -> None:
+    with pytest.raises(ExchangeError, match="begin with 128"):
+        decode(b"\x80\x04K\x01.", Numbers)
+
+
+def test_a_size_above_the_bound_is_refused_before_inflating() -> None:
+    with pytest.raises(ExchangeError, match=r"announce \d+ bytes once inflated, more than 1000"):
+        decode(encode(LARGE), Structure, max_nbytes=1000)
+    with pytest.raises(ExchangeError, match="more than 10"):
+        decode(encode(Structure(("a long name",), b"")), Structure, max_nbytes=10)
+
+
+def test_a_bomb_that_lies_about_its_size_is_refused_before_inflating() -> None:
+    bomb = zstandard.ZstdCompressor().compress(bytes(1 << 28))
+    assert len(bomb) < 1 << 20
+    with pytest.raises(ExchangeError, match="the prefix announces 100 bytes, the zstandard frame 268435456"):
+        decode(struct.pack("<BQ", 2, 100) + bomb, Numbers)
+
+
+def test_a_bomb_without_a_size_is_refused() -> None:
+    stream = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1 << 20))
+    with pytest.raises(ExchangeError, match="zstandard frame"):
+        decode(struct.pack("<BQ", 2, 1 << 20) + stream, Numbers)
+
+
+@pytest.mark.parametrize(
+    "head", [b"\xdd\xff\xff\xff\xff", b"\x81\xa6values\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff"]
+)
+def test_a_length_that_no_bytes_follow_allocates_nothing(head: bytes) -> None:
+    with pytest.raises(ExchangeError):
+        decode(b"\x01" + head, Numbers)
+
+
+def test_nesting_without_end_is_refused() -> None:
+    with pytest.raises(ExchangeError):
+        decode(b"\x01" + b"\x91" * 100_000, Numbers)
+
+
+def test_what_msgpack_cannot_carry_is_an_error_of_the_sender() -> None:
+    with pytest.raises(TypeError):
+        encode(Numbers([object()]))  # type: ignore[list-item]

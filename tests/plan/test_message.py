@@ -1,0 +1,135 @@
+"""A structure survives its journey, and no message, however broken, gives anything but a table or ExchangeError."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from robust_dcp.errors import ExchangeError, PlanConflict
+from robust_dcp.plan.global_plan import make_global_plan
+from robust_dcp.plan.structure import ItemKind, StructureMessage, StructureSignature, StructureTable
+from robust_dcp.plan.structure.table import Path
+from tests.plan.structures import Item, chunk, context_of, obj, rank_items, table, tensor
+
+_MAX_DIGEST = 2**64 - 1
+
+
+def _digests(structure: StructureTable, first: int = 1) -> Any:
+    n_objects = int((structure.kinds == ItemKind.BYTES).sum())
+    return (np.arange(n_objects, dtype=np.uint64) + np.uint64(first)).astype(np.uint64)
+
+
+def _message(drawn: tuple[list[Item], dict[str, Path]], *, nested: bool = True) -> StructureMessage:
+    structure = table(*drawn[0], paths=drawn[1] if nested else None)
+    return StructureMessage.of(structure, _digests(structure))
+
+
+@given(rank_items(), st.booleans())
+def test_a_table_comes_back_column_for_column(drawn: tuple[list[Item], dict[str, Path]], nested: bool) -> None:
+    sent = table(*drawn[0], paths=drawn[1] if nested else None)
+    message = StructureMessage.of(sent, _digests(sent, _MAX_DIGEST - 3))
+    arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=StructureMessage)
+    received = arrived.to_table()
+    for field in fields(StructureTable):
+        ours, theirs = getattr(sent, field.name), getattr(received, field.name)
+        assert ours == theirs if isinstance(ours, tuple) else np.array_equal(ours, theirs), field.name
+    assert [type(p) for path in received.paths for p in path or ()] == [type(p) for path in sent.paths for p in path or ()]
+    assert np.array_equal(arrived.digests(), _digests(sent, _MAX_DIGEST - 3))
+    assert StructureSignature.of(received, context_of()) == StructureSignature.of(sent, context_of())
+
+
+def test_an_empty_table_comes_back_empty() -> None:
+    assert len(_message(([], {})).to_table()) == 0
+
+
+_COLUMNS = [field.name for field in msgspec.structs.fields(StructureMessage) if field.type is bytes]
+_STRINGS = ["names", "dtypes", "layouts"]
+
+
+@given(st.data())
+@pytest.mark.parametrize("column", _COLUMNS)
+def test_a_column_of_any_bytes_gives_a_table_or_an_exchange_error(column: str, data: st.DataObject) -> None:
+    good = _message(data.draw(rank_items()), nested=data.draw(st.booleans()))
+    original: bytes = getattr(good, column)
+    mutated = data.draw(
+        st.one_of(
+            st.binary(max_size=2 * len(original) + 9),
+            st.just(b""),
+            st.integers(0, len(original)).map(lambda end: original[:end]),
+            st.just(original + original),
+            st.binary(min_size=len(original), max_size=len(original)),
+        )
+    )
+    _use(msgspec.structs.replace(good, **{column: mutated}))
+
+
+@given(st.data())
+@pytest.mark.parametrize("column", _STRINGS)
+def test_string_tables_of_any_text_give_a_table_or_an_exchange_error(column: str, data: st.DataObject) -> None:
+    good = _message(data.draw(rank_items()), nested=data.draw(st.booleans()))
+    names_of_torch = st.sampled_from(["float32", "strided", "", "nn", "load", "float", "Tensor", "no_such_thing"])
+    _use(msgspec.structs.replace(good, **{column: tuple(data.draw(st.lists(st.one_of(names_of_torch, st.text()))))}))
+
+
+@given(st.data())
+def test_path_parts_of_any_lengths_give_a_table_or_an_exchange_error(data: st.DataObject) -> None:
+    good = _message(data.draw(rank_items()))
+    lengths = st.one_of(st.integers(-3, 6), st.integers(-(2**63), 2**64 - 1))
+    parts = st.lists(st.lists(lengths, max_size=4).map(tuple), max_size=len(good.names) + 1)
+    _use(msgspec.structs.replace(good, path_parts=tuple(data.draw(parts))))
+
+
+def _use(message: StructureMessage) -> None:
+    """Do with a message what the coordinator does; only our own errors may come of it."""
+    try:
+        structure = message.to_table()
+    except ExchangeError as error:
+        assert "malformed" in str(error)
+        return
+    sound = table(tensor("another"))
+    try:
+        make_global_plan([structure, sound])
+    except PlanConflict as conflict:
+        assert conflict.key is not None
+        assert conflict.ranks
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"path_parts": ()}, "0 paths for 2 names"),
+        ({"path_parts": ((1,), (-1,))}, "path of 'w'"),
+        ({"path_parts": ((1,), (2,))}, "path of 'w'"),
+        ({"path_parts": ((1,), ())}, "path of 'w'"),
+        ({"name_ids": b"\0\0\0"}, "a column of int32 has 3 bytes"),
+        ({"kinds": b"\3"}, "different lengths"),
+        ({"kinds": b"\3\7"}, "unknown kind"),
+        ({"forms": b"\0\7"}, "unknown kind or form"),
+        ({"ndims": b"\0\2"}, "2 entries that ndims announces"),
+        ({"name_ids": np.array([0, 2], "<i4").tobytes()}, "outside its string table"),
+        ({"dtype_ids": np.array([0, -1], "<i4").tobytes()}, "outside its string table"),
+        ({"object_digests": b""}, "number of object digests"),
+        ({"dtypes": ("", "float31")}, "'float31'"),
+        ({"dtypes": ("", "nn")}, "'nn'"),
+        ({"layouts": ("", "float32")}, "'float32'"),
+        ({"names": ("w", "o"), "path_parts": None}, "not sorted"),
+        ({"names": ("o", "o"), "path_parts": None}, "not sorted"),
+        ({"dtypes": ("", "")}, "without dtype"),
+        ({"kinds": b"\1\1"}, "without dtype"),
+        ({"ndims": b"\1\0"}, "an object with dimensions"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_with_a_message_is_said(changes: dict[str, Any], words: str) -> None:
+    structure = table(chunk("w", [4], [0], [4]), obj("o"), paths={"w": ("w",), "o": ("o",)})
+    good = StructureMessage.of(structure, _digests(structure))
+    with pytest.raises(ExchangeError) as caught:
+        msgspec.structs.replace(good, **changes).to_table()
+    assert words in str(caught.value)
+    assert "same robust_dcp version" in str(caught.value)

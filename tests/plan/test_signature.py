@@ -1,0 +1,227 @@
+"""The signature changes with everything that a plan depends on, and with nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+
+from robust_dcp.plan.structure import (
+    Form,
+    ItemKind,
+    PlanContext,
+    StructureSignature,
+    plan_id_of,
+    reorder,
+    table_of,
+)
+from robust_dcp.plan.structure.table import Path
+from tests.plan.structures import DTYPES, Item, chunk, context_of, obj, rank_items, table, tensor
+
+CONTEXT = context_of()
+
+
+def _signature(items: list[Item], paths: dict[str, Path] | None, context: PlanContext = CONTEXT) -> StructureSignature:
+    return StructureSignature.of(table(*items, paths=paths), context)
+
+
+def _signature_of_state_dict(state_dict: dict[str, Any], *, flatten: bool = True) -> StructureSignature:
+    planner = DefaultSavePlanner(flatten_state_dict=flatten)
+    planner.set_up_planner(state_dict)
+    items = reorder(create_default_local_save_plan(planner.state_dict, True).items)
+    forms = [Form.FIXED if item.tensor_data is not None else Form.VARIABLE for item in items]
+    return StructureSignature.of(table_of(items, forms, planner.mappings if flatten else None), CONTEXT)
+
+
+def _reversed(value: Any) -> Any:
+    return {key: _reversed(value[key]) for key in reversed(value)} if isinstance(value, dict) else value
+
+
+_LEAVES = st.one_of(
+    st.integers(),
+    st.text(max_size=3),
+    st.builds(
+        lambda shape, dtype: torch.zeros(shape, dtype=dtype),
+        st.lists(st.integers(0, 3), max_size=2),
+        st.sampled_from([torch.float32, torch.int64]),
+    ),
+)
+_STATE_DICTS = st.dictionaries(
+    st.sampled_from("abcdefgh"),
+    st.recursive(
+        _LEAVES, lambda inner: st.dictionaries(st.sampled_from("xyz01"), inner, min_size=1, max_size=3), max_leaves=6
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(_STATE_DICTS, st.booleans())
+def test_the_order_of_a_nested_dict_does_not_matter(state_dict: dict[str, Any], flatten: bool) -> None:
+    expected = _signature_of_state_dict(state_dict, flatten=flatten)
+    assert _signature_of_state_dict(_reversed(state_dict), flatten=flatten) == expected
+
+
+@given(rank_items(), st.randoms(use_true_random=False))
+def test_the_order_of_items_does_not_matter(drawn: tuple[list[Item], dict[str, Path]], random: Any) -> None:
+    items, paths = drawn
+    expected = _signature(items, paths)
+    shuffled = random.sample(items, len(items))
+    assert _signature(shuffled, dict(reversed(paths.items()))) == expected
+
+
+def test_contents_addresses_and_strides_do_not_matter() -> None:
+    before = {"w": torch.zeros(4, 6), "step": 1, "text": "a"}
+    after = {"w": torch.rand(6, 4).T, "step": 10**9, "text": "abc" * 100}
+    assert _signature_of_state_dict(after) == _signature_of_state_dict(before)
+
+
+def _other(value: Any, choices: list[Any]) -> Any:
+    return choices[(choices.index(value) + 1) % len(choices)]
+
+
+def _changed_dims(dims: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return (*dims[:dim], dims[dim] + 1000, *dims[dim + 1 :])
+
+
+_CHANGES_OF_A_TENSOR: dict[str, Callable[[Item, int], Item]] = {
+    "tensor or shard": lambda item, dim: replace(item, kind=_other(item.kind, [ItemKind.TENSOR, ItemKind.SHARD])),
+    "tensor or object": lambda item, dim: replace(obj(item.name), form=item.form),
+    "dtype": lambda item, dim: replace(item, dtype=_other(item.dtype, list(DTYPES))),
+    "layout": lambda item, dim: replace(item, layout=_other(item.layout, [torch.strided, torch.sparse_coo])),
+    "requires_grad": lambda item, dim: replace(item, requires_grad=not item.requires_grad),
+    "form": lambda item, dim: replace(item, form=_other(item.form, list(Form))),
+    "a dimension more": lambda item, dim: replace(
+        item, shape=(*item.shape, 1), offset=(*item.offset, 0), size=(*item.size, 1)
+    ),
+}
+_CHANGES_OF_DIMS: dict[str, Callable[[Item, int], Item]] = {
+    "global size": lambda item, dim: replace(item, shape=_changed_dims(item.shape, dim)),
+    "chunk offset": lambda item, dim: replace(item, offset=_changed_dims(item.offset, dim)),
+    "chunk size": lambda item, dim: replace(item, size=_changed_dims(item.size, dim)),
+}
+
+
+@given(st.data())
+@pytest.mark.parametrize("what", [*_CHANGES_OF_A_TENSOR, *_CHANGES_OF_DIMS])
+def test_a_change_of_one_property_of_one_item_changes_the_signature(what: str, data: st.DataObject) -> None:
+    items, paths = data.draw(rank_items())
+    # A name of its own, so that the changed item can be drawn anywhere without colliding with another.
+    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+    item = replace(
+        chunk("~", shape, [0] * len(shape), shape, data.draw(st.sampled_from(DTYPES))),
+        requires_grad=data.draw(st.booleans()),
+        form=data.draw(st.sampled_from(list(Form))),
+    )
+    paths["~"] = ("~",)
+    change = _CHANGES_OF_A_TENSOR.get(what) or _CHANGES_OF_DIMS[what]
+    changed = change(item, data.draw(st.integers(0, len(shape) - 1)))
+    assert changed != item
+    assert _signature([*items, changed], paths) != _signature([*items, item], paths)
+
+
+@given(rank_items(), st.data())
+def test_a_name_that_is_new_gone_or_another_changes_the_signature(
+    drawn: tuple[list[Item], dict[str, Path]], data: st.DataObject
+) -> None:
+    items, paths = drawn
+    expected = _signature(items, paths)
+    added = data.draw(st.sampled_from([tensor("~"), tensor("~", ()), obj("~")]))
+    assert _signature([*items, added], {**paths, "~": ("~",)}) != expected
+    victim = data.draw(st.integers(0, len(items) - 1))
+    without = items[:victim] + items[victim + 1 :]
+    assert _signature(without, paths) != expected
+    renamed = [*without, replace(items[victim], name="~")]
+    assert _signature(renamed, {**paths, "~": ("~",)}) != expected
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ({"a": {"b": 1}}, {"a.b": 1}),
+        ({"a": {"0": 1}}, {"a": [1]}),
+        ({"a": {"b": torch.zeros(2)}}, {"a.b": torch.zeros(2)}),
+        ({"x": [torch.zeros(2)]}, {"x": {"0": torch.zeros(2)}}),
+    ],
+)
+def test_another_place_in_the_nested_dict_under_the_same_fqn_changes_the_signature(
+    left: dict[str, Any], right: dict[str, Any]
+) -> None:
+    assert _signature_of_state_dict(left) != _signature_of_state_dict(right)
+
+
+def test_flattening_or_not_changes_the_signature() -> None:
+    state_dict = {"a": torch.zeros(2)}
+    assert _signature_of_state_dict(state_dict) != _signature_of_state_dict(state_dict, flatten=False)
+
+
+_OPTIONS = {"one": 1, "true": True, "text": "1", "none": None, "fraction": 0.5}
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        replace(CONTEXT, ranks=(0, 2)),
+        replace(CONTEXT, ranks=(1, 0)),
+        replace(CONTEXT, ranks=(0, 1, 2)),
+        *(
+            replace(CONTEXT, **{field: {**getattr(CONTEXT, field), "another": "x"}})
+            for field in ("planner_options", "writer_options", "versions")
+        ),
+        *(
+            replace(CONTEXT, **{field: {**getattr(CONTEXT, field), option: "x"}})
+            for field in ("planner_options", "writer_options", "versions")
+            for option in getattr(CONTEXT, field)
+        ),
+        *(
+            replace(CONTEXT, **{field: {k: v for k, v in getattr(CONTEXT, field).items() if k != option}})
+            for field in ("planner_options", "writer_options", "versions")
+            for option in getattr(CONTEXT, field)
+        ),
+        replace(CONTEXT, planner_options=CONTEXT.writer_options, writer_options=CONTEXT.planner_options),
+    ],
+    ids=str,
+)
+def test_other_ranks_options_or_versions_change_the_signature(context: PlanContext) -> None:
+    items = [tensor("w"), obj("o")]
+    assert _signature(items, None, context) != _signature(items, None)
+
+
+def test_options_are_told_apart_by_type_and_not_by_order() -> None:
+    def signature(**options: Any) -> StructureSignature:
+        return _signature([tensor("w")], None, replace(CONTEXT, planner_options=options))
+
+    assert len({signature(option=value).value for value in _OPTIONS.values()}) == len(_OPTIONS)
+    assert signature(a=1, b=2) == signature(b=2, a=1)
+    assert signature(a=1, b=2) != signature(a=2, b=1)
+
+
+def test_bytes_cannot_move_from_one_column_to_the_next_unseen() -> None:
+    one = table(chunk("w", [8, 4], [0, 0], [4, 4]))
+    swapped = replace(one, offsets=one.sizes, sizes=one.offsets)
+    merged = replace(one, shapes=np.concatenate([one.shapes, one.offsets]), offsets=one.offsets[:0])
+    signatures = {StructureSignature.of(structure, CONTEXT).value for structure in (one, swapped, merged)}
+    assert len(signatures) == 3
+
+
+def test_a_signature_is_128_bits_and_prints_as_hex() -> None:
+    signature = _signature([tensor("w")], None)
+    assert len(signature.value) == 16
+    assert str(signature) == signature.hex == signature.value.hex()
+    with pytest.raises(ValueError, match="16 bytes, got 3"):
+        StructureSignature(b"abc")
+
+
+def test_a_plan_id_depends_on_every_signature_and_their_order() -> None:
+    one, two = bytes(16), bytes(15) + b"\1"
+    ids = [plan_id_of(signatures) for signatures in ([one], [two], [one, two], [two, one], [one, one], [])]
+    assert len(set(ids)) == len(ids)
+    assert plan_id_of([one, two]) == plan_id_of((one, two))

@@ -1,0 +1,203 @@
+"""Objects in a checkpoint are loaded if they are data, and run nothing if they are not."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import decimal
+import enum
+import io
+import os
+import pathlib
+import pickle
+import tarfile
+import types
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
+from robust_dcp.storage.objects import check_object, load_object
+
+Save = Callable[[Any, io.BytesIO], object]
+
+SAVES: dict[str, Save] = {
+    "zip": lambda value, buffer: torch.save(value, buffer),
+    "protocol 4": lambda value, buffer: torch.save(value, buffer, pickle_protocol=4),
+    "legacy": lambda value, buffer: torch.save(value, buffer, _use_new_zipfile_serialization=False),
+}
+
+DATA = [
+    None,
+    1.5,
+    2**80,
+    1 + 2j,
+    "text",
+    b"bytes",
+    bytearray(b"x"),
+    range(4),
+    slice(1, 2),
+    frozenset([1]),
+    {"list": [1, (2, {3})]},
+    collections.OrderedDict(a=1),
+    collections.defaultdict(list, {1: [2]}),
+    collections.deque([1, 2], maxlen=3),
+    collections.Counter("aab"),
+    torch.Size([1]),
+    torch.float32,
+    np.float32(3),
+    np.dtype("f4"),
+    datetime.datetime(2024, 1, 2, tzinfo=datetime.timezone.utc),
+    datetime.timedelta(1),
+    decimal.Decimal("1.5"),
+    uuid.UUID(int=7),
+    pathlib.Path("/x/y"),
+    argparse.Namespace(lr=0.1),
+    types.SimpleNamespace(step=3),
+]
+
+
+class Touch:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+def saved(value: Any, save: Save = SAVES["zip"]) -> bytes:
+    buffer = io.BytesIO()
+    save(value, buffer)
+    return buffer.getvalue()
+
+
+def load(data: bytes, **options: Any) -> Any:
+    return load_object(data, file="__0_0.distcp", item="extra", **options)
+
+
+def check(data: bytes) -> None:
+    check_object(data, file="__0_0.distcp", item="extra")
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("save", SAVES.values(), ids=SAVES.keys())
+@pytest.mark.parametrize("value", DATA, ids=lambda value: type(value).__name__)
+def test_data_is_loaded_as_it_was_saved(value: Any, save: Save) -> None:
+    data = saved(value, save)
+    check(data)
+    loaded = load(data)
+    assert type(loaded) is type(value)
+    assert loaded == value
+
+
+def test_tensors_and_arrays_are_data() -> None:
+    value: dict[str, Any] = {
+        "t": torch.ones(3),
+        "p": torch.nn.Parameter(torch.ones(2)),
+        "a": np.arange(4),
+        "o": np.array([1, "a", None]),
+    }
+    loaded = load(saved(value))
+    assert torch.equal(loaded["t"], value["t"])
+    assert isinstance(loaded["p"], torch.nn.Parameter)
+    assert loaded["a"].tolist() == [0, 1, 2, 3]
+    assert loaded["o"].tolist() == [1, "a", None]
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize(
+    "save",
+    [
+        *SAVES.values(),
+        lambda value, buffer: pickle.dump(value, buffer),
+        lambda value, buffer: pickle.dump(value, buffer, 0),
+    ],
+    ids=[*SAVES.keys(), "bare pickle", "bare pickle in text"],
+)
+@pytest.mark.parametrize("wrapped", [lambda value: value, lambda value: {"deep": [collections.deque([value])]}])
+def test_code_is_refused_and_not_run(save: Save, wrapped: Callable[[Any], Any], tmp_path: Path) -> None:
+    data = saved(wrapped(Touch(tmp_path / "ran")), save)
+    for function in (load, check):
+        with pytest.raises(UnsafeCheckpoint, match=r"posix\.mkdir.*add_safe_globals.*trusted=True"):
+            function(data)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_trusted_object_may_run_code(tmp_path: Path) -> None:
+    load(saved(Touch(tmp_path / "ran")), trusted=True)
+    assert (tmp_path / "ran").is_dir()
+
+
+def test_a_registered_class_is_loaded() -> None:
+    data = saved({"color": Color.RED, "counts": collections.deque([1])})
+    with pytest.raises(UnsafeCheckpoint, match="Color"):
+        load(data)
+    with torch.serialization.safe_globals([Color]):
+        check(data)
+        assert load(data)["color"] is Color.RED
+
+
+def test_a_program_is_refused() -> None:
+    buffer = io.BytesIO()
+    torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), buffer)
+    with pytest.raises(UnsafeCheckpoint, match="TorchScript"):
+        check(buffer.getvalue())
+
+
+def test_a_tar_archive_is_refused() -> None:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("storages"))
+    with pytest.raises(UnsafeCheckpoint, match="tar archive"):
+        check(buffer.getvalue())
+
+
+@pytest.mark.parametrize("data", [b"", b"raw", b'{"json": 1}', bytes(range(256)), b"PK"])
+def test_bytes_that_torch_cannot_read_are_the_planners_business(data: bytes) -> None:
+    check(data)
+    with pytest.raises(CorruptCheckpoint, match=r"'extra' in __0_0\.distcp"):
+        load(data)
+
+
+def test_a_truncated_object_is_corrupt() -> None:
+    data = saved(list(range(1000)))
+    for nbytes in (10, len(data) // 2, len(data) - 1):
+        for function in (load, check):
+            with pytest.raises(CorruptCheckpoint):
+                function(data[:nbytes])
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_pickle_cannot_change_the_classes_that_it_names(protocol: int) -> None:
+    # BUILD with a pair of states calls setattr: here on the class Namespace itself.
+    attack = (
+        (
+            pickle.PROTO
+            + bytes([protocol])
+            + b"cargparse\nNamespace\n"
+            + pickle.NONE
+            + b"}U\x08__init__cbuiltins\nlist\ns"
+        )
+        + pickle.TUPLE2
+        + pickle.BUILD
+        + pickle.STOP
+    )
+    before = argparse.Namespace.__init__
+    buffer = io.BytesIO()
+    torch.save(1, buffer, _use_new_zipfile_serialization=False)
+    with pytest.raises(UnsafeCheckpoint, match=r"Namespace\.__init__"):
+        check(attack)
+    assert argparse.Namespace.__init__ is before
+    assert argparse.Namespace(a=1).a == 1

@@ -1,0 +1,254 @@
+"""Records framed by us are what stock torch reads; records of either origin are understood without torch.load."""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from robust_dcp.storage.parse_record import ParsedRecord, parse_record
+from robust_dcp.storage.torch_zip import (
+    PAYLOAD_ALIGNMENT,
+    contiguous_strides,
+    is_fixed_size,
+    payload_view,
+    record_template,
+)
+
+DTYPES = sorted(
+    (d for d in {v for v in vars(torch).values() if isinstance(v, torch.dtype)} if record_template(d, (1,))), key=str
+)
+shapes = st.lists(st.integers(0, 5), max_size=5).map(tuple)
+
+
+def tensor_of(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """Random bytes as a tensor; booleans are 0 or 1, as everything else is undefined."""
+    tensor = torch.empty(shape, dtype=dtype)
+    view = payload_view(tensor)
+    data = torch.randint(
+        2 if dtype == torch.bool else 256, (view.nbytes,), generator=torch.Generator().manual_seed(seed)
+    )
+    view[:] = data.to(torch.uint8).numpy().data
+    return tensor
+
+
+def record_of(tensor: torch.Tensor) -> bytes:
+    template = record_template(tensor.dtype, tuple(tensor.shape))
+    assert template is not None
+    payload = payload_view(tensor)
+    crc = zlib.crc32(payload)
+    record = template.header(crc) + payload + template.trailer(crc)
+    assert len(record) == template.nbytes
+    return record
+
+
+def saved_by_torch(tensor: torch.Tensor) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    return buffer.getvalue()
+
+
+def parsed(record: bytes) -> ParsedRecord | None:
+    return parse_record(lambda offset, nbytes: record[offset : offset + nbytes], len(record))
+
+
+def test_every_dtype_that_torch_can_save_is_framed() -> None:
+    assert {torch.bfloat16, torch.float8_e4m3fn, torch.uint16, torch.complex32, torch.bool} <= set(DTYPES)
+    assert record_template(torch.qint8, (1,)) is None
+
+
+@settings(max_examples=150)
+@given(st.sampled_from(DTYPES), shapes, st.integers(0, 2**32))
+def test_stock_torch_reads_a_record(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> None:
+    tensor = tensor_of(dtype, shape, seed)
+    record = record_of(tensor)
+    loaded = torch.load(io.BytesIO(record), weights_only=True)
+    assert (loaded.dtype, loaded.shape, loaded.stride()) == (dtype, tensor.shape, tensor.stride())
+    assert not loaded.requires_grad
+    assert payload_view(loaded) == payload_view(tensor)
+    with zipfile.ZipFile(io.BytesIO(record)) as archive:
+        assert archive.testzip() is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_stock_torch_maps_a_record_into_memory(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensor = tensor_of(dtype, (3, 5))
+    path = tmp_path / "record.pt"
+    path.write_bytes(record_of(tensor))
+    loaded = torch.load(path, weights_only=True, mmap=True)
+    assert payload_view(loaded) == payload_view(tensor)
+    assert loaded.data_ptr() % PAYLOAD_ALIGNMENT == 0
+
+
+@settings(max_examples=50)
+@given(st.sampled_from(DTYPES), shapes, st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
+def test_lengths_do_not_depend_on_the_data(dtype: torch.dtype, shape: tuple[int, ...], crc: int, other: int) -> None:
+    template = record_template(dtype, shape)
+    assert template is not None
+    assert template.header_nbytes % PAYLOAD_ALIGNMENT == 0
+    assert len(template.header(crc)) == len(template.header(other)) == template.header_nbytes
+    assert len(template.trailer(crc)) == len(template.trailer(other)) == template.trailer_nbytes
+
+
+@settings(max_examples=100)
+@given(st.sampled_from(DTYPES), shapes, st.booleans(), st.integers(0, 2**32))
+def test_a_record_is_understood_without_torch_load(
+    dtype: torch.dtype, shape: tuple[int, ...], transposed: bool, seed: int
+) -> None:
+    tensor = tensor_of(dtype, shape, seed)
+    if transposed and shape:
+        tensor = tensor.permute(*reversed(range(len(shape))))
+    in_order = tensor if not transposed or not shape else tensor.permute(*reversed(range(len(shape))))
+    records = [(saved_by_torch(tensor), tensor.stride())]
+    if tensor.is_contiguous():
+        records.append((record_of(tensor), contiguous_strides(tuple(tensor.shape))))
+    for record, stride in records:
+        found = parsed(record)
+        assert found is not None
+        assert (found.dtype, found.shape, found.stride) == (dtype, tuple(tensor.shape), stride)
+        data = record[found.data_offset : found.data_offset + found.data_nbytes]
+        assert data == bytes(payload_view(in_order))
+        assert (found.crc32 or 0) == zlib.crc32(data)
+
+
+def test_a_template_recognises_its_header_with_any_checksum_and_no_other() -> None:
+    template = record_template(torch.bfloat16, (2, 3))
+    other = record_template(torch.float16, (2, 3))
+    assert template is not None
+    assert other is not None
+    assert template.crc32_of_header(template.header(0xDEADBEEF)) == 0xDEADBEEF
+    assert template.crc32_of_header(other.header(1)) is None
+    assert template.crc32_of_header(template.header(1)[:-1]) is None
+
+
+def test_a_record_that_requires_grad_says_so() -> None:
+    template = record_template(torch.float32, (2,), requires_grad=True)
+    assert template is not None
+    payload = bytes(8)
+    record = template.header(zlib.crc32(payload)) + payload + template.trailer(zlib.crc32(payload))
+    assert torch.load(io.BytesIO(record), weights_only=True).requires_grad
+    found = parsed(record)
+    assert found is not None
+    assert found.requires_grad
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": torch.ones(2)},
+        [1, 2],
+        torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        torch.ones(3).to_sparse(),
+        torch.nn.Parameter(torch.ones(2)),
+    ],
+    ids=["dict", "list", "quantized", "sparse", "parameter"],
+)
+def test_what_is_no_plain_tensor_is_left_to_torch_load(value: object) -> None:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    assert parsed(buffer.getvalue()) is None
+
+
+def test_a_record_without_checksums_has_none() -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        record = saved_by_torch(torch.ones(3))
+    finally:
+        torch.serialization.set_crc32_options(True)
+    found = parsed(record)
+    assert found is not None
+    assert found.crc32 is None
+
+
+@pytest.mark.parametrize(
+    "record", [record_of(torch.arange(6.0)), saved_by_torch(torch.arange(6.0))], ids=["ours", "stock"]
+)
+def test_a_damaged_record_is_never_misread(record: bytes) -> None:
+    original = parsed(record)
+    assert original is not None
+    for position in range(len(record)):
+        for bit in (0, 3, 7):
+            damaged = bytearray(record)
+            damaged[position] ^= 1 << bit
+            found = parsed(bytes(damaged))
+            if found is None or found == original:
+                continue
+            # What is left to differ are the checksum itself and where the data starts: a checksum then does not match.
+            data = damaged[found.data_offset : found.data_offset + found.data_nbytes]
+            assert zlib.crc32(data) != found.crc32, position
+    for nbytes in range(0, len(record), 7):
+        assert parsed(record[:nbytes]) is None
+
+
+def test_only_plain_tensors_have_a_fixed_size() -> None:
+    plain = torch.ones(2, 3)
+    assert is_fixed_size(plain)
+    assert is_fixed_size(plain.t())
+    assert is_fixed_size(torch.nn.Parameter(plain))
+    assert is_fixed_size(torch.tensor(1))
+
+    class Subclass(torch.Tensor):
+        pass
+
+    complex_ = torch.ones(2, dtype=torch.complex64)
+    for odd in (
+        plain.to_sparse(),
+        plain.as_subclass(Subclass),
+        complex_.conj(),
+        complex_.conj().imag,
+        torch.empty(2, device="meta"),
+        torch.quantize_per_tensor(plain, 0.1, 0, torch.qint8),
+    ):
+        assert not is_fixed_size(odd)
+
+
+def test_a_view_shares_the_memory_of_its_tensor() -> None:
+    tensor = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    payload_view(tensor)[:8] = b"\0\0\0\0\0\0\xf0\x3f"
+    assert tensor[0].item() == 1.0
+    assert payload_view(torch.ones(4, 4)[1:3]).nbytes == 32
+    with pytest.raises(ValueError, match="contiguous"):
+        payload_view(torch.ones(2, 3).t())
+
+
+@given(shapes)
+def test_strides_are_those_of_a_new_tensor(shape: tuple[int, ...]) -> None:
+    assert contiguous_strides(shape) == torch.empty(shape).stride()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nbytes", [0xFFFFFFFE, 0xFFFFFFFF, (4 << 30) + 5])
+def test_a_record_beyond_4_gib_is_read_by_stock_and_by_us(nbytes: int, tmp_path: Path) -> None:
+    template = record_template(torch.uint8, (nbytes,))
+    assert template is not None
+    crc, block = 0, bytes(64 << 20)
+    for start in range(0, nbytes, len(block)):
+        crc = zlib.crc32(memoryview(block)[: nbytes - start], crc)
+    path = tmp_path / "large.pt"
+    with path.open("wb") as file:  # the zeros are a hole: the file takes a few blocks on disk
+        file.write(template.header(crc))
+        file.seek(template.header_nbytes + nbytes)
+        file.write(template.trailer(crc))
+    assert path.stat().st_size == template.nbytes
+
+    with path.open("rb") as readable:
+
+        def read(offset: int, count: int) -> bytes:
+            return os.pread(readable.fileno(), count, offset)
+
+        found = parse_record(read, template.nbytes)
+    assert found is not None
+    # (2**32 - 1 zeros have the CRC-32 0, which is taken for none.)
+    assert (found.shape, found.data_nbytes, found.crc32 or 0) == ((nbytes,), nbytes, crc)
+    loaded = torch.load(path, weights_only=True, mmap=True)
+    assert loaded.shape == (nbytes,)
+    assert loaded[-1] == 0
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
