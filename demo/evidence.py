@@ -1,6 +1,6 @@
 """What a job has to say for itself: one JSON file for each job, written by rank 0 and read by ``run.py``.
 
-Owns the shape of the evidence; judges nothing (``verdict`` does).
+Owns the shape of the evidence; judges nothing (``verdict`` does). Imports torch only on ranks: ``run.py`` needs none.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch.distributed as dist
 
 if TYPE_CHECKING:  # the jobs that load must not import robust_dcp
     from robust_dcp import SaveReport
@@ -24,6 +22,8 @@ def gather_report(report: SaveReport, seconds: float) -> dict[str, Any] | None:
         report: of this rank.
         seconds: wall time of the caller's whole save (Megatron does more than the strategy).
     """
+    import torch.distributed as dist
+
     changes = report.changes
     local = {
         "plan": report.plan,
@@ -56,6 +56,8 @@ def gather_report(report: SaveReport, seconds: float) -> dict[str, Any] | None:
 
 def write_evidence(work: Path, job: str, evidence: dict[str, Any]) -> None:
     """Called on all ranks; rank 0 writes ``<job>.json``."""
+    import torch.distributed as dist
+
     if dist.get_rank() == 0:
         (work / f"{job}.json").write_text(json.dumps(evidence))
 

@@ -78,12 +78,9 @@ def save(
     """
     writer = _robust_writer(storage_writer, checkpoint_id)
     planner = _robust_planner(planner)
-    if process_group is not None:
-        planner.process_group = process_group
-    if timeout_seconds is not None:
-        planner.timeout_seconds = timeout_seconds
-    planner.no_dist = planner.no_dist or no_dist
-    session = planner.open_session(checkpoint_name(writer.path))
+    session = planner.open_session(
+        checkpoint_name(writer.path), process_group=process_group, timeout_seconds=timeout_seconds, no_dist=no_dist
+    )
     session.commits_together = True
     clock = PhaseClock(session.channel)
 

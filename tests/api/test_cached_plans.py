@@ -25,12 +25,11 @@ from tests.support.ranks import run_ranks, values
 StateDict = dict[str, Any]
 
 
-def blank(state_dict: StateDict) -> StateDict:
+def blank(value: Any) -> Any:
     """The same structure, with other contents."""
-    return {
-        key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else f"not {value}"
-        for key, value in state_dict.items()
-    }
+    if isinstance(value, dict):
+        return {key: blank(each) for key, each in value.items()}
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else f"not {value}"
 
 
 def check_loads(state_dict: StateDict, path: str, *loaders: str) -> None:
@@ -40,6 +39,12 @@ def check_loads(state_dict: StateDict, path: str, *loaders: str) -> None:
         assert differences(state_dict, target) == [], (loader, path)
         if dist.is_initialized():
             dist.barrier()
+
+
+def load_unflattened(state_dict: StateDict, path: str) -> None:
+    # With flatten_sharded_tensors stock's planner loads objects into a copy, and they are lost.
+    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    dcp.load(state_dict, checkpoint_id=path, planner=planner)
 
 
 # What stock does, where it is cheap to show.
@@ -102,8 +107,8 @@ def save_in_turn(directory: str, saver: str) -> None:
         {"w": "an object now"},
         {"w": "an object now", own: torch.full((rank + 2,), 7.0)},
         {own: torch.full((rank + 3,), 7.0)},
-        {own: {"rank": rank}} if rank == 1 else {own: torch.full((3,), 8.0)},
-        {own: torch.full((3,), 8.0), "late": torch.ones(1)} if rank == 0 else {own: {"rank": rank}},
+        {own: "an object"} if rank == 1 else {own: torch.full((3,), 8.0)},
+        {own: torch.full((3,), 8.0), "late": torch.ones(1)} if rank == 0 else {own: "an object"},
         {"late": torch.ones(1)},
         {"late": torch.ones(1).requires_grad_()},
         {},
@@ -157,7 +162,8 @@ def grow_with_a_failure_between(directory: str, rank_to_fail: int, saver: str) -
 @pytest.mark.parametrize("saver", ["ours", "stock", "stock no_dist"])
 def test_growth_in_a_save_that_failed_is_in_the_next_one(saver: str, rank_to_fail: int, tmp_path: Path) -> None:
     for failed, left in values(run_ranks(2, grow_with_a_failure_between, str(tmp_path), rank_to_fail, saver)):
-        assert failed.type_name == ("CheckpointException" if saver == "stock" else "RobustCheckpointError")
+        # Stock wraps whatever its hooks raise.
+        assert failed.type_name == ("RobustCheckpointError" if saver == "ours" else "CheckpointException")
         assert "transient" in failed.message + failed.failures
         assert left == []
 
@@ -174,7 +180,7 @@ def lose_caches(directory: str) -> list[str]:
         planner = RobustPlanner(flatten_state_dict=False)
         outcomes.append(robust_dcp.save(state_dict, checkpoint_id=path, planner=planner).plan)
         target: StateDict = {"nested": {}, f"own {rank}": torch.zeros(2), "o": ""}
-        dcp.load(target, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(flatten_state_dict=False))
+        load_unflattened(target, path)
         assert differences(state_dict, target) == []
     return outcomes
 
@@ -236,9 +242,11 @@ def save_with_other_options(directory: str) -> list[str]:
         writer = RobustWriter(path, **writer_options)
         report = robust_dcp.save(state_dict, storage_writer=writer, planner=planner(**planner_options))
         outcomes.append(report.plan)
-        flatten = planner_options.get("flatten_state_dict", True)
         target: StateDict = {"nested": {f"w{n}": torch.zeros(5) for n in range(6)}, f"o{rank}": ""}
-        dcp.load(target, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(flatten_state_dict=flatten))
+        if planner_options.get("flatten_state_dict", True):
+            dcp.load(target, checkpoint_id=path)
+        else:
+            load_unflattened(target, path)
         assert differences(state_dict, target) == []
     return outcomes
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from robust_dcp.comm import Channel, ExchangeStats, Offer, transport
+from robust_dcp.comm.registry import _make_link
 from robust_dcp.errors import RobustCheckpointError
 from tests.comm.messages import Note
 from tests.support.ranks import run_ranks, values
@@ -201,18 +202,29 @@ def test_two_threads_exchange_on_channels_of_their_own_while_training_goes_on() 
 
 
 def _exchange_after_reinitialising() -> list[int]:
-    seen = []
-    for port in ("first", "second"):
-        channel = Channel.for_group(timeout_seconds=50)
-        seen.append(len(channel.agree(port, Offer)))
-        dist.destroy_process_group()
-        if port == "first":
-            dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    seen = [len(Channel.for_group(timeout_seconds=50).agree("first", Offer))]
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    dist.destroy_process_group()
+    seen.append(Channel.for_group().size)
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=size)
+    seen.append(len(Channel.for_group(timeout_seconds=50).agree("second", Offer)))
     return seen
 
 
 def test_a_channel_works_again_after_the_group_was_destroyed_and_made_again() -> None:
-    assert values(run_ranks(2, _exchange_after_reinitialising)) == [[2, 2], [2, 2]]
+    assert values(run_ranks(2, _exchange_after_reinitialising)) == [[2, 1, 2], [2, 1, 2]]
+
+
+def _exchange_in_two_lives() -> list[int]:
+    # As if the group had been made again under its name in a store that remembers the first one.
+    lives = [Channel(_make_link(dist.group.WORLD, "x"), timeout_seconds=50, coordinator_rank=0) for _ in range(2)]
+    return [len(channel.agree("plan", Offer)) for channel in lives]
+
+
+def test_a_store_that_remembers_an_earlier_group_of_that_name_does_not_confuse() -> None:
+    assert values(run_ranks(2, _exchange_in_two_lives)) == [[2, 2], [2, 2]]
 
 
 def _without_dist() -> tuple[bool, int, Any, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -22,21 +23,19 @@ def _fail_on(ranks: list[int], verb: str) -> None:
             raise KeyError(f"no weight on {channel.rank}")
         return Note(channel.rank)
 
-    try:
-        if verb == "gather":
-            channel.gather("save 3: plan", work, Note)
-        elif verb == "agree":
-            channel.agree("save 3: plan", lambda: Offer(value=work().rank))
-        elif verb == "broadcast":
-            channel.broadcast("save 3: plan", work, Note)
-        else:
-            channel.scatter("save 3: plan", lambda: [work()] * channel.size, Note)
-    except RobustCheckpointError as error:
-        # Still in step, on the same connections.
-        assert channel._link.generation == 0
-        assert len(channel.agree("next", Offer)) == channel.size
-        assert isinstance(error.__cause__, KeyError) == (channel.rank in ranks)
-        raise
+    verbs: dict[str, Callable[[], object]] = {
+        "gather": lambda: channel.gather("save 3: plan", work, Note),
+        "agree": lambda: channel.agree("save 3: plan", lambda: Offer(value=work().rank)),
+        "broadcast": lambda: channel.broadcast("save 3: plan", work, Note),
+        "scatter": lambda: channel.scatter("save 3: plan", lambda: [work()] * channel.size, Note),
+    }
+    with pytest.raises(RobustCheckpointError) as caught:
+        verbs[verb]()
+    assert isinstance(caught.value.__cause__, KeyError) == (channel.rank in ranks)
+    # Still in step, on the same connections.
+    assert len(channel.agree("next", Offer)) == channel.size
+    assert channel._link.generation == 0
+    raise caught.value
 
 
 def _the_one_error(caught: list[RankError]) -> RankError:
@@ -170,15 +169,13 @@ def _stop_early() -> float:
             channel.stop_if_announced()
             time.sleep(0.01)
 
-    try:
+    with pytest.raises(StorageError) as caught:
         channel.barrier("write", work)
-    except StorageError as error:
-        assert [failure.rank for failure in error.rank_failures] == [1]
-        assert isinstance(error.__cause__, Stopped) == (channel.rank != 1)
-        channel.barrier("next")
-        assert channel.failure_announced() is None
-        return time.monotonic() - began
-    raise AssertionError("no failure")
+    assert [failure.rank for failure in caught.value.rank_failures] == [1]
+    assert isinstance(caught.value.__cause__, Stopped) == (channel.rank != 1)
+    channel.barrier("next")
+    assert channel.failure_announced() is None
+    return time.monotonic() - began
 
 
 def test_others_stop_their_work_when_one_fails_and_are_not_listed_as_failed() -> None:

@@ -68,6 +68,7 @@ def _save_and_load_elsewhere(
     return {"plans": plans, "found": found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "others", "experts", "fully_parallel"),
     [

@@ -155,9 +155,7 @@ def _name_of(path: Path) -> str:
     return ".".join(str(part) for part in path)
 
 
-_PATHS = st.lists(
-    st.lists(_PARTS, min_size=1, max_size=3).map(tuple), min_size=1, max_size=6, unique_by=lambda path: _name_of(path)
-)
+_PATHS = st.lists(st.lists(_PARTS, min_size=1, max_size=3).map(tuple), min_size=1, max_size=6, unique_by=_name_of)
 
 
 @st.composite
@@ -263,7 +261,7 @@ def worlds(draw: st.DrawFn, min_ranks: int = 2, max_ranks: int = 4) -> World:
     """Ranks with sharded tensors, replicas of their chunks, objects, and ranks that hold nothing."""
     n_ranks = draw(st.integers(min_ranks, max_ranks))
     held: list[dict[tuple[str, tuple[int, ...]], Item]] = [{} for _ in range(n_ranks)]
-    holders = st.sets(st.integers(0, n_ranks - 1), min_size=1)
+    holders: st.SearchStrategy[set[int]] = st.sets(st.integers(0, n_ranks - 1), min_size=1)
     for number in range(draw(st.integers(1, 5))):
         shape, boxes = draw(partitions())
         dtype = draw(st.sampled_from(DTYPES))

@@ -14,7 +14,9 @@ from tests.plan.structures import Item, chunk, obj, table, tensor
 
 def _loads(plan: GlobalPlan) -> list[int]:
     columns = plan.columns
-    return [int(columns.nbytes[plan.written[columns.rank[plan.written] == rank]].sum()) for rank in range(len(plan.kept))]
+    return [
+        int(columns.nbytes[plan.written[columns.rank[plan.written] == rank]].sum()) for rank in range(len(plan.kept))
+    ]
 
 
 def _replicated(sizes: list[int], n_ranks: int) -> GlobalPlan:

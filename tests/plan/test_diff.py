@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from robust_dcp.plan.structure import Form, ItemKind, StructureDiff, diff_tables, merge_diffs
@@ -14,6 +14,7 @@ from robust_dcp.plan.structure.table import Path
 from tests.plan.structures import Item, chunk, obj, rank_items, table, tensor
 
 
+@settings(max_examples=30)
 @given(rank_items())
 def test_a_structure_does_not_differ_from_itself(drawn: tuple[list[Item], dict[str, Path]]) -> None:
     items, paths = drawn
@@ -22,6 +23,7 @@ def test_a_structure_does_not_differ_from_itself(drawn: tuple[list[Item], dict[s
     assert str(diff) == "no change"
 
 
+@settings(max_examples=30)
 @given(rank_items(), st.data())
 def test_keys_that_come_and_go_are_listed(drawn: tuple[list[Item], dict[str, Path]], data: st.DataObject) -> None:
     items, paths = drawn

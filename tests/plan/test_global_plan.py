@@ -30,6 +30,7 @@ def _times_written(world: World, plan: GlobalPlan) -> dict[str, np.ndarray]:
     return counts
 
 
+@settings(max_examples=60)
 @given(worlds(), st.booleans())
 def test_every_element_is_written_exactly_once_by_a_rank_that_holds_it(world: World, lowest_rank: bool) -> None:
     plan = make_global_plan(world.tables, lowest_rank=lowest_rank)
@@ -39,9 +40,10 @@ def test_every_element_is_written_exactly_once_by_a_rank_that_holds_it(world: Wo
         held = Counter((item.name, item.offset, item.size) for item in world.ranks[rank])
         assert not Counter(written) - held
     writers_of_objects = Counter(name for written in written_items(plan) for name, _, _ in written if name[0] == "o")
-    assert writers_of_objects == Counter(world.objects)
+    assert writers_of_objects == Counter(world.objects.keys())
 
 
+@settings(max_examples=25)
 @given(worlds())
 def test_dcp_finds_one_item_for_each_name_and_offsets(world: World) -> None:
     plan = make_global_plan(world.tables)
@@ -50,11 +52,14 @@ def test_dcp_finds_one_item_for_each_name_and_offsets(world: World) -> None:
     assert set(keys) == {(item.name, item.offset) for items in world.ranks for item in items}
 
 
+@settings(max_examples=25)
 @given(worlds())
 def test_the_written_rows_and_each_ranks_share_say_the_same(world: World) -> None:
     plan = make_global_plan(world.tables)
     columns = plan.columns
-    by_rank = [sorted(columns.item[r] for r in plan.written if columns.rank[r] == rank) for rank in range(len(plan.kept))]
+    by_rank = [
+        sorted(columns.item[r] for r in plan.written if columns.rank[r] == rank) for rank in range(len(plan.kept))
+    ]
     assert [kept.tolist() for kept in plan.kept] == by_rank
     order = [(columns.name[row], tuple(columns.offset[row])) for row in plan.written]
     assert order == sorted(order)
@@ -68,6 +73,7 @@ def test_the_written_rows_and_each_ranks_share_say_the_same(world: World) -> Non
     assert plan.nbytes == expected
 
 
+@settings(max_examples=25)
 @given(worlds())
 def test_the_same_structures_always_give_the_same_plan(world: World) -> None:
     shuffled = World(tuple(tuple(reversed(items)) for items in world.ranks))
@@ -76,6 +82,7 @@ def test_the_same_structures_always_give_the_same_plan(world: World) -> None:
     assert first.written.tolist() == second.written.tolist()
 
 
+@settings(max_examples=25)
 @given(worlds())
 def test_the_lowest_rank_writes_if_asked(world: World) -> None:
     written = written_items(make_global_plan(world.tables, lowest_rank=True))
@@ -111,7 +118,7 @@ def _counted(shape: tuple[int, ...], boxes: set[Box]) -> bool:
     return bool((count == 1).all())
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(_haphazard_chunks(), st.data())
 def test_a_plan_is_made_exactly_if_the_chunks_cover_the_tensor_once(
     drawn: tuple[tuple[int, ...], list[Box]], data: st.DataObject
@@ -191,7 +198,7 @@ def test_a_tensor_of_no_elements_is_written_once() -> None:
 def test_empty_chunks_of_other_sizes_at_the_same_offsets_do_not_overlap() -> None:
     rest = chunk("w", [4, 2], [0, 0], [4, 2])
     plan = _plan([rest], [chunk("w", [4, 2], [4, 0], [0, 2])], [chunk("w", [4, 2], [4, 0], [0, 1])])
-    assert [len(kept) for kept in plan.kept][0] == 1
+    assert len(plan.kept[0]) == 1
     assert len(plan.written) == 2
 
 
@@ -230,16 +237,14 @@ def test_paths_of_all_ranks_are_joined() -> None:
     assert make_global_plan([left, right]).paths == {"a.b": ("a", "b"), "c.0": ("c", 0)}
 
 
-def test_thousands_of_small_tensors_and_ranks_are_planned_in_seconds() -> None:
-    """16 ranks x 2000 tensors, each sharded over 8 ranks and held twice."""
-    ranks = [
-        [chunk(f"layers.{n:05}.w", [8, 4], [rank % 8, 0], [1, 4]) for n in range(2000)] for rank in range(16)
-    ]
+def test_many_small_tensors_sharded_and_replicated_are_shared_evenly() -> None:
+    """16 ranks x 300 tensors, each sharded over 8 ranks and held twice."""
+    ranks = [[chunk(f"layers.{n:05}.w", [8, 4], [rank % 8, 0], [1, 4]) for n in range(300)] for rank in range(16)]
     tables = [table(*items) for items in ranks]
     plan = make_global_plan(tables)
-    assert len(plan.written) == 16000
+    assert len(plan.written) == 2400
     loads = [len(kept) for kept in plan.kept]
-    assert max(loads) == min(loads) == 1000
+    assert max(loads) == min(loads) == 150
 
 
 def test_bytes_of_a_chunk_follow_its_dtype() -> None:

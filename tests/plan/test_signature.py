@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
@@ -27,6 +27,12 @@ from robust_dcp.plan.structure.table import Path
 from tests.plan.structures import DTYPES, Item, chunk, context_of, obj, rank_items, table, tensor
 
 CONTEXT = context_of()
+_MAPPINGS = ("planner_options", "writer_options", "versions")
+
+
+def _with(field: str, options: Mapping[str, Any]) -> PlanContext:
+    changes: dict[str, Any] = {field: options}
+    return replace(CONTEXT, **changes)
 
 
 def _signature(items: list[Item], paths: dict[str, Path] | None, context: PlanContext = CONTEXT) -> StructureSignature:
@@ -64,12 +70,14 @@ _STATE_DICTS = st.dictionaries(
 )
 
 
+@settings(max_examples=30)
 @given(_STATE_DICTS, st.booleans())
 def test_the_order_of_a_nested_dict_does_not_matter(state_dict: dict[str, Any], flatten: bool) -> None:
     expected = _signature_of_state_dict(state_dict, flatten=flatten)
     assert _signature_of_state_dict(_reversed(state_dict), flatten=flatten) == expected
 
 
+@settings(max_examples=30)
 @given(rank_items(), st.randoms(use_true_random=False))
 def test_the_order_of_items_does_not_matter(drawn: tuple[list[Item], dict[str, Path]], random: Any) -> None:
     items, paths = drawn
@@ -110,6 +118,7 @@ _CHANGES_OF_DIMS: dict[str, Callable[[Item, int], Item]] = {
 }
 
 
+@settings(max_examples=30)
 @given(st.data())
 @pytest.mark.parametrize("what", [*_CHANGES_OF_A_TENSOR, *_CHANGES_OF_DIMS])
 def test_a_change_of_one_property_of_one_item_changes_the_signature(what: str, data: st.DataObject) -> None:
@@ -128,6 +137,7 @@ def test_a_change_of_one_property_of_one_item_changes_the_signature(what: str, d
     assert _signature([*items, changed], paths) != _signature([*items, item], paths)
 
 
+@settings(max_examples=30)
 @given(rank_items(), st.data())
 def test_a_name_that_is_new_gone_or_another_changes_the_signature(
     drawn: tuple[list[Item], dict[str, Path]], data: st.DataObject
@@ -172,18 +182,15 @@ _OPTIONS = {"one": 1, "true": True, "text": "1", "none": None, "fraction": 0.5}
         replace(CONTEXT, ranks=(0, 2)),
         replace(CONTEXT, ranks=(1, 0)),
         replace(CONTEXT, ranks=(0, 1, 2)),
+        *(_with(field, {**getattr(CONTEXT, field), "another": "x"}) for field in _MAPPINGS),
         *(
-            replace(CONTEXT, **{field: {**getattr(CONTEXT, field), "another": "x"}})
-            for field in ("planner_options", "writer_options", "versions")
-        ),
-        *(
-            replace(CONTEXT, **{field: {**getattr(CONTEXT, field), option: "x"}})
-            for field in ("planner_options", "writer_options", "versions")
+            _with(field, {**getattr(CONTEXT, field), option: "x"})
+            for field in _MAPPINGS
             for option in getattr(CONTEXT, field)
         ),
         *(
-            replace(CONTEXT, **{field: {k: v for k, v in getattr(CONTEXT, field).items() if k != option}})
-            for field in ("planner_options", "writer_options", "versions")
+            _with(field, {k: v for k, v in getattr(CONTEXT, field).items() if k != option})
+            for field in _MAPPINGS
             for option in getattr(CONTEXT, field)
         ),
         replace(CONTEXT, planner_options=CONTEXT.writer_options, writer_options=CONTEXT.planner_options),

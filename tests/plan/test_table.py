@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
@@ -16,6 +16,7 @@ from robust_dcp.plan.structure.table import Path
 from tests.plan.structures import Item, chunk, obj, rank_items, table, tensor
 
 
+@settings(max_examples=30)
 @given(rank_items())
 def test_a_table_says_of_each_item_what_its_write_item_says(drawn: tuple[list[Item], dict[str, Path]]) -> None:
     items, paths = drawn
@@ -39,7 +40,8 @@ def test_a_table_says_of_each_item_what_its_write_item_says(drawn: tuple[list[It
 def test_an_empty_state_dict_has_an_empty_table() -> None:
     structure = table()
     assert len(structure) == 0
-    assert structure.names == structure.paths == ()
+    assert structure.names == ()
+    assert structure.paths == ()
 
 
 def test_offsets_are_ordered_as_numbers() -> None:
@@ -51,7 +53,9 @@ def test_the_items_of_a_real_state_dict_are_described_in_words() -> None:
     planner = DefaultSavePlanner()
     planner.set_up_planner({"m": {"w": torch.zeros(2, 3, dtype=torch.bfloat16), "g": [torch.ones(())]}, "step": 3})
     items = reorder(create_default_local_save_plan(planner.state_dict, True).items)
-    structure = table_of(items, [Form.VARIABLE if i.tensor_data is None else Form.FIXED for i in items], planner.mappings)
+    structure = table_of(
+        items, [Form.VARIABLE if i.tensor_data is None else Form.FIXED for i in items], planner.mappings
+    )
     described = [(structure.describe_item(i), structure.describe_path(i)) for i in range(len(structure))]
     assert described == [
         ("float32[]", "'m'/'g'/0"),

@@ -79,7 +79,7 @@ def test_a_full_disk_is_reported_with_what_to_do(disk: PosixDisk) -> None:
     file = disk.open_read("/dev/full")
     os.close(file.fd)
     file.fd = os.open("/dev/full", os.O_WRONLY)
-    with pytest.raises(StorageError, match="ENOSPC.*free space") as caught:
+    with pytest.raises(StorageError, match=r"ENOSPC.*free space") as caught:
         disk.pwrite(file, b"x", 0)
     assert (caught.value.errno, caught.value.operation) == (errno.ENOSPC, "write")
     disk.close(file)

@@ -28,7 +28,7 @@ from robust_dcp.storage.objects import check_object, load_object
 Save = Callable[[Any, io.BytesIO], object]
 
 SAVES: dict[str, Save] = {
-    "zip": lambda value, buffer: torch.save(value, buffer),
+    "zip": torch.save,
     "protocol 4": lambda value, buffer: torch.save(value, buffer, pickle_protocol=4),
     "legacy": lambda value, buffer: torch.save(value, buffer, _use_new_zipfile_serialization=False),
 }
@@ -121,7 +121,7 @@ def test_tensors_and_arrays_are_data() -> None:
     "save",
     [
         *SAVES.values(),
-        lambda value, buffer: pickle.dump(value, buffer),
+        pickle.dump,
         lambda value, buffer: pickle.dump(value, buffer, 0),
     ],
     ids=[*SAVES.keys(), "bare pickle", "bare pickle in text"],

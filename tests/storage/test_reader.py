@@ -270,6 +270,16 @@ def test_a_flipped_byte_is_found(ours: bool, tmp_path: Path) -> None:
     load(tmp_path, {"w": torch.zeros(1000)}, verify_checksums=False)
 
 
+def test_a_flipped_byte_of_an_object_is_found(tmp_path: Path) -> None:
+    save_stock(tmp_path, {"text": "a long enough text"})
+    path = tmp_path / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[data.index(b"long")] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(CorruptCheckpoint, match="'text'"):
+        load(tmp_path, {"text": None})
+
+
 def test_any_flipped_bit_of_a_data_file_is_found_or_does_no_harm(tmp_path: Path) -> None:
     value = torch.arange(5.0)
     save_stock(tmp_path, {"w": value})

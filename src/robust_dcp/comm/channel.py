@@ -28,6 +28,7 @@ from robust_dcp.comm.link import Link
 from robust_dcp.comm.registry import link_for, local_link
 from robust_dcp.comm.stats import ExchangeStats
 from robust_dcp.comm.transport import Payload
+from robust_dcp.errors import ExchangeError
 
 __all__ = ["MAX_ALL_GATHER_NBYTES", "Channel", "Offer"]
 
@@ -202,15 +203,16 @@ class Channel:
 
         with self._exchange("gather", phase) as running:
             headers = self._join(running, contribute)
-            messages: list[M | None] = [None] * self.size
-            messages[self.rank] = own
+            received: dict[int, M] = {}
             deliveries = [
                 Delivery(rank, self.coordinator_rank, header.payload_nbytes, header.payload_crc32)
                 for rank, header in enumerate(headers)
                 if header.payload_nbytes
             ]
-            running.deliver(deliveries, lambda _: payload, _decoding(messages, message_type))
-        return messages if self.is_coordinator else None
+            running.deliver(deliveries, lambda _: payload, self._decoding(received, phase, message_type))
+        if not self.is_coordinator:
+            return None
+        return [own if rank == self.rank else received.get(rank) for rank in range(self.size)]
 
     def broadcast(self, phase: str, produce: Callable[[], M], message_type: type[M]) -> M:
         """The coordinator's message, on every rank. ``produce`` runs on the coordinator only.
@@ -218,7 +220,7 @@ class Channel:
         Raises:
             RobustCheckpointError: see the class.
         """
-        messages: list[M | None] = [None] * self.size
+        messages: dict[int, M] = {}
         payload = b""
 
         def contribute() -> Contribution:
@@ -230,8 +232,9 @@ class Channel:
 
         with self._exchange("broadcast", phase) as running:
             header = self._join(running, contribute)[self.coordinator_rank]
-            running.deliver(_from(self.coordinator_rank, header), lambda _: payload, _decoding(messages, message_type))
-        return _present(messages)[self.coordinator_rank]
+            deliveries = _from(self.coordinator_rank, header)
+            running.deliver(deliveries, lambda _: payload, self._decoding(messages, phase, message_type))
+        return messages[self.coordinator_rank]
 
     def scatter(self, phase: str, produce: Callable[[], Sequence[M | None]], message_type: type[M]) -> M | None:
         """This rank's message out of those that the coordinator made; ``produce`` runs on the coordinator only.
@@ -244,17 +247,17 @@ class Channel:
         Raises:
             RobustCheckpointError: see the class.
         """
-        messages: list[M | None] = [None] * self.size
+        own: M | None = None
         payloads = [b""] * self.size
         table = b""
 
         def contribute() -> Contribution:
-            nonlocal table
+            nonlocal own, table
             if self.is_coordinator:
                 made = produce()
                 if len(made) != self.size:
                     raise ValueError(f"{phase!r} has {len(made)} messages for {self.size} ranks")
-                messages[self.rank] = made[self.rank]
+                own = made[self.rank]
                 for rank, message in enumerate(made):
                     if message is not None and rank != self.rank:
                         payloads[rank] = wire.encode(message)
@@ -275,13 +278,13 @@ class Channel:
                 for rank, (nbytes, crc32) in enumerate(_TABLE_ROW.iter_unpack(table))
                 if nbytes
             ]
-            arrived: list[M | None] = [None] * self.size
+            received: dict[int, M] = {}
             running.deliver(
                 deliveries,
                 lambda delivery: payloads[delivery.receiver or 0],
-                _decoding(arrived, message_type),
+                self._decoding(received, phase, message_type),
             )
-        return messages[self.rank] if self.is_coordinator else arrived[self.coordinator_rank]
+        return own if self.is_coordinator else received.get(self.coordinator_rank)
 
     def all_gather(self, phase: str, produce: Callable[[], M], message_type: type[M]) -> list[M]:
         """Every rank's message, in rank order, on every rank. At most ``MAX_ALL_GATHER_NBYTES`` from each.
@@ -289,7 +292,7 @@ class Channel:
         Raises:
             RobustCheckpointError: see the class.
         """
-        messages: list[M | None] = [None] * self.size
+        messages: dict[int, M] = {}
         payload = b""
 
         def contribute() -> Contribution:
@@ -305,8 +308,8 @@ class Channel:
         with self._exchange("all_gather", phase) as running:
             headers = self._join(running, contribute)
             deliveries = [delivery for rank, header in enumerate(headers) for delivery in _from(rank, header)]
-            running.deliver(deliveries, lambda _: payload, _decoding(messages, message_type))
-        return _present(messages)
+            running.deliver(deliveries, lambda _: payload, self._decoding(messages, phase, message_type))
+        return [messages[rank] for rank in range(self.size)]
 
     def announce_failure(self, error: BaseException) -> None:
         """Tell the ranks that still work towards the next exchange, or within the present one, that it will fail.
@@ -354,6 +357,18 @@ class Channel:
         self.last_values = tuple(header.value for header in headers)
         return headers
 
+    def _decoding(self, messages: dict[int, M], phase: str, message_type: type[M]) -> Callable[[int, Payload], None]:
+        """Decode what arrives, at once, so that no more than one encoded payload is held."""
+
+        def accept(sender: int, payload: Payload) -> None:
+            try:
+                messages[sender] = wire.decode(payload, message_type)
+            except ExchangeError as error:
+                message = f"rank {self.rank} cannot use what rank {sender} sent in {phase!r}: {error.message}"
+                raise ExchangeError(message, phase=phase, ranks=[sender]) from None
+
+        return accept
+
     def _encoded(self, message: msgspec.Struct) -> bytes:
         """A rank's own message is handed to it as it is: alone, nothing is encoded."""
         return wire.encode(message) if self.size > 1 else b""
@@ -362,16 +377,3 @@ class Channel:
 def _from(rank: int, header: Frame) -> list[Delivery]:
     """What ``rank`` announced, to everyone."""
     return [Delivery(rank, None, header.payload_nbytes, header.payload_crc32)] if header.payload_nbytes else []
-
-
-def _decoding(messages: list[M | None], message_type: type[M]) -> Callable[[int, Payload], None]:
-    """Decode what arrives, at once, so that no more than one encoded payload is held."""
-
-    def accept(sender: int, payload: Payload) -> None:
-        messages[sender] = wire.decode(payload, message_type)
-
-    return accept
-
-
-def _present(messages: Sequence[M | None]) -> list[M]:
-    return [message for message in messages if message is not None]

@@ -36,7 +36,7 @@ def open_gloo(
         deadline: when to give up.
 
     Raises:
-        TransportFailure: some rank did not come in time, or one gave up, or they cannot reach each other.
+        TransportFailure: some rank did not come in time, or they cannot reach each other.
     """
     try:
         _meet(roll_call, size, generation, deadline)
@@ -51,14 +51,32 @@ def open_gloo(
 
 
 def _meet(roll_call: RollCall, size: int, generation: int, deadline: Deadline) -> None:
-    """Wait until all ranks have come."""
-    roll_call.arrive(generation)
+    """Wait until all ranks have come. Either all ranks leave this in order to connect, or none does.
+
+    The last to come decides that all connect; whoever cannot wait any longer decides that none does. The store takes
+    the first decision, so nobody connects to ranks that have left.
+    """
+    try:
+        if roll_call.arrive(generation) == size:
+            decision: bool | None = roll_call.decide_meeting(generation, connect=True)
+        else:
+            decision = _await_decision(roll_call, generation, deadline)
+        if decision is None:
+            decision = roll_call.decide_meeting(generation, connect=False)
+    except BaseException:  # an interrupt, say: the others should not wait for this rank
+        roll_call.decide_meeting(generation, connect=False)
+        raise
+    if not decision:
+        raise TransportFailure(None, "not all ranks came in time")
+
+
+def _await_decision(roll_call: RollCall, generation: int, deadline: Deadline) -> bool | None:
     pause_seconds = _FIRST_POLL_SECONDS
-    while (present := roll_call.count_arrived(generation)) < size:
-        if roll_call.has_ended(generation):
-            raise TransportFailure(None, "another rank has given up")
-        if deadline.has_passed:
-            raise TransportFailure(None, f"{present} of {size} ranks came")
+    while not deadline.has_passed:
+        decision = roll_call.meeting(generation)
+        if decision is not None:
+            return decision
         # The longer it has taken, the longer it may take, and the less the store should suffer for it.
         time.sleep(min(pause_seconds, deadline.seconds_left))
         pause_seconds = min(_LAST_POLL_SECONDS, pause_seconds * _POLL_GROWTH)
+    return None

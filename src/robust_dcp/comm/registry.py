@@ -30,6 +30,7 @@ class _Registry:
         self._of_the_parent: list[dict[Any, dict[str, Link]]] = []
 
     def find_or_make(self, parent: Any, purpose: str) -> Link:
+        process_group.members(parent)  # for a group that this process is not in, torch has no object but a number
         with self._lock:
             links = self._links.setdefault(parent, {})
             if purpose not in links:

@@ -91,29 +91,33 @@ class RollCall:
         self._rank = rank
         self._host = socket.gethostname()
 
-    def arrive(self, generation: int) -> None:
-        """Be counted, once, among those that want to connect.
+    def arrive(self, generation: int) -> int:
+        """Be counted, once, among those that want to connect; how many have been, this rank included.
+
+        Raises:
+            StoreLost: nobody will know.
+        """
+        try:
+            return self._store.add(f"{generation}/arrived", 1)
+        except RuntimeError as error:
+            raise StoreLost(str(error)) from None
+
+    def decide_meeting(self, generation: int, connect: bool) -> bool:
+        """Decide whether all ranks connect now or none ever does, unless it is decided; what is decided.
+
+        Raises:
+            StoreLost: nobody will know.
+        """
+        return self._set_if_absent(f"{generation}/connect", b"yes" if connect else b"no") == b"yes"
+
+    def meeting(self, generation: int) -> bool | None:
+        """What :meth:`decide_meeting` decided; ``None`` if nothing yet.
 
         Raises:
             StoreLost: see there.
         """
-        self._add(f"{generation}/arrived", 1)
-
-    def count_arrived(self, generation: int) -> int:
-        """How many ranks want to connect.
-
-        Raises:
-            StoreLost: see there.
-        """
-        return self._add(f"{generation}/arrived", 0)
-
-    def has_ended(self, generation: int) -> bool:
-        """Whether some rank has given up ``generation``.
-
-        Raises:
-            StoreLost: see there.
-        """
-        return self._read(f"{generation}/reporter") is not None
+        decision = self._read(f"{generation}/connect")
+        return None if decision is None else decision == b"yes"
 
     def note(self, state: State, generation: int, sequence: int, operation: str) -> None:
         """Say where this rank is. A lost store is no reason to fail while the ranks can still talk."""
@@ -206,12 +210,6 @@ class RollCall:
         try:
             # `get` would wait for a key that is not there.
             return self._store.get(key) if self._store.check([key]) else None
-        except RuntimeError as error:
-            raise StoreLost(str(error)) from None
-
-    def _add(self, key: str, amount: int) -> int:
-        try:
-            return self._store.add(key, amount)
         except RuntimeError as error:
             raise StoreLost(str(error)) from None
 

@@ -10,7 +10,7 @@ names its peer, and an all-gather needs ``log2(size)`` steps where gloo's own ri
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
@@ -22,7 +22,6 @@ __all__ = ["CHUNK_NBYTES", "GlooTransport", "LocalTransport", "Transport", "Tran
 CHUNK_NBYTES = 64 << 20
 """Payloads travel in pieces of at most this: it bounds what a sender needs above its payload."""
 
-T = TypeVar("T")
 Payload = bytes | bytearray | memoryview
 
 
@@ -154,23 +153,28 @@ class GlooTransport:
 
     def _post_send(self, tensor: torch.Tensor, receiver: int, tag: int) -> Any:
         self.messages_sent += 1
-        return _call(lambda: self._group.send([tensor], receiver, tag), receiver)
+        return _call(receiver, self._group.send, [tensor], receiver, tag)
 
     def _post_receive(self, tensor: torch.Tensor, sender: int, tag: int) -> Any:
         self.messages_received += 1
-        return _call(lambda: self._group.recv([tensor], sender, tag), sender)
+        return _call(sender, self._group.recv, [tensor], sender, tag)
 
 
 def _wait(work: Any, peer: int, deadline: Deadline) -> None:
-    _call(lambda: work.wait(deadline.as_timeout()), peer)
+    _call(peer, work.wait, deadline.as_timeout())
 
 
-def _call(action: Callable[[], T], peer: int) -> T:
+def _call(peer: int, function: Callable[..., Any], *args: Any) -> Any:
+    """``function(*args)``; gloo's exceptions become ours.
+
+    gloo keeps a connection open as long as anything refers to what was under way on it. So the exception is raised out
+    of the handler, without gloo's as its context, and nothing here is a closure: both would keep their variables when
+    the exchange clears the frames of the traceback.
+    """
     try:
-        return action()
+        return function(*args)
     except RuntimeError as error:
         detail = str(error)
-    # Raised out of the handler: gloo's exception would keep its frames, and these the works that keep connections open.
     raise TransportFailure(peer, detail)
 
 

@@ -93,5 +93,6 @@ class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):
             async_strategy: whose queue the request goes into (Megatron-Core 0.17 and newer).
         """
         logger.info("robust_dcp saves %s synchronously, though an asynchronous save was asked for", checkpoint_dir)
+        request = versions.finished_request(async_strategy)  # first: it raises if that queue is not installed
         self.save(sharded_state_dict, checkpoint_dir)
-        return versions.finished_request(async_strategy)
+        return request

@@ -62,12 +62,17 @@ class MetadataTemplate:
             storage_meta: goes into the file as it is.
 
         Raises:
-            ValueError: if this plan's items were placed by another writer.
+            ValueError: if this plan's items were placed by another writer, or places are not one for each item.
         """
         if self._placements is None or self._indices is None:
             raise ValueError("this plan has no places: it was made for another writer than RobustWriter")
         storage_data: dict[MetadataIndex, Any] = {}
         for rank, (placements, indices, files) in enumerate(zip(self._placements, self._indices, written, strict=True)):
+            if len(files.variable_places) != len(placements.variable):
+                raise ValueError(
+                    f"rank {rank} gave {len(files.variable_places)} places for {len(placements.variable)} items of "
+                    "variable size"
+                )
             offset, nbytes = placements.offset.copy(), placements.nbytes.copy()
             offset[placements.variable] = files.variable_places[:, 0]
             nbytes[placements.variable] = files.variable_places[:, 1]
@@ -85,14 +90,22 @@ class MetadataTemplate:
 
 
 def _state_dict_metadata(plan: GlobalPlan) -> StateDictMetadata:
-    columns = plan.columns
+    columns, written = plan.columns, plan.written
     found: StateDictMetadata = {}
-    for row in plan.written.tolist():
-        name = columns.names[columns.name[row]]
-        if columns.kind[row] == ItemKind.BYTES:
+    # Plain lists: a NumPy scalar for each field of each item would cost several times as much.
+    for row, place, is_bytes, ndim, offset, size in zip(
+        written.tolist(),
+        columns.name[written].tolist(),
+        (columns.kind[written] == ItemKind.BYTES).tolist(),
+        columns.ndim[written].tolist(),
+        columns.offset[written].tolist(),
+        columns.size[written].tolist(),
+        strict=True,
+    ):
+        name = columns.names[place]
+        if is_bytes:
             found[name] = BytesStorageMetadata()
             continue
-        ndim = int(columns.ndim[row])
         tensor = found.get(name)
         if tensor is None:
             tensor = found[name] = TensorStorageMetadata(
@@ -106,8 +119,8 @@ def _state_dict_metadata(plan: GlobalPlan) -> StateDictMetadata:
             )
         tensor.chunks.append(
             ChunkStorageMetadata(
-                offsets=torch.Size(columns.offset[row, :ndim].tolist()),
-                sizes=torch.Size(columns.size[row, :ndim].tolist()),
+                offsets=torch.Size(offset[:ndim]),
+                sizes=torch.Size(size[:ndim]),
             )
         )
     return found
@@ -115,12 +128,15 @@ def _state_dict_metadata(plan: GlobalPlan) -> StateDictMetadata:
 
 def _indices(plan: GlobalPlan, rank: int) -> list[MetadataIndex]:
     """The storage keys of the items that ``rank`` writes, in the order of its plan."""
-    table = plan.columns.tables[rank]
-    kept: np.ndarray[Any, Any] = plan.kept[rank]
+    table, kept = plan.columns.tables[rank], plan.kept[rank]
+    offsets = table.offsets.tolist()
     return [
-        MetadataIndex(
-            table.names[table.name_ids[item]],
-            None if table.kinds[item] == ItemKind.BYTES else torch.Size(table.dims_of(item)[1]),
+        MetadataIndex(table.names[place], None if is_bytes else torch.Size(offsets[start:end]))
+        for place, is_bytes, start, end in zip(
+            table.name_ids[kept].tolist(),
+            (table.kinds[kept] == ItemKind.BYTES).tolist(),
+            table.starts[kept].tolist(),
+            table.starts[kept + 1].tolist(),
+            strict=True,
         )
-        for item in kept.tolist()
     ]

@@ -81,12 +81,18 @@ def place_items(table: StructureTable, kept: Places, *, files: int) -> Placement
     header = np.zeros(len(kept), dtype=np.int64)
     payload = np.zeros(len(kept), dtype=np.int64)
     record = np.full(len(kept), -1, dtype=np.int64)
-    for n, item in enumerate(kept.tolist()):
-        if table.forms[item] != Form.FIXED or table.kinds[item] == ItemKind.BYTES:
-            continue
-        span = slice(int(table.starts[item]), int(table.starts[item + 1]))
-        dtype: torch.dtype = getattr(torch, table.dtypes[table.dtype_ids[item]])
-        template = record_template(dtype, tuple(table.sizes[span].tolist()))
+    dtypes = [getattr(torch, name) if name else None for name in table.dtypes]
+    fixed = np.flatnonzero((table.forms[kept] == Form.FIXED) & (table.kinds[kept] != ItemKind.BYTES))
+    items, sizes = kept[fixed], table.sizes.tolist()
+    for n, dtype_id, start, end in zip(
+        fixed.tolist(),
+        table.dtype_ids[items].tolist(),
+        table.starts[items].tolist(),
+        table.starts[items + 1].tolist(),
+        strict=True,
+    ):
+        dtype = dtypes[dtype_id]
+        template = record_template(dtype, tuple(sizes[start:end]))
         if template is None:
             raise TypeError(f"items of {dtype} are not of fixed size")
         header[n], payload[n], record[n] = template.header_nbytes, template.payload_nbytes, template.nbytes

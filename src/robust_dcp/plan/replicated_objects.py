@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from robust_dcp.errors import PlanConflict
+from robust_dcp.errors import ExchangeError, PlanConflict
 from robust_dcp.plan.global_plan.conflicts import ranks_in_words
 
 __all__ = ["ObjectDigests", "differing_digests", "report_differing"]
@@ -26,7 +26,17 @@ class ObjectDigests(msgspec.Struct, frozen=True):
 
 
 def differing_digests(names: Sequence[str], gathered: Sequence[ObjectDigests]) -> dict[str, tuple[int, ...]]:
-    """Names whose digests differ between ranks, with all ranks; a digest of 0 is unknown and equals everything."""
+    """Names whose digests differ between ranks, with all ranks; a digest of 0 is unknown and equals everything.
+
+    Raises:
+        ExchangeError: if a rank did not send one digest for each name.
+    """
+    short = [rank for rank, message in enumerate(gathered) if len(message.digests) != 8 * len(names)]
+    if short:
+        raise ExchangeError(
+            f"{ranks_in_words(short)} did not send one digest for each of the {len(names)} objects that all ranks hold",
+            ranks=short,
+        )
     digests = np.stack([np.frombuffer(message.digests, dtype="<u8") for message in gathered])
     low = np.where(digests == 0, np.iinfo(np.uint64).max, digests).min(axis=0)
     differs = np.flatnonzero(low < digests.max(axis=0))

@@ -92,10 +92,13 @@ def _written(rank: int, word: int, message: WrittenMessage | None, known: Places
 
 
 def _updated(places: Places, message: WrittenMessage) -> Places:
+    n_items = len(message.items) // 8
+    if len(message.items) % 8 or len(message.places) != 16 * n_items:
+        raise ExchangeError(f"{len(message.places)} bytes of places came for {len(message.items)} bytes of items")
     items = np.frombuffer(message.items, dtype="<i8")
     news = np.frombuffer(message.places, dtype="<i8").reshape(-1, 2)
-    if len(items) != len(news) or (len(items) and not 0 <= items.min() <= items.max() < len(places) + len(items)):
-        raise ExchangeError(f"{len(news)} places came for {len(items)} items of variable size")
+    if n_items and not 0 <= items.min() <= items.max() < len(places) + n_items:
+        raise ExchangeError(f"a place came for item {items.max()} of {len(places) + n_items} of variable size at most")
     updated = np.zeros((max(len(places), int(items.max(initial=-1)) + 1), 2), dtype=np.int64)
     updated[: len(places)] = places
     updated[items] = news

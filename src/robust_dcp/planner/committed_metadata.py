@@ -37,7 +37,7 @@ class CommittedMetadata(Metadata):
         return self._loaded().planner_data
 
     @property
-    def storage_data(self) -> Any:  # type: ignore[override]
+    def storage_data(self) -> Any:
         return self._loaded().storage_data
 
     @property
@@ -45,7 +45,7 @@ class CommittedMetadata(Metadata):
         return self._loaded().storage_meta
 
     @property
-    def version(self) -> Any:
+    def version(self) -> Any:  # type: ignore[override]
         return getattr(self._loaded(), "version", None)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.tensor import DTensor
 
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict
 from robust_dcp.storage.objects import check_object
@@ -178,6 +179,8 @@ def _check_filled(plan: LoadPlan, state_dict: Mapping[str, Any], metadata: Metad
 
 def _local_numel(value: Any) -> int:
     """Elements of the chunks that this rank holds of ``value``."""
+    if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
+        return 0  # this rank is not in the mesh
     chunks = getattr(value, "__create_chunk_list__", None)
     if callable(chunks):
         return sum(math.prod(chunk.sizes) for chunk in chunks())

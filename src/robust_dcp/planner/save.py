@@ -95,10 +95,20 @@ class RobustPlanner(DefaultSavePlanner):
         self._set_up_error: Exception | None = None
         self._session: SaveSession | None = None
 
-    def open_session(self, checkpoint: str) -> SaveSession:
-        """The start of a save: nothing has been exchanged yet."""
+    def open_session(
+        self,
+        checkpoint: str,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        timeout_seconds: float | None = None,
+        no_dist: bool = False,
+    ) -> SaveSession:
+        """The start of a save: nothing has been exchanged yet. What is not given here is as this planner says."""
         channel = Channel.for_group(
-            self.process_group, purpose="save", timeout_seconds=self.timeout_seconds, no_dist=self.no_dist
+            self.process_group if process_group is None else process_group,
+            purpose="save",
+            timeout_seconds=self.timeout_seconds if timeout_seconds is None else timeout_seconds,
+            no_dist=self.no_dist or no_dist,
         )
         return SaveSession(channel, checkpoint, self.on_structure_change, self.on_object_mismatch)
 

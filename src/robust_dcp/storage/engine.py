@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
+from robust_dcp.comm import Stopped
 from robust_dcp.errors import PlanConflict, RobustCheckpointError
 from robust_dcp.staging import to_host
 from robust_dcp.storage.checksum import crc32
@@ -253,7 +254,7 @@ def _naming(item: WriteItem) -> Iterator[None]:
     """Whatever goes wrong within names the item."""
     try:
         yield
-    except (RobustCheckpointError, _SiblingFailed):
+    except (RobustCheckpointError, Stopped, _SiblingFailed):
         raise
     except Exception as error:
         raise RobustCheckpointError(f"cannot save {item.index.fqn!r}: {type(error).__name__}: {error}") from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
+import pickletools
 import struct
 from collections.abc import Iterable
 from typing import Any, Final
@@ -41,6 +42,9 @@ _MAGIC: Final = b"\nRDCPMD1"
 # Behind the pickle, where pickle.load does not look: magic, length of the pickle, CRC-32 of the pickle.
 _TRAILER: Final = struct.Struct("<8sQI")
 
+# A file without checksum is scanned before it is unpickled, up to this size: about 1 s. Beyond, that is too dear.
+_SCANNED_NBYTES: Final = 4 << 20
+
 _HOW_TO_ALLOW: Final = (
     "if the planner that wrote it keeps objects of that class in planner_data and you trust the file, register the "
     "class with torch.serialization.add_safe_globals([...])"
@@ -71,6 +75,7 @@ def decode_metadata(data: bytes, file: str) -> Metadata:
         UnsafeCheckpoint: the pickle names classes that do not belong into metadata, or a path leaves the directory.
     """
     pickled = _checked(data, file)
+    has_checksum = pickled is not data
     stream = io.BytesIO(pickled)
     unpickler = RestrictedUnpickler(
         stream,
@@ -80,6 +85,8 @@ def decode_metadata(data: bytes, file: str) -> Metadata:
         how_to_allow=_HOW_TO_ALLOW,
     )
     try:
+        if not has_checksum and len(pickled) <= _SCANNED_NBYTES:
+            _check_memo(pickled)
         metadata = unpickler.load()
     except UnsafeCheckpoint:
         raise
@@ -117,6 +124,14 @@ def _checked(data: bytes, file: str) -> bytes:
             file, f"{nbytes} bytes with CRC-32 {expected:08x}", f"{len(pickled)} bytes with CRC-32 {found:08x}"
         )
     return pickled
+
+
+def _check_memo(pickled: bytes) -> None:
+    """Refuse a memo index that no pickle of this length can have; of a damaged byte it may make one of 4 billion, for
+    which the unpickler would allocate, and fill, tens of GiB."""
+    for opcode, argument, _ in pickletools.genops(pickled):
+        if opcode.name == "LONG_BINPUT" and int(argument or 0) > len(pickled):
+            raise ValueError(f"memo index {argument} in a pickle of {len(pickled)} bytes")
 
 
 def _validate(metadata: Any, file: str) -> None:

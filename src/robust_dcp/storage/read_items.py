@@ -25,7 +25,7 @@ from robust_dcp.storage.disk import Disk, OpenFile
 from robust_dcp.storage.metadata_file import StorageInfo
 from robust_dcp.storage.objects import check_object
 from robust_dcp.storage.paths import METADATA_NAME, locate
-from robust_dcp.storage.stored_item import ItemBytes, ItemInFile, ItemInMemory, read_tensor, takes_bytes
+from robust_dcp.storage.stored_item import ItemBytes, ItemInFile, ItemInMemory, check_members, read_tensor, takes_bytes
 
 __all__ = ["ReadOptions", "read_items"]
 
@@ -199,6 +199,8 @@ class _Load:
                 stored = _transformed(stored, read.transforms, self._options.extension_registry)
             if read.item.type == LoadItemType.BYTE_IO:
                 data = stored.read(0, stored.nbytes)
+                if self._options.verify_checksums:
+                    check_members(stored, data)
                 if not self._options.trusted:
                     check_object(data, file=stored.file, item=stored.item)
                 return data

@@ -21,7 +21,7 @@ from robust_dcp.storage.objects import load_object
 from robust_dcp.storage.parse_record import ParsedRecord, parse_record
 from robust_dcp.storage.torch_zip import contiguous_strides, payload_view, record_template
 
-__all__ = ["ItemBytes", "ItemInFile", "ItemInMemory", "read_tensor", "takes_bytes"]
+__all__ = ["ItemBytes", "ItemInFile", "ItemInMemory", "check_members", "read_tensor", "takes_bytes"]
 
 # Read and checked in pieces of this size, so that the checksum finds its data in the processor's cache.
 _BLOCK_NBYTES: Final = 2 << 20
@@ -182,15 +182,19 @@ def _loaded(stored: ItemBytes, verify_checksum: bool, trusted: bool) -> torch.Te
     """The tensor of a record that only ``torch.load`` understands: quantized, sparse, compressed, of an old format."""
     data = stored.read(0, stored.nbytes)
     if verify_checksum:
-        _check_members(stored, data)
+        check_members(stored, data)
     loaded: Any = load_object(data, file=stored.file, item=stored.item, trusted=trusted)
     if not isinstance(loaded, torch.Tensor):
         raise _corrupt(stored, "a tensor", f"a {type(loaded).__name__}")
     return loaded.detach()
 
 
-def _check_members(stored: ItemBytes, data: bytes) -> None:
-    """Compare the members of a zip with their checksums; torch.load does not."""
+def check_members(stored: ItemBytes, data: bytes) -> None:
+    """Compare the members of ``data``, if it is a zip, with their checksums; ``torch.load`` does not.
+
+    Raises:
+        CorruptCheckpoint: one does not match, or the archive is broken.
+    """
     if not data.startswith(b"PK\x03\x04"):
         return
     try:

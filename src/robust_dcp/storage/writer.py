@@ -183,6 +183,7 @@ class RobustWriter(StorageWriter):
         return WriterMeta(checkpoint_id=self.path, save_id=self._save_id, writer=self)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._begun = False
         self._rank = kwargs.get("rank")
         self._is_coordinator = is_coordinator
         # With use_collectives=False every rank commits its own part, and stock's reader looks for `__{rank}.metadata`.

@@ -18,6 +18,9 @@ from robust_dcp.plan.structure.table import Form, ItemKind, Path, StructureTable
 
 __all__ = ["StructureMessage"]
 
+_INDEX_DIGITS = 20
+"""More than a list index can have."""
+
 
 class StructureMessage(msgspec.Struct, frozen=True):
     """The columns of a :class:`StructureTable`, little-endian, and the digests of its objects.
@@ -121,12 +124,13 @@ def _split(name: str, lengths: tuple[int, ...]) -> Path:
     at = 0
     for length in lengths:
         text = name[at : at + abs(length)]
-        parts.append(int(text) if length < 0 and text.isdecimal() else text)
+        if length < 0 and not (text.isdecimal() and len(text) < _INDEX_DIGITS):
+            raise _malformed(f"the path of {name!r} has the list index {text!r}")
+        parts.append(int(text) if length < 0 else text)
         at += abs(length) + 1
-    path = tuple(parts)
-    if not path or ".".join(map(str, path)) != name or _part_lengths(path) != lengths:
+    if not parts or at != len(name) + 1 or ".".join(map(str, parts)) != name:
         raise _malformed(f"the path of {name!r} does not spell it")
-    return path
+    return tuple(parts)
 
 
 def _check(table: StructureTable) -> None:

@@ -1,0 +1,178 @@
+"""What the ranks of a save say to each other: exchanges, messages and bytes of each phase, first and repeated.
+
+Run it for a table: ``python benchmarks/bench_messages.py --json messages.json``. The tests of the package measure with
+:func:`measure_saves` too, in ranks of their own. All ranks are processes of this machine; nothing is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import robust_dcp
+from robust_dcp.plan.cache import PLANS
+
+__all__ = ["PhaseCost", "measure_saves", "state_dict_of"]
+
+SAVES = ("first", "repeated", "repeated with new objects")
+
+
+@dataclass(frozen=True)
+class PhaseCost:
+    """What one rank sent in one phase of one save.
+
+    Attributes:
+        save: one of ``SAVES``.
+        phase: ``plan``, ``write`` or ``commit``.
+        rank: of the group; 0 is the coordinator.
+        exchanges, messages: how many.
+        header_nbytes, payload_nbytes: bytes sent.
+    """
+
+    save: str
+    phase: str
+    rank: int
+    exchanges: int
+    messages: int
+    header_nbytes: int
+    payload_nbytes: int
+
+
+def state_dict_of(rank: int, n_items: int, n_objects: int, text: str) -> dict[str, Any]:
+    """``n_items`` tensors of this rank's own, and ``n_objects`` objects that all ranks hold."""
+    block = torch.zeros(2)
+    found: dict[str, Any] = {
+        f"decoder.layers.{n}.mlp.experts.linear_fc1.weight.rank{rank}": block for n in range(n_items)
+    }
+    found |= {f"decoder.layers.{n}.self_attention._extra_state": f"{text} {n}" for n in range(n_objects)}
+    return found
+
+
+def measure_saves(directory: str, n_items: int, n_objects: int = 0) -> list[PhaseCost]:
+    """Save the same structure three times, on a rank of an initialised group; what this rank sent each time.
+
+    The second save repeats the first; in the third the objects have other contents of the same length.
+    """
+    rank = dist.get_rank()
+    PLANS.clear()
+    costs = []
+    for number, (save, text) in enumerate(zip(SAVES, ("old", "old", "new"), strict=True)):
+        state_dict = state_dict_of(rank, n_items, n_objects, text)
+        path = os.path.join(directory, f"{n_items}-{n_objects}-{number}")
+        report = robust_dcp.save(state_dict, checkpoint_id=path)
+        costs += [
+            PhaseCost(
+                save=save,
+                phase=phase.name,
+                rank=rank,
+                exchanges=phase.exchanges,
+                messages=phase.messages,
+                header_nbytes=phase.header_nbytes,
+                payload_nbytes=phase.payload_nbytes,
+            )
+            for phase in report.phases
+        ]
+    return costs
+
+
+def _rank_process(rank: int, world_size: int, directory: str, cases: list[tuple[int, int]], results: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/rendezvous",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=120),
+    )
+    results.send([measure_saves(directory, *case) for case in cases])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _measure(world_size: int, cases: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    """One row for each case, save and phase: what the coordinator sent, and the most that another rank sent."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as directory:
+        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+        processes = [
+            context.Process(target=_rank_process, args=(rank, world_size, directory, cases, pipes[rank][1]))
+            for rank in range(world_size)
+        ]
+        for process, (_, sender) in zip(processes, pipes, strict=True):
+            process.start()
+            sender.close()  # so that a rank that ends without a result is an EOFError here, and not a wait for ever
+        by_rank = [receiver.recv() for receiver, _ in pipes]
+        for process in processes:
+            process.join()
+    rows = []
+    for case, (n_items, n_objects) in enumerate(cases):
+        for costs in zip(*(each[case] for each in by_rank), strict=True):
+            others = costs[1:]
+            rows.append(
+                {
+                    "ranks": world_size,
+                    "items": n_items,
+                    "objects": n_objects,
+                    **{key: value for key, value in asdict(costs[0]).items() if key != "rank"},
+                    "others_messages": max(cost.messages for cost in others),
+                    "others_header_nbytes": max(cost.header_nbytes for cost in others),
+                    "others_payload_nbytes": max(cost.payload_nbytes for cost in others),
+                }
+            )
+    return rows
+
+
+_COLUMNS = {
+    "ranks": "ranks",
+    "items": "items",
+    "objects": "objects",
+    "save": "save",
+    "phase": "phase",
+    "exchanges": "exchanges",
+    "messages": "messages",
+    "header_nbytes": "headers B",
+    "payload_nbytes": "payload B",
+    "others_messages": "others: messages",
+    "others_header_nbytes": "headers B",
+    "others_payload_nbytes": "payload B",
+}
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = [list(_COLUMNS.values()), *([f"{row[key]}" for key in _COLUMNS] for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS))]
+    return "\n".join("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--items", type=int, nargs="+", default=[10, 1000, 10000], help="tensors of each rank")
+    parser.add_argument("--objects", type=int, nargs="+", default=[0, 10], help="objects that all ranks hold")
+    parser.add_argument("--json", help="write all rows there as well")
+    arguments = parser.parse_args()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    cases = [(items, objects) for items in arguments.items for objects in arguments.objects]
+    rows = [row for world_size in arguments.ranks for row in _measure(world_size, cases)]
+    print("What the coordinator sent in each phase, and the most that another rank sent.")
+    print(_table(rows))
+    if arguments.json:
+        with open(arguments.json, "w", encoding="utf-8") as file:
+            json.dump(rows, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Killed at any instant of a save, the directory loads as the old checkpoint or as the new one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import robust_dcp
+from robust_dcp import RobustWriter
+from robust_dcp.storage.disk import PosixDisk
+from tests.support.ranks import run_ranks, values
+from tests.support.simulated_disk import WatchedDisk
+
+StateDict = dict[str, Any]
+
+
+def state(step: int, world: int) -> StateDict:
+    """What all ranks together save at ``step``; more and other tensors each time."""
+    found: StateDict = {f"rank{rank}.w": torch.full((1000 + 10 * step,), float(step)) for rank in range(world)}
+    found |= {f"rank{rank}.object": f"step {step}" for rank in range(world)}
+    found |= {f"rank0.extra{n}": torch.full((3,), float(step)) for n in range(step)}
+    return found
+
+
+def own_part(step: int, world: int) -> StateDict:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return {key: value for key, value in state(step, world).items() if key.startswith(f"rank{rank}.")}
+
+
+def save_and_be_killed(directory: str, step: int, world: int, kill_rank: int, kill_at: int | None) -> int:
+    """The number of calls to the disk; with ``kill_at``, SIGKILL comes right before that call."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+
+    def kill(number: int) -> None:
+        if rank == kill_rank and number == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    disk = WatchedDisk(PosixDisk(), before=kill)
+    robust_dcp.save(own_part(step, world), storage_writer=RobustWriter(directory, disk=disk), timeout_seconds=20)
+    return len(disk.calls)
+
+
+def step_found(directory: str, world: int, load: Any) -> int:
+    """The step that the checkpoint holds: all of it, or the load raises or this fails."""
+    metadata: Any = dcp.FileSystemReader(directory).read_metadata()
+    step = len([key for key in metadata.state_dict_metadata if ".extra" in key])
+    expected = state(step, world)
+    assert set(metadata.state_dict_metadata) == set(expected)
+    target = {key: "" if isinstance(value, str) else torch.zeros_like(value) for key, value in expected.items()}
+    load(target, checkpoint_id=directory)
+    for key, value in expected.items():
+        assert torch.equal(target[key], value) if isinstance(value, torch.Tensor) else target[key] == value
+    return step
+
+
+def check_old_or_new(directory: str, world: int) -> int:
+    ours = step_found(directory, world, robust_dcp.load)
+    assert step_found(directory, world, dcp.load) == ours
+    assert ours in (1, 2)
+    return ours
+
+
+def test_killed_before_any_call_to_the_disk_one_process_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
+    fresh, old = str(tmp_path / "fresh"), str(tmp_path / "old")
+    values(run_ranks(1, save_and_be_killed, old, 1, 1, 0, None, init=False))
+    shutil.copytree(old, fresh)
+    (n_calls,) = values(run_ranks(1, save_and_be_killed, fresh, 2, 1, 0, None, init=False))
+    assert check_old_or_new(fresh, 1) == 2
+    steps = []
+    for number in range(n_calls):
+        directory = str(tmp_path / str(number))
+        shutil.copytree(old, directory)
+        (outcome,) = run_ranks(1, save_and_be_killed, directory, 2, 1, 0, number, init=False)
+        assert outcome.exitcode == -signal.SIGKILL
+        steps.append(check_old_or_new(directory, 1))
+    assert steps == sorted(steps) and set(steps) == {1, 2}
+    # A save after the kill works, and clears what it left.
+    values(run_ranks(1, save_and_be_killed, directory, 2, 1, 0, None, init=False))
+    assert check_old_or_new(directory, 1) == 2
+
+
+@pytest.mark.parametrize("kill_rank", [0, 1])
+def test_one_of_two_ranks_may_be_killed_at_any_call(kill_rank: int, tmp_path: Path) -> None:
+    old, whole = str(tmp_path / "old"), str(tmp_path / "whole")
+    values(run_ranks(2, save_and_be_killed, old, 1, 2, kill_rank, None))
+    shutil.copytree(old, whole)
+    n_calls = values(run_ranks(2, save_and_be_killed, whole, 2, 2, kill_rank, None))[kill_rank]
+    last = 1
+    for number in range(0, n_calls, 4):
+        directory = str(tmp_path / str(number))
+        shutil.copytree(old, directory)
+        outcomes = run_ranks(2, save_and_be_killed, directory, 2, 2, kill_rank, number)
+        assert outcomes[kill_rank].exitcode == -signal.SIGKILL
+        step = check_old_or_new(directory, 2)
+        assert step >= last
+        last = step
+    # What was left behind is in nobody's way.
+    values(run_ranks(2, save_and_be_killed, directory, 2, 2, kill_rank, None))
+    assert check_old_or_new(directory, 2) == 2
+    files = os.listdir(directory)
+    generations = {name.split(".", 1)[1] for name in files if name.endswith(".distcp")}
+    assert len(generations) <= 2
+
+
+def stock_overwrites(directory: str, kill: bool) -> None:
+    class Deadly(dcp.DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            if kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().resolve_data(write_item)
+
+    dcp.save(state(2 if kill else 1, 1), checkpoint_id=directory, planner=Deadly())
+
+
+def test_stock_destroys_the_old_checkpoint_when_it_is_killed(tmp_path: Path) -> None:
+    directory = str(tmp_path / "checkpoint")
+    values(run_ranks(1, stock_overwrites, directory, False, init=False))
+    assert step_found(directory, 1, robust_dcp.load) == 1
+    (outcome,) = run_ranks(1, stock_overwrites, directory, True, init=False)
+    assert outcome.exitcode == -signal.SIGKILL
+    with pytest.raises((Exception, robust_dcp.RobustCheckpointError)):
+        step_found(directory, 1, robust_dcp.load)

@@ -1,0 +1,416 @@
+"""A failure on one rank is the same exception on all of them; nothing is committed, nothing stays, nobody waits."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import WriteItem
+
+import robust_dcp
+from robust_dcp import RobustPlanner, RobustWriter
+from robust_dcp.plan.cache import PLANS
+from robust_dcp.storage.disk import PosixDisk
+from tests.api.test_cached_plans import blank, check_loads
+from tests.api.verdicts import Verdict, verdict_of
+from tests.support.ranks import errors, run_ranks, values
+from tests.support.simulated_disk import WatchedDisk
+
+StateDict = dict[str, Any]
+
+
+def shards(step: int) -> StateDict:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return {
+        f"w{rank}": torch.full((400_000,), float(step + rank)),
+        f"v{rank}": torch.full((7,), float(step)),
+        "shared": torch.full((300_000,), float(step)),
+        f"object {rank}": "x" * 50 * (step + 1),
+    }
+
+
+# Stock: what happens today.
+
+
+def stock_runs_out_of_space(directory: str) -> tuple[str, bool]:
+    os.makedirs(directory)
+    original = os.fsync
+    failed = []
+
+    def full_for_workers(descriptor: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            failed.append(descriptor)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(descriptor)
+
+    os.fsync = full_for_workers
+    state_dict = {f"w{n}": torch.ones(1 << 10) for n in range(4)}
+    verdict = verdict_of(dcp.save, state_dict, storage_writer=dcp.FileSystemWriter(directory, thread_count=2))
+    assert failed
+    return verdict.type_name, os.path.exists(f"{directory}/.metadata")
+
+
+def test_stock_commits_a_checkpoint_whose_files_could_not_be_written(tmp_path: Path) -> None:
+    assert values(run_ranks(1, stock_runs_out_of_space, str(tmp_path / "c"), init=False)) == [("", True)]
+
+
+def we_run_out_of_space(directory: str) -> tuple[Verdict, list[str]]:
+    state_dict = {f"w{n}": torch.ones(1 << 16) for n in range(4)}
+    if dist.get_rank() == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+    verdict = verdict_of(robust_dcp.save, state_dict, checkpoint_id=directory)
+    dist.barrier()
+    return verdict, os.listdir(directory)
+
+
+def test_a_file_that_may_not_grow_fails_the_save_on_all_ranks(tmp_path: Path) -> None:
+    for verdict, left in values(run_ranks(2, we_run_out_of_space, str(tmp_path))):
+        assert (verdict.type_name, verdict.fields["errno"]) == ("StorageError", errno.EFBIG)
+        assert verdict.failed_ranks == (1,) and "__1_" in verdict.message
+        assert left == []
+
+
+def stock_saves_to_two_places(directory: str) -> list[str]:
+    path = f"{directory}/{dist.get_rank()}"
+    os.makedirs(path)
+    dcp.save(shards(1), checkpoint_id=path)
+    return sorted(os.listdir(path))
+
+
+def test_stock_saves_half_of_the_files_to_each_of_two_directories(tmp_path: Path) -> None:
+    first, second = values(run_ranks(2, stock_saves_to_two_places, str(tmp_path)))
+    assert first == [".metadata", "__0_0.distcp"] and second == ["__1_0.distcp"]
+
+
+def test_stock_raises_what_except_exception_does_not_catch() -> None:
+    assert not issubclass(CheckpointException, Exception)
+
+
+# Ours.
+
+
+WRITING, COMMITTING, END = 0, 1, 2
+
+
+def fail_each_call(directory: str, failing_rank: int, code: int) -> list[str]:
+    """Every call that one rank makes to its disk fails once, in a save where a checkpoint lies; what is wrong then."""
+    rank = dist.get_rank()
+    problems: list[str] = []
+    robust_dcp.save(shards(0), checkpoint_id=directory)
+    committed, step, what = 0, 0, torch.tensor(0)
+    while int(what) != END:
+        dist.barrier()
+        files = sorted(os.listdir(directory))
+        dist.barrier()
+        step += 1
+        disk: Any = WatchedDisk(PosixDisk(), fail_at=step - 1, code=code) if rank == failing_rank else PosixDisk()
+        verdict = verdict_of(robust_dcp.save, shards(step), storage_writer=RobustWriter(directory, disk=disk))
+        if rank == failing_rank:
+            calls = disk.calls[:step]
+            committing = any(path.endswith(".tmp") for _, path in calls)
+            what.fill_(END if len(calls) < step else COMMITTING if committing else WRITING)
+        dist.broadcast(what, src=failing_rank)
+        if verdict.type_name == "":
+            committed = step
+        elif verdict.type_name != "StorageError" or verdict.fields["errno"] != code:
+            problems.append(f"call {step}: {verdict}")
+        target = blank(shards(step))
+        robust_dcp.load(target, checkpoint_id=directory)
+        loaded = int(target["v0" if rank == 0 else "v1"][0])
+        if loaded not in {committed, step} or (loaded != committed and int(what) == WRITING):
+            problems.append(f"call {step}: loaded {loaded}, committed {committed}")
+        committed = loaded
+        check_loads(shards(loaded), directory, "ours")
+        left = set(os.listdir(directory)) - set(files)
+        if verdict.type_name and left:
+            if int(what) == WRITING:
+                problems.append(f"call {step} ({verdict.message}) left {left}")
+            # A commit that failed may have come through: its files stay until the next one has succeeded.
+            robust_dcp.save(shards(step), checkpoint_id=directory)
+            committed = step
+    check_loads(shards(step), directory)
+    assert step > 10
+    return problems
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_every_call_to_the_disk_may_fail_and_the_old_checkpoint_loads(failing_rank: int, tmp_path: Path) -> None:
+    directory = str(tmp_path / "checkpoint")
+    for problems in values(run_ranks(2, fail_each_call, directory, failing_rank, errno.ENOSPC, timeout_seconds=120)):
+        assert problems == []
+
+
+class Broken:
+    """A ``Stateful`` that raises on one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def state_dict(self) -> StateDict:
+        if dist.get_rank() == self.rank:
+            raise LookupError("this rank has lost its state")
+        return {"w": torch.ones(2)}
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        if dist.get_rank() == self.rank:
+            raise LookupError("this rank does not take its state")
+
+
+class BrokenPlanner(RobustPlanner):
+    """Raises on rank 1 in one of its hooks."""
+
+    def __init__(self, broken: str) -> None:
+        super().__init__()
+        self.broken = broken
+
+    def _raise_in(self, hook: str) -> None:
+        if self.broken == hook and dist.get_rank() == 1:
+            raise LookupError(f"broken {hook}")
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        super().set_up_planner(*args, **kwargs)
+        self._raise_in("set_up_planner")
+
+    def describe(self, *args: Any, **kwargs: Any) -> Any:
+        self._raise_in("describe")
+        return super().describe(*args, **kwargs)
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        self._raise_in("resolve_data")
+        return super().resolve_data(write_item)
+
+
+class DoesNotPickle:
+    def __reduce__(self) -> Any:
+        raise LookupError("this does not pickle")
+
+
+def break_hooks(directory: str) -> list[tuple[str, Verdict, float]]:
+    robust_dcp.save(shards(0), checkpoint_id=directory)
+    files = sorted(os.listdir(directory))
+    dist.barrier()
+    found = []
+
+    def attempt(case: str, state_dict: StateDict, **kwargs: Any) -> None:
+        began = time.monotonic()
+        verdict = verdict_of(robust_dcp.save, state_dict, checkpoint_id=directory, **kwargs)
+        found.append((case, verdict, time.monotonic() - began))
+        dist.barrier()
+        assert sorted(os.listdir(directory)) == files, case
+        check_loads(shards(0), directory, "ours")
+
+    for rank in (0, 1):
+        attempt(f"Stateful on rank {rank}", {"broken": Broken(rank), "w": torch.ones(1)})
+    for hook in ("set_up_planner", "describe", "resolve_data"):
+        attempt(hook, shards(1), planner=BrokenPlanner(hook))
+    state_dict = shards(1)
+    if dist.get_rank() == 1:
+        state_dict["odd"] = DoesNotPickle()
+    attempt("an object", state_dict)
+    return found
+
+
+def test_an_exception_of_one_rank_is_raised_on_all_at_once(tmp_path: Path) -> None:
+    outcomes = values(run_ranks(3, break_hooks, str(tmp_path / "checkpoint")))
+    for cases in zip(*outcomes, strict=True):
+        for case, verdict, seconds in cases:
+            culprit = (0,) if case.endswith("rank 0") else (1,)
+            assert (verdict.type_name, verdict.failed_ranks) == ("RobustCheckpointError", culprit), (case, verdict)
+            assert verdict.message == cases[0][1].message
+            assert "LookupError" in verdict.message + verdict.failures
+            assert seconds < 20
+
+
+def raise_to_each_kind_of_caller(directory: str) -> list[str]:
+    caught = []
+    for kind in (Exception, CheckpointException, RuntimeError):
+        try:
+            robust_dcp.save({"broken": Broken(0)}, checkpoint_id=directory)
+        except kind:
+            caught.append(kind.__name__)
+    return caught
+
+
+def test_what_we_raise_is_caught_as_exception_and_as_checkpoint_exception(tmp_path: Path) -> None:
+    for caught in values(run_ranks(2, raise_to_each_kind_of_caller, str(tmp_path))):
+        assert caught == ["Exception", "CheckpointException", "RuntimeError"]
+
+
+def save_to_two_places(directory: str, how: str) -> tuple[Verdict, list[str]]:
+    path = f"{directory}/{dist.get_rank()}"
+    if how == "ours":
+        verdict = verdict_of(robust_dcp.save, shards(0), checkpoint_id=path, timeout_seconds=20)
+    else:
+        writer, planner = RobustWriter(path), RobustPlanner(timeout_seconds=20)
+        verdict = verdict_of(dcp.save, shards(0), storage_writer=writer, planner=planner, no_dist=True)
+    return verdict, os.listdir(path) if os.path.isdir(path) else []
+
+
+@pytest.mark.parametrize("how", ["ours", "stock no_dist"])
+def test_ranks_that_save_to_different_places_are_told(how: str, tmp_path: Path) -> None:
+    for verdict, files in values(run_ranks(2, save_to_two_places, str(tmp_path), how)):
+        assert verdict.type_name == ("ExchangeError" if how == "ours" else "CheckpointException")
+        assert f"{tmp_path}/0" in verdict.message and f"{tmp_path}/1" in verdict.message
+        assert files == []
+
+
+def die_while_saving(directory: str, victim: int, phase: str) -> tuple[Verdict, float]:
+    robust_dcp.save(shards(0), checkpoint_id=directory)
+    rank = dist.get_rank()
+
+    class Deadly(PosixDisk):
+        def open_new(self, path: str, *, direct: bool = False) -> Any:
+            if rank == victim and path.endswith(".tmp") == (phase == "commit"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().open_new(path, direct=direct)
+
+    class DeadlyPlanner(RobustPlanner):
+        def describe(self, *args: Any, **kwargs: Any) -> Any:
+            if rank == victim and phase == "plan":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().describe(*args, **kwargs)
+
+    began = time.monotonic()
+    writer = RobustWriter(directory, disk=Deadly())
+    verdict = verdict_of(
+        robust_dcp.save, shards(1), storage_writer=writer, planner=DeadlyPlanner(), timeout_seconds=20
+    )
+    return verdict, time.monotonic() - began
+
+
+@pytest.mark.parametrize(("victim", "phase"), [(2, "plan"), (0, "plan"), (1, "write"), (0, "write"), (0, "commit")])
+def test_a_rank_that_is_killed_is_named_and_the_old_checkpoint_loads(victim: int, phase: str, tmp_path: Path) -> None:
+    directory = str(tmp_path / "checkpoint")
+    outcomes = run_ranks(3, die_while_saving, directory, victim, phase)
+    assert outcomes[victim].exitcode == -signal.SIGKILL
+    for outcome in outcomes:
+        if outcome.rank != victim:
+            verdict, seconds = values([outcome])[0]
+            assert verdict.type_name == "ExchangeTimeout"
+            assert verdict.fields["missing_ranks"] == [victim]
+            assert seconds < 25
+    target = {"shared": torch.zeros(300_000), "w1": torch.zeros(400_000)}
+    robust_dcp.load(target, checkpoint_id=directory)
+    assert target["shared"].eq(0).all() and target["w1"].eq(1).all()
+
+
+def come_late(directory: str) -> Verdict:
+    if dist.get_rank() == 1:
+        time.sleep(4)
+    verdict = verdict_of(robust_dcp.save, shards(0), checkpoint_id=directory, timeout_seconds=2)
+    dist.barrier()
+    # All are here again: the next save works.
+    assert robust_dcp.save(shards(1), checkpoint_id=directory, timeout_seconds=30).plan == "built"
+    check_loads(shards(1), directory)
+    return verdict
+
+
+def test_a_rank_that_comes_too_late_is_named_on_both_sides_and_the_next_save_works(tmp_path: Path) -> None:
+    early, late = values(run_ranks(2, come_late, str(tmp_path / "checkpoint")))
+    assert early.type_name == late.type_name == "ExchangeTimeout"
+    assert early.fields["missing_ranks"] == [1]
+    assert "2" in early.message
+
+
+def interrupt_one_rank(directory: str) -> tuple[str, str]:
+    class Interrupted(RobustPlanner):
+        def resolve_data(self, write_item: WriteItem) -> Any:
+            if dist.get_rank() == 1:
+                raise KeyboardInterrupt
+            return super().resolve_data(write_item)
+
+    try:
+        robust_dcp.save(shards(0), checkpoint_id=directory, planner=Interrupted(), timeout_seconds=20)
+    except KeyboardInterrupt:
+        return "KeyboardInterrupt", ""
+    except RuntimeError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_ctrl_c_on_one_rank_ends_the_save_on_all(tmp_path: Path) -> None:
+    other, interrupted = values(run_ranks(2, interrupt_one_rank, str(tmp_path)))
+    assert interrupted[0] == "KeyboardInterrupt"
+    assert other[0] == "RobustCheckpointError" and "KeyboardInterrupt" in other[1]
+    assert os.listdir(tmp_path) == []
+
+
+class CountsWrites(PosixDisk):
+    nbytes = 0
+
+    def pwrite(self, file: Any, data: Any, offset: int) -> None:
+        time.sleep(0.05)  # a slow disk
+        super().pwrite(file, data, offset)
+        type(self).nbytes += memoryview(data).nbytes
+
+
+def fail_while_the_others_write(directory: str) -> tuple[str, int, float]:
+    disk = CountsWrites()
+    began = time.monotonic()
+    if dist.get_rank() == 1:
+        state_dict: StateDict = {"small": torch.ones(4)}
+        planner: RobustPlanner = BrokenPlanner("resolve_data")
+    else:
+        # 200 writes of 8 MiB: ten seconds of this disk. One block, seen by many names, takes no memory.
+        block = torch.ones(2 << 20)
+        state_dict = {f"w{n}": block for n in range(200)}
+        planner = BrokenPlanner("")
+    verdict = verdict_of(
+        robust_dcp.save, state_dict, storage_writer=RobustWriter(directory, threads=1, disk=disk), planner=planner
+    )
+    return verdict.type_name, disk.nbytes, time.monotonic() - began
+
+
+def test_ranks_that_still_write_stop_when_another_has_failed(tmp_path: Path) -> None:
+    (name, nbytes, _), (other, _, _) = values(run_ranks(2, fail_while_the_others_write, str(tmp_path)))
+    assert name == other == "RobustCheckpointError"
+    assert nbytes < 100 * (8 << 20)
+    assert os.listdir(tmp_path) == []
+
+
+def fail_to_be_set_up(directory: str, how: str) -> None:
+    if how == "writer":
+        robust_dcp.save({}, checkpoint_id=directory, storage_writer=dcp.FileSystemWriter(directory))
+    elif how == "planner":
+        robust_dcp.save({}, checkpoint_id=directory, planner=type("Other", (dcp.DefaultSavePlanner,), {})())
+    elif how == "place":
+        robust_dcp.save({})
+    elif how == "overwrite":
+        robust_dcp.save(shards(0), checkpoint_id=directory)
+        robust_dcp.save(shards(1), storage_writer=RobustWriter(directory, overwrite=False))
+    else:
+        Path(directory).write_text("a file is here")
+        robust_dcp.save(shards(0), checkpoint_id=f"{directory}/1")
+
+
+@pytest.mark.parametrize(
+    ("how", "expected", "words"),
+    [
+        ("writer", TypeError, "FileSystemWriter"),
+        ("planner", TypeError, "RobustPlanner"),
+        ("place", ValueError, "checkpoint_id"),
+        ("overwrite", OSError, "overwrite=False"),
+        ("file", OSError, "directory"),
+    ],
+)
+def test_a_save_that_cannot_work_says_what_to_pass(
+    how: str, expected: type[Exception], words: str, tmp_path: Path
+) -> None:
+    (error,) = errors(run_ranks(1, fail_to_be_set_up, str(tmp_path / "checkpoint"), how, init=False))
+    assert error.is_a(expected) and words in error.message
+
+
+def test_the_cache_of_this_process_is_not_touched_by_tests_in_ranks() -> None:
+    assert len(PLANS) == 0

@@ -1,0 +1,45 @@
+"""A repeated save sends a few headers, whatever the number of items; measured by the benchmark's own code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.bench_messages import PhaseCost, measure_saves
+from tests.support.ranks import run_ranks, values
+
+PHASES = ("plan", "write", "commit")
+
+
+def measure_10_and_1000_items(directory: str, n_objects: int) -> tuple[list[PhaseCost], list[PhaseCost]]:
+    return measure_saves(directory, 10, n_objects), measure_saves(directory, 1000, n_objects)
+
+
+@pytest.mark.parametrize("n_objects", [0, 10])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_a_repeated_save_sends_the_same_few_bytes_for_10_and_1000_items(
+    world_size: int, n_objects: int, tmp_path: Path
+) -> None:
+    outcomes = run_ranks(world_size, measure_10_and_1000_items, str(tmp_path), n_objects)
+    for outcome, (few, many) in zip(outcomes, values(outcomes), strict=True):
+        assert outcome.output == ""
+        repeated = [cost for cost in few if cost.save != "first"]
+        assert repeated == [cost for cost in many if cost.save != "first"]
+        assert [cost.phase for cost in repeated] == [*PHASES, *PHASES]
+        for cost in repeated:
+            assert cost.exchanges == 1
+            assert cost.header_nbytes + cost.payload_nbytes <= 256 * cost.exchanges
+            # Headers, confirmations and verdicts: as many as there are rounds, for any number of ranks.
+            assert cost.messages <= 2 * max(1, world_size - 1) + 2
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_first_save_sends_structures_once_to_the_coordinator(world_size: int, tmp_path: Path) -> None:
+    for few, many in values(run_ranks(world_size, measure_10_and_1000_items, str(tmp_path), 0)):
+        for costs, n_items in ((few, 10), (many, 1000)):
+            plan = costs[0]
+            assert (plan.save, plan.phase, plan.exchanges) == ("first", "plan", 3)
+            if plan.rank != 0:
+                assert 0 < plan.payload_nbytes < 1000 + 20 * n_items  # a pickled plan has 217 bytes an item
+            assert [cost.exchanges for cost in costs[1:3]] == [1, 1]

@@ -1,0 +1,221 @@
+"""Ranks that do not come, end, or come late are named within the timeout, and the channel works again afterwards."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import time
+
+import pytest
+import torch.distributed as dist
+
+from robust_dcp.comm import Channel, Offer
+from robust_dcp.comm.post_mortem import GRACE_SECONDS
+from robust_dcp.errors import ExchangeError, ExchangeTimeout
+from tests.comm.messages import Note
+from tests.support.ranks import Outcome, RankError, errors, run_ranks, values
+
+
+def _wait_for(key: str) -> None:
+    dist.distributed_c10d._get_default_store().wait([key], datetime.timedelta(seconds=50))
+
+
+def _signal(key: str) -> None:
+    dist.distributed_c10d._get_default_store().set(key, "1")
+
+
+def _one_comes_late(connected: bool, late: int) -> tuple[float, str]:
+    channel = Channel.for_group(timeout_seconds=1.5 if dist.get_rank() != late else 40)
+    if connected:
+        channel.barrier("connect")
+    if channel.rank == late:
+        _wait_for("given up")
+    began = time.monotonic()
+    with pytest.raises(ExchangeTimeout) as caught:
+        channel.agree("save 3: plan", Offer)
+    seconds = time.monotonic() - began
+    _signal("given up")
+    assert caught.value.phase == "save 3: plan"
+    assert caught.value.missing_ranks == [late]
+    assert caught.value.timeout_seconds == 1.5
+    # All are here now.
+    channel = Channel.for_group(timeout_seconds=40)
+    assert len(channel.all_gather("next", lambda: Note(channel.rank), Note)) == channel.size
+    return seconds, str(caught.value)
+
+
+@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_late_rank_is_named_on_both_sides_and_the_next_exchange_works(connected: bool, late: int) -> None:
+    outcomes = values(run_ranks(4, _one_comes_late, connected, late))
+    for rank, (seconds, message) in enumerate(outcomes):
+        assert "1 of 4 ranks missing: rank " + str(late) in message
+        assert "did not finish within 1.5 seconds" in message
+        if rank == late:
+            assert message.startswith(f"this rank ({late}) came after the others had given up on it")
+            assert seconds < 1.5
+        else:
+            assert 1.4 < seconds < 3
+            where = "finished barrier 'connect'" if connected else "never came"
+            assert where in message
+
+
+def _slow_work() -> str:
+    channel = Channel.for_group(timeout_seconds=1 if dist.get_rank() else 40)
+    channel.barrier("connect")
+
+    def work() -> None:
+        if channel.rank == 0:
+            _wait_for("given up")
+
+    with pytest.raises(ExchangeTimeout) as caught:
+        channel.barrier("save 3: write", work)
+    _signal("given up")
+    return str(caught.value)
+
+
+def test_a_rank_that_is_still_at_work_is_told_from_one_that_never_came() -> None:
+    for message in values(run_ranks(3, _slow_work)):
+        assert "rank 0 (host" in message
+        assert "began its own work for barrier 'save 3: write'" in message
+
+
+def _killed(when: str) -> float:
+    channel = Channel.for_group(timeout_seconds=30)
+    channel.barrier("connect")
+    if channel.rank == 2:
+        if when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if when == "within":
+            _die_after_header(channel)
+
+    began = time.monotonic()
+    try:
+        for i in range(100):
+            channel.gather(f"step {i}", lambda i=i: _work(channel, when, i), Note)
+    finally:
+        # None waits for the timeout: connections that break are noticed, and passed on.
+        assert time.monotonic() - began < 15
+    return 0
+
+
+def _work(channel: Channel, when: str, i: int) -> Note:
+    if channel.rank == 2 and when == "at work" and i == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Note(channel.rank, bytes(1000))
+
+
+def _die_after_header(channel: Channel) -> None:
+    transport = channel._link._transport
+    assert transport is not None
+    transport.send = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+
+
+def _errors_of_survivors(outcomes: list[Outcome], killed: int) -> list[RankError]:
+    assert outcomes[killed].exitcode == -signal.SIGKILL
+    return errors(outcomes, [outcome.rank for outcome in outcomes if outcome.rank != killed])
+
+
+@pytest.mark.parametrize("when", ["before", "at work", "within"])
+def test_a_killed_rank_is_named_at_once_by_all_others(when: str) -> None:
+    caught = _errors_of_survivors(run_ranks(5, _killed, when), 2)
+    assert len({error.message for error in caught}) == 1
+    for error in caught:
+        assert error.type_name == "ExchangeTimeout"
+        assert error.is_a(TimeoutError)
+        assert error.fields["missing_ranks"] == [2]
+        assert "broke off: connection lost; 1 of 5 ranks missing: rank 2 (host " in error.message
+
+
+def _two_killed() -> None:
+    channel = Channel.for_group(timeout_seconds=30)
+    channel.barrier("connect")
+    if channel.rank in (1, 4):
+        _die_after_header(channel)
+    channel.gather("step", lambda: Note(channel.rank, bytes(1000)), Note)
+
+
+def test_two_killed_ranks_are_both_named() -> None:
+    outcomes = run_ranks(6, _two_killed)
+    for error in errors(outcomes, [0, 2, 3, 5]):
+        assert error.fields["missing_ranks"] == [1, 4]
+
+
+def _killed_before_it_connects() -> None:
+    channel = Channel.for_group(timeout_seconds=1.5)
+    if channel.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    channel.barrier("first")
+
+
+def test_a_rank_that_ended_before_the_first_exchange_is_named_after_the_timeout() -> None:
+    for error in _errors_of_survivors(run_ranks(3, _killed_before_it_connects), 1):
+        assert error.fields["missing_ranks"] == [1]
+        assert "rank 1 never came" in error.message
+
+
+def _stopped_within() -> float:
+    channel = Channel.for_group(timeout_seconds=1.5)
+    channel.barrier("connect")
+    if channel.rank == 1:
+        transport = channel._link._transport
+        assert transport is not None
+        transport.send = lambda *_: _wait_for("done")  # type: ignore[method-assign]
+    began = time.monotonic()
+    with pytest.raises(ExchangeTimeout) as caught:
+        channel.gather("step", lambda: Note(channel.rank, bytes(1000)), Note)
+    _signal("done")
+    assert caught.value.missing_ranks == [1]
+    channel.barrier("next")
+    return time.monotonic() - began
+
+
+def test_a_rank_that_hangs_within_an_exchange_is_named_and_can_come_back() -> None:
+    assert max(values(run_ranks(3, _stopped_within))) < 20
+
+
+def _fail_often() -> int:
+    channel = Channel.for_group(timeout_seconds=0.7)
+    for turn in range(4):
+        late = turn % channel.size
+        if channel.rank == late:
+            _wait_for(f"given up {turn}")
+        with pytest.raises(ExchangeTimeout) as caught:
+            channel.barrier(f"turn {turn}")
+        assert caught.value.missing_ranks == [late]
+        _signal(f"given up {turn}")
+        Channel.for_group(timeout_seconds=30).barrier(f"all {turn}")
+    return channel._link.generation
+
+
+def test_a_channel_survives_any_number_of_failures() -> None:
+    assert values(run_ranks(3, _fail_often)) == [4, 4, 4]
+
+
+def _interrupted_while_waiting() -> tuple[str, float]:
+    channel = Channel.for_group(timeout_seconds=40)
+    channel.barrier("connect")
+    store = dist.distributed_c10d._get_default_store()
+    if channel.rank == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        store.set("pid", str(os.getpid()))
+    else:
+        # Rank 0 waits in C++ meanwhile: Python sees the signal when the wait ends, in the middle of the exchange.
+        _wait_for("pid")
+        time.sleep(0.3)
+        os.kill(int(store.get("pid").decode()), signal.SIGINT)
+    began = time.monotonic()
+    with pytest.raises((ExchangeError, KeyboardInterrupt)) as caught:
+        channel.barrier("step")
+    seconds = time.monotonic() - began
+    channel.barrier("next")
+    return repr(caught.value.args[0] if caught.value.args else caught.value), seconds
+
+
+def test_an_interrupt_while_waiting_ends_the_exchange_on_all_ranks_at_once() -> None:
+    (first, _), (second, seconds) = values(run_ranks(2, _interrupted_while_waiting))
+    assert first == "KeyboardInterrupt()"
+    assert "broke off on rank 0: KeyboardInterrupt" in second
+    # Not even the grace for ranks that do not answer was needed: closing the connections woke the other rank.
+    assert seconds < GRACE_SECONDS

@@ -1,0 +1,114 @@
+"""The cache is bounded, keyed by group and signature, and models that alternate both hit."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from robust_dcp.plan.cache import CachedPlan, PlanCache
+from robust_dcp.plan.rank_plan import RankPlan
+from robust_dcp.plan.structure import plan_id_of
+from tests.plan.structures import table, tensor
+
+GROUP = (0, 1)
+
+
+def _plan(*signatures: bytes) -> CachedPlan:
+    none = np.array([], dtype=np.intp)
+    return CachedPlan(
+        plan_id=plan_id_of(signatures),
+        signatures=signatures,
+        table=table(tensor("w")),
+        rank_plan=RankPlan(none, none, None),
+        variable_places=None,
+        coordinator=None,
+    )
+
+
+def test_a_plan_is_found_by_this_ranks_signature() -> None:
+    cache, plan = PlanCache(), _plan(b"a0", b"a1")
+    assert cache.find(GROUP, b"a0", 0) is None
+    assert cache.latest(GROUP) is None
+    cache.put(GROUP, plan)
+    assert cache.find(GROUP, b"a0", 0) is plan
+    assert cache.find(GROUP, b"a1", 1) is plan
+    assert cache.find(GROUP, b"a0", 1) is None
+    assert cache.find(GROUP, b"other", 0) is None
+    assert cache.latest(GROUP) is plan
+
+
+def test_two_models_that_are_saved_in_turn_both_hit() -> None:
+    cache, model, ema = PlanCache(max_entries=2), _plan(b"m0", b"m1"), _plan(b"e0", b"e1")
+    for _ in range(3):
+        for plan in (model, ema):
+            cache.put(GROUP, plan)
+        for plan in (model, ema):
+            assert cache.find(GROUP, plan.signatures[1], 1) is plan
+    assert len(cache) == 2
+
+
+def test_the_plan_used_last_is_the_latest_and_the_one_used_least_goes() -> None:
+    cache = PlanCache(max_entries=3)
+    plans = [_plan(bytes([n]), b"same") for n in range(3)]
+    for plan in plans:
+        cache.put(GROUP, plan)
+    cache.put(GROUP, plans[0])
+    assert cache.latest(GROUP) is plans[0]
+    assert cache.find(GROUP, b"same", 1) is plans[0]
+    cache.put(GROUP, _plan(b"new", b"same"))
+    assert len(cache) == 3
+    assert cache.find(GROUP, plans[1].signatures[0], 0) is None
+    assert cache.find(GROUP, plans[0].signatures[0], 0) is plans[0]
+    assert cache.find(GROUP, plans[2].signatures[0], 0) is plans[2]
+
+
+def test_the_bound_holds_over_all_groups() -> None:
+    cache = PlanCache(max_entries=4)
+    for n in range(50):
+        cache.put((n, n + 1), _plan(bytes([n]), b"x"))
+    assert len(cache) == 4
+    assert cache.latest((0, 1)) is None
+    assert cache.latest((49, 50)) is not None
+
+
+def test_groups_do_not_see_each_others_plans() -> None:
+    cache, plan = PlanCache(), _plan(b"a0", b"a1")
+    cache.put(GROUP, plan)
+    for other in ((1, 0), (0,), (0, 1, 2), (2, 3)):
+        assert cache.find(other, b"a0", 0) is None
+        assert cache.latest(other) is None
+
+
+def test_a_newer_plan_of_the_same_signatures_takes_the_place_of_the_older() -> None:
+    cache, old, new = PlanCache(), _plan(b"a0", b"a1"), _plan(b"a0", b"a1")
+    cache.put(GROUP, old)
+    cache.put(GROUP, new)
+    assert len(cache) == 1
+    assert cache.find(GROUP, b"a0", 0) is new
+    cache.clear()
+    assert len(cache) == 0
+    assert cache.latest(GROUP) is None
+
+
+def test_threads_may_save_at_the_same_time() -> None:
+    cache = PlanCache(max_entries=4)
+    failures: list[BaseException] = []
+
+    def save(thread: int) -> None:
+        try:
+            for n in range(200):
+                plan = _plan(bytes([thread, n % 6]), b"x")
+                cache.put(GROUP, plan)
+                cache.find(GROUP, plan.signatures[0], 0)
+                cache.latest((thread,))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=save, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert len(cache) == 4

@@ -1,0 +1,140 @@
+"""A plan that is patched is the plan that would be built anew, and every rank gets its share of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from robust_dcp.errors import StructureChanged
+from robust_dcp.plan.agreement import Decision
+from robust_dcp.plan.cache import CachedPlan, CoordinatorPlan
+from robust_dcp.plan.local import LocalStructure
+from robust_dcp.plan.planning import apply_plan, plan_for_all
+from robust_dcp.plan.rank_plan import RankPlan, RankPlanMessage
+from robust_dcp.plan.structure import ItemKind, StructureMessage, plan_id_of
+from tests.plan.structures import World, chunk, local_of, obj, table, tensor, worlds
+
+
+def _locals(world: World, digest: int = 1) -> list[LocalStructure]:
+    ranks = range(len(world.ranks))
+    return [
+        local_of(structure, [digest] * sum(item.kind == ItemKind.BYTES for item in items), ranks=ranks)
+        for structure, items in zip(world.tables, world.ranks, strict=True)
+    ]
+
+
+def _plan(
+    ranks: list[LocalStructure], senders: tuple[int, ...], base: CachedPlan | None, *, refuse_change: bool = False
+) -> tuple[CoordinatorPlan, list[RankPlanMessage]]:
+    structures = [
+        StructureMessage.of(local.table, local.object_digests) if rank in senders else None
+        for rank, local in enumerate(ranks)
+    ]
+    outcome = Decision("built" if base is None else "patched", senders, None if base is None else base.plan_id)
+    return plan_for_all(structures, outcome, base, ranks[0], refuse_change=refuse_change)
+
+
+def _cached(
+    local: LocalStructure, share: RankPlan, everyone: list[LocalStructure], plan: CoordinatorPlan
+) -> CachedPlan:
+    signatures = tuple(other.signature.value for other in everyone)
+    return CachedPlan(plan_id_of(signatures), signatures, local.table, share, None, plan)
+
+
+def _first_save(ranks: list[LocalStructure]) -> list[CachedPlan]:
+    plan, replies = _plan(ranks, tuple(range(len(ranks))), None)
+    return [_cached(r, apply_plan(reply, r, None), ranks, plan) for r, reply in zip(ranks, replies, strict=True)]
+
+
+@settings(max_examples=30)
+@given(worlds())
+def test_each_rank_takes_its_share_and_places_it_as_the_coordinator_does(world: World) -> None:
+    ranks = _locals(world)
+    plan, replies = _plan(ranks, tuple(range(len(ranks))), None)
+    for rank, (local, reply) in enumerate(zip(ranks, replies, strict=True)):
+        share = apply_plan(reply, local, None)
+        assert share.kept.tolist() == plan.global_plan.kept[rank].tolist()
+        names = [local.table.names[local.table.name_ids[item]] for item in share.common_objects.tolist()]
+        assert tuple(names) == plan.global_plan.common_objects
+        assert share.placements is not None
+        assert len(share.placements.file) == len(share.kept)
+
+
+@settings(max_examples=30)
+@given(worlds(min_ranks=3, max_ranks=3), st.sets(st.integers(0, 2), min_size=1, max_size=2))
+def test_a_patched_plan_is_the_plan_that_would_be_built_anew(world: World, changed: set[int]) -> None:
+    before = _locals(world)
+    cached = _first_save(before)
+    grown = World(
+        tuple(
+            (*items, obj("new object"), chunk("new tensor", [6], [2 * rank], [2])) if rank in changed else items
+            for rank, items in enumerate(world.ranks)
+        )
+    )
+    # Give the new tensor no gaps: the first rank that changed holds what the others do not.
+    first = min(changed)
+    missing = tuple(chunk("new tensor", [6], [2 * rank], [2]) for rank in range(3) if rank not in changed)
+    grown = World(tuple((*items, *missing) if rank == first else items for rank, items in enumerate(grown.ranks)))
+    after = _locals(grown)
+    patched, replies = _plan(after, tuple(sorted(changed)), cached[0])
+    built, _ = _plan(after, (0, 1, 2), None)
+    assert [k.tolist() for k in patched.global_plan.kept] == [k.tolist() for k in built.global_plan.kept]
+    assert patched.metadata.without_storage() == built.metadata.without_storage()
+    for rank, (local, reply) in enumerate(zip(after, replies, strict=True)):
+        assert (reply.kept is None) <= (rank not in changed)
+        share = apply_plan(reply, local, cached[rank])
+        assert share.kept.tolist() == built.global_plan.kept[rank].tolist()
+        assert set(reply.added) == {"new object", "new tensor"}
+        assert reply.reason.startswith("on rank")
+
+
+def test_a_rank_whose_share_is_as_before_gets_no_bits() -> None:
+    before = _locals(World(((tensor("a"),), (tensor("b"),))))
+    cached = _first_save(before)
+    after = _locals(World(((tensor("a"),), (tensor("b"), tensor("c")))))
+    _, replies = _plan(after, (1,), cached[0])
+    assert [reply.kept is None for reply in replies] == [True, False]
+    with pytest.raises(ValueError, match="does not have"):
+        apply_plan(replies[0], after[0], None)
+
+
+def test_a_changed_structure_is_refused_with_the_keys_if_asked() -> None:
+    cached = _first_save(_locals(World(((tensor("a"), tensor("gone")), (tensor("b"),)))))
+    after = _locals(World(((tensor("a", [9]),), (tensor("b"), tensor("c")))))
+    with pytest.raises(StructureChanged) as caught:
+        _plan(after, (0, 1), cached[0], refuse_change=True)
+    assert (caught.value.added, caught.value.removed, caught.value.changed) == (["c"], ["gone"], ["a"])
+    assert "a (float32[4] -> float32[9])" in str(caught.value)
+
+
+def test_a_lost_cache_is_no_change_of_structure() -> None:
+    ranks = _locals(World(((tensor("a"),), (tensor("b"),))))
+    cached = _first_save(ranks)
+    _, replies = _plan(ranks, (1,), cached[0], refuse_change=True)
+    assert not replies[0].added + replies[0].removed + tuple(replies[0].changed)
+
+
+def test_objects_that_differ_are_told_to_all_ranks() -> None:
+    structure = table(obj("rng"), obj("step"))
+    ranks = [local_of(structure, [rank, 5], ranks=range(3)) for rank in (7, 8, 7)]
+    _, replies = _plan(ranks, (0, 1, 2), None)
+    assert all(reply.differing_objects == {"rng": (0, 1, 2)} for reply in replies)
+
+
+def test_replies_stay_bounded_if_everything_changed() -> None:
+    cached = _first_save(_locals(World((tuple(tensor(f"old{n:04}") for n in range(1000)), ()))))
+    after = _locals(World((tuple(tensor(f"new{n:04}") for n in range(1000)), ())))
+    _, replies = _plan(after, (0, 1), cached[0])
+    assert len(replies[0].added) == len(replies[0].removed) == 200
+    assert len(replies[0].reason) < 1000
+
+
+def test_another_writer_gets_no_places() -> None:
+    structure = table(tensor("a"), obj("o"))
+    local = local_of(structure, ranks=(0,), files=None)
+    plan, (reply,) = _plan([local], (0,), None)
+    assert apply_plan(reply, local, None).placements is None
+    assert plan.metadata.without_storage().storage_data is None
+    assert np.array_equal(apply_plan(reply, local, None).kept, [0, 1])

@@ -1,0 +1,154 @@
+"""No two records overlap, large payloads are aligned for direct I/O, and files are of about one size."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from robust_dcp.storage.layout import (
+    LARGE_NBYTES,
+    PAGE_NBYTES,
+    RECORD_ALIGNMENT,
+    Placements,
+    place_as_they_come,
+    place_records,
+)
+
+_SMALL = st.integers(0, 10_000)
+_AROUND_LARGE = st.integers(LARGE_NBYTES - 200, LARGE_NBYTES + 200)
+_LARGE = st.integers(LARGE_NBYTES, 1 << 34)
+_RECORDS = st.lists(
+    st.one_of(
+        st.none(),
+        st.tuples(
+            st.integers(1, 40).map(lambda n: 64 * n), st.one_of(_SMALL, _AROUND_LARGE, _LARGE), st.integers(0, 900)
+        ),
+    ),
+    max_size=40,
+)
+"""(header, payload, trailer) in bytes; ``None`` for an item of variable size."""
+
+
+def _columns(records: list[Any]) -> tuple[Any, Any, Any]:
+    header = np.array([r[0] if r else 0 for r in records], dtype=np.int64)
+    payload = np.array([r[1] if r else 0 for r in records], dtype=np.int64)
+    record = np.array([sum(r) if r else -1 for r in records], dtype=np.int64)
+    return record, header, payload
+
+
+def _place(records: list[Any], files: int) -> Placements:
+    record, header, payload = _columns(records)
+    return place_records(record, header, payload, files=files)
+
+
+@given(_RECORDS, st.integers(1, 5))
+def test_records_lie_apart_aligned_and_within_their_files(records: list[Any], files: int) -> None:
+    placements = _place(records, files)
+    assert len(placements.file) == len(placements.offset) == len(placements.nbytes) == len(records)
+    assert placements.n_files <= files + 1
+    for number in range(placements.n_files):
+        members = [n for n, r in enumerate(records) if r and placements.file[n] == number]
+        spans = sorted((int(placements.offset[n]), int(placements.offset[n]) + sum(records[n])) for n in members)
+        assert all(start >= 0 and start % RECORD_ALIGNMENT == 0 for start, _ in spans)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+        assert placements.file_nbytes[number] == max((end for _, end in spans), default=0)
+
+
+@given(_RECORDS, st.integers(1, 5))
+def test_large_payloads_lie_where_tensors_lie_within_a_page(records: list[Any], files: int) -> None:
+    placements = _place(records, files)
+    for n, record in enumerate(records):
+        if record and record[1] >= LARGE_NBYTES:
+            assert (placements.offset[n] + record[0]) % PAGE_NBYTES == RECORD_ALIGNMENT
+
+
+@given(_RECORDS, st.integers(1, 5))
+def test_little_is_lost_to_alignment(records: list[Any], files: int) -> None:
+    placements = _place(records, files)
+    n_large = sum(1 for r in records if r and r[1] >= LARGE_NBYTES)
+    padding = sum(placements.file_nbytes) - sum(sum(r) for r in records if r)
+    assert 0 <= padding <= n_large * (PAGE_NBYTES + RECORD_ALIGNMENT) + len(records) * RECORD_ALIGNMENT
+
+
+@given(_RECORDS, st.integers(1, 5))
+def test_items_of_variable_size_have_a_file_of_their_own(records: list[Any], files: int) -> None:
+    placements = _place(records, files)
+    variable = [n for n, r in enumerate(records) if r is None]
+    assert placements.variable.tolist() == variable
+    assert (placements.nbytes[variable] == -1).all()
+    if not variable:
+        assert placements.variable_file is None
+        return
+    assert placements.variable_file == placements.n_files - 1
+    assert placements.file_nbytes[-1] == 0
+    fixed = [n for n, r in enumerate(records) if r]
+    assert set(placements.file[variable].tolist()) == {placements.variable_file}
+    assert placements.variable_file not in placements.file[fixed].tolist()
+
+
+@given(_RECORDS, st.integers(1, 5))
+def test_how_many_items_of_variable_size_there_are_moves_nobody_else(records: list[Any], files: int) -> None:
+    placements = _place(records, files)
+    fixed = [r for r in records if r]
+    alone = _place(fixed, files)
+    kept = np.array([r is not None for r in records], dtype=np.bool_)
+    assert np.array_equal(placements.offset[kept], alone.offset)
+    assert np.array_equal(placements.file[kept], alone.file)
+
+
+@given(_RECORDS, st.integers(1, 5))
+def test_the_same_records_always_get_the_same_places(records: list[Any], files: int) -> None:
+    columns = _columns(records)
+    before = [column.copy() for column in columns]
+    first, second = place_records(*columns, files=files), place_records(*before, files=files)
+    for column in ("file", "offset", "nbytes"):
+        assert np.array_equal(getattr(first, column), getattr(second, column))
+    assert (first.file_nbytes, first.variable_file) == (second.file_nbytes, second.variable_file)
+    assert all(np.array_equal(old, new) for old, new in zip(before, columns, strict=True))
+
+
+@settings(max_examples=50)
+@given(st.lists(st.one_of(_SMALL, _AROUND_LARGE, _LARGE), min_size=1, max_size=60), st.integers(1, 5))
+def test_no_file_exceeds_the_mean_by_more_than_one_record(payloads: list[int], files: int) -> None:
+    placements = _place([(512, payload, 700) for payload in payloads], files)
+    n_files = min(files, len(payloads))
+    assert placements.n_files == n_files
+    loads = np.bincount(placements.file, weights=placements.nbytes, minlength=n_files)
+    # The slack of LARGE_NBYTES: small records are dealt out by running totals, not one by one.
+    assert loads.max() <= sum(p + 1212 for p in payloads) / n_files + max(max(payloads) + 1212, LARGE_NBYTES)
+
+
+def test_thousands_of_small_records_fill_files_evenly() -> None:
+    placements = _place([(640, 1000 + n % 50, 600) for n in range(9000)], 3)
+    loads = np.bincount(placements.file, weights=placements.nbytes)
+    assert loads.max() - loads.min() < 10_000
+
+
+@pytest.mark.parametrize("files", [1, 4])
+def test_no_records_need_no_files(files: int) -> None:
+    placements = _place([], files)
+    assert (placements.n_files, placements.variable_file) == (0, None)
+    only_objects = _place([None, None], files)
+    assert (only_objects.n_files, only_objects.variable_file) == (1, 0)
+
+
+def test_there_are_never_more_files_than_records() -> None:
+    assert _place([(64, 10, 10)] * 2, files=8).n_files == 2
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(0, 1 << 32), max_size=40), st.integers(1, 5))
+def test_records_of_unknown_length_are_only_spread_over_files(nbytes: list[int], files: int) -> None:
+    placements = place_as_they_come(nbytes, files=files)
+    assert placements.n_files == min(files, len(nbytes))
+    assert placements.variable_file is None
+    assert (placements.offset == -1).all()
+    assert (placements.nbytes == -1).all()
+    if nbytes:
+        loads = np.bincount(placements.file, weights=nbytes, minlength=placements.n_files)
+        assert loads.max() <= sum(nbytes) / placements.n_files + max(*nbytes, LARGE_NBYTES)

@@ -1,0 +1,110 @@
+"""What users may import, and what an import costs them."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+from torch.distributed.checkpoint.api import CheckpointException
+
+import robust_dcp
+from robust_dcp.plan.cache import PLANS
+
+PUBLIC_NAMES = [
+    "Channel",
+    "CorruptCheckpoint",
+    "ExchangeError",
+    "ExchangeTimeout",
+    "LoadReport",
+    "PlanConflict",
+    "RobustCheckpointError",
+    "RobustLoadPlanner",
+    "RobustPlanner",
+    "RobustReader",
+    "RobustWriter",
+    "SaveReport",
+    "StorageError",
+    "StructureChanged",
+    "StructureSignature",
+    "UnsafeCheckpoint",
+    "__version__",
+    "load",
+    "save",
+]
+
+SECOND_PARENTS = {
+    "ExchangeTimeout": TimeoutError,
+    "PlanConflict": ValueError,
+    "StorageError": OSError,
+    "CorruptCheckpoint": ValueError,
+    "UnsafeCheckpoint": ValueError,
+}
+
+
+def modules() -> list[ModuleType]:
+    """All of the package that imports without Megatron-Core."""
+    found = [robust_dcp]
+    for info in pkgutil.walk_packages(robust_dcp.__path__, "robust_dcp."):
+        if not info.name.startswith("robust_dcp.megatron") and not info.name.endswith("__main__"):
+            found.append(importlib.import_module(info.name))
+    return found
+
+
+def exceptions() -> list[type[BaseException]]:
+    public = [getattr(robust_dcp, name) for name in PUBLIC_NAMES]
+    return [each for each in public if isinstance(each, type) and issubclass(each, BaseException)]
+
+
+def test_the_public_names_are_these_and_no_others() -> None:
+    assert sorted(robust_dcp.__all__) == PUBLIC_NAMES
+    for name in PUBLIC_NAMES:
+        assert getattr(robust_dcp, name) is not None
+
+
+@pytest.mark.parametrize("error", exceptions(), ids=lambda error: error.__name__)
+def test_every_exception_is_caught_as_stocks_and_as_pythons(error: type[BaseException]) -> None:
+    assert issubclass(error, CheckpointException)
+    assert issubclass(error, RuntimeError)
+    assert issubclass(error, robust_dcp.RobustCheckpointError)
+    assert issubclass(error, SECOND_PARENTS.get(error.__name__, Exception))
+
+
+def test_importing_the_package_imports_no_megatron_and_starts_no_process_group() -> None:
+    code = (
+        "import sys, robust_dcp, torch.distributed as dist\n"
+        "assert not [name for name in sys.modules if name.partition('.')[0] == 'megatron']\n"
+        "assert 'robust_dcp.megatron' not in sys.modules\n"
+        "assert not dist.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("module", modules(), ids=lambda module: module.__name__)
+def test_the_examples_in_docstrings_run(module: ModuleType) -> None:
+    PLANS.clear()  # an example of a first save is the first save of its process
+    assert doctest.testmod(module, optionflags=doctest.ELLIPSIS).failed == 0
+
+
+def test_every_public_name_says_what_it_is_for() -> None:
+    for name in PUBLIC_NAMES:
+        value = getattr(robust_dcp, name)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert inspect.getdoc(value), name
+
+
+@pytest.mark.parametrize("name", ["save", "load"])
+def test_save_and_load_take_the_arguments_of_stock(name: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    stock = inspect.signature(getattr(dcp, name)).parameters
+    ours = inspect.signature(getattr(robust_dcp, name)).parameters
+    # use_collectives (torch 2.9) says how stock's planner and writer talk to each other; ours have one way.
+    for parameter in set(stock) - {"use_collectives"}:
+        assert parameter in ours
+        assert stock[parameter].default == ours[parameter].default, parameter
