@@ -49,5 +49,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  { echo "$(PYTHON) is not Python 3.10 or newer; choose one: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input \
-	  -c constraints.txt -e '.[megatron,demo,bench,test,dev]'
+	  -c constraints.txt -e '.[megatron,bench,test,dev]'
 	@touch $@
