@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 import robust_dcp
 from robust_dcp import RobustLoadPlanner, RobustReader
 from robust_dcp.storage.metadata_file import encode_metadata
+from robust_dcp.storage.torch_zip import record_template
 from tests.api.fingerprints import fingerprint
 from tests.api.test_cached_plans import blank
 from tests.api.test_failures import Broken
@@ -128,13 +129,13 @@ def test_a_stateful_that_raises_on_one_rank_raises_on_all(tmp_path: Path) -> Non
     assert outcomes[0] == outcomes[1]
     for rank, verdict in enumerate(outcomes[0]):
         assert verdict.type_name == "RobustCheckpointError" and verdict.failed_ranks == (rank,)
-        assert "lost its state" in verdict.message
+        assert "lost its state" in verdict.failures
 
 
 def keep_objects_unflattened(directory: str) -> StateDict:
     state_dict = {"text": "saved", "nested": {"deep": (1, 2)}, "w": torch.ones(2)}
     robust_dcp.save(state_dict, checkpoint_id=directory, planner=robust_dcp.RobustPlanner(flatten_state_dict=False))
-    target = {"text": "", "nested": {}, "w": torch.zeros(2)}
+    target = {"text": "", "nested": {"deep": ()}, "w": torch.zeros(2)}
     robust_dcp.load(target, checkpoint_id=directory, planner=RobustLoadPlanner(flatten_state_dict=False))
     return target
 
@@ -181,10 +182,12 @@ def test_a_flipped_byte_of_one_ranks_data_is_corrupt_on_all_ranks(tmp_path: Path
     directory = str(tmp_path / "checkpoint")
     values(run_ranks(2, save_here, directory))
     file, offset, length = place_of(directory, "own1")
-    flip(file, offset + length - 300)  # within the payload: what follows it is shorter than that
+    template = record_template(torch.float32, (100,))
+    assert template is not None and template.nbytes == length
+    flip(file, offset + template.header_nbytes + 10)
     for verdict in values(run_ranks(2, load_here, directory, [])):
         assert verdict.type_name == "CorruptCheckpoint" and verdict.failed_ranks == (1,)
-        assert verdict.fields["item"] == "own1" and verdict.fields["file"] == file
+        assert verdict.fields["item"].startswith("own1") and verdict.fields["file"] == file
     # What is not damaged still loads.
     for verdict in values(run_ranks(2, load_here, directory, ["weight", "nested", "text"])):
         assert verdict.type_name == ""
@@ -202,7 +205,7 @@ def test_stock_loads_a_flipped_byte_and_we_do_not(tmp_path: Path) -> None:
     (stock,) = values(run_ranks(1, load_here, directory, ["weight"], "stock", init=False))
     assert stock.type_name == "" and not torch.equal(stock.value["weight"], saved_state()["weight"])
     (ours,) = values(run_ranks(1, load_here, directory, ["weight"], init=False))
-    assert ours.type_name == "CorruptCheckpoint" and ours.fields["item"] == "weight"
+    assert ours.type_name == "CorruptCheckpoint" and ours.fields["item"].startswith("weight")
 
 
 def change_metadata(directory: str, change: Any) -> None:
@@ -294,7 +297,9 @@ def test_a_payload_runs_in_stock_and_never_in_ours(where: str, tmp_path: Path) -
         Path(directory, ".metadata").write_bytes(pickle.dumps(Payload(mark)))
     for loader in ("ours", "stock + reader"):
         for verdict in values(run_ranks(2, load_the_payload, directory, loader)):
-            assert "UnsafeCheckpoint" in verdict.type_name + verdict.message, verdict
+            # After any error stock looks for metadata of each rank, and tells of that.
+            told = "UnsafeCheckpoint" if loader == "ours" or where == "object" else "no checkpoint was committed"
+            assert told in verdict.type_name + verdict.message, verdict
         assert not os.path.exists(mark)
     values(run_ranks(1, load_the_payload, directory, "stock", init=False))
     assert os.path.exists(mark)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -89,10 +90,11 @@ def _cost_of_verbs() -> list[ExchangeStats]:
     costs = []
     for nbytes in (10, 100_000):
         with channel.recording() as stats:
-            channel.agree("agree", lambda nbytes=nbytes: Offer(value=nbytes))
-            channel.gather("gather", lambda nbytes=nbytes: Note(0, _random_bytes(0, nbytes)), Note)
+            note = partial(Note, 0, _random_bytes(0, nbytes))
+            channel.agree("agree", partial(Offer, value=nbytes))
+            channel.gather("gather", note, Note)
             channel.gather("silent", lambda: None, Note)
-            channel.broadcast("broadcast", lambda nbytes=nbytes: Note(0, _random_bytes(0, nbytes)), Note)
+            channel.broadcast("broadcast", note, Note)
         costs.append(stats)
     assert channel.stats.exchanges == 9
     return costs
@@ -182,6 +184,7 @@ def _from_two_threads() -> list[list[int]]:
 
     def work(purpose: str) -> None:
         channel = Channel.for_group(purpose=purpose, timeout_seconds=50)
+        notes: list[Note] = []
         for i in range(20):
             notes = channel.all_gather(f"{purpose} {i}", lambda: Note(channel.rank, purpose.encode()), Note)
             assert [note.data for note in notes] == [purpose.encode()] * channel.size

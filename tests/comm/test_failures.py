@@ -98,7 +98,7 @@ def _undecodable() -> None:
         if channel.is_coordinator:
             channel.gather("sizes", lambda: None, OtherNote)
         else:
-            channel.gather("sizes", lambda: Note(channel.rank), Note)  # type: ignore[arg-type]
+            channel.gather("sizes", lambda: Note(channel.rank), Note)
     except ExchangeError:
         assert channel.all_gather("next", lambda: Note(channel.rank), Note)[2].rank == 2
         raise

@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import os
 import signal
+import socket
 import time
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -93,7 +95,7 @@ def _killed(when: str) -> float:
     began = time.monotonic()
     try:
         for i in range(100):
-            channel.gather(f"step {i}", lambda i=i: _work(channel, when, i), Note)
+            channel.gather(f"step {i}", partial(_work, channel, when, i), Note)
     finally:
         # None waits for the timeout: connections that break are noticed, and passed on.
         assert time.monotonic() - began < 15
@@ -153,6 +155,31 @@ def test_a_rank_that_ended_before_the_first_exchange_is_named_after_the_timeout(
     for error in _errors_of_survivors(run_ranks(3, _killed_before_it_connects), 1):
         assert error.fields["missing_ranks"] == [1]
         assert "rank 1 never came" in error.message
+
+
+def _store_host_killed() -> None:
+    rank, size, port = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["STORE_PORT"])
+    store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0, timeout=datetime.timedelta(seconds=40))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    channel = Channel.for_group(timeout_seconds=30)
+    channel.barrier("connect")
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        channel.barrier("step")
+    finally:
+        assert time.monotonic() - began < 20
+
+
+def test_a_rank_that_is_killed_with_the_store_that_it_hosts_ends_the_exchange_too() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    outcomes = run_ranks(3, _store_host_killed, init=False, env={"STORE_PORT": str(port)})
+    for error in _errors_of_survivors(outcomes, 0):
+        assert error.type_name == "ExchangeTimeout"
+        assert "the store of the process group does not answer either" in error.message
+    assert any(error.fields["missing_ranks"] == [0] for error in errors(outcomes, [1, 2]))
 
 
 def _stopped_within() -> float:

@@ -105,11 +105,11 @@ def table(*items: Item, paths: Mapping[str, Path] | None = None) -> StructureTab
     return table_of(ordered, [forms[w.index.fqn, tuple(w.index.offset or ())] for w in ordered], paths)
 
 
-def context_of(ranks: Sequence[int] = (0, 1)) -> PlanContext:
+def context_of(ranks: Sequence[int] = (0, 1), files: int | None = 2) -> PlanContext:
     return PlanContext(
         ranks=tuple(ranks),
         planner_options={"flatten_state_dict": True, "dedup_save_to_lowest_rank": False},
-        writer_options={"layout": "torch", "files_per_rank": 2},
+        writer_options={"layout": "torch", "files_per_rank": files},
         versions={"torch": "2.13.0", "robust_dcp": "0.1.0"},
     )
 
@@ -123,7 +123,7 @@ def local_of(
     lowest_rank: bool = False,
 ) -> LocalStructure:
     """What a rank with that table brings to the plan."""
-    context = context_of(ranks)
+    context = context_of(ranks, files)
     n_objects = int((structure.kinds == ItemKind.BYTES).sum())
     return LocalStructure(
         table=structure,
@@ -188,7 +188,8 @@ def rank_items(draw: st.DrawFn) -> tuple[list[Item], dict[str, Path]]:
             continue
         first = draw(_some_tensor(name))
         items.append(first)
-        if first.shape and draw(st.booleans()):
+        has_second: bool = draw(st.booleans())
+        if first.shape and has_second:
             items.append(replace(first, offset=(first.offset[0] + 7, *first.offset[1:])))
     return items, paths
 

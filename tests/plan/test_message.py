@@ -28,14 +28,14 @@ def _digests(structure: StructureTable, first: int = 1) -> Any:
 
 def _message(drawn: tuple[list[Item], dict[str, Path]], *, nested: bool = True) -> StructureMessage:
     structure = table(*drawn[0], paths=drawn[1] if nested else None)
-    return StructureMessage.of(structure, _digests(structure))
+    return StructureMessage.of(structure, _digests(structure), context_of())
 
 
 @settings(max_examples=30)
 @given(rank_items(), st.booleans())
 def test_a_table_comes_back_column_for_column(drawn: tuple[list[Item], dict[str, Path]], nested: bool) -> None:
     sent = table(*drawn[0], paths=drawn[1] if nested else None)
-    message = StructureMessage.of(sent, _digests(sent, _MAX_DIGEST - 3))
+    message = StructureMessage.of(sent, _digests(sent, _MAX_DIGEST - 3), context_of())
     arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=StructureMessage)
     received = arrived.to_table()
     for field in fields(StructureTable):
@@ -126,7 +126,7 @@ def _use(message: StructureMessage) -> None:
 )
 def test_what_is_wrong_with_a_message_is_said(changes: dict[str, Any], words: str) -> None:
     structure = table(chunk("w", [4], [0], [4]), obj("o"), paths={"w": ("w",), "o": ("o",)})
-    good = StructureMessage.of(structure, _digests(structure))
+    good = StructureMessage.of(structure, _digests(structure), context_of())
     with pytest.raises(ExchangeError) as caught:
         msgspec.structs.replace(good, **changes).to_table()
     assert words in str(caught.value)

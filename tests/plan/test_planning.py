@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from robust_dcp.errors import StructureChanged
+from robust_dcp.errors import ExchangeError, PlanConflict, StructureChanged
 from robust_dcp.plan.agreement import Decision
 from robust_dcp.plan.cache import CachedPlan, CoordinatorPlan
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.planning import apply_plan, plan_for_all
 from robust_dcp.plan.rank_plan import RankPlan, RankPlanMessage
-from robust_dcp.plan.structure import ItemKind, StructureMessage, plan_id_of
+from robust_dcp.plan.structure import ItemKind, plan_id_of
 from tests.plan.structures import World, chunk, local_of, obj, table, tensor, worlds
 
 
@@ -28,12 +28,10 @@ def _locals(world: World, digest: int = 1) -> list[LocalStructure]:
 def _plan(
     ranks: list[LocalStructure], senders: tuple[int, ...], base: CachedPlan | None, *, refuse_change: bool = False
 ) -> tuple[CoordinatorPlan, list[RankPlanMessage]]:
-    structures = [
-        StructureMessage.of(local.table, local.object_digests) if rank in senders else None
-        for rank, local in enumerate(ranks)
-    ]
+    structures = [local.to_message() if rank in senders else None for rank, local in enumerate(ranks)]
+    signatures = [local.signature.value for local in ranks]
     outcome = Decision("built" if base is None else "patched", senders, None if base is None else base.plan_id)
-    return plan_for_all(structures, outcome, base, ranks[0], refuse_change=refuse_change)
+    return plan_for_all(structures, signatures, outcome, base, ranks[0], refuse_change=refuse_change)
 
 
 def _cached(
@@ -56,8 +54,7 @@ def test_each_rank_takes_its_share_and_places_it_as_the_coordinator_does(world: 
     for rank, (local, reply) in enumerate(zip(ranks, replies, strict=True)):
         share = apply_plan(reply, local, None)
         assert share.kept.tolist() == plan.global_plan.kept[rank].tolist()
-        names = [local.table.names[local.table.name_ids[item]] for item in share.common_objects.tolist()]
-        assert tuple(names) == plan.global_plan.common_objects
+        assert share.common_objects.tolist() == plan.global_plan.common_objects[rank].tolist()
         assert share.placements is not None
         assert len(share.placements.file) == len(share.kept)
 
@@ -138,3 +135,26 @@ def test_another_writer_gets_no_places() -> None:
     assert apply_plan(reply, local, None).placements is None
     assert plan.metadata.without_storage().storage_data is None
     assert np.array_equal(apply_plan(reply, local, None).kept, [0, 1])
+
+
+def test_ranks_with_other_options_are_named_with_the_options() -> None:
+    ranks = [local_of(table(tensor("w")), ranks=range(3), files=n) for n in (2, 3, 2)]
+    with pytest.raises(PlanConflict, match=r"on rank 1: files_per_rank is 3 there and 2 here") as caught:
+        _plan(ranks, (0, 1, 2), None)
+    assert caught.value.ranks == [1]
+
+
+def test_a_coordinator_whose_options_changed_alone_names_all_others() -> None:
+    before = [local_of(table(tensor("w")), ranks=range(2), files=2)] * 2
+    base = _first_save(before)
+    changed = local_of(table(tensor("w")), ranks=range(2), files=4)
+    with pytest.raises(PlanConflict, match=r"on rank 1: files_per_rank is 2 there and 4 here"):
+        _plan([changed, before[1]], (0,), base[0])
+
+
+def test_a_silent_rank_must_hold_what_the_coordinator_has_of_it() -> None:
+    before = [local_of(table(tensor("w")), ranks=range(2)), local_of(table(tensor("v")), ranks=range(2))]
+    base = _first_save(before)
+    other = local_of(table(tensor("v"), tensor("x")), ranks=range(2))
+    with pytest.raises(ExchangeError, match="rank 1 did not send its structure"):
+        _plan([before[0], other], (0,), base[0])

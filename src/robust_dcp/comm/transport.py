@@ -45,8 +45,13 @@ class Transport(Protocol):
     larger than the buffer that waits for it. All methods but ``close`` raise :class:`TransportFailure`.
     """
 
-    messages_sent: int
-    messages_received: int
+    @property
+    def messages_sent(self) -> int:
+        """By this rank, of any size."""
+
+    @property
+    def messages_received(self) -> int:
+        """By this rank, of any size."""
 
     def all_gather_frames(self, frame: bytes, tag: int, deadline: Deadline) -> list[bytes]:
         """Every rank's 64 bytes, in rank order."""

@@ -77,4 +77,4 @@ def decide(offers: Sequence[Offer], coordinator: int) -> Decision:
         return Decision("patched", changed, base)
     if plan_id_of([offer.signature for offer in offers]) != base:
         return Decision("rebuilt", everyone, base)
-    return Decision("reused", (), base, objects_differ=len({offer.value for offer in offers}) > 1)
+    return Decision("reused", (), base, objects_differ=len({offer.value for offer in offers} - {0}) > 1)

@@ -30,10 +30,12 @@ GroupKey = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class CoordinatorPlan:
-    """What only the coordinator keeps: the global plan with every rank's structure, its metadata, and the places of
-    every rank's items of variable size in the last committed save (``None`` before there was one)."""
+    """What only the coordinator keeps: the global plan with every rank's structure, the encoded context that all ranks
+    share, the metadata, and the places of every rank's items of variable size in the last committed save (``None``
+    before there was one)."""
 
     global_plan: GlobalPlan
+    context: bytes
     metadata: MetadataTemplate
     variable_places: tuple[npt.NDArray[np.int64], ...] | None = None
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from robust_dcp.plan.structure import ItemKind, PlanContext, StructureSignature, StructureTable
+from robust_dcp.plan.structure import ItemKind, PlanContext, StructureMessage, StructureSignature, StructureTable
 
 __all__ = ["LocalStructure"]
 
@@ -31,6 +31,10 @@ class LocalStructure:
     object_digests: npt.NDArray[np.uint64]
     files: int | None
     lowest_rank: bool
+
+    def to_message(self) -> StructureMessage:
+        """All of this, for the coordinator."""
+        return StructureMessage.of(self.table, self.object_digests, self.context)
 
     def digests_of(self, items: npt.NDArray[np.intp]) -> npt.NDArray[np.uint64]:
         """Digests of some of the objects, by their places in the table."""

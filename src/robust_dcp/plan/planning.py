@@ -5,12 +5,13 @@ Owns the step from gathered structures to one reply for each rank; the exchanges
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from robust_dcp.errors import StructureChanged
+from robust_dcp.errors import ExchangeError, PlanConflict, StructureChanged
 from robust_dcp.plan.agreement import Decision
 from robust_dcp.plan.cache import CachedPlan, CoordinatorPlan
 from robust_dcp.plan.global_plan import GlobalPlan, differing_objects, make_global_plan
@@ -35,6 +36,7 @@ _MAX_KEYS = 200
 
 def plan_for_all(
     structures: Sequence[StructureMessage | None],
+    signatures: Sequence[bytes],
     decision: Decision,
     base: CachedPlan | None,
     local: LocalStructure,
@@ -45,6 +47,7 @@ def plan_for_all(
 
     Args:
         structures: what each rank sent; ``None`` from ranks whose structure is the one in ``base``.
+        signatures: what each rank showed in the agreement.
         base: the coordinator's cached plan that the decision refers to, if any.
         local: the coordinator's own structure, for the options that all ranks share.
         refuse_change: whether a structure other than that of ``base`` is an error.
@@ -52,6 +55,8 @@ def plan_for_all(
     Raises:
         PlanConflict, StructureChanged.
     """
+    _refuse_other_contexts(structures, base, local)
+    _refuse_unknown(structures, signatures, base)
     known = None if base is None or base.coordinator is None else base.coordinator.global_plan
     tables = [_table(rank, message, known) for rank, message in enumerate(structures)]
     changes = _changes(tables, decision, known)
@@ -77,13 +82,15 @@ def plan_for_all(
     }
     replies = [
         RankPlanMessage(
-            kept=_unless_known(plan.kept[rank], len(table), None if message or known is None else known.kept[rank]),
-            common_objects=pack_places(_common_places(table, plan), len(table)),
+            kept=_unless_known(
+                plan.kept[rank], len(table), None if message is not None or known is None else known.kept[rank]
+            ),
+            common_objects=pack_places(plan.common_objects[rank], len(table)),
             **shared,  # type: ignore[arg-type]
         )
         for rank, (table, message) in enumerate(zip(tables, structures, strict=True))
     ]
-    return CoordinatorPlan(plan, MetadataTemplate(plan, placements)), replies
+    return CoordinatorPlan(plan, local.context.encode(), MetadataTemplate(plan, placements)), replies
 
 
 def apply_plan(reply: RankPlanMessage, local: LocalStructure, cached: CachedPlan | None) -> RankPlan:
@@ -100,6 +107,37 @@ def apply_plan(reply: RankPlanMessage, local: LocalStructure, cached: CachedPlan
         common_objects=unpack_places(reply.common_objects, len(table)),
         placements=None if local.files is None else place_items(table, kept, files=local.files),
     )
+
+
+def _refuse_other_contexts(
+    structures: Sequence[StructureMessage | None], base: CachedPlan | None, local: LocalStructure
+) -> None:
+    """All ranks must save with the same options and versions: the coordinator plans for them by its own."""
+    known = local.context.encode() if base is None or base.coordinator is None else base.coordinator.context
+    differences: dict[str, list[int]] = defaultdict(list)
+    for rank, message in enumerate(structures):
+        difference = local.context.difference(known if message is None else message.context)
+        if difference:
+            differences[difference].append(rank)
+    if differences:
+        words = "; ".join(f"on {ranks_in_words(ranks)}: {what}" for what, ranks in differences.items())
+        raise PlanConflict(
+            f"ranks save with other options or versions than the coordinator, {words}. Pass the same to all ranks",
+            ranks=sorted(rank for ranks in differences.values() for rank in ranks),
+        )
+
+
+def _refuse_unknown(
+    structures: Sequence[StructureMessage | None], signatures: Sequence[bytes], base: CachedPlan | None
+) -> None:
+    """A rank that sent nothing must have shown the signature of the structure that the coordinator has of it."""
+    for rank, message in enumerate(structures):
+        if message is None and (base is None or base.signatures[rank] != signatures[rank]):
+            raise ExchangeError(
+                f"rank {rank} did not send its structure, and the coordinator's plan is for another one",
+                phase="structures",
+                ranks=[rank],
+            )
 
 
 def _table(rank: int, message: StructureMessage | None, known: GlobalPlan | None) -> StructureTable:
@@ -128,11 +166,6 @@ def _reason(decision: Decision, changes: StructureDiff) -> str:
     if not changes:
         return "options, versions or the group have changed"
     return f"on {ranks_in_words(list(decision.senders))}: {changes}"
-
-
-def _common_places(table: StructureTable, plan: GlobalPlan) -> npt.NDArray[np.intp]:
-    common = np.isin(np.array(table.names, dtype=object), np.array(plan.common_objects, dtype=object))
-    return np.flatnonzero(common[table.name_ids]) if len(table) else np.empty(0, dtype=np.intp)
 
 
 def _unless_known(kept: npt.NDArray[np.intp], n_items: int, known: npt.NDArray[np.intp] | None) -> bytes | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -120,14 +120,15 @@ class SaveSession:
         is_sender = self.channel.rank in decision.senders
         structures = self.channel.gather(
             self._named("structures"),
-            lambda: StructureMessage.of(self.local.table, self.local.object_digests) if is_sender else None,
+            lambda: self.local.to_message() if is_sender else None,
             StructureMessage,
         )
 
         def reply_to_all() -> list[RankPlanMessage]:
             base = None if decision.base is None else self._cached
+            refuse = self.on_structure_change == "error"
             self.coordinator, replies = plan_for_all(
-                structures or [], decision, base, self.local, refuse_change=self.on_structure_change == "error"
+                structures or [], self._signatures, decision, base, self.local, refuse_change=refuse
             )
             return replies
 
@@ -221,11 +222,8 @@ class SaveSession:
         places = None if self.written is None else self.written.variable_places
         coordinator = self.coordinator
         if coordinator is not None:
-            coordinator = CoordinatorPlan(
-                coordinator.global_plan,
-                coordinator.metadata,
-                tuple(files.variable_places for files in self._written_by_all),
-            )
+            places_of_all = tuple(files.variable_places for files in self._written_by_all)
+            coordinator = replace(coordinator, variable_places=places_of_all)
         PLANS.put(
             self.channel.ranks,
             CachedPlan(

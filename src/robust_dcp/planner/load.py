@@ -144,6 +144,10 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             check_object(value, file="the checkpoint", item=read_item.dest_index.fqn)
             value.seek(0)
         super().load_bytes(read_item, value)
+        if not self.flatten_state_dict:
+            # DefaultLoadPlanner puts it into its own copy of the state dict only, where flatten_sharded_tensors made one.
+            key = read_item.dest_index.fqn
+            self.original_state_dict[key] = self.state_dict[key]
 
 
 def _hint(key: str, saved: list[str]) -> str:

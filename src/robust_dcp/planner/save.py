@@ -134,6 +134,7 @@ class RobustPlanner(DefaultSavePlanner):
                 "flatten_state_dict": self.flatten_state_dict,
                 "flatten_sharded_tensors": self.flatten_sharded_tensors,
                 "dedup_save_to_lowest_rank": self.dedup_save_to_lowest_rank,
+                "on_object_mismatch": self.on_object_mismatch,
             },
             writer_options={} if writer is None else writer.plan_options,
             versions={"torch": str(torch.__version__), "robust_dcp": __version__, "layout": LAYOUT_VERSION},

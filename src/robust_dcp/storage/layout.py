@@ -134,7 +134,7 @@ def place_as_they_come(nbytes: Sequence[int], *, files: int) -> Placements:
     Args:
         nbytes: about how large each will be, for the balance.
     """
-    sizes = np.array(nbytes, dtype=np.int64)
+    sizes = np.maximum(np.array(nbytes, dtype=np.int64), 1)
     n_files = max(1, min(files, len(sizes))) if len(sizes) else 0
     unknown = np.full(len(sizes), -1, dtype=np.int64)
     return Placements(

@@ -31,14 +31,14 @@ class GlobalPlan:
         columns: the items of all ranks.
         written: the rows of ``columns`` that are written, sorted by (name, offsets).
         kept: for each rank the places, in its table, of the items that it writes, ascending.
-        common_objects: the names of objects that every rank of the group holds.
+        common_objects: for each rank the places of the objects that every rank of the group holds, ascending.
         paths: name to place in the nested state dict (DCP's ``planner_data``), or ``None``.
     """
 
     columns: GlobalColumns
     written: Places
     kept: tuple[Places, ...]
-    common_objects: tuple[str, ...]
+    common_objects: tuple[Places, ...]
     paths: Mapping[str, Path] | None
 
     @property
@@ -67,20 +67,21 @@ def make_global_plan(tables: Sequence[StructureTable], *, lowest_rank: bool = Fa
         columns=columns,
         written=written,
         kept=_by_rank(columns, written),
-        common_objects=_common_objects(columns),
+        common_objects=_by_rank(columns, _common_objects(columns)),
         paths=paths,
     )
 
 
-def _by_rank(columns: GlobalColumns, written: Places) -> tuple[Places, ...]:
-    """For each rank the places of its items among the rows ``written``, ascending."""
-    rank, item = columns.rank[written], columns.item[written].astype(np.intp)
+def _by_rank(columns: GlobalColumns, rows: Places) -> tuple[Places, ...]:
+    """For each rank the places of its items among ``rows``, ascending."""
+    rank, item = columns.rank[rows], columns.item[rows].astype(np.intp)
     ends = np.cumsum(np.bincount(rank, minlength=len(columns.tables)))
     return tuple(np.split(item[np.lexsort((item, rank))], ends[:-1]))
 
 
-def _common_objects(columns: GlobalColumns) -> tuple[str, ...]:
-    holders = np.bincount(columns.name[columns.kind == ItemKind.BYTES], minlength=len(columns.names))
-    if len(columns.tables) < 2:
-        return ()
-    return tuple(columns.names[name] for name in np.flatnonzero(holders == len(columns.tables)).tolist())
+def _common_objects(columns: GlobalColumns) -> Places:
+    """Rows of objects that every one of several ranks holds."""
+    is_object = columns.kind == ItemKind.BYTES
+    holders = np.bincount(columns.name[is_object], minlength=len(columns.names))
+    common = is_object & (holders[columns.name] == len(columns.tables)) & (len(columns.tables) > 1)
+    return np.flatnonzero(common)

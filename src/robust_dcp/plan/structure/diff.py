@@ -5,11 +5,13 @@ Pure; used by ``plan.agreement`` for the log line, the report and ``StructureCha
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from robust_dcp.plan.structure.table import StructureTable
+import numpy as np
+
+from robust_dcp.plan.structure.table import Form, StructureTable
 
 __all__ = ["StructureDiff", "diff_tables", "merge_diffs"]
 
@@ -48,33 +50,52 @@ def _listed(keys: Iterable[str]) -> str:
     return ", ".join(keys[:_SHOWN]) + rest
 
 
-def _rows_by_name(table: StructureTable) -> dict[str, tuple[str, ...]]:
-    rows: dict[str, list[str]] = defaultdict(list)
-    for item in range(len(table)):
-        form = "" if table.forms[item] == 0 else " (variable size)"
-        path = table.describe_path(item)
-        rows[table.names[table.name_ids[item]]].append(
-            f"{table.describe_item(item)}{form}" + (f" at {path}" if path else "")
+Rows = dict[str, list[tuple[object, ...]]]
+
+
+def _rows_by_name(table: StructureTable) -> Rows:
+    """What stands in the columns, by name: compared as it is, put into words only where it differs."""
+    starts = (table.starts * 8).tolist()
+    shapes, offsets, sizes = table.shapes.tobytes(), table.offsets.tobytes(), table.sizes.tobytes()
+    dtypes = [table.dtypes[n] for n in table.dtype_ids.tolist()]
+    layouts = [table.layouts[n] for n in table.layout_ids.tolist()]
+    flags = zip(table.kinds.tolist(), table.forms.tolist(), table.requires_grad.tolist(), strict=True)
+    rows: Rows = defaultdict(list)
+    for item, (name, flag) in enumerate(zip(table.name_ids.tolist(), flags, strict=True)):
+        dims = slice(starts[item], starts[item + 1])
+        rows[table.names[name]].append(
+            (flag, dtypes[item], layouts[item], shapes[dims], offsets[dims], sizes[dims], table.paths[name])
         )
-    return {name: tuple(sorted(found)) for name, found in rows.items()}
+    return rows
 
 
 def diff_tables(old: StructureTable, new: StructureTable) -> StructureDiff:
     """The keys that were added, removed and changed from ``old`` to ``new``."""
     before, after = _rows_by_name(old), _rows_by_name(new)
+    changed = {name for name in before.keys() & after.keys() if before[name] != after[name]}
+    was, now = _words_by_name(old, changed), _words_by_name(new, changed)
     return StructureDiff(
         added=tuple(sorted(after.keys() - before.keys())),
         removed=tuple(sorted(before.keys() - after.keys())),
-        changed={
-            name: f"{_brief(before[name])} -> {_brief(after[name])}"
-            for name in sorted(before.keys() & after.keys())
-            if before[name] != after[name]
-        },
+        changed={name: f"{was[name]} -> {now[name]}" for name in sorted(changed)},
     )
 
 
-def _brief(rows: tuple[str, ...]) -> str:
-    return rows[0] if len(rows) == 1 else f"{rows[0]} and {len(rows) - 1} more"
+def _words_by_name(table: StructureTable, names: set[str]) -> dict[str, str]:
+    """The items called ``names`` in words, each name by its first item."""
+    wanted = np.flatnonzero(np.array([name in names for name in table.names], dtype=np.bool_)[table.name_ids])
+    first: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    for item in wanted.tolist():
+        name = table.names[table.name_ids[item]]
+        counts[name] += 1
+        if name not in first:
+            form = "" if table.forms[item] == Form.FIXED else " (variable size)"
+            path = table.describe_path(item)
+            first[name] = f"{table.describe_item(item)}{form}" + (f" at {path}" if path else "")
+    return {
+        name: words if counts[name] == 1 else f"{words} and {counts[name] - 1} more" for name, words in first.items()
+    }
 
 
 def merge_diffs(diffs: Iterable[StructureDiff]) -> StructureDiff:

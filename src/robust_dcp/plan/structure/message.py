@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from robust_dcp.errors import ExchangeError
+from robust_dcp.plan.structure.signature import PlanContext
 from robust_dcp.plan.structure.table import Form, ItemKind, Path, StructureTable
 
 __all__ = ["StructureMessage"]
@@ -30,6 +31,8 @@ class StructureMessage(msgspec.Struct, frozen=True):
     ``None`` stands for a planner that does not flatten.
 
     ``object_digests``: uint64, one for each item of kind BYTES in table order; 0 stands for "not computed".
+
+    ``context``: :meth:`PlanContext.encode`, compared with the coordinator's.
     """
 
     names: tuple[str, ...]
@@ -47,9 +50,12 @@ class StructureMessage(msgspec.Struct, frozen=True):
     offsets: bytes
     sizes: bytes
     object_digests: bytes
+    context: bytes
 
     @classmethod
-    def of(cls, table: StructureTable, object_digests: npt.NDArray[np.uint64]) -> StructureMessage:
+    def of(
+        cls, table: StructureTable, object_digests: npt.NDArray[np.uint64], context: PlanContext
+    ) -> StructureMessage:
         nested = bool(table.paths) and table.paths[0] is not None
         return cls(
             names=table.names,
@@ -67,6 +73,7 @@ class StructureMessage(msgspec.Struct, frozen=True):
             offsets=_to_bytes(table.offsets, np.int64),
             sizes=_to_bytes(table.sizes, np.int64),
             object_digests=_to_bytes(object_digests, np.uint64),
+            context=context.encode(),
         )
 
     def to_table(self) -> StructureTable:

@@ -39,14 +39,32 @@ class PlanContext:
 
     def encode(self) -> bytes:
         """Canonical bytes: the order in which options were given does not matter."""
-        return msgspec.json.encode(
-            [
-                list(self.ranks),
-                sorted(self.planner_options.items()),
-                sorted(self.writer_options.items()),
-                sorted(self.versions.items()),
-            ]
-        )
+        return msgspec.json.encode(self._sections())
+
+    def difference(self, encoded: bytes) -> str:
+        """What differs in a context that another rank encoded, in words; empty if nothing does."""
+        if encoded == self.encode():
+            return ""
+        try:
+            others = msgspec.json.decode(encoded, type=dict[str, dict[str, OptionValue]])
+        except (msgspec.ValidationError, msgspec.DecodeError):
+            return "it cannot be read"
+        found = [
+            f"{name} is {other.get(name)!r} there and {own.get(name)!r} here"
+            for section, own in self._sections().items()
+            for other in [others.get(section, {})]
+            for name in sorted(own.keys() | other.keys())
+            if own.get(name) != other.get(name)
+        ]
+        return ", ".join(found) or "it is of another form"
+
+    def _sections(self) -> dict[str, dict[str, OptionValue]]:
+        return {
+            "group": {"ranks": ",".join(map(str, self.ranks))},
+            "planner": dict(sorted(self.planner_options.items())),
+            "writer": dict(sorted(self.writer_options.items())),
+            "versions": dict(sorted(self.versions.items())),
+        }
 
 
 @dataclass(frozen=True)
