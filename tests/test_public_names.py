@@ -49,11 +49,9 @@ SECOND_PARENTS = {
 
 def modules() -> list[ModuleType]:
     """All of the package that imports without Megatron-Core."""
-    found = [robust_dcp]
-    for info in pkgutil.walk_packages(robust_dcp.__path__, "robust_dcp."):
-        if not info.name.startswith("robust_dcp.megatron") and not info.name.endswith("__main__"):
-            found.append(importlib.import_module(info.name))
-    return found
+    names = [info.name for info in pkgutil.walk_packages(robust_dcp.__path__, "robust_dcp.")]
+    wanted = [name for name in names if "megatron" not in name and not name.endswith("__main__")]
+    return [robust_dcp, *map(importlib.import_module, wanted)]
 
 
 def exceptions() -> list[type[BaseException]]:

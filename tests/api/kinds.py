@@ -10,6 +10,7 @@ import datetime
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,9 +32,7 @@ _DTYPE_NAMES = (
     "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex32 complex64 "
     "complex128 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
 )
-DTYPES: tuple[torch.dtype, ...] = tuple(
-    getattr(torch, name) for name in _DTYPE_NAMES.split() if hasattr(torch, name)
-)
+DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _DTYPE_NAMES.split() if hasattr(torch, name))
 
 
 def pattern(name: str, shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -171,7 +170,7 @@ def sharded_tensor(seed: int) -> StateDict:
     rank, world = dist.get_rank(), dist.get_world_size()
     cuts = [0, 1, *(3 + 2 * n for n in range(world))]
     full = full_tensor("sharded", (cuts[-1], 3), seed)
-    spans = list(zip(cuts, cuts[1:], strict=False))
+    spans = list(pairwise(cuts))
     owned = spans[:2] if rank == 0 else [spans[rank + 1]]
     shards = [LocalShard.from_tensor_and_offsets(full[a:b].clone(), [a, 0], rank) for a, b in owned]
     return {"sharded": init_from_local_shards(shards, cuts[-1], 3), "beside": torch.tensor(seed)}

@@ -79,7 +79,9 @@ def stock_grows_after_a_failure(directory: str) -> list[str]:
     dcp.save(state_dict, checkpoint_id=f"{directory}/0", planner=FailsOnce(enable_plan_caching=True))
     state_dict["b"] = torch.ones(3)
     FailsOnce.fail = True
-    failed = verdict_of(dcp.save, state_dict, checkpoint_id=f"{directory}/1", planner=FailsOnce(enable_plan_caching=True))
+    failed = verdict_of(
+        dcp.save, state_dict, checkpoint_id=f"{directory}/1", planner=FailsOnce(enable_plan_caching=True)
+    )
     assert failed.type_name
     dcp.save(state_dict, checkpoint_id=f"{directory}/2", planner=FailsOnce(enable_plan_caching=True))
     metadata: Any = dcp.FileSystemReader(f"{directory}/2").read_metadata()

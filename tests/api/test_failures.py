@@ -8,6 +8,7 @@ import resource
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -234,13 +235,16 @@ def test_an_exception_of_one_rank_is_raised_on_all_at_once(tmp_path: Path) -> No
 
 
 def raise_to_each_kind_of_caller(directory: str) -> list[str]:
-    caught = []
-    for kind in (Exception, CheckpointException, RuntimeError):
-        try:
-            robust_dcp.save({"broken": Broken(0)}, checkpoint_id=directory)
-        except kind:
-            caught.append(kind.__name__)
-    return caught
+    kinds = (Exception, CheckpointException, RuntimeError)
+    return [caught_as(kind, lambda: robust_dcp.save({"broken": Broken(0)}, checkpoint_id=directory)) for kind in kinds]
+
+
+def caught_as(kind: type[BaseException], call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except kind:
+        return kind.__name__
+    return ""
 
 
 def test_what_we_raise_is_caught_as_exception_and_as_checkpoint_exception(tmp_path: Path) -> None:
@@ -284,9 +288,7 @@ def die_while_saving(directory: str, victim: int, phase: str) -> tuple[Verdict, 
 
     began = time.monotonic()
     writer = RobustWriter(directory, disk=Deadly())
-    verdict = verdict_of(
-        robust_dcp.save, shards(1), storage_writer=writer, planner=DeadlyPlanner(), timeout_seconds=20
-    )
+    verdict = verdict_of(robust_dcp.save, shards(1), storage_writer=writer, planner=DeadlyPlanner(), timeout_seconds=20)
     return verdict, time.monotonic() - began
 
 

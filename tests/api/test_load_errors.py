@@ -244,9 +244,7 @@ def point_elsewhere(metadata: Any) -> None:
         (point_elsewhere, "CorruptCheckpoint", "weight"),
     ],
 )
-def test_metadata_that_lies_is_refused_on_all_ranks(
-    change: Any, type_name: str, words: str, tmp_path: Path
-) -> None:
+def test_metadata_that_lies_is_refused_on_all_ranks(change: Any, type_name: str, words: str, tmp_path: Path) -> None:
     directory = str(tmp_path / "checkpoint")
     values(run_ranks(2, save_here, directory))
     # The metadata of a path that climbs out cannot even be decoded, so it is made with the real files in that place.
@@ -311,7 +309,9 @@ def test_a_directory_without_a_checkpoint_is_one_error_on_all_ranks(tmp_path: Pa
 
 
 def load_from_two_places(directory: str) -> Verdict:
-    return verdict_of(robust_dcp.load, saved_state(), checkpoint_id=f"{directory}/{dist.get_rank()}", timeout_seconds=20)
+    return verdict_of(
+        robust_dcp.load, saved_state(), checkpoint_id=f"{directory}/{dist.get_rank()}", timeout_seconds=20
+    )
 
 
 def test_ranks_that_load_from_different_places_are_told(tmp_path: Path) -> None:

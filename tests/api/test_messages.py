@@ -26,7 +26,7 @@ def test_a_repeated_save_sends_the_same_few_bytes_for_10_and_1000_items(
         assert outcome.output == ""
         repeated = [cost for cost in few if cost.save != "first"]
         assert repeated == [cost for cost in many if cost.save != "first"]
-        assert [cost.phase for cost in repeated] == [*PHASES, *PHASES]
+        assert [cost.phase for cost in repeated] == [*PHASES] * (2 if n_objects else 1)
         for cost in repeated:
             assert cost.exchanges == 1
             assert cost.header_nbytes + cost.payload_nbytes <= 256 * cost.exchanges

@@ -56,24 +56,24 @@ def save_in_all_layouts(directory: str, savers: list[str]) -> None:
             SAVERS[saver](laid_out(1, variant), f"{directory}/{saver}-{variant}")
 
 
-def load_in_other_layouts(directory: str, saver: str, loaders: list[str]) -> list[str]:
+def load_in_other_layouts(directory: str, saver: str, loader: str, variants: tuple[int, ...]) -> list[str]:
     problems = []
-    for saved in range(7):
-        for loader in loaders:
-            for variant in {saved, (saved + 2) % 7, (saved + 5) % 7}:
-                target = laid_out(0, variant)
-                LOADERS[loader](target, f"{directory}/{saver}-{saved}")
-                found = differences(laid_out(1, variant), target)
-                problems += [f"{saver} {saved} to {loader} {variant}: {each}" for each in found]
+    for saved in variants:
+        for variant in (saved, (saved + 3) % 7):
+            target = laid_out(0, variant)
+            LOADERS[loader](target, f"{directory}/{saver}-{saved}")
+            found = differences(laid_out(1, variant), target)
+            problems += [f"{saver} {saved} to {loader} {variant}: {each}" for each in found]
     return problems
 
 
 def load_on_any_number(directory: str) -> list[str]:
-    return load_in_other_layouts(directory, "ours", ["ours"]) + load_in_other_layouts(directory, "stock", ["ours"])
+    all_variants = load_in_other_layouts(directory, "ours", "ours", tuple(range(7)))
+    return all_variants + load_in_other_layouts(directory, "stock", "ours", (1, 4))
 
 
 def load_by_stock(directory: str) -> list[str]:
-    return load_in_other_layouts(directory, "ours", ["stock"])
+    return load_in_other_layouts(directory, "ours", "stock", tuple(range(7)))
 
 
 @pytest.mark.parametrize("saving_ranks", [4, 2, 3])

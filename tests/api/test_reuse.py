@@ -137,9 +137,7 @@ def test_a_refused_change_is_the_same_error_everywhere_and_the_old_checkpoint_st
 
 
 def first_save_with_changes_refused(directory: str) -> str:
-    return robust_dcp.save(
-        model(0), checkpoint_id=directory, planner=RobustPlanner(on_structure_change="error")
-    ).plan
+    return robust_dcp.save(model(0), checkpoint_id=directory, planner=RobustPlanner(on_structure_change="error")).plan
 
 
 def test_a_first_save_is_no_change(tmp_path: Path) -> None:

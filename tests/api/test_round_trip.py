@@ -14,7 +14,6 @@ from tests.api.kinds import KINDS
 from tests.api.ways import LOADERS, SAVERS
 from tests.support.ranks import run_ranks, values
 
-
 # Who writes the files and who reads them matters for each kind; who calls them only that they fit together.
 READ_BY_ALL = ("ours", "stock")
 READ_BY_SOME = ("ours", "stock")

@@ -224,6 +224,8 @@ def _watch(ranks: Sequence[_Rank], deadline: float, failed_ranks_stay_seconds: f
         events: list[Any] = [rank.process.sentinel for rank in ranks if rank.exitcode is None]
         events += [rank.connection for rank in ranks if rank.is_running and not rank.connection.closed]
         stay = failed_may_leave - now if failed_may_leave > now else float("inf")
+        if not events:
+            continue  # the last rank ended a moment ago, and there is nothing to wait for
         wait(events, timeout=min(deadline - now, stay))
     for rank in ranks:
         rank.receive()

@@ -145,7 +145,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             value.seek(0)
         super().load_bytes(read_item, value)
         if not self.flatten_state_dict:
-            # DefaultLoadPlanner puts it into its own copy of the state dict only, where flatten_sharded_tensors made one.
+            # DefaultLoadPlanner puts it only into the copy that flatten_sharded_tensors made of the state dict.
             key = read_item.dest_index.fqn
             self.original_state_dict[key] = self.state_dict[key]
 
