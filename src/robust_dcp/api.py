@@ -6,6 +6,7 @@ itself happens inside an exchange, so a failure there is the same exception on e
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections.abc import Sequence
@@ -92,7 +93,7 @@ def save(
         return planner.describe(session.channel, writer)
 
     with clock.phase("plan"):
-        plan = session.agree(describe)
+        plan = session.agree(describe, leads=session.channel.is_coordinator)
         items, placements = planner.kept_items(session), plan.placements
         if placements is None:
             raise ValueError("the plan has no places for RobustWriter")
@@ -208,7 +209,10 @@ def _local_load_plan(
     else:
         metadata = reader.read_metadata()
     planner.set_up_planner(state_dict, metadata, channel.is_coordinator)
-    reader.set_up_storage_reader(metadata, channel.is_coordinator, rank=channel.rank, use_collectives=True)
+    # As stock does: readers from before torch 2.9 do not take these.
+    takes_more = "kwargs" in inspect.signature(reader.set_up_storage_reader).parameters
+    more = {"rank": channel.rank, "use_collectives": True} if takes_more else {}
+    reader.set_up_storage_reader(metadata, channel.is_coordinator, **more)
     plan = reader.prepare_local_plan(planner.create_local_plan())
     (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
     return planner.finish_plan(plan)

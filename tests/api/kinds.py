@@ -225,7 +225,7 @@ def _filled(module: nn.Module, seed: int) -> nn.Module:
 def _fill(name: str, tensor: torch.Tensor, seed: int) -> None:
     local = tensor
     if isinstance(tensor, DTensor):
-        coordinate = tensor.device_mesh.get_coordinate() or []
+        coordinate: list[int] = list(tensor.device_mesh.get_coordinate() or [])
         shard = [at for at, place in zip(coordinate, tensor.placements, strict=True) if not place.is_replicate()]
         name, local = f"{name} {shard}", tensor.to_local()
     with torch.no_grad():

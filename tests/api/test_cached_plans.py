@@ -51,12 +51,11 @@ def load_unflattened(state_dict: StateDict, path: str) -> None:
 
 
 def stock_saves_another_dtype_by_the_old_plan(directory: str) -> tuple[Any, Any]:
-    for step, dtype in enumerate((torch.float32, torch.bfloat16)):
-        path = os.path.join(directory, str(step))
+    for dtype in (torch.float32, torch.bfloat16):
         planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
-        dcp.save({"w": torch.full((3,), 1.5, dtype=dtype)}, checkpoint_id=path, planner=planner)
-    metadata: Any = dcp.FileSystemReader(path).read_metadata()
-    return metadata.state_dict_metadata["w"].properties.dtype, dtype
+        dcp.save({"w": torch.full((3,), 1.5, dtype=dtype)}, checkpoint_id=directory, planner=planner)
+    metadata: Any = dcp.FileSystemReader(directory).read_metadata()
+    return metadata.state_dict_metadata["w"].properties.dtype, torch.bfloat16
 
 
 def test_stock_reuses_a_plan_of_another_dtype(tmp_path: Path) -> None:
@@ -172,7 +171,7 @@ def test_growth_in_a_save_that_failed_is_in_the_next_one(saver: str, rank_to_fai
 
 def lose_caches(directory: str) -> list[str]:
     """Every subset of ranks that has restarted in process; what each save did about its plan."""
-    outcomes = []
+    outcomes: list[str] = []
     rank = dist.get_rank()
     state_dict: StateDict = {"nested": {"w": torch.ones(2)}, f"own {rank}": torch.full((2,), float(rank)), "o": "x"}
     for number, lost in enumerate([(0, 1), (), (0,), (), (1,), (), (0, 1), ()]):
@@ -197,7 +196,7 @@ def save_in_other_groups(directory: str) -> list[str]:
     low, high, outer = dist.new_group([0, 1]), dist.new_group([2, 3]), dist.new_group([0, 3])
     world = dist.group.WORLD
     turns = [world, low if rank < 2 else high, world, outer if rank in (0, 3) else None, low if rank < 2 else high]
-    outcomes = []
+    outcomes: list[str] = []
     for number, group in enumerate([*turns, *turns]):
         if group is None:
             continue
@@ -229,7 +228,7 @@ class OtherPlanner(RobustPlanner):
 def save_with_other_options(directory: str) -> list[str]:
     rank = dist.get_rank()
     state_dict: StateDict = {"nested": {f"w{n}": torch.full((5,), float(n)) for n in range(6)}, f"o{rank}": "x"}
-    outcomes = []
+    outcomes: list[str] = []
     options: list[tuple[dict[str, Any], dict[str, Any], type[RobustPlanner]]] = [
         ({}, {}, RobustPlanner),
         ({"threads": 1}, {}, RobustPlanner),
@@ -278,8 +277,9 @@ def random_history(directory: str, seed: int, n_saves: int) -> int:
             FailsWhenTold.rank_to_fail = fail
             assert verdict_of(robust_dcp.save, held[rank], checkpoint_id=path, planner=FailsWhenTold()).type_name
             FailsWhenTold.rank_to_fail = None
-        if chance.random() < 0.1:
-            PLANS.clear() if rank == chance.randrange(world) else None
+        forgetful = chance.choice([*range(world), *[None] * 8])
+        if rank == forgetful:
+            PLANS.clear()
         SAVERS[saver](held[rank], path)
         n_committed += 1
         saved = {key: value for each in held for key, value in each.items()}

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 import robust_dcp
 from robust_dcp import RobustWriter
 from robust_dcp.storage.disk import PosixDisk
+from tests.api.fingerprints import differences
 from tests.support.ranks import run_ranks, values
 from tests.support.simulated_disk import WatchedDisk
 
@@ -56,8 +57,7 @@ def step_found(directory: str, world: int, load: Any) -> int:
     assert set(metadata.state_dict_metadata) == set(expected)
     target = {key: "" if isinstance(value, str) else torch.zeros_like(value) for key, value in expected.items()}
     load(target, checkpoint_id=directory)
-    for key, value in expected.items():
-        assert torch.equal(target[key], value) if isinstance(value, torch.Tensor) else target[key] == value
+    assert differences(expected, target) == []
     return step
 
 
@@ -74,7 +74,7 @@ def test_killed_before_any_call_to_the_disk_one_process_leaves_the_old_or_the_ne
     shutil.copytree(old, fresh)
     (n_calls,) = values(run_ranks(1, save_and_be_killed, fresh, 2, 1, 0, None, init=False))
     assert check_old_or_new(fresh, 1) == 2
-    steps = []
+    steps, directory = [], fresh
     for number in range(n_calls):
         directory = str(tmp_path / str(number))
         shutil.copytree(old, directory)
@@ -93,7 +93,7 @@ def test_one_of_two_ranks_may_be_killed_at_any_call(kill_rank: int, tmp_path: Pa
     values(run_ranks(2, save_and_be_killed, old, 1, 2, kill_rank, None))
     shutil.copytree(old, whole)
     n_calls = values(run_ranks(2, save_and_be_killed, whole, 2, 2, kill_rank, None))[kill_rank]
-    last = 1
+    last, directory = 1, whole
     for number in range(kill_rank, n_calls, 5):
         directory = str(tmp_path / str(number))
         shutil.copytree(old, directory)

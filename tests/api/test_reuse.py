@@ -32,7 +32,7 @@ def model(step: int, n: int = 5, prefix: str = "") -> StateDict:
 
 
 def save_repeatedly(directory: str) -> list[str]:
-    outcomes = []
+    outcomes: list[str] = []
     for step in range(4):
         state_dict = model(step)
         if step == 2:  # another order of the same keys is the same structure
@@ -70,7 +70,7 @@ def test_a_repeated_stock_save_with_our_parts_plans_nothing(no_dist: bool, tmp_p
 
 
 def alternate(directory: str) -> list[str]:
-    outcomes = []
+    outcomes: list[str] = []
     for step in range(3):
         for prefix in ("", "ema."):
             path = f"{directory}/{prefix}{step}"
@@ -107,7 +107,7 @@ def test_a_change_on_one_rank_makes_only_that_rank_send_its_structure(changed_ra
         assert (sent > 0) == (rank == changed_rank and rank != 0)  # the coordinator need not send to itself
 
 
-def refuse_changes(directory: str) -> tuple[Verdict, StateDict, list[str], int]:
+def refuse_changes(directory: str) -> tuple[Verdict, str, list[str], int]:
     robust_dcp.save(model(0), checkpoint_id=directory)
     files = sorted(os.listdir(directory))
     changed = model(1)
@@ -191,7 +191,7 @@ def test_a_failed_save_leaves_no_plan_on_any_rank(tmp_path: Path) -> None:
 def reuse_after_failures(directory: str) -> list[str]:
     """Objects change their lengths in saves that fail: the places that the coordinator knows must not be theirs."""
     rank = dist.get_rank()
-    outcomes = []
+    outcomes: list[str] = []
     for step, fail_in in enumerate(["", "write", "", "commit", "", "", "write", ""]):
         state_dict: StateDict = {f"text {rank}": "x" * (step * 1000 + rank), f"w {rank}": torch.full((3,), float(step))}
         path = f"{directory}/{step}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from robust_dcp.comm import Offer
 from robust_dcp.plan.agreement import MATCHES, Decision, decide, make_offer
-from robust_dcp.plan.cache import CachedPlan, PlanCache
+from robust_dcp.plan.cache import CachedPlan, CoordinatorPlan, PlanCache
 from robust_dcp.plan.global_plan import combined_digest
 from robust_dcp.plan.rank_plan import RankPlan
 from robust_dcp.plan.structure import ItemKind, StructureTable, plan_id_of
@@ -34,7 +35,13 @@ class _Job:
 
     def offers(self, tables: list[StructureTable], digests: list[int] | None = None) -> list[Offer]:
         return [
-            make_offer(cache, GROUP, rank, local_of(tables[rank], digests and [digests[rank]], ranks=GROUP))[0]
+            make_offer(
+                cache,
+                GROUP,
+                rank,
+                local_of(tables[rank], digests and [digests[rank]], ranks=GROUP),
+                leads=rank == self.coordinator,
+            )[0]
             for rank, cache in enumerate(self.caches)
         ]
 
@@ -42,10 +49,11 @@ class _Job:
         offers = self.offers(tables)
         decision = decide(offers, self.coordinator)
         signatures = tuple(offer.signature for offer in offers)
-        for structure, cache in zip(tables, self.caches, strict=True):
+        for rank, (structure, cache) in enumerate(zip(tables, self.caches, strict=True)):
             objects = np.flatnonzero(structure.kinds == ItemKind.BYTES)
             plan = RankPlan(np.arange(len(structure)), objects, None)
-            cache.put(GROUP, CachedPlan(plan_id_of(signatures), signatures, structure, plan, None, None))
+            kept = cast(CoordinatorPlan, object()) if rank == self.coordinator else None
+            cache.put(GROUP, CachedPlan(plan_id_of(signatures), signatures, structure, plan, None, kept))
         return decision
 
 
@@ -142,11 +150,11 @@ def test_objects_that_differ_are_noticed_when_a_plan_is_reused() -> None:
 
 def test_a_rank_offers_its_latest_plan_but_says_that_it_does_not_match() -> None:
     cache = PlanCache()
-    offer, plan = make_offer(cache, GROUP, 0, local_of(_MODEL[0], ranks=GROUP))
+    offer, plan = make_offer(cache, GROUP, 0, local_of(_MODEL[0], ranks=GROUP), leads=True)
     assert (offer.flags & MATCHES, offer.plan_id, offer.value, plan) == (MATCHES * 0, bytes(8), 0, None)
     job = _Job()
     job.save(_MODEL)
-    offer, plan = make_offer(job.caches[0], GROUP, 0, local_of(_GROWN[0], ranks=GROUP))
+    offer, plan = make_offer(job.caches[0], GROUP, 0, local_of(_GROWN[0], ranks=GROUP), leads=True)
     assert plan is not None
     assert offer.plan_id == plan.plan_id
     assert not offer.flags & MATCHES

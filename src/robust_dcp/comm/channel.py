@@ -118,6 +118,12 @@ class Channel:
             link = link_for(groups.parent_of(process_group), purpose)
         return cls(link, timeout_seconds=timeout_seconds, coordinator_rank=coordinator_rank)
 
+    def led_by(self, coordinator_rank: int) -> Channel:
+        """This channel with another coordinator; the same connections and the same order of exchanges."""
+        if coordinator_rank == self.coordinator_rank:
+            return self
+        return Channel(self._link, timeout_seconds=self.timeout_seconds, coordinator_rank=coordinator_rank)
+
     @property
     def rank(self) -> int:
         return self._link.rank

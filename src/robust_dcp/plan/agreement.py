@@ -16,12 +16,18 @@ from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.structure import plan_id_of
 from robust_dcp.plan.structure.signature import PLAN_ID_NBYTES
 
-__all__ = ["Decision", "PlanOutcome", "decide", "make_offer"]
+__all__ = ["Decision", "PlanOutcome", "decide", "leaders_among", "make_offer"]
 
 PlanOutcome = Literal["built", "reused", "patched", "rebuilt"]
 
 MATCHES = 1
 """Flag of an offer: the structure is the one that the offered plan was made for."""
+
+HAS_GLOBAL_PLAN = 2
+"""Flag of an offer: this rank was the coordinator of the offered plan, and has all of it."""
+
+LEADS = 4
+"""Flag of an offer: whoever called the save made this rank its coordinator."""
 
 _NO_PLAN = bytes(PLAN_ID_NBYTES)
 
@@ -44,20 +50,33 @@ class Decision:
     objects_differ: bool = False
 
 
-def make_offer(cache: PlanCache, group: GroupKey, rank: int, local: LocalStructure) -> tuple[Offer, CachedPlan | None]:
+def make_offer(
+    cache: PlanCache, group: GroupKey, rank: int, local: LocalStructure, *, leads: bool
+) -> tuple[Offer, CachedPlan | None]:
     """What this rank says of itself, and the cached plan that it offers (not necessarily one that fits)."""
     signature = local.signature.value
+    leads_flag = LEADS if leads else 0
     if local.files is None:
         # Nothing tells us whether another storage writer committed its checkpoint, so no plan is ever kept for it.
-        return Offer(signature=signature, plan_id=_NO_PLAN, value=0, flags=0), None
+        return Offer(signature=signature, plan_id=_NO_PLAN, flags=leads_flag), None
     plan = cache.find(group, signature, rank)
     flags, digest = MATCHES, 0
     if plan is None:
         plan, flags = cache.latest(group), 0
     else:
         digest = combined_digest(local.digests_of(plan.rank_plan.common_objects))
+    if plan is not None and plan.coordinator is not None:
+        flags |= HAS_GLOBAL_PLAN
     plan_id = _NO_PLAN if plan is None else plan.plan_id
-    return Offer(signature=signature, plan_id=plan_id, value=digest, flags=flags), plan
+    return Offer(signature=signature, plan_id=plan_id, value=digest, flags=flags | leads_flag), plan
+
+
+def leaders_among(offers: Sequence[Offer]) -> list[int]:
+    """The ranks that were told that they are the coordinator.
+
+    Stock ``save`` tells one rank, not always rank 0; with ``no_dist=True`` it tells all.
+    """
+    return [rank for rank, offer in enumerate(offers) if offer.flags & LEADS]
 
 
 def decide(offers: Sequence[Offer], coordinator: int) -> Decision:
@@ -68,7 +87,7 @@ def decide(offers: Sequence[Offer], coordinator: int) -> Decision:
     """
     everyone = tuple(range(len(offers)))
     base = offers[coordinator].plan_id
-    if base == _NO_PLAN:
+    if base == _NO_PLAN or not offers[coordinator].flags & HAS_GLOBAL_PLAN:
         return Decision("built", everyone, None)
     changed = tuple(rank for rank, offer in enumerate(offers) if offer.plan_id != base or not offer.flags & MATCHES)
     if changed == everyone:

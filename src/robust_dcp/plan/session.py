@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from robust_dcp.comm import Channel, Offer, Stopped
 from robust_dcp.errors import ExchangeError
-from robust_dcp.plan.agreement import Decision, PlanOutcome, decide, make_offer
+from robust_dcp.plan.agreement import Decision, PlanOutcome, decide, leaders_among, make_offer
 from robust_dcp.plan.cache import PLANS, CachedPlan, CoordinatorPlan
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.planning import apply_plan, plan_for_all
@@ -55,6 +55,7 @@ class SaveSession:
     on_object_mismatch: OnObjectMismatch = "warn"
     commits_together: bool = False
 
+    n_leaders: int = field(default=0, init=False)
     outcome: PlanOutcome = field(default="built", init=False)
     reason: str = field(default="", init=False)
     changes: StructureDiff | None = field(default=None, init=False)
@@ -84,11 +85,12 @@ class SaveSession:
         """Where this rank's items lie; ``None`` where another writer than ours decides that."""
         return self.rank_plan.placements
 
-    def agree(self, describe: Callable[[], LocalStructure]) -> RankPlan:
+    def agree(self, describe: Callable[[], LocalStructure], *, leads: bool) -> RankPlan:
         """Agree with all ranks on the plan of this save, and return this rank's share.
 
         Args:
             describe: gives this rank's structure; an exception in it is raised on every rank.
+            leads: whether the caller takes this rank for the coordinator. If just one rank leads, it plans and commits.
 
         Raises:
             PlanConflict: the ranks contradict each other.
@@ -98,11 +100,15 @@ class SaveSession:
 
         def offer_own() -> Offer:
             self.local = describe()
-            offer, self._cached = make_offer(PLANS, self.channel.ranks, self.channel.rank, self.local)
+            offer, self._cached = make_offer(PLANS, self.channel.ranks, self.channel.rank, self.local, leads=leads)
             return offer
 
         offers = self.channel.agree(self._named("agree"), offer_own)
         self._signatures = tuple(offer.signature for offer in offers)
+        leaders = leaders_among(offers)
+        self.n_leaders = len(leaders)
+        if self.n_leaders == 1:
+            self.channel = self.channel.led_by(leaders[0])
         decision = decide(offers, self.channel.coordinator_rank)
         self.outcome = decision.outcome
         if decision.outcome == "reused" and self._cached is not None:

@@ -81,7 +81,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
     def _checked_plan(self, metadata: Metadata) -> LoadPlan:
         before = self.state_dict
         problems = self._problems()
-        if problems and problems[0].startswith("missing"):
+        if problems and problems[0].startswith("Missing"):
             # Checkpoints from before torch 2.4 have other names for nested lists; stock's planner knows them.
             plan = self._stock_plan()
             if self.state_dict is not before:
@@ -113,7 +113,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
 
     def _missing(self) -> list[str]:
         saved = list(self._saved)
-        return [f"missing from the checkpoint: {key!r}{_hint(key, saved)}" for key in self.missing_keys]
+        return [f"Missing key in checkpoint: {key!r}{_hint(key, saved)}" for key in self.missing_keys]
 
     def _mismatch(self, key: str, value: Any, saved: Any) -> list[str]:
         if not isinstance(saved, TensorStorageMetadata):
@@ -125,7 +125,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         found = []
         size = getattr(value, "size", None)
         if callable(size) and torch.Size(size()) != saved.size:
-            found.append(f"{key!r} has size {list(size())} here and {list(saved.size)} in the checkpoint")
+            found.append(f"Size mismatch between saved {list(saved.size)} and current {list(size())} for {key!r}")
         dtype = getattr(value, "dtype", None)
         if self.on_dtype_mismatch == "error" and dtype is not None and dtype != saved.properties.dtype:
             found.append(

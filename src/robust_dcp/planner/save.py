@@ -198,16 +198,16 @@ class RobustPlanner(DefaultSavePlanner):
         def describe() -> LocalStructure:
             self.raise_set_up_error()
             if self._writer is not None:
-                self._writer.begin(is_coordinator=session.channel.is_coordinator)
-            elif self._told_coordinator and not session.channel.is_coordinator:
-                raise RobustCheckpointError(
-                    f"no_dist=True in a job of {session.channel.size} ranks needs RobustWriter: with another storage "
-                    "writer each rank would write its own .metadata over those of the others; pass "
-                    "storage_writer=RobustWriter(path), or RobustPlanner(no_dist=True) to save on one rank alone"
-                )
+                self._writer.begin(is_coordinator=self._told_coordinator)
             return self.describe(session.channel, self._writer)
 
-        session.agree(describe)
+        session.agree(describe, leads=self._told_coordinator)
+        if self._writer is None and session.n_leaders > 1:
+            raise RobustCheckpointError(
+                f"no_dist=True in a job of {session.channel.size} ranks needs RobustWriter: with another storage "
+                "writer each rank would write its own .metadata over those of the others; pass "
+                "storage_writer=RobustWriter(path), or RobustPlanner(no_dist=True) to save on one rank alone"
+            )
         self._session = session
         return SavePlan([])
 

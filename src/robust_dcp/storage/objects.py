@@ -32,6 +32,7 @@ OBJECT_CLASSES: Final = (
     | all_of("torch.nn.parameter", "Parameter")
     | all_of("torch.serialization", "_get_layout")
     | all_of("torch.storage", "UntypedStorage")
+    | all_of("_io", "BytesIO")
     | all_of("argparse", "Namespace")
     | all_of("datetime", "date datetime time timedelta timezone")
     | all_of("decimal", "Decimal")

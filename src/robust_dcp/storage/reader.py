@@ -63,13 +63,13 @@ class RobustReader(StorageReader):
         self._options = ReadOptions(threads, verify_checksums, trusted, buffer_bytes, extension_registry)
         self._disk: Disk = PosixDisk() if disk is None else disk
         self._metadata: Metadata | None = None
-        self._load_id = str(uuid.uuid4())
+        self.load_id = str(uuid.uuid4())
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._metadata = None
         if checkpoint_id:
             self.path = os.fspath(checkpoint_id)
-        self._load_id = str(uuid.uuid4())
+        self.load_id = str(uuid.uuid4())
 
     @property
     def checkpoint_id(self) -> str:
@@ -117,7 +117,7 @@ class RobustReader(StorageReader):
         metadata = decode_metadata(data, self._metadata_path(rank))
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self._load_id
+        metadata.storage_meta.load_id = self.load_id
         return metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

@@ -93,7 +93,7 @@ class RobustWriter(StorageWriter):
         self.threads = threads
         self.overwrite = overwrite
         self._disk: Disk = disk or PosixDisk()
-        self._save_id = str(uuid.uuid4())
+        self.save_id = str(uuid.uuid4())
         self._superseded: tuple[str, ...] = ()
         self._rank: int | None = None
         self._alone = False
@@ -124,7 +124,7 @@ class RobustWriter(StorageWriter):
         self._disk.mkdirs(self.path)
         if not self.overwrite and self._disk.exists(os.path.join(self.path, self._metadata_name)):
             raise StorageError(
-                f"{self.path} holds a committed checkpoint and overwrite=False: save to another directory",
+                f"Checkpoint already exists in {self.path} and overwrite=False: save to another directory",
                 path=self.path,
                 operation="begin",
             )
@@ -173,14 +173,14 @@ class RobustWriter(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:
             self.path = os.fspath(checkpoint_id)
-        self._save_id = str(uuid.uuid4())
+        self.save_id = str(uuid.uuid4())
         self._superseded = ()
         self._rank = None
         self._alone = False
         self._begun = False
 
     def storage_meta(self) -> WriterMeta:
-        return WriterMeta(checkpoint_id=self.path, save_id=self._save_id, writer=self)
+        return WriterMeta(checkpoint_id=self.path, save_id=self.save_id, writer=self)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._begun = False
@@ -250,7 +250,7 @@ class RobustWriter(StorageWriter):
 
     def plain_meta(self) -> StorageMeta:
         """What goes into ``.metadata``: stock's class, and nothing of this process."""
-        return StorageMeta(checkpoint_id=self.path, save_id=self._save_id)
+        return StorageMeta(checkpoint_id=self.path, save_id=self.save_id)
 
     @property
     def checkpoint_id(self) -> str:
