@@ -14,7 +14,6 @@ from robust_dcp.storage.disk import PosixDisk
 from robust_dcp.storage.paths import (
     check_relative_path,
     data_file_name,
-    free_generation,
     locate,
     parse_data_file_name,
 )
@@ -39,11 +38,6 @@ def test_other_files_are_not_taken_for_data_files(name: str) -> None:
 
 def test_a_megatron_separation_hint_is_recognised() -> None:
     assert parse_data_file_name("optimizer__0_1.distcp") == (0, 1, 0, "optimizer")
-
-
-def test_a_generation_is_free_only_if_all_of_its_names_are() -> None:
-    assert free_generation(0, 2, {"__0_1.distcp", "__0_0.1.distcp", "__1_0.2.distcp"}) == 2
-    assert free_generation(1, 2, {"__0_1.distcp"}) == 0
 
 
 @pytest.mark.parametrize(

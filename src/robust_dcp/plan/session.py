@@ -191,9 +191,7 @@ class SaveSession:
 
     def check_stop(self) -> None:
         """Raise if another rank has announced that this save failed; cheap, for calls between blocks of data."""
-        announced = self.channel.failure_announced()
-        if announced is not None:
-            raise Stopped(announced)
+        self.channel.stop_if_announced()
 
     def metadata(self, storage_meta: StorageMeta) -> Metadata:
         """On the coordinator, after :meth:`settle`: the metadata of this checkpoint."""

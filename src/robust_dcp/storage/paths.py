@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Container
 from typing import Any, Final, NamedTuple
 
 from robust_dcp.errors import UnsafeCheckpoint
@@ -20,7 +19,6 @@ __all__ = [
     "DataFileName",
     "check_relative_path",
     "data_file_name",
-    "free_generation",
     "locate",
     "metadata_name",
     "parse_data_file_name",
@@ -59,14 +57,6 @@ def parse_data_file_name(name: str) -> DataFileName | None:
     if match is None:
         return None
     return DataFileName(int(match["rank"]), int(match["number"]), int(match["generation"] or 0), match["hint"])
-
-
-def free_generation(rank: int, files: int, taken: Container[str]) -> int:
-    """The first generation in which none of the ``files`` names of ``rank`` is among ``taken``."""
-    generation = 0
-    while any(data_file_name(rank, number, generation) in taken for number in range(files)):
-        generation += 1
-    return generation
 
 
 def metadata_name(rank: int | None = None) -> str:
