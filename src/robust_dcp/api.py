@@ -105,7 +105,7 @@ def save(
             writer.discard,
         )
     with clock.phase("commit"):
-        session.commit(lambda: writer.publish(session.metadata(writer.plain_meta())))
+        session.commit(lambda: writer.publish(session.metadata(writer.plain_meta())), writer.discard)
     return _save_report(session, clock, writer, n_items=len(items))
 
 

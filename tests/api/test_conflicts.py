@@ -60,7 +60,7 @@ CONFLICTS: dict[str, tuple[Callable[[int], StateDict], str | None, list[str]]] =
     "Partial in a mesh of two dimensions": (partial_in_one_dimension, "deep.w", ["Partial"]),
     "a shard that nobody passed": (shard_is_missing, "w", ["gap"]),
     "one name by two paths": (same_name_by_two_paths, "a.w", ["flattened"]),
-    "one name twice on a rank": (same_name_twice_on_one_rank, None, ["a.w"]),
+    "one name twice on a rank": (same_name_twice_on_one_rank, "a.w", ["flatten to the name"]),
 }
 
 

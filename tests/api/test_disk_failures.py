@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter
+from robust_dcp.storage.commit import BEFORE_RENAME
 from robust_dcp.storage.disk import PosixDisk
 from tests.api.test_cached_plans import blank, check_loads
 from tests.api.test_failures import BrokenPlanner, shards
@@ -101,9 +102,9 @@ def fail_each_call(directory: str, failing_rank: int, code: int) -> list[str]:
         check_loads(shards(loaded), directory, "ours")
         left = set(os.listdir(directory)) - set(files)
         if verdict.type_name and left:
-            if int(what) == WRITING:
+            if int(what) == WRITING or verdict.fields["operation"] in BEFORE_RENAME:
                 problems.append(f"call {step} ({verdict.message}) left {left}")
-            # A commit that failed may have come through: its files stay until the next one has succeeded.
+            # A commit that failed from the rename on may have come through: its files stay until the next one.
             robust_dcp.save(shards(step), checkpoint_id=directory)
             committed = step
     check_loads(shards(step), directory)

@@ -65,7 +65,7 @@ def many_problems(state_dict: StateDict) -> None:
 MISFITS = {
     other_shape: ["nested.bias", "[8]", "[7]"],
     other_dtype: ["weight", "float64", "float32", "cast"],
-    missing_key: ["nested.biass", "missing", "nested.bias'"],
+    missing_key: ["nested.biass", "Missing key in checkpoint", "nested.bias'"],
     tensor_for_object: ["text", "tensor", "object"],
     object_for_tensor: ["weight", "str", "tensor"],
     many_problems: ["new0", "32 problem", "more"],
@@ -295,8 +295,8 @@ def test_a_payload_runs_in_stock_and_never_in_ours(where: str, tmp_path: Path) -
         Path(directory, ".metadata").write_bytes(pickle.dumps(Payload(mark)))
     for loader in ("ours", "stock + reader"):
         for verdict in values(run_ranks(2, load_the_payload, directory, loader)):
-            # After any error stock looks for metadata of each rank, and tells of that.
-            told = "UnsafeCheckpoint" if loader == "ours" or where == "object" else "no checkpoint was committed"
+            # Stock makes an AssertionError of what is wrong with the metadata: only its text is left.
+            told = "UnsafeCheckpoint" if loader == "ours" or where == "object" else "add_safe_globals"
             assert told in verdict.type_name + verdict.message, verdict
         assert not os.path.exists(mark)
     values(run_ranks(1, load_the_payload, directory, "stock", init=False))

@@ -22,10 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["STACKS_SIGNAL", "RankError", "RankTask", "run_rank"]
+__all__ = ["ALL_STACKS_SIGNAL", "STACK_SIGNAL", "RankError", "RankTask", "run_rank"]
 
-STACKS_SIGNAL = signal.SIGUSR2
-"""On this signal a rank writes the stacks of all its threads to its output, even while it is stuck in C code."""
+STACK_SIGNAL = signal.SIGUSR2
+"""On this signal a rank writes the stack of its main thread to its output, even while it is stuck in C code."""
+
+ALL_STACKS_SIGNAL = signal.SIGUSR1
+"""The same for all its threads. Their stacks are read while they run, which may crash the rank: sent last."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -109,7 +112,8 @@ def _become_a_rank(task: RankTask) -> None:
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 (open as long as the rank lives)
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.enable(file=2)
-    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
+    faulthandler.register(STACK_SIGNAL, file=2, all_threads=False)
+    faulthandler.register(ALL_STACKS_SIGNAL, file=2, all_threads=True)
     os.environ.clear()
     os.environ.update(task.env)
     os.chdir(task.directory)

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.support.rank_process import STACKS_SIGNAL, RankError, RankTask, run_rank
+from tests.support.rank_process import ALL_STACKS_SIGNAL, STACK_SIGNAL, RankError, RankTask, run_rank
 
 __all__ = ["Outcome", "RankError", "RanksOverran", "errors", "run_ranks", "values"]
 
@@ -237,16 +237,17 @@ def _has_raised(rank: _Rank) -> bool:
 
 def _dump_stacks(ranks: Sequence[_Rank]) -> None:
     """Make every living rank write its stacks to its output, and wait until they have arrived."""
-    waiting = []
-    for rank in ranks:
-        if rank.exitcode is None and rank.process.pid is not None:
-            waiting.append((rank, len(rank.output())))
-            os.kill(rank.process.pid, STACKS_SIGNAL)
-            os.kill(rank.process.pid, signal.SIGCONT)  # a test may have stopped it
-    deadline = time.monotonic() + _STACKS_WITHIN_SECONDS
-    while time.monotonic() < deadline and any(len(rank.output()) == before for rank, before in waiting):
-        time.sleep(0.01)
-    time.sleep(0.05)  # the signal handler writes line by line
+    for stacks_signal in (STACK_SIGNAL, ALL_STACKS_SIGNAL):
+        waiting = []
+        for rank in ranks:
+            if rank.process.is_alive() and rank.process.pid is not None:
+                waiting.append((rank, len(rank.output())))
+                os.kill(rank.process.pid, stacks_signal)
+                os.kill(rank.process.pid, signal.SIGCONT)  # a test may have stopped it
+        deadline = time.monotonic() + _STACKS_WITHIN_SECONDS
+        while time.monotonic() < deadline and any(len(rank.output()) == before for rank, before in waiting):
+            time.sleep(0.01)
+        time.sleep(0.05)  # the signal handler writes line by line
 
 
 def _overrun_message(ranks: Sequence[_Rank], timeout_seconds: float) -> str:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from robust_dcp.comm import Channel, Offer, Stopped
-from robust_dcp.errors import ExchangeError
+from robust_dcp.errors import ExchangeError, StorageError
 from robust_dcp.plan.agreement import Decision, PlanOutcome, decide, leaders_among, make_offer
 from robust_dcp.plan.cache import PLANS, CachedPlan, CoordinatorPlan
 from robust_dcp.plan.local import LocalStructure
@@ -25,6 +25,7 @@ from robust_dcp.plan.rank_plan import RankPlan, RankPlanMessage
 from robust_dcp.plan.replicated_objects import ObjectDigests, differing_digests, report_differing
 from robust_dcp.plan.structure import StructureDiff, StructureMessage, plan_id_of
 from robust_dcp.plan.written import WrittenMessage, news_of, word_of, written_by_all
+from robust_dcp.storage.commit import BEFORE_RENAME
 from robust_dcp.storage.engine import WrittenFiles
 from robust_dcp.storage.layout import Placements
 
@@ -200,17 +201,23 @@ class SaveSession:
         self._written_by_all = written_by_all(self._words, self._messages, self.coordinator.variable_places)
         return self.coordinator.metadata.with_storage(self._written_by_all, storage_meta)
 
-    def commit(self, publish: Callable[[], None]) -> None:
+    def commit(self, publish: Callable[[], None], discard: Callable[[WrittenFiles], None]) -> None:
         """Make the checkpoint visible, on the coordinator, and keep the plan for the next save.
 
         Args:
             publish: writes ``.metadata``; called on the coordinator only.
+            discard: undoes what :meth:`settle` wrote; called when it is certain that nothing was committed.
         """
         own = publish if self.channel.is_coordinator else lambda: None
-        if self.commits_together:
-            self.channel.barrier(self._named("commit"), own)
-        else:
-            own()
+        try:
+            if self.commits_together:
+                self.channel.barrier(self._named("commit"), own)
+            else:
+                own()
+        except StorageError as error:
+            if self.written is not None and error.operation in BEFORE_RENAME:
+                discard(self.written)
+            raise
         self._keep_plan(confirmed=self.commits_together)
 
     def leave_commit_to_stock(self) -> None:

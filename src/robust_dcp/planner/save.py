@@ -7,6 +7,7 @@ plans itself. Called by ``api.save``, and by stock ``torch.distributed.checkpoin
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -184,7 +185,7 @@ class RobustPlanner(DefaultSavePlanner):
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
             _refuse_partial(self.state_dict)
         except Exception as error:  # raised in create_local_plan, inside the exchange, so that no rank waits for us
-            self._set_up_error = error
+            self._set_up_error = _named_conflict(error)
 
     def raise_set_up_error(self) -> None:
         """Raise what :meth:`set_up_planner` found; called inside an exchange, so that all ranks learn of it."""
@@ -243,6 +244,19 @@ class RobustPlanner(DefaultSavePlanner):
 def checkpoint_name(checkpoint_id: str | os.PathLike[str] | None) -> str:
     """How a checkpoint is called in exchanges and messages: ranks that name another one are in another operation."""
     return "" if checkpoint_id is None else os.path.normpath(os.fspath(checkpoint_id))
+
+
+def _named_conflict(error: Exception) -> Exception:
+    """Stock's word for two paths that flatten to one name, as ours; any other error as it is."""
+    found = re.fullmatch(r"duplicated flatten key (.*)", str(error), re.DOTALL)
+    if not isinstance(error, ValueError) or found is None:
+        return error
+    key = found[1]
+    return PlanConflict(
+        f"the state dict has two values that flatten to the name {key!r} (a key with dots, and a nested dict); "
+        "rename one of them",
+        key=key,
+    )
 
 
 def _refuse_partial(state_dict: dict[str, Any]) -> None:

@@ -18,9 +18,13 @@ from robust_dcp.errors import StorageError
 from robust_dcp.storage.disk import Disk
 from robust_dcp.storage.paths import METADATA_NAME, check_relative_path, parse_data_file_name
 
-__all__ = ["commit_metadata", "remove_superseded", "unreferenced_files"]
+__all__ = ["BEFORE_RENAME", "commit_metadata", "remove_superseded", "unreferenced_files"]
 
 logger = logging.getLogger(__name__)
+
+BEFORE_RENAME: Final = frozenset({"create", "write", "fsync", "close"})
+"""Operations (of a ``StorageError``) whose failure in :func:`commit_metadata` leaves the old checkpoint the only one.
+After any other both may be found later, and the data files of both have to stay."""
 
 _TEMPORARY: Final = re.compile(r"(?:__\d+)?\.metadata\.(?:[0-9a-f]{16}\.)?tmp")  # ours, and stock's .metadata.tmp
 

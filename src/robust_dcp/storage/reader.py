@@ -122,6 +122,9 @@ class RobustReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         rank = kwargs.get("rank")
+        if rank is not None and not self._disk.exists(self._metadata_path(rank)):
+            # Stock asks for a rank's own file when it could not read the common one: what is wrong with that matters.
+            rank = None
         return self.decode_metadata(self.metadata_bytes(rank), rank)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -52,7 +52,7 @@ class SaveInProgress(Protocol):
 
     def metadata(self, storage_meta: StorageMeta) -> Metadata: ...
 
-    def commit(self, publish: Callable[[], None]) -> None: ...
+    def commit(self, publish: Callable[[], None], discard: Callable[[WrittenFiles], None]) -> None: ...
 
 
 @dataclass
@@ -242,7 +242,7 @@ class RobustWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         session = getattr(metadata, "session", None)
         if isinstance(session, SaveInProgress):
-            session.commit(lambda: self.publish(session.metadata(self.plain_meta())))
+            session.commit(lambda: self.publish(session.metadata(self.plain_meta())), self.discard)
             return
         metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         metadata.storage_meta = self.plain_meta()
