@@ -36,7 +36,7 @@ format: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(if $(BENCHMARKS),,@echo "benchmarks/ has no bench_*.py")
-	@set -e; for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python $$file; done
+	@set -e; for name in $(notdir $(BENCHMARKS:.py=)); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,27 +1,23 @@
 """What the ranks of a save say to each other: exchanges, messages and bytes of each phase, first and repeated.
 
-Run it for a table: ``python benchmarks/bench_messages.py --json messages.json``. The tests of the package measure with
+Run it for a table: ``python -m benchmarks.bench_messages --json messages.json``. The tests of the package measure with
 :func:`measure_saves` too, in ranks of their own. All ranks are processes of this machine; nothing is timed.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import multiprocessing
 import os
-import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import robust_dcp
+from benchmarks.ranks import run, table
 from robust_dcp.plan.cache import PLANS
 
 __all__ = ["PhaseCost", "measure_saves", "state_dict_of"]
@@ -89,37 +85,14 @@ def measure_saves(directory: str, n_items: int, n_objects: int = 0) -> list[Phas
     return costs
 
 
-def _rank_process(
-    rank: int, world_size: int, directory: str, cases: list[tuple[int, int]], results: Connection
-) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{directory}/rendezvous",
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=120),
-    )
-    results.send([measure_saves(directory, *case) for case in cases])
-    dist.barrier()
-    dist.destroy_process_group()
+def _measure_cases(directory: str, cases: list[tuple[int, int]]) -> list[list[PhaseCost]]:
+    return [measure_saves(directory, *case) for case in cases]
 
 
 def _measure(world_size: int, cases: list[tuple[int, int]]) -> list[dict[str, Any]]:
     """One row for each case, save and phase: what the coordinator sent, and the most that another rank sent."""
-    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as directory:
-        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
-        processes = [
-            context.Process(target=_rank_process, args=(rank, world_size, directory, cases, pipes[rank][1]))
-            for rank in range(world_size)
-        ]
-        for process, (_, sender) in zip(processes, pipes, strict=True):
-            process.start()
-            sender.close()  # so that a rank that ends without a result is an EOFError here, and not a wait for ever
-        by_rank = [receiver.recv() for receiver, _ in pipes]
-        for process in processes:
-            process.join()
+        by_rank = run(world_size, _measure_cases, directory, cases)
     rows = []
     for case, (n_items, n_objects) in enumerate(cases):
         for costs in zip(*(each[case] for each in by_rank), strict=True):
@@ -154,12 +127,6 @@ _COLUMNS = {
 }
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> str:
-    lines = [list(_COLUMNS.values()), *([f"{row[key]}" for key in _COLUMNS] for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS))]
-    return "\n".join("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines)
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -168,11 +135,10 @@ def main() -> None:
     parser.add_argument("--objects", type=int, nargs="+", default=[0, 10], help="objects that all ranks hold")
     parser.add_argument("--json", help="write all rows there as well")
     arguments = parser.parse_args()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     cases = [(items, objects) for items in arguments.items for objects in arguments.objects]
     rows = [row for world_size in arguments.ranks for row in _measure(world_size, cases)]
     print("What the coordinator sent in each phase, and the most that another rank sent.")
-    print(_table(rows))
+    print(table(_COLUMNS, rows))
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump(rows, file, indent=1)

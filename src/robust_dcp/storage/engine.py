@@ -25,7 +25,7 @@ from robust_dcp.staging import to_host
 from robust_dcp.storage.checksum import crc32
 from robust_dcp.storage.data_files import DataFile, create_data_files, discard
 from robust_dcp.storage.disk import Disk
-from robust_dcp.storage.layout import LARGE_NBYTES, RECORD_ALIGNMENT, Placements, Slot, slots_of
+from robust_dcp.storage.layout import LARGE_NBYTES, PAGE_NBYTES, RECORD_ALIGNMENT, Placements, Slot, slots_of
 from robust_dcp.storage.torch_zip import RecordTemplate, is_fixed_size, payload_view, record_template
 
 __all__ = ["Resolve", "WrittenFiles", "write_files"]
@@ -220,9 +220,14 @@ class _FileWriter:
         return to_host(data)
 
     def _append(self, data: bytes | memoryview, at: int | None = None) -> None:
-        """Add bytes at the end of the file, or at ``at`` after it, with zeros between."""
-        if at is not None and at > self._end:
-            self._append(bytes(at - self._end))
+        """Add bytes at the end of the file, or at ``at`` after it; what lies between reads as zeros."""
+        gap = 0 if at is None else at - self._end
+        if gap > PAGE_NBYTES:
+            self._flush()
+            self._end += gap
+        elif gap > 0:
+            self._block += bytes(gap)
+            self._end += gap
         if len(data) < LARGE_NBYTES:
             self._block += data
             self._end += len(data)

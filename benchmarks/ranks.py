@@ -1,0 +1,69 @@
+"""Ranks for benchmarks: processes of this machine with a gloo group, one function, one result from each."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["run", "table"]
+
+
+def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """``function(*args)`` on each of ``world_size`` ranks; what each returned, in rank order.
+
+    Raises:
+        EOFError: a rank ended without a result; its output says why.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as directory:
+        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+        processes = [
+            context.Process(target=_be_rank, args=(rank, world_size, directory, function, args, pipes[rank][1]))
+            for rank in range(world_size)
+        ]
+        for process, (_, sender) in zip(processes, pipes, strict=True):
+            process.start()
+            sender.close()  # so that a rank that ends without a result is an EOFError here, and not a wait for ever
+        results = [receiver.recv() for receiver, _ in pipes]
+        for process in processes:
+            process.join()
+    return results
+
+
+def _be_rank(
+    rank: int,
+    world_size: int,
+    directory: str,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    results: Connection,
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/rendezvous",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=600),
+    )
+    results.send(function(*args))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def table(columns: dict[str, str], rows: Sequence[dict[str, Any]]) -> str:
+    """``rows`` as text, right-aligned under the titles in ``columns`` (key to title); floats with three digits."""
+    lines = [list(columns.values())]
+    lines += [[f"{row[key]:.3f}" if isinstance(row[key], float) else f"{row[key]}" for key in columns] for row in rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(columns))]
+    return "\n".join("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines)
