@@ -27,6 +27,8 @@ from robust_dcp.plan.cache import PLANS
 
 __all__ = ["measure"]
 
+_ROW_NBYTES = 1024
+
 _COLUMNS = {
     "ranks": "ranks",
     "tensors": "tensors",
@@ -56,11 +58,11 @@ def measure(directory: str, n_tensors: int, nbytes_each: int, rounds: int) -> di
 
     Args:
         n_tensors: DTensors, each sharded over all ranks.
-        nbytes_each: bytes of a rank's shard of each.
+        nbytes_each: bytes of a rank's shard of each, a multiple of 1024.
     """
     world_size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,))
-    whole = torch.randn(world_size * (nbytes_each // 4))
+    whole = torch.randn(world_size * (nbytes_each // _ROW_NBYTES), _ROW_NBYTES // 4)
     state_dict = {f"decoder.layers.{n}.weight": distribute_tensor(whole, mesh, [Shard(0)]) for n in range(n_tensors)}
     caching = dcp.DefaultSavePlanner(enable_plan_caching=True)
     found: dict[str, list[tuple[float, float]]] = {}

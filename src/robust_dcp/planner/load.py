@@ -183,8 +183,10 @@ def _check_filled(plan: LoadPlan, state_dict: Mapping[str, Any], metadata: Metad
 
 def _local_numel(value: Any) -> int:
     """Elements of the chunks that this rank holds of ``value``."""
-    if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
-        return 0  # this rank is not in the mesh
+    if isinstance(value, DTensor):
+        # Asking for its chunks costs torch an index for each row of the whole tensor.
+        in_mesh = value.device_mesh.get_coordinate() is not None
+        return int(value.to_local().numel()) if in_mesh else 0
     chunks = getattr(value, "__create_chunk_list__", None)
     if callable(chunks):
         return sum(math.prod(chunk.sizes) for chunk in chunks())
