@@ -206,7 +206,8 @@ def reuse_after_failures(directory: str) -> list[str]:
 def test_reuse_after_a_failure_loads_what_was_saved(tmp_path: Path) -> None:
     error = "RobustCheckpointError"
     for outcomes in values(run_ranks(2, reuse_after_failures, str(tmp_path))):
-        assert outcomes == ["built", error, "reused", error, "reused", "reused", error, "reused"]
+        # After a commit that failed ranks may not know the same: they plan anew.
+        assert outcomes == ["built", error, "reused", error, "built", "reused", error, "reused"]
 
 
 def log_of_changes(directory: str, mode: str) -> list[str]:

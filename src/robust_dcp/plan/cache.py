@@ -98,6 +98,11 @@ class PlanCache:
             while len(self._entries) > self._max_entries:
                 self._entries.popitem(last=False)
 
+    def forget(self, group: GroupKey, plan_id: bytes) -> None:
+        """Drop a plan, if it is there."""
+        with self._lock:
+            self._entries.pop((group, plan_id), None)
+
     def clear(self) -> None:
         with self._lock:
             self._entries.clear()

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from robust_dcp.comm import Channel, Offer, Stopped
+from robust_dcp.comm import Channel, Offer
 from robust_dcp.errors import ExchangeError, StorageError
 from robust_dcp.plan.agreement import Decision, PlanOutcome, decide, leaders_among, make_offer
 from robust_dcp.plan.cache import PLANS, CachedPlan, CoordinatorPlan
@@ -163,19 +163,13 @@ class SaveSession:
         """Write this rank's files, and learn that all ranks have written theirs.
 
         Args:
-            write: writes and makes durable; a failure in it stops the other ranks while they still write, and is
-                raised on all of them.
+            write: writes and makes durable; a failure in it is announced to the other ranks while they still write
+                (:meth:`check_stop`), and raised on all of them.
             discard: undoes ``write`` when another rank failed.
         """
 
         def write_own() -> WrittenMessage | None:
-            try:
-                self.written = write()
-            except Stopped:
-                raise
-            except BaseException as error:
-                self.channel.announce_failure(error)
-                raise
+            self.written = write()
             return news_of(self.written.variable_places, self.known_places)
 
         def word(_: WrittenMessage | None) -> int:
@@ -214,8 +208,10 @@ class SaveSession:
                 self.channel.barrier(self._named("commit"), own)
             else:
                 own()
-        except StorageError as error:
-            if self.written is not None and error.operation in BEFORE_RENAME:
+        except BaseException as error:
+            # Ranks may have learnt of the commit or not: with the plan gone they agree on what they know again.
+            PLANS.forget(self.channel.ranks, plan_id_of(self._signatures))
+            if self.written is not None and isinstance(error, StorageError) and error.operation in BEFORE_RENAME:
                 discard(self.written)
             raise
         self._keep_plan(confirmed=self.commits_together)
