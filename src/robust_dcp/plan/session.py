@@ -16,7 +16,7 @@ import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from robust_dcp.comm import Channel, Offer
-from robust_dcp.errors import ExchangeError, StorageError
+from robust_dcp.errors import ExchangeError, RobustCheckpointError, StorageError
 from robust_dcp.plan.agreement import Decision, PlanOutcome, decide, leaders_among, make_offer
 from robust_dcp.plan.cache import PLANS, CachedPlan, CoordinatorPlan
 from robust_dcp.plan.local import LocalStructure
@@ -165,7 +165,8 @@ class SaveSession:
         Args:
             write: writes and makes durable; a failure in it is announced to the other ranks while they still write
                 (:meth:`check_stop`), and raised on all of them.
-            discard: undoes ``write`` when another rank failed.
+            discard: undoes ``write`` when another rank failed. Not when the ranks fell out of step: the coordinator may
+                have heard from all of them, and be committing what this rank wrote.
         """
 
         def write_own() -> WrittenMessage | None:
@@ -177,8 +178,8 @@ class SaveSession:
 
         try:
             messages = self.channel.gather(self._named("write"), write_own, WrittenMessage, value=word)
-        except BaseException:
-            if self.written is not None:
+        except RobustCheckpointError as error:
+            if self.written is not None and not isinstance(error, ExchangeError):
                 discard(self.written)
             raise
         self._words = self.channel.last_values

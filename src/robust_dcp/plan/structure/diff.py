@@ -1,6 +1,6 @@
 """What changed between two structures, in words that name keys.
 
-Pure; used by ``plan.agreement`` for the log line, the report and ``StructureChanged``.
+Pure; used by ``plan.planning`` for the log line, the report and ``StructureChanged``.
 """
 
 from __future__ import annotations
