@@ -7,7 +7,6 @@ Run it for a table: ``python -m benchmarks.bench_messages --json messages.json``
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import robust_dcp
-from benchmarks.ranks import run, table
+from benchmarks.ranks import run, show
 from robust_dcp.plan.cache import PLANS
 
 __all__ = ["PhaseCost", "measure_saves", "state_dict_of"]
@@ -138,10 +137,7 @@ def main() -> None:
     cases = [(items, objects) for items in arguments.items for objects in arguments.objects]
     rows = [row for world_size in arguments.ranks for row in _measure(world_size, cases)]
     print("What the coordinator sent in each phase, and the most that another rank sent.")
-    print(table(_COLUMNS, rows))
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(rows, file, indent=1)
+    show(_COLUMNS, rows, arguments.json)
 
 
 if __name__ == "__main__":

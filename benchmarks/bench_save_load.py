@@ -7,7 +7,6 @@ which ours and stock's alternate; ratios say how many times less time, or CPU ti
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -22,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import robust_dcp
-from benchmarks.ranks import run, table
+from benchmarks.ranks import run, show
 from robust_dcp.plan.cache import PLANS
 
 __all__ = ["measure"]
@@ -124,10 +123,7 @@ def main() -> None:
     arguments = parser.parse_args()
     cases = arguments.case or [(2000, 1024), (8, 16 << 20)]
     rows = [row for case in cases for row in _rows(arguments.ranks, *case, arguments.rounds)]
-    print(table(_COLUMNS, rows))
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(rows, file, indent=1)
+    show(_COLUMNS, rows, arguments.json)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Run it for a table: ``python -m benchmarks.bench_wire --json wire.json``. CPU ti
 from __future__ import annotations
 
 import argparse
-import json
 import time
 import zlib
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import zstandard
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from benchmarks.ranks import table
+from benchmarks.ranks import show
 from robust_dcp.plan.structure import Form, PlanContext, StructureMessage, reorder, table_of
 
 __all__ = ["message_of"]
@@ -82,10 +81,7 @@ def main() -> None:
     parser.add_argument("--json", help="write all rows there as well")
     arguments = parser.parse_args()
     rows = [row for n_items in arguments.items for row in _measure(n_items, arguments.rounds)]
-    print(table(_COLUMNS, rows))
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(rows, file, indent=1)
+    show(_COLUMNS, rows, arguments.json)
 
 
 if __name__ == "__main__":

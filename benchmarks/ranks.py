@@ -1,8 +1,9 @@
-"""Ranks for benchmarks: processes of this machine with a gloo group, one function, one result from each."""
+"""Ranks for benchmarks: processes of this machine with a gloo group, one function, one result from each; and their table."""
 
 from __future__ import annotations
 
 import datetime
+import json
 import multiprocessing
 import os
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["run", "table"]
+__all__ = ["run", "show"]
 
 
 def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -61,9 +62,17 @@ def _be_rank(
     dist.destroy_process_group()
 
 
-def table(columns: dict[str, str], rows: Sequence[dict[str, Any]]) -> str:
+def _table(columns: dict[str, str], rows: Sequence[dict[str, Any]]) -> str:
     """``rows`` as text, right-aligned under the titles in ``columns`` (key to title); floats with three digits."""
     lines = [list(columns.values())]
     lines += [[f"{row[key]:.3f}" if isinstance(row[key], float) else f"{row[key]}" for key in columns] for row in rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(columns))]
     return "\n".join("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def show(columns: dict[str, str], rows: Sequence[dict[str, Any]], json_path: str | None) -> None:
+    """Print ``rows`` as a table, and write all of them to ``json_path`` if there is one."""
+    print(_table(columns, rows))
+    if json_path:
+        with open(json_path, "w", encoding="utf-8") as file:
+            json.dump(rows, file, indent=1)
