@@ -1,4 +1,4 @@
-"""Ranks for benchmarks: processes of this machine with a gloo group, one function, one result from each; and their table."""
+"""Ranks for benchmarks: processes of this machine with a gloo group and one function; and tables of what they say."""
 
 from __future__ import annotations
 
