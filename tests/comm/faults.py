@@ -6,10 +6,22 @@ from collections.abc import Callable
 
 from robust_dcp.comm import Channel
 from robust_dcp.comm.deadline import Deadline
-from robust_dcp.comm.transport import Payload, Transport
+from robust_dcp.comm.link import Connection
+from robust_dcp.comm.transport import Incoming, Payload, Transport
 
 FramesFault = Callable[[list[bytes]], list[bytes]]
 PayloadFault = Callable[[bytearray], bytearray]
+
+
+class FaultyIncoming:
+    """``inner``, passed through ``payload_fault``."""
+
+    def __init__(self, inner: Incoming, payload_fault: PayloadFault) -> None:
+        self.inner = inner
+        self.payload_fault = payload_fault
+
+    def finish(self, deadline: Deadline) -> bytearray:
+        return self.payload_fault(self.inner.finish(deadline))
 
 
 class FaultyTransport:
@@ -34,8 +46,8 @@ class FaultyTransport:
     def send(self, payload: Payload, receiver: int, tag: int, deadline: Deadline) -> None:
         self.inner.send(payload, receiver, tag, deadline)
 
-    def receive(self, nbytes: int, sender: int, tag: int, deadline: Deadline) -> bytearray:
-        return self.payload_fault(self.inner.receive(nbytes, sender, tag, deadline))
+    def start_receiving(self, nbytes: int, sender: int, tag: int) -> Incoming:
+        return FaultyIncoming(self.inner.start_receiving(nbytes, sender, tag), self.payload_fault)
 
     def broadcast(self, payload: Payload | None, nbytes: int, sender: int, tag: int, deadline: Deadline) -> Payload:
         arrived = self.inner.broadcast(payload, nbytes, sender, tag, deadline)
@@ -55,9 +67,12 @@ def inject(
     """Damage what arrives at this rank over ``channel``, from its next connection on."""
     link = channel._link
     open_transport = link.open_transport
-    link.open_transport = lambda generation, deadline: FaultyTransport(
-        open_transport(generation, deadline), frames, payload
-    )
+
+    def open_faulty(generation: int, deadline: Deadline) -> Connection:
+        transport, nodes = open_transport(generation, deadline)
+        return Connection(FaultyTransport(transport, frames, payload), nodes)
+
+    link.open_transport = open_faulty
 
 
 class Damage:

@@ -13,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from robust_dcp.comm import Channel, Offer
+from robust_dcp.comm.deadline import Deadline
 from robust_dcp.comm.post_mortem import GRACE_SECONDS
 from robust_dcp.errors import ExchangeError, ExchangeTimeout
 from tests.comm.messages import Note
@@ -109,8 +110,7 @@ def _work(channel: Channel, when: str, i: int) -> Note:
 
 
 def _die_after_header(channel: Channel) -> None:
-    transport = channel._link._transport
-    assert transport is not None
+    transport = channel._link.transport(Deadline(1))
     transport.send = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
 
 
@@ -186,8 +186,7 @@ def _stopped_within() -> float:
     channel = Channel.for_group(timeout_seconds=1.5)
     channel.barrier("connect")
     if channel.rank == 1:
-        transport = channel._link._transport
-        assert transport is not None
+        transport = channel._link.transport(Deadline(1))
         transport.send = lambda *_: _wait_for("done")  # type: ignore[method-assign]
     began = time.monotonic()
     with pytest.raises(ExchangeTimeout) as caught:

@@ -21,14 +21,16 @@ import torch.distributed as dist
 from robust_dcp.comm import process_group as groups
 from robust_dcp.comm import wire
 from robust_dcp.comm.deliveries import Delivery
-from robust_dcp.comm.exchange import Contribution, Exchange, exchange
+from robust_dcp.comm.exchange import Accept, Contribution, Exchange, exchange
 from robust_dcp.comm.failures import Stopped
 from robust_dcp.comm.frames import NO_PLAN_ID, NO_SIGNATURE, Frame
+from robust_dcp.comm.gathering import blaming, deliver_to_coordinator
 from robust_dcp.comm.link import Link
+from robust_dcp.comm.nodes import check_environment
 from robust_dcp.comm.registry import link_for, local_link
+from robust_dcp.comm.routes import route_of
 from robust_dcp.comm.stats import ExchangeStats
 from robust_dcp.comm.transport import Payload
-from robust_dcp.errors import ExchangeError
 
 __all__ = ["MAX_ALL_GATHER_NBYTES", "Channel", "Offer"]
 
@@ -188,6 +190,9 @@ class Channel:
     ) -> list[M | None] | None:
         """Every rank's message, in rank order, on the coordinator; ``None`` on the others.
 
+        In large groups by way of node leaders (:mod:`robust_dcp.comm.nodes` says when). Messages with equal fields may
+        then hold the very same objects: nobody should modify them.
+
         Args:
             phase: the name of the exchange, the same on all ranks.
             produce: makes this rank's message; ``None`` if it has nothing to say, which costs nothing.
@@ -202,6 +207,8 @@ class Channel:
 
         def contribute() -> Contribution:
             nonlocal own, payload
+            if self.size > 1:
+                check_environment()
             own = produce()
             if own is not None and not self.is_coordinator:
                 payload = wire.encode(own)
@@ -209,13 +216,8 @@ class Channel:
 
         with self._exchange("gather", phase) as running:
             headers = self._join(running, contribute)
-            received: dict[int, M] = {}
-            deliveries = [
-                Delivery(rank, self.coordinator_rank, header.payload_nbytes, header.payload_crc32)
-                for rank, header in enumerate(headers)
-                if header.payload_nbytes
-            ]
-            running.deliver(deliveries, lambda _: payload, self._decoding(received, phase, message_type))
+            route = route_of(headers, self._link.nodes(running.deadline), self.coordinator_rank)
+            received = deliver_to_coordinator(running, route, self.rank, payload, phase, message_type)
         if not self.is_coordinator:
             return None
         return [own if rank == self.rank else received.get(rank) for rank in range(self.size)]
@@ -363,17 +365,11 @@ class Channel:
         self.last_values = tuple(header.value for header in headers)
         return headers
 
-    def _decoding(self, messages: dict[int, M], phase: str, message_type: type[M]) -> Callable[[int, Payload], None]:
-        """Decode what arrives, at once, so that no more than one encoded payload is held."""
-
+    def _decoding(self, messages: dict[int, M], phase: str, message_type: type[M]) -> Accept:
         def accept(sender: int, payload: Payload) -> None:
-            try:
-                messages[sender] = wire.decode(payload, message_type)
-            except ExchangeError as error:
-                message = f"rank {self.rank} cannot use what rank {sender} sent in {phase!r}: {error.message}"
-                raise ExchangeError(message, phase=phase, ranks=[sender]) from None
+            messages[sender] = wire.decode(payload, message_type)
 
-        return accept
+        return blaming(self.rank, phase, accept)
 
     def _encoded(self, message: msgspec.Struct) -> bytes:
         """A rank's own message is handed to it as it is: alone, nothing is encoded."""

@@ -100,18 +100,37 @@ class Exchange:
             self._raise_joint_error(headers)
         return headers
 
-    def deliver(self, deliveries: Sequence[Delivery], outgoing: Outgoing, accept: Accept) -> None:
+    def deliver(
+        self,
+        deliveries: Sequence[Delivery],
+        outgoing: Outgoing,
+        accept: Accept,
+        *,
+        announce: Callable[[], Payload] = bytes,
+    ) -> list[Frame]:
         """Make ``deliveries``, the same list on all ranks, and agree that they arrived.
 
         A receiver whose payload is damaged asks for it once more. Without deliveries there is nothing to agree on.
 
+        Args:
+            deliveries: who sends what to whom.
+            outgoing: gives the payloads of which this rank is the sender.
+            accept: takes those that arrive here.
+            announce: called once all of them have: makes a payload for a later delivery, which the verdict announces.
+
+        Returns:
+            the verdicts of all ranks, in rank order, all of them with status OK.
+
         Raises:
-            RobustCheckpointError: a payload was damaged twice, or ``accept`` raised; the same on all ranks.
+            RobustCheckpointError: a payload was damaged twice, or ``accept`` or ``announce`` raised; the same on all
+                ranks.
         """
-        if deliveries:
-            verdicts = self._deliver(deliveries, outgoing, accept, self._fail)
-            if any(each.status == Status.ERROR for each in verdicts):
-                self._raise_joint_error(verdicts)
+        if not deliveries:
+            return []
+        verdicts = self._deliver(deliveries, outgoing, accept, self._fail, announce)
+        if any(each.status == Status.ERROR for each in verdicts):
+            self._raise_joint_error(verdicts)
+        return verdicts
 
     def _deliver(
         self,
@@ -119,10 +138,12 @@ class Exchange:
         outgoing: Outgoing,
         accept: Accept,
         fail: Callable[[BaseException], object],
+        announce: Callable[[], Payload] = bytes,
     ) -> list[Frame]:
         """Make ``deliveries``; ``fail`` gets what goes wrong on this rank. Returns the last verdicts: none is AGAIN."""
         asked: set[int] = set()
         damaged: set[int] = set()
+        announced: Payload | None = None
 
         def take(received: Received) -> None:
             sender = received.delivery.sender
@@ -144,7 +165,13 @@ class Exchange:
             wanted = min(damaged, default=None)
             if wanted is not None:
                 asked.add(wanted)
-            verdicts = gather_frames(self._link, self._verdict(wanted), self.deadline, self.cost)
+            elif announced is None and not self._description:
+                try:
+                    announced = announce()
+                except BaseException as error:
+                    fail(error)
+            verdict = self._verdict(wanted, announced or b"")
+            verdicts = gather_frames(self._link, verdict, self.deadline, self.cost)
             again = [(each.value, rank) for rank, each in enumerate(verdicts) if each.status == Status.AGAIN]
             if not again:
                 return verdicts
@@ -169,19 +196,20 @@ class Exchange:
         header.encode()  # a value that does not fit is this rank's failure, to be told like any other
         return header
 
-    def _verdict(self, wanted: int | None) -> Frame:
-        status, value = Status.OK, 0
+    def _verdict(self, wanted: int | None, announced: Payload) -> Frame:
+        """That of this rank. With OK it announces what follows in a later delivery, with ERROR the description."""
+        status, value, payload = Status.OK, 0, announced
         if wanted is not None:
-            status, value = Status.AGAIN, wanted
+            status, value, payload = Status.AGAIN, wanted, b""
         elif self._description:
-            status = Status.ERROR
+            status, payload = Status.ERROR, self._description
         return Frame(
             kind=Kind.VERDICT,
             operation=self._operation_id,
             sequence=self._link.sequence,
             status=status,
-            payload_nbytes=len(self._description),
-            payload_crc32=zlib.crc32(self._description),
+            payload_nbytes=len(payload),
+            payload_crc32=zlib.crc32(payload),
             value=value,
         )
 

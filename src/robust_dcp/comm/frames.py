@@ -92,7 +92,8 @@ class Frame:
         sequence: how many exchanges this connection has completed.
         status: see :class:`Status`.
         flags: 8 bits; free for the operation in a header, a :class:`Fault` in a confirmation.
-        payload_nbytes: length of the payload that follows; 0 for none.
+        payload_nbytes: length of the payload that follows; 0 for none. In a verdict: of the description of a failure
+            (ERROR), or of a bundle that a later delivery brings (OK).
         payload_crc32: CRC-32 of that payload.
         signature: 16 bytes, the signature of the rank's structure.
         plan_id: 8 bytes, the cached plan that the rank offers.

@@ -9,17 +9,27 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from robust_dcp.comm.deadline import Deadline
+from robust_dcp.comm.nodes import NodeMap
 from robust_dcp.comm.roll_call import RollCall, State
 from robust_dcp.comm.stats import ExchangeStats, PhaseStats
 from robust_dcp.comm.transport import Transport
 from robust_dcp.errors import RobustCheckpointError
 
-__all__ = ["Link", "OpenTransport"]
+__all__ = ["Connection", "Link", "OpenTransport"]
 
-OpenTransport = Callable[[int, Deadline], Transport]
-"""Makes the transport of a generation among all ranks; raises ``TransportFailure``."""
+
+class Connection(NamedTuple):
+    """What a generation works with. ``nodes``: who shares a node, the same map on all ranks."""
+
+    transport: Transport
+    nodes: NodeMap
+
+
+OpenTransport = Callable[[int, Deadline], Connection]
+"""Makes the connection of a generation among all ranks; raises ``TransportFailure``."""
 
 MAX_RECORDED_PHASES = 1000
 
@@ -49,7 +59,7 @@ class Link:
         self.stats = ExchangeStats()
         self._recordings: list[ExchangeStats] = []
         self._tag = 0
-        self._transport: Transport | None = None
+        self._connection: Connection | None = None
         self._lock = threading.Lock()
         self._holder: int | None = None
 
@@ -82,15 +92,27 @@ class Link:
         Raises:
             TransportFailure: not all ranks came to make it.
         """
-        if self._transport is None:
-            self._transport = self.open_transport(self.generation, deadline)
-        return self._transport
+        return self._connected(deadline).transport
+
+    def nodes(self, deadline: Deadline) -> NodeMap:
+        """Who shares a node with whom in this generation, the same map on all ranks.
+
+        Raises:
+            TransportFailure: not all ranks came to say so.
+        """
+        return self._connected(deadline).nodes
+
+    def _connected(self, deadline: Deadline) -> Connection:
+        if self._connection is None:
+            self._connection = self.open_transport(self.generation, deadline)
+        return self._connection
 
     def messages(self) -> tuple[int, int]:
         """How many messages this rank has sent and received in this generation."""
-        if self._transport is None:
+        if self._connection is None:
             return 0, 0
-        return self._transport.messages_sent, self._transport.messages_received
+        transport = self._connection.transport
+        return transport.messages_sent, transport.messages_received
 
     def next_tag(self) -> int:
         """A tag that no other call of this generation has; the same on all ranks, as they make the same calls."""
@@ -107,9 +129,9 @@ class Link:
 
     def close_transport(self) -> None:
         """Break all connections of this generation, so that nobody goes on waiting for this rank."""
-        transport, self._transport = self._transport, None
-        if transport is not None:
-            transport.close()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.transport.close()
 
     def next_generation(self) -> None:
         """Leave a generation that has failed. Each rank does so once for each: when it has learnt how it ended."""

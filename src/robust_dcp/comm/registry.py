@@ -14,9 +14,10 @@ from typing import Any
 from robust_dcp.comm import process_group
 from robust_dcp.comm.connect import open_gloo
 from robust_dcp.comm.deadline import Deadline
-from robust_dcp.comm.link import Link
+from robust_dcp.comm.link import Connection, Link
+from robust_dcp.comm.nodes import NodeMap
 from robust_dcp.comm.roll_call import LocalStore, RollCall
-from robust_dcp.comm.transport import LocalTransport, Transport
+from robust_dcp.comm.transport import LocalTransport
 
 __all__ = ["link_for", "local_link"]
 
@@ -70,7 +71,7 @@ def local_link(global_rank: int = 0) -> Link:
         rank=0,
         ranks=(global_rank,),
         roll_call=RollCall(LocalStore(), 0),
-        open_transport=lambda generation, deadline: LocalTransport(),
+        open_transport=lambda generation, deadline: Connection(LocalTransport(), NodeMap.unknown(1)),
     )
 
 
@@ -86,7 +87,7 @@ def _make_link(parent: Any, purpose: str) -> Link:
     prefix = f"{prefix}/{life}"
     roll_call = RollCall(process_group.with_prefix(store, prefix), rank)
 
-    def open_transport(generation: int, deadline: Deadline) -> Transport:
+    def open_transport(generation: int, deadline: Deadline) -> Connection:
         return open_gloo(store, prefix, roll_call, rank, len(ranks), generation, deadline)
 
     return Link(rank=rank, ranks=ranks, roll_call=roll_call, open_transport=open_transport)

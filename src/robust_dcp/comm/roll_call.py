@@ -1,7 +1,7 @@
-"""Who is where: a few keys in the store of the group, written by each rank, read when an exchange has failed.
+"""Who is where: a few keys in the store of the group, written by each rank, read on connecting and after a failure.
 
-It owns the keys and their values, and draws no conclusions (:mod:`robust_dcp.comm.post_mortem` does). While all is
-well nothing is read, and nothing waits for the store.
+It owns the keys and their values, and draws no conclusions (:mod:`robust_dcp.comm.post_mortem` does). While exchanges
+go well nothing is read, and nothing waits for the store.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 import time
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -50,6 +51,7 @@ class _Store(Protocol):
     def check(self, keys: list[str]) -> bool: ...
     def compare_set(self, key: str, expected: str, desired: str | bytes) -> bytes: ...
     def add(self, key: str, amount: int) -> int: ...
+    def multi_get(self, keys: list[str]) -> Sequence[bytes]: ...
 
 
 class LocalStore:
@@ -77,12 +79,16 @@ class LocalStore:
         self.set(key, str(count))
         return count
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self._values[key] for key in keys]
+
 
 class RollCall:
     """This rank's page in the register of one link, and a view of all others.
 
     Args:
-        store: anything with ``set``, ``get``, ``check``, ``compare_set`` and ``add`` as torch's stores have them.
+        store: anything with ``set``, ``get``, ``check``, ``compare_set``, ``add`` and ``multi_get`` as torch's stores
+            have them.
         rank: of this process in the group.
     """
 
@@ -101,6 +107,45 @@ class RollCall:
             return self._store.add(f"{generation}/arrived", 1)
         except RuntimeError as error:
             raise StoreLost(str(error)) from None
+
+    def claim_node(self, generation: int, claim: bytes) -> None:
+        """Say, before arriving, on which node this rank is.
+
+        Raises:
+            StoreLost: nobody will know.
+        """
+        try:
+            self._store.set(f"{generation}/node/{self._rank}", claim)
+        except RuntimeError as error:
+            raise StoreLost(str(error)) from None
+
+    def node_claims(self, generation: int, size: int) -> Sequence[bytes] | None:
+        """What all ranks claimed, in rank order; ``None`` if some have not. Once all have arrived, it stays like that.
+
+        Raises:
+            StoreLost: see there.
+        """
+        keys = [f"{generation}/node/{rank}" for rank in range(size)]
+        try:
+            return self._store.multi_get(keys) if self._store.check(keys) else None
+        except RuntimeError as error:
+            raise StoreLost(str(error)) from None
+
+    def publish_nodes(self, generation: int, nodes: bytes) -> None:
+        """Make ``nodes`` the map of the ranks that are about to connect.
+
+        Raises:
+            StoreLost: nobody will know.
+        """
+        self._set_if_absent(f"{generation}/nodes", nodes)
+
+    def nodes(self, generation: int) -> bytes | None:
+        """What :meth:`publish_nodes` published; ``None`` if nothing.
+
+        Raises:
+            StoreLost: see there.
+        """
+        return self._read(f"{generation}/nodes")
 
     def decide_meeting(self, generation: int, connect: bool) -> bool:
         """Decide whether all ranks connect now or none ever does, unless it is decided; what is decided.

@@ -19,6 +19,7 @@ class PhaseStats:
         header_nbytes_sent: what it contributed to headers, confirmations and verdicts (64 bytes each).
         payload_nbytes_sent: what it announced and others took from it, once for each that did; a broadcast once.
         payload_nbytes_received: what it took from others.
+        payloads_received: how many payloads these were, whatever number of messages each took.
         seconds: from joining, when its own work was done, to the end: most of it is waiting for others.
     """
 
@@ -29,6 +30,7 @@ class PhaseStats:
     header_nbytes_sent: int = 0
     payload_nbytes_sent: int = 0
     payload_nbytes_received: int = 0
+    payloads_received: int = 0
     seconds: float = 0.0
 
     def add(self, other: PhaseStats) -> None:

@@ -10,6 +10,7 @@ names its peer, and an all-gather needs ``log2(size)`` steps where gloo's own ri
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from robust_dcp.comm.deadline import Deadline
 from robust_dcp.comm.frames import FRAME_NBYTES
 
-__all__ = ["CHUNK_NBYTES", "GlooTransport", "LocalTransport", "Transport", "TransportFailure"]
+__all__ = ["CHUNK_NBYTES", "GlooTransport", "Incoming", "LocalTransport", "Transport", "TransportFailure"]
 
 CHUNK_NBYTES = 64 << 20
 """Payloads travel in pieces of at most this: it bounds what a sender needs above its payload."""
@@ -36,6 +37,13 @@ class TransportFailure(Exception):
         super().__init__(detail)
         self.peer = peer
         self.detail = detail
+
+
+class Incoming(Protocol):
+    """A payload on its way to this rank."""
+
+    def finish(self, deadline: Deadline) -> bytearray:
+        """All its bytes; to be called once. Raises :class:`TransportFailure`."""
 
 
 class Transport(Protocol):
@@ -57,10 +65,10 @@ class Transport(Protocol):
         """Every rank's 64 bytes, in rank order."""
 
     def send(self, payload: Payload, receiver: int, tag: int, deadline: Deadline) -> None:
-        """Send ``payload`` to ``receiver``, which calls :meth:`receive` with its length."""
+        """Send ``payload`` to ``receiver``, which calls :meth:`start_receiving` with its length."""
 
-    def receive(self, nbytes: int, sender: int, tag: int, deadline: Deadline) -> bytearray:
-        """The ``nbytes`` bytes that ``sender`` sends."""
+    def start_receiving(self, nbytes: int, sender: int, tag: int) -> Incoming:
+        """Make ready for the ``nbytes`` bytes that ``sender`` sends; several may be under way at once."""
 
     def broadcast(self, payload: Payload | None, nbytes: int, sender: int, tag: int, deadline: Deadline) -> Payload:
         """The ``nbytes`` bytes of ``sender``, on every rank; ``payload`` is theirs there and ``None`` elsewhere."""
@@ -81,7 +89,7 @@ class LocalTransport:
     def send(self, payload: Payload, receiver: int, tag: int, deadline: Deadline) -> None:
         raise TransportFailure(receiver, "there is no other rank")
 
-    def receive(self, nbytes: int, sender: int, tag: int, deadline: Deadline) -> bytearray:
+    def start_receiving(self, nbytes: int, sender: int, tag: int) -> Incoming:
         raise TransportFailure(sender, "there is no other rank")
 
     def broadcast(self, payload: Payload | None, nbytes: int, sender: int, tag: int, deadline: Deadline) -> Payload:
@@ -132,12 +140,8 @@ class GlooTransport:
         for start, nbytes in _chunks(len(payload)):
             _wait(self._post_send(_copy(payload, start, nbytes), receiver, tag), receiver, deadline)
 
-    def receive(self, nbytes: int, sender: int, tag: int, deadline: Deadline) -> bytearray:
-        payload = bytearray(nbytes)
-        for start, chunk_nbytes in _chunks(nbytes):
-            chunk = torch.frombuffer(payload, dtype=torch.uint8, count=chunk_nbytes, offset=start)
-            _wait(self._post_receive(chunk, sender, tag), sender, deadline)
-        return payload
+    def start_receiving(self, nbytes: int, sender: int, tag: int) -> Incoming:
+        return _GlooIncoming(nbytes, sender, partial(self._post_receive, sender=sender, tag=tag))
 
     def broadcast(self, payload: Payload | None, nbytes: int, sender: int, tag: int, deadline: Deadline) -> Payload:
         parent, children = _tree(self._rank, sender, self._size)
@@ -163,6 +167,27 @@ class GlooTransport:
     def _post_receive(self, tensor: torch.Tensor, sender: int, tag: int) -> Any:
         self.messages_received += 1
         return _call(sender, self._group.recv, [tensor], sender, tag)
+
+
+class _GlooIncoming:
+    """A payload whose first chunk gloo may write at once, and each other when the one before it is there."""
+
+    def __init__(self, nbytes: int, sender: int, post: Callable[[torch.Tensor], Any]) -> None:
+        self._payload = bytearray(nbytes)
+        self._sender = sender
+        self._post = post
+        self._chunks = _chunks(nbytes)
+        self._under_way = self._post_next() if self._chunks else None
+
+    def finish(self, deadline: Deadline) -> bytearray:
+        while self._under_way is not None:
+            _wait(self._under_way, self._sender, deadline)
+            self._under_way = self._post_next() if self._chunks else None
+        return self._payload
+
+    def _post_next(self) -> Any:
+        start, nbytes = self._chunks.pop(0)
+        return self._post(torch.frombuffer(self._payload, dtype=torch.uint8, count=nbytes, offset=start))
 
 
 def _wait(work: Any, peer: int, deadline: Deadline) -> None:

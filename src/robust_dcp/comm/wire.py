@@ -14,7 +14,7 @@ import zstandard
 
 from robust_dcp.errors import ExchangeError
 
-__all__ = ["COMPRESS_ABOVE_NBYTES", "MAX_MESSAGE_NBYTES", "decode", "encode"]
+__all__ = ["COMPRESS_ABOVE_NBYTES", "MAX_MESSAGE_NBYTES", "body_of", "decode", "decode_body", "encode"]
 
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -63,12 +63,33 @@ def decode(
     Raises:
         ExchangeError: ``payload`` is no such message: of another type, malformed, too large, or with bytes left over.
     """
+    return decode_body(body_of(payload, max_nbytes=max_nbytes), message_type)
+
+
+def body_of(payload: bytes | bytearray | memoryview, *, max_nbytes: int = MAX_MESSAGE_NBYTES) -> memoryview | bytes:
+    """The msgpack of the message that ``payload`` holds, inflated and not checked yet.
+
+    Raises:
+        ExchangeError: ``payload`` is malformed, or too large once inflated.
+    """
     view = memoryview(payload)
     try:
-        return msgspec.msgpack.decode(_body(view, max_nbytes), type=message_type)
+        return _body(view, max_nbytes)
+    except ValueError as error:
+        raise ExchangeError(f"{len(view)} bytes are no message: {error}") from None
+
+
+def decode_body(body: memoryview | bytes, message_type: type[M]) -> M:
+    """The message of type ``message_type`` whose msgpack is ``body``, and nothing else.
+
+    Raises:
+        ExchangeError: it is of another type, malformed, or has bytes left over.
+    """
+    try:
+        return msgspec.msgpack.decode(body, type=message_type)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         # msgspec's ValueError: text that is no UTF-8.
-        raise ExchangeError(f"{len(view)} bytes are no {message_type.__name__}: {error}") from None
+        raise ExchangeError(f"{len(body)} bytes are no {message_type.__name__}: {error}") from None
 
 
 def _body(view: memoryview, max_nbytes: int) -> memoryview | bytes:
