@@ -1,6 +1,6 @@
 """Structures for the tests of planning: items in a few words, the tables they make, and strategies that draw them.
 
-Owns nothing that is promised to users. Tables are made by the package's own :func:`table_of` from DCP's write items.
+Owns nothing that is promised to users. Tables are made by the package's own :func:`table_of`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from robust_dcp.plan.global_plan import GlobalPlan
 from robust_dcp.plan.local import LocalStructure
-from robust_dcp.plan.structure import Form, ItemKind, PlanContext, StructureSignature, StructureTable, reorder, table_of
-from robust_dcp.plan.structure.table import Path
+from robust_dcp.plan.structure import (
+    Form,
+    ItemKind,
+    ItemStructure,
+    Path,
+    PlanContext,
+    StructureSignature,
+    StructureTable,
+    sorted_places,
+    table_of,
+)
 
 __all__ = [
     "DTYPES",
@@ -37,16 +44,10 @@ __all__ = [
     "written_items",
 ]
 
-_TYPES = {
-    ItemKind.TENSOR: WriteItemType.TENSOR,
-    ItemKind.SHARD: WriteItemType.SHARD,
-    ItemKind.BYTES: WriteItemType.BYTE_IO,
-}
-
 
 @dataclass(frozen=True)
 class Item:
-    """One write item; ``offset`` and ``size`` are those of its chunk."""
+    """One item of a rank; ``offset`` and ``size`` are those of its chunk."""
 
     name: str
     kind: ItemKind = ItemKind.BYTES
@@ -66,17 +67,19 @@ class Item:
     def nbytes(self) -> int:
         return 0 if self.kind == ItemKind.BYTES else self.numel * self.dtype.itemsize
 
-    def write_item(self) -> WriteItem:
+    @property
+    def structure(self) -> ItemStructure:
         if self.kind == ItemKind.BYTES:
-            return WriteItem(index=MetadataIndex(self.name), type=_TYPES[self.kind])
-        return WriteItem(
-            index=MetadataIndex(self.name, torch.Size(self.offset)),
-            type=_TYPES[self.kind],
-            tensor_data=TensorWriteData(
-                chunk=ChunkStorageMetadata(torch.Size(self.offset), torch.Size(self.size)),
-                properties=TensorProperties(self.dtype, self.layout, self.requires_grad),
-                size=torch.Size(self.shape),
-            ),
+            return ItemStructure(self.kind, self.form)
+        return ItemStructure(
+            self.kind,
+            self.form,
+            str(self.dtype).removeprefix("torch."),
+            str(self.layout).removeprefix("torch."),
+            self.requires_grad,
+            self.shape,
+            self.offset,
+            self.size,
         )
 
 
@@ -100,9 +103,9 @@ def obj(name: str) -> Item:
 
 def table(*items: Item, paths: Mapping[str, Path] | None = None) -> StructureTable:
     """The table of one rank that holds ``items``."""
-    forms = {(item.name, item.offset): item.form for item in items}
-    ordered = reorder([item.write_item() for item in items])
-    return table_of(ordered, [forms[w.index.fqn, tuple(w.index.offset or ())] for w in ordered], paths)
+    names, structures = [item.name for item in items], [item.structure for item in items]
+    order = sorted_places(names, structures)
+    return table_of([names[place] for place in order], [structures[place] for place in order], paths)
 
 
 def context_of(ranks: Sequence[int] = (0, 1), files: int | None = 2) -> PlanContext:

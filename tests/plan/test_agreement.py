@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import numpy as np
 import pytest
@@ -52,7 +51,7 @@ class _Job:
         for rank, (structure, cache) in enumerate(zip(tables, self.caches, strict=True)):
             objects = np.flatnonzero(structure.kinds == ItemKind.BYTES)
             plan = RankPlan(np.arange(len(structure)), objects, None)
-            kept = cast(CoordinatorPlan, object()) if rank == self.coordinator else None
+            kept = CoordinatorPlan((), (), (), 0, b"", None) if rank == self.coordinator else None
             cache.put(GROUP, CachedPlan(plan_id_of(signatures), signatures, structure, plan, None, kept))
         return decision
 

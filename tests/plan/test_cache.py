@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 
-from robust_dcp.plan.cache import CachedPlan, PlanCache
+from robust_dcp.plan.cache import CachedPlan, CoordinatorPlan, PlanCache
 from robust_dcp.plan.rank_plan import RankPlan
 from robust_dcp.plan.structure import plan_id_of
 from tests.plan.structures import table, tensor
@@ -14,7 +14,8 @@ from tests.plan.structures import table, tensor
 GROUP = (0, 1)
 
 
-def _plan(*signatures: bytes) -> CachedPlan:
+def _plan(*signatures: bytes, nbytes: int | None = None) -> CachedPlan:
+    """A plan; the coordinator's if it takes ``nbytes`` of memory."""
     none = np.array([], dtype=np.intp)
     return CachedPlan(
         plan_id=plan_id_of(signatures),
@@ -22,7 +23,7 @@ def _plan(*signatures: bytes) -> CachedPlan:
         table=table(tensor("w")),
         rank_plan=RankPlan(none, none, None),
         variable_places=None,
-        coordinator=None,
+        coordinator=None if nbytes is None else CoordinatorPlan((), (), (), 0, b"", None, columns_nbytes=nbytes),
     )
 
 
@@ -36,6 +37,16 @@ def test_a_plan_is_found_by_this_ranks_signature() -> None:
     assert cache.find(GROUP, b"a0", 1) is None
     assert cache.find(GROUP, b"other", 0) is None
     assert cache.latest(GROUP) is plan
+
+
+def test_plans_that_take_too_much_memory_together_go_and_the_latest_stays() -> None:
+    cache = PlanCache(max_nbytes=100)
+    for name, nbytes in ((b"a", 60), (b"b", 40), (b"c", 1)):
+        cache.put(GROUP, _plan(name, nbytes=nbytes))
+    assert [cache.find(GROUP, name, 0) is not None for name in (b"a", b"b", b"c")] == [False, True, True]
+    cache.put(GROUP, _plan(b"large", nbytes=1000))
+    assert len(cache) == 1
+    assert cache.find(GROUP, b"large", 0) is not None
 
 
 def test_two_models_that_are_saved_in_turn_both_hit() -> None:

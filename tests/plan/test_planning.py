@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from robust_dcp.errors import ExchangeError, PlanConflict, StructureChanged
 from robust_dcp.plan.agreement import Decision
@@ -13,11 +14,12 @@ from robust_dcp.plan.cache import CachedPlan, CoordinatorPlan
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.planning import apply_plan, plan_for_all
 from robust_dcp.plan.rank_plan import RankPlan, RankPlanMessage
-from robust_dcp.plan.structure import ItemKind, plan_id_of
+from robust_dcp.plan.structure import Form, ItemKind, plan_id_of
+from robust_dcp.storage.engine import WrittenFiles
 from tests.plan.structures import World, chunk, local_of, obj, table, tensor, worlds
 
 
-def _locals(world: World, digest: int = 1) -> list[LocalStructure]:
+def locals_of(world: World, digest: int = 1) -> list[LocalStructure]:
     ranks = range(len(world.ranks))
     return [
         local_of(structure, [digest] * sum(item.kind == ItemKind.BYTES for item in items), ranks=ranks)
@@ -25,7 +27,7 @@ def _locals(world: World, digest: int = 1) -> list[LocalStructure]:
     ]
 
 
-def _plan(
+def plan_of(
     ranks: list[LocalStructure], senders: tuple[int, ...], base: CachedPlan | None, *, refuse_change: bool = False
 ) -> tuple[CoordinatorPlan, list[RankPlanMessage]]:
     structures = [local.to_message() if rank in senders else None for rank, local in enumerate(ranks)]
@@ -41,20 +43,28 @@ def _cached(
     return CachedPlan(plan_id_of(signatures), signatures, local.table, share, None, plan)
 
 
-def _first_save(ranks: list[LocalStructure]) -> list[CachedPlan]:
-    plan, replies = _plan(ranks, tuple(range(len(ranks))), None)
+def metadata_of(plan: CoordinatorPlan) -> bytes:
+    """``.metadata`` of a save by ``plan`` whose objects all lie at the start of their files."""
+    assert plan.metadata is not None
+    objects = [int((t.forms[kept] == Form.VARIABLE).sum()) for t, kept in zip(plan.tables, plan.kept, strict=True)]
+    written = [WrittenFiles(0, np.zeros((n, 2), dtype=np.int64), (), 0) for n in objects]
+    return b"".join(plan.metadata.encode(written, StorageMeta("id")).fragments)
+
+
+def first_save(ranks: list[LocalStructure]) -> list[CachedPlan]:
+    plan, replies = plan_of(ranks, tuple(range(len(ranks))), None)
     return [_cached(r, apply_plan(reply, r, None), ranks, plan) for r, reply in zip(ranks, replies, strict=True)]
 
 
 @settings(max_examples=30)
 @given(worlds())
 def test_each_rank_takes_its_share_and_places_it_as_the_coordinator_does(world: World) -> None:
-    ranks = _locals(world)
-    plan, replies = _plan(ranks, tuple(range(len(ranks))), None)
+    ranks = locals_of(world)
+    plan, replies = plan_of(ranks, tuple(range(len(ranks))), None)
     for rank, (local, reply) in enumerate(zip(ranks, replies, strict=True)):
         share = apply_plan(reply, local, None)
-        assert share.kept.tolist() == plan.global_plan.kept[rank].tolist()
-        assert share.common_objects.tolist() == plan.global_plan.common_objects[rank].tolist()
+        assert share.kept.tolist() == plan.kept[rank].tolist()
+        assert share.common_objects.tolist() == plan.common_objects[rank].tolist()
         assert share.placements is not None
         assert len(share.placements.file) == len(share.kept)
 
@@ -62,8 +72,8 @@ def test_each_rank_takes_its_share_and_places_it_as_the_coordinator_does(world: 
 @settings(max_examples=30)
 @given(worlds(min_ranks=3, max_ranks=3), st.sets(st.integers(0, 2), min_size=1, max_size=2))
 def test_a_patched_plan_is_the_plan_that_would_be_built_anew(world: World, changed: set[int]) -> None:
-    before = _locals(world)
-    cached = _first_save(before)
+    before = locals_of(world)
+    cached = first_save(before)
     grown = World(
         tuple(
             (*items, obj("new object"), chunk("new tensor", [6], [2 * rank], [2])) if rank in changed else items
@@ -74,56 +84,56 @@ def test_a_patched_plan_is_the_plan_that_would_be_built_anew(world: World, chang
     first = min(changed)
     missing = tuple(chunk("new tensor", [6], [2 * rank], [2]) for rank in range(3) if rank not in changed)
     grown = World(tuple((*items, *missing) if rank == first else items for rank, items in enumerate(grown.ranks)))
-    after = _locals(grown)
-    patched, replies = _plan(after, tuple(sorted(changed)), cached[0])
-    built, _ = _plan(after, (0, 1, 2), None)
-    assert [k.tolist() for k in patched.global_plan.kept] == [k.tolist() for k in built.global_plan.kept]
-    assert patched.metadata.without_storage() == built.metadata.without_storage()
+    after = locals_of(grown)
+    patched, replies = plan_of(after, tuple(sorted(changed)), cached[0])
+    built, _ = plan_of(after, (0, 1, 2), None)
+    assert [k.tolist() for k in patched.kept] == [k.tolist() for k in built.kept]
+    assert metadata_of(patched) == metadata_of(built)
     for rank, (local, reply) in enumerate(zip(after, replies, strict=True)):
         assert (reply.kept is None) <= (rank not in changed)
         share = apply_plan(reply, local, cached[rank])
-        assert share.kept.tolist() == built.global_plan.kept[rank].tolist()
+        assert share.kept.tolist() == built.kept[rank].tolist()
         assert set(reply.added) == {"new object", "new tensor"}
         assert reply.reason.startswith("on rank")
 
 
 def test_a_rank_whose_share_is_as_before_gets_no_bits() -> None:
-    before = _locals(World(((tensor("a"),), (tensor("b"),))))
-    cached = _first_save(before)
-    after = _locals(World(((tensor("a"),), (tensor("b"), tensor("c")))))
-    _, replies = _plan(after, (1,), cached[0])
+    before = locals_of(World(((tensor("a"),), (tensor("b"),))))
+    cached = first_save(before)
+    after = locals_of(World(((tensor("a"),), (tensor("b"), tensor("c")))))
+    _, replies = plan_of(after, (1,), cached[0])
     assert [reply.kept is None for reply in replies] == [True, False]
     with pytest.raises(ValueError, match="does not have"):
         apply_plan(replies[0], after[0], None)
 
 
 def test_a_changed_structure_is_refused_with_the_keys_if_asked() -> None:
-    cached = _first_save(_locals(World(((tensor("a"), tensor("gone")), (tensor("b"),)))))
-    after = _locals(World(((tensor("a", [9]),), (tensor("b"), tensor("c")))))
+    cached = first_save(locals_of(World(((tensor("a"), tensor("gone")), (tensor("b"),)))))
+    after = locals_of(World(((tensor("a", [9]),), (tensor("b"), tensor("c")))))
     with pytest.raises(StructureChanged) as caught:
-        _plan(after, (0, 1), cached[0], refuse_change=True)
+        plan_of(after, (0, 1), cached[0], refuse_change=True)
     assert (caught.value.added, caught.value.removed, caught.value.changed) == (["c"], ["gone"], ["a"])
     assert "a (float32[4] -> float32[9])" in str(caught.value)
 
 
 def test_a_lost_cache_is_no_change_of_structure() -> None:
-    ranks = _locals(World(((tensor("a"),), (tensor("b"),))))
-    cached = _first_save(ranks)
-    _, replies = _plan(ranks, (1,), cached[0], refuse_change=True)
+    ranks = locals_of(World(((tensor("a"),), (tensor("b"),))))
+    cached = first_save(ranks)
+    _, replies = plan_of(ranks, (1,), cached[0], refuse_change=True)
     assert not replies[0].added + replies[0].removed + tuple(replies[0].changed)
 
 
 def test_objects_that_differ_are_told_to_all_ranks() -> None:
     structure = table(obj("rng"), obj("step"))
     ranks = [local_of(structure, [rank, 5], ranks=range(3)) for rank in (7, 8, 7)]
-    _, replies = _plan(ranks, (0, 1, 2), None)
+    _, replies = plan_of(ranks, (0, 1, 2), None)
     assert all(reply.differing_objects == {"rng": (0, 1, 2)} for reply in replies)
 
 
 def test_replies_stay_bounded_if_everything_changed() -> None:
-    cached = _first_save(_locals(World((tuple(tensor(f"old{n:04}") for n in range(1000)), ()))))
-    after = _locals(World((tuple(tensor(f"new{n:04}") for n in range(1000)), ())))
-    _, replies = _plan(after, (0, 1), cached[0])
+    cached = first_save(locals_of(World((tuple(tensor(f"old{n:04}") for n in range(1000)), ()))))
+    after = locals_of(World((tuple(tensor(f"new{n:04}") for n in range(1000)), ())))
+    _, replies = plan_of(after, (0, 1), cached[0])
     assert len(replies[0].added) == len(replies[0].removed) == 200
     assert len(replies[0].reason) < 1000
 
@@ -131,30 +141,32 @@ def test_replies_stay_bounded_if_everything_changed() -> None:
 def test_another_writer_gets_no_places() -> None:
     structure = table(tensor("a"), obj("o"))
     local = local_of(structure, ranks=(0,), files=None)
-    plan, (reply,) = _plan([local], (0,), None)
+    plan, (reply,) = plan_of([local], (0,), None)
     assert apply_plan(reply, local, None).placements is None
-    assert plan.metadata.without_storage().storage_data is None
+    assert plan.metadata is None
+    assert plan.stock_metadata is not None
+    assert plan.stock_metadata.storage_data is None
     assert np.array_equal(apply_plan(reply, local, None).kept, [0, 1])
 
 
 def test_ranks_with_other_options_are_named_with_the_options() -> None:
     ranks = [local_of(table(tensor("w")), ranks=range(3), files=n) for n in (2, 3, 2)]
     with pytest.raises(PlanConflict, match=r"on rank 1: files_per_rank is 3 there and 2 here") as caught:
-        _plan(ranks, (0, 1, 2), None)
+        plan_of(ranks, (0, 1, 2), None)
     assert caught.value.ranks == [1]
 
 
 def test_a_coordinator_whose_options_changed_alone_names_all_others() -> None:
     before = [local_of(table(tensor("w")), ranks=range(2), files=2)] * 2
-    base = _first_save(before)
+    base = first_save(before)
     changed = local_of(table(tensor("w")), ranks=range(2), files=4)
     with pytest.raises(PlanConflict, match=r"on rank 1: files_per_rank is 2 there and 4 here"):
-        _plan([changed, before[1]], (0,), base[0])
+        plan_of([changed, before[1]], (0,), base[0])
 
 
 def test_a_silent_rank_must_hold_what_the_coordinator_has_of_it() -> None:
     before = [local_of(table(tensor("w")), ranks=range(2)), local_of(table(tensor("v")), ranks=range(2))]
-    base = _first_save(before)
+    base = first_save(before)
     other = local_of(table(tensor("v"), tensor("x")), ranks=range(2))
     with pytest.raises(ExchangeError, match="rank 1 did not send its structure"):
-        _plan([before[0], other], (0,), base[0])
+        plan_of([before[0], other], (0,), base[0])

@@ -11,19 +11,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
+from robust_dcp import Channel, RobustPlanner
 from robust_dcp.plan.structure import (
     Form,
     ItemKind,
+    Path,
     PlanContext,
     StructureSignature,
     plan_id_of,
-    reorder,
-    table_of,
 )
-from robust_dcp.plan.structure.table import Path
 from tests.plan.structures import DTYPES, Item, chunk, context_of, obj, rank_items, table, tensor
 
 CONTEXT = context_of()
@@ -40,11 +37,9 @@ def _signature(items: list[Item], paths: dict[str, Path] | None, context: PlanCo
 
 
 def _signature_of_state_dict(state_dict: dict[str, Any], *, flatten: bool = True) -> StructureSignature:
-    planner = DefaultSavePlanner(flatten_state_dict=flatten)
+    planner = RobustPlanner(flatten_state_dict=flatten, no_dist=True)
     planner.set_up_planner(state_dict)
-    items = reorder(create_default_local_save_plan(planner.state_dict, True).items)
-    forms = [Form.FIXED if item.tensor_data is not None else Form.VARIABLE for item in items]
-    return StructureSignature.of(table_of(items, forms, planner.mappings if flatten else None), CONTEXT)
+    return planner.describe(Channel.for_group(None, purpose="save", no_dist=True), None).signature
 
 
 def _reversed(value: Any) -> Any:

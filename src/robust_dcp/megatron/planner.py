@@ -6,6 +6,7 @@ each save; the plan cache is robust_dcp's, so a planner that lives for one save 
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -46,6 +47,7 @@ class MegatronPlanner(RobustPlanner):
             raise self._translation_error
         super().raise_set_up_error()
 
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+    def object_data(self, write_item: WriteItem, value: Any) -> io.BytesIO:
         """Objects come as ``io.BytesIO`` that hold what ``torch.save`` made of them: they are written as they are."""
-        return object
+        data: io.BytesIO = value
+        return data

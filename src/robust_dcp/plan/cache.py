@@ -8,36 +8,83 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from torch.distributed.checkpoint.metadata import Metadata
 
-from robust_dcp.plan.rank_plan import RankPlan
+from robust_dcp.plan.rank_plan import Places, RankPlan
 from robust_dcp.plan.structure import StructureTable
 
 if TYPE_CHECKING:
-    from robust_dcp.plan.global_plan import GlobalPlan
     from robust_dcp.plan.metadata import MetadataTemplate
 
-__all__ = ["PLANS", "CachedPlan", "CoordinatorPlan", "GroupKey", "PlanCache"]
+__all__ = ["PLANS", "CachedPlan", "CoordinatorPlan", "GroupKey", "PlanCache", "nbytes_of_columns"]
 
 GroupKey = tuple[int, ...]
 """The global ranks of a group, in group order: what a plan depends on of its process group."""
 
 
+class MadeOnce:
+    """Bytes that are made when they are first asked for."""
+
+    def __init__(self) -> None:
+        self._value: bytes | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._value or b"")
+
+    def get(self, make: Callable[[], bytes]) -> bytes:
+        with self._lock:
+            if self._value is None:
+                self._value = make()
+            return self._value
+
+
 @dataclass(frozen=True, eq=False)
 class CoordinatorPlan:
-    """What only the coordinator keeps: the global plan with every rank's structure, the encoded context that all ranks
-    share, the metadata, and the places of every rank's items of variable size in the last committed save (``None``
-    before there was one)."""
+    """What only the coordinator keeps: enough to patch the plan, and to emit the metadata of each save.
 
-    global_plan: GlobalPlan
+    Attributes:
+        tables: the structure of each rank.
+        kept, common_objects: of each rank, as in :class:`RankPlan`.
+        nbytes: bytes of tensor data that all ranks write together.
+        context: :meth:`PlanContext.encode`, which all ranks share.
+        metadata: emits ``.metadata``; ``None`` where another writer than ours places the items.
+        stock_metadata: DCP's own object for such a writer.
+        variable_places: of every rank's items of variable size in the last committed save; ``None`` before there was
+            one.
+        stored: the plan as it is put beside each checkpoint.
+        columns_nbytes: memory of all tables and places.
+    """
+
+    tables: tuple[StructureTable, ...]
+    kept: tuple[Places, ...]
+    common_objects: tuple[Places, ...]
+    nbytes: int
     context: bytes
-    metadata: MetadataTemplate
+    metadata: MetadataTemplate | None
+    stock_metadata: Metadata | None = None
     variable_places: tuple[npt.NDArray[np.int64], ...] | None = None
+    stored: MadeOnce = field(default_factory=MadeOnce)
+    columns_nbytes: int = 0
+
+    @property
+    def memory_nbytes(self) -> int:
+        """What it takes to keep this, about."""
+        emitted = 0 if self.metadata is None else self.metadata.nbytes
+        return self.columns_nbytes + emitted + self.stored.nbytes
+
+
+def nbytes_of_columns(tables: Sequence[StructureTable], *places: Sequence[Places]) -> int:
+    """Memory of columns and of places in them; columns that ranks share count once."""
+    columns = {id(column): column.nbytes for table in tables for column in table.columns}
+    return sum(columns.values()) + sum(each.nbytes for of_ranks in places for each in of_ranks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +100,7 @@ class CachedPlan:
             as the coordinator knows them: if they come out the same, they need not be sent again. ``None`` where this
             rank cannot be sure that the coordinator knows them.
         coordinator: on the coordinator only.
+        loaded_from: the checkpoint that it was found in; empty for one that this process has made.
     """
 
     plan_id: bytes
@@ -61,16 +109,22 @@ class CachedPlan:
     rank_plan: RankPlan
     variable_places: npt.NDArray[np.int64] | None
     coordinator: CoordinatorPlan | None
+    loaded_from: str = ""
 
 
 class PlanCache:
     """The most recently used plans of this process, over all groups.
 
     A model and its EMA that are saved in turn both hit: each finds its own entry by signature.
+
+    Args:
+        max_entries: plans that are kept.
+        max_nbytes: memory that the coordinator's parts of them may take together; the latest is kept whatever it takes.
     """
 
-    def __init__(self, max_entries: int = 8) -> None:
+    def __init__(self, max_entries: int = 8, max_nbytes: int = 2 << 30) -> None:
         self._max_entries = max_entries
+        self._max_nbytes = max_nbytes
         self._entries: OrderedDict[tuple[GroupKey, bytes], CachedPlan] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -95,8 +149,12 @@ class PlanCache:
         with self._lock:
             self._entries[group, plan.plan_id] = plan
             self._entries.move_to_end((group, plan.plan_id))
-            while len(self._entries) > self._max_entries:
+            while len(self._entries) > 1 and self._is_too_large():
                 self._entries.popitem(last=False)
+
+    def _is_too_large(self) -> bool:
+        nbytes = sum(plan.coordinator.memory_nbytes for plan in self._entries.values() if plan.coordinator is not None)
+        return len(self._entries) > self._max_entries or nbytes > self._max_nbytes
 
     def forget(self, group: GroupKey, plan_id: bytes) -> None:
         """Drop a plan, if it is there."""

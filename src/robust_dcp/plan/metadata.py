@@ -1,96 +1,209 @@
 """The ``.metadata`` of a checkpoint, from a global plan: what stock readers read.
 
-Owns the translation of columns into DCP's ``Metadata``; the parts that a plan determines are made once and kept
-with it, the names of files and the places of items of variable size are filled in at each commit. Coordinator only.
+Owns the translation of the plan's columns into those that ``storage.metadata_pickle`` emits; what a plan determines is
+emitted once and kept with it, the names of files and the places of items of variable size are filled in at each commit.
+Coordinator only.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 
-from robust_dcp.plan.global_plan import GlobalPlan
+from robust_dcp.plan.global_plan import GlobalColumns, GlobalPlan
 from robust_dcp.plan.structure import ItemKind
+from robust_dcp.plan.structure.ragged import unique_rows
 from robust_dcp.storage.engine import WrittenFiles
 from robust_dcp.storage.layout import Placements
-from robust_dcp.storage.metadata_file import StorageInfo
+from robust_dcp.storage.metadata_pickle import EncodedMetadata, MetadataColumns, MetadataPickle
 from robust_dcp.storage.paths import data_file_name
 
-__all__ = ["MetadataTemplate"]
+__all__ = ["MetadataTemplate", "stock_metadata"]
 
-StateDictMetadata = dict[str, Any]
+Int64 = npt.NDArray[np.int64]
+Int32 = npt.NDArray[np.int32]
+Places = npt.NDArray[np.intp]
 
 
 class MetadataTemplate:
-    """The metadata of all checkpoints that are written by one plan.
+    """The metadata of all checkpoints that are written by one plan. Compiled when first asked for: the first plan then
+    reaches the other ranks sooner, and they write in the meantime.
 
     Args:
-        plan: the global plan.
-        placements: for each rank the places of its kept items, or ``None`` where another writer decides them.
+        plan: the global plan; not kept once it has been compiled.
+        placements: for each rank the places of its kept items.
     """
 
-    def __init__(self, plan: GlobalPlan, placements: Sequence[Placements] | None) -> None:
-        self._plan = plan
-        self._placements = placements
-        self._state_dict_metadata = _state_dict_metadata(plan)
-        self._indices = None if placements is None else [_indices(plan, rank) for rank in range(len(plan.kept))]
+    def __init__(self, plan: GlobalPlan, placements: Sequence[Placements]) -> None:
+        self._source: tuple[GlobalPlan, Sequence[Placements]] | None = (plan, placements)
+        self._compiled: tuple[MetadataPickle, Places] | None = None
+        self._lock = threading.Lock()
+        self._files = [placement.n_files for placement in placements]
+        self._variable = [int((placement.offset < 0).sum()) for placement in placements]
 
-    def without_storage(self) -> Metadata:
-        """Metadata whose ``storage_data`` the writer has yet to fill in."""
-        return Metadata(
-            state_dict_metadata=dict(self._state_dict_metadata),
-            planner_data=None if self._plan.paths is None else dict(self._plan.paths),
-        )
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept for later saves."""
+        return 0 if self._compiled is None else self._compiled[0].nbytes
 
-    def with_storage(self, written: Sequence[WrittenFiles], storage_meta: StorageMeta) -> Metadata:
-        """The complete metadata of a checkpoint.
+    def encode(self, written: Sequence[WrittenFiles], storage_meta: StorageMeta) -> EncodedMetadata:
+        """The bytes of ``.metadata``.
 
         Args:
             written: for each rank the generation of its file names and the places of its items of variable size.
             storage_meta: goes into the file as it is.
 
         Raises:
-            ValueError: if this plan's items were placed by another writer, or places are not one for each item.
+            ValueError: if places are not one for each item of variable size.
         """
-        if self._placements is None or self._indices is None:
-            raise ValueError("this plan has no places: it was made for another writer than RobustWriter")
-        storage_data: dict[MetadataIndex, Any] = {}
-        for rank, (placements, indices, files) in enumerate(zip(self._placements, self._indices, written, strict=True)):
-            if len(files.variable_places) != len(placements.variable):
+        for rank, (files, expected) in enumerate(zip(written, self._variable, strict=True)):
+            if len(files.variable_places) != expected:
                 raise ValueError(
-                    f"rank {rank} gave {len(files.variable_places)} places for {len(placements.variable)} items of "
-                    "variable size"
+                    f"rank {rank} gave {len(files.variable_places)} places for {expected} items of variable size"
                 )
-            offset, nbytes = placements.offset.copy(), placements.nbytes.copy()
-            offset[placements.variable] = files.variable_places[:, 0]
-            nbytes[placements.variable] = files.variable_places[:, 1]
-            names = [data_file_name(rank, number, files.generation) for number in range(placements.n_files)]
-            storage_data.update(
-                (index, StorageInfo(names[file], start, length))
-                for index, file, start, length in zip(
-                    indices, placements.file.tolist(), offset.tolist(), nbytes.tolist(), strict=True
-                )
-            )
-        metadata = self.without_storage()
-        metadata.storage_data = storage_data
-        metadata.storage_meta = storage_meta
-        return metadata
+        compiled, order = self._compile()
+        places = np.concatenate([files.variable_places for files in written])
+        return compiled.encode(self.file_names(written), places[order], storage_meta)
+
+    def file_names(self, written: Sequence[WrittenFiles]) -> list[str]:
+        """The data files of all ranks, rank after rank."""
+        return [
+            data_file_name(rank, number, files.generation)
+            for rank, (files, n_files) in enumerate(zip(written, self._files, strict=True))
+            for number in range(n_files)
+        ]
+
+    def _compile(self) -> tuple[MetadataPickle, Places]:
+        """The pickle, and for each of its variable rows the place among those of all ranks."""
+        with self._lock:
+            if self._source is not None:
+                plan, placements = self._source
+                by_rank = _InPlanOrder.of(plan, placements)
+                compiled = MetadataPickle(_columns_of(plan, by_rank, n_files=sum(self._files)))
+                self._compiled = compiled, by_rank.variable[compiled.variable]
+                self._source = None
+            if self._compiled is None:
+                raise ValueError("the metadata could not be compiled before")
+            return self._compiled
 
 
-def _state_dict_metadata(plan: GlobalPlan) -> StateDictMetadata:
+class _InPlanOrder(NamedTuple):
+    """Where the written items lie, in the order of ``GlobalPlan.written``.
+
+    Attributes:
+        file: int32 ``[K]``, place among the files of all ranks.
+        start, nbytes: int64 ``[K]``, as in :class:`Placements`.
+        variable: intp ``[K]``, place of an item of variable size among those of all ranks, rank after rank; -1 for
+            others.
+    """
+
+    file: Int32
+    start: Int64
+    nbytes: Int64
+    variable: Places
+
+    @classmethod
+    def of(cls, plan: GlobalPlan, placements: Sequence[Placements]) -> _InPlanOrder:
+        first_file = np.cumsum([0, *(placement.n_files for placement in placements)])
+        file = np.concatenate([p.file + first for p, first in zip(placements, first_file.tolist(), strict=False)])
+        start = np.concatenate([p.offset for p in placements])
+        variable = np.where(start < 0, np.cumsum(start < 0) - 1, -1)
+        # Placements are rank after rank and ascend within a rank, as the rows of the columns do.
+        place = np.empty(len(plan.written), dtype=np.intp)
+        place[np.argsort(plan.written)] = np.arange(len(plan.written))
+        nbytes = np.concatenate([p.nbytes for p in placements])
+        return cls(file[place].astype(np.int32), start[place], nbytes[place], variable[place])
+
+
+def _columns_of(plan: GlobalPlan, placed: _InPlanOrder, *, n_files: int) -> MetadataColumns:
     columns, written = plan.columns, plan.written
-    found: StateDictMetadata = {}
+    is_object = columns.kind[written] == ItemKind.BYTES
+    name = columns.name[written]
+    first_of_name = np.flatnonzero(np.diff(name, prepend=-1))  # every name is written
+    properties, which_properties = _properties(columns, written[first_of_name])
+    ndims = columns.ndim[written]
+    sizes = _Sizes()
+    whole = sizes.add(columns.shape[written[first_of_name]], ndims[first_of_name])
+    offset = sizes.add(columns.offset[written], ndims)
+    size = sizes.add(columns.size[written], ndims)
+    return MetadataColumns(
+        names=columns.names,
+        paths=plan.paths,
+        properties=properties,
+        name_properties=np.where(is_object[first_of_name], -1, which_properties).astype(np.int32),
+        name_size=np.where(is_object[first_of_name], -1, whole).astype(np.int32),
+        sizes=sizes.values,
+        size_ndims=sizes.ndims,
+        name=name,
+        offset=np.where(is_object, -1, offset).astype(np.int32),
+        size=np.where(is_object, -1, size).astype(np.int32),
+        file=placed.file,
+        start=placed.start,
+        nbytes=placed.nbytes,
+        n_files=n_files,
+    )
+
+
+class _Sizes:
+    """The distinct ``torch.Size`` values of several columns, in one table."""
+
+    def __init__(self) -> None:
+        self._tables: list[Int64] = []
+        self._count = 0
+
+    def add(self, rows: Int64, ndims: npt.NDArray[np.uint8]) -> Places:
+        """Places in the table of ``rows``, of which the first ``ndims`` entries count."""
+        keys = np.column_stack([ndims.astype(np.int64), rows])
+        first, which = unique_rows(keys)
+        self._tables.append(keys[first])
+        self._count += len(first)
+        return which + (self._count - len(first))
+
+    @property
+    def values(self) -> Int64:
+        return np.concatenate(self._tables)[:, 1:]
+
+    @property
+    def ndims(self) -> npt.NDArray[np.uint8]:
+        return np.concatenate(self._tables)[:, 0].astype(np.uint8)
+
+
+Properties = list[tuple[torch.dtype, torch.layout, bool]]
+
+
+def _properties(columns: GlobalColumns, rows: Places) -> tuple[Properties, Places]:
+    """The distinct properties of ``rows``, and which each has; those of objects mean nothing."""
+    is_object = columns.kind[rows] == ItemKind.BYTES
+    keys = np.column_stack([columns.dtype[rows], columns.layout[rows], columns.requires_grad[rows]]).astype(np.int64)
+    which = np.zeros(len(rows), dtype=np.intp)
+    if is_object.all():
+        return [], which
+    tensors = np.flatnonzero(~is_object)
+    first, which[tensors] = unique_rows(keys[tensors])
+    distinct = [
+        (getattr(torch, columns.dtypes[dtype]), getattr(torch, columns.layouts[layout]), bool(requires_grad))
+        for dtype, layout, requires_grad in keys[tensors][first].tolist()
+    ]
+    return distinct, which
+
+
+def stock_metadata(plan: GlobalPlan) -> Metadata:
+    """DCP's own object, for storage writers other than ours; ``storage_data`` is for the writer to fill in."""
+    columns, written = plan.columns, plan.written
+    found: dict[str, Any] = {}
     # Plain lists: a NumPy scalar for each field of each item would cost several times as much.
     for row, place, is_bytes, ndim, offset, size in zip(
         written.tolist(),
@@ -116,26 +229,6 @@ def _state_dict_metadata(plan: GlobalPlan) -> StateDictMetadata:
                 size=torch.Size(columns.shape[row, :ndim].tolist()),
                 chunks=[],
             )
-        tensor.chunks.append(
-            ChunkStorageMetadata(
-                offsets=torch.Size(offset[:ndim]),
-                sizes=torch.Size(size[:ndim]),
-            )
-        )
-    return found
-
-
-def _indices(plan: GlobalPlan, rank: int) -> list[MetadataIndex]:
-    """The storage keys of the items that ``rank`` writes, in the order of its plan."""
-    table, kept = plan.columns.tables[rank], plan.kept[rank]
-    offsets = table.offsets.tolist()
-    return [
-        MetadataIndex(table.names[place], None if is_bytes else torch.Size(offsets[start:end]))
-        for place, is_bytes, start, end in zip(
-            table.name_ids[kept].tolist(),
-            (table.kinds[kept] == ItemKind.BYTES).tolist(),
-            table.starts[kept].tolist(),
-            table.starts[kept + 1].tolist(),
-            strict=True,
-        )
-    ]
+        tensor.chunks.append(ChunkStorageMetadata(offsets=torch.Size(offset[:ndim]), sizes=torch.Size(size[:ndim])))
+    paths = None if plan.paths is None else dict(zip(plan.paths.names, plan.paths, strict=True))
+    return Metadata(state_dict_metadata=found, planner_data=paths)

@@ -13,22 +13,30 @@ import numpy.typing as npt
 
 from robust_dcp.errors import ExchangeError, PlanConflict, StructureChanged
 from robust_dcp.plan.agreement import Decision
-from robust_dcp.plan.cache import CachedPlan, CoordinatorPlan
+from robust_dcp.plan.cache import CachedPlan, CoordinatorPlan, nbytes_of_columns
 from robust_dcp.plan.global_plan import GlobalPlan, differing_objects, make_global_plan
 from robust_dcp.plan.global_plan.conflicts import ranks_in_words
 from robust_dcp.plan.local import LocalStructure
-from robust_dcp.plan.metadata import MetadataTemplate
-from robust_dcp.plan.rank_plan import RankPlan, RankPlanMessage, pack_places, place_items, unpack_places
+from robust_dcp.plan.metadata import MetadataTemplate, stock_metadata
+from robust_dcp.plan.rank_plan import (
+    RankPlan,
+    RankPlanMessage,
+    pack_places,
+    place_items,
+    place_items_of_all,
+    unpack_places,
+)
 from robust_dcp.plan.structure import (
     ItemKind,
     StructureDiff,
     StructureMessage,
     StructureTable,
+    TableDecoder,
     diff_tables,
     merge_diffs,
 )
 
-__all__ = ["apply_plan", "plan_for_all"]
+__all__ = ["apply_plan", "coordinator_plan_of", "plan_for_all"]
 
 _MAX_KEYS = 200
 """Keys of each kind that a reply spells out: a bound on what travels when everything has changed."""
@@ -57,8 +65,9 @@ def plan_for_all(
     """
     _refuse_other_contexts(structures, base, local)
     _refuse_unknown(structures, signatures, base)
-    known = None if base is None or base.coordinator is None else base.coordinator.global_plan
-    tables = [_table(rank, message, known) for rank, message in enumerate(structures)]
+    known = None if base is None else base.coordinator
+    decoder = TableDecoder()
+    tables = [_table(rank, message, known, decoder) for rank, message in enumerate(structures)]
     changes = _changes(tables, decision, known)
     if refuse_change and changes:
         raise StructureChanged(
@@ -69,9 +78,6 @@ def plan_for_all(
             changed=list(changes.changed)[:_MAX_KEYS],
         )
     plan = make_global_plan(tables, lowest_rank=local.lowest_rank)
-    placements = None
-    if local.files is not None:
-        placements = [place_items(t, k, files=local.files) for t, k in zip(tables, plan.kept, strict=True)]
     digests = [_digests(table, message) for table, message in zip(tables, structures, strict=True)]
     shared = {
         "reason": _reason(decision, changes),
@@ -90,7 +96,26 @@ def plan_for_all(
         )
         for rank, (table, message) in enumerate(zip(tables, structures, strict=True))
     ]
-    return CoordinatorPlan(plan, local.context.encode(), MetadataTemplate(plan, placements)), replies
+    return coordinator_plan_of(plan, local.context.encode(), files=local.files), replies
+
+
+def coordinator_plan_of(plan: GlobalPlan, context: bytes, *, files: int | None) -> CoordinatorPlan:
+    """What the coordinator keeps of a plan, with the places of all items.
+
+    Args:
+        files: number of files of each rank; ``None`` where another writer than ours places items.
+    """
+    metadata = None if files is None else MetadataTemplate(plan, place_items_of_all(plan, files=files))
+    return CoordinatorPlan(
+        tables=plan.columns.tables,
+        kept=plan.kept,
+        common_objects=plan.common_objects,
+        nbytes=plan.nbytes,
+        context=context,
+        metadata=metadata,
+        stock_metadata=stock_metadata(plan) if metadata is None else None,
+        columns_nbytes=nbytes_of_columns(plan.columns.tables, plan.kept, plan.common_objects),
+    )
 
 
 def apply_plan(reply: RankPlanMessage, local: LocalStructure, cached: CachedPlan | None) -> RankPlan:
@@ -140,12 +165,14 @@ def _refuse_unknown(
             )
 
 
-def _table(rank: int, message: StructureMessage | None, known: GlobalPlan | None) -> StructureTable:
+def _table(
+    rank: int, message: StructureMessage | None, known: CoordinatorPlan | None, decoder: TableDecoder
+) -> StructureTable:
     if message is not None:
-        return message.to_table()
+        return decoder.decode(message)
     if known is None:
         raise ValueError(f"rank {rank} did not send its structure and there is no plan that has it")
-    return known.columns.tables[rank]
+    return known.tables[rank]
 
 
 def _digests(table: StructureTable, message: StructureMessage | None) -> npt.NDArray[np.uint64]:
@@ -154,10 +181,10 @@ def _digests(table: StructureTable, message: StructureMessage | None) -> npt.NDA
     return np.zeros(int((table.kinds == ItemKind.BYTES).sum()), dtype=np.uint64)
 
 
-def _changes(tables: Sequence[StructureTable], decision: Decision, known: GlobalPlan | None) -> StructureDiff:
+def _changes(tables: Sequence[StructureTable], decision: Decision, known: CoordinatorPlan | None) -> StructureDiff:
     if known is None:
         return StructureDiff()
-    return merge_diffs(diff_tables(known.columns.tables[rank], tables[rank]) for rank in decision.senders)
+    return merge_diffs(diff_tables(known.tables[rank], tables[rank]) for rank in decision.senders)
 
 
 def _reason(decision: Decision, changes: StructureDiff) -> str:

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from robust_dcp.comm import Channel, Offer
 from robust_dcp.errors import ExchangeError, RobustCheckpointError, StorageError
@@ -23,11 +23,13 @@ from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.planning import apply_plan, plan_for_all
 from robust_dcp.plan.rank_plan import RankPlan, RankPlanMessage
 from robust_dcp.plan.replicated_objects import ObjectDigests, differing_digests, report_differing
+from robust_dcp.plan.stored_plan import LOADED, encode_plan
 from robust_dcp.plan.structure import StructureDiff, StructureMessage, plan_id_of
 from robust_dcp.plan.written import WrittenMessage, news_of, word_of, written_by_all
 from robust_dcp.storage.commit import BEFORE_RENAME
 from robust_dcp.storage.engine import WrittenFiles
 from robust_dcp.storage.layout import Placements
+from robust_dcp.storage.writer import MetadataToPublish
 
 __all__ = ["OnObjectMismatch", "OnStructureChange", "SaveSession"]
 
@@ -101,6 +103,7 @@ class SaveSession:
 
         def offer_own() -> Offer:
             self.local = describe()
+            self._look_into_loaded_checkpoints(leads=leads)
             offer, self._cached = make_offer(PLANS, self.channel.ranks, self.channel.rank, self.local, leads=leads)
             return offer
 
@@ -116,12 +119,23 @@ class SaveSession:
             self.rank_plan = self._cached.rank_plan
             self.coordinator = self._cached.coordinator
             self.reason = "no rank's structure has changed"
+            if self._cached.loaded_from:
+                self.reason += f" since {self._cached.loaded_from}"
             if decision.objects_differ and self.on_object_mismatch != "ignore":
                 self._compare_objects(self._cached)
         else:
             self._make_plan(decision)
         report_differing(self.differing_objects, self.on_object_mismatch, is_reporter=self.channel.is_coordinator)
         return self.rank_plan
+
+    def _look_into_loaded_checkpoints(self, *, leads: bool) -> None:
+        """Without a plan of this process for what there is to save, one may lie in the checkpoint that was loaded."""
+        ranks, rank = self.channel.ranks, self.channel.rank
+        if self.local.files is None or PLANS.find(ranks, self.local.signature.value, rank) is not None:
+            return
+        plan = LOADED.find_plan(ranks, rank, self.local, leads=leads)
+        if plan is not None:
+            PLANS.put(ranks, plan)
 
     def _make_plan(self, decision: Decision) -> None:
         is_sender = self.channel.rank in decision.senders
@@ -189,26 +203,40 @@ class SaveSession:
         """Raise if another rank has announced that this save failed; cheap, for calls between blocks of data."""
         self.channel.stop_if_announced()
 
-    def metadata(self, storage_meta: StorageMeta) -> Metadata:
-        """On the coordinator, after :meth:`settle`: the metadata of this checkpoint."""
-        if self.coordinator is None:
-            raise ValueError("only the coordinator has the metadata")
+    def encoded_metadata(self, storage_meta: StorageMeta) -> MetadataToPublish:
+        """On the coordinator, after :meth:`settle`: the bytes of ``.metadata`` of this checkpoint."""
+        if self.coordinator is None or self.coordinator.metadata is None:
+            raise ValueError("only the coordinator has the metadata, of a plan for RobustWriter")
         self._written_by_all = written_by_all(self._words, self._messages, self.coordinator.variable_places)
-        return self.coordinator.metadata.with_storage(self._written_by_all, storage_meta)
+        template = self.coordinator.metadata
+        encoded = template.encode(self._written_by_all, storage_meta)
+        return MetadataToPublish(encoded.fragments, frozenset(template.file_names(self._written_by_all)))
 
-    def commit(self, publish: Callable[[], None], discard: Callable[[WrittenFiles], None]) -> None:
+    def commit(
+        self,
+        publish: Callable[[], None],
+        discard: Callable[[WrittenFiles], None],
+        keep_plan: Callable[[bytes], None],
+    ) -> None:
         """Make the checkpoint visible, on the coordinator, and keep the plan for the next save.
 
         Args:
             publish: writes ``.metadata``; called on the coordinator only.
             discard: undoes what :meth:`settle` wrote; called when it is certain that nothing was committed.
+            keep_plan: puts the plan beside the checkpoint, for a job that resumes from it; called on the coordinator
+                only, once the checkpoint is committed. If it fails, nothing is lost.
         """
-        own = publish if self.channel.is_coordinator else lambda: None
+
+        def publish_and_keep() -> None:
+            if self.channel.is_coordinator:
+                publish()
+                self._keep_beside(keep_plan)
+
         try:
             if self.commits_together:
-                self.channel.barrier(self._named("commit"), own)
+                self.channel.barrier(self._named("commit"), publish_and_keep)
             else:
-                own()
+                publish_and_keep()
         except BaseException as error:
             # Ranks may have learnt of the commit or not: with the plan gone they agree on what they know again.
             PLANS.forget(self.channel.ranks, plan_id_of(self._signatures))
@@ -216,6 +244,16 @@ class SaveSession:
                 discard(self.written)
             raise
         self._keep_plan(confirmed=self.commits_together)
+
+    def _keep_beside(self, keep_plan: Callable[[bytes], None]) -> None:
+        try:
+            if self.coordinator is not None:
+                keep_plan(self._stored_plan(self.coordinator))
+        except Exception as error:  # the checkpoint is committed: whatever this is, the save has succeeded
+            logger.warning("%s: a job that resumes from it plans anew: %s", self.checkpoint, error)
+
+    def _stored_plan(self, plan: CoordinatorPlan) -> bytes:
+        return plan.stored.get(lambda: encode_plan(self.channel.ranks, self._signatures, plan))
 
     def leave_commit_to_stock(self) -> None:
         """After :meth:`settle` on a rank whose ``commit`` stock will not call: it commits on the coordinator alone.

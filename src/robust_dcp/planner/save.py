@@ -6,6 +6,7 @@ plans itself. Called by ``api.save``, and by stock ``torch.distributed.checkpoin
 
 from __future__ import annotations
 
+import io
 import os
 import re
 from dataclasses import replace
@@ -15,20 +16,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor
 
 from robust_dcp.comm import Channel
 from robust_dcp.errors import PlanConflict, RobustCheckpointError
 from robust_dcp.plan.global_plan import object_digest
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.session import OnObjectMismatch, OnStructureChange, SaveSession
-from robust_dcp.plan.structure import Form, PlanContext, StructureSignature, reorder, table_of
+from robust_dcp.plan.structure import ItemKind, PlanContext
 from robust_dcp.planner.committed_metadata import PlannedMetadata
+from robust_dcp.planner.describe import DescribedItems, describe_items, holds_shards
+from robust_dcp.planner.flatten import flatten
+from robust_dcp.planner.known import STRUCTURES, KnownStructure
+from robust_dcp.planner.sources import StateDictSource
+from robust_dcp.storage.item_source import ItemSource, WriteItemSource
 from robust_dcp.storage.layout import LAYOUT_VERSION
-from robust_dcp.storage.torch_zip import is_fixed_size, record_template
 from robust_dcp.storage.writer import RobustWriter, WriterMeta
 from robust_dcp.version import __version__
 
@@ -89,7 +92,8 @@ class RobustPlanner(DefaultSavePlanner):
         self.on_structure_change: OnStructureChange = on_structure_change
         self.on_object_mismatch: OnObjectMismatch = on_object_mismatch
         self.no_dist = no_dist
-        self._items: list[WriteItem] = []
+        self._items = DescribedItems([], [], [])
+        self._structure: KnownStructure | None = None
         self._writer: RobustWriter | None = None
         self._checkpoint = ""
         self._told_coordinator = False
@@ -122,12 +126,14 @@ class RobustPlanner(DefaultSavePlanner):
         Raises:
             PlanConflict: a name stands for two items, or a DTensor is a pending reduction (``Partial``).
         """
-        self._items = reorder(create_default_local_save_plan(self.state_dict, channel.is_coordinator).items)
-        table = table_of(
-            self._items,
-            [self._form_of(item) for item in self._items],
-            self.mappings if self.flatten_state_dict else None,
+        items = describe_items(
+            self.state_dict,
+            self.lookup_object,
+            is_coordinator=channel.is_coordinator,
+            by_lookup=self._overrides("lookup_object"),
         )
+        structure = STRUCTURES.of(items.names, items.structures, self.mappings if self.flatten_state_dict else None)
+        self._items, self._structure = items, structure
         context = PlanContext(
             ranks=channel.ranks,
             planner_options={
@@ -141,31 +147,54 @@ class RobustPlanner(DefaultSavePlanner):
             versions={"torch": str(torch.__version__), "robust_dcp": __version__, "layout": LAYOUT_VERSION},
         )
         return LocalStructure(
-            table=table,
+            table=structure.table,
             context=context,
-            signature=StructureSignature.of(table, context),
-            object_digests=self._object_digests(alone=channel.size == 1),
+            signature=structure.signature(context),
+            object_digests=self._object_digests(structure, alone=channel.size == 1),
             files=None if writer is None else writer.files_per_rank,
             lowest_rank=self.dedup_save_to_lowest_rank,
         )
 
+    def source(self, session: SaveSession) -> ItemSource:
+        """The data of this rank's share of the plan, in plan order, as the writer asks for it.
+
+        A subclass that overrides ``lookup_object``, ``resolve_data`` or ``transform_object`` is asked for every item.
+        """
+        if any(map(self._overrides, ("lookup_object", "resolve_data", "transform_object"))):
+            return WriteItemSource(self.kept_items(session), self.resolve_data)
+        kept = session.rank_plan.kept
+        return StateDictSource(self._items, self._described(), kept, self.lookup_object, self.resolve_data)
+
     def kept_items(self, session: SaveSession) -> list[WriteItem]:
         """The write items of this rank's share of the plan, in plan order."""
-        return [self._items[place] for place in session.rank_plan.kept.tolist()]
+        return [self._items.write_item(place) for place in self._described().order[session.rank_plan.kept].tolist()]
 
-    def _form_of(self, item: WriteItem) -> Form:
-        if item.tensor_data is None:
-            return Form.VARIABLE
-        data = self.lookup_object(item.index)
-        template = record_template(item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes))
-        fixed = isinstance(data, torch.Tensor) and is_fixed_size(data) and template is not None
-        return Form.FIXED if fixed else Form.VARIABLE
+    def _described(self) -> KnownStructure:
+        if self._structure is None:
+            raise RobustCheckpointError("describe must come before the data of a plan is asked for")
+        return self._structure
 
-    def _object_digests(self, *, alone: bool) -> np.ndarray[Any, np.dtype[np.uint64]]:
-        objects = [item for item in self._items if item.type == WriteItemType.BYTE_IO]
+    def _overrides(self, hook: str) -> bool:
+        """Whether a method of this planner is another than :class:`RobustPlanner`'s."""
+        return getattr(getattr(self, hook), "__func__", None) is not getattr(RobustPlanner, hook)
+
+    def _object_digests(self, structure: KnownStructure, *, alone: bool) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        objects = structure.order[structure.table.kinds == ItemKind.BYTES].tolist()
         if alone or self.on_object_mismatch == "ignore":
             return np.zeros(len(objects), dtype=np.uint64)
-        return np.array([object_digest(self.lookup_object(item.index)) for item in objects], dtype=np.uint64)
+        return np.array(
+            [object_digest(self.lookup_object(self._items.index(place))) for place in objects], dtype=np.uint64
+        )
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """What is written for a value: a tensor as it is, of an object its bytes."""
+        return self.object_data(write_item, object) if write_item.type == WriteItemType.BYTE_IO else object
+
+    def object_data(self, write_item: WriteItem, value: Any) -> io.BytesIO:
+        """The bytes of an object. A planner that serializes objects otherwise overrides this: what it does to tensors
+        is then still known, and the writer need not ask for each of them."""
+        data: io.BytesIO = super().transform_object(write_item, value)
+        return data
 
     # The hooks of stock `torch.distributed.checkpoint.save`, in the order in which it calls them.
 
@@ -182,10 +211,27 @@ class RobustPlanner(DefaultSavePlanner):
         self._session = None
         self._set_up_error = None
         try:
-            super().set_up_planner(state_dict, storage_meta, is_coordinator)
-            _refuse_partial(self.state_dict)
+            self._take_state_dict(state_dict, storage_meta, is_coordinator)
         except Exception as error:  # raised in create_local_plan, inside the exchange, so that no rank waits for us
             self._set_up_error = _named_conflict(error)
+
+    def _take_state_dict(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None, is_coordinator: bool
+    ) -> None:
+        """Set what ``DefaultSavePlanner.set_up_planner`` sets, and leave to it what flattening has to do with
+        ``ShardedTensor``."""
+        if self.flatten_state_dict:
+            flat, mappings = flatten(state_dict)
+            if self.flatten_sharded_tensors and any(map(holds_shards, set(map(type, flat.values())))):
+                super().set_up_planner(state_dict, storage_meta, is_coordinator)
+                return
+            self.state_dict, self.mappings = flat, mappings
+        elif self.flatten_sharded_tensors:
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
+            return
+        else:
+            self.state_dict = state_dict
+        self.is_coordinator = is_coordinator
 
     def raise_set_up_error(self) -> None:
         """Raise what :meth:`set_up_planner` found; called inside an exchange, so that all ranks learn of it."""
@@ -223,7 +269,11 @@ class RobustPlanner(DefaultSavePlanner):
                 "use_collectives=False needs storage_writer=RobustWriter(path): this planner's plan is global, and a "
                 "storage writer that commits each rank by itself would lose it"
             )
-        return list(all_plans), session.coordinator.metadata.without_storage()
+        metadata = session.coordinator.stock_metadata
+        if metadata is None:
+            raise RobustCheckpointError("this plan was made for RobustWriter, not for another storage writer")
+        # A copy: the writer fills in storage_data, and the plan is for later saves too.
+        return list(all_plans), replace(metadata, state_dict_metadata=dict(metadata.state_dict_metadata))
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """This rank's share; RobustWriter finds the places of its items, and the session, in ``planner_data``."""
@@ -257,13 +307,3 @@ def _named_conflict(error: Exception) -> Exception:
         "rename one of them",
         key=key,
     )
-
-
-def _refuse_partial(state_dict: dict[str, Any]) -> None:
-    for key, value in state_dict.items():
-        if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
-            raise PlanConflict(
-                f"the DTensor {key!r} has a Partial placement ({value.placements}): its value is a reduction that has "
-                "not been done. Call .redistribute() to Replicate or Shard before saving",
-                key=key,
-            )

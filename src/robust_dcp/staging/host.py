@@ -1,7 +1,7 @@
-"""Tensors on the host, ready to be read as bytes: the one place where device memory is copied.
+"""Tensors on the host, ready to be read as bytes.
 
-Owns the copy from device to host; never keeps a buffer. Called by ``storage.engine`` from its threads, one tensor
-at a time, so that no more than a tensor for each thread is staged.
+Owns the copy of one tensor from device to host (``together`` copies many small ones); never keeps a buffer. Called by
+``storage.engine`` from its threads, one tensor at a time, so that no more than a tensor for each thread is staged.
 """
 
 from __future__ import annotations

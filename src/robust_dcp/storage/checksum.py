@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from isal import isal_zlib
 
-__all__ = ["crc32"]
+__all__ = ["crc32", "crc32_of_both"]
 
 
 def crc32(data: bytes | bytearray | memoryview, value: int = 0) -> int:
     """The CRC-32 of ``data``, continued from ``value``. Releases the GIL while it runs."""
     return int(isal_zlib.crc32(data, value))
+
+
+def crc32_of_both(first: int, second: int, second_nbytes: int) -> int:
+    """The CRC-32 of two pieces of data in a row, from that of each and the length of the second."""
+    return int(isal_zlib.crc32_combine(first, second, second_nbytes))

@@ -11,14 +11,17 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Collection, Iterable
-from typing import Final
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Final
 
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.disk import Disk
 from robust_dcp.storage.paths import METADATA_NAME, check_relative_path, parse_data_file_name
 
-__all__ = ["BEFORE_RENAME", "commit_metadata", "remove_superseded", "unreferenced_files"]
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["BEFORE_RENAME", "commit_metadata", "keep_beside", "remove_superseded", "unreferenced_files"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +29,15 @@ BEFORE_RENAME: Final = frozenset({"create", "write", "fsync", "close"})
 """Operations (of a ``StorageError``) whose failure in :func:`commit_metadata` leaves the old checkpoint the only one.
 After any other both may be found later, and the data files of both have to stay."""
 
-_TEMPORARY: Final = re.compile(r"(?:__\d+)?\.metadata\.(?:[0-9a-f]{16}\.)?tmp")  # ours, and stock's .metadata.tmp
+# Ours, and stock's .metadata.tmp.
+_TEMPORARY: Final = re.compile(r"(?:(?:__\d+)?\.metadata|\.robust_dcp\.plan)\.(?:[0-9a-f]{16}\.)?tmp")
 
 
-def commit_metadata(disk: Disk, directory: str, encoded: bytes, *, name: str = METADATA_NAME) -> None:
-    """Make ``encoded`` the metadata of the checkpoint in ``directory``, wholly or not at all.
+def commit_metadata(
+    disk: Disk, directory: str, encoded: Buffer | Sequence[Buffer], *, name: str = METADATA_NAME
+) -> None:
+    """Make ``encoded`` (in parts that follow each other) the metadata of the checkpoint in ``directory``, wholly or not
+    at all.
 
     The calls, in this order; killed or powered off between any two, the directory loads as before up to 6 and as the
     new checkpoint after 7, and in between as one of the two:
@@ -61,6 +68,25 @@ def commit_metadata(disk: Disk, directory: str, encoded: bytes, *, name: str = M
         _remove(disk, temporary)
         raise
     disk.fsync_directory(directory)
+
+
+def keep_beside(disk: Disk, directory: str, data: bytes, *, name: str) -> None:
+    """Put a file beside a committed checkpoint that it can do without: in one step, but without waiting for the disk.
+
+    Raises:
+        StorageError: a call failed; the file is as before, or gone.
+    """
+    temporary = os.path.join(directory, f"{name}.{secrets.token_hex(8)}.tmp")
+    file = disk.open_new(temporary)
+    try:
+        try:
+            disk.pwrite(file, data, 0)
+        finally:
+            disk.close(file)
+        disk.rename(temporary, os.path.join(directory, name))
+    except BaseException:
+        _remove(disk, temporary)
+        raise
 
 
 def remove_superseded(disk: Disk, directory: str, files: Iterable[str], *, keep: Collection[str] = ()) -> list[str]:

@@ -1,7 +1,7 @@
 """Writes the files of one rank: every record to its place, checksummed on the way, on a few threads.
 
-Owns threads, packing of small records into blocks, and the order write, ``fsync``, close. Never decides places
-(``layout``) nor makes a checkpoint visible (``commit``). Called by ``writer``.
+Owns threads and the order write, ``fsync``, close. Never decides places (``layout``) or pieces (``write_order``), nor
+makes a checkpoint visible (``commit``). Called by ``writer``.
 """
 
 from __future__ import annotations
@@ -9,33 +9,32 @@ from __future__ import annotations
 import io
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed.checkpoint.planner import WriteItem
 
-from robust_dcp.comm import Stopped
-from robust_dcp.errors import PlanConflict, RobustCheckpointError
 from robust_dcp.staging import to_host
 from robust_dcp.storage.checksum import crc32
 from robust_dcp.storage.data_files import DataFile, create_data_files, discard
 from robust_dcp.storage.disk import Disk
+from robust_dcp.storage.item_source import ItemSource, NamedErrors, planned_tensor
 from robust_dcp.storage.layout import LARGE_NBYTES, PAGE_NBYTES, RECORD_ALIGNMENT, Placements, Slot, slots_of
+from robust_dcp.storage.pack import Block, pack
 from robust_dcp.storage.torch_zip import RecordTemplate, is_fixed_size, payload_view, record_template
+from robust_dcp.storage.write_order import BLOCK_NBYTES, LargeRecord, WriteOrder, write_orders
 
-__all__ = ["Resolve", "WrittenFiles", "write_files"]
+__all__ = ["WrittenFiles", "write_files"]
 
-Resolve = Callable[[WriteItem], "torch.Tensor | io.BytesIO"]
 Record = tuple["bytes | memoryview", ...]
 """The bytes of one item, in parts that follow each other."""
 
-BLOCK_NBYTES = 8 << 20
-"""Small records are gathered into writes of this size."""
+SMALL_NBYTES = 64 << 10
+"""Where records are smaller than this on average, what Python does for each outweighs copies and checksums."""
 
 SLICE_NBYTES = 64 << 20
 """Large payloads go out in writes of this size; between two of them the thread looks whether it shall stop."""
@@ -62,9 +61,8 @@ def write_files(
     disk: Disk,
     directory: str,
     rank: int,
-    items: Sequence[WriteItem],
+    source: ItemSource,
     placements: Placements,
-    resolve: Resolve,
     *,
     threads: int,
     check_stop: Callable[[], None],
@@ -73,24 +71,26 @@ def write_files(
     """Write the files of one rank and make them durable.
 
     Args:
-        items: the write items, in the order of ``placements``.
-        resolve: gives the data of an item, ``SavePlanner.resolve_data``; called from several threads.
+        source: the items, in the order of ``placements``; their data is asked for in several threads.
         check_stop: called between blocks; raises when the save is given up elsewhere.
         known_places: int64 ``[v, 2]``, offset and length of the items of variable size in an earlier save by the same
             plan. An item that still fits keeps its offset, so that one that grows does not move all others.
 
     Raises:
         StorageError: if the file system refuses; nothing that this call made stays behind.
+        PlanConflict: if an item is not what was planned.
         RobustCheckpointError: if an item cannot be resolved; names the item.
     """
+    orders = write_orders(placements, source)
     files = create_data_files(disk, directory, rank, placements.file_nbytes)
-    failed = threading.Event()
+    failed, packing = threading.Event(), threading.Lock()
     slots = slots_of(placements, known_places)
 
     def write(file: DataFile) -> list[tuple[int, int, int]]:
-        writer = _FileWriter(disk, file, resolve, check_stop, failed)
         try:
-            return writer.write(items, placements, slots)
+            with torch.no_grad():  # grad mode is each thread's own
+                writer = _FileWriter(disk, file, source, check_stop, failed, packing)
+                return writer.write(orders[file.number], slots)
         except BaseException:
             failed.set()
             raise
@@ -132,62 +132,78 @@ class _FileWriter:
         self,
         disk: Disk,
         file: DataFile,
-        resolve: Resolve,
+        source: ItemSource,
         check_stop: Callable[[], None],
         sibling_failed: threading.Event,
+        packing: threading.Lock,
     ) -> None:
         self._disk = disk
         self._file = file
-        self._resolve = resolve
+        self._source = source
         self._check_stop = check_stop
         self._sibling_failed = sibling_failed
-        self._block = bytearray()
+        self._packing = packing
+        self._packed = np.empty(0, dtype=np.uint8)
+        self._pending = bytearray()
         self._end = 0
 
-    def write(
-        self, items: Sequence[WriteItem], placements: Placements, slots: dict[int, Slot]
-    ) -> list[tuple[int, int, int]]:
+    def write(self, order: WriteOrder, slots: dict[int, Slot]) -> list[tuple[int, int, int]]:
         """Write all records of this file; (place in plan, offset, length) of those of variable size."""
-        members = np.flatnonzero(placements.file == self._file.number)
-        variable: list[tuple[int, int, int]] = []
-        too_large: list[tuple[int, Record]] = []
-        for place in sorted(members.tolist(), key=lambda p: slots[p].offset if p in slots else placements.offset[p]):
-            item = items[place]
-            with _naming(item):
-                if placements.offset[place] >= 0:
-                    self._write_fixed(item, int(placements.offset[place]), int(placements.nbytes[place]))
-                    continue
-                record = self._variable_record(item)
-                slot = slots.get(place)
-                if slot is not None and sum(map(len, record)) > slot.nbytes:
-                    too_large.append((place, record))
-                    continue
-                variable.append((place, *self._append_variable(record, None if slot is None else slot.offset)))
-        variable.extend((place, *self._append_variable(record, None)) for place, record in too_large)
+        blocks = [piece for piece in order.fixed if isinstance(piece, Block)]
+        self._packed = np.empty(max((block.nbytes for block in blocks), default=0), dtype=np.uint8)
+        for piece in order.fixed:
+            if isinstance(piece, Block):
+                self._write_block(piece)
+            else:
+                self._write_large(piece)
+        variable = self._write_variable(order.variable, slots)
         self._flush()
         self._disk.fsync(self._file.file)
         self._disk.close(self._file.file)
         self._file.nbytes = self._end
         return variable
 
-    def _write_fixed(self, item: WriteItem, offset: int, nbytes: int) -> None:
-        tensor = self._tensor_of(item)
-        template = record_template(tensor.dtype, tuple(tensor.shape))
-        if template is None or template.nbytes != nbytes:
-            raise PlanConflict(f"the record of {item.index.fqn!r} is not the one that was planned", key=item.index.fqn)
-        self._append_all(_framed(template, tensor), offset)
+    def _write_block(self, block: Block) -> None:
+        self._flush()
+        # Many small items are work for the interpreter, which runs one thread at a time: two that take turns at every
+        # call that lets go of the GIL need twice the time of one. So one packs while the others write.
+        with self._packing if block.nbytes < SMALL_NBYTES * len(block.places) else nullcontext():
+            pack(block, self._source, self._packed)
+        self._stop_if_told()
+        self._disk.pwrite(self._file.file, self._packed[: block.nbytes].data, block.offset)
+        self._end = block.offset + block.nbytes
 
-    def _variable_record(self, item: WriteItem) -> Record:
+    def _write_large(self, large: LargeRecord) -> None:
+        with NamedErrors(self._source, large.place):
+            record = _framed(large.template, to_host(planned_tensor(self._source, large.place, large.template)))
+        self._append_all(record, large.offset)
+
+    def _write_variable(self, places: Sequence[int], slots: dict[int, Slot]) -> list[tuple[int, int, int]]:
+        """Each to its slot if it has one and fits; the others to the end of the file."""
+        written: list[tuple[int, int, int]] = []
+        too_large: list[tuple[int, Record]] = []
+        for place in sorted(places, key=lambda place: slots[place].offset) if slots else places:
+            record = self._variable_record(place)
+            slot = slots.get(place)
+            if slot is not None and sum(map(len, record)) > slot.nbytes:
+                too_large.append((place, record))
+            else:
+                written.append((place, *self._append_variable(record, None if slot is None else slot.offset)))
+        written.extend((place, *self._append_variable(record, None)) for place, record in too_large)
+        return written
+
+    def _variable_record(self, place: int) -> Record:
         """The bytes of an item whose length was not planned."""
-        data = self._resolve(item)
-        if isinstance(data, torch.Tensor):
+        with NamedErrors(self._source, place):
+            data = self._source.resolve(place)
+            if not isinstance(data, torch.Tensor):
+                return (data.getbuffer(),)
             template = record_template(data.dtype, tuple(data.shape)) if is_fixed_size(data) else None
             if template is not None:
                 return _framed(template, to_host(data))
             buffer = io.BytesIO()
             torch.save(_compact(data), buffer)
-            data = buffer
-        return (data.getbuffer(),)
+            return (buffer.getbuffer(),)
 
     def _append_variable(self, record: Record, offset: int | None) -> tuple[int, int]:
         """Write a record at ``offset``, or at the next free place; (offset, length)."""
@@ -201,24 +217,6 @@ class _FileWriter:
         for part in record:
             self._append(part)
 
-    def _tensor_of(self, item: WriteItem) -> torch.Tensor:
-        """The data of an item of fixed size, on the host; it must be what the plan says."""
-        data = self._resolve(item)
-        planned = item.tensor_data
-        if not isinstance(data, torch.Tensor) or planned is None:
-            raise PlanConflict(
-                f"the planner's resolve_data gave {type(data).__name__} for the tensor {item.index.fqn!r}",
-                key=item.index.fqn,
-            )
-        if data.dtype != planned.properties.dtype or data.shape != planned.chunk.sizes:
-            raise PlanConflict(
-                f"the planner's resolve_data gave {data.dtype} {list(data.shape)} for {item.index.fqn!r}, the plan "
-                f"says {planned.properties.dtype} {list(planned.chunk.sizes)}; a planner that transforms tensors must "
-                "say so in create_local_plan",
-                key=item.index.fqn,
-            )
-        return to_host(data)
-
     def _append(self, data: bytes | memoryview, at: int | None = None) -> None:
         """Add bytes at the end of the file, or at ``at`` after it; what lies between reads as zeros."""
         gap = 0 if at is None else at - self._end
@@ -226,12 +224,12 @@ class _FileWriter:
             self._flush()
             self._end += gap
         elif gap > 0:
-            self._block += bytes(gap)
+            self._pending += bytes(gap)
             self._end += gap
         if len(data) < LARGE_NBYTES:
-            self._block += data
+            self._pending += data
             self._end += len(data)
-            if len(self._block) >= BLOCK_NBYTES:
+            if len(self._pending) >= BLOCK_NBYTES:
                 self._flush()
             return
         self._flush()
@@ -243,26 +241,16 @@ class _FileWriter:
             self._end += len(part)
 
     def _flush(self) -> None:
+        """Write what was appended and is not yet written."""
         self._stop_if_told()
-        if self._block:
-            self._disk.pwrite(self._file.file, self._block, self._end - len(self._block))
-            self._block = bytearray()
+        if self._pending:
+            self._disk.pwrite(self._file.file, self._pending, self._end - len(self._pending))
+            self._pending = bytearray()
 
     def _stop_if_told(self) -> None:
         if self._sibling_failed.is_set():
             raise _SiblingFailed
         self._check_stop()
-
-
-@contextmanager
-def _naming(item: WriteItem) -> Iterator[None]:
-    """Whatever goes wrong within names the item."""
-    try:
-        yield
-    except (RobustCheckpointError, Stopped, _SiblingFailed):
-        raise
-    except Exception as error:
-        raise RobustCheckpointError(f"cannot save {item.index.fqn!r}: {type(error).__name__}: {error}") from error
 
 
 def _framed(template: RecordTemplate, tensor: torch.Tensor) -> Record:

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from robust_dcp.storage.balance import deal
+
 __all__ = [
     "LAYOUT_VERSION",
     "PAGE_NBYTES",
@@ -25,7 +27,7 @@ __all__ = [
     "slots_of",
 ]
 
-LAYOUT_VERSION = "torch-1"
+LAYOUT_VERSION = "torch-2"
 """Part of every signature: a plan made for another layout is never used."""
 
 RECORD_ALIGNMENT = 64
@@ -147,44 +149,37 @@ def place_as_they_come(nbytes: Sequence[int], *, files: int) -> Placements:
 
 
 def _balanced(nbytes: Int64, bins: int) -> Int32:
-    """A bin for each record: largest first into the least filled; a tail of small ones is dealt out in turn."""
-    chosen = np.zeros(len(nbytes), dtype=np.int32)
+    """A file for each record."""
     if bins <= 1:
-        return chosen
-    order = np.argsort(-nbytes, kind="stable")
-    n_large = int((nbytes >= LARGE_NBYTES).sum())
-    load = np.zeros(bins, dtype=np.int64)
-    for record in order[:n_large].tolist():
-        best = int(load.argmin())
-        chosen[record] = best
-        load[best] += nbytes[record]
-    small = order[n_large:]
-    if len(small):
-        # Fill every bin up to the same level: cut the running total of the small ones at the room each bin has.
-        level = (int(load.sum()) + int(nbytes[small].sum())) / bins
-        room = np.cumsum(np.maximum(level - load, 0.0))
-        middle = np.cumsum(nbytes[small]) - nbytes[small] / 2
-        scale = room[-1] / max(float(nbytes[small].sum()), 1.0)
-        chosen[small] = np.minimum(np.searchsorted(room, middle * scale, side="right"), bins - 1)
-    return chosen
+        return np.zeros(len(nbytes), dtype=np.int32)
+    chosen, _ = deal(nbytes, np.zeros(bins, dtype=np.int64))
+    return chosen.astype(np.int32)
 
 
 def _consecutive(record_nbytes: Int64, header_nbytes: Int64, large: npt.NDArray[np.bool_]) -> tuple[Int64, int]:
     """Offsets of records one after the other, the large ones first, and the length of the file."""
     offset = np.zeros(len(record_nbytes), dtype=np.int64)
     end = 0
-    for record in np.flatnonzero(large).tolist():
-        payload = _round_up(end + int(header_nbytes[record]) - RECORD_ALIGNMENT, PAGE_NBYTES) + RECORD_ALIGNMENT
-        offset[record] = payload - int(header_nbytes[record])
-        end = int(offset[record] + record_nbytes[record])
+    first = np.flatnonzero(large)
+    if len(first):
+        offset[first] = _page_aligned(record_nbytes[first], header_nbytes[first])
+        end = int(offset[first[-1]] + record_nbytes[first[-1]])
     small = np.flatnonzero(~large)
     if len(small):
-        strides = -(-record_nbytes[small] // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
-        starts = _round_up(end, RECORD_ALIGNMENT) + np.cumsum(strides) - strides
+        strides = _round_up(record_nbytes[small], RECORD_ALIGNMENT)
+        starts = -(-end // RECORD_ALIGNMENT) * RECORD_ALIGNMENT + np.cumsum(strides) - strides
         offset[small] = starts
         end = int(starts[-1] + record_nbytes[small[-1]])
     return offset, end
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+def _page_aligned(record_nbytes: Int64, header_nbytes: Int64) -> Int64:
+    """Offsets of records that follow each other, each payload at ``RECORD_ALIGNMENT`` modulo ``PAGE_NBYTES``."""
+    # From one such payload to the next: the rest of this record and the header of the next, in whole pages.
+    gaps = _round_up((record_nbytes - header_nbytes)[:-1] + header_nbytes[1:], PAGE_NBYTES)
+    start = _round_up(header_nbytes[:1] - RECORD_ALIGNMENT, PAGE_NBYTES) + RECORD_ALIGNMENT
+    return np.cumsum(np.concatenate((start, gaps))) - header_nbytes
+
+
+def _round_up(values: Int64, multiple: int) -> Int64:
+    return -(-values // multiple) * multiple

@@ -7,11 +7,13 @@ reader reads them, and a coordinator may broadcast them.
 from __future__ import annotations
 
 import copyreg
+import gc
 import io
 import pickle
 import pickletools
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -35,7 +37,10 @@ from robust_dcp.storage.metadata_classes import (
 from robust_dcp.storage.paths import check_relative_path
 from robust_dcp.storage.unpickling import RestrictedUnpickler
 
-__all__ = ["StorageInfo", "decode_metadata", "encode_metadata", "referenced_files"]
+__all__ = ["FORMAT_VERSION", "StorageInfo", "decode_metadata", "encode_metadata", "referenced_files", "trailer_of"]
+
+FORMAT_VERSION: Final = "1.0.0"
+"""``filesystem.CURRENT_DCP_VERSION``: that of stock's file names and records, which ours are."""
 
 _PROTOCOL: Final = 4  # what pickle.dump writes by default on Python 3.8 to 3.13, and all of them read
 _MAGIC: Final = b"\nRDCPMD1"
@@ -59,7 +64,12 @@ def encode_metadata(metadata: Metadata) -> bytes:
     pickler.dispatch_table[TensorProperties] = reduce_tensor_properties
     pickler.dump(metadata)
     data = buffer.getvalue()
-    return data + _TRAILER.pack(_MAGIC, len(data), crc32(data))
+    return data + trailer_of(len(data), crc32(data))
+
+
+def trailer_of(nbytes: int, crc: int) -> bytes:
+    """What stands behind a pickle of ``nbytes`` bytes with CRC-32 ``crc``, so that we notice each flipped bit."""
+    return _TRAILER.pack(_MAGIC, nbytes, crc)
 
 
 def decode_metadata(data: bytes, file: str) -> Metadata:
@@ -87,7 +97,8 @@ def decode_metadata(data: bytes, file: str) -> Metadata:
     try:
         if not has_checksum and len(pickled) <= _SCANNED_NBYTES:
             _check_memo(pickled)
-        metadata = unpickler.load()
+        with _without_garbage_collection():
+            metadata = unpickler.load()
     except UnsafeCheckpoint:
         raise
     except Exception as error:  # broken pickles raise almost anything
@@ -103,6 +114,18 @@ def decode_metadata(data: bytes, file: str) -> Metadata:
     except Exception as error:  # objects that were never given all of their attributes, or cannot even be printed
         raise _corrupt(file, "complete objects", f"{type(error).__name__}: {error}") from error
     return metadata  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Millions of objects are made, none of them garbage: looking for cycles takes most of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def referenced_files(metadata: Metadata) -> set[str]:

@@ -16,6 +16,7 @@ from robust_dcp.storage.disk import Disk
 __all__ = [
     "DATA_SUFFIX",
     "METADATA_NAME",
+    "PLAN_NAME",
     "DataFileName",
     "check_relative_path",
     "data_file_name",
@@ -26,6 +27,8 @@ __all__ = [
 
 METADATA_NAME: Final = ".metadata"
 DATA_SUFFIX: Final = ".distcp"
+PLAN_NAME: Final = ".robust_dcp.plan"
+"""The plan that a checkpoint was saved by; no part of the checkpoint, and nothing that stock looks for."""
 
 # Stock DCP: __{rank}_{number}.distcp. Megatron-Core may put its separation hint before that; ours have a generation.
 _DATA_FILE: Final = re.compile(

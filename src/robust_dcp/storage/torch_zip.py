@@ -72,6 +72,8 @@ class RecordTemplate:
         header_nbytes: bytes before the payload, a multiple of :data:`PAYLOAD_ALIGNMENT`.
         payload_nbytes: bytes of the tensor's data.
         trailer_nbytes: bytes after the payload.
+        blank_header, blank_trailer: the bytes before and after the payload, with 0 where its CRC-32 belongs.
+        header_crc_at, trailer_crc_at: where in them that is: 4 bytes, little-endian.
     """
 
     dtype: torch.dtype
@@ -80,9 +82,10 @@ class RecordTemplate:
     header_nbytes: int
     payload_nbytes: int
     trailer_nbytes: int
-    # Header and trailer, cut where the CRC-32 of the data stands.
-    _header_parts: tuple[bytes, bytes]
-    _trailer_parts: tuple[bytes, bytes]
+    blank_header: bytes
+    blank_trailer: bytes
+    header_crc_at: int
+    trailer_crc_at: int
 
     @property
     def nbytes(self) -> int:
@@ -91,17 +94,17 @@ class RecordTemplate:
 
     def header(self, crc32: int) -> bytes:
         """The bytes before the payload; ``crc32`` is ``zlib.crc32`` of the payload."""
-        before, after = self._header_parts
+        before, after = _cut(self.blank_header, self.header_crc_at)
         return before + _CRC.pack(crc32) + after
 
     def trailer(self, crc32: int) -> bytes:
         """The bytes after the payload."""
-        before, after = self._trailer_parts
+        before, after = _cut(self.blank_trailer, self.trailer_crc_at)
         return before + _CRC.pack(crc32) + after
 
     def crc32_of_header(self, header: bytes | bytearray | memoryview) -> int | None:
         """The CRC-32 in ``header``, if it is this template's header with any CRC; else ``None``."""
-        before, after = self._header_parts
+        before, after = _cut(self.blank_header, self.header_crc_at)
         end = len(before) + _CRC.size
         if len(header) != self.header_nbytes or header[: len(before)] != before or header[end:] != after:
             return None
@@ -148,8 +151,10 @@ def record_template(dtype: torch.dtype, shape: tuple[int, ...], requires_grad: b
         header_nbytes=len(header),
         payload_nbytes=payload_nbytes,
         trailer_nbytes=len(trailer),
-        _header_parts=_cut(bytes(header), header_at + _LOCAL_CRC_AT),
-        _trailer_parts=_cut(trailer, entry_at + _CENTRAL_CRC_AT),
+        blank_header=bytes(header),
+        blank_trailer=trailer,
+        header_crc_at=header_at + _LOCAL_CRC_AT,
+        trailer_crc_at=entry_at + _CENTRAL_CRC_AT,
     )
 
 
@@ -336,4 +341,5 @@ def _end(members: int, directory_at: int, directory_nbytes: int) -> bytes:
 
 
 def _cut(data: bytes, at: int) -> tuple[bytes, bytes]:
+    """What stands before and after the CRC-32 at ``at``."""
     return data[:at], data[at + _CRC.size :]

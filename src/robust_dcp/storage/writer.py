@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,14 +21,23 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from robust_dcp.errors import StorageError
-from robust_dcp.storage.commit import commit_metadata, remove_superseded, unreferenced_files
+from robust_dcp.storage.commit import commit_metadata, keep_beside, remove_superseded, unreferenced_files
 from robust_dcp.storage.disk import Disk, PosixDisk
-from robust_dcp.storage.engine import Resolve, WrittenFiles, write_files
+from robust_dcp.storage.engine import WrittenFiles, write_files
+from robust_dcp.storage.item_source import ItemSource, WriteItemSource
 from robust_dcp.storage.layout import Placements, place_as_they_come
-from robust_dcp.storage.metadata_file import StorageInfo, encode_metadata, referenced_files
-from robust_dcp.storage.paths import metadata_name
+from robust_dcp.storage.metadata_file import FORMAT_VERSION, StorageInfo, encode_metadata, referenced_files
+from robust_dcp.storage.paths import PLAN_NAME, metadata_name
 
-__all__ = ["RobustWriter", "SaveInProgress", "WriterMeta"]
+__all__ = ["MetadataToPublish", "RobustWriter", "SaveInProgress", "WriterMeta"]
+
+
+@dataclass(frozen=True)
+class MetadataToPublish:
+    """The bytes of ``.metadata``, one fragment after the other, and the data files that it names."""
+
+    fragments: Sequence[bytes | memoryview]
+    files: Collection[str]
 
 
 @runtime_checkable
@@ -50,9 +59,14 @@ class SaveInProgress(Protocol):
 
     def check_stop(self) -> None: ...
 
-    def metadata(self, storage_meta: StorageMeta) -> Metadata: ...
+    def encoded_metadata(self, storage_meta: StorageMeta) -> MetadataToPublish: ...
 
-    def commit(self, publish: Callable[[], None], discard: Callable[[WrittenFiles], None]) -> None: ...
+    def commit(
+        self,
+        publish: Callable[[], None],
+        discard: Callable[[WrittenFiles], None],
+        keep_plan: Callable[[bytes], None],
+    ) -> None: ...
 
 
 @dataclass
@@ -134,9 +148,8 @@ class RobustWriter(StorageWriter):
     def write(
         self,
         rank: int,
-        items: Sequence[WriteItem],
+        source: ItemSource,
         placements: Placements,
-        resolve: Resolve,
         check_stop: Callable[[], None],
         known_places: npt.NDArray[np.int64] | None = None,
     ) -> WrittenFiles:
@@ -146,9 +159,8 @@ class RobustWriter(StorageWriter):
             self._disk,
             self.path,
             rank,
-            items,
+            source,
             placements,
-            resolve,
             threads=self.threads,
             check_stop=check_stop,
             known_places=known_places,
@@ -158,11 +170,14 @@ class RobustWriter(StorageWriter):
         """Remove files of a save that failed on another rank."""
         remove_superseded(self._disk, self.path, written.names)
 
-    def publish(self, metadata: Metadata) -> None:
+    def publish(self, metadata: MetadataToPublish) -> None:
         """Commit: make ``metadata`` the checkpoint's, durably and in one step, then remove what it supersedes."""
-        metadata.version = "1.0.0"  # filesystem.CURRENT_DCP_VERSION: the format of stock's file names and records
-        commit_metadata(self._disk, self.path, encode_metadata(metadata), name=self._metadata_name)
-        remove_superseded(self._disk, self.path, self._superseded, keep=referenced_files(metadata))
+        commit_metadata(self._disk, self.path, metadata.fragments, name=self._metadata_name)
+        remove_superseded(self._disk, self.path, self._superseded, keep=metadata.files)
+
+    def keep_plan(self, data: bytes) -> None:
+        """Put the plan beside the committed checkpoint, for the first save of a job that resumes from it."""
+        keep_beside(self._disk, self.path, data, name=PLAN_NAME)
 
     @property
     def _metadata_name(self) -> str:
@@ -210,9 +225,8 @@ class RobustWriter(StorageWriter):
             session.settle(
                 lambda: self.write(
                     session.rank,
-                    plan.items,
+                    WriteItemSource(plan.items, planner.resolve_data),
                     placements,
-                    planner.resolve_data,
                     session.check_stop,
                     session.known_places,
                 ),
@@ -229,7 +243,8 @@ class RobustWriter(StorageWriter):
         """Write the plan of another planner than ours: items are placed as they come, for this rank alone."""
         rank = self._rank if self._alone and self._rank is not None else int(plan.storage_data or 0)
         placements = place_as_they_come([_chunk_nbytes(item) for item in plan.items], files=self.files_per_rank)
-        written = self.write(rank, plan.items, placements, planner.resolve_data, lambda: None)
+        source = WriteItemSource(plan.items, planner.resolve_data)
+        written = self.write(rank, source, placements, lambda: None)
         return [
             WriteResult(
                 index=item.index, size_in_bytes=nbytes, storage_data=StorageInfo(written.names[file], offset, nbytes)
@@ -242,11 +257,14 @@ class RobustWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         session = getattr(metadata, "session", None)
         if isinstance(session, SaveInProgress):
-            session.commit(lambda: self.publish(session.metadata(self.plain_meta())), self.discard)
+            session.commit(
+                lambda: self.publish(session.encoded_metadata(self.plain_meta())), self.discard, self.keep_plan
+            )
             return
         metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         metadata.storage_meta = self.plain_meta()
-        self.publish(metadata)
+        metadata.version = FORMAT_VERSION
+        self.publish(MetadataToPublish((encode_metadata(metadata),), referenced_files(metadata)))
 
     def plain_meta(self) -> StorageMeta:
         """What goes into ``.metadata``: stock's class, and nothing of this process."""

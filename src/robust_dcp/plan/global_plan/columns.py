@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from robust_dcp.plan.structure import ItemKind, StructureTable
+from robust_dcp.plan.structure.ragged import padded
 
 __all__ = ["GlobalColumns", "itemsize_of", "merge_tables"]
 
@@ -26,6 +27,8 @@ class GlobalColumns:
     """Columns over the M items of all ranks, rank after rank, each in the order of its table.
 
     Attributes:
+        tables: of each rank.
+        name_places: for each rank the places in ``names`` of its table's names; ranks with the same names share it.
         names, dtypes, layouts: distinct strings over all ranks, sorted.
         rank, item: int32 ``[M]``, whose item it is and its place in that rank's table.
         name, dtype, layout: int32 ``[M]``, places in the string tables.
@@ -36,6 +39,7 @@ class GlobalColumns:
     """
 
     tables: tuple[StructureTable, ...]
+    name_places: tuple[Int32, ...]
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
     layouts: tuple[str, ...]
@@ -69,27 +73,28 @@ def itemsize_of(dtype: str) -> int:
 
 def merge_tables(tables: Sequence[StructureTable]) -> GlobalColumns:
     """The items of all ranks, in rank order."""
-    names, name_columns = _merge_strings([t.names for t in tables], [t.name_ids for t in tables])
-    dtypes, dtype_columns = _merge_strings([t.dtypes for t in tables], [t.dtype_ids for t in tables])
-    layouts, layout_columns = _merge_strings([t.layouts for t in tables], [t.layout_ids for t in tables])
+    names, name_places = _merge_strings([t.names for t in tables])
+    dtypes, dtype_places = _merge_strings([t.dtypes for t in tables])
+    layouts, layout_places = _merge_strings([t.layouts for t in tables])
     width = max((int(t.ndims.max(initial=0)) for t in tables), default=0)
     kind = _joined(t.kinds for t in tables)
-    shape = np.concatenate([_padded(t.shapes, t, width, fill=1) for t in tables])
-    offset = np.concatenate([_padded(t.offsets, t, width, fill=0) for t in tables])
-    size = np.concatenate([_padded(t.sizes, t, width, fill=1) for t in tables])
-    dtype = np.concatenate(dtype_columns)
+    shape = np.concatenate([padded(t.shapes, t.ndims, width, fill=1) for t in tables])
+    offset = np.concatenate([padded(t.offsets, t.ndims, width, fill=0) for t in tables])
+    size = np.concatenate([padded(t.sizes, t.ndims, width, fill=1) for t in tables])
+    dtype = _translated(dtype_places, [t.dtype_ids for t in tables])
     numel = np.where(kind == ItemKind.BYTES, 0, size.prod(axis=1, dtype=np.int64))
     itemsizes = np.array([itemsize_of(name) for name in dtypes] or [0], dtype=np.int64)
     return GlobalColumns(
         tables=tuple(tables),
+        name_places=tuple(name_places),
         names=names,
         dtypes=dtypes,
         layouts=layouts,
         rank=np.repeat(np.arange(len(tables), dtype=np.int32), [len(t) for t in tables]),
         item=np.concatenate([np.arange(len(t), dtype=np.int32) for t in tables]),
-        name=np.concatenate(name_columns),
+        name=_translated(name_places, [t.name_ids for t in tables]),
         dtype=dtype,
-        layout=np.concatenate(layout_columns),
+        layout=_translated(layout_places, [t.layout_ids for t in tables]),
         kind=kind,
         form=_joined(t.forms for t in tables),
         requires_grad=_joined(t.requires_grad for t in tables),
@@ -106,18 +111,21 @@ def _joined(columns: Iterable[UInt8]) -> UInt8:
     return np.concatenate(list(columns)).astype(np.uint8, copy=False)
 
 
-def _merge_strings(tables: Sequence[Sequence[str]], columns: Sequence[Int32]) -> tuple[tuple[str, ...], list[Int32]]:
-    """One sorted table for all, and the columns rewritten to places in it."""
-    merged = sorted(set().union(*tables))
+def _merge_strings(tables: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], list[Int32]]:
+    """One sorted table for all, and for each of ``tables`` the places of its strings there.
+
+    Many ranks have the very same table (``structure.message`` sees to that): each is looked at once.
+    """
+    distinct = {id(table): table for table in tables}
+    merged = tuple(sorted(set().union(*distinct.values())))
     place = {value: i for i, value in enumerate(merged)}
-    rewritten = []
-    for table, column in zip(tables, columns, strict=True):
-        places = np.fromiter((place[value] for value in table), dtype=np.int32, count=len(table))
-        rewritten.append(places[column] if len(table) else np.empty(0, dtype=np.int32))
-    return tuple(merged), rewritten
+    places = {
+        key: np.fromiter(map(place.__getitem__, table), dtype=np.int32, count=len(table))
+        for key, table in distinct.items()
+    }
+    return merged, [places[id(table)] for table in tables]
 
 
-def _padded(ragged: Int64, table: StructureTable, width: int, *, fill: int) -> Int64:
-    out = np.full((len(table), width), fill, dtype=np.int64)
-    out[np.arange(width) < table.ndims[:, None]] = ragged
-    return out
+def _translated(places: Sequence[Int32], columns: Sequence[Int32]) -> Int32:
+    """The columns of all ranks in one, with places in the merged table."""
+    return np.concatenate([to[column] for to, column in zip(places, columns, strict=True)])

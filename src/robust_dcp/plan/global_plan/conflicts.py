@@ -7,42 +7,48 @@ what each of them holds.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from robust_dcp.errors import PlanConflict
 from robust_dcp.plan.global_plan.columns import GlobalColumns
-from robust_dcp.plan.structure import ItemKind
-from robust_dcp.plan.structure.table import Path
+from robust_dcp.plan.structure import ItemKind, Path, Paths
+from robust_dcp.plan.structure.ragged import padded
 
 __all__ = ["ranks_in_words", "refuse_contradictions", "refuse_other_paths"]
 
 _SHOWN = 8
 """Variants of one name that a message spells out."""
 
+_NO_LENGTHS = np.empty(0, dtype=np.int32)
 
-def refuse_contradictions(columns: GlobalColumns) -> None:
+
+def refuse_contradictions(columns: GlobalColumns, order: npt.NDArray[np.intp]) -> None:
     """Every item of one name must agree on being a tensor or not, on dtype, layout and global size.
+
+    Args:
+        order: the rows sorted by name.
 
     Raises:
         PlanConflict: for the first name where they do not.
     """
-    order = np.argsort(columns.name, kind="stable")
-    names = columns.name[order]
-    starts = np.flatnonzero(np.diff(names, prepend=-1))
-    first = order[starts[np.cumsum(np.diff(names, prepend=-1) != 0) - 1]] if len(order) else order
+    left, right = order[:-1], order[1:]
+    same_name = columns.name[left] == columns.name[right]
     is_bytes = columns.kind == ItemKind.BYTES
-    for differs, what in (
-        (is_bytes[order] != is_bytes[first], "a tensor on some ranks and an object on others"),
-        (columns.dtype[order] != columns.dtype[first], "of different dtypes"),
-        (columns.layout[order] != columns.layout[first], "of different layouts"),
-        (columns.ndim[order] != columns.ndim[first], "of different numbers of dimensions"),
-        ((columns.shape[order] != columns.shape[first]).any(axis=1), "of different global sizes"),
+    for column, what in (
+        (is_bytes, "a tensor on some ranks and an object on others"),
+        (columns.dtype, "of different dtypes"),
+        (columns.layout, "of different layouts"),
+        (columns.ndim, "of different numbers of dimensions"),
+        (columns.shape, "of different global sizes"),
     ):
+        differs = column[left] != column[right]
+        if differs.ndim == 2:
+            differs = differs.any(axis=1)
+        differs &= same_name
         if differs.any():
-            name = int(names[np.flatnonzero(differs)[0]])
+            name = int(columns.name[left[np.flatnonzero(differs)[0]]])
             raise _contradiction(columns, np.flatnonzero(columns.name == name), columns.names[name], what)
 
 
@@ -63,25 +69,50 @@ def _contradiction(columns: GlobalColumns, rows: npt.NDArray[np.intp], key: str,
     )
 
 
-def refuse_other_paths(columns: GlobalColumns) -> Mapping[str, Path] | None:
+def refuse_other_paths(columns: GlobalColumns) -> Paths | None:
     """The place of each name in the nested state dict (DCP's ``planner_data``); ``None`` if nothing was flattened.
 
     Raises:
         PlanConflict: where two ranks reach one name by different paths (``{"a": {"b": …}}`` and ``{"a.b": …}``).
     """
-    found: dict[str, tuple[Path | None, int]] = {}
-    for rank, table in enumerate(columns.tables):
-        for name, path in zip(table.names, table.paths, strict=True):
-            known, known_rank = found.setdefault(name, (path, rank))
-            if known != path:
-                raise PlanConflict(
-                    f"key {name!r} lies at {known!r} in the state dict of rank {known_rank} and at {path!r} in that "
-                    f"of rank {rank}; flattened by dots both have one name: rename one of them",
-                    key=name,
-                    ranks=[known_rank, rank],
-                )
-    paths = {name: path for name, (path, _) in sorted(found.items()) if path is not None}
-    return paths or None
+    distinct = {id(table.paths): rank for rank, table in reversed(list(enumerate(columns.tables))) if table.names}
+    ranks = sorted(distinct.values())
+    held = [(rank, columns.tables[rank].paths) for rank in ranks]
+    if all(paths is None for _, paths in held):
+        return None
+    width = max(int(paths.counts.max()) for _, paths in held if paths is not None)
+    lengths = np.zeros((len(columns.names), width), dtype=np.int64)
+    counts = np.full(len(columns.names), -1, dtype=np.int32)  # -1: not known yet
+    first = np.zeros(len(columns.names), dtype=np.int32)
+    for rank, paths in held:
+        places = columns.name_places[rank]
+        own_counts = np.zeros(len(places), dtype=np.int32) if paths is None else paths.counts
+        own_lengths = padded(_NO_LENGTHS if paths is None else paths.lengths, own_counts, width, fill=0)
+        known = counts[places] >= 0
+        differs = known & ((counts[places] != own_counts) | (lengths[places] != own_lengths).any(axis=1))
+        if differs.any():
+            place = int(np.flatnonzero(differs)[0])
+            raise _other_paths(columns, int(places[place]), int(first[places[place]]), rank)
+        first[places[~known]] = rank
+        counts[places], lengths[places] = own_counts, own_lengths
+    ragged = lengths[np.arange(width) < counts[:, None]].astype(np.int32)
+    return Paths(names=columns.names, counts=counts, lengths=ragged)
+
+
+def _other_paths(columns: GlobalColumns, name: int, rank: int, other: int) -> PlanConflict:
+    key = columns.names[name]
+    one, two = (_path_on(columns, name, each) for each in (rank, other))
+    return PlanConflict(
+        f"key {key!r} lies at {one!r} in the state dict of rank {rank} and at {two!r} in that "
+        f"of rank {other}; flattened by dots both have one name: rename one of them",
+        key=key,
+        ranks=[rank, other],
+    )
+
+
+def _path_on(columns: GlobalColumns, name: int, rank: int) -> Path | None:
+    paths = columns.tables[rank].paths
+    return None if paths is None else paths[int(np.flatnonzero(columns.name_places[rank] == name)[0])]
 
 
 def ranks_in_words(ranks: list[int]) -> str:

@@ -5,7 +5,7 @@ Calls the checks of this folder in order; the story of planning is told here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,12 +13,13 @@ import numpy.typing as npt
 
 from robust_dcp.plan.global_plan.columns import GlobalColumns, merge_tables
 from robust_dcp.plan.global_plan.conflicts import refuse_contradictions, refuse_other_paths
-from robust_dcp.plan.global_plan.coverage import check_coverage
-from robust_dcp.plan.global_plan.replicas import choose_writers, find_replicas
-from robust_dcp.plan.structure import ItemKind, StructureTable
-from robust_dcp.plan.structure.table import Path
+from robust_dcp.plan.global_plan.coverage import check_bounds, check_coverage
+from robust_dcp.plan.global_plan.order import order_of
+from robust_dcp.plan.global_plan.replicas import find_replicas
+from robust_dcp.plan.global_plan.writers import choose_writers
+from robust_dcp.plan.structure import ItemKind, Paths, StructureTable
 
-__all__ = ["GlobalPlan", "make_global_plan"]
+__all__ = ["GlobalPlan", "make_global_plan", "plan_of_kept"]
 
 Places = npt.NDArray[np.intp]
 
@@ -32,14 +33,14 @@ class GlobalPlan:
         written: the rows of ``columns`` that are written, sorted by (name, offsets).
         kept: for each rank the places, in its table, of the items that it writes, ascending.
         common_objects: for each rank the places of the objects that every rank of the group holds, ascending.
-        paths: name to place in the nested state dict (DCP's ``planner_data``), or ``None``.
+        paths: for each name its place in the nested state dict (DCP's ``planner_data``), or ``None``.
     """
 
     columns: GlobalColumns
     written: Places
     kept: tuple[Places, ...]
     common_objects: tuple[Places, ...]
-    paths: Mapping[str, Path] | None
+    paths: Paths | None
 
     @property
     def nbytes(self) -> int:
@@ -58,9 +59,11 @@ def make_global_plan(tables: Sequence[StructureTable], *, lowest_rank: bool = Fa
         PlanConflict: where the ranks contradict each other; names the key and the ranks.
     """
     columns = merge_tables(tables)
-    refuse_contradictions(columns)
+    check_bounds(columns)
+    order = order_of(columns)
+    refuse_contradictions(columns, order)
     paths = refuse_other_paths(columns)
-    replicas = find_replicas(columns)
+    replicas = find_replicas(columns, order)
     written = choose_writers(columns, replicas, lowest_rank=lowest_rank)
     check_coverage(columns, written, complete=len(tables) > 1)
     return GlobalPlan(
@@ -72,11 +75,39 @@ def make_global_plan(tables: Sequence[StructureTable], *, lowest_rank: bool = Fa
     )
 
 
+def plan_of_kept(tables: Sequence[StructureTable], kept: Sequence[Places]) -> GlobalPlan:
+    """The global plan again that :func:`make_global_plan` made of ``tables``, from what it decided.
+
+    Args:
+        tables: the structure of each rank, in rank order.
+        kept: for each rank the places of the items that it writes.
+
+    Raises:
+        PlanConflict: these cannot be the decisions for these tables.
+    """
+    columns = merge_tables(tables)
+    check_bounds(columns)
+    order = order_of(columns)
+    is_written = np.zeros(len(columns), dtype=np.bool_)
+    first_rows = np.cumsum([0, *(len(table) for table in tables)])
+    for first, places in zip(first_rows.tolist(), kept, strict=False):
+        is_written[first + places] = True
+    written = order[is_written[order]]
+    check_coverage(columns, written, complete=len(tables) > 1)
+    return GlobalPlan(
+        columns=columns,
+        written=written,
+        kept=tuple(kept),
+        common_objects=_by_rank(columns, _common_objects(columns)),
+        paths=refuse_other_paths(columns),
+    )
+
+
 def _by_rank(columns: GlobalColumns, rows: Places) -> tuple[Places, ...]:
     """For each rank the places of its items among ``rows``, ascending."""
-    rank, item = columns.rank[rows], columns.item[rows].astype(np.intp)
-    ends = np.cumsum(np.bincount(rank, minlength=len(columns.tables)))
-    return tuple(np.split(item[np.lexsort((item, rank))], ends[:-1]))
+    rows = np.sort(rows)  # the columns are rank after rank, each in the order of its table
+    ends = np.cumsum(np.bincount(columns.rank[rows], minlength=len(columns.tables)))
+    return tuple(np.split(columns.item[rows].astype(np.intp), ends[:-1]))
 
 
 def _common_objects(columns: GlobalColumns) -> Places:

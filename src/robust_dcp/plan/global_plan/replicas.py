@@ -1,12 +1,11 @@
-"""Who saves what: replicas are found, one of them is kept, and the bytes are spread over the ranks that hold them.
+"""Who holds the same: items of all ranks that name one chunk, in groups.
 
-Owns deduplication and balance; runs on the coordinator, on columns, before coverage is checked.
+Runs on the coordinator, on columns; which of a group is written is ``writers``'s.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +14,7 @@ from robust_dcp.errors import PlanConflict
 from robust_dcp.plan.global_plan.columns import GlobalColumns
 from robust_dcp.plan.structure import ItemKind
 
-__all__ = ["Replicas", "choose_writers", "find_replicas"]
-
-_OBJECT_WEIGHT = 1
-"""Bytes that an object counts for: its size is not known when the plan is made."""
+__all__ = ["Replicas", "find_replicas"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,18 +38,18 @@ class Replicas:
         return self.order[self.starts[:-1]]
 
 
-def find_replicas(columns: GlobalColumns) -> Replicas:
+def find_replicas(columns: GlobalColumns, order: npt.NDArray[np.intp]) -> Replicas:
     """Group the items that name the same chunk.
 
     DCP keys a chunk by (FQN, offsets), ``MetadataIndex``. An empty chunk may share its offsets with one that is not
     empty (uneven shards); it holds nothing, so it is left out.
 
+    Args:
+        order: the rows sorted by (name, offsets, rank).
+
     Raises:
         PlanConflict: if two chunks that are not empty begin at the same offsets but have different sizes.
     """
-    offsets = [columns.offset[:, dim] for dim in reversed(range(columns.offset.shape[1]))]
-    keys: list[npt.NDArray[Any]] = [columns.rank, *offsets, columns.name]
-    order = np.lexsort(keys)
     order = order[~_shadowed_empties(columns, order)]
     starts = np.flatnonzero(_differs_from_previous(columns, order))
     groups = Replicas(order=order, starts=np.append(starts, len(order)))
@@ -95,26 +91,3 @@ def _refuse_other_sizes(columns: GlobalColumns, groups: Replicas) -> None:
         key=key,
         ranks=sorted({int(columns.rank[other]), int(columns.rank[row])}),
     )
-
-
-def choose_writers(columns: GlobalColumns, groups: Replicas, *, lowest_rank: bool) -> npt.NDArray[np.intp]:
-    """The row of each group that is written: int64 ``[G]``, in the order of the groups.
-
-    A chunk goes to the least loaded (in bytes of chunks) of the ranks that hold it, largest chunks first; an object,
-    whose size nobody knows yet, and everything if ``lowest_rank``, to the lowest of them.
-    """
-    chosen = groups.first.copy()
-    counts = np.diff(groups.starts)
-    is_object = columns.kind[groups.first] == ItemKind.BYTES
-    fixed = (counts == 1) | is_object | lowest_rank
-    load = np.zeros(len(columns.tables), dtype=np.int64)
-    weight = np.where(is_object, _OBJECT_WEIGHT, columns.nbytes[groups.first])
-    np.add.at(load, columns.rank[chosen[fixed]], weight[fixed])
-    free = np.flatnonzero(~fixed)
-    for group in free[np.argsort(-weight[free], kind="stable")].tolist():
-        rows = groups.order[groups.starts[group] : groups.starts[group + 1]]
-        ranks = columns.rank[rows]
-        best = int(load[ranks].argmin())
-        chosen[group] = rows[best]
-        load[ranks[best]] += weight[group]
-    return chosen

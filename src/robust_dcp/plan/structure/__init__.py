@@ -1,21 +1,26 @@
 """What a rank's state dict looks like: table, signature, diff, and the message that carries a table."""
 
 from robust_dcp.plan.structure.diff import StructureDiff, diff_tables, merge_diffs
-from robust_dcp.plan.structure.message import StructureMessage
+from robust_dcp.plan.structure.message import StructureMessage, TableDecoder
+from robust_dcp.plan.structure.paths import Path, Paths
 from robust_dcp.plan.structure.signature import PlanContext, StructureSignature, plan_id_of
-from robust_dcp.plan.structure.table import Form, ItemKind, StructureTable, reorder, table_of
+from robust_dcp.plan.structure.table import Form, ItemKind, ItemStructure, StructureTable, sorted_places, table_of
 
 __all__ = [
     "Form",
     "ItemKind",
+    "ItemStructure",
+    "Path",
+    "Paths",
     "PlanContext",
     "StructureDiff",
     "StructureMessage",
     "StructureSignature",
     "StructureTable",
+    "TableDecoder",
     "diff_tables",
     "merge_diffs",
     "plan_id_of",
-    "reorder",
+    "sorted_places",
     "table_of",
 ]

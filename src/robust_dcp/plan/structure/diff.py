@@ -5,12 +5,13 @@ Pure; used by ``plan.planning`` for the log line, the report and ``StructureChan
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
+from robust_dcp.plan.structure.ragged import padded
 from robust_dcp.plan.structure.table import Form, StructureTable
 
 __all__ = ["StructureDiff", "diff_tables", "merge_diffs"]
@@ -50,52 +51,112 @@ def _listed(keys: Iterable[str]) -> str:
     return ", ".join(keys[:_SHOWN]) + rest
 
 
-Rows = dict[str, list[tuple[object, ...]]]
-
-
-def _rows_by_name(table: StructureTable) -> Rows:
-    """What stands in the columns, by name: compared as it is, put into words only where it differs."""
-    starts = (table.starts * 8).tolist()
-    shapes, offsets, sizes = table.shapes.tobytes(), table.offsets.tobytes(), table.sizes.tobytes()
-    dtypes = [table.dtypes[n] for n in table.dtype_ids.tolist()]
-    layouts = [table.layouts[n] for n in table.layout_ids.tolist()]
-    flags = zip(table.kinds.tolist(), table.forms.tolist(), table.requires_grad.tolist(), strict=True)
-    rows: Rows = defaultdict(list)
-    for item, (name, flag) in enumerate(zip(table.name_ids.tolist(), flags, strict=True)):
-        dims = slice(starts[item], starts[item + 1])
-        rows[table.names[name]].append(
-            (flag, dtypes[item], layouts[item], shapes[dims], offsets[dims], sizes[dims], table.paths[name])
-        )
-    return rows
+Rows = npt.NDArray[np.intp]
 
 
 def diff_tables(old: StructureTable, new: StructureTable) -> StructureDiff:
     """The keys that were added, removed and changed from ``old`` to ``new``."""
-    before, after = _rows_by_name(old), _rows_by_name(new)
-    changed = {name for name in before.keys() & after.keys() if before[name] != after[name]}
-    was, now = _words_by_name(old, changed), _words_by_name(new, changed)
+    common_old, common_new = _common_names(old, new)
+    differs = _names_that_differ(old, new, common_old, common_new)
+    changed = [new.names[name] for name in common_new[differs].tolist()]
+    was = _words_by_name(old, common_old[differs])
+    now = _words_by_name(new, common_new[differs])
     return StructureDiff(
-        added=tuple(sorted(after.keys() - before.keys())),
-        removed=tuple(sorted(before.keys() - after.keys())),
-        changed={name: f"{was[name]} -> {now[name]}" for name in sorted(changed)},
+        added=_others(new.names, common_new),
+        removed=_others(old.names, common_old),
+        changed={name: f"{was[name]} -> {now[name]}" for name in changed},
     )
 
 
-def _words_by_name(table: StructureTable, names: set[str]) -> dict[str, str]:
+def _common_names(old: StructureTable, new: StructureTable) -> tuple[Rows, Rows]:
+    """Places in both tables of the names that are in both, in the same order."""
+    if old.names is new.names:
+        same = np.arange(len(old.names))
+        return same, same
+    places = {name: place for place, name in enumerate(old.names)}
+    found = np.fromiter((places.get(name, -1) for name in new.names), dtype=np.intp, count=len(new.names))
+    return found[found >= 0], np.flatnonzero(found >= 0)
+
+
+def _others(names: tuple[str, ...], common: Rows) -> tuple[str, ...]:
+    is_other = np.ones(len(names), dtype=np.bool_)
+    is_other[common] = False
+    return tuple(names[place] for place in np.flatnonzero(is_other).tolist())
+
+
+def _names_that_differ(
+    old: StructureTable, new: StructureTable, common_old: Rows, common_new: Rows
+) -> npt.NDArray[np.bool_]:
+    """For each name that is in both tables whether its items, or its path, differ."""
+    counts_old = np.bincount(old.name_ids, minlength=len(old.names))
+    counts_new = np.bincount(new.name_ids, minlength=len(new.names))
+    differs: npt.NDArray[np.bool_] = counts_old[common_old] != counts_new[common_new]
+    differs |= _paths_differ(old, new, common_old, common_new)
+    comparable = np.flatnonzero(~differs)
+    counts = counts_new[common_new[comparable]]
+    rows_old = _items_of(common_old[comparable], counts_old, counts)
+    rows_new = _items_of(common_new[comparable], counts_new, counts)
+    row_differs = _rows_differ(old, new, rows_old, rows_new)
+    differs[np.repeat(comparable, counts)[row_differs]] = True
+    return differs
+
+
+def _items_of(names: Rows, all_counts: Rows, counts: Rows) -> Rows:
+    """The items called ``names``, name after name: items are sorted by name, so those of a name follow each other."""
+    starts = np.cumsum(all_counts) - all_counts
+    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(starts[names], counts) + within
+
+
+def _rows_differ(old: StructureTable, new: StructureTable, rows_old: Rows, rows_new: Rows) -> npt.NDArray[np.bool_]:
+    differs = np.zeros(len(rows_new), dtype=np.bool_)
+    for before, after in (
+        (old.kinds, new.kinds),
+        (old.forms, new.forms),
+        (old.requires_grad, new.requires_grad),
+        (old.ndims, new.ndims),
+        (_shared_ids(old.dtypes, new.dtypes)[old.dtype_ids], new.dtype_ids),
+        (_shared_ids(old.layouts, new.layouts)[old.layout_ids], new.layout_ids),
+    ):
+        differs |= before[rows_old] != after[rows_new]
+    width = max(int(old.ndims.max(initial=0)), int(new.ndims.max(initial=0)))
+    for was, now in ((old.shapes, new.shapes), (old.offsets, new.offsets), (old.sizes, new.sizes)):
+        left, right = padded(was, old.ndims, width, fill=0), padded(now, new.ndims, width, fill=0)
+        differs |= (left[rows_old] != right[rows_new]).any(axis=1)
+    return differs
+
+
+def _shared_ids(old: tuple[str, ...], new: tuple[str, ...]) -> npt.NDArray[np.int32]:
+    """For each string of ``old`` its place in ``new``; -1 where it is not there."""
+    return np.array([new.index(text) if text in new else -1 for text in old], dtype=np.int32)
+
+
+def _paths_differ(
+    old: StructureTable, new: StructureTable, common_old: Rows, common_new: Rows
+) -> npt.NDArray[np.bool_]:
+    before, after = old.paths, new.paths
+    if before is None or after is None:
+        return np.full(len(common_new), before is not after, dtype=np.bool_)
+    width = max(int(before.counts.max(initial=0)), int(after.counts.max(initial=0)))
+    left = padded(before.lengths, before.counts, width, fill=0)[common_old]
+    right = padded(after.lengths, after.counts, width, fill=0)[common_new]
+    differs: npt.NDArray[np.bool_] = before.counts[common_old] != after.counts[common_new]  # an empty part has length 0
+    differs |= (left != right).any(axis=1)
+    return differs
+
+
+def _words_by_name(table: StructureTable, names: Rows) -> dict[str, str]:
     """The items called ``names`` in words, each name by its first item."""
-    wanted = np.flatnonzero(np.array([name in names for name in table.names], dtype=np.bool_)[table.name_ids])
-    first: dict[str, str] = {}
-    counts: Counter[str] = Counter()
-    for item in wanted.tolist():
-        name = table.names[table.name_ids[item]]
-        counts[name] += 1
-        if name not in first:
-            form = "" if table.forms[item] == Form.FIXED else " (variable size)"
-            path = table.describe_path(item)
-            first[name] = f"{table.describe_item(item)}{form}" + (f" at {path}" if path else "")
-    return {
-        name: words if counts[name] == 1 else f"{words} and {counts[name] - 1} more" for name, words in first.items()
-    }
+    counts = np.bincount(table.name_ids, minlength=len(table.names))
+    first = np.cumsum(counts) - counts
+    words: dict[str, str] = {}
+    for name in names.tolist():
+        item = int(first[name])
+        form = "" if table.forms[item] == Form.FIXED else " (variable size)"
+        path = table.describe_path(item)
+        more = "" if counts[name] == 1 else f" and {counts[name] - 1} more"
+        words[table.names[name]] = table.describe_item(item) + form + (f" at {path}" if path else "") + more
+    return words
 
 
 def merge_diffs(diffs: Iterable[StructureDiff]) -> StructureDiff:

@@ -1,12 +1,15 @@
 """A structure table as a typed message: how it travels from a rank to the coordinator.
 
-Owns the mapping between columns and bytes, and checks what arrives before anything uses it.
+Owns the mapping between columns and bytes, and checks what arrives before anything uses it. Ranks that are replicas of
+each other send the same columns: :class:`TableDecoder` decodes and checks each distinct column once, and the tables
+that it makes share it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -14,29 +17,29 @@ import numpy.typing as npt
 import torch
 
 from robust_dcp.errors import ExchangeError
-from robust_dcp.plan.structure.signature import PlanContext
-from robust_dcp.plan.structure.table import Form, ItemKind, Path, StructureTable
+from robust_dcp.plan.structure.paths import Paths
+from robust_dcp.plan.structure.table import Form, ItemKind, StructureTable
 
-__all__ = ["StructureMessage"]
+__all__ = ["StructureMessage", "TableDecoder"]
 
-_INDEX_DIGITS = 20
-"""More than a list index can have."""
+T = TypeVar("T")
 
 
 class StructureMessage(msgspec.Struct, frozen=True):
     """The columns of a :class:`StructureTable`, little-endian, and the digests of its objects.
 
-    ``path_parts`` holds, for each name, the length of each part of its path, negative where the part is a list
-    index: a name is its path joined by dots (``torch.distributed.checkpoint._nested_dict``), so the lengths suffice.
-    ``None`` stands for a planner that does not flatten.
+    ``names``: msgpack, an array of strings: one column like the others, so that it is decoded once for many ranks.
+
+    ``path_counts``, ``path_lengths``: int32, of :class:`Paths`; ``None`` for a planner that does not flatten.
 
     ``object_digests``: uint64, one for each item of kind BYTES in table order; 0 stands for "not computed".
 
     ``context``: :meth:`PlanContext.encode`, compared with the coordinator's.
     """
 
-    names: tuple[str, ...]
-    path_parts: tuple[tuple[int, ...], ...] | None
+    names: bytes
+    path_counts: bytes | None
+    path_lengths: bytes | None
     dtypes: tuple[str, ...]
     layouts: tuple[str, ...]
     name_ids: bytes
@@ -53,13 +56,17 @@ class StructureMessage(msgspec.Struct, frozen=True):
     context: bytes
 
     @classmethod
-    def of(
-        cls, table: StructureTable, object_digests: npt.NDArray[np.uint64], context: PlanContext
-    ) -> StructureMessage:
-        nested = bool(table.paths) and table.paths[0] is not None
+    def of(cls, table: StructureTable, object_digests: npt.NDArray[np.uint64], context: bytes) -> StructureMessage:
+        """The message for ``table``.
+
+        Args:
+            object_digests, context: as above.
+        """
+        paths = table.paths
         return cls(
-            names=table.names,
-            path_parts=tuple(_part_lengths(path or ()) for path in table.paths) if nested else None,
+            names=msgspec.msgpack.encode(table.names),
+            path_counts=None if paths is None else _to_bytes(paths.counts, np.int32),
+            path_lengths=None if paths is None else _to_bytes(paths.lengths, np.int32),
             dtypes=table.dtypes,
             layouts=table.layouts,
             name_ids=_to_bytes(table.name_ids, np.int32),
@@ -73,43 +80,90 @@ class StructureMessage(msgspec.Struct, frozen=True):
             offsets=_to_bytes(table.offsets, np.int64),
             sizes=_to_bytes(table.sizes, np.int64),
             object_digests=_to_bytes(object_digests, np.uint64),
-            context=context.encode(),
+            context=context,
         )
 
     def to_table(self) -> StructureTable:
-        """The table again.
+        """The table again, alone. For the tables of many ranks use one :class:`TableDecoder`.
 
         Raises:
             ExchangeError: if the columns do not fit each other.
         """
-        if self.path_parts is not None and len(self.path_parts) != len(self.names):
-            raise _malformed(f"{len(self.path_parts)} paths for {len(self.names)} names")
-        table = StructureTable(
-            names=self.names,
-            paths=tuple(
-                None if self.path_parts is None else _split(name, self.path_parts[place])
-                for place, name in enumerate(self.names)
-            ),
-            dtypes=self.dtypes,
-            layouts=self.layouts,
-            name_ids=_from_bytes(self.name_ids, np.int32),
-            dtype_ids=_from_bytes(self.dtype_ids, np.int32),
-            layout_ids=_from_bytes(self.layout_ids, np.int32),
-            kinds=_from_bytes(self.kinds, np.uint8),
-            forms=_from_bytes(self.forms, np.uint8),
-            requires_grad=_from_bytes(self.requires_grad, np.uint8),
-            ndims=_from_bytes(self.ndims, np.uint8),
-            shapes=_from_bytes(self.shapes, np.int64),
-            offsets=_from_bytes(self.offsets, np.int64),
-            sizes=_from_bytes(self.sizes, np.int64),
-        )
-        _check(table)
-        if len(self.digests()) != int((table.kinds == ItemKind.BYTES).sum()):
-            raise _malformed("the number of object digests is not that of the objects")
-        return table
+        return TableDecoder().decode(self)
 
     def digests(self) -> npt.NDArray[np.uint64]:
         return _from_bytes(self.object_digests, np.uint64)
+
+
+class TableDecoder:
+    """Decodes the structures of many ranks; columns with the same bytes become the same object."""
+
+    def __init__(self) -> None:
+        self._decoded: dict[tuple[object, ...], Any] = {}
+
+    def decode(self, message: StructureMessage) -> StructureTable:
+        """The table that ``message`` carries.
+
+        Raises:
+            ExchangeError: if the columns do not fit each other.
+        """
+        names = self._once(("names", message.names), lambda: _names(message.names))
+        table = StructureTable(
+            names=names,
+            paths=self._paths(message, names),
+            dtypes=message.dtypes,
+            layouts=message.layouts,
+            name_ids=self._column(message.name_ids, np.int32),
+            dtype_ids=self._column(message.dtype_ids, np.int32),
+            layout_ids=self._column(message.layout_ids, np.int32),
+            kinds=self._column(message.kinds, np.uint8),
+            forms=self._column(message.forms, np.uint8),
+            requires_grad=self._column(message.requires_grad, np.uint8),
+            ndims=self._column(message.ndims, np.uint8),
+            shapes=self._column(message.shapes, np.int64),
+            offsets=self._column(message.offsets, np.int64),
+            sizes=self._column(message.sizes, np.int64),
+        )
+        _check(table)
+        if len(message.digests()) != int((table.kinds == ItemKind.BYTES).sum()):
+            raise _malformed("the number of object digests is not that of the objects")
+        return table
+
+    def _once(self, key: tuple[object, ...], decode: Callable[[], T]) -> T:
+        found: T | None = self._decoded.get(key)
+        if found is None:
+            found = self._decoded[key] = decode()
+        return found
+
+    def _column(self, data: bytes, dtype: type[np.generic]) -> npt.NDArray[Any]:
+        return self._once((dtype, data), lambda: _from_bytes(data, dtype))
+
+    def _paths(self, message: StructureMessage, names: tuple[str, ...]) -> Paths | None:
+        counts, lengths = message.path_counts, message.path_lengths
+        if counts is None or lengths is None:
+            if counts is not None or lengths is not None:
+                raise _malformed("half of the columns of paths")
+            return None
+        return self._once(("paths", message.names, counts, lengths), lambda: _checked_paths(names, counts, lengths))
+
+
+def _names(data: bytes) -> tuple[str, ...]:
+    try:
+        names = msgspec.msgpack.decode(data, type=tuple[str, ...])
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise _malformed(f"the names are no list of strings ({error})") from None
+    if any(left >= right for left, right in pairwise(names)):
+        raise _malformed("the names are not sorted")
+    return names
+
+
+def _checked_paths(names: tuple[str, ...], counts: bytes, lengths: bytes) -> Paths:
+    paths = Paths(names, _from_bytes(counts, np.int32), _from_bytes(lengths, np.int32))
+    try:
+        paths.check()
+    except ValueError as error:
+        raise _malformed(str(error)) from None
+    return paths
 
 
 def _to_bytes(column: npt.NDArray[Any], dtype: type[np.generic]) -> bytes:
@@ -120,24 +174,6 @@ def _from_bytes(data: bytes, dtype: type[np.generic]) -> npt.NDArray[Any]:
     if len(data) % np.dtype(dtype).itemsize:
         raise _malformed(f"a column of {np.dtype(dtype).name} has {len(data)} bytes")
     return np.frombuffer(data, dtype=np.dtype(dtype).newbyteorder("<"))
-
-
-def _part_lengths(path: Path) -> tuple[int, ...]:
-    return tuple(-len(str(part)) if isinstance(part, int) else len(part) for part in path)
-
-
-def _split(name: str, lengths: tuple[int, ...]) -> Path:
-    parts: list[str | int] = []
-    at = 0
-    for length in lengths:
-        text = name[at : at + abs(length)]
-        if length < 0 and not (text.isdecimal() and len(text) < _INDEX_DIGITS):
-            raise _malformed(f"the path of {name!r} has the list index {text!r}")
-        parts.append(int(text) if length < 0 else text)
-        at += abs(length) + 1
-    if not parts or at != len(name) + 1 or ".".join(map(str, parts)) != name:
-        raise _malformed(f"the path of {name!r} does not spell it")
-    return tuple(parts)
 
 
 def _check(table: StructureTable) -> None:
@@ -154,8 +190,8 @@ def _check(table: StructureTable) -> None:
     ):
         if n_items and (int(ids.min()) < 0 or int(ids.max()) >= len(strings)):
             raise _malformed("a place outside its string table")
-    if any(left >= right for left, right in pairwise(table.names)):
-        raise _malformed("the names are not sorted")
+    if n_items and (np.diff(table.name_ids) < 0).any():
+        raise _malformed("the items are not sorted by name")
     for strings, kind in ((table.dtypes, torch.dtype), (table.layouts, torch.layout)):
         unknown = [text for text in strings if text and not isinstance(vars(torch).get(text), kind)]
         if unknown:

@@ -98,19 +98,9 @@ class StructureSignature:
         for strings in (table.names, table.dtypes, table.layouts):
             _feed(digest, [msgspec.msgpack.encode(strings)])
         # A path tells 'a.b' as one key from 'b' within 'a', and the key "0" from the index 0.
-        _feed(digest, [msgspec.msgpack.encode(table.paths)])
-        for column in (
-            table.name_ids,
-            table.dtype_ids,
-            table.layout_ids,
-            table.kinds,
-            table.forms,
-            table.requires_grad,
-            table.ndims,
-            table.shapes,
-            table.offsets,
-            table.sizes,
-        ):
+        paths = (b"", b"") if table.paths is None else (table.paths.counts.tobytes(), table.paths.lengths.tobytes())
+        _feed(digest, [b"flat" if table.paths is None else b"nested", *paths])
+        for column in table.columns:
             _feed(digest, [column.tobytes()])
         return cls(digest.digest())
 

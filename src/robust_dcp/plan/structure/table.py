@@ -1,27 +1,26 @@
 """The structure of one rank's state dict, as columns: what there is to save, and nothing of its contents.
 
-Owns the table and its order; never looks at tensor data, other ranks or files. Made by the planner from its write
-items (:func:`table_of`), hashed by ``signature``, compared by ``diff``, sent by ``message``.
+Owns the table and its order; never looks at tensor data, other ranks or files. Made by the planner from what it knows
+of each item (:func:`table_of`), hashed by ``signature``, compared by ``diff``, sent by ``message``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from robust_dcp.errors import PlanConflict
+from robust_dcp.plan.structure.paths import Path, Paths
 
-__all__ = ["Form", "ItemKind", "Path", "StructureTable", "reorder", "table_of"]
+__all__ = ["Form", "ItemKind", "ItemStructure", "StructureTable", "sorted_places", "table_of"]
 
-Path = tuple[str | int, ...]
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
 UInt8 = npt.NDArray[np.uint8]
@@ -42,11 +41,24 @@ class Form(IntEnum):
     VARIABLE = 1
 
 
-_KINDS = {
-    WriteItemType.TENSOR: ItemKind.TENSOR,
-    WriteItemType.SHARD: ItemKind.SHARD,
-    WriteItemType.BYTE_IO: ItemKind.BYTES,
-}
+class ItemStructure(NamedTuple):
+    """What an item is, but for its name. Many items of a state dict share one.
+
+    Attributes:
+        kind, form: see there.
+        dtype, layout: as ``"float32"``, ``"strided"``; ``""`` for items that are no tensors.
+        requires_grad: of the tensor.
+        shape, offsets, sizes: the global size, and the offsets and sizes of the chunk; ``()`` for objects.
+    """
+
+    kind: ItemKind
+    form: Form
+    dtype: str = ""
+    layout: str = ""
+    requires_grad: bool = False
+    shape: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +70,7 @@ class StructureTable:
 
     Attributes:
         names: the distinct FQNs, sorted.
-        paths: for each name its place in the nested state dict, or ``None`` where the planner did not flatten.
+        paths: for each name its place in the nested state dict; ``None`` where the planner did not flatten.
         dtypes: the distinct dtypes, as ``"float32"``, sorted; ``""`` for items that are no tensors.
         layouts: the distinct layouts, as ``"strided"``, sorted; ``""`` for items that are no tensors.
         name_ids, dtype_ids, layout_ids: int32 ``[N]``, places in the tables above.
@@ -71,7 +83,7 @@ class StructureTable:
     """
 
     names: tuple[str, ...]
-    paths: tuple[Path | None, ...]
+    paths: Paths | None
     dtypes: tuple[str, ...]
     layouts: tuple[str, ...]
     name_ids: Int32
@@ -87,6 +99,22 @@ class StructureTable:
 
     def __len__(self) -> int:
         return len(self.name_ids)
+
+    @property
+    def columns(self) -> tuple[npt.NDArray[Any], ...]:
+        """The columns over items, in the order of the attributes."""
+        return (
+            self.name_ids,
+            self.dtype_ids,
+            self.layout_ids,
+            self.kinds,
+            self.forms,
+            self.requires_grad,
+            self.ndims,
+            self.shapes,
+            self.offsets,
+            self.sizes,
+        )
 
     @cached_property
     def starts(self) -> Int64:
@@ -125,79 +153,90 @@ class StructureTable:
         return text
 
     def describe_path(self, item: int) -> str:
-        path = self.paths[self.name_ids[item]]
-        return "" if path is None else "/".join(repr(part) for part in path)
+        if self.paths is None:
+            return ""
+        return "/".join(repr(part) for part in self.paths[int(self.name_ids[item])])
 
 
-def _plain_name(value: Any) -> str:
-    """``torch.float32`` -> ``"float32"``."""
-    return str(value).removeprefix("torch.")
+def sorted_places(names: Sequence[str], items: Sequence[ItemStructure]) -> list[int]:
+    """The order of the table: places of the items sorted by (name, offsets)."""
+    return sorted(range(len(names)), key=lambda place: (names[place], items[place].offsets))
 
 
-def _place_in(table: Sequence[str], values: Iterable[str]) -> Int32:
-    places = {value: place for place, value in enumerate(table)}
-    return np.fromiter((places[value] for value in values), dtype=np.int32)
-
-
-def reorder(items: Sequence[WriteItem]) -> list[WriteItem]:
-    """``items`` in the order of the table: by (name, offsets)."""
-    return sorted(items, key=lambda item: (item.index.fqn, tuple(item.index.offset or ())))
-
-
-def table_of(items: Sequence[WriteItem], forms: Sequence[Form], paths: Mapping[str, Path] | None) -> StructureTable:
-    """Describe the write items of one rank's local plan.
+def table_of(
+    names: Sequence[str], items: Sequence[ItemStructure], paths: Mapping[str, Path] | None = None
+) -> StructureTable:
+    """The table of one rank's items.
 
     Args:
-        items: the write items, in the order of :func:`reorder`.
-        forms: for each of them how it will lie in a file.
+        names: the FQN of each item, in the order of :func:`sorted_places`.
+        items: what each is.
         paths: FQN to place in the nested state dict; ``None`` where the planner does not flatten.
 
     Raises:
-        PlanConflict: if two items have the same name and offsets.
+        PlanConflict: if two items have the same name and offsets, or a name stands for a tensor and for an object.
     """
-    _refuse_duplicates(items)
-    names = tuple(dict.fromkeys(item.index.fqn for item in items))
-    dims: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = []
-    dtypes: list[str] = []
-    layouts: list[str] = []
-    requires_grad = np.zeros(len(items), dtype=np.uint8)
-    for row, item in enumerate(items):
-        data = item.tensor_data
-        if data is None:
-            dims.append(((), (), ()))
-            dtypes.append("")
-            layouts.append("")
-            continue
-        dims.append((tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
-        dtypes.append(_plain_name(data.properties.dtype))
-        layouts.append(_plain_name(data.properties.layout))
-        requires_grad[row] = data.properties.requires_grad
-    dtype_table, layout_table = tuple(sorted(set(dtypes))), tuple(sorted(set(layouts)))
-    flat = [np.array([n for row in dims for n in row[column]], dtype=np.int64) for column in range(3)]
+    _refuse_duplicates(names, items)
+    distinct_names = tuple(dict.fromkeys(names))
+    name_place = {name: place for place, name in enumerate(distinct_names)}
+    distinct = {item: place for place, item in enumerate(dict.fromkeys(items))}
+    which = np.fromiter(map(distinct.__getitem__, items), dtype=np.intp, count=len(items))
+    dtypes = tuple(sorted({item.dtype for item in distinct}))
+    layouts = tuple(sorted({item.layout for item in distinct}))
+    ndims = np.array([len(item.shape) for item in distinct], dtype=np.uint8)[which] if distinct else _empty(np.uint8)
+
+    def column(values: Sequence[int], dtype: type[np.generic]) -> npt.NDArray[Any]:
+        return np.array(values, dtype=dtype)[which] if values else _empty(dtype)
+
+    shapes, offsets, sizes = (
+        (
+            _ragged(values, which, ndims)
+            for values in zip(*((item.shape, item.offsets, item.sizes) for item in distinct), strict=True)
+        )
+        if distinct
+        else (_empty(np.int64), _empty(np.int64), _empty(np.int64))
+    )
     return StructureTable(
-        names=names,
-        paths=tuple(None if paths is None else tuple(paths[name]) for name in names),
-        dtypes=dtype_table,
-        layouts=layout_table,
-        name_ids=_place_in(names, (item.index.fqn for item in items)),
-        dtype_ids=_place_in(dtype_table, dtypes),
-        layout_ids=_place_in(layout_table, layouts),
-        kinds=np.array([_KINDS[item.type] for item in items], dtype=np.uint8),
-        forms=np.array(forms, dtype=np.uint8),
-        requires_grad=requires_grad,
-        ndims=np.array([len(row[0]) for row in dims], dtype=np.uint8),
-        shapes=flat[0],
-        offsets=flat[1],
-        sizes=flat[2],
+        names=distinct_names,
+        paths=None if paths is None else Paths.of(distinct_names, [paths[name] for name in distinct_names]),
+        dtypes=dtypes,
+        layouts=layouts,
+        name_ids=np.fromiter(map(name_place.__getitem__, names), dtype=np.int32, count=len(names)),
+        dtype_ids=column([dtypes.index(item.dtype) for item in distinct], np.int32),
+        layout_ids=column([layouts.index(item.layout) for item in distinct], np.int32),
+        kinds=column([item.kind for item in distinct], np.uint8),
+        forms=column([item.form for item in distinct], np.uint8),
+        requires_grad=column([item.requires_grad for item in distinct], np.uint8),
+        ndims=ndims,
+        shapes=shapes,
+        offsets=offsets,
+        sizes=sizes,
     )
 
 
-def _refuse_duplicates(items: Sequence[WriteItem]) -> None:
-    for left, right in pairwise(items):
-        if left.index == right.index or (left.index.fqn == right.index.fqn and left.type != right.type):
-            at = "" if left.index.offset is None else f" at offset {list(left.index.offset)}"
+def _empty(dtype: type[np.generic]) -> npt.NDArray[Any]:
+    return np.empty(0, dtype=dtype)
+
+
+def _ragged(values: Sequence[tuple[int, ...]], which: npt.NDArray[np.intp], ndims: UInt8) -> Int64:
+    """``values[w]`` for each of ``which``, one after the other."""
+    width = max(map(len, values))
+    rows = np.zeros((len(values), width), dtype=np.int64)
+    for row, value in enumerate(values):
+        rows[row, : len(value)] = value
+    return rows[which][np.arange(width) < ndims[:, None]]
+
+
+def _refuse_duplicates(names: Sequence[str], items: Sequence[ItemStructure]) -> None:
+    for place, (left, right) in enumerate(pairwise(names)):
+        if left != right:
+            continue
+        one, other = items[place], items[place + 1]
+        are_objects = ItemKind.BYTES in (one.kind, other.kind)
+        if one.offsets == other.offsets or one.kind != other.kind:
+            at = "" if are_objects else f" at offset {list(one.offsets)}"
             raise PlanConflict(
-                f"the local plan names {left.index.fqn!r}{at} twice (as {left.type.name} and as {right.type.name}); "
+                f"the local plan names {left!r}{at} twice (as {one.kind.name} and as {other.kind.name}); "
                 "each item of a state dict needs a name of its own: rename one of them",
-                key=left.index.fqn,
+                key=left,
             )

@@ -1,0 +1,57 @@
+"""Who saves what: one of each group of replicas, so that the bytes are spread over the ranks that hold them.
+
+Owns the balance between ranks; runs on the coordinator, on columns. Groups that the same ranks hold (a data parallel
+group's share of the model) are dealt out together, so the work does not grow with groups times ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from robust_dcp.plan.global_plan.columns import GlobalColumns
+from robust_dcp.plan.global_plan.replicas import Replicas
+from robust_dcp.plan.structure import ItemKind
+from robust_dcp.storage.balance import deal
+
+__all__ = ["choose_writers"]
+
+_OBJECT_WEIGHT = 1
+"""Bytes that an object counts for: its size is not known when the plan is made."""
+
+Rows = npt.NDArray[np.intp]
+
+
+def choose_writers(columns: GlobalColumns, groups: Replicas, *, lowest_rank: bool) -> Rows:
+    """The row of each group that is written: int64 ``[G]``, in the order of the groups.
+
+    A chunk goes to one of the least loaded (in bytes of chunks) of the ranks that hold it; an object, whose size
+    nobody knows yet, and everything if ``lowest_rank``, to the lowest of them. The ranks that hold the fewest kinds of
+    chunks choose first: what is replicated widely fills the gaps that they leave.
+    """
+    chosen = groups.first.copy()
+    counts = np.diff(groups.starts)
+    is_object = columns.kind[groups.first] == ItemKind.BYTES
+    fixed = (counts == 1) | is_object | lowest_rank
+    load = np.zeros(len(columns.tables), dtype=np.int64)
+    weight = np.where(is_object, _OBJECT_WEIGHT, columns.nbytes[groups.first])
+    np.add.at(load, columns.rank[chosen[fixed]], weight[fixed])
+    for members, ranks in _by_holders(columns, groups, np.flatnonzero(~fixed)):
+        writer, load[ranks] = deal(weight[members], load[ranks])
+        chosen[members] = groups.order[groups.starts[members] + writer]
+    return chosen
+
+
+def _by_holders(columns: GlobalColumns, groups: Replicas, free: Rows) -> Iterator[tuple[Rows, npt.NDArray[np.int32]]]:
+    """The groups ``free`` by the ranks that hold them: (groups, ranks ascending), the fewest ranks first."""
+    counts = np.diff(groups.starts)[free]
+    for count in np.unique(counts).tolist():
+        members = free[counts == count]
+        holders = columns.rank[groups.order[groups.starts[members][:, None] + np.arange(count)]]
+        # Ranks ascend within a group, so equal rows are equal sets.
+        order = np.lexsort(holders.T[::-1])
+        cuts = np.flatnonzero((holders[order[1:]] != holders[order[:-1]]).any(axis=1)) + 1
+        for same in np.split(order, cuts):
+            yield members[same], holders[same[0]]

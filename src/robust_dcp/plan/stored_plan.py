@@ -1,0 +1,234 @@
+"""A plan as a file of the checkpoint that was saved by it, so that a job that resumes need not plan again.
+
+Owns the format (docs/formats.md) and which checkpoints this process has loaded. The file is advice and nothing more: it
+is not part of the checkpoint, stock readers do not know it, and what it says counts only if in the next save every
+rank shows the signature that stands in it. One that is damaged, or of another group, is passed over.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from robust_dcp.comm import decode, encode
+from robust_dcp.comm.bundle import Bundler, Unbundler
+from robust_dcp.errors import RobustCheckpointError
+from robust_dcp.plan.cache import CachedPlan, CoordinatorPlan, GroupKey
+from robust_dcp.plan.global_plan import plan_of_kept
+from robust_dcp.plan.local import LocalStructure
+from robust_dcp.plan.planning import coordinator_plan_of
+from robust_dcp.plan.rank_plan import RankPlan, pack_places, place_items, unpack_places
+from robust_dcp.plan.structure import ItemKind, StructureMessage, TableDecoder, plan_id_of
+from robust_dcp.plan.structure.signature import SIGNATURE_NBYTES
+from robust_dcp.storage.checksum import crc32
+from robust_dcp.storage.disk import Disk, PosixDisk
+from robust_dcp.storage.paths import PLAN_NAME
+
+__all__ = ["LOADED", "LoadedCheckpoints", "encode_plan", "read_plan"]
+
+logger = logging.getLogger(__name__)
+
+_HEAD = struct.Struct("<8sII")
+"""Magic, length of the index, its CRC-32."""
+
+_MAGIC = b"RDCPPLN1"
+_MAX_INDEX_NBYTES = 64 << 20
+
+
+class _Index(msgspec.Struct, frozen=True):
+    """What follows the head; sections follow it: the share of each rank, then the structures of all.
+
+    Attributes:
+        group: the global ranks of the group.
+        signatures: 16 bytes for each rank.
+        nbytes, crc32: of each section.
+    """
+
+    group: tuple[int, ...]
+    signatures: bytes
+    nbytes: tuple[int, ...]
+    crc32: tuple[int, ...]
+
+
+class _Share(msgspec.Struct, frozen=True):
+    """What one rank writes: bits over its items, as in ``RankPlanMessage``."""
+
+    kept: bytes
+    common_objects: bytes
+
+
+def encode_plan(group: GroupKey, signatures: Sequence[bytes], plan: CoordinatorPlan) -> bytes:
+    """The bytes of the file; on the coordinator."""
+    bundler = Bundler(StructureMessage)
+    for rank, table in enumerate(plan.tables):
+        n_objects = int((table.kinds == ItemKind.BYTES).sum())
+        unknown = np.zeros(n_objects, dtype=np.uint64)
+        bundler.add_message(rank, StructureMessage.of(table, unknown, plan.context))
+    sections = [
+        encode(_Share(pack_places(kept, len(table)), pack_places(common, len(table))))
+        for table, kept, common in zip(plan.tables, plan.kept, plan.common_objects, strict=True)
+    ]
+    sections.append(bundler.encode())
+    index = encode(
+        _Index(
+            group=group,
+            signatures=b"".join(signatures),
+            nbytes=tuple(map(len, sections)),
+            crc32=tuple(map(crc32, sections)),
+        )
+    )
+    return b"".join((_HEAD.pack(_MAGIC, len(index), crc32(index)), index, *sections))
+
+
+def read_plan(
+    directory: str, group: GroupKey, rank: int, local: LocalStructure, *, leads: bool, disk: Disk | None = None
+) -> CachedPlan | None:
+    """The plan that lies in a checkpoint, if it is for this group and this rank's structure.
+
+    Args:
+        directory: of the checkpoint.
+        rank: within ``group``.
+        local: this rank's structure.
+        leads: whether this rank is the coordinator, and needs all structures.
+
+    Returns:
+        ``None`` if there is none, or it is for others.
+
+    Raises:
+        RobustCheckpointError: the file cannot be read, or is damaged.
+    """
+    disk = PosixDisk() if disk is None else disk
+    path = os.path.join(directory, PLAN_NAME)
+    if local.files is None or not disk.exists(path):
+        return None
+    file = _PlanFile(disk, path)
+    try:
+        index = file.index
+        mine = index.signatures[rank * SIGNATURE_NBYTES : (rank + 1) * SIGNATURE_NBYTES]
+        if index.group != group or mine != local.signature.value:
+            return None
+        signatures = tuple(
+            index.signatures[at : at + SIGNATURE_NBYTES] for at in range(0, len(index.signatures), SIGNATURE_NBYTES)
+        )
+        coordinator = _coordinator_plan(file, local, len(group)) if leads else None
+        share = decode(file.section(rank), _Share)
+    finally:
+        file.close()
+    kept = unpack_places(share.kept, len(local.table))
+    return CachedPlan(
+        plan_id=plan_id_of(signatures),
+        signatures=signatures,
+        table=local.table,
+        rank_plan=RankPlan(
+            kept=kept,
+            common_objects=unpack_places(share.common_objects, len(local.table)),
+            placements=place_items(local.table, kept, files=local.files),
+        ),
+        variable_places=None,
+        coordinator=coordinator,
+        loaded_from=directory,
+    )
+
+
+def _coordinator_plan(file: _PlanFile, local: LocalStructure, n_ranks: int) -> CoordinatorPlan:
+    messages = Unbundler(StructureMessage).messages(file.section(n_ranks), 0, range(n_ranks))
+    decoder = TableDecoder()
+    tables = [decoder.decode(messages[rank]) for rank in range(n_ranks)]
+    kept = [unpack_places(decode(file.section(rank), _Share).kept, len(table)) for rank, table in enumerate(tables)]
+    return coordinator_plan_of(plan_of_kept(tables, kept), local.context.encode(), files=local.files)
+
+
+class _PlanFile:
+    """The file, opened: its index, and its sections as they are asked for."""
+
+    def __init__(self, disk: Disk, path: str) -> None:
+        self._disk = disk
+        self._path = path
+        self._file = disk.open_read(path)
+        try:
+            self.index, self._starts = self._read_index()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._disk.close(self._file)
+
+    def section(self, number: int) -> bytes:
+        data = self._read(self._starts[number], self.index.nbytes[number])
+        if crc32(data) != self.index.crc32[number]:
+            raise self._damaged(f"section {number} does not have its CRC-32")
+        return data
+
+    def _read_index(self) -> tuple[_Index, list[int]]:
+        head = self._read(0, _HEAD.size)
+        magic, nbytes, checksum = _HEAD.unpack(head)
+        if magic != _MAGIC or nbytes > _MAX_INDEX_NBYTES:
+            raise self._damaged(f"it begins with {head!r}")
+        data = self._read(_HEAD.size, nbytes)
+        if crc32(data) != checksum:
+            raise self._damaged("the index does not have its CRC-32")
+        index = decode(data, _Index)
+        ranks = len(index.group)
+        if len(index.signatures) != ranks * SIGNATURE_NBYTES or {len(index.nbytes), len(index.crc32)} != {ranks + 1}:
+            raise self._damaged(f"the index is not for {ranks} ranks")
+        starts = np.cumsum([_HEAD.size + nbytes, *index.nbytes]).tolist()
+        if starts[-1] != self._disk.size(self._path):
+            raise self._damaged(f"it has {self._disk.size(self._path)} bytes, not {starts[-1]}")
+        return index, starts
+
+    def _read(self, offset: int, nbytes: int) -> bytes:
+        buffer = bytearray(nbytes)
+        found = self._disk.pread_into(self._file, buffer, offset)
+        if found != nbytes:
+            raise self._damaged(f"it ends after {offset + found} bytes")
+        return bytes(buffer)
+
+    def _damaged(self, what: str) -> RobustCheckpointError:
+        return RobustCheckpointError(f"{self._path} is not used: {what}; the checkpoint itself is not concerned")
+
+
+class LoadedCheckpoints:
+    """The checkpoints that this process has loaded last: where plans may lie for what it will save.
+
+    Args:
+        max_entries: how many of them are looked at.
+    """
+
+    def __init__(self, max_entries: int = 4) -> None:
+        self._max_entries = max_entries
+        self._directories: OrderedDict[str, None] = OrderedDict()
+
+    def add(self, directory: str) -> None:
+        """A checkpoint has been loaded from ``directory``."""
+        self._directories[directory] = None
+        self._directories.move_to_end(directory)
+        while len(self._directories) > self._max_entries:
+            self._directories.popitem(last=False)
+
+    def clear(self) -> None:
+        self._directories.clear()
+
+    def find_plan(self, group: GroupKey, rank: int, local: LocalStructure, *, leads: bool) -> CachedPlan | None:
+        """The plan for this rank's structure that lies in the latest of these checkpoints; each serves once."""
+        for directory in reversed(tuple(self._directories)):
+            try:
+                plan = read_plan(directory, group, rank, local, leads=leads)
+            except RobustCheckpointError as error:
+                logger.warning("planning anew: %s", error)
+                self._directories.pop(directory, None)
+                continue
+            if plan is not None:
+                self._directories.pop(directory, None)
+                return plan
+        return None
+
+
+LOADED = LoadedCheckpoints()
+"""What this process has loaded."""

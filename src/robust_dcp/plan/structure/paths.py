@@ -1,0 +1,125 @@
+"""Where each name of a structure lies in the nested state dict, as columns of part lengths.
+
+A name is its path joined by dots (``torch.distributed.checkpoint._nested_dict``), so the lengths of the parts suffice.
+Owns that encoding; compared between ranks by ``global_plan.conflicts``, written into ``.metadata`` as DCP's
+``planner_data``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Path", "Paths"]
+
+Path = tuple[str | int, ...]
+Int32 = npt.NDArray[np.int32]
+
+_INDEX_DIGITS = 20
+"""More than a list index can have."""
+
+
+@dataclass(frozen=True, eq=False)
+class Paths:
+    """The paths of N names; ``paths[n]`` is that of ``names[n]``. What came from elsewhere has to pass :meth:`check`.
+
+    Attributes:
+        names: the names.
+        counts: int32 ``[N]``, parts of each path, at least one.
+        lengths: int32 ``[sum(counts)]``, characters of each part, negative where the part is a list index.
+    """
+
+    names: tuple[str, ...]
+    counts: Int32
+    lengths: Int32
+
+    @classmethod
+    def of(cls, names: tuple[str, ...], paths: Iterable[Path]) -> Paths:
+        """The columns for ``paths``, one for each of ``names``."""
+        paths = list(paths)
+        return cls(
+            names=names,
+            counts=np.fromiter(map(len, paths), dtype=np.int32, count=len(paths)),
+            lengths=np.array(
+                [
+                    -len(str(part)) if isinstance(part, int) else len(part)
+                    for part in chain.from_iterable(paths)  # parts in a row: one pass, no list for each name
+                ],
+                dtype=np.int32,
+            ),
+        )
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __iter__(self) -> Iterator[Path]:
+        lengths, at = self.lengths.tolist(), 0
+        for name, count in zip(self.names, self.counts.tolist(), strict=True):
+            yield _split(name, lengths[at : at + count])
+            at += count
+
+    def __getitem__(self, place: int) -> Path:
+        return _split(self.names[place], self.lengths[self._starts[place] : self._starts[place + 1]].tolist())
+
+    @cached_property
+    def _starts(self) -> npt.NDArray[np.int64]:
+        return np.concatenate(([0], np.cumsum(self.counts, dtype=np.int64)))
+
+    def part_lengths(self, place: int) -> bytes:
+        """The path of one name as bytes: equal for equal paths of equal names."""
+        return self.lengths[self._starts[place] : self._starts[place + 1]].tobytes()
+
+    def check(self) -> None:
+        """Make sure that each path spells its name.
+
+        Raises:
+            ValueError: one does not; says which.
+        """
+        if len(self.counts) != len(self.names) or int(self.counts.sum()) != len(self.lengths):
+            raise ValueError(f"{len(self.counts)} paths of {len(self.lengths)} parts for {len(self.names)} names")
+        if not len(self.names):
+            return
+        if int(self.counts.min()) < 1:
+            raise ValueError("a path without parts")
+        lengths = np.abs(self.lengths.astype(np.int64))
+        name_lengths = np.fromiter(map(len, self.names), dtype=np.int64, count=len(self.names))
+        wrong = np.add.reduceat(lengths, self._starts[:-1]) + self.counts - 1 != name_lengths
+        if not wrong.any():
+            # Every part ends where the next begins, with one character between them or between two names.
+            text = ".".join((*self.names, "")).encode("utf-32-le", "surrogatepass")
+            characters = np.frombuffer(text, dtype="<u4")
+            ends = np.cumsum(lengths + 1)
+            is_wrong = characters[ends - 1] != ord(".")
+            indices = np.flatnonzero(self.lengths < 0)
+            if len(indices):
+                is_wrong[indices] |= _are_no_indices(characters, (ends - 1 - lengths)[indices], lengths[indices])
+            wrong = np.logical_or.reduceat(is_wrong, self._starts[:-1])
+        if wrong.any():
+            raise ValueError(f"the path of {self.names[int(wrong.argmax())]!r} does not spell it")
+
+
+def _are_no_indices(
+    characters: npt.NDArray[np.uint32], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
+) -> npt.NDArray[np.bool_]:
+    """Whether each part is no decimal number as ``str(int)`` spells it, or has more digits than a list index can."""
+    is_digit = (characters >= ord("0")) & (characters <= ord("9"))
+    digits = np.concatenate(([0], np.cumsum(is_digit)))
+    leading_zero = (characters[starts] == ord("0")) & (lengths > 1)
+    is_no_index: npt.NDArray[np.bool_] = digits[starts + lengths] - digits[starts] != lengths
+    is_no_index |= leading_zero | (lengths >= _INDEX_DIGITS)
+    return is_no_index
+
+
+def _split(name: str, lengths: Sequence[int]) -> Path:
+    parts: list[str | int] = []
+    at = 0
+    for length in lengths:
+        text = name[at : at + abs(length)]
+        parts.append(int(text) if length < 0 else text)
+        at += abs(length) + 1
+    return tuple(parts)

@@ -1,0 +1,270 @@
+"""What each item of a state dict is, without asking stock about each of them again.
+
+Owns the memo of what stock's planner says of a tensor. Its keys are made of every property that a structure is made
+of, and are compared by value: no identity of a tensor, a mesh or a placement stands for what it was at an earlier
+save, so a memo that lives as long as the process can not be out of date. Called by ``save`` for each save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from robust_dcp.errors import PlanConflict, RobustCheckpointError
+from robust_dcp.plan.structure import Form, ItemKind, ItemStructure
+from robust_dcp.planner.write_items import structure_of, write_item_of
+from robust_dcp.storage.torch_zip import is_fixed_size, record_template
+
+__all__ = ["DescribedItems", "ItemData", "describe_items", "holds_shards"]
+
+MEMO_SIZE = 100_000
+"""Structures that are remembered, for all models of the process; then all are forgotten."""
+
+ItemData = torch.Tensor | MetadataIndex
+"""Where the data of an item is: a plain tensor or DTensor that holds it, or what to ask the planner for."""
+
+Lookup = Callable[[MetadataIndex], Any]
+TensorKey = tuple[Any, ...]
+Structures = dict[TensorKey, ItemStructure | None]
+
+_OBJECT = ItemStructure(kind=ItemKind.BYTES, form=Form.VARIABLE)
+
+
+@dataclass(frozen=True, eq=False)
+class DescribedItems:
+    """The items of a state dict, in its order.
+
+    Attributes:
+        names: the FQN of each.
+        structures: what each is.
+        data: where its data is.
+    """
+
+    names: list[str]
+    structures: list[ItemStructure]
+    data: list[ItemData]
+
+    def index(self, place: int) -> MetadataIndex:
+        """How DCP's planners call an item."""
+        data, structure = self.data[place], self.structures[place]
+        if isinstance(data, MetadataIndex):
+            return data
+        return MetadataIndex(self.names[place], None if structure.kind == ItemKind.BYTES else structure.offsets)
+
+    def write_item(self, place: int) -> WriteItem:
+        """An item as stock's planner describes it."""
+        return write_item_of(self.index(place), self.structures[place])
+
+
+def describe_items(
+    state_dict: Mapping[str, Any], lookup: Lookup, *, is_coordinator: bool = False, by_lookup: bool = False
+) -> DescribedItems:
+    """The items that stock's ``create_default_local_save_plan`` makes of ``state_dict``, as structures.
+
+    ``requires_grad`` of a DTensor is the DTensor's own flag. Stock asks its local tensor, which has the flag or not by
+    the grad mode of the thread that saves: the plan of a save on a background thread would be another one.
+
+    Args:
+        state_dict: FQN to value, flattened as the planner wants it.
+        lookup: the planner's ``lookup_object``.
+        is_coordinator: as stock takes it.
+        by_lookup: whether ``lookup`` is not stock's, so that a value does not tell what will be written for it.
+
+    Raises:
+        PlanConflict: a DTensor is a pending reduction (``Partial``).
+        RobustCheckpointError: a value cannot be described; names it.
+    """
+    description = _Description(lookup, is_coordinator)
+    with torch.no_grad():  # to_local() of a DTensor is then its local tensor, and no node of an autograd graph
+        for name, value in state_dict.items():
+            if by_lookup:
+                description.take_any(name, value)
+            else:
+                description.take(name, value)
+    return description.items
+
+
+class _Memo:
+    """What stock said of tensors, and of DTensors by the way in which they are spread over ranks."""
+
+    def __init__(self) -> None:
+        self.plain: Structures = {}
+        self._spread: dict[tuple[Any, ...], Structures] = {}
+        self._n_known = 0
+
+    def spread(self, key: tuple[Any, ...]) -> Structures:
+        return self._spread.setdefault(key, {})
+
+    def learn(self, known: Structures, key: TensorKey, structure: ItemStructure | None) -> None:
+        if self._n_known >= MEMO_SIZE:
+            self.plain.clear()
+            self._spread.clear()
+            self._n_known = 0
+        known[key] = structure
+        self._n_known += 1
+
+
+_MEMO = _Memo()
+
+
+class _Description:
+    """The items found so far in one state dict."""
+
+    def __init__(self, lookup: Lookup, is_coordinator: bool) -> None:
+        self.items = DescribedItems([], [], [])
+        self._lookup = lookup
+        self._is_coordinator = is_coordinator
+        self._plain = _MEMO.plain
+        # The mesh is kept so that its id stays its own as long as this lives.
+        self._spreads: dict[tuple[Any, ...], tuple[DeviceMesh, Structures | None]] = {}
+
+    def take(self, name: str, value: Any) -> None:
+        kind = type(value)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            self._take_tensor(name, value)
+        elif kind is DTensor:
+            self._take_dtensor(name, value)
+        elif isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
+            self.take_any(name, value)
+        else:
+            self._append(name, _OBJECT, MetadataIndex(name))
+
+    def _append(self, name: str, structure: ItemStructure, data: ItemData) -> None:
+        items = self.items
+        items.names.append(name)
+        items.structures.append(structure)
+        items.data.append(data)
+
+    def _take_tensor(self, name: str, tensor: torch.Tensor) -> None:
+        if not _is_plain(tensor):
+            self.take_any(name, tensor)
+            return
+        key = (tensor.dtype, tensor.requires_grad, tensor.shape)
+        structure = self._plain.get(key)
+        if structure is None:
+            structure = self._structure_by_stock(name, tensor)
+            if structure is None:
+                raise RobustCheckpointError(f"stock plans nothing for the tensor {name!r}")
+            _MEMO.learn(self._plain, key, structure)
+        self._append(name, structure, tensor)
+
+    def _take_dtensor(self, name: str, value: DTensor) -> None:
+        local = value.to_local()
+        known = self._known_of_spread(name, value)
+        if known is None or type(local) not in (torch.Tensor, torch.nn.Parameter) or not _is_plain(local):
+            self.take_any(name, value)
+            return
+        key = (local.dtype, value.requires_grad, value.shape, local.shape)
+        try:
+            structure = known[key]
+        except KeyError:
+            structure = self._structure_by_stock(name, value)
+            _MEMO.learn(known, key, structure)
+        if structure is not None:
+            self._append(name, structure, value)
+
+    def _known_of_spread(self, name: str, value: DTensor) -> Structures | None:
+        """What is known of DTensors on this mesh with these placements; ``None`` where nothing may be remembered."""
+        mesh, placements = value.device_mesh, value.placements
+        # Equal placements may be of two classes (Shard and _StridedShard of torch 2.7), which place differently.
+        classes = tuple(map(type, placements))
+        key = (id(mesh), placements, classes)
+        found = self._spreads.get(key)
+        if found is None:
+            _refuse_partial(name, value)
+            coordinate = mesh.get_coordinate()
+            known = None
+            # Whether a placement class of somebody else's compares all that matters is not for us to say.
+            if all(_is_torchs(placement_class) for placement_class in classes):
+                # All that torch computes a chunk from; no mesh is kept alive, nor one of an earlier group mistaken.
+                place = None if coordinate is None else tuple(coordinate)
+                known = _MEMO.spread((tuple(mesh.shape), place, placements, classes))
+            found = self._spreads[key] = (mesh, known)
+        return found[1]
+
+    def _structure_by_stock(self, name: str, value: torch.Tensor) -> ItemStructure | None:
+        """The structure of a tensor that is one item, or ``None`` if it is none here."""
+        structures = [structure for _, structure, _ in self._by_stock(name, value)]
+        if len(structures) > 1:
+            raise RobustCheckpointError(f"stock plans {len(structures)} items for the tensor {name!r}")
+        return structures[0] if structures else None
+
+    def take_any(self, name: str, value: Any) -> None:
+        """Describe whatever ``value`` is by stock's write items and the planner's lookup."""
+        is_sharded_tensor = holds_shards(type(value))
+        for index, structure, data in self._by_stock(name, value):
+            # The shards of a ShardedTensor are found now: to look one up is a search through all of them.
+            is_held = is_sharded_tensor and type(data) in (torch.Tensor, torch.nn.Parameter)
+            self._append(index.fqn, structure, data if is_held else index)
+
+    def _by_stock(self, name: str, value: Any) -> list[tuple[MetadataIndex, ItemStructure, Any]]:
+        """(index, structure, the data that was looked up) of each item of ``value``."""
+        if isinstance(value, DTensor):
+            _refuse_partial(name, value)
+        try:
+            items = create_default_local_save_plan({name: value}, self._is_coordinator).items
+            return [self._of_item(item, place, value) for place, item in enumerate(items)]
+        except RobustCheckpointError:
+            raise
+        except Exception as error:
+            raise RobustCheckpointError(f"cannot plan {name!r}: {type(error).__name__}: {error}") from error
+
+    def _of_item(self, item: WriteItem, place: int, value: Any) -> tuple[MetadataIndex, ItemStructure, Any]:
+        index, tensor_data = item.index, item.tensor_data
+        if tensor_data is None:
+            return index, _OBJECT, None
+        if index.index is None and holds_shards(type(value)):
+            index = MetadataIndex(index.fqn, index.offset, place)  # a hint: where lookup looks first
+        data = self._lookup(index)
+        is_fixed = (
+            isinstance(data, torch.Tensor)
+            and is_fixed_size(data)
+            and record_template(tensor_data.properties.dtype, tuple(tensor_data.chunk.sizes)) is not None
+        )
+        structure = structure_of(item, Form.FIXED if is_fixed else Form.VARIABLE)
+        if isinstance(value, DTensor):
+            structure = structure._replace(requires_grad=value.requires_grad)
+        return index, structure, data
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether dtype, ``requires_grad`` and shape tell all of a tensor (of no subclass) that a structure says.
+
+    The instance attributes are how Megatron-FSDP makes a local tensor describe itself as another chunk.
+    """
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+        and not hasattr(tensor, "__create_write_items__")
+        and not hasattr(tensor, "__get_tensor_shard__")
+    )
+
+
+def holds_shards(kind: type) -> bool:
+    """Whether values of this class are ``ShardedTensor`` of torch, or alike."""
+    return issubclass(kind, torch.Tensor) and hasattr(kind, "local_shards")
+
+
+def _is_torchs(placement_class: type) -> bool:
+    return placement_class.__module__.partition(".")[0] == "torch"
+
+
+def _refuse_partial(name: str, value: DTensor) -> None:
+    if any(placement.is_partial() for placement in value.placements):
+        raise PlanConflict(
+            f"the DTensor {name!r} has a Partial placement ({value.placements}): its value is a reduction that has "
+            "not been done. Call .redistribute() to Replicate or Shard before saving",
+            key=name,
+        )

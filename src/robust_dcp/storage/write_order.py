@@ -1,0 +1,139 @@
+"""In which order and in which pieces the bytes of a rank's files go out.
+
+Owns what is the same in all saves by one plan, and keeps it for the next. Never decides places (``layout``) nor
+writes (``engine``, which calls it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from robust_dcp.errors import PlanConflict
+from robust_dcp.storage.item_source import ItemSource, NamedErrors
+from robust_dcp.storage.layout import LARGE_NBYTES, PAGE_NBYTES, Placements
+from robust_dcp.storage.pack import Block
+from robust_dcp.storage.torch_zip import RecordTemplate, record_template
+
+__all__ = ["BLOCK_NBYTES", "LargeRecord", "WriteOrder", "write_orders"]
+
+Int64 = npt.NDArray[np.int64]
+
+BLOCK_NBYTES = 8 << 20
+"""Small records are gathered into writes of at most this size."""
+
+
+@dataclass(frozen=True, eq=False)
+class LargeRecord:
+    """A record that is written by itself: its place in the plan, its template, its offset in the file in bytes."""
+
+    place: int
+    template: RecordTemplate
+    offset: int
+
+
+@dataclass(frozen=True, eq=False)
+class WriteOrder:
+    """One file from front to back.
+
+    Attributes:
+        fixed: the records whose places are planned.
+        variable: places in the plan of the items of variable size, ascending; they come after all others.
+    """
+
+    fixed: tuple[Block | LargeRecord, ...]
+    variable: tuple[int, ...]
+
+
+# An entry is immutable, refers to nothing that refers to its key, and so goes with the plan. Where saves by one plan
+# overlap it is made twice at worst.
+_kept: WeakKeyDictionary[Placements, tuple[WriteOrder, ...]] = WeakKeyDictionary()
+
+
+def write_orders(placements: Placements, source: ItemSource) -> tuple[WriteOrder, ...]:
+    """The order of each file, made in the first save by a plan.
+
+    Args:
+        source: is asked what its items are expected to be when the order is made, and not in later saves: a plan is
+            for items of one dtype and size each, and every save checks the data against that.
+
+    Raises:
+        PlanConflict: an item is not expected to have the length that was planned.
+        ValueError: there are more or fewer items than places.
+    """
+    if len(source) != len(placements.offset):
+        raise ValueError(f"expected {len(placements.offset)} items, as many as the plan has places, got {len(source)}")
+    orders = _kept.get(placements)
+    if orders is None:
+        orders = _kept[placements] = _make(placements, source)
+    return orders
+
+
+def _make(placements: Placements, source: ItemSource) -> tuple[WriteOrder, ...]:
+    templates = _templates(placements, source)
+    by_offset = np.argsort(placements.offset, kind="stable")
+    orders = []
+    for number in range(placements.n_files):
+        members = by_offset[placements.file[by_offset] == number]
+        n_variable = int((placements.offset[members] < 0).sum())
+        orders.append(
+            WriteOrder(
+                fixed=tuple(_pieces(placements, members[n_variable:], templates)),
+                variable=tuple(members[:n_variable].tolist()),
+            )
+        )
+    return tuple(orders)
+
+
+def _templates(placements: Placements, source: ItemSource) -> dict[int, RecordTemplate]:
+    """The template of each item of fixed size, by its place; one object for all of a dtype and size."""
+    # Beside the cache of record_template, which keeps only so many.
+    made: dict[tuple[torch.dtype, torch.Size], RecordTemplate] = {}
+    templates: dict[int, RecordTemplate] = {}
+    with NamedErrors(source, 0) as current:
+        for place, nbytes in enumerate(placements.nbytes.tolist()):
+            if nbytes < 0:
+                continue
+            current.place = place
+            expected = source.expected(place)
+            template = None if expected is None else made.get(expected)
+            if template is None and expected is not None:
+                template = record_template(expected[0], tuple(expected[1]))
+            if template is None or expected is None or template.nbytes != nbytes:
+                name = source.name(place)
+                raise PlanConflict(f"the record of {name!r} is not the one that was planned", key=name)
+            templates[place] = made[expected] = template
+    return templates
+
+
+def _pieces(
+    placements: Placements, places: Int64, templates: dict[int, RecordTemplate]
+) -> Iterator[Block | LargeRecord]:
+    """Blocks and large records, front to back.
+
+    Args:
+        places: int64 ``[n]``, of the items of fixed size in one file, by ascending offset.
+    """
+    if not len(places):
+        return
+    template = [templates[place] for place in places.tolist()]
+    start = placements.offset[places]
+    end = start + placements.nbytes[places]
+    large = np.array([one.payload_nbytes >= LARGE_NBYTES for one in template])
+    # Larger gaps are left out rather than written.
+    cuts = np.flatnonzero(large[1:] | large[:-1] | (start[1:] - end[:-1] > PAGE_NBYTES)) + 1
+    for first, last in pairwise([0, *cuts.tolist(), len(places)]):
+        if large[first]:
+            yield LargeRecord(int(places[first]), template[first], int(start[first]))
+            continue
+        while first < last:
+            fitting = int(np.searchsorted(end[first:last], start[first] + BLOCK_NBYTES, side="right"))
+            stop = first + max(fitting, 1)
+            yield Block.of(places[first:stop], start[first:stop], tuple(template[first:stop]))
+            first = stop

@@ -1,0 +1,71 @@
+"""Sharded state dicts of Megatron are described as stock does, and their tensors taken straight from the shards."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+from demo import megatron_cpu
+from robust_dcp.megatron.planner import MegatronPlanner
+from robust_dcp.plan.rank_plan import RankPlan
+from robust_dcp.planner.sources import StateDictSource
+from tests.planner.reference import stock_items, stock_planner, stock_structures
+from tests.support.ranks import run_ranks, values
+
+
+def _sharded_state_dict() -> dict[str, Any]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    blocks = [(0, 2 * rank + n, 2 * world) for n in range(2)]
+    layer = torch.full((2, 3), float(rank))
+    return {
+        "rows": ShardedTensor.from_rank_offsets("rows", torch.zeros(2, 3), (0, rank, world)),
+        "blocks": [ShardedTensor.from_rank_offsets("blocks", torch.full((2,), n), blocks[n]) for n in range(2)],
+        "layers": ShardedTensor.from_rank_offsets("layers", layer, (0, rank, world), prepend_axis_num=1),
+        "replicated": ShardedTensor.from_rank_offsets("replicated", torch.ones(3), replica_id=rank),
+        "object": ShardedObject("object", {"step": 7}, (world,), (rank,)),
+    }
+
+
+def _differences() -> list[str]:
+    megatron_cpu.install()
+    planner = MegatronPlanner()
+    planner.set_up_planner(_sharded_state_dict(), is_coordinator=True)
+    planner.raise_set_up_error()
+    session = planner.open_session("checkpoint", no_dist=True)
+    session.local = planner.describe(session.channel, None)
+    places = np.arange(len(session.local.table))
+    session.rank_plan = RankPlan(kept=places, common_objects=places[:0], placements=None)
+    stock = stock_planner(planner.state_dict, flatten_state_dict=False, flatten_sharded_tensors=False)
+    source = planner.source(session)
+    differences = [] if isinstance(source, StateDictSource) else [type(source).__name__]
+
+    expected = {(item.index.fqn, item.index.offset): item for item in stock_items(stock)}
+    kept = planner.kept_items(session)
+    if sorted(structure for _, structure in stock_structures(stock)) != sorted(planner._items.structures):
+        differences.append("structures")
+    if len(kept) != len(expected):
+        differences.append(f"{len(kept)} items")
+    for place, item in enumerate(kept):
+        theirs = expected[item.index.fqn, item.index.offset]
+        if (item.index, item.tensor_data) != (theirs.index, theirs.tensor_data):
+            differences.append(f"{item} is not {theirs}")
+        data = source.resolve(place)
+        if isinstance(data, io.BytesIO):
+            if data is not planner.state_dict[item.index.fqn]:
+                differences.append(f"{item.index.fqn} was serialized again")
+        elif data.data_ptr() != stock.resolve_data(theirs).data_ptr():  # type: ignore[union-attr]
+            differences.append(f"{item.index} is resolved to another shard")
+    return differences
+
+
+def test_what_megatron_shards_is_described_and_resolved_as_stock_does() -> None:
+    assert values(run_ranks(2, _differences, timeout_seconds=120)) == [[], []]

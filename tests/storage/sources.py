@@ -1,0 +1,98 @@
+"""Tensors as the engine asks for them, and the files that it must make of them."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from robust_dcp.storage.engine import WrittenFiles, write_files
+from robust_dcp.storage.item_source import ItemSource
+from robust_dcp.storage.layout import Placements, place_records
+from robust_dcp.storage.torch_zip import record_template
+from tests.storage.test_torch_zip import record_of
+from tests.support.simulated_disk import SimulatedDisk
+
+DIRECTORY = "/checkpoint"
+
+
+class ListSource:
+    """Items of a list: tensors, or bytes for an object. ``given`` is what :meth:`resolve` gives where that is not what
+    the plan expects: another value, or an exception to raise."""
+
+    def __init__(self, values: Sequence[Any], given: dict[int, Any] | None = None) -> None:
+        self.values = values
+        self.given = given or {}
+        self.asked: list[int] = []
+        self.resolved: list[tuple[int, bool, int]] = []
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def name(self, place: int) -> str:
+        return f"item {place}"
+
+    def expected(self, place: int) -> tuple[torch.dtype, torch.Size] | None:
+        self.asked.append(place)
+        value = self.values[place]
+        return (value.dtype, value.shape) if isinstance(value, torch.Tensor) else None
+
+    def resolve(self, place: int) -> Any:
+        self.resolved.append((place, torch.is_grad_enabled(), threading.get_ident()))
+        value = self.given.get(place, self.values[place])
+        if isinstance(value, BaseException):
+            raise value
+        return io.BytesIO(value) if isinstance(value, bytes) else value
+
+
+def placed(values: Sequence[Any], *, files: int) -> Placements:
+    """As the planner places them: tensors get places, bytes do not."""
+    record, header, payload = np.array([_lengths(v) for v in values], dtype=np.int64).reshape(-1, 3).T
+    return place_records(record, header, payload, files=files)
+
+
+def _lengths(value: Any) -> tuple[int, int, int]:
+    template = record_template(value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else None
+    return (-1, 0, 0) if template is None else (template.nbytes, template.header_nbytes, template.payload_nbytes)
+
+
+def placed_at(values: Sequence[torch.Tensor], gaps: Sequence[int]) -> Placements:
+    """All in one file, ``gaps`` bytes between them."""
+    lengths = np.array([_lengths(value)[0] for value in values], dtype=np.int64)
+    offsets = np.cumsum(np.array(gaps) + np.concatenate(([0], lengths[:-1])))
+    return Placements(
+        file=np.zeros(len(values), dtype=np.int32),
+        offset=offsets,
+        nbytes=lengths,
+        file_nbytes=(int(offsets[-1] + lengths[-1]),),
+        variable_file=None,
+    )
+
+
+def write(source: ItemSource, placements: Placements, disk: Any = None, **options: Any) -> WrittenFiles:
+    disk = SimulatedDisk() if disk is None else disk
+    disk.mkdirs(DIRECTORY)
+    options = {"threads": 2, "check_stop": lambda: None, **options}
+    return write_files(disk, DIRECTORY, 0, source, placements, **options)
+
+
+def content_of(disk: Any, name: str) -> bytes:
+    path = f"{DIRECTORY}/{name}"
+    buffer = bytearray(disk.size(path))
+    file = disk.open_read(path)
+    disk.pread_into(file, buffer, 0)
+    disk.close(file)
+    return bytes(buffer)
+
+
+def framed_one_by_one(values: Sequence[torch.Tensor], placements: Placements) -> list[bytes]:
+    """The files that hold each record at its place, and zeros between them."""
+    files = [bytearray(nbytes) for nbytes in placements.file_nbytes]
+    for value, file, offset in zip(values, placements.file.tolist(), placements.offset.tolist(), strict=True):
+        record = record_of(value.detach().resolve_conj().resolve_neg().contiguous())
+        files[file][offset : offset + len(record)] = record
+    return [bytes(file) for file in files]

@@ -1,0 +1,206 @@
+"""Files come out byte for byte as if each record were framed by itself, whatever is packed together."""
+
+from __future__ import annotations
+
+import gc
+import io
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from robust_dcp.errors import PlanConflict
+from robust_dcp.storage import write_order
+from robust_dcp.storage.item_source import WriteItemSource
+from robust_dcp.storage.layout import LARGE_NBYTES, place_as_they_come
+from tests.storage.sources import ListSource, content_of, framed_one_by_one, placed, placed_at, write
+from tests.storage.test_torch_zip import DTYPES, shapes, tensor_of
+from tests.support.simulated_disk import SimulatedDisk, WatchedDisk
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def transposed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.permute(tuple(reversed(range(tensor.ndim))))
+
+
+def part_of_larger(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor.reshape(-1), tensor.reshape(-1)])[tensor.numel() :].reshape(tensor.shape)
+
+
+def every_second(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.stack([tensor, tensor], -1)[..., 1]
+
+
+def lazy(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype in (torch.complex64, torch.complex128):
+        return tensor.conj()
+    return tensor.to(torch.complex64).conj().imag if tensor.dtype == torch.float32 else tensor
+
+
+class Tagged(torch.Tensor):
+    """A subclass that behaves as a plain tensor does."""
+
+
+def tagged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_subclass(Tagged)
+
+
+def parameter(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.nn.Parameter(tensor) if tensor.is_floating_point() and tensor.itemsize > 1 else tensor
+
+
+_COMMON = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn]
+_KINDS = [plain, plain, plain, transposed, part_of_larger, every_second, lazy, tagged, parameter]
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    kind = draw(st.sampled_from(_KINDS))
+    # Not every dtype can be stacked or concatenated.
+    dtype = draw(st.sampled_from(DTYPES if kind in (plain, transposed) else _COMMON))
+    shape = draw(shapes) if draw(st.integers(0, 19)) else (LARGE_NBYTES // dtype.itemsize + draw(st.integers(-1, 1)),)
+    return kind(tensor_of(dtype, shape, draw(st.integers(0, 9))))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(tensors(), min_size=1, max_size=30), st.integers(1, 3), st.sampled_from([1, 5000, 8 << 20]))
+def test_planned_files_are_those_of_records_framed_one_by_one(
+    values: list[torch.Tensor], files: int, block_nbytes: int
+) -> None:
+    placements = placed(values, files=files)
+    disk = SimulatedDisk()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write_order, "BLOCK_NBYTES", block_nbytes)
+        first = write(ListSource(values), placements, disk)
+        again = write(ListSource(values), placements, disk)
+    expected = framed_one_by_one(values, placements)
+    for written in (first, again):
+        assert [content_of(disk, name) for name in written.names] == expected
+        assert written.nbytes == sum(map(len, expected))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data(), st.lists(tensors(), min_size=1, max_size=12), st.sampled_from([5000, 8 << 20]))
+def test_what_lies_between_records_reads_as_zeros(
+    data: st.DataObject, values: list[torch.Tensor], block_nbytes: int
+) -> None:
+    gap = st.sampled_from([0, 1, 63, 64, 4096, 4097, 100_000])
+    placements = placed_at(values, data.draw(st.lists(gap, min_size=len(values), max_size=len(values))))
+    disk = SimulatedDisk()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write_order, "BLOCK_NBYTES", block_nbytes)
+        written = write(ListSource(values), placements, disk)
+    assert [content_of(disk, name) for name in written.names] == framed_one_by_one(values, placements)
+
+
+def test_thousands_of_small_tensors_go_out_in_a_few_writes() -> None:
+    values = [torch.full((256,), float(n)) for n in range(10_000)]
+    placements = placed(values, files=2)
+    disk = WatchedDisk(SimulatedDisk())
+    written = write(ListSource(values), placements, disk)
+    assert [content_of(disk, name) for name in written.names] == framed_one_by_one(values, placements)
+    blocks = [-(-nbytes // (write_order.BLOCK_NBYTES - 4096)) for nbytes in placements.file_nbytes]
+    assert disk.operations.count("pwrite") == sum(blocks) == 4
+
+
+def test_objects_and_tensors_of_unknown_length_are_placed_as_they_come() -> None:
+    values: list[Any] = [
+        b"an object",
+        torch.arange(5.0),
+        torch.eye(3).to_sparse(),
+        torch.arange(6).reshape(2, 3).t(),
+        b"",
+        torch.zeros(LARGE_NBYTES, dtype=torch.uint8),
+    ]
+    disk = SimulatedDisk()
+    placements = place_as_they_come([1] * len(values), files=2)
+    written = write(ListSource(values), placements, disk)
+    contents = [content_of(disk, name) for name in written.names]
+    for value, file, (offset, nbytes) in zip(
+        values, placements.file.tolist(), written.variable_places.tolist(), strict=True
+    ):
+        record = contents[file][offset : offset + nbytes]
+        if isinstance(value, bytes):
+            assert record == value
+        else:
+            assert torch.equal(torch.load(io.BytesIO(record), weights_only=True).to_dense(), value.to_dense())
+
+
+def test_objects_keep_their_slots_and_move_nothing_that_is_planned() -> None:
+    values: list[Any] = [b"a" * 100, torch.arange(5.0), b"b" * 100]
+    placements = placed(values, files=1)
+    disk = SimulatedDisk()
+    first = write(ListSource(values), placements, disk)
+    grown: list[Any] = [b"A" * 200, values[1], b"B" * 50]
+    again = write(ListSource(grown), placements, disk, known_places=first.variable_places)
+    assert again.variable_places[1, 0] == first.variable_places[1, 0]
+    content = content_of(disk, again.names[1])
+    for value, (offset, nbytes) in zip([grown[0], grown[2]], again.variable_places.tolist(), strict=True):
+        assert content[offset : offset + nbytes] == value
+    assert content_of(disk, again.names[0]) == content_of(disk, first.names[0])
+
+
+def test_a_plan_is_put_in_order_once_and_the_order_goes_with_it() -> None:
+    values = [torch.full((n % 7,), float(n)) for n in range(50)]
+    placements = placed(values, files=2)
+    source = ListSource(values)
+    write(source, placements)
+    assert sorted(source.asked) == list(range(50))
+    write(source, placements)
+    assert len(source.asked) == 50
+    order = weakref.ref(write_order.write_orders(placements, source)[0])
+    del placements
+    gc.collect()
+    assert order() is None
+
+
+def test_a_plan_is_not_used_for_tensors_of_another_size_and_equal_length() -> None:
+    placements = placed([torch.zeros(2, 3), torch.zeros(4)], files=1)
+    write(ListSource([torch.zeros(2, 3), torch.zeros(4)]), placements)
+    with pytest.raises(PlanConflict, match=r"\[3, 2\] for 'item 0', the plan says torch.float32 \[2, 3\]"):
+        write(ListSource([torch.zeros(3, 2), torch.zeros(4)]), placements)
+
+
+def test_data_is_asked_for_without_grad_mode_and_once() -> None:
+    values = [torch.ones(3, requires_grad=True) for _ in range(20)]
+    source = ListSource([*values, b"object"])
+    write(source, placed(source.values, files=3), threads=3)
+    assert sorted(place for place, _, _ in source.resolved) == list(range(21))
+    assert not any(grad for _, grad, _ in source.resolved)
+
+
+def test_no_items_need_no_files() -> None:
+    written = write(ListSource([]), placed([], files=2))
+    assert (written.names, written.nbytes, written.variable_places.shape) == ((), 0, (0, 2))
+
+
+def test_write_items_are_a_source() -> None:
+    tensor = torch.arange(6.0)
+    chunk = ChunkStorageMetadata(torch.Size([0]), tensor.shape)
+    items = [
+        WriteItem(
+            MetadataIndex("w"),
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk, TensorProperties(dtype=tensor.dtype), tensor.shape),
+        ),
+        WriteItem(MetadataIndex("o"), WriteItemType.BYTE_IO),
+    ]
+    source = WriteItemSource(items, lambda item: tensor if item is items[0] else io.BytesIO(b"object"))
+    assert (len(source), source.name(1)) == (2, "o")
+    assert (source.expected(0), source.expected(1)) == ((torch.float32, torch.Size([6])), None)
+    assert source.resolve(0) is tensor
+    disk = SimulatedDisk()
+    placements = placed([tensor, b""], files=1)
+    written = write(source, placements, disk)
+    fixed = framed_one_by_one([tensor], placed([tensor], files=1))
+    assert [content_of(disk, name) for name in written.names] == [*fixed, b"object"]
+    assert np.array_equal(written.variable_places, [[0, 6]])

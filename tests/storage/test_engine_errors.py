@@ -1,0 +1,122 @@
+"""What goes wrong with an item names the item, and a save that fails leaves no files."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from robust_dcp.comm import Stopped
+from robust_dcp.errors import PlanConflict, RobustCheckpointError, StorageError
+from robust_dcp.storage import write_order
+from robust_dcp.storage.layout import LARGE_NBYTES
+from tests.storage.sources import DIRECTORY, ListSource, placed, write
+from tests.support.simulated_disk import SimulatedDisk, WatchedDisk
+
+VALUES: list[Any] = [
+    torch.arange(3.0),
+    torch.zeros(LARGE_NBYTES, dtype=torch.uint8),
+    torch.arange(300.0),
+    b"an object",
+    torch.tensor(1),
+]
+
+
+@pytest.fixture
+def disk() -> Iterator[SimulatedDisk]:
+    """Empty again when the test ends."""
+    disk = SimulatedDisk()
+    yield disk
+    assert disk.list_directory(DIRECTORY) == []
+
+
+@pytest.mark.parametrize("place", range(len(VALUES)))
+def test_an_item_that_cannot_be_resolved_is_named(place: int, disk: SimulatedDisk) -> None:
+    source = ListSource(VALUES, {place: KeyError("gone")})
+    with pytest.raises(RobustCheckpointError, match=f"cannot save 'item {place}': KeyError: 'gone'") as caught:
+        write(source, placed(VALUES, files=2), disk)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 4])
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (b"bytes", "gave BytesIO for the tensor"),
+        (torch.zeros(1, 1, dtype=torch.int16), r"gave torch.int16 \[1, 1\] for"),
+    ],
+)
+def test_data_that_is_not_what_was_planned_is_refused(place: int, given: Any, found: str, disk: SimulatedDisk) -> None:
+    with pytest.raises(PlanConflict, match=f"the planner's resolve_data {found} .*item {place}'") as caught:
+        write(ListSource(VALUES, {place: given}), placed(VALUES, files=2), disk)
+    assert caught.value.key == f"item {place}"
+
+
+def test_a_tensor_whose_memory_was_freed_is_named(disk: SimulatedDisk) -> None:
+    freed = torch.arange(10.0)[3:]
+    freed.untyped_storage().resize_(0)
+    values = [torch.zeros(2), freed, torch.zeros(7)]
+    with pytest.raises(RobustCheckpointError, match="cannot save 'item 1': RuntimeError"):
+        write(ListSource(values), placed(values, files=1), disk)
+
+
+def test_a_tensor_without_data_is_named(disk: SimulatedDisk) -> None:
+    values = [torch.zeros(2), torch.zeros(2), torch.zeros(7)]
+    source = ListSource(values, {1: torch.empty(2, device="meta")})
+    with pytest.raises(RobustCheckpointError, match="cannot save 'item 1': NotImplementedError"):
+        write(source, placed(values, files=1), disk)
+
+
+@pytest.mark.parametrize("other", [torch.zeros(400), b"an object"])
+def test_an_item_that_was_placed_as_another_is_refused(other: Any) -> None:
+    placements = placed([torch.zeros(4), torch.zeros(4)], files=1)
+    with pytest.raises(PlanConflict, match="the record of 'item 1' is not the one that was planned") as caught:
+        write(ListSource([torch.zeros(4), other]), placements)
+    assert caught.value.key == "item 1"
+
+
+def test_there_must_be_an_item_for_each_place() -> None:
+    with pytest.raises(ValueError, match="expected 2 items, as many as the plan has places, got 1"):
+        write(ListSource([torch.zeros(4)]), placed([torch.zeros(4)] * 2, files=1))
+
+
+def test_a_save_that_is_given_up_elsewhere_stops_between_blocks(
+    monkeypatch: pytest.MonkeyPatch, disk: SimulatedDisk
+) -> None:
+    monkeypatch.setattr(write_order, "BLOCK_NBYTES", 10_000)
+    values = [torch.zeros(256)] * 100
+    source = ListSource(values)
+
+    def stop() -> None:
+        if len(source.resolved) > 20:
+            raise Stopped("rank 7 failed")
+
+    with pytest.raises(Stopped, match="rank 7"):
+        write(source, placed(values, files=1), disk, check_stop=stop)
+    assert 20 < len(source.resolved) < 30
+
+
+def test_the_error_of_one_thread_stops_the_others_and_is_the_one_raised(
+    monkeypatch: pytest.MonkeyPatch, disk: SimulatedDisk
+) -> None:
+    monkeypatch.setattr(write_order, "BLOCK_NBYTES", 1)
+    values = [torch.zeros(256)] * 4000
+    placements = placed(values, files=2)
+    last = int((placements.file == 0).nonzero()[0][-1])
+    source = ListSource(values, {last: ValueError("broken")})
+    with pytest.raises(RobustCheckpointError, match=f"cannot save 'item {last}': ValueError: broken"):
+        write(source, placements, disk)
+
+
+def test_whichever_call_to_the_disk_fails_its_error_is_raised_and_no_file_stays() -> None:
+    watched = WatchedDisk(SimulatedDisk())
+    write(ListSource(VALUES), placed(VALUES, files=1), watched, threads=1)
+    for number in range(1, len(watched.calls)):  # call 0 makes the directory
+        disk = WatchedDisk(SimulatedDisk(), fail_at=number)
+        with pytest.raises(StorageError, match=os.strerror(errno.EIO)):
+            write(ListSource(VALUES), placed(VALUES, files=1), disk, threads=1)
+        assert disk.list_directory(DIRECTORY) == []
