@@ -33,7 +33,7 @@ __all__ = ["WrittenFiles", "write_files"]
 Record = tuple["bytes | memoryview", ...]
 """The bytes of one item, in parts that follow each other."""
 
-SMALL_NBYTES = 64 << 10
+SMALL_NBYTES = 16 << 10
 """Where records are smaller than this on average, what Python does for each outweighs copies and checksums."""
 
 SLICE_NBYTES = 64 << 20
