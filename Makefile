@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PYTEST_ARGS ?=
 SOURCES := $(wildcard src tests demo benchmarks)
-BENCHMARKS := $(sort $(wildcard benchmarks/bench_*.py))
+BENCHMARKS := $(sort $(wildcard benchmarks/bench_*.py) $(wildcard benchmarks/planning.py))
 
 .DELETE_ON_ERROR:
 .PHONY: demo test check format bench clean
@@ -35,7 +35,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix $(SOURCES)
 
 bench: $(INSTALLED)
-	$(if $(BENCHMARKS),,@echo "benchmarks/ has no bench_*.py")
+	$(if $(BENCHMARKS),,@echo "benchmarks/ has no bench_*.py and no planning.py")
 	@set -e; for name in $(notdir $(BENCHMARKS:.py=)); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
 
 clean:

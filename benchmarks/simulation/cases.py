@@ -1,0 +1,135 @@
+"""One coordinator measured: a process of its own for each kind of model, number of ranks and items, and coordinator.
+
+Owns the rows that ``planning`` prints. The payloads of the other ranks are made beforehand, in other processes.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from benchmarks.simulation.others import SaveName
+from benchmarks.simulation.ours import OurCoordinator, SimulatedSave
+from benchmarks.simulation.payloads import Payloads
+from benchmarks.simulation.stock import StockCoordinator
+
+__all__ = ["SAVES", "Case", "Row", "Who", "measure"]
+
+Who = Literal["ours", "stock"]
+Row = dict[str, Any]
+
+SAVES: tuple[SaveName, ...] = ("first", "repeated", "patch")
+
+_MAX_ROUNDS = 5
+_MAX_ROUNDS_SECONDS = 10.0
+"""A repeated save is repeated further while that is cheap: its row is the median by CPU time."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Saves, one after the other, by one coordinator.
+
+    Attributes:
+        payloads: of the other ranks.
+        who: whose coordinator it is.
+        saves: which are measured.
+        collects_garbage: whether Python's cyclic garbage collector runs, as users have it.
+    """
+
+    payloads: Payloads
+    who: Who
+    saves: tuple[SaveName, ...] = SAVES
+    collects_garbage: bool = True
+
+
+def measure(case: Case) -> list[Row]:
+    """A row for each of the case's saves, measured in processes of their own.
+
+    Raises:
+        EOFError: such a process ended without a result; its output says why.
+    """
+    if case.who == "ours":
+        return _in_new_process(case, case.saves)
+    # Stock's first save is measured without a plan cache, as it is without options; the others are with.
+    cached = tuple(save for save in case.saves if save != "first")
+    rows = _in_new_process(case, ("first",)) if "first" in case.saves else []
+    return rows + (_in_new_process(case, cached) if cached else [])
+
+
+def _in_new_process(case: Case, saves: Sequence[SaveName]) -> list[Row]:
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(case, saves, sender))
+    process.start()
+    sender.close()  # so that a process that ends without a result is an EOFError here
+    rows: list[Row] = receiver.recv()
+    process.join()
+    return rows
+
+
+def _run(case: Case, saves: Sequence[SaveName], results: Connection) -> None:
+    torch.set_num_threads(1)
+    if not case.collects_garbage:
+        gc.disable()
+    coordinator: OurCoordinator | StockCoordinator
+    if case.who == "ours":
+        coordinator = OurCoordinator(case.payloads)
+    else:
+        coordinator = StockCoordinator(case.payloads, caching="first" not in saves)
+    with tempfile.TemporaryDirectory(dir=case.payloads.directory) as directory:
+        if "first" not in saves:
+            _save(coordinator, "first", directory)
+        results.send([_row(case, save, _median(coordinator, save, directory)) for save in saves])
+
+
+def _median(coordinator: OurCoordinator | StockCoordinator, name: SaveName, directory: str) -> SimulatedSave:
+    rounds = [_save(coordinator, name, directory)]
+    while (
+        name == "repeated"
+        and len(rounds) < _MAX_ROUNDS
+        and sum(each.watch.total.wall_seconds for each in rounds) < _MAX_ROUNDS_SECONDS
+    ):
+        rounds.append(_save(coordinator, name, directory))
+    middle = statistics.median_low(each.watch.total.cpu_seconds for each in rounds)
+    return next(each for each in rounds if each.watch.total.cpu_seconds == middle)
+
+
+def _save(coordinator: OurCoordinator | StockCoordinator, name: SaveName, directory: str) -> SimulatedSave:
+    checkpoint = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=directory))
+    return coordinator.save(name, str(checkpoint))
+
+
+def _row(case: Case, name: SaveName, save: SimulatedSave) -> Row:
+    payloads, total = case.payloads, save.watch.total
+    return {
+        "kind": payloads.kind,
+        "ranks": payloads.ranks,
+        "items_each": payloads.items,
+        "items": payloads.n_items,
+        "who": case.who,
+        "garbage_collection": case.collects_garbage,
+        "save": name,
+        "outcome": save.outcome,
+        "cpu_seconds": total.cpu_seconds,
+        "wall_seconds": total.wall_seconds,
+        "peak_nbytes": save.watch.peak_nbytes,
+        "sent_nbytes": save.sent_nbytes,
+        "arrived_nbytes": save.arrived_nbytes,
+        "returned_nbytes": save.returned_nbytes,
+        "metadata_nbytes": save.metadata_nbytes,
+        "plan_nbytes": save.plan_nbytes,
+        "written": save.n_written,
+        "steps": {
+            step: {"cpu_seconds": cost.cpu_seconds, "wall_seconds": cost.wall_seconds}
+            for step, cost in save.watch.laps.items()
+        },
+    }

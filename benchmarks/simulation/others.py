@@ -1,0 +1,99 @@
+"""The other ranks of a simulated save, as far as our coordinator hears of them.
+
+Owns what they know from save to save: their signatures, which plan they have cached, and what they keep of it. None of
+their work is measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.simulation.mailbox import COORDINATOR, Mailbox, header_of
+from benchmarks.simulation.payloads import Payloads
+from robust_dcp.comm import decode, encode
+from robust_dcp.plan.agreement import MATCHES
+from robust_dcp.plan.rank_plan import Places, RankPlanMessage, unpack_places
+from robust_dcp.plan.structure import Form, StructureTable, plan_id_of
+from robust_dcp.plan.written import WrittenMessage, news_of, word_of
+from robust_dcp.storage.engine import WrittenFiles
+
+__all__ = ["OtherRanks", "SaveName", "written_files"]
+
+SaveName = Literal["first", "repeated", "patch"]
+
+
+class OtherRanks:
+    """All ranks but the coordinator.
+
+    Args:
+        payloads: what they send before there is a plan.
+        tables: the structure of every rank, once the coordinator has planned.
+
+    Attributes:
+        kept: for each rank the places of the items that it writes, as the coordinator told it; empty for the
+            coordinator itself.
+    """
+
+    def __init__(self, payloads: Payloads, tables: Callable[[], Sequence[StructureTable]]) -> None:
+        self._payloads = payloads
+        self._tables = tables
+        self._plan_id = bytes(8)
+        self.signatures = payloads.signatures(patched=False)
+        self.kept: list[Places] = [np.empty(0, dtype=np.intp)] * payloads.ranks
+
+    def offers(self, save: SaveName) -> bytes:
+        """The headers with which they agree: all but the first save know of a plan, which may have to be patched."""
+        self.signatures = self._payloads.signatures(patched=save == "patch")
+        changed = self._payloads.ranks - 1 if save == "patch" else None
+        return b"".join(
+            header_of(
+                signature=signature,
+                plan_id=self._plan_id,
+                flags=0 if save == "first" or rank == changed else MATCHES,
+            )
+            for rank, signature in enumerate(self.signatures)
+        )
+
+    def take_replies(self, replies: Sequence[bytes]) -> None:
+        """The coordinator's word to each rank arrives."""
+        for rank, reply in enumerate(replies):
+            if rank == COORDINATOR:
+                continue
+            kept = decode(reply, RankPlanMessage).kept
+            if kept is not None:
+                self.kept[rank] = unpack_places(kept, len(self._tables()[rank]))
+        self._plan_id = plan_id_of(self.signatures)
+
+    def write(self, save: SaveName) -> Mailbox:
+        """They have written: the gather in which they tell where their objects lie."""
+        mailbox = Mailbox(Path(tempfile.mkdtemp(prefix="written-", dir=self._payloads.directory)), self._payloads.ranks)
+        words = {}
+        for rank in range(1, self._payloads.ranks):
+            written = written_files(self._tables()[rank], self.kept[rank], rank)
+            words[rank] = word_of(written)
+            places = written.variable_places
+            message = news_of(places, places if save == "repeated" else None)
+            if message is not None:
+                mailbox.post(rank, encode(message))
+        mailbox.seal(WrittenMessage, words)
+        return mailbox
+
+
+def written_files(table: StructureTable, kept: Places, rank: int) -> WrittenFiles:
+    """What a rank says of its files, with objects of lengths that differ from rank to rank."""
+    n_objects = int((table.forms[kept] == Form.VARIABLE).sum())
+    lengths = np.array([_length(rank, number) for number in range(n_objects)], dtype=np.int64)
+    offsets = np.cumsum(lengths) - lengths
+    places: npt.NDArray[np.int64] = np.column_stack([offsets, lengths]).reshape(n_objects, 2)
+    return WrittenFiles(generation=0, variable_places=places, names=(), nbytes=0)
+
+
+def _length(rank: int, number: int) -> int:
+    return 500 + hashlib.blake2b(f"{rank} {number}".encode(), digest_size=1).digest()[0]

@@ -1,0 +1,116 @@
+"""What virtual ranks send before there is a plan: made on all cores, before any coordinator is measured.
+
+Owns the folder of one case: ``first`` and ``patch`` are gathers of structures for our coordinator, ``stock`` holds the
+pickled local plans for stock's. In ``patch`` only the last rank has something to say: it has one tensor more.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+from dataclasses import dataclass, replace
+from itertools import starmap
+from pathlib import Path
+
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from benchmarks.simulation.mailbox import COORDINATOR, Mailbox
+from benchmarks.virtual_ranks import NamedItem, items_of, local_of, path_of, table_of_items
+from robust_dcp.comm import encode
+from robust_dcp.plan.local import LocalStructure
+from robust_dcp.plan.structure import ItemStructure, StructureMessage
+from robust_dcp.plan.structure.signature import SIGNATURE_NBYTES
+from robust_dcp.planner.write_items import write_item_of
+
+__all__ = ["Payloads", "coordinators_local", "prepare"]
+
+
+@dataclass(frozen=True)
+class Payloads:
+    """What the ranks of one case send. ``n_items``: of all ranks together, without the added one."""
+
+    directory: Path
+    kind: str
+    ranks: int
+    items: int
+    n_items: int
+
+    def mailbox(self, name: str) -> Mailbox:
+        """One gather, ``first`` or ``patch`` for those of structures."""
+        return Mailbox(self.directory / name, self.ranks)
+
+    def signatures(self, *, patched: bool) -> list[bytes]:
+        """Of each rank; if ``patched`` with the added tensor on the last one."""
+        data = (self.directory / "signatures").read_bytes()
+        found = [data[at : at + SIGNATURE_NBYTES] for at in range(0, len(data), SIGNATURE_NBYTES)]
+        return [*found[:-2], found[-1]] if patched else found[:-1]
+
+    def stock_plan(self, rank: int, *, added: bool = False) -> Path:
+        """The file of a rank's pickled ``SavePlan``."""
+        return self.directory / "stock" / f"{rank}{'-added' if added else ''}"
+
+
+def prepare(
+    directory: Path, kind: str, ranks: int, items: int, *, stock: bool = True, processes: int | None = None
+) -> Payloads:
+    """Make the payloads of one case.
+
+    Args:
+        directory: of this case alone; made.
+        kind: one of ``KINDS``.
+        ranks: how many.
+        items: about how many each holds.
+        stock: whether to make the plans for stock's coordinator too.
+        processes: that make them; one for each core by default, and 1 for this one.
+    """
+    payloads = Payloads(directory, kind, ranks, items, n_items=0)
+    (directory / "stock").mkdir(parents=True)
+    for name in ("first", "patch"):
+        payloads.mailbox(name)
+    tasks = [(payloads, rank, False, stock) for rank in range(ranks)]
+    tasks.append((payloads, ranks - 1, True, stock))
+    processes = processes or os.cpu_count() or 1
+    if processes == 1:
+        made = list(starmap(_make, tasks))
+    else:
+        with multiprocessing.get_context("spawn").Pool(processes) as pool:
+            made = pool.starmap(_make, tasks, chunksize=max(1, min(8, len(tasks) // 4)))
+    (directory / "signatures").write_bytes(b"".join(signature for signature, _ in made))
+    for name in ("first", "patch"):
+        payloads.mailbox(name).seal(StructureMessage)
+    return Payloads(directory, kind, ranks, items, n_items=sum(n_items for _, n_items in made[:-1]))
+
+
+def coordinators_local(payloads: Payloads) -> LocalStructure:
+    """What rank 0 itself holds."""
+    items = items_of(payloads.kind, COORDINATOR, payloads.ranks, payloads.items)
+    return local_of(table_of_items(items), payloads.ranks)
+
+
+def _make(payloads: Payloads, rank: int, added: bool, stock: bool) -> tuple[bytes, int]:
+    """The payloads of one rank; its signature, and the number of its items."""
+    items = items_of(payloads.kind, rank, payloads.ranks, payloads.items, added=added)
+    local = local_of(table_of_items(items), payloads.ranks)
+    if rank != COORDINATOR:
+        payloads.mailbox("patch" if added else "first").post(rank, encode(local.to_message()))
+    if stock:
+        payloads.stock_plan(rank, added=added).write_bytes(pickle.dumps(_stock_plan(items)))
+    return local.signature.value, len(items)
+
+
+def _stock_plan(items: list[NamedItem]) -> SavePlan:
+    """As ``DefaultSavePlanner.create_local_plan`` makes it."""
+    return SavePlan(
+        items=[_stock_item(name, structure) for name, structure in items],
+        planner_data={name: path_of(name) for name, _ in items},
+    )
+
+
+def _stock_item(name: str, structure: ItemStructure) -> WriteItem:
+    item = write_item_of(MetadataIndex(name), structure)
+    if item.tensor_data is None:
+        return item
+    # Stock's index and chunk share the offsets, which makes its messages smaller.
+    return replace(item, index=MetadataIndex(name, item.tensor_data.chunk.offsets))
