@@ -45,7 +45,7 @@ def draw(rows: Sequence[Row], path: str) -> None:
             _draw_series(axes, rows, who, save, fit)
     for save, ranks in (("first", 128), ("repeated", 1024), ("repeated", 128), ("first", 1024)):
         if {("ours", save), ("stock", save)} <= fits.keys():
-            _draw_ratio(axes, rows, save, ranks, fits)
+            _draw_ratio(axes, rows, save, ranks)
     axes.set_title(f"What a save costs its coordinator: {_items_each(rows):,} tensors, cut over all ranks", fontsize=11)
     axes.set(
         xlabel="ranks",
@@ -73,28 +73,30 @@ def _draw_series(axes: Axes, rows: Sequence[Row], who: str, save: str, fit: Fit)
         markerfacecolor=_COLOURS[who] if save == "first" else "white",
         label=label,
     )
-    last = points[-1][0]
-    if last < RANKS[-1]:
-        beyond = [last, RANKS[-1]]
+    if points[-1][0] < RANKS[-1]:
         axes.plot(
-            beyond,
-            [fit.at(ranks) for ranks in beyond],
+            [points[-1][0], RANKS[-1]],
+            [points[-1][1], _extrapolated(dict(points), RANKS[-1])],
             color=_COLOURS[who],
             linestyle=(0, (4, 3)),
             linewidth=1,
-            label="extrapolated, not measured" if save == "repeated" else None,
+            label="in proportion to the ranks: not measured" if save == "repeated" else None,
         )
 
 
-def _draw_ratio(axes: Axes, rows: Sequence[Row], save: str, ranks: int, fits: dict[tuple[str, str], Fit]) -> None:
+def _extrapolated(points: dict[int, float], ranks: int) -> float:
+    """From the largest size that was measured, in proportion: the fitted exponent of small sizes would promise more."""
+    last = max(points)
+    return points[last] * ranks / last
+
+
+def _draw_ratio(axes: Axes, rows: Sequence[Row], save: str, ranks: int) -> None:
     """An arrow from ours to stock's, with how many times less ours takes."""
-    ours = _points(rows, "ours", save).get(ranks)
+    ours, measured = _points(rows, "ours", save).get(ranks), _points(rows, "stock", save)
     if ours is None:
         return
-    stock = _points(rows, "stock", save).get(ranks)
-    is_measured = stock is not None
-    if stock is None:
-        stock = fits["stock", save].at(ranks)
+    is_measured = ranks in measured
+    stock = measured[ranks] if is_measured else _extrapolated(measured, ranks)
     at = ranks * (0.92 if save == "first" else 1.09)
     axes.annotate("", (at, ours), (at, stock), arrowprops={"arrowstyle": "<->", "color": "#888888", "lw": 0.8})
     axes.annotate(
