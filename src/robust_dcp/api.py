@@ -287,6 +287,8 @@ def _save_report(session: SaveSession, clock: PhaseClock, writer: RobustWriter, 
         differing_objects=session.differing_objects,
         total_nbytes=None if session.coordinator is None else session.coordinator.nbytes,
         files=() if written is None else written.names,
+        how=() if written is None else written.how,
+        peak_buffer_nbytes=0 if written is None else written.peak_buffer_nbytes,
         _read_metadata=lambda: RobustReader(path).read_metadata(),
     )
 

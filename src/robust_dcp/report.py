@@ -83,6 +83,8 @@ class SaveReport(_Report):
             Only the copy of the lowest of them is in the checkpoint.
         total_nbytes: bytes of tensor data that all ranks wrote together; ``None`` on ranks that do not know.
         files: the files of this rank.
+        how: how this rank's files were written: ``direct``, or ``buffered`` and why.
+        peak_buffer_nbytes: the most memory that data of this rank passed through at any time.
     """
 
     plan: PlanOutcome = "built"
@@ -91,6 +93,8 @@ class SaveReport(_Report):
     differing_objects: dict[str, tuple[int, ...]] = field(default_factory=dict)
     total_nbytes: int | None = None
     files: tuple[str, ...] = ()
+    how: tuple[str, ...] = ()
+    peak_buffer_nbytes: int = 0
     _read_metadata: Callable[[], Metadata] | None = field(default=None, repr=False, compare=False)
 
     @cached_property
@@ -106,7 +110,8 @@ class SaveReport(_Report):
     def __str__(self) -> str:
         return self._lines(
             f"saved {self.checkpoint_id} (rank {self.rank} of {self.world_size}): {self.items} items, "
-            f"{sizes_in_words(self.nbytes)} in {self.seconds:.3f} s; plan {self.plan}: {self.reason}"
+            f"{sizes_in_words(self.nbytes)} in {self.seconds:.3f} s"
+            f"{''.join(f', {how}' for how in self.how)}; plan {self.plan}: {self.reason}"
         )
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from robust_dcp.storage.engine import WrittenFiles, write_files
 from robust_dcp.storage.item_source import ItemSource
 from robust_dcp.storage.layout import Placements, place_records
 from robust_dcp.storage.torch_zip import record_template
+from robust_dcp.storage.write_options import WriteOptions
 from tests.storage.test_torch_zip import record_of
 from tests.support.simulated_disk import SimulatedDisk
 
@@ -73,15 +75,33 @@ def placed_at(values: Sequence[torch.Tensor], gaps: Sequence[int]) -> Placements
     )
 
 
-def write(source: ItemSource, placements: Placements, disk: Any = None, **options: Any) -> WrittenFiles:
+def write(
+    source: ItemSource,
+    placements: Placements,
+    disk: Any = None,
+    *,
+    directory: str = DIRECTORY,
+    check_stop: Callable[[], None] = lambda: None,
+    known_places: npt.NDArray[np.int64] | None = None,
+    **options: Any,
+) -> WrittenFiles:
+    """``options`` are those of :class:`WriteOptions`."""
     disk = SimulatedDisk() if disk is None else disk
-    disk.mkdirs(DIRECTORY)
-    options = {"threads": 2, "check_stop": lambda: None, **options}
-    return write_files(disk, DIRECTORY, 0, source, placements, **options)
+    disk.mkdirs(directory)
+    return write_files(
+        disk,
+        directory,
+        0,
+        source,
+        placements,
+        options=WriteOptions(**options),
+        check_stop=check_stop,
+        known_places=known_places,
+    )
 
 
-def content_of(disk: Any, name: str) -> bytes:
-    path = f"{DIRECTORY}/{name}"
+def content_of(disk: Any, name: str, directory: str = DIRECTORY) -> bytes:
+    path = f"{directory}/{name}"
     buffer = bytearray(disk.size(path))
     file = disk.open_read(path)
     disk.pread_into(file, buffer, 0)

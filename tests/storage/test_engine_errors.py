@@ -12,7 +12,6 @@ import torch
 
 from robust_dcp.comm import Stopped
 from robust_dcp.errors import PlanConflict, RobustCheckpointError, StorageError
-from robust_dcp.storage import write_order
 from robust_dcp.storage.layout import LARGE_NBYTES
 from tests.storage.sources import DIRECTORY, ListSource, placed, write
 from tests.support.simulated_disk import SimulatedDisk, WatchedDisk
@@ -84,10 +83,7 @@ def test_there_must_be_an_item_for_each_place() -> None:
         write(ListSource([torch.zeros(4)]), placed([torch.zeros(4)] * 2, files=1))
 
 
-def test_a_save_that_is_given_up_elsewhere_stops_between_blocks(
-    monkeypatch: pytest.MonkeyPatch, disk: SimulatedDisk
-) -> None:
-    monkeypatch.setattr(write_order, "BLOCK_NBYTES", 10_000)
+def test_a_save_that_is_given_up_elsewhere_stops_between_blocks(disk: SimulatedDisk) -> None:
     values = [torch.zeros(256)] * 100
     source = ListSource(values)
 
@@ -96,20 +92,17 @@ def test_a_save_that_is_given_up_elsewhere_stops_between_blocks(
             raise Stopped("rank 7 failed")
 
     with pytest.raises(Stopped, match="rank 7"):
-        write(source, placed(values, files=1), disk, check_stop=stop)
-    assert 20 < len(source.resolved) < 30
+        write(source, placed(values, files=1), disk, check_stop=stop, block_bytes=16 << 10)
+    assert 20 < len(source.resolved) < 35
 
 
-def test_the_error_of_one_thread_stops_the_others_and_is_the_one_raised(
-    monkeypatch: pytest.MonkeyPatch, disk: SimulatedDisk
-) -> None:
-    monkeypatch.setattr(write_order, "BLOCK_NBYTES", 1)
+def test_the_error_of_one_thread_stops_the_others_and_is_the_one_raised(disk: SimulatedDisk) -> None:
     values = [torch.zeros(256)] * 4000
     placements = placed(values, files=2)
     last = int((placements.file == 0).nonzero()[0][-1])
     source = ListSource(values, {last: ValueError("broken")})
     with pytest.raises(RobustCheckpointError, match=f"cannot save 'item {last}': ValueError: broken"):
-        write(source, placements, disk)
+        write(source, placements, disk, block_bytes=8192)
 
 
 def test_whichever_call_to_the_disk_fails_its_error_is_raised_and_no_file_stays() -> None:

@@ -16,7 +16,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from robust_dcp.storage.direct.alignment import Alignment
 from robust_dcp.storage.disk import Disk, OpenFile, storage_error
+
+_ALIGNMENT = Alignment(memory=64, offset=512)
 
 
 class Unsynced(Enum):
@@ -64,9 +69,14 @@ class _Directory:
 
 
 class SimulatedDisk:
-    """A :class:`Disk` in memory, with a page cache that a crash loses. Paths are absolute; no symbolic links."""
+    """A :class:`Disk` in memory, with a page cache that a crash loses. Paths are absolute; no symbolic links.
 
-    def __init__(self) -> None:
+    Args:
+        alignment: what direct I/O on it asks for, and is refused without (EINVAL); ``None`` if it has none.
+    """
+
+    def __init__(self, alignment: Alignment | None = _ALIGNMENT) -> None:
+        self._alignment = alignment
         self._directories: dict[str, _Directory] = {"/": _Directory()}
         self._open: dict[int, _Inode] = {}
         self._next_fd = 1000
@@ -76,7 +86,7 @@ class SimulatedDisk:
         names replayed up to any one of them."""
         for unsynced in Unsynced:
             for changes in range(max(len(d.pending) for d in self._directories.values()) + 1):
-                disk = SimulatedDisk()
+                disk = SimulatedDisk(self._alignment)
                 inodes: dict[int, _Inode] = {}
                 for path, directory in self._directories.items():
                     names = directory.replayed(changes)
@@ -100,7 +110,14 @@ class SimulatedDisk:
             raise self._error("create", path, errno.EEXIST)
         inode = _Inode()
         directory.pending.append(lambda names: names.__setitem__(name, inode))
-        return self._opened(path, inode)
+        file = self._opened(path, inode)
+        if direct:
+            file.alignment = self._alignment
+            file.why_buffered = "" if self._alignment else "it is simulated"
+        return file
+
+    def use_page_cache(self, file: OpenFile, why: str) -> None:
+        file.alignment, file.why_buffered = None, why
 
     def open_read(self, path: str, *, direct: bool = False) -> OpenFile:
         return self._opened(path, self._inode(path, "open"))
@@ -113,9 +130,18 @@ class SimulatedDisk:
         cached = self._open[file.fd].cached
         for buffer in data if isinstance(data, (list, tuple)) else [data]:
             view = memoryview(buffer).cast("B")
+            self._check_alignment(file, view, offset)
             cached.extend(bytes(max(0, offset + view.nbytes - len(cached))))
             cached[offset : offset + view.nbytes] = view
             offset += view.nbytes
+
+    def _check_alignment(self, file: OpenFile, view: memoryview, offset: int) -> None:
+        needed = file.alignment
+        if needed is None or view.nbytes == 0:
+            return
+        address = np.frombuffer(view, dtype=np.uint8).ctypes.data
+        if address % needed.memory or offset % needed.offset or view.nbytes % needed.offset:
+            raise self._error("write", file.path, errno.EINVAL)
 
     def pread_into(self, file: OpenFile, buffer: Any, offset: int) -> int:
         view = memoryview(buffer).cast("B")

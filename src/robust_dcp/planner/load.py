@@ -20,6 +20,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.tensor import DTensor
 
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict
+from robust_dcp.planner.load_items import PlannedReads, plan_reads
+from robust_dcp.storage.garbage import without_garbage_collection
 from robust_dcp.storage.objects import check_object
 
 __all__ = ["RobustLoadPlanner"]
@@ -71,14 +73,21 @@ class RobustLoadPlanner(DefaultLoadPlanner):
     def _saved(self) -> Mapping[str, Any]:
         return {} if self.metadata is None else self.metadata.state_dict_metadata
 
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        with without_garbage_collection():
+            super().set_up_planner(state_dict, metadata, is_coordinator)
+
     def create_local_plan(self) -> LoadPlan:
         if self.metadata is None:
             raise ValueError("set_up_planner was not given the checkpoint's metadata")
-        plan = self._checked_plan(self.metadata)
-        _check_filled(plan, self.state_dict, self.metadata)
-        return plan
+        with without_garbage_collection():
+            planned = self._checked_plan(self.metadata)
+            _check_filled(planned, self.state_dict, self.metadata)
+        return LoadPlan(planned.items)
 
-    def _checked_plan(self, metadata: Metadata) -> LoadPlan:
+    def _checked_plan(self, metadata: Metadata) -> PlannedReads:
         before = self.state_dict
         problems = self._problems()
         if problems and problems[0].startswith("Missing"):
@@ -87,14 +96,25 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             if self.state_dict is not before:
                 problems = self._problems()
             if not problems and plan is not None:
-                return plan
+                return PlannedReads(plan.items, set())
         if problems:
             raise PlanConflict(
                 f"the state dict does not fit the checkpoint, {len(problems)} problem(s): "
                 + "; ".join(problems[:_SHOWN])
                 + (f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else "")
             )
-        return super().create_local_plan()
+        if self._may_have_old_names():
+            return PlannedReads(super().create_local_plan().items, set())
+        return plan_reads(self.state_dict, metadata)
+
+    def _may_have_old_names(self) -> bool:
+        """Whether keys that are not asked for may be older names of those that are: the latter then have a list on
+        their path."""
+        return (
+            self.flatten_state_dict
+            and not self._saved.keys() <= self.state_dict.keys()
+            and any(isinstance(part, int) for path in self.mappings.values() for part in path)
+        )
 
     def _stock_plan(self) -> LoadPlan | None:
         try:
@@ -159,17 +179,17 @@ def _hint(key: str, saved: list[str]) -> str:
     return f" (it has {close[0]!r})" if close else ""
 
 
-def _check_filled(plan: LoadPlan, state_dict: Mapping[str, Any], metadata: Metadata) -> None:
+def _check_filled(plan: PlannedReads, state_dict: Mapping[str, Any], metadata: Metadata) -> None:
     """Every element that is asked for must be in some chunk: stock leaves the others as they were, silently."""
     wanted: dict[str, int] = {}
     planned: dict[str, int] = defaultdict(int)
-    for item in plan.items:
-        if item.type == LoadItemType.TENSOR:
-            planned[item.dest_index.fqn] += math.prod(item.lengths)
-    for key, value in state_dict.items():
+    for key in state_dict.keys() - plan.filled:
         if isinstance(metadata.state_dict_metadata.get(key), TensorStorageMetadata):
-            wanted[key] = _local_numel(value)
-    short = [key for key, numel in wanted.items() if planned[key] < numel]
+            wanted[key] = _local_numel(state_dict[key])
+    for item in plan.items if wanted else ():
+        if item.type == LoadItemType.TENSOR and item.dest_index.fqn in wanted:
+            planned[item.dest_index.fqn] += math.prod(item.lengths)
+    short = sorted(key for key, numel in wanted.items() if planned[key] < numel)
     if short:
         raise CorruptCheckpoint(
             f"the checkpoint's chunks do not fill {short[0]!r}: {planned[short[0]]} of {wanted[short[0]]} elements "

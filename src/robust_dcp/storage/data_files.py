@@ -1,6 +1,7 @@
 """The data files of one rank: made under names that nobody has, thrown away if the save fails.
 
-Owns the choice of names (design: no byte of a committed checkpoint is overwritten) and the clean-up after a failure.
+Owns the choice of names (design: no byte of a committed checkpoint is overwritten), the links to files on other mounts
+(``stripes`` says where), and the clean-up after a failure.
 """
 
 from __future__ import annotations
@@ -14,38 +15,70 @@ from dataclasses import dataclass
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.disk import Disk, OpenFile
 from robust_dcp.storage.paths import data_file_name
+from robust_dcp.storage.stripes import stripe_of
 
 __all__ = ["DataFile", "create_data_files", "discard"]
 
 
 @dataclass(eq=False)
 class DataFile:
-    """One open file of a save in progress. ``nbytes`` is its length once it has been written."""
+    """One open file of a save in progress.
+
+    Attributes:
+        number: among the rank's files.
+        generation: part of its name.
+        file: open for writing.
+        link: the path of the symbolic link to it in the checkpoint's directory; ``None`` if it lies there itself.
+        nbytes: its length once it has been written.
+    """
 
     number: int
     generation: int
     file: OpenFile
+    link: str | None = None
     nbytes: int = 0
 
+    @property
+    def name(self) -> str:
+        """Relative to the checkpoint's directory."""
+        return os.path.basename(self.file.path)
 
-def create_data_files(disk: Disk, directory: str, rank: int, file_nbytes: Sequence[int]) -> list[DataFile]:
-    """Create ``len(file_nbytes)`` files for ``rank``, all of one generation, and reserve their space.
+
+def create_data_files(
+    disk: Disk,
+    directory: str,
+    rank: int,
+    file_nbytes: Sequence[int],
+    *,
+    direct: bool = False,
+    stripes: Sequence[str] = (),
+) -> list[DataFile]:
+    """Create ``len(file_nbytes)`` files for ``rank``, all of one generation.
 
     The generation is 0 in a fresh directory (``__0_0.distcp``); where files of an older save are in the way it is the
     first whose names are all free (``__0_0.1.distcp``). Files are created exclusively, so neither another process nor
     a stale directory listing can make this overwrite anything.
 
+    Args:
+        direct: ask for direct I/O.
+        stripes: existing directories that take the files in turn; ``directory`` then gets links to them.
+
     Raises:
-        StorageError: no space, no permission, …; the files made so far are removed.
+        StorageError: no permission, no space for a name, …; the files made so far are removed.
     """
     generation = 0
     while True:
         files: list[DataFile] = []
         try:
-            for number, nbytes in enumerate(file_nbytes):
-                path = os.path.join(directory, data_file_name(rank, number, generation))
-                files.append(DataFile(number, generation, disk.open_new(path)))
-                disk.preallocate(files[-1].file, nbytes)
+            for number in range(len(file_nbytes)):
+                name = data_file_name(rank, number, generation)
+                place = stripe_of(rank, number, stripes) if stripes else directory
+                file = DataFile(number, generation, disk.open_new(os.path.join(place, name), direct=direct))
+                files.append(file)
+                if stripes:
+                    link = os.path.join(directory, name)
+                    disk.symlink(file.file.path, link)
+                    file.link = link  # only now: one that was there already is not ours to remove
             return files
         except BaseException as error:
             discard(disk, files)
@@ -61,3 +94,6 @@ def discard(disk: Disk, files: Sequence[DataFile]) -> None:
             disk.close(file.file)
         with contextlib.suppress(StorageError):
             disk.unlink(file.file.path)
+        if file.link is not None:
+            with contextlib.suppress(StorageError):
+                disk.unlink(file.link)

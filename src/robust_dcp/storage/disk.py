@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from robust_dcp.errors import StorageError
+from robust_dcp.storage.direct.alignment import Alignment, alignment_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -22,6 +24,8 @@ __all__ = ["Disk", "OpenFile", "PosixDisk", "storage_error"]
 
 # One call takes at most IOV_MAX buffers: 1024 on Linux, macOS and the BSDs.
 _BUFFERS_PER_CALL: Final = 1024
+
+_O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
 
 _ADVICE: Final = {
     errno.ENOSPC: "the file system is full: free space, or save elsewhere; the last committed checkpoint is untouched",
@@ -48,17 +52,22 @@ def storage_error(operation: str, path: str, error: OSError) -> StorageError:
 
 
 class OpenFile:
-    """An open file: its path (for error messages), its descriptor, and whether it was given up.
+    """An open file: its path (for error messages), its descriptor, how it takes bytes, and whether it was given up.
+
+    ``alignment`` is what direct I/O on it asks for, and ``None`` while its bytes go through the page cache;
+    ``why_buffered`` says why they do although direct I/O was asked for.
 
     ``given_up`` is set by a failed fsync. The kernel may then have dropped the dirty pages and marked them clean, so
     that a second fsync would succeed without the data being on disk: such a file is only closed and written anew.
     """
 
-    __slots__ = ("fd", "given_up", "path")
+    __slots__ = ("alignment", "fd", "given_up", "path", "why_buffered")
 
-    def __init__(self, path: str, fd: int) -> None:
+    def __init__(self, path: str, fd: int, alignment: Alignment | None = None) -> None:
         self.path = path
         self.fd = fd
+        self.alignment = alignment
+        self.why_buffered = ""
         self.given_up = False
 
     def __repr__(self) -> str:
@@ -72,10 +81,14 @@ class Disk(Protocol):
     """
 
     def open_new(self, path: str, *, direct: bool = False) -> OpenFile:
-        """Create ``path`` for writing; it must not exist. ``direct`` asks for O_DIRECT (EINVAL where it is refused)."""
+        """Create ``path`` for writing; it must not exist. ``direct`` asks for O_DIRECT; where the file system has no
+        such thing the file is open all the same, and has no ``alignment``."""
 
     def open_read(self, path: str, *, direct: bool = False) -> OpenFile:
-        """Open an existing file for reading."""
+        """Open an existing file for reading. ``direct`` asks for O_DIRECT (EINVAL where it is refused)."""
+
+    def use_page_cache(self, file: OpenFile, why: str) -> None:
+        """Go on without O_DIRECT: writes that its ``alignment`` would not allow are allowed from here on."""
 
     def close(self, file: OpenFile) -> None:
         """Close ``file``; a second close does nothing."""
@@ -127,10 +140,19 @@ class PosixDisk:
     """:class:`Disk` over the operating system's calls. Has no state; interrupted calls are repeated by Python."""
 
     def open_new(self, path: str, *, direct: bool = False) -> OpenFile:
-        return _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "create", direct)
+        file = _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "create", direct=False)
+        if direct:
+            # Not O_DIRECT in open(2): where that is refused the file may have been made nevertheless.
+            _ask_for_direct(file)
+        return file
 
     def open_read(self, path: str, *, direct: bool = False) -> OpenFile:
         return _open(path, os.O_RDONLY, "open", direct)
+
+    def use_page_cache(self, file: OpenFile, why: str) -> None:
+        flags = _call("set flags of", file.path, fcntl.fcntl, file.fd, fcntl.F_GETFL)
+        _call("set flags of", file.path, fcntl.fcntl, file.fd, fcntl.F_SETFL, flags & ~_O_DIRECT)
+        file.alignment, file.why_buffered = None, why
 
     def close(self, file: OpenFile) -> None:
         fd, file.fd = file.fd, -1
@@ -253,10 +275,25 @@ def _call(operation: str, path: str, function: Callable[..., Any], *args: Any) -
 
 def _open(path: str, flags: int, operation: str, direct: bool) -> OpenFile:
     if direct:
-        if not hasattr(os, "O_DIRECT"):
+        if not _O_DIRECT:
             raise storage_error(operation, path, OSError(errno.EINVAL, "this system has no O_DIRECT"))
-        flags |= os.O_DIRECT
+        flags |= _O_DIRECT
     return OpenFile(path, _call(operation, path, os.open, path, flags | os.O_CLOEXEC, 0o666))
+
+
+def _ask_for_direct(file: OpenFile) -> None:
+    if not _O_DIRECT:
+        file.why_buffered = "this system has no O_DIRECT"
+        return
+    try:
+        fcntl.fcntl(file.fd, fcntl.F_SETFL, fcntl.fcntl(file.fd, fcntl.F_GETFL) | _O_DIRECT)
+    except OSError as error:
+        file.why_buffered = f"the file system refuses O_DIRECT: {error.strerror}"
+        return
+    file.alignment = alignment_of(file.fd)
+    if file.alignment is None:
+        fcntl.fcntl(file.fd, fcntl.F_SETFL, fcntl.fcntl(file.fd, fcntl.F_GETFL) & ~_O_DIRECT)
+        file.why_buffered = "the file system has no direct I/O"
 
 
 def _byte_views(data: Buffer | Sequence[Buffer]) -> list[memoryview]:

@@ -1,43 +1,35 @@
 """Writes the files of one rank: every record to its place, checksummed on the way, on a few threads.
 
-Owns threads and the order write, ``fsync``, close. Never decides places (``layout``) or pieces (``write_order``), nor
+Owns threads, memory and what becomes of errors. Never decides places (``layout``) or pieces (``write_order``), nor
 makes a checkpoint visible (``commit``). Called by ``writer``.
 """
 
 from __future__ import annotations
 
-import io
-import os
+import errno
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from robust_dcp.staging import to_host
-from robust_dcp.storage.checksum import crc32
+from robust_dcp.errors import StorageError
+from robust_dcp.staging import POOL, DeviceCopies
 from robust_dcp.storage.data_files import DataFile, create_data_files, discard
+from robust_dcp.storage.direct.paged_file import PagedFile
 from robust_dcp.storage.disk import Disk
-from robust_dcp.storage.item_source import ItemSource, NamedErrors, planned_tensor
-from robust_dcp.storage.layout import LARGE_NBYTES, PAGE_NBYTES, RECORD_ALIGNMENT, Placements, Slot, slots_of
-from robust_dcp.storage.pack import Block, pack
-from robust_dcp.storage.torch_zip import RecordTemplate, is_fixed_size, payload_view, record_template
-from robust_dcp.storage.write_order import BLOCK_NBYTES, LargeRecord, WriteOrder, write_orders
+from robust_dcp.storage.item_source import ItemSource
+from robust_dcp.storage.large_record import Outlet
+from robust_dcp.storage.layout import PAGE_NBYTES, Placements, slots_of
+from robust_dcp.storage.steps import FileSteps, Step, StepQueue, Surroundings
+from robust_dcp.storage.stripes import stripe_directories
+from robust_dcp.storage.write_options import BLOCKS_PER_THREAD, WriteOptions
+from robust_dcp.storage.write_order import write_orders
 
 __all__ = ["WrittenFiles", "write_files"]
-
-Record = tuple["bytes | memoryview", ...]
-"""The bytes of one item, in parts that follow each other."""
-
-SMALL_NBYTES = 16 << 10
-"""Where records are smaller than this on average, what Python does for each outweighs copies and checksums."""
-
-SLICE_NBYTES = 64 << 20
-"""Large payloads go out in writes of this size; between two of them the thread looks whether it shall stop."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,12 +41,16 @@ class WrittenFiles:
         variable_places: int64 ``[v, 2]``, offset and length of each item of variable size, in plan order.
         names: the files, relative to the directory.
         nbytes: bytes written.
+        how: ``direct``, or ``buffered`` and why; one for each way that a file went.
+        peak_buffer_nbytes: the most memory that bytes passed through at any time.
     """
 
     generation: int
     variable_places: npt.NDArray[np.int64]
     names: tuple[str, ...]
     nbytes: int
+    how: tuple[str, ...] = ()
+    peak_buffer_nbytes: int = 0
 
 
 def write_files(
@@ -64,7 +60,7 @@ def write_files(
     source: ItemSource,
     placements: Placements,
     *,
-    threads: int,
+    options: WriteOptions,
     check_stop: Callable[[], None],
     known_places: npt.NDArray[np.int64] | None = None,
 ) -> WrittenFiles:
@@ -81,187 +77,124 @@ def write_files(
         PlanConflict: if an item is not what was planned.
         RobustCheckpointError: if an item cannot be resolved; names the item.
     """
-    orders = write_orders(placements, source)
-    files = create_data_files(disk, directory, rank, placements.file_nbytes)
-    failed, packing = threading.Event(), threading.Lock()
-    slots = slots_of(placements, known_places)
-
-    def write(file: DataFile) -> list[tuple[int, int, int]]:
-        try:
-            with torch.no_grad():  # grad mode is each thread's own
-                writer = _FileWriter(disk, file, source, check_stop, failed, packing)
-                return writer.write(orders[file.number], slots)
-        except BaseException:
-            failed.set()
-            raise
-
+    stripes = stripe_directories(disk, directory, options.stripe_paths) if options.stripe_paths else []
+    for stripe in stripes:
+        disk.mkdirs(stripe)
+    direct = options.direct is not False
+    files = create_data_files(disk, directory, rank, placements.file_nbytes, direct=direct, stripes=stripes)
     try:
-        with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="robust_dcp-write") as pool:
-            tasks = [pool.submit(write, file) for file in files]
-        places = [place for task in _first_error_first(tasks) for place in task]
-        disk.fsync_directory(directory)
+        page_nbytes = _page_nbytes(files, options)
+        threads, block_nbytes = options.fitted(page_nbytes)
+        orders = write_orders(placements, source, block_nbytes)
+        crew = _Crew(check_stop)
+        with POOL.lease(block_nbytes, threads * BLOCKS_PER_THREAD) as lease:
+            around = Surroundings(source, slots_of(placements, known_places), crew.stop_if_told)
+            steps = []
+            for file, order, nbytes in zip(files, orders, placements.file_nbytes, strict=True):
+                disk.preallocate(file.file, -(-nbytes // page_nbytes) * page_nbytes)
+                paged = PagedFile(disk, file.file, page_nbytes, must_be_direct=options.direct is True)
+                outlet = Outlet(paged, lease, crew.copies, options.checksums)
+                steps.append(FileSteps(file, order, nbytes, outlet, around))
+            # The last file may hold what only one thread can write: it comes first.
+            crew.run(StepQueue(steps[::-1]), threads)
+        for place in (directory, *stripes):
+            disk.fsync_directory(place)
     except BaseException:
         discard(disk, files)
         raise
-    places.sort()
     return WrittenFiles(
         generation=files[0].generation if files else 0,
-        variable_places=np.array([place[1:] for place in places], dtype=np.int64).reshape(-1, 2),
-        names=tuple(os.path.basename(file.file.path) for file in files),
+        variable_places=np.array([place[1:] for place in sorted(around.appended)], dtype=np.int64).reshape(-1, 2),
+        names=tuple(file.name for file in files),
         nbytes=sum(file.nbytes for file in files),
+        how=tuple(sorted({_how(file) for file in files})),
+        peak_buffer_nbytes=lease.used_nbytes,
     )
 
 
-def _first_error_first(tasks: Sequence[Future[list[tuple[int, int, int]]]]) -> list[list[tuple[int, int, int]]]:
-    """The results of all tasks; raises the error that stopped the others rather than "stopped"."""
-    errors = [error for task in tasks if (error := task.exception()) is not None]
-    for error in errors:
-        if not isinstance(error, _SiblingFailed):
-            raise error
-    return [task.result() for task in tasks]
+def _page_nbytes(files: Sequence[DataFile], options: WriteOptions) -> int:
+    """The bytes that go out together: whole pages of memory, and of whatever the file systems count in."""
+    for file in files:
+        if options.direct is True and file.file.alignment is None:
+            raise StorageError(
+                f"{file.file.path} cannot be written by direct I/O, and direct=True: {file.file.why_buffered}; leave "
+                "direct at None to go through the page cache there",
+                path=file.file.path,
+                errno=errno.EINVAL,
+                operation="create",
+            )
+    return max([PAGE_NBYTES, *(file.file.alignment.offset for file in files if file.file.alignment is not None)])
+
+
+def _how(file: DataFile) -> str:
+    if file.file.alignment is not None:
+        return "direct"
+    return f"buffered: {file.file.why_buffered}" if file.file.why_buffered else "buffered"
 
 
 class _SiblingFailed(Exception):
     """Another thread of this rank failed; its error is the one to raise."""
 
 
-class _FileWriter:
-    """Writes one file from front to back."""
+class _Crew:
+    """The threads of one save."""
 
-    def __init__(
-        self,
-        disk: Disk,
-        file: DataFile,
-        source: ItemSource,
-        check_stop: Callable[[], None],
-        sibling_failed: threading.Event,
-        packing: threading.Lock,
-    ) -> None:
-        self._disk = disk
-        self._file = file
-        self._source = source
+    def __init__(self, check_stop: Callable[[], None]) -> None:
         self._check_stop = check_stop
-        self._sibling_failed = sibling_failed
-        self._packing = packing
-        self._packed = np.empty(0, dtype=np.uint8)
-        self._pending = bytearray()
-        self._end = 0
+        self._failed = threading.Event()
+        self.copies = DeviceCopies()
 
-    def write(self, order: WriteOrder, slots: dict[int, Slot]) -> list[tuple[int, int, int]]:
-        """Write all records of this file; (place in plan, offset, length) of those of variable size."""
-        blocks = [piece for piece in order.fixed if isinstance(piece, Block)]
-        self._packed = np.empty(max((block.nbytes for block in blocks), default=0), dtype=np.uint8)
-        for piece in order.fixed:
-            if isinstance(piece, Block):
-                self._write_block(piece)
-            else:
-                self._write_large(piece)
-        variable = self._write_variable(order.variable, slots)
-        self._flush()
-        self._disk.fsync(self._file.file)
-        self._disk.close(self._file.file)
-        self._file.nbytes = self._end
-        return variable
+    def run(self, queue: StepQueue, threads: int) -> None:
+        """Do all steps; raises the error that stopped the others rather than "stopped"."""
+        with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="robust_dcp-write") as pool:
+            try:
+                tasks = [pool.submit(self._work, queue) for _ in range(threads)]
+                errors = [error for task in tasks if (error := task.exception()) is not None]
+            except BaseException:  # an interrupt: the threads end at their next block
+                self._failed.set()
+                raise
+        for error in sorted(errors, key=lambda error: isinstance(error, _SiblingFailed)):
+            raise error
 
-    def _write_block(self, block: Block) -> None:
-        self._flush()
-        # Many small items are work for the interpreter, which runs one thread at a time: two that take turns at every
-        # call that lets go of the GIL need twice the time of one. So one packs while the others write.
-        with self._packing if block.nbytes < SMALL_NBYTES * len(block.places) else nullcontext():
-            pack(block, self._source, self._packed)
-        self._stop_if_told()
-        self._disk.pwrite(self._file.file, self._packed[: block.nbytes].data, block.offset)
-        self._end = block.offset + block.nbytes
-
-    def _write_large(self, large: LargeRecord) -> None:
-        with NamedErrors(self._source, large.place):
-            record = _framed(large.template, to_host(planned_tensor(self._source, large.place, large.template)))
-        self._append_all(record, large.offset)
-
-    def _write_variable(self, places: Sequence[int], slots: dict[int, Slot]) -> list[tuple[int, int, int]]:
-        """Each to its slot if it has one and fits; the others to the end of the file."""
-        written: list[tuple[int, int, int]] = []
-        too_large: list[tuple[int, Record]] = []
-        for place in sorted(places, key=lambda place: slots[place].offset) if slots else places:
-            record = self._variable_record(place)
-            slot = slots.get(place)
-            if slot is not None and sum(map(len, record)) > slot.nbytes:
-                too_large.append((place, record))
-            else:
-                written.append((place, *self._append_variable(record, None if slot is None else slot.offset)))
-        written.extend((place, *self._append_variable(record, None)) for place, record in too_large)
-        return written
-
-    def _variable_record(self, place: int) -> Record:
-        """The bytes of an item whose length was not planned."""
-        with NamedErrors(self._source, place):
-            data = self._source.resolve(place)
-            if not isinstance(data, torch.Tensor):
-                return (data.getbuffer(),)
-            template = record_template(data.dtype, tuple(data.shape)) if is_fixed_size(data) else None
-            if template is not None:
-                return _framed(template, to_host(data))
-            buffer = io.BytesIO()
-            torch.save(_compact(data), buffer)
-            return (buffer.getbuffer(),)
-
-    def _append_variable(self, record: Record, offset: int | None) -> tuple[int, int]:
-        """Write a record at ``offset``, or at the next free place; (offset, length)."""
-        if offset is None:
-            offset = -(-self._end // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
-        self._append_all(record, offset)
-        return offset, self._end - offset
-
-    def _append_all(self, record: Record, offset: int) -> None:
-        self._append(b"", at=offset)
-        for part in record:
-            self._append(part)
-
-    def _append(self, data: bytes | memoryview, at: int | None = None) -> None:
-        """Add bytes at the end of the file, or at ``at`` after it; what lies between reads as zeros."""
-        gap = 0 if at is None else at - self._end
-        if gap > PAGE_NBYTES:
-            self._flush()
-            self._end += gap
-        elif gap > 0:
-            self._pending += bytes(gap)
-            self._end += gap
-        if len(data) < LARGE_NBYTES:
-            self._pending += data
-            self._end += len(data)
-            if len(self._pending) >= BLOCK_NBYTES:
-                self._flush()
-            return
-        self._flush()
-        view = memoryview(data)
-        for start in range(0, len(view), SLICE_NBYTES):
-            self._stop_if_told()
-            part = view[start : start + SLICE_NBYTES]
-            self._disk.pwrite(self._file.file, part, self._end)
-            self._end += len(part)
-
-    def _flush(self) -> None:
-        """Write what was appended and is not yet written."""
-        self._stop_if_told()
-        if self._pending:
-            self._disk.pwrite(self._file.file, self._pending, self._end - len(self._pending))
-            self._pending = bytearray()
-
-    def _stop_if_told(self) -> None:
-        if self._sibling_failed.is_set():
+    def stop_if_told(self) -> None:
+        if self._failed.is_set():
             raise _SiblingFailed
         self._check_stop()
 
+    def _work(self, queue: StepQueue) -> None:
+        try:
+            # Grad mode and the stream are each thread's own.
+            with torch.no_grad(), self.copies.in_this_thread():
+                self._work_off(queue)
+        except BaseException:
+            self._failed.set()
+            raise
 
-def _framed(template: RecordTemplate, tensor: torch.Tensor) -> Record:
-    payload = payload_view(tensor)
-    checksum = crc32(payload)
-    return template.header(checksum), payload, template.trailer(checksum)
+    def _work_off(self, queue: StepQueue) -> None:
+        """Step by step; a step that begins with a copy from a device is written while the next one's copy runs."""
+        copying: tuple[FileSteps, Step] | None = None
+        try:
+            while True:
+                self.stop_if_told()
+                taken = queue.take()
+                goes_on = taken is not None and taken[1].prepare()
+                if copying is not None:
+                    before, copying = copying, None
+                    _write(*before)
+                if taken is None:
+                    return
+                if goes_on:
+                    copying = taken
+                else:
+                    _write(*taken)
+        finally:
+            if copying is not None:
+                copying[1].drop()
 
 
-def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor that shares no storage with a larger one: ``torch.save`` would write all of that storage."""
-    tensor = tensor.detach().cpu()
-    if tensor.layout == torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
-        tensor = tensor.clone()
-    return tensor
+def _write(file: FileSteps, step: Step) -> None:
+    try:
+        step.write()
+    finally:
+        step.drop()
+    file.done()

@@ -7,13 +7,11 @@ reader reads them, and a coordinator may broadcast them.
 from __future__ import annotations
 
 import copyreg
-import gc
 import io
 import pickle
 import pickletools
 import struct
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
@@ -28,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.checksum import crc32
+from robust_dcp.storage.garbage import without_garbage_collection
 from robust_dcp.storage.metadata_classes import (
     METADATA_CLASSES,
     METADATA_STAND_INS,
@@ -97,7 +96,7 @@ def decode_metadata(data: bytes, file: str) -> Metadata:
     try:
         if not has_checksum and len(pickled) <= _SCANNED_NBYTES:
             _check_memo(pickled)
-        with _without_garbage_collection():
+        with without_garbage_collection():
             metadata = unpickler.load()
     except UnsafeCheckpoint:
         raise
@@ -108,24 +107,13 @@ def decode_metadata(data: bytes, file: str) -> Metadata:
         # Neither stock nor we write anything there; a damaged trailer of ours ends up here.
         raise _corrupt(file, "nothing behind the pickle", f"{len(pickled) - stream.tell()} bytes")
     try:
-        _validate(metadata, file)
+        with without_garbage_collection():
+            _validate(metadata, file)
     except (CorruptCheckpoint, UnsafeCheckpoint):
         raise
     except Exception as error:  # objects that were never given all of their attributes, or cannot even be printed
         raise _corrupt(file, "complete objects", f"{type(error).__name__}: {error}") from error
     return metadata  # type: ignore[no-any-return]
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Millions of objects are made, none of them garbage: looking for cycles takes most of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def referenced_files(metadata: Metadata) -> set[str]:
@@ -162,44 +150,65 @@ def _validate(metadata: Any, file: str) -> None:
     _expect(isinstance(metadata, Metadata), file, "a Metadata", metadata)
     _expect(isinstance(metadata.state_dict_metadata, dict), file, "a dict", metadata.state_dict_metadata)
     for fqn, entry in metadata.state_dict_metadata.items():
-        _expect(isinstance(fqn, str), file, "a string as FQN", fqn)
+        if not isinstance(fqn, str):
+            raise _unexpected(file, "a string as FQN", fqn)
         if isinstance(entry, TensorStorageMetadata):
             _validate_tensor(fqn, entry, file)
-        else:
-            _expect(isinstance(entry, BytesStorageMetadata), file, f"storage metadata for {fqn}", entry)
+        elif not isinstance(entry, BytesStorageMetadata):
+            raise _unexpected(file, f"storage metadata for {fqn}", entry)
     if metadata.storage_data is None:
         return
     _expect(isinstance(metadata.storage_data, dict), file, "a dict as storage_data", metadata.storage_data)
     checked_paths: set[str] = set()
+    # What is expected is put into words only where it is not found: to print an index takes longer than all checks.
     for index, info in metadata.storage_data.items():
-        _expect(isinstance(index, MetadataIndex) and isinstance(index.fqn, str), file, "a MetadataIndex", index)
-        _expect(isinstance(info, StorageInfo), file, f"storage info for {index}", info)
+        if not (isinstance(index, MetadataIndex) and isinstance(index.fqn, str)):
+            raise _unexpected(file, "a MetadataIndex", index)
+        if not isinstance(info, StorageInfo):
+            raise _unexpected(file, f"storage info for {index}", info)
         if info.relative_path not in checked_paths:
             checked_paths.add(check_relative_path(info.relative_path, file=file))
-        _expect(_are_sizes((info.offset, info.length)), file, f"offset and length of {index}", info)
-        descriptors = getattr(info, "transform_descriptors", None) or ()  # torch 2.6 and older have none
-        _expect(all(isinstance(d, str) for d in descriptors), file, "names of transforms", descriptors)
+        offset, length = info.offset, info.length
+        if not (type(offset) is int and type(length) is int and offset >= 0 and length >= 0):
+            raise _unexpected(file, f"offset and length of {index}", info)
+        descriptors = getattr(info, "transform_descriptors", None)  # torch 2.6 and older have none
+        if descriptors and not all(isinstance(d, str) for d in descriptors):
+            raise _unexpected(file, "names of transforms", descriptors)
 
 
 def _validate_tensor(fqn: str, entry: TensorStorageMetadata, file: str) -> None:
-    properties = entry.properties
-    _expect(isinstance(properties, TensorProperties), file, f"properties of {fqn}", properties)
-    _expect(isinstance(properties.dtype, torch.dtype), file, f"a dtype for {fqn}", properties.dtype)
-    _expect(_are_sizes(entry.size), file, f"the size of {fqn}", entry.size)
-    _expect(isinstance(entry.chunks, list), file, f"a list of chunks for {fqn}", entry.chunks)
-    for chunk in entry.chunks:
-        _expect(isinstance(chunk, ChunkStorageMetadata), file, f"a chunk of {fqn}", chunk)
-        valid = _are_sizes(chunk.offsets) and _are_sizes(chunk.sizes) and len(chunk.offsets) == len(chunk.sizes)
-        _expect(valid, file, f"offsets and sizes of a chunk of {fqn}", chunk)
+    properties, size, chunks = entry.properties, entry.size, entry.chunks
+    if not isinstance(properties, TensorProperties):
+        raise _unexpected(file, f"properties of {fqn}", properties)
+    if not isinstance(properties.dtype, torch.dtype):
+        raise _unexpected(file, f"a dtype for {fqn}", properties.dtype)
+    if not _are_sizes(size):
+        raise _unexpected(file, f"the size of {fqn}", size)
+    if not isinstance(chunks, list):
+        raise _unexpected(file, f"a list of chunks for {fqn}", chunks)
+    for chunk in chunks:
+        if not isinstance(chunk, ChunkStorageMetadata):
+            raise _unexpected(file, f"a chunk of {fqn}", chunk)
+        offsets, sizes = chunk.offsets, chunk.sizes
+        if not (_are_sizes(offsets) and _are_sizes(sizes) and len(offsets) == len(sizes)):
+            raise _unexpected(file, f"offsets and sizes of a chunk of {fqn}", chunk)
 
 
 def _are_sizes(values: Iterable[Any]) -> bool:
-    return all(type(value) is int and value >= 0 for value in values)
+    # A loop, and no generator: this is asked three times for each item.
+    for value in values:  # noqa: SIM110
+        if type(value) is not int or value < 0:
+            return False
+    return True
 
 
 def _expect(valid: bool, file: str, expected: str, found: Any) -> None:
     if not valid:
-        raise _corrupt(file, expected, f"{type(found).__name__} {found!r:.200}")
+        raise _unexpected(file, expected, found)
+
+
+def _unexpected(file: str, expected: str, found: Any) -> CorruptCheckpoint:
+    return _corrupt(file, expected, f"{type(found).__name__} {found!r:.200}")
 
 
 def _corrupt(file: str, expected: str, found: str) -> CorruptCheckpoint:

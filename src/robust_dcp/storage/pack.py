@@ -41,6 +41,7 @@ class Block:
     Attributes:
         offset: of the block in the file, in bytes.
         nbytes: up to the end of the last record.
+        gap_before: bytes between what comes before it in the file and ``offset``; 0 if that is more than a page away.
         places: int64 ``[n]``, the items' places in the plan.
         templates: of the n records.
         payload: int64 ``[n]``, where each payload begins, in bytes from the start of the block.
@@ -49,19 +50,21 @@ class Block:
 
     offset: int
     nbytes: int
+    gap_before: int
     places: Int64
     templates: tuple[RecordTemplate, ...]
     payload: Int64
     crc: Int64
 
     @classmethod
-    def of(cls, places: Int64, offsets: Int64, templates: tuple[RecordTemplate, ...]) -> Block:
+    def of(cls, places: Int64, offsets: Int64, templates: tuple[RecordTemplate, ...], gap_before: int) -> Block:
         """The block of some records.
 
         Args:
             places: int64 ``[n]``, the items' places in the plan.
             offsets: int64 ``[n]``, of the records in the file, ascending.
             templates: of the n records.
+            gap_before: see the attribute.
         """
         starts = offsets - offsets[0]
         header = np.array([template.header_nbytes for template in templates], dtype=np.int64)
@@ -71,6 +74,7 @@ class Block:
         return cls(
             offset=int(offsets[0]),
             nbytes=int(starts[-1]) + templates[-1].nbytes,
+            gap_before=gap_before,
             places=places,
             templates=templates,
             payload=starts + header,
@@ -86,11 +90,12 @@ class _Elsewhere(NamedTuple):
     data: torch.Tensor
 
 
-def pack(block: Block, source: ItemSource, into: npt.NDArray[np.uint8]) -> None:
+def pack(block: Block, source: ItemSource, into: npt.NDArray[np.uint8], *, checksums: bool = True) -> None:
     """Make the bytes of a block.
 
     Args:
         into: uint8, contiguous; its first ``block.nbytes`` bytes are overwritten, whatever they hold.
+        checksums: whether to compute CRC-32s; 0 stands for them otherwise.
 
     Raises:
         PlanConflict: an item is not what was planned.
@@ -121,7 +126,8 @@ def pack(block: Block, source: ItemSource, into: npt.NDArray[np.uint8]) -> None:
             copies = to_host_together([item.data for item in elsewhere])
             for item, copy in zip(elsewhere, copies, strict=True):
                 target[item.begin : item.begin + copy.numel()] = payload_view(copy)
-    _fill_in_checksums(block, into, target)
+    if checksums:
+        _fill_in_checksums(block, into, target)
 
 
 def _is_readable(tensor: torch.Tensor, nbytes: int) -> bool:

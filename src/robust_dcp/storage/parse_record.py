@@ -12,7 +12,7 @@ import struct
 import sys
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -31,6 +31,9 @@ _MAX_PICKLE_NBYTES: Final = 1 << 16
 
 _LOCAL_HEADER: Final = struct.Struct("<4s22xHH")
 _CENTRAL_HEADER: Final = struct.Struct("<4s4xHH4xIIIHHH8xI")
+_LOCAL_CRC32_AT: Final = 14
+_CENTRAL_CRC32_AT: Final = 16
+_READ_MEMBERS: Final = ("data.pkl", "byteorder")
 _END64: Final = struct.Struct("<4s28xQQQ")
 _END64_LOCATOR: Final = struct.Struct("<4s4xQ4x")
 _END: Final = struct.Struct("<4s6xHIIH")
@@ -47,6 +50,11 @@ class ParsedRecord:
         data_nbytes: length of the storage in bytes.
         crc32: of the storage's bytes; ``None`` if none was written (``torch.serialization.set_crc32_options(False)``
             writes 0, and so 0 is taken for none).
+        directory_at: start of the archive's directory, which reaches to the end of the record.
+        crc32_at: where the CRC-32 stands in the directory: 4 bytes, little-endian.
+        unread_at: start and end of each range, in the directory or before the data, that says nothing about the
+            tensor: checksums of its data, and of members that nobody reads.
+        is_framed: whether all that was read to learn this lies before the data or in the directory.
     """
 
     dtype: torch.dtype
@@ -57,6 +65,10 @@ class ParsedRecord:
     data_offset: int
     data_nbytes: int
     crc32: int | None
+    directory_at: int = field(default=0, compare=False)
+    crc32_at: int = field(default=0, compare=False)
+    unread_at: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    is_framed: bool = field(default=False, compare=False)
 
     @property
     def is_contiguous(self) -> bool:
@@ -109,10 +121,11 @@ class _Member(NamedTuple):
     header_at: int
     nbytes: int
     crc32: int
+    crc32_at: int
 
 
 def _parse(window: _Window) -> ParsedRecord:
-    members = _members(window)
+    members, directory_at = _members(window)
     pickled, storage = members.get("data.pkl"), members.get("data/0")
     # A second storage, or the members of a TorchScript archive, are more than one tensor.
     if pickled is None or storage is None or any(name.startswith(("data/1", "code/", "constants")) for name in members):
@@ -133,11 +146,24 @@ def _parse(window: _Window) -> ParsedRecord:
         data_offset=data_offset,
         data_nbytes=storage.nbytes,
         crc32=storage.crc32 or None,
+        directory_at=directory_at,
+        crc32_at=storage.crc32_at,
+        unread_at=_unread(members, data_offset),
+        is_framed=directory_at >= data_offset + storage.nbytes
+        and all(member.header_at < storage.header_at for name, member in members.items() if name in _READ_MEMBERS),
     )
 
 
-def _members(window: _Window) -> dict[str, _Member]:
-    """The archive's directory, by name without the archive's own folder."""
+def _unread(members: dict[str, _Member], data_offset: int) -> tuple[tuple[int, int], ...]:
+    storage = members["data/0"]
+    starts = [member.crc32_at for name, member in members.items() if name not in _READ_MEMBERS]
+    if storage.header_at + _LOCAL_CRC32_AT + 4 <= data_offset:
+        starts.append(storage.header_at + _LOCAL_CRC32_AT)
+    return tuple(sorted((start, start + 4) for start in starts))
+
+
+def _members(window: _Window) -> tuple[dict[str, _Member], int]:
+    """The archive's directory, by name without the archive's own folder, and where it begins."""
     end_at = window.nbytes - _END.size
     magic, count, directory_nbytes, directory_at, comment = _END.unpack(window.bytes_at(end_at, _END.size))
     if magic != b"PK\x05\x06" or comment:
@@ -156,18 +182,19 @@ def _members(window: _Window) -> dict[str, _Member]:
     members: dict[str, _Member] = {}
     at = 0
     for _ in range(count):
-        name, member, at = _directory_entry(directory, at)
+        name, member, at = _directory_entry(directory, at, directory_at)
         if name in members:  # readers differ in which of two they take
             raise _NotPlain
         members[name] = member
-    return members
+    return members, directory_at
 
 
-def _directory_entry(directory: bytes, at: int) -> tuple[str, _Member, int]:
+def _directory_entry(directory: bytes, at: int, directory_at: int) -> tuple[str, _Member, int]:
     fields = _CENTRAL_HEADER.unpack_from(directory, at)
     magic, flags, method, crc32, stored_nbytes, nbytes, name_nbytes, extra_nbytes, comment_nbytes, header_at = fields
     if magic != b"PK\x01\x02" or method != 0 or flags & 1:  # stored, not compressed; not encrypted
         raise _NotPlain
+    crc32_at = directory_at + at + _CENTRAL_CRC32_AT
     at += _CENTRAL_HEADER.size
     name = directory[at : at + name_nbytes].decode("ascii").partition("/")[2]
     at += name_nbytes
@@ -177,7 +204,7 @@ def _directory_entry(directory: bytes, at: int) -> tuple[str, _Member, int]:
     )
     if nbytes != stored_nbytes:
         raise _NotPlain
-    return name, _Member(header_at, nbytes, crc32), at + extra_nbytes + comment_nbytes
+    return name, _Member(header_at, nbytes, crc32, crc32_at), at + extra_nbytes + comment_nbytes
 
 
 def _zip64_values(extra: bytes) -> list[int]:

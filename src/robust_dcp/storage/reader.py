@@ -37,6 +37,9 @@ class RobustReader(StorageReader):
         verify_checksums: compare every item that is read as a whole with the CRC-32 that was written with it.
         trusted: let items that are no tensors run code when they are loaded, as stock does.
         buffer_bytes: limit for what has been read and not yet handed over. One item may exceed it.
+        direct: read past the page cache (``O_DIRECT``). ``None``: where the file system can do that and the bytes are
+            not in the cache, which each large read finds out first. ``True``: always, or it is an error; ``False``:
+            never. Small reads always go through the cache.
         extension_registry: as for stock's reader; by default the transforms that come with torch.
         disk: where the files are.
 
@@ -53,6 +56,7 @@ class RobustReader(StorageReader):
         verify_checksums: bool = True,
         trusted: bool = False,
         buffer_bytes: int = 1 << 30,
+        direct: bool | None = None,
         extension_registry: Any = None,
         disk: Disk | None = None,
     ) -> None:
@@ -60,7 +64,7 @@ class RobustReader(StorageReader):
         if threads < 1 or buffer_bytes < 1:
             raise ValueError(f"threads and buffer_bytes must be positive, got {threads} and {buffer_bytes}")
         self.path = os.fspath(path)
-        self._options = ReadOptions(threads, verify_checksums, trusted, buffer_bytes, extension_registry)
+        self._options = ReadOptions(threads, verify_checksums, trusted, buffer_bytes, extension_registry, direct)
         self._disk: Disk = PosixDisk() if disk is None else disk
         self._metadata: Metadata | None = None
         self.load_id = str(uuid.uuid4())

@@ -10,18 +10,29 @@ import io
 import zipfile
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
 from robust_dcp.errors import CorruptCheckpoint
 from robust_dcp.storage.checksum import crc32
-from robust_dcp.storage.disk import Disk, OpenFile
 from robust_dcp.storage.objects import load_object
 from robust_dcp.storage.parse_record import ParsedRecord, parse_record
+from robust_dcp.storage.read_file import ReadFile
 from robust_dcp.storage.torch_zip import contiguous_strides, payload_view, record_template
 
-__all__ = ["ItemBytes", "ItemInFile", "ItemInMemory", "check_members", "read_tensor", "takes_bytes"]
+__all__ = [
+    "ItemBytes",
+    "ItemInFile",
+    "ItemInMemory",
+    "StoredBox",
+    "check_members",
+    "damaged",
+    "find_box",
+    "read_box",
+    "read_tensor",
+    "takes_bytes",
+]
 
 # Read and checked in pieces of this size, so that the checksum finds its data in the processor's cache.
 _BLOCK_NBYTES: Final = 2 << 20
@@ -46,16 +57,13 @@ class ItemBytes(Protocol):
 class ItemInFile:
     """An item at ``offset`` of an open file. ``check_stop`` is called before each read, and raises to give up."""
 
-    def __init__(
-        self, disk: Disk, opened: OpenFile, item: str, offset: int, nbytes: int, check_stop: Callable[[], None]
-    ) -> None:
+    def __init__(self, opened: ReadFile, item: str, offset: int, nbytes: int, check_stop: Callable[[], None]) -> None:
         self.file = opened.path
         self.item = item
         self.nbytes = nbytes
-        self._disk = disk
-        self._opened = opened
-        self._offset = offset
-        self._check_stop = check_stop
+        self.opened = opened
+        self.offset = offset
+        self.check_stop = check_stop
 
     def read(self, offset: int, nbytes: int) -> bytes:
         buffer = bytearray(nbytes)
@@ -63,43 +71,128 @@ class ItemInFile:
         return bytes(buffer)
 
     def read_into(self, view: memoryview, offset: int) -> None:
-        self._check_stop()
-        _check_bounds(self, offset, view.nbytes)
-        found = self._disk.pread_into(self._opened, view, self._offset + offset)
-        if found != view.nbytes:
-            raise _corrupt(
-                self,
-                f"{view.nbytes} bytes at offset {self._offset + offset}",
-                f"a file that ends after {found} of them",
-            )
+        self.check_stop()
+        self.check_bounds(offset, view.nbytes)
+        self.check_found(offset, view.nbytes, self.opened.read_into(view, self.offset + offset))
+
+    def check_bounds(self, offset: int, nbytes: int) -> None:
+        """Raise unless the item has these bytes."""
+        _check_bounds(self, offset, nbytes)
+
+    def check_found(self, offset: int, nbytes: int, found: int) -> None:
+        """Raise unless all bytes of a read were ``found``."""
+        if found != nbytes:
+            raise _file_ends(self, self.offset + offset, nbytes, found)
 
 
 class ItemInMemory:
-    """An item whose stored bytes had to be transformed (decompressed, say) as a whole."""
+    """An item that has been read as a whole.
 
-    def __init__(self, file: str, item: str, data: bytes) -> None:
+    Args:
+        nbytes: its length; ``data`` may be shorter, where the file ends before the item.
+        offset: of the item in the file, for errors; ``None`` if the bytes are no longer those of the file.
+    """
+
+    def __init__(
+        self, file: str, item: str, data: bytes | memoryview, nbytes: int | None = None, offset: int | None = None
+    ) -> None:
         self.file = file
         self.item = item
-        self.nbytes = len(data)
+        self.nbytes = len(data) if nbytes is None else nbytes
         self._data = memoryview(data)
+        self._offset = offset or 0
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        _check_bounds(self, offset, nbytes)
+        self._check(offset, nbytes)
         return bytes(self._data[offset : offset + nbytes])
 
     def read_into(self, view: memoryview, offset: int) -> None:
-        _check_bounds(self, offset, view.nbytes)
+        self._check(offset, view.nbytes)
         view[:] = self._data[offset : offset + view.nbytes]
+
+    def _check(self, offset: int, nbytes: int) -> None:
+        _check_bounds(self, offset, nbytes)
+        if offset + nbytes > len(self._data):
+            raise _file_ends(self, self._offset + offset, nbytes, max(0, len(self._data) - offset))
 
 
 def takes_bytes(target: torch.Tensor) -> bool:
     """Whether the bytes of a tensor can be read straight into ``target``."""
     return (
         type(target) in (torch.Tensor, torch.nn.Parameter)
-        and target.device.type == "cpu"
+        and target.is_cpu
         and target.layout == torch.strided
         and not (target.is_quantized or target.is_conj() or target.is_neg())
         and target.is_contiguous()
+    )
+
+
+class StoredBox(NamedTuple):
+    """Where the elements of a box lie in their item: one range of bytes, from its first to its last element.
+
+    Attributes:
+        record: the tensor that it is part of.
+        lengths: its size.
+        offset: start of the range, from the start of the item.
+        numel: elements in the range, those between rows of the box included.
+        crc32: of the range; ``None`` if it is not known, since the range is not the whole storage.
+        is_one_piece: whether the range holds nothing but the box, in order.
+    """
+
+    record: ParsedRecord
+    lengths: tuple[int, ...]
+    offset: int
+    numel: int
+    crc32: int | None
+    is_one_piece: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the range."""
+        return self.numel * self.record.dtype.itemsize
+
+    def buffer_for(self, into: torch.Tensor | None) -> torch.Tensor:
+        """What to read the range into: ``into``, if the bytes are just those of its elements, or a new tensor."""
+        if into is not None and self.is_one_piece and into.dtype == self.record.dtype:
+            return into
+        return torch.empty(self.numel, dtype=self.record.dtype)
+
+    def tensor_in(self, buffer: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor | None:
+        """The box in the ``buffer`` that the range was read into; ``None`` if that is ``into``."""
+        return None if buffer is into else buffer.as_strided(self.lengths, self.record.stride)
+
+
+def find_box(
+    stored: ItemBytes,
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    expected: tuple[torch.dtype, tuple[int, ...]] | None = None,
+) -> StoredBox | None:
+    """Where the box of ``lengths`` at ``offsets`` of a stored tensor lies; ``None`` if only ``torch.load`` may know.
+
+    Args:
+        expected: dtype and shape according to the metadata. A record that we wrote of these is recognised at once.
+
+    Raises:
+        CorruptCheckpoint: the stored tensor has no such box.
+        StorageError: a read failed.
+    """
+    record = _recognised(stored, expected) or parse_record(stored.read, stored.nbytes)
+    if record is None:
+        return None
+    _check_box(stored, record.shape, offsets, lengths)
+    first, count = 0, 0
+    if prod(lengths):
+        first = record.storage_offset + sum(o * s for o, s in zip(offsets, record.stride, strict=True))
+        count = 1 + sum((n - 1) * s for n, s in zip(lengths, record.stride, strict=True))
+    is_whole = first == 0 and count * record.dtype.itemsize == record.data_nbytes
+    return StoredBox(
+        record=record,
+        lengths=tuple(lengths),
+        offset=record.data_offset + first * record.dtype.itemsize,
+        numel=count,
+        crc32=record.crc32 if is_whole else None,
+        is_one_piece=_in_one_piece(lengths, record.stride),
     )
 
 
@@ -122,7 +215,7 @@ def read_tensor(
     Args:
         into: a tensor of size ``lengths`` for which :func:`takes_bytes` holds. It is read into if it has the stored
             dtype and the box is stored in one piece, and holds garbage if that fails.
-        expected: dtype and shape according to the metadata. A record that we wrote of these is recognised at once.
+        expected: as for :func:`find_box`.
         trusted: passed to :func:`load_object` for records of anything but a plain tensor.
 
     Returns:
@@ -133,29 +226,28 @@ def read_tensor(
         UnsafeCheckpoint: the record names classes that are not known to be data.
         StorageError: a read failed.
     """
-    record = _recognised(stored, expected) or parse_record(stored.read, stored.nbytes)
-    if record is None:
-        whole = _loaded(stored, verify_checksum, trusted)
-        _check_box(stored, whole.shape, offsets, lengths)
-        for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-            if length != whole.shape[dimension]:  # not every kind of tensor can be narrowed, and few need it
-                whole = whole.narrow(dimension, offset, length)
-        return whole
+    box = find_box(stored, offsets, lengths, expected)
+    if box is not None:
+        return read_box(stored, box, into, verify_checksum)
+    whole = _loaded(stored, verify_checksum, trusted)
+    _check_box(stored, whole.shape, offsets, lengths)
+    for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        if length != whole.shape[dimension]:  # not every kind of tensor can be narrowed, and few need it
+            whole = whole.narrow(dimension, offset, length)
+    return whole
 
-    _check_box(stored, record.shape, offsets, lengths)
-    if prod(lengths) == 0:
-        return torch.empty(tuple(lengths), dtype=record.dtype)
-    first = record.storage_offset + sum(o * s for o, s in zip(offsets, record.stride, strict=True))
-    count = 1 + sum((n - 1) * s for n, s in zip(lengths, record.stride, strict=True))
-    straight = into is not None and into.dtype == record.dtype and _in_one_piece(lengths, record.stride)
-    buffer = into if into is not None and straight else torch.empty(count, dtype=record.dtype)
+
+def read_box(
+    stored: ItemBytes, box: StoredBox, into: torch.Tensor | None, verify_checksum: bool
+) -> torch.Tensor | None:
+    """Read what :func:`find_box` has found; ``into`` and the result as for :func:`read_tensor`."""
+    buffer = box.buffer_for(into)
     view = payload_view(buffer)
-    whole_storage = first == 0 and view.nbytes == record.data_nbytes
-    if whole_storage and verify_checksum and record.crc32 is not None:
-        _read_checked(stored, view, record.data_offset, record.crc32)
-    else:
-        stored.read_into(view, record.data_offset + first * record.dtype.itemsize)
-    return None if straight else buffer.as_strided(tuple(lengths), record.stride)
+    if verify_checksum and box.crc32 is not None:
+        _read_checked(stored, view, box.offset, box.crc32)
+    elif box.nbytes:
+        stored.read_into(view, box.offset)
+    return box.tensor_in(buffer, into)
 
 
 def _recognised(stored: ItemBytes, expected: tuple[torch.dtype, tuple[int, ...]] | None) -> ParsedRecord | None:
@@ -174,7 +266,7 @@ def _recognised(stored: ItemBytes, expected: tuple[torch.dtype, tuple[int, ...]]
         requires_grad=False,
         data_offset=template.header_nbytes,
         data_nbytes=template.payload_nbytes,
-        crc32=crc,
+        crc32=crc or None,  # 0 where none was computed
     )
 
 
@@ -213,7 +305,12 @@ def _read_checked(stored: ItemBytes, view: memoryview, offset: int, expected: in
         stored.read_into(block, offset + start)
         found = crc32(block, found)
     if found != expected:
-        raise _corrupt(stored, f"data with CRC-32 {expected:08x}", f"{found:08x}")
+        raise damaged(stored, expected, found)
+
+
+def damaged(stored: ItemBytes, expected: int, found: int) -> CorruptCheckpoint:
+    """The error for data with another checksum than was written."""
+    return _corrupt(stored, f"data with CRC-32 {expected:08x}", f"{found:08x}")
 
 
 def _in_one_piece(lengths: Sequence[int], stride: Sequence[int]) -> bool:
@@ -238,6 +335,10 @@ def _check_box(stored: ItemBytes, shape: Sequence[int], offsets: Sequence[int], 
 def _check_bounds(stored: ItemBytes, offset: int, nbytes: int) -> None:
     if offset < 0 or offset + nbytes > stored.nbytes:
         raise _corrupt(stored, f"{nbytes} bytes at {offset}", f"an item of {stored.nbytes} bytes")
+
+
+def _file_ends(stored: ItemBytes, offset: int, nbytes: int, found: int) -> CorruptCheckpoint:
+    return _corrupt(stored, f"{nbytes} bytes at offset {offset}", f"a file that ends after {found} of them")
 
 
 def _corrupt(stored: ItemBytes, expected: str, found: str) -> CorruptCheckpoint:

@@ -21,21 +21,26 @@ from robust_dcp.storage.layout import LARGE_NBYTES, PAGE_NBYTES, Placements
 from robust_dcp.storage.pack import Block
 from robust_dcp.storage.torch_zip import RecordTemplate, record_template
 
-__all__ = ["BLOCK_NBYTES", "LargeRecord", "WriteOrder", "write_orders"]
+__all__ = ["LargeRecord", "WriteOrder", "write_orders"]
 
 Int64 = npt.NDArray[np.int64]
-
-BLOCK_NBYTES = 8 << 20
-"""Small records are gathered into writes of at most this size."""
 
 
 @dataclass(frozen=True, eq=False)
 class LargeRecord:
-    """A record that is written by itself: its place in the plan, its template, its offset in the file in bytes."""
+    """A record that is written by itself, in pieces.
+
+    Attributes:
+        place: in the plan.
+        template: of the record.
+        offset: in the file, in bytes.
+        gap_before: bytes between what comes before it in the file and ``offset``; 0 if that is more than a page away.
+    """
 
     place: int
     template: RecordTemplate
     offset: int
+    gap_before: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,15 +58,17 @@ class WriteOrder:
 
 # An entry is immutable, refers to nothing that refers to its key, and so goes with the plan. Where saves by one plan
 # overlap it is made twice at worst.
-_kept: WeakKeyDictionary[Placements, tuple[WriteOrder, ...]] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[Placements, tuple[int, tuple[WriteOrder, ...]]] = WeakKeyDictionary()
 
 
-def write_orders(placements: Placements, source: ItemSource) -> tuple[WriteOrder, ...]:
+def write_orders(placements: Placements, source: ItemSource, block_nbytes: int) -> tuple[WriteOrder, ...]:
     """The order of each file, made in the first save by a plan.
 
     Args:
         source: is asked what its items are expected to be when the order is made, and not in later saves: a plan is
             for items of one dtype and size each, and every save checks the data against that.
+        block_nbytes: small records are gathered into blocks that fit into this together with what comes before them
+            in their first page.
 
     Raises:
         PlanConflict: an item is not expected to have the length that was planned.
@@ -69,13 +76,14 @@ def write_orders(placements: Placements, source: ItemSource) -> tuple[WriteOrder
     """
     if len(source) != len(placements.offset):
         raise ValueError(f"expected {len(placements.offset)} items, as many as the plan has places, got {len(source)}")
-    orders = _kept.get(placements)
-    if orders is None:
-        orders = _kept[placements] = _make(placements, source)
+    made_for, orders = _kept.get(placements, (0, ()))
+    if made_for != block_nbytes:
+        orders = _make(placements, source, block_nbytes)
+        _kept[placements] = (block_nbytes, orders)
     return orders
 
 
-def _make(placements: Placements, source: ItemSource) -> tuple[WriteOrder, ...]:
+def _make(placements: Placements, source: ItemSource, block_nbytes: int) -> tuple[WriteOrder, ...]:
     templates = _templates(placements, source)
     by_offset = np.argsort(placements.offset, kind="stable")
     orders = []
@@ -84,7 +92,7 @@ def _make(placements: Placements, source: ItemSource) -> tuple[WriteOrder, ...]:
         n_variable = int((placements.offset[members] < 0).sum())
         orders.append(
             WriteOrder(
-                fixed=tuple(_pieces(placements, members[n_variable:], templates)),
+                fixed=tuple(_pieces(placements, members[n_variable:], templates, block_nbytes)),
                 variable=tuple(members[:n_variable].tolist()),
             )
         )
@@ -113,7 +121,7 @@ def _templates(placements: Placements, source: ItemSource) -> dict[int, RecordTe
 
 
 def _pieces(
-    placements: Placements, places: Int64, templates: dict[int, RecordTemplate]
+    placements: Placements, places: Int64, templates: dict[int, RecordTemplate], block_nbytes: int
 ) -> Iterator[Block | LargeRecord]:
     """Blocks and large records, front to back.
 
@@ -125,15 +133,17 @@ def _pieces(
     template = [templates[place] for place in places.tolist()]
     start = placements.offset[places]
     end = start + placements.nbytes[places]
-    large = np.array([one.payload_nbytes >= LARGE_NBYTES for one in template])
-    # Larger gaps are left out rather than written.
-    cuts = np.flatnonzero(large[1:] | large[:-1] | (start[1:] - end[:-1] > PAGE_NBYTES)) + 1
+    gap = start - np.concatenate(([0], end[:-1]))
+    far = gap > PAGE_NBYTES  # such a gap is left out rather than written
+    gap[far] = 0
+    room = block_nbytes - start % PAGE_NBYTES
+    large = np.array([one.payload_nbytes >= LARGE_NBYTES for one in template]) | (end - start > room)
+    cuts = np.flatnonzero(large[1:] | large[:-1] | far[1:]) + 1
     for first, last in pairwise([0, *cuts.tolist(), len(places)]):
         if large[first]:
-            yield LargeRecord(int(places[first]), template[first], int(start[first]))
+            yield LargeRecord(int(places[first]), template[first], int(start[first]), int(gap[first]))
             continue
         while first < last:
-            fitting = int(np.searchsorted(end[first:last], start[first] + BLOCK_NBYTES, side="right"))
-            stop = first + max(fitting, 1)
-            yield Block.of(places[first:stop], start[first:stop], tuple(template[first:stop]))
+            stop = first + int(np.searchsorted(end[first:last], start[first] + room[first], side="right"))
+            yield Block.of(places[first:stop], start[first:stop], tuple(template[first:stop]), int(gap[first]))
             first = stop

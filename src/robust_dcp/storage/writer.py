@@ -11,7 +11,7 @@ import os
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,13 @@ from robust_dcp.storage.item_source import ItemSource, WriteItemSource
 from robust_dcp.storage.layout import Placements, place_as_they_come
 from robust_dcp.storage.metadata_file import FORMAT_VERSION, StorageInfo, encode_metadata, referenced_files
 from robust_dcp.storage.paths import PLAN_NAME, metadata_name
+from robust_dcp.storage.stripes import remove_targets
+from robust_dcp.storage.write_options import WriteOptions
 
 __all__ = ["MetadataToPublish", "RobustWriter", "SaveInProgress", "WriterMeta"]
+
+_FILES_PER_RANK: Final = 2
+"""Threads share a file where I/O is direct; writes through the page cache take turns in one file."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,17 @@ class RobustWriter(StorageWriter):
 
     Args:
         path: the checkpoint's directory; made if it is not there.
-        threads: threads that write, and files, for each rank.
+        threads: that write at the same time, for each rank; by default a few, by cores and ranks of the node.
+        files_per_rank: files that a rank's tensors are spread over, the same on all ranks; by default ``threads`` if
+            that is given, else 2.
+        block_bytes: bytes of one write.
+        buffer_bytes: bound of the memory of each rank that data passes through on its way, whatever the sizes of
+            tensors; by default a 64th of the node's memory, divided over its ranks.
+        direct: ``None`` for direct I/O where the file system has it, ``True`` to insist on it (or ``StorageError``),
+            ``False`` for the page cache.
+        stripe_paths: directories on other mounts over which the files of a rank are spread. ``path`` then holds
+            symbolic links to them, which all readers follow; who deletes ``path`` by hand deletes those as well.
+        checksums: whether records get a CRC-32, which readers of ours verify. Without it a damaged checkpoint loads.
         overwrite: whether a committed checkpoint in ``path`` may be replaced.
         disk: the file system.
 
@@ -96,15 +111,30 @@ class RobustWriter(StorageWriter):
         self,
         path: str | os.PathLike[str],
         *,
-        threads: int = 2,
+        threads: int | None = None,
+        files_per_rank: int | None = None,
+        block_bytes: int | None = None,
+        buffer_bytes: int | None = None,
+        direct: bool | None = None,
+        stripe_paths: Sequence[str | os.PathLike[str]] = (),
+        checksums: bool = True,
         overwrite: bool = True,
         disk: Disk | None = None,
     ) -> None:
         super().__init__()
-        if threads < 1:
-            raise ValueError(f"threads must be at least 1, got {threads}")
+        self.options = WriteOptions.of_this_machine(
+            threads=threads,
+            block_bytes=block_bytes,
+            buffer_bytes=buffer_bytes,
+            direct=direct,
+            stripe_paths=tuple(os.fspath(stripe) for stripe in stripe_paths),
+            checksums=checksums,
+        )
+        # Part of the plan, so no guess from the machine: ranks on different machines must agree.
+        self.files_per_rank = next(n for n in (files_per_rank, threads, _FILES_PER_RANK) if n is not None)
+        if self.files_per_rank < 1:
+            raise ValueError(f"files_per_rank must be at least 1, got {files_per_rank}")
         self.path = os.fspath(path)
-        self.threads = threads
         self.overwrite = overwrite
         self._disk: Disk = disk or PosixDisk()
         self.save_id = str(uuid.uuid4())
@@ -113,11 +143,6 @@ class RobustWriter(StorageWriter):
         self._alone = False
         self._is_coordinator = False
         self._begun = False
-
-    @property
-    def files_per_rank(self) -> int:
-        """Files that a rank's items of fixed size are spread over."""
-        return self.threads
 
     @property
     def plan_options(self) -> dict[str, str | int]:
@@ -161,19 +186,23 @@ class RobustWriter(StorageWriter):
             rank,
             source,
             placements,
-            threads=self.threads,
+            options=self.options,
             check_stop=check_stop,
             known_places=known_places,
         )
 
     def discard(self, written: WrittenFiles) -> None:
         """Remove files of a save that failed on another rank."""
-        remove_superseded(self._disk, self.path, written.names)
+        self._remove(written.names)
 
     def publish(self, metadata: MetadataToPublish) -> None:
         """Commit: make ``metadata`` the checkpoint's, durably and in one step, then remove what it supersedes."""
         commit_metadata(self._disk, self.path, metadata.fragments, name=self._metadata_name)
-        remove_superseded(self._disk, self.path, self._superseded, keep=metadata.files)
+        self._remove(self._superseded, keep=metadata.files)
+
+    def _remove(self, names: Collection[str], keep: Collection[str] = ()) -> None:
+        remove_targets(self._disk, self.path, set(names) - set(keep))
+        remove_superseded(self._disk, self.path, names, keep=keep)
 
     def keep_plan(self, data: bytes) -> None:
         """Put the plan beside the committed checkpoint, for the first save of a job that resumes from it."""

@@ -1,0 +1,1 @@
+"""Parts of ``benchmarks.storage``: what is saved, by whom, how it is measured, and what the drive itself gives."""

@@ -1,0 +1,224 @@
+"""Who saves and loads: robust_dcp, what comes with torch, and other packages where they are installed.
+
+Each is used as its documentation says, synchronously, from one process. Packages are imported when they are used:
+whether one runs here is found out by :func:`why_not`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import robust_dcp
+from benchmarks.drive.shapes import StateDict
+
+__all__ = ["OURS", "READERS", "STOCK", "STOCK_DEFAULT", "STOCK_READER", "WRITERS", "Reader", "Writer", "why_not"]
+
+
+def _nothing(state_dict: StateDict, path: str) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A way to save.
+
+    Attributes:
+        save: a state dict into a directory that does not exist; what is timed.
+        readers: names in ``READERS`` that load what this writer saved.
+        prepare: called before, with the same arguments, and not timed.
+        note: what to know of the figures.
+    """
+
+    save: Callable[[StateDict, str], Any]
+    readers: tuple[str, ...] = ()
+    prepare: Callable[[StateDict, str], Any] = _nothing
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A way to load.
+
+    Attributes:
+        load: into the tensors of a state dict, in place, from a directory; what is timed.
+    """
+
+    load: Callable[[StateDict, str], Any]
+
+
+def _ours(**options: Any) -> Callable[[StateDict, str], Any]:
+    return lambda state_dict, path: robust_dcp.save(
+        state_dict, storage_writer=robust_dcp.RobustWriter(path, **options), no_dist=True
+    )
+
+
+def _stock(threads: int, planner: dcp.DefaultSavePlanner | None = None) -> Callable[[StateDict, str], Any]:
+    return lambda state_dict, path: dcp.save(
+        state_dict, storage_writer=dcp.FileSystemWriter(path, thread_count=threads), planner=planner, no_dist=True
+    )
+
+
+def _stock_with_cached_plan(state_dict: StateDict, path: str) -> None:
+    _stock(1, dcp.DefaultSavePlanner(enable_plan_caching=True))(state_dict, path)
+
+
+def _before(save: Callable[[StateDict, str], Any]) -> Callable[[StateDict, str], Any]:
+    """A first save of the same structure, removed again."""
+
+    def prepare(state_dict: StateDict, path: str) -> None:
+        save(state_dict, path)
+        shutil.rmtree(path)
+
+    return prepare
+
+
+def _save_huggingface(state_dict: StateDict, path: str) -> None:
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+    dcp.save(state_dict, storage_writer=HuggingFaceStorageWriter(path), no_dist=True)
+
+
+def _load_huggingface(state_dict: StateDict, path: str) -> None:
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+    dcp.load(state_dict, storage_reader=HuggingFaceStorageReader(path), no_dist=True)
+
+
+def _checkpoint_manager() -> Any:
+    from torch_checkpointing import CheckpointManager
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    config = CheckpointManager.Config.with_sync_save()
+    config.storage_config = LocalFileSystemStorageConfig(use_direct_io=False)
+    return CheckpointManager(config)
+
+
+def _load_snapshot(state_dict: StateDict, path: str) -> None:
+    import torchsnapshot
+
+    target = torchsnapshot.StateDict(**state_dict)
+    torchsnapshot.Snapshot(path).restore({"model": target})
+    state_dict.update(target)
+
+
+def _save_snapshot(state_dict: StateDict, path: str) -> None:
+    import torchsnapshot
+
+    torchsnapshot.Snapshot.take(path, {"model": torchsnapshot.StateDict(**state_dict)})
+
+
+def _megatron_group(state_dict: StateDict, path: str) -> None:
+    """Megatron-Core's writer asks for the rank."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _save_megatron(state_dict: StateDict, path: str) -> None:
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    class Synchronous(FileSystemWriterAsync):
+        """As Megatron-Core's synchronous save runs it: prepare, write in forked processes, collect."""
+
+        def write_data(self, plan: Any, planner: Any) -> torch.futures.Future[Any]:
+            self.prepare_write_data(plan, planner)
+            function, _, arguments = self.get_save_function_and_args()
+            function(*arguments)
+            future: torch.futures.Future[Any] = torch.futures.Future()
+            future.set_result(self.retrieve_write_results())
+            return future
+
+    os.makedirs(path, exist_ok=True)
+    dcp.save(state_dict, storage_writer=Synchronous(path, thread_count=2), no_dist=True)
+
+
+OURS = "robust_dcp"
+STOCK_DEFAULT = "torch FileSystemWriter, 1 thread"
+STOCK = (STOCK_DEFAULT, "torch FileSystemWriter, 2 threads", "torch FileSystemWriter, 4 threads")
+STOCK_READER = "torch FileSystemReader"
+
+_DCP_READERS = (OURS, STOCK_READER)
+
+WRITERS: dict[str, Writer] = {
+    OURS: Writer(_ours(), _DCP_READERS),
+    f"{OURS}, repeated save": Writer(_ours(), prepare=_before(_ours()), note="of the structure of an earlier save"),
+    f"{OURS}, no checksums": Writer(_ours(checksums=False)),
+    f"{OURS}, safetensors": Writer(_ours(layout="safetensors"), (OURS, "torch HuggingFaceStorageReader")),
+    STOCK[0]: Writer(_stock(1), _DCP_READERS),
+    STOCK[1]: Writer(_stock(2)),
+    STOCK[2]: Writer(_stock(4)),
+    "torch FileSystemWriter, repeated save": Writer(
+        _stock_with_cached_plan, prepare=_before(_stock_with_cached_plan), note="1 thread, enable_plan_caching"
+    ),
+    "torch HuggingFaceStorageWriter": Writer(_save_huggingface, ("torch HuggingFaceStorageReader",)),
+    "torch_checkpointing": Writer(
+        lambda state_dict, path: _checkpoint_manager().save(path, {"model": state_dict}),
+        ("torch_checkpointing",),
+        note="buffered: its direct I/O fails with EINVAL on ext4 and XFS (0.1.1)",
+    ),
+    "torchsnapshot": Writer(_save_snapshot, ("torchsnapshot",)),
+    "Megatron-Core FileSystemWriterAsync": Writer(
+        _save_megatron, prepare=_megatron_group, note="2 processes, whose memory is not in the figures"
+    ),
+}
+
+READERS: dict[str, Reader] = {
+    OURS: Reader(
+        lambda state_dict, path: robust_dcp.load(state_dict, storage_reader=robust_dcp.RobustReader(path), no_dist=True)
+    ),
+    STOCK_READER: Reader(
+        lambda state_dict, path: dcp.load(state_dict, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    ),
+    "torch HuggingFaceStorageReader": Reader(_load_huggingface),
+    "torch_checkpointing": Reader(
+        lambda state_dict, path: _checkpoint_manager().load(path, into={"model": state_dict})
+    ),
+    "torchsnapshot": Reader(_load_snapshot),
+}
+
+
+def why_not(writer: str, directory: str) -> dict[str, str]:
+    """Save something small, and load it with each of the writer's readers.
+
+    Returns:
+        What does not work here, to the reason: ``writer`` itself, or ``"{reader} < {writer}"``.
+    """
+    path = os.path.join(directory, "trial")
+    state_dict = {"weight": torch.arange(12.0).reshape(3, 4), "step": torch.tensor(7.0)}
+    failed: dict[str, str] = {}
+    try:
+        with _noted(failed, writer):
+            WRITERS[writer].prepare(state_dict, path)
+            WRITERS[writer].save(state_dict, path)
+        for reader in () if failed else WRITERS[writer].readers:
+            with _noted(failed, f"{reader} < {writer}"):
+                loaded = {name: torch.zeros_like(tensor) for name, tensor in state_dict.items()}
+                READERS[reader].load(loaded, path)
+                if not all(torch.equal(loaded[name], tensor) for name, tensor in state_dict.items()):
+                    raise ValueError("loads something else than was saved")
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+    return failed
+
+
+@contextmanager
+def _noted(failed: dict[str, str], name: str) -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        failed[name] = f"{error.name} is not installed" if error.name else str(error)
+    except (Exception, CheckpointException) as error:
+        lines = str(error).strip().splitlines() or [""]
+        # Stock's exception begins with the ranks and a traceback, and ends with what happened.
+        failed[name] = (
+            lines[-1] if lines[0].startswith("CheckpointException") else f"{type(error).__name__}: {lines[0]}"
+        )

@@ -1,0 +1,71 @@
+"""From figures of single runs to rows: medians over rounds, and ratios within the run.
+
+Called by ``benchmarks.storage``; its tests check the ratios on figures that are made up.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from benchmarks.drive.contenders import STOCK, STOCK_DEFAULT, STOCK_READER
+from benchmarks.drive.measurement import Figures
+from benchmarks.drive.probe import PROBES
+
+__all__ = ["RATIOS", "Case", "Row", "rows_of"]
+
+Row = dict[str, Any]
+
+_GIB = 1 << 30
+
+RATIOS = ("to_probe", "to_stock", "to_stock_best")
+"""Keys of a row: how many times as fast as the fastest raw probe, stock's default, and stock's best thread count. For
+loads the last two are stock's reader on stock's checkpoint."""
+
+
+class Case(NamedTuple):
+    """What was measured: ``checkpoint`` is the writer of what is loaded, empty for saves."""
+
+    shape: str
+    what: str
+    who: str
+    checkpoint: str = ""
+
+
+def rows_of(measured: dict[Case, list[Figures]]) -> list[Row]:
+    """A row for each case, in the order of ``measured``.
+
+    Args:
+        measured: of each case the figures of all rounds.
+
+    Returns:
+        Rows with ``seconds`` and ``cpu_seconds_per_gib`` as medians, ``peak_nbytes`` as the maximum, and the ratios,
+        ``None`` where the run lacks what they refer to.
+    """
+    seconds = {case: statistics.median(each.seconds for each in rounds) for case, rounds in measured.items()}
+    return [_row(case, rounds, seconds) for case, rounds in measured.items()]
+
+
+def _row(case: Case, rounds: list[Figures], seconds: dict[Case, float]) -> Row:
+    gib = rounds[0].nbytes / _GIB
+
+    def times_as_fast_as(who: Iterable[str], checkpoint: str = "") -> float | None:
+        others = (Case(case.shape, case.what, name, checkpoint) for name in who)
+        found = [seconds[other] for other in others if other in seconds]
+        return min(found) / seconds[case] if found else None
+
+    is_save = case.what == "save"
+    return {
+        **case._asdict(),
+        "items": rounds[0].items,
+        "nbytes": rounds[0].nbytes,
+        "to_probe": times_as_fast_as(probe.name for probe in PROBES),
+        "to_stock": times_as_fast_as([STOCK_DEFAULT]) if is_save else times_as_fast_as([STOCK_READER], STOCK_DEFAULT),
+        "to_stock_best": times_as_fast_as(STOCK) if is_save else times_as_fast_as([STOCK_READER], STOCK_DEFAULT),
+        "gib_per_second": gib / seconds[case],
+        "seconds": seconds[case],
+        "cpu_seconds_per_gib": statistics.median(each.cpu_seconds for each in rounds) / gib,
+        "peak_nbytes": max(each.peak_nbytes for each in rounds),
+        "rounds_seconds": [each.seconds for each in rounds],
+    }

@@ -1,0 +1,130 @@
+"""What the drive itself gives: threads that write or read a file each with direct I/O, and nothing else.
+
+No formats, no checksums, no plans: the rate that everything else is measured against. From and into as much memory as a
+checkpoint has, since a buffer that stays in the processor's cache would be faster than any checkpoint can be. Where the
+file system refuses ``O_DIRECT``, the same calls go through the page cache.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+__all__ = ["PROBES", "Probe", "is_direct", "read", "source_of", "write"]
+
+_PAGE_NBYTES = 4096
+
+
+class Probe(NamedTuple):
+    """Threads, each with a file of its own, and the size of a call."""
+
+    threads: int
+    block_nbytes: int
+
+    @property
+    def name(self) -> str:
+        return f"raw probe, {self.threads} x {self.block_nbytes >> 20} MiB"
+
+
+PROBES = (Probe(1, 8 << 20), Probe(2, 8 << 20), Probe(4, 8 << 20))
+"""The fastest of these is the drive's rate."""
+
+
+def source_of(nbytes: int) -> mmap.mmap:
+    """Page-aligned memory of ``nbytes``, rounded up to pages, all of it touched, with random bytes."""
+    nbytes = -(-nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
+    memory = mmap.mmap(-1, nbytes)
+    pool = np.random.default_rng(8).bytes(min(nbytes, (16 << 20) + _PAGE_NBYTES))
+    for offset in range(0, nbytes, len(pool)):
+        memory[offset : offset + len(pool)] = pool[: nbytes - offset]
+    return memory
+
+
+def write(directory: str, source: mmap.mmap, probe: Probe) -> None:
+    """Write ``source`` to new files in ``directory``, durably."""
+    os.makedirs(directory, exist_ok=True)
+
+    def write_part(number: int) -> None:
+        begin, end = _part(len(source), probe, number)
+        fd = _open(_path(directory, number), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            if end > begin and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(fd, 0, end - begin)
+            with memoryview(source) as view:
+                for at in range(begin, end, probe.block_nbytes):
+                    _whole(os.pwritev, fd, view[at : min(end, at + probe.block_nbytes)], at - begin)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    _in_threads(write_part, probe)
+
+
+def read(directory: str, target: mmap.mmap, probe: Probe) -> None:
+    """Read what :func:`write` wrote into ``target``."""
+
+    def read_part(number: int) -> None:
+        begin, end = _part(len(target), probe, number)
+        fd = _open(_path(directory, number), os.O_RDONLY)
+        try:
+            with memoryview(target) as view:
+                for at in range(begin, end, probe.block_nbytes):
+                    _whole(os.preadv, fd, view[at : min(end, at + probe.block_nbytes)], at - begin)
+        finally:
+            os.close(fd)
+
+    _in_threads(read_part, probe)
+
+
+def is_direct(directory: str) -> bool:
+    """Whether the file system takes direct I/O, tried with one page."""
+    path = os.path.join(directory, "direct")
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_DIRECT", 0))
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return False
+        raise
+    finally:
+        if os.path.exists(path):
+            os.unlink(path)
+    os.close(fd)
+    return hasattr(os, "O_DIRECT")
+
+
+def _open(path: str, flags: int) -> int:
+    try:
+        return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        if flags & os.O_CREAT and os.path.exists(path):
+            os.unlink(path)  # made before the file system was asked
+        return os.open(path, flags, 0o600)
+
+
+def _whole(call: Callable[[int, list[memoryview], int], int], fd: int, view: memoryview, offset: int) -> None:
+    done = call(fd, [view], offset)
+    if done != len(view):
+        raise OSError(errno.EIO, f"{done} of {len(view)} bytes at offset {offset}")
+
+
+def _part(nbytes: int, probe: Probe, number: int) -> tuple[int, int]:
+    """The share of a thread, in whole blocks but for the last."""
+    each = -(-nbytes // (probe.threads * probe.block_nbytes)) * probe.block_nbytes
+    return min(nbytes, number * each), min(nbytes, (number + 1) * each)
+
+
+def _path(directory: str, number: int) -> str:
+    return os.path.join(directory, f"probe-{number}")
+
+
+def _in_threads(function: Callable[[int], None], probe: Probe) -> None:
+    with ThreadPoolExecutor(probe.threads) as pool:
+        list(pool.map(function, range(probe.threads)))

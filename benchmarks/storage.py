@@ -1,0 +1,215 @@
+"""How fast checkpoints are written and read: ours, torch's and others', beside what the drive itself gives.
+
+``python -m benchmarks.storage --path /data --gib 2 --rounds 3 --json storage.json --plot storage.svg``
+
+All in one run, one after the other, round by round, each save and load in a process of its own (``drive.measurement``
+says what counts). ``benchmarks/fastdisk.sh`` makes a drive that is faster than this machine's. ``--tune`` prints first
+what ``robust_dcp.storage.tune`` finds there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Container, Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.drive import measurement, probe
+from benchmarks.drive.contenders import READERS, WRITERS, why_not
+from benchmarks.drive.figures import RATIOS, Case, Row, rows_of
+from benchmarks.drive.measurement import Figures, in_new_process
+from benchmarks.drive.shapes import SHAPES
+from benchmarks.ranks import show
+
+__all__ = ["main", "run"]
+
+_GIB = 1 << 30
+_SPARE = 1.3
+"""Room for file headers, and for what a file system keeps of files that were just removed."""
+
+_COLUMNS = {
+    "shape": "shape",
+    "what": "what",
+    "who": "who",
+    "checkpoint": "checkpoint by",
+    "to_probe": "x raw probe",
+    "to_stock": "x stock",
+    "to_stock_best": "x stock's best",
+    "gib_per_second": "GiB/s",
+    "cpu_seconds_per_gib": "CPU-s/GiB",
+    "peak_mib": "extra MiB",
+    "seconds": "s",
+    "items": "items",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print; then write JSON and plot if asked to."""
+    options = _options(arguments)
+    with tempfile.TemporaryDirectory(prefix="storage-", dir=options.path) as directory:
+        if options.tune:
+            from robust_dcp.storage import tune
+
+            print(tune(directory), end="\n\n")
+        found = run(directory, options.shapes, int(options.gib * _GIB), options.rounds, options.who)
+    found["machine"]["drive"] = options.name or os.path.abspath(options.path)
+    show(_COLUMNS, [_readable(row) for row in found["rows"]], None)
+    for who, why in found["not_run"].items():
+        print(f"not run: {who}: {why}")
+    for who, note in found["notes"].items():
+        print(f"{who}: {note}")
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(found, file, indent=1)
+    if options.plot:
+        from benchmarks.drive.plot import draw
+
+        draw([found], options.plot)
+
+
+def run(
+    directory: str, shapes: Sequence[str], nbytes: int, rounds: int, who: Sequence[str] = tuple(WRITERS)
+) -> dict[str, Any]:
+    """All measurements.
+
+    Args:
+        directory: on the drive to measure; empty, and empty again afterwards.
+        shapes: some of ``SHAPES``.
+        nbytes: about the size of each checkpoint; at most two of them lie there at a time.
+        rounds: how often each is measured.
+        who: some of ``WRITERS``.
+
+    Returns:
+        ``machine``, ``rows`` (see ``drive.figures``), ``not_run`` (who, or "reader < writer", to why) and ``notes``
+        (who to what to know).
+
+    Raises:
+        OSError: there is not enough room.
+    """
+    free = shutil.disk_usage(directory).free
+    if free < _SPARE * nbytes:
+        raise OSError(f"{directory} has {free} bytes free, and a checkpoint takes {nbytes}: choose less with --gib")
+    not_run: dict[str, str] = {}
+    for name in who:
+        not_run |= in_new_process(why_not, name, directory)
+    writers = [name for name in who if name not in not_run]
+    measured: dict[Case, list[Figures]] = defaultdict(list)
+    for number in range(rounds):
+        # Another one first each time: a drive that tires, or is still busy with what was removed, tires for all.
+        order = writers[number % len(writers) :] + writers[: number % len(writers)] if writers else []
+        for shape in shapes:
+            print(f"round {number + 1} of {rounds}: {shape}", file=sys.stderr)
+            _measure_drive(measured, shape, nbytes, directory)
+            for writer in order:
+                _measure_writer(measured, shape, nbytes, directory, writer, not_run)
+    return {
+        "machine": _machine(directory, nbytes, rounds),
+        "rows": rows_of(_in_order(measured)),
+        "not_run": not_run,
+        "notes": {name: WRITERS[name].note for name in writers if WRITERS[name].note},
+    }
+
+
+def _measure_drive(measured: dict[Case, list[Figures]], shape: str, nbytes: int, directory: str) -> None:
+    path = os.path.join(directory, "probe")
+    nbytes = sum(spec.nbytes for spec in SHAPES[shape](nbytes))
+    for chosen in probe.PROBES:
+        try:
+            saved = in_new_process(measurement.probe_save, chosen, nbytes, path)
+            loaded = in_new_process(measurement.probe_load, chosen, nbytes, path)
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+        measured[Case(shape, "save", chosen.name)].append(saved)
+        measured[Case(shape, "load", chosen.name)].append(loaded)
+
+
+def _measure_writer(
+    measured: dict[Case, list[Figures]],
+    shape: str,
+    nbytes: int,
+    directory: str,
+    writer: str,
+    not_run: Container[str],
+) -> None:
+    path = os.path.join(directory, "checkpoint")
+    try:
+        measured[Case(shape, "save", writer)].append(in_new_process(measurement.save, writer, shape, nbytes, path))
+        for reader in WRITERS[writer].readers:
+            if f"{reader} < {writer}" in not_run:
+                continue
+            case = Case(shape, "load", reader, writer)
+            measured[case].append(in_new_process(measurement.load, reader, shape, nbytes, path))
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _in_order(measured: dict[Case, list[Figures]]) -> dict[Case, list[Figures]]:
+    """Shapes, saves before loads, probes first, then as the contenders are listed."""
+    probes, shapes, writers = [chosen.name for chosen in probe.PROBES], list(SHAPES), list(WRITERS)
+
+    def place(case: Case) -> tuple[int, ...]:
+        is_load = case.what == "load"
+        names = probes + (list(READERS) if is_load else writers)
+        return (
+            shapes.index(case.shape),
+            int(is_load),
+            names.index(case.who),
+            writers.index(case.checkpoint) if case.checkpoint else -1,
+        )
+
+    return {case: measured[case] for case in sorted(measured, key=place)}
+
+
+def _machine(directory: str, nbytes: int, rounds: int) -> dict[str, Any]:
+    return {
+        "cpus": os.cpu_count(),
+        "memory_nbytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "direct_io": probe.is_direct(directory),
+        "nbytes": nbytes,
+        "rounds": rounds,
+    }
+
+
+def _readable(row: Row) -> Row:
+    return {
+        **row,
+        **{key: "" if row[key] is None else row[key] for key in RATIOS},
+        "peak_mib": round(row["peak_nbytes"] / (1 << 20)),
+    }
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--path", default=tempfile.gettempdir(), help="a directory on the drive (default: %(default)s)")
+    parser.add_argument("--name", help="what to call the drive in JSON and plot (default: the path)")
+    parser.add_argument("--gib", type=float, default=2.0, help="of each checkpoint (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="default: %(default)s")
+    parser.add_argument("--who", help="a part of the names of those to measure; several with commas (default: all)")
+    parser.add_argument("--tune", action="store_true", help="print what robust_dcp.storage.tune finds, first")
+    parser.add_argument("--json", help="write all figures there as well")
+    parser.add_argument("--plot", help="draw the rates there (.svg or .png)")
+    options = parser.parse_args(arguments)
+    options.shapes = options.shapes.split(",")
+    if not set(options.shapes) <= set(SHAPES):
+        parser.error(f"{sorted(set(options.shapes) - set(SHAPES))} is none of {list(SHAPES)}")
+    parts = options.who.split(",") if options.who else [""]
+    options.who = [name for name in WRITERS if any(part in name for part in parts)]
+    if not options.who or options.rounds < 1:
+        parser.error(f"nothing to measure: --who takes parts of {', '.join(WRITERS)}; --rounds at least 1")
+    return options
+
+
+if __name__ == "__main__":
+    main()

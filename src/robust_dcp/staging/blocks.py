@@ -1,0 +1,145 @@
+"""Blocks of memory that bytes pass through on their way to a file: aligned, reused, never more than allowed.
+
+Owns the memory and who has it. One pool serves all saves of a process: a save leases blocks of one size, and what it
+had stays for the next. Called by ``storage.engine``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__all__ = ["POOL", "Block", "BlockLease", "BlockPool", "aligned_bytes"]
+
+
+def aligned_bytes(nbytes: int) -> npt.NDArray[np.uint8]:
+    """uint8 ``[nbytes]`` of zeros that begin at a page of memory."""
+    return np.frombuffer(_pages(nbytes), dtype=np.uint8)[:nbytes]
+
+
+def _pages(nbytes: int) -> mmap.mmap:
+    return mmap.mmap(-1, max(nbytes, 1))
+
+
+class Block:
+    """One block: the same memory as an array and as a tensor.
+
+    Attributes:
+        data: uint8 ``[nbytes]``, page-aligned; holds whatever was last in it.
+        tensor: the same.
+        address: of its first byte.
+    """
+
+    __slots__ = ("address", "data", "is_pinned", "tensor")
+
+    def __init__(self, nbytes: int) -> None:
+        memory = _pages(nbytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                memory.madvise(mmap.MADV_HUGEPAGE)  # there are fewer pages to pin for each direct write then
+        self.data: npt.NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)[:nbytes]
+        self.tensor = torch.from_numpy(self.data)
+        self.address = self.tensor.data_ptr()
+        self.is_pinned = False
+
+    def pin(self) -> None:
+        """Lock it in memory, so that a CUDA device copies to it by itself; a block that cannot be works as well."""
+        if not self.is_pinned:
+            self.is_pinned = int(torch.cuda.cudart().cudaHostRegister(self.address, len(self.data), 0)) == 0
+
+    def unpin(self) -> None:
+        """To be called before the memory goes."""
+        if self.is_pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.address)
+            self.is_pinned = False
+
+
+class BlockPool:
+    """Blocks that nobody uses at the moment. At most one size is kept: that of the last lease that ended."""
+
+    def __init__(self) -> None:
+        self._free: list[Block] = []
+        self._lock = threading.Lock()
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Memory that the pool holds while no save runs."""
+        return sum(len(block.data) for block in self._free)
+
+    def lease(self, block_nbytes: int, n_blocks: int) -> BlockLease:
+        """The right to ``n_blocks`` blocks at once, to be used in a ``with`` statement."""
+        return BlockLease(self, block_nbytes, n_blocks)
+
+    def release(self) -> None:
+        """Give all memory back to the system."""
+        self._keep([])
+
+    def _take(self, nbytes: int) -> Block:
+        with self._lock:
+            for number, block in enumerate(self._free):
+                if len(block.data) == nbytes:
+                    return self._free.pop(number)
+        return Block(nbytes)
+
+    def _keep(self, blocks: list[Block]) -> None:
+        """Keep exactly these: what the last save had no use for, the next will not need either."""
+        with self._lock:
+            dropped, self._free = self._free, blocks
+        for block in dropped:
+            block.unpin()
+
+
+class BlockLease:
+    """The blocks of one save. Its methods may be called from several threads.
+
+    Attributes:
+        used_nbytes: the most memory that it had at any time.
+    """
+
+    def __init__(self, pool: BlockPool, block_nbytes: int, n_blocks: int) -> None:
+        self._pool = pool
+        self.block_nbytes = block_nbytes
+        self._n_blocks = n_blocks
+        self._n_taken = 0
+        self._free: list[Block] = []
+        self._lock = threading.Lock()
+
+    @property
+    def used_nbytes(self) -> int:
+        return self._n_taken * self.block_nbytes
+
+    def take(self) -> Block:
+        """A block.
+
+        Raises:
+            RuntimeError: all are taken. A thread must not wait for a block: others may wait for it.
+        """
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+            if self._n_taken == self._n_blocks:
+                raise RuntimeError(f"all {self._n_blocks} blocks of {self.block_nbytes} bytes are taken")
+            self._n_taken += 1
+        return self._pool._take(self.block_nbytes)
+
+    def give_back(self, block: Block) -> None:
+        """The block may be taken by another thread."""
+        with self._lock:
+            self._free.append(block)
+
+    def __enter__(self) -> BlockLease:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._pool._keep(self._free)
+        self._free = []
+
+
+POOL = BlockPool()
+"""The blocks of this process."""

@@ -1,0 +1,135 @@
+"""ReadFile reads the same bytes past the page cache as through it, and finds its way back where that is refused."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from robust_dcp.errors import StorageError
+from robust_dcp.storage.disk import OpenFile, PosixDisk, storage_error
+from robust_dcp.storage.read_buffers import PAGE_NBYTES, ReadBuffers
+from robust_dcp.storage.read_file import ReadFile
+from robust_dcp.storage.torch_zip import payload_view
+from tests.support.simulated_disk import WatchedDisk
+
+FILE_NBYTES = 3 * (1 << 20) + 1234
+BLOCK_NBYTES = 2 << 20
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("file") / "data"
+    data = torch.randint(0, 256, (FILE_NBYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    path.write_bytes(data.numpy().tobytes())
+    return path
+
+
+def forget(path: Path) -> None:
+    """Have the kernel drop the file from its page cache."""
+    with path.open("rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+ranges = st.tuples(st.integers(0, FILE_NBYTES), st.integers(0, BLOCK_NBYTES))
+
+
+@settings(max_examples=40, deadline=None)
+@given(ranges, st.sampled_from([None, False]), st.booleans())
+def test_a_block_holds_the_bytes_of_the_file(
+    file: Path, place: tuple[int, int], direct: bool | None, cached: bool
+) -> None:
+    offset, nbytes = place
+    if not cached:
+        forget(file)
+    opened = ReadFile(PosixDisk(), str(file), direct)
+    buffer = ReadBuffers(BLOCK_NBYTES).take()
+    start, found = opened.read_block(buffer, offset, nbytes)
+    opened.close()
+    assert buffer.data[start : start + found] == file.read_bytes()[offset : offset + nbytes]
+
+
+@settings(max_examples=40, deadline=None)
+@given(ranges, st.integers(0, PAGE_NBYTES), st.booleans(), st.booleans())
+def test_a_piece_holds_the_bytes_of_the_file(
+    file: Path, place: tuple[int, int], shift: int, aligned: bool, cached: bool
+) -> None:
+    offset, nbytes = place
+    memory = torch.zeros(BLOCK_NBYTES + 3 * PAGE_NBYTES, dtype=torch.uint8)
+    if aligned:  # with its place in the file, so that direct I/O needs no copy
+        shift = (offset - memory.data_ptr()) % PAGE_NBYTES
+    target = memory[shift : shift + nbytes]
+    if not cached:
+        forget(file)
+    opened = ReadFile(PosixDisk(), str(file), None)
+    found = opened.read_piece(payload_view(target), target.data_ptr(), offset, ReadBuffers(BLOCK_NBYTES))
+    opened.close()
+    expected = file.read_bytes()[offset : offset + nbytes]
+    assert target.numpy().tobytes()[:found] == expected
+    assert not memory[:shift].any() and not memory[shift + nbytes :].any()
+
+
+class Refusing(PosixDisk):
+    """Takes O_DIRECT when the file is opened, or not even then, and refuses to read by it."""
+
+    def __init__(self, at_open: bool) -> None:
+        self.at_open = at_open
+        self.direct: list[OpenFile] = []
+
+    def open_read(self, path: str, *, direct: bool = False) -> OpenFile:
+        if direct and self.at_open:
+            raise storage_error("open", path, OSError(errno.EINVAL, "Invalid argument"))
+        opened = super().open_read(path)
+        if direct:
+            self.direct.append(opened)
+        return opened
+
+    def pread_into(self, file: OpenFile, buffer: Any, offset: int) -> int:
+        if file in self.direct:
+            raise storage_error("read", file.path, OSError(errno.EINVAL, "Invalid argument"))
+        return super().pread_into(file, buffer, offset)
+
+
+@pytest.mark.parametrize("at_open", [False, True])
+def test_where_direct_reads_are_refused_the_page_cache_is_used(file: Path, at_open: bool) -> None:
+    disk = WatchedDisk(Refusing(at_open))
+    forget(file)
+    opened = ReadFile(disk, str(file), None)
+    buffers = ReadBuffers(BLOCK_NBYTES)
+    buffer = buffers.take()
+    for offset in (0, 12345):
+        start, found = opened.read_block(buffer, offset, 1 << 20)
+        assert buffer.data[start : start + found] == file.read_bytes()[offset : offset + (1 << 20)]
+        forget(file)
+    target = torch.zeros(1 << 20, dtype=torch.uint8)
+    assert opened.read_piece(payload_view(target), target.data_ptr(), 77, buffers) == 1 << 20
+    assert target.numpy().tobytes() == file.read_bytes()[77 : 77 + (1 << 20)]
+    opened.close()
+    assert disk.operations.count("open_read") <= 2  # it is not asked for again
+
+
+@pytest.mark.parametrize("at_open", [False, True])
+def test_who_demands_direct_reads_is_told_that_they_are_refused(file: Path, at_open: bool) -> None:
+    opened = ReadFile(Refusing(at_open), str(file), True)
+    with pytest.raises(StorageError, match=r"EINVAL"):
+        opened.read_block(ReadBuffers(BLOCK_NBYTES).take(), 0, 1 << 20)
+    opened.close()
+
+
+def test_an_error_of_the_device_is_no_refusal(file: Path) -> None:
+    class Broken(PosixDisk):
+        def pread_into(self, file: OpenFile, buffer: Any, offset: int) -> int:
+            raise storage_error("read", file.path, OSError(errno.EIO, "Input/output error"))
+
+    forget(file)
+    opened = ReadFile(Broken(), str(file), None)
+    with pytest.raises(StorageError, match="EIO"):
+        opened.read_block(ReadBuffers(BLOCK_NBYTES).take(), 0, 1 << 20)
+    opened.close()

@@ -1,0 +1,145 @@
+"""Whatever the sizes, data passes through no more memory than is allowed."""
+
+from __future__ import annotations
+
+import io
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from robust_dcp.staging import POOL
+from robust_dcp.storage.checksum import crc32
+from robust_dcp.storage.disk import OpenFile
+from robust_dcp.storage.layout import LARGE_NBYTES, place_as_they_come
+from robust_dcp.storage.torch_zip import record_template
+from robust_dcp.storage.write_options import WriteOptions
+from tests.storage.sources import DIRECTORY, ListSource, content_of, framed_one_by_one, placed, write
+from tests.support.simulated_disk import SimulatedDisk
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("buffer_bytes", [8192, 100_000, 3 * MIB])
+@pytest.mark.parametrize("threads", [1, 4])
+def test_one_tensor_larger_than_all_buffers_streams_through(buffer_bytes: int, threads: int) -> None:
+    values = [torch.rand(1100, 1000).t(), torch.rand(10), torch.rand(1000, 1100)[:, ::2]]
+    disk = SimulatedDisk()
+    options = {"buffer_bytes": buffer_bytes, "threads": threads}
+    written = write(ListSource(values), placed(values, files=1), disk, **options)
+    assert 0 < written.peak_buffer_nbytes <= buffer_bytes
+    assert [content_of(disk, name) for name in written.names] == framed_one_by_one(values, placed(values, files=1))
+
+
+def test_tensors_that_go_out_from_where_they_are_need_no_buffers() -> None:
+    memory = torch.empty(8 * MIB + 8192, dtype=torch.uint8)
+    start = (64 - memory.data_ptr()) % 4096
+    values = [memory[start : start + 8 * MIB]]
+    written = write(ListSource(values), placed(values, files=1))
+    assert (written.peak_buffer_nbytes, written.how) == (0, ("direct",))
+
+
+def test_the_blocks_of_a_save_serve_the_next_and_no_more_of_them_are_kept() -> None:
+    values = [torch.rand(1000, 3000).t()]
+    placements = placed(values, files=1)
+    large = write(ListSource(values), placements, threads=3, block_bytes=MIB)
+    assert POOL.kept_nbytes == large.peak_buffer_nbytes
+    small = write(ListSource(values), placements, threads=1, block_bytes=MIB)
+    assert POOL.kept_nbytes == small.peak_buffer_nbytes == MIB
+    POOL.release()
+    assert POOL.kept_nbytes == 0
+
+
+def test_threads_and_blocks_shrink_to_keep_the_bound() -> None:
+    assert WriteOptions(threads=4, block_bytes=8 * MIB, buffer_bytes=64 * MIB).fitted(4096) == (4, 8 * MIB)
+    assert WriteOptions(threads=4, block_bytes=8 * MIB, buffer_bytes=10 * MIB).fitted(4096) == (4, 5 * MIB // 4)
+    assert WriteOptions(threads=4, block_bytes=5000, buffer_bytes=3 * 8192).fitted(4096) == (3, 4096)
+    assert WriteOptions(threads=4, block_bytes=4096, buffer_bytes=8192).fitted(65536) == (1, 65536)
+
+
+@pytest.mark.parametrize("name", ["threads", "block_bytes", "buffer_bytes"])
+def test_options_that_allow_nothing_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least"):
+        WriteOptions(**{name: 0})
+
+
+@pytest.mark.parametrize("ranks", ["1", "8", "1000", "", "eight"])
+def test_defaults_fit_the_machine_and_the_ranks_on_it(ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    options = WriteOptions.of_this_machine()
+    assert 2 <= options.threads <= 4
+    assert 32 * MIB <= options.buffer_bytes <= 1024 * MIB
+    assert options.fitted(4096) == (
+        options.threads,
+        min(options.block_bytes, options.buffer_bytes // options.threads // 2),
+    )
+
+
+class ComparesPayload(SimulatedDisk):
+    """Compares what is written with a payload that repeats, and keeps only what is not payload."""
+
+    def __init__(self, row: bytes, begin: int, end: int) -> None:
+        super().__init__()
+        self._rows, self._period = memoryview(row * 10), len(row)
+        self._begin, self._end = begin, end
+        self._adding = threading.Lock()
+        self.n_compared = 0
+
+    def pwrite(self, file: OpenFile, data: Any, offset: int) -> None:
+        view = memoryview(data)
+        if offset < self._begin or offset + view.nbytes > self._end:
+            super().pwrite(file, view, 0 if offset < self._begin else (self._begin // 4096 + 1) * 4096)
+            return
+        at = (offset - self._begin) % self._period
+        assert np.array_equal(np.frombuffer(view, np.uint8), np.frombuffer(self._rows[at : at + view.nbytes], np.uint8))
+        with self._adding:
+            self.n_compared += view.nbytes
+
+    def preallocate(self, file: OpenFile, nbytes: int) -> bool:
+        return False
+
+    def truncate(self, file: OpenFile, nbytes: int) -> None:
+        pass
+
+
+def test_a_tensor_of_more_than_4_gib_is_written_bit_for_bit() -> None:
+    row = torch.arange(MIB, dtype=torch.int64).to(torch.uint8)
+    row[::1001] = 7
+    tensor = row.expand(4097, MIB)  # takes no more memory than its row
+    template = record_template(tensor.dtype, tuple(tensor.shape))
+    assert template is not None
+    placements = placed([tensor], files=1)
+    begin = int(placements.offset[0]) + template.header_nbytes
+    disk = ComparesPayload(bytes(row.numpy().data), begin, begin + tensor.numel())
+    written = write(ListSource([tensor]), placements, disk, block_bytes=8 * MIB, buffer_bytes=32 * MIB)
+    assert written.nbytes == placements.file_nbytes[0] > 4 << 30
+    assert disk.n_compared >= tensor.numel() - 2 * 4096
+    assert written.peak_buffer_nbytes <= 32 * MIB
+    kept = bytes(disk._directory(DIRECTORY).names["__0_0.distcp"].cached)
+    checksum = template.crc32_of_header(kept[begin - template.header_nbytes : begin])
+    assert checksum is not None
+    trailer = template.trailer(checksum)
+    assert trailer in kept
+    assert checksum == _crc32_of_rows(bytes(row.numpy().data), 4097)
+
+
+def _crc32_of_rows(row: bytes, n: int) -> int:
+    checksum = 0
+    for _ in range(n):
+        checksum = crc32(row, checksum)
+    return checksum
+
+
+def test_large_tensors_of_another_planner_stream_through_as_well() -> None:
+    values: list[Any] = [torch.rand(1000, 1100).t(), b"object", torch.zeros(LARGE_NBYTES, dtype=torch.uint8)]
+    disk = SimulatedDisk()
+    placements = place_as_they_come([1] * 3, files=1)
+    written = write(ListSource(values), placements, disk, buffer_bytes=64 << 10)
+    assert written.peak_buffer_nbytes <= 64 << 10
+    content = content_of(disk, written.names[0])
+    for place in (0, 2):
+        offset, nbytes = written.variable_places[place].tolist()
+        record = torch.load(io.BytesIO(content[offset : offset + nbytes]), weights_only=True)
+        assert torch.equal(record, values[place])

@@ -1,0 +1,46 @@
+"""What the writer's options decide, and what of them a plan depends on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import robust_dcp
+from robust_dcp import RobustWriter
+
+
+@pytest.mark.parametrize(
+    ("options", "files"),
+    [({}, 2), ({"threads": 3}, 3), ({"threads": 3, "files_per_rank": 1}, 1), ({"direct": False}, 2)],
+)
+def test_a_plan_depends_on_the_number_of_files_alone(options: dict[str, Any], files: int) -> None:
+    assert RobustWriter("unused", **options).plan_options == {"layout": "torch", "files_per_rank": files}
+
+
+@pytest.mark.parametrize("name", ["threads", "files_per_rank", "block_bytes", "buffer_bytes"])
+def test_nothing_is_no_option(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least"):
+        RobustWriter("unused", **{name: 0})
+
+
+def test_a_report_says_how_files_were_written_and_what_memory_that_took(tmp_path: Path) -> None:
+    writer = RobustWriter(tmp_path, direct=False, threads=1, buffer_bytes=1 << 20)
+    report = robust_dcp.save({"w": torch.rand(1000, 900).t()}, storage_writer=writer)
+    assert report.how == ("buffered",)
+    assert 0 < report.peak_buffer_nbytes <= 1 << 20
+    assert ", buffered; plan " in str(report)
+
+
+def test_checkpoints_without_checksums_load_everywhere(tmp_path: Path) -> None:
+    state_dict = {"large": torch.rand(1 << 20), "object": "o", **{f"w{n}": torch.rand(n) for n in range(50)}}
+    robust_dcp.save(state_dict, storage_writer=RobustWriter(tmp_path, checksums=False))
+    for load in (dcp.load, robust_dcp.load):
+        target = {name: torch.zeros_like(v) if isinstance(v, torch.Tensor) else "" for name, v in state_dict.items()}
+        load(target, checkpoint_id=tmp_path)
+        for name, value in state_dict.items():
+            found = target[name]
+            assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value
