@@ -44,7 +44,7 @@ def test_a_table_comes_back_column_for_column(drawn: tuple[list[Item], dict[str,
     sent = table(*drawn[0], paths=drawn[1] if nested else None)
     message = StructureMessage.of(sent, _digests(sent, _MAX_DIGEST - 3), context_of().encode())
     arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=StructureMessage)
-    received = arrived.to_table()
+    received = TableDecoder().decode(arrived)
     for field in fields(StructureTable):
         ours, theirs = getattr(sent, field.name), getattr(received, field.name)
         if field.name != "paths":
@@ -60,7 +60,7 @@ def test_a_table_comes_back_column_for_column(drawn: tuple[list[Item], dict[str,
 
 
 def test_an_empty_table_comes_back_empty() -> None:
-    assert len(_message(([], {})).to_table()) == 0
+    assert len(TableDecoder().decode(_message(([], {})))) == 0
 
 
 _COLUMNS = [field.name for field in msgspec.structs.fields(StructureMessage) if field.type is bytes]
@@ -117,7 +117,7 @@ def test_paths_of_any_lengths_give_a_table_or_an_exchange_error(data: st.DataObj
 def _use(message: StructureMessage) -> None:
     """Do with a message what the coordinator does; only our own errors may come of it."""
     with contextlib.suppress(ExchangeError, PlanConflict):
-        make_global_plan([message.to_table(), table(tensor("another"))])
+        make_global_plan([TableDecoder().decode(message), table(tensor("another"))])
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_what_is_wrong_with_a_message_is_said(changes: dict[str, Any], words: st
     structure = table(chunk("w", [4], [0], [4]), obj("o"), paths={"w": ("w",), "o": ("o",)})
     good = StructureMessage.of(structure, _digests(structure), context_of().encode())
     with pytest.raises(ExchangeError) as caught:
-        msgspec.structs.replace(good, **changes).to_table()
+        TableDecoder().decode(msgspec.structs.replace(good, **changes))
     assert words in str(caught.value)
     assert "same robust_dcp version" in str(caught.value)
 

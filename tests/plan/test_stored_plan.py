@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from robust_dcp.comm import decode, encode
 from robust_dcp.errors import RobustCheckpointError
 from robust_dcp.plan.cache import CoordinatorPlan
 from robust_dcp.plan.local import LocalStructure
-from robust_dcp.plan.stored_plan import LoadedCheckpoints, encode_plan, read_plan
+from robust_dcp.plan.stored_plan import _HEAD, LoadedCheckpoints, _Index, encode_plan, read_plan
+from robust_dcp.storage.checksum import crc32
 from robust_dcp.storage.paths import PLAN_NAME
 from tests.plan.structures import World, chunk, local_of, obj, table, tensor, worlds
 from tests.plan.test_planning import first_save, locals_of, metadata_of, plan_of
@@ -129,3 +132,20 @@ def test_a_damaged_plan_is_told_of_once_and_planned_without(tmp_path: Path, capl
     assert [record.message for record in caplog.records if "planning anew" in record.message] == [
         caplog.records[0].message
     ]
+
+
+def test_a_plan_file_that_was_never_ours_costs_a_plan_and_no_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Right checksums over an index that no version of ours wrote: sections of negative length."""
+    ranks = locals_of(_WORLD)
+    _, good = _stored(ranks)
+    magic, nbytes, _ = _HEAD.unpack_from(good)
+    index = decode(good[_HEAD.size : _HEAD.size + nbytes], _Index)
+    lengths = (sum(index.nbytes) + 8, *[0] * (len(index.nbytes) - 2), -8)
+    bad = encode(msgspec.structs.replace(index, nbytes=lengths))
+    loaded = LoadedCheckpoints()
+    sections = good[_HEAD.size + nbytes :]
+    loaded.add(_put(tmp_path, b"".join((_HEAD.pack(magic, len(bad), crc32(bad)), bad, sections))))
+    assert all(loaded.find_plan((0, 1), rank, ranks[rank], leads=rank == 0) is None for rank in (0, 1))
+    assert any("planning anew" in record.message for record in caplog.records)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.disk import OpenFile, PosixDisk, storage_error
-from robust_dcp.storage.read_buffers import PAGE_NBYTES, ReadBuffers
+from robust_dcp.storage.layout import PAGE_NBYTES
+from robust_dcp.storage.read_buffers import ReadBuffers
 from robust_dcp.storage.read_file import ReadFile
 from robust_dcp.storage.torch_zip import payload_view
 from tests.support.simulated_disk import WatchedDisk

@@ -28,8 +28,9 @@ from robust_dcp.plan.structure import ItemKind
 from robust_dcp.plan.structure.ragged import unique_rows
 from robust_dcp.storage.engine import WrittenFiles
 from robust_dcp.storage.layout import Placements
-from robust_dcp.storage.metadata_pickle import EncodedMetadata, MetadataColumns, MetadataPickle
+from robust_dcp.storage.metadata_pickle import MetadataColumns, MetadataPickle
 from robust_dcp.storage.paths import data_file_name
+from robust_dcp.storage.writer import MetadataToPublish
 
 __all__ = ["MetadataTemplate", "stock_metadata"]
 
@@ -59,8 +60,8 @@ class MetadataTemplate:
         """Bytes that are kept for later saves."""
         return 0 if self._compiled is None else self._compiled[0].nbytes
 
-    def encode(self, written: Sequence[WrittenFiles], storage_meta: StorageMeta) -> EncodedMetadata:
-        """The bytes of ``.metadata``.
+    def encode(self, written: Sequence[WrittenFiles], storage_meta: StorageMeta) -> MetadataToPublish:
+        """The bytes of ``.metadata``, and the data files of all ranks.
 
         Args:
             written: for each rank the generation of its file names and the places of its items of variable size.
@@ -76,10 +77,11 @@ class MetadataTemplate:
                 )
         compiled, order = self._compile()
         places = np.concatenate([files.variable_places for files in written])
-        return compiled.encode(self.file_names(written), places[order], storage_meta)
+        names = self._file_names(written)
+        return MetadataToPublish(compiled.encode(names, places[order], storage_meta).fragments, frozenset(names))
 
-    def file_names(self, written: Sequence[WrittenFiles]) -> list[str]:
-        """The data files of all ranks, rank after rank."""
+    def _file_names(self, written: Sequence[WrittenFiles]) -> list[str]:
+        """Rank after rank."""
         return [
             data_file_name(rank, number, files.generation)
             for rank, (files, n_files) in enumerate(zip(written, self._files, strict=True))

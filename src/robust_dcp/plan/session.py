@@ -208,9 +208,7 @@ class SaveSession:
         if self.coordinator is None or self.coordinator.metadata is None:
             raise ValueError("only the coordinator has the metadata, of a plan for RobustWriter")
         self._written_by_all = written_by_all(self._words, self._messages, self.coordinator.variable_places)
-        template = self.coordinator.metadata
-        encoded = template.encode(self._written_by_all, storage_meta)
-        return MetadataToPublish(encoded.fragments, frozenset(template.file_names(self._written_by_all)))
+        return self.coordinator.metadata.encode(self._written_by_all, storage_meta)
 
     def commit(
         self,

@@ -220,8 +220,8 @@ class LoadedCheckpoints:
         for directory in reversed(tuple(self._directories)):
             try:
                 plan = read_plan(directory, group, rank, local, leads=leads)
-            except RobustCheckpointError as error:
-                logger.warning("planning anew: %s", error)
+            except Exception as error:  # the file is advice: whatever is wrong with it costs a plan, and never a save
+                logger.warning("planning anew, not by %s: %s", os.path.join(directory, PLAN_NAME), error)
                 self._directories.pop(directory, None)
                 continue
             if plan is not None:

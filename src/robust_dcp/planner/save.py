@@ -272,8 +272,7 @@ class RobustPlanner(DefaultSavePlanner):
         metadata = session.coordinator.stock_metadata
         if metadata is None:
             raise RobustCheckpointError("this plan was made for RobustWriter, not for another storage writer")
-        # A copy: the writer fills in storage_data, and the plan is for later saves too.
-        return list(all_plans), replace(metadata, state_dict_metadata=dict(metadata.state_dict_metadata))
+        return list(all_plans), metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """This rank's share; RobustWriter finds the places of its items, and the session, in ``planner_data``."""

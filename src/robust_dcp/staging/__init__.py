@@ -1,6 +1,6 @@
 """From device to host."""
 
-from robust_dcp.staging.blocks import POOL, Block, BlockLease, BlockPool, aligned_bytes
+from robust_dcp.staging.blocks import POOL, Block, BlockLease, BlockPool, aligned_bytes, block_memory
 from robust_dcp.staging.device import DeviceCopies
 from robust_dcp.staging.host import to_host
 from robust_dcp.staging.tensor_bytes import TensorBytes
@@ -14,6 +14,7 @@ __all__ = [
     "DeviceCopies",
     "TensorBytes",
     "aligned_bytes",
+    "block_memory",
     "flat_bytes",
     "to_host",
     "to_host_together",

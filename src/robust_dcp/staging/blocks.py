@@ -15,12 +15,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["POOL", "Block", "BlockLease", "BlockPool", "aligned_bytes"]
+__all__ = ["POOL", "Block", "BlockLease", "BlockPool", "aligned_bytes", "block_memory"]
 
 
 def aligned_bytes(nbytes: int) -> npt.NDArray[np.uint8]:
     """uint8 ``[nbytes]`` of zeros that begin at a page of memory."""
     return np.frombuffer(_pages(nbytes), dtype=np.uint8)[:nbytes]
+
+
+def block_memory(nbytes: int) -> mmap.mmap:
+    """Memory that starts on a page and is used again and again: in huge pages where the kernel has them, since each
+    page costs a fault when it is first touched, and has to be pinned for each direct read or write."""
+    memory = _pages(nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def _pages(nbytes: int) -> mmap.mmap:
@@ -39,11 +49,7 @@ class Block:
     __slots__ = ("address", "data", "is_pinned", "tensor")
 
     def __init__(self, nbytes: int) -> None:
-        memory = _pages(nbytes)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without huge pages
-                memory.madvise(mmap.MADV_HUGEPAGE)  # there are fewer pages to pin for each direct write then
-        self.data: npt.NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)[:nbytes]
+        self.data: npt.NDArray[np.uint8] = np.frombuffer(block_memory(nbytes), dtype=np.uint8)[:nbytes]
         self.tensor = torch.from_numpy(self.data)
         self.address = self.tensor.data_ptr()
         self.is_pinned = False

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
 import threading
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
-__all__ = ["PAGE_NBYTES", "ReadBuffer", "ReadBuffers", "copy_bytes"]
+from robust_dcp.staging import block_memory
+from robust_dcp.storage.layout import PAGE_NBYTES
 
-PAGE_NBYTES: Final = 4096
-"""Direct reads begin and end at multiples of this, in the file as in memory."""
+__all__ = ["ReadBuffer", "ReadBuffers", "copy_bytes"]
 
 
 class ReadBuffer:
@@ -30,10 +29,7 @@ class ReadBuffer:
     __slots__ = ("address", "data", "view")
 
     def __init__(self, nbytes: int) -> None:
-        self.data = mmap.mmap(-1, nbytes)
-        if hasattr(mmap, "MADV_HUGEPAGE"):  # else each page costs a fault when it is first read into
-            with contextlib.suppress(OSError):  # a kernel without huge pages
-                self.data.madvise(mmap.MADV_HUGEPAGE)
+        self.data = block_memory(nbytes)
         self.view = memoryview(self.data)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.data))
 

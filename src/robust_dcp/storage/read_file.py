@@ -20,7 +20,8 @@ from typing import Final
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.direct.alignment import BUFFERED, Alignment, alignment_of
 from robust_dcp.storage.disk import Disk, OpenFile, storage_error
-from robust_dcp.storage.read_buffers import PAGE_NBYTES, ReadBuffer, ReadBuffers, copy_bytes
+from robust_dcp.storage.layout import PAGE_NBYTES
+from robust_dcp.storage.read_buffers import ReadBuffer, ReadBuffers, copy_bytes
 
 __all__ = ["ReadFile"]
 

@@ -83,14 +83,6 @@ class StructureMessage(msgspec.Struct, frozen=True):
             context=context,
         )
 
-    def to_table(self) -> StructureTable:
-        """The table again, alone. For the tables of many ranks use one :class:`TableDecoder`.
-
-        Raises:
-            ExchangeError: if the columns do not fit each other.
-        """
-        return TableDecoder().decode(self)
-
     def digests(self) -> npt.NDArray[np.uint64]:
         return _from_bytes(self.object_digests, np.uint64)
 

@@ -70,10 +70,6 @@ class Paths:
     def _starts(self) -> npt.NDArray[np.int64]:
         return np.concatenate(([0], np.cumsum(self.counts, dtype=np.int64)))
 
-    def part_lengths(self, place: int) -> bytes:
-        """The path of one name as bytes: equal for equal paths of equal names."""
-        return self.lengths[self._starts[place] : self._starts[place + 1]].tobytes()
-
     def check(self) -> None:
         """Make sure that each path spells its name.
 
