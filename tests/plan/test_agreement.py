@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from robust_dcp.comm import Offer
-from robust_dcp.plan.agreement import MATCHES, Decision, decide, make_offer
+from robust_dcp.plan.agreement import HAS_GLOBAL_PLAN, MATCHES, Decision, decide, make_offer
 from robust_dcp.plan.cache import CachedPlan, CoordinatorPlan, PlanCache
 from robust_dcp.plan.global_plan import combined_digest
 from robust_dcp.plan.rank_plan import RankPlan
@@ -176,6 +176,7 @@ def test_whatever_is_offered_reuse_needs_every_rank_and_the_hash(offers: list[Of
     base = offers[coordinator].plan_id
     proven = (
         base != bytes(8)
+        and bool(offers[coordinator].flags & HAS_GLOBAL_PLAN)
         and all(offer.plan_id == base and offer.flags & MATCHES for offer in offers)
         and plan_id_of([offer.signature for offer in offers]) == base
     )

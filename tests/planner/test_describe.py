@@ -265,6 +265,7 @@ class Rows(Shard):
         return 1, vars(self)["offset"]
 
     _local_shard_size_and_offset = local_shard_size_and_offset
+    _local_shard_size_on_dim = local_shard_size_and_offset  # torch 2.7
 
 
 def _own_placements() -> list[tuple[int, ...]]:
