@@ -121,13 +121,14 @@ def run(
 def _measure_drive(measured: dict[Case, list[Figures]], shape: str, nbytes: int, directory: str) -> None:
     path = os.path.join(directory, "probe")
     nbytes = sum(spec.nbytes for spec in SHAPES[shape](nbytes))
-    for chosen in probe.PROBES:
+    for chosen in (*probe.PROBES, probe.ONE_BUFFER):
         try:
             saved = in_new_process(measurement.probe_save, chosen, nbytes, path)
             loaded = in_new_process(measurement.probe_load, chosen, nbytes, path)
         finally:
             shutil.rmtree(path, ignore_errors=True)
-        measured[Case(shape, "save", chosen.name)].append(saved)
+        if not chosen.one_buffer:
+            measured[Case(shape, "save", chosen.name)].append(saved)
         measured[Case(shape, "load", chosen.name)].append(loaded)
 
 
@@ -153,7 +154,7 @@ def _measure_writer(
 
 def _in_order(measured: dict[Case, list[Figures]]) -> dict[Case, list[Figures]]:
     """Shapes, saves before loads, probes first, then as the contenders are listed."""
-    probes, shapes, writers = [chosen.name for chosen in probe.PROBES], list(SHAPES), list(WRITERS)
+    probes, shapes, writers = [each.name for each in (*probe.PROBES, probe.ONE_BUFFER)], list(SHAPES), list(WRITERS)
 
     def place(case: Case) -> tuple[int, ...]:
         is_load = case.what == "load"

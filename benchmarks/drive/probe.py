@@ -1,8 +1,9 @@
 """What the drive itself gives: threads that write or read a file each with direct I/O, and nothing else.
 
 No formats, no checksums, no plans: the rate that everything else is measured against. From and into as much memory as a
-checkpoint has, since a buffer that stays in the processor's cache would be faster than any checkpoint can be. Where the
-file system refuses ``O_DIRECT``, the same calls go through the page cache.
+checkpoint has, since a buffer that stays in the processor's cache would be faster than any checkpoint can be; how much
+faster says ``ONE_BUFFER``, which nothing is measured against. Where the file system refuses ``O_DIRECT``, the same
+calls go through the page cache.
 """
 
 from __future__ import annotations
@@ -16,24 +17,31 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["PROBES", "Probe", "is_direct", "read", "source_of", "write"]
+__all__ = ["ONE_BUFFER", "PROBES", "Probe", "is_direct", "read", "source_of", "write"]
 
 _PAGE_NBYTES = 4096
 
 
 class Probe(NamedTuple):
-    """Threads, each with a file of its own, and the size of a call."""
+    """Threads, each with a file of its own, and the size of a call.
+
+    ``one_buffer``: they read into the same memory again and again, each into a block of its own."""
 
     threads: int
     block_nbytes: int
+    one_buffer: bool = False
 
     @property
     def name(self) -> str:
-        return f"raw probe, {self.threads} x {self.block_nbytes >> 20} MiB"
+        what = "reads into one buffer" if self.one_buffer else "raw probe"
+        return f"{what}, {self.threads} x {self.block_nbytes >> 20} MiB"
 
+
+ONE_BUFFER = Probe(2, 8 << 20, one_buffer=True)
+"""What loads could reach if their bytes were not wanted anywhere."""
 
 PROBES = (Probe(1, 8 << 20), Probe(2, 8 << 20), Probe(4, 8 << 20))
-"""The fastest of these is the drive's rate."""
+"""The fastest of these is the drive's rate. They fill as much memory as a checkpoint has, which is in use already."""
 
 
 def source_of(nbytes: int) -> mmap.mmap:
@@ -75,7 +83,8 @@ def read(directory: str, target: mmap.mmap, probe: Probe) -> None:
         try:
             with memoryview(target) as view:
                 for at in range(begin, end, probe.block_nbytes):
-                    _whole(os.preadv, fd, view[at : min(end, at + probe.block_nbytes)], at - begin)
+                    into = begin if probe.one_buffer else at
+                    _whole(os.preadv, fd, view[into : into + min(end - at, probe.block_nbytes)], at - begin)
         finally:
             os.close(fd)
 

@@ -20,15 +20,17 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from robust_dcp.comm import Channel
+from robust_dcp.comm import Channel, Offer
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.phases import PhaseClock, PhaseRecord
 from robust_dcp.plan.session import SaveSession
+from robust_dcp.plan.sharing import SharedReads, deal_out, ranks_share, sharing_offer
 from robust_dcp.plan.stored_plan import LOADED
 from robust_dcp.planner import RobustLoadPlanner, RobustPlanner
 from robust_dcp.planner.save import checkpoint_name
 from robust_dcp.report import LoadReport, PhaseReport, SaveReport
 from robust_dcp.storage.reader import RobustReader
+from robust_dcp.storage.targets import may_ask_early
 from robust_dcp.storage.writer import RobustWriter
 
 __all__ = ["load", "save"]
@@ -152,14 +154,18 @@ def load(
     checkpoint = checkpoint_name(getattr(reader, "checkpoint_id", None))
     values: dict[str, Any] = {}
     plan = LoadPlan([])
+    shared: SharedReads | None = None
 
-    def prepare() -> None:
+    def prepare() -> Offer:
         nonlocal plan
         values.update(_state_dicts_of(dict(sorted(state_dict.items()))))
         plan = _local_load_plan(values, reader, planner, metadata_file, channel)
+        if not isinstance(reader, RobustReader):
+            return Offer()
+        return sharing_offer(reader.share_reads, can_share=may_ask_early(planner))
 
     def read() -> None:
-        reader.read_data(plan, planner).wait()
+        reader.read_data(plan if shared is None else LoadPlan(shared.left_to_read(plan.items)), planner).wait()
 
     def apply() -> None:
         for key, value in values.items():
@@ -171,9 +177,14 @@ def load(
 
     with clock.phase("plan"):
         metadata_file = _shared_metadata_file(channel, reader, checkpoint)
-        channel.barrier(f"load {checkpoint}: plan", prepare)
+        offers = channel.agree(f"load {checkpoint}: plan", prepare)
+        if isinstance(reader, RobustReader) and ranks_share(channel, offers):
+            shared = deal_out(channel, checkpoint, reader, plan, planner, process_group)
     with clock.phase("read"):
         channel.barrier(f"load {checkpoint}: read", read)
+    if shared is not None:
+        with clock.phase("share"):
+            channel.relay(f"load {checkpoint}: share", shared.relay())
     with clock.phase("apply"):
         channel.barrier(f"load {checkpoint}: apply", apply)
     if isinstance(reader, RobustReader):
@@ -187,6 +198,8 @@ def load(
         phases=_phase_reports(clock.records),
         missing_keys=getattr(planner, "missing_keys", ()),
         unread_keys=getattr(planner, "unread_keys", ()),
+        shared_nbytes=0 if shared is None else shared.received_nbytes,
+        peak_buffer_nbytes=getattr(reader, "peak_buffer_nbytes", 0),
     )
 
 

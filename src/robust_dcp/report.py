@@ -23,7 +23,7 @@ class PhaseReport:
     """One phase of a save or load, as this rank saw it.
 
     Attributes:
-        name: ``plan``, ``write``, ``commit`` or ``read``.
+        name: ``plan``, ``write``, ``commit``; or ``plan``, ``read``, ``share`` and ``apply``.
         seconds: wall time, waiting for other ranks included.
         exchanges: exchanges between ranks.
         messages: messages that this rank sent: one header for each exchange, and its payload chunks.
@@ -122,15 +122,20 @@ class LoadReport(_Report):
     Attributes:
         missing_keys: keys of the state dict that the checkpoint does not have (only with ``allow_partial_load``).
         unread_keys: keys of the checkpoint that the state dict did not ask for.
+        shared_nbytes: of ``nbytes``, what another rank has read for this one.
+        peak_buffer_nbytes: the most memory that data of this rank passed through on its way from the files.
     """
 
     missing_keys: tuple[str, ...] = ()
     unread_keys: tuple[str, ...] = ()
+    shared_nbytes: int = 0
+    peak_buffer_nbytes: int = 0
 
     def __str__(self) -> str:
         return self._lines(
             f"loaded {self.checkpoint_id} (rank {self.rank} of {self.world_size}): {self.items} items, "
             f"{sizes_in_words(self.nbytes)} in {self.seconds:.3f} s"
+            f"{f', {sizes_in_words(self.shared_nbytes)} of it by way of other ranks' if self.shared_nbytes else ''}"
         )
 
 

@@ -1,4 +1,5 @@
-"""One tensor of more than 4 GiB: where lengths no longer fit into the 32 bits of a plain zip file."""
+"""Large in every direction: one tensor of more than 4 GiB, where lengths no longer fit into the 32 bits of a plain zip
+file; more items than anybody has; an item that is larger than all memory that it may pass through."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import robust_dcp
+from robust_dcp import RobustReader
 from tests.support.ranks import run_ranks, values
 
 NBYTES = (4 << 30) + (200 << 20) + 7
@@ -27,7 +29,8 @@ def save_and_load_a_large_tensor(directory: str) -> list[dict[int, int]]:
     for load in (robust_dcp.load, dcp.load):
         large[list(MARKS)] = 0
         small.zero_()
-        load({"large": large, "small": small}, checkpoint_id=directory)
+        report = load({"large": large, "small": small}, checkpoint_id=directory)
+        assert load is dcp.load or report.peak_buffer_nbytes <= 64 << 20
         assert small.tolist() == [0, 1, 2]
         assert int(torch.count_nonzero(large)) == len(MARKS)
         found.append({place: int(large[place]) for place in MARKS})
@@ -44,3 +47,29 @@ def test_a_tensor_of_more_than_4_gib_is_saved_and_loaded_also_by_stock(tmp_path:
     finally:
         for name in os.listdir(tmp_path / "checkpoint"):
             os.unlink(tmp_path / "checkpoint" / name)
+
+
+def test_a_hundred_thousand_items_are_saved_and_loaded(tmp_path: Path) -> None:
+    numbers = torch.arange(300_000, dtype=torch.int32)
+    state_dict = {f"layer.{n}.weight": numbers[3 * n : 3 * n + 3] for n in range(100_000)}
+    report = robust_dcp.save(state_dict, checkpoint_id=tmp_path, no_dist=True)
+    assert report.items == 100_000
+    found = torch.zeros_like(numbers)
+    targets = {f"layer.{n}.weight": found[3 * n : 3 * n + 3] for n in range(100_000)}
+    loaded = robust_dcp.load(targets, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(found, numbers)
+    assert loaded.items == 100_000
+    assert loaded.peak_buffer_nbytes <= 64 << 20
+
+
+@pytest.mark.parametrize("direct", [None, False])
+@pytest.mark.parametrize("by", ["ours", "stock"])
+def test_an_item_larger_than_all_buffers_is_loaded_within_them(tmp_path: Path, by: str, direct: bool | None) -> None:
+    value = torch.rand((64 << 20) // 4 + 5, generator=torch.Generator().manual_seed(1))
+    save = robust_dcp.save if by == "ours" else dcp.save
+    save({"large": value, "small": value[:3].clone()}, checkpoint_id=tmp_path, no_dist=True)
+    target = {"large": torch.zeros_like(value), "small": torch.zeros(3)}
+    reader = RobustReader(tmp_path, buffer_bytes=4 << 20, direct=direct)
+    report = robust_dcp.load(target, storage_reader=reader, no_dist=True)
+    assert torch.equal(target["large"], value) and torch.equal(target["small"], value[:3])
+    assert report.peak_buffer_nbytes <= 4 << 20

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from robust_dcp.comm import Channel
 from robust_dcp.comm.deadline import Deadline
 from robust_dcp.comm.link import Connection
-from robust_dcp.comm.transport import Incoming, Payload, Transport
+from robust_dcp.comm.transport import Ends, Incoming, Payload, Transport
 
 FramesFault = Callable[[list[bytes]], list[bytes]]
 PayloadFault = Callable[[bytearray], bytearray]
@@ -52,6 +54,12 @@ class FaultyTransport:
     def broadcast(self, payload: Payload | None, nbytes: int, sender: int, tag: int, deadline: Deadline) -> Payload:
         arrived = self.inner.broadcast(payload, nbytes, sender, tag, deadline)
         return arrived if payload is not None else self.payload_fault(bytearray(arrived))
+
+    def move_tensors(self, outgoing: Ends, incoming: Ends, tag: int, deadline: Deadline) -> None:
+        self.inner.move_tensors(outgoing, incoming, tag, deadline)
+        for tensor, _ in incoming:
+            data = bytearray(tensor.numpy().tobytes())
+            tensor.copy_(torch.frombuffer(self.payload_fault(data), dtype=torch.uint8))
 
     def close(self) -> None:
         self.inner.close()

@@ -109,15 +109,15 @@ class PairedPlanner(DefaultLoadPlanner):
 
 
 def read_box(
-    directory: Path, target: torch.Tensor, offsets: list[int], lengths: list[int], **options: Any
+    directory: Path, target: torch.Tensor, offsets: list[int], lengths: list[int], inner: Any = None, **options: Any
 ) -> WatchedDisk:
-    """Read one box of the stored tensor ``w`` into ``target``."""
+    """Read one box of the stored tensor ``w`` into ``target``, from the disk ``inner``."""
 
     class Planner(DefaultLoadPlanner):
         def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
             return target
 
-    disk = WatchedDisk(PosixDisk())
+    disk = WatchedDisk(PosixDisk() if inner is None else inner)
     reader = RobustReader(directory, disk=disk, **options)
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, True)

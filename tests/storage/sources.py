@@ -43,6 +43,10 @@ class ListSource:
         value = self.values[place]
         return (value.dtype, value.shape) if isinstance(value, torch.Tensor) else None
 
+    def chunk_offset(self, place: int) -> tuple[int, ...]:
+        value = self.values[place]
+        return (0,) * value.ndim if isinstance(value, torch.Tensor) else ()
+
     def resolve(self, place: int) -> Any:
         self.resolved.append((place, torch.is_grad_enabled(), threading.get_ident()))
         value = self.given.get(place, self.values[place])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from robust_dcp.errors import StorageError
+from robust_dcp.staging import BlockLease, BlockPool
 from robust_dcp.storage.disk import OpenFile, PosixDisk, storage_error
 from robust_dcp.storage.layout import PAGE_NBYTES
-from robust_dcp.storage.read_buffers import ReadBuffers
 from robust_dcp.storage.read_file import ReadFile
 from robust_dcp.storage.torch_zip import payload_view
 from tests.support.simulated_disk import WatchedDisk
@@ -39,6 +40,11 @@ def forget(path: Path) -> None:
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def blocks() -> BlockLease:
+    """Room for ``BLOCK_NBYTES``, wherever they begin in a file."""
+    return BlockPool().lease(BLOCK_NBYTES + 2 * PAGE_NBYTES, 2)
+
+
 ranges = st.tuples(st.integers(0, FILE_NBYTES), st.integers(0, BLOCK_NBYTES))
 
 
@@ -51,10 +57,10 @@ def test_a_block_holds_the_bytes_of_the_file(
     if not cached:
         forget(file)
     opened = ReadFile(PosixDisk(), str(file), direct)
-    buffer = ReadBuffers(BLOCK_NBYTES).take()
-    start, found = opened.read_block(buffer, offset, nbytes)
+    block = blocks().take()
+    start, found = opened.read_block(block, offset, nbytes)
     opened.close()
-    assert buffer.data[start : start + found] == file.read_bytes()[offset : offset + nbytes]
+    assert block.memory[start : start + found] == file.read_bytes()[offset : offset + nbytes]
 
 
 @settings(max_examples=40, deadline=None)
@@ -70,10 +76,11 @@ def test_a_piece_holds_the_bytes_of_the_file(
     if not cached:
         forget(file)
     opened = ReadFile(PosixDisk(), str(file), None)
-    found = opened.read_piece(payload_view(target), target.data_ptr(), offset, ReadBuffers(BLOCK_NBYTES))
+    found, checksum = opened.read_piece(payload_view(target), target.data_ptr(), offset, blocks(), checksum=True)
     opened.close()
     expected = file.read_bytes()[offset : offset + nbytes]
     assert target.numpy().tobytes()[:found] == expected
+    assert checksum == zlib.crc32(expected)
     assert not memory[:shift].any() and not memory[shift + nbytes :].any()
 
 
@@ -86,8 +93,10 @@ class Refusing(PosixDisk):
 
     def open_read(self, path: str, *, direct: bool = False) -> OpenFile:
         if direct and self.at_open:
-            raise storage_error("open", path, OSError(errno.EINVAL, "Invalid argument"))
-        opened = super().open_read(path)
+            opened = super().open_read(path)
+            opened.why_buffered = "the file system refuses O_DIRECT: Invalid argument"
+            return opened
+        opened = super().open_read(path, direct=direct)
         if direct:
             self.direct.append(opened)
         return opened
@@ -103,14 +112,14 @@ def test_where_direct_reads_are_refused_the_page_cache_is_used(file: Path, at_op
     disk = WatchedDisk(Refusing(at_open))
     forget(file)
     opened = ReadFile(disk, str(file), None)
-    buffers = ReadBuffers(BLOCK_NBYTES)
-    buffer = buffers.take()
+    lease = blocks()
+    block = lease.take()
     for offset in (0, 12345):
-        start, found = opened.read_block(buffer, offset, 1 << 20)
-        assert buffer.data[start : start + found] == file.read_bytes()[offset : offset + (1 << 20)]
+        start, found = opened.read_block(block, offset, 1 << 20)
+        assert block.memory[start : start + found] == file.read_bytes()[offset : offset + (1 << 20)]
         forget(file)
     target = torch.zeros(1 << 20, dtype=torch.uint8)
-    assert opened.read_piece(payload_view(target), target.data_ptr(), 77, buffers) == 1 << 20
+    assert opened.read_piece(payload_view(target), target.data_ptr(), 77, lease) == (1 << 20, 0)
     assert target.numpy().tobytes() == file.read_bytes()[77 : 77 + (1 << 20)]
     opened.close()
     assert disk.operations.count("open_read") <= 2  # it is not asked for again
@@ -119,8 +128,8 @@ def test_where_direct_reads_are_refused_the_page_cache_is_used(file: Path, at_op
 @pytest.mark.parametrize("at_open", [False, True])
 def test_who_demands_direct_reads_is_told_that_they_are_refused(file: Path, at_open: bool) -> None:
     opened = ReadFile(Refusing(at_open), str(file), True)
-    with pytest.raises(StorageError, match=r"EINVAL"):
-        opened.read_block(ReadBuffers(BLOCK_NBYTES).take(), 0, 1 << 20)
+    with pytest.raises(StorageError, match="EINVAL"):
+        opened.read_block(blocks().take(), 0, 1 << 20)
     opened.close()
 
 
@@ -132,5 +141,5 @@ def test_an_error_of_the_device_is_no_refusal(file: Path) -> None:
     forget(file)
     opened = ReadFile(Broken(), str(file), None)
     with pytest.raises(StorageError, match="EIO"):
-        opened.read_block(ReadBuffers(BLOCK_NBYTES).take(), 0, 1 << 20)
+        opened.read_block(blocks().take(), 0, 1 << 20)
     opened.close()

@@ -88,7 +88,7 @@ class FailingFsync(PosixDisk):
         raise storage_error("fsync", file.path, OSError(errno.EIO, "Input/output error"))
 
 
-def test_the_options_are_those_of_the_writer_and_nothing_is_left_behind(tmp_path: Path) -> None:
+def test_the_options_are_those_of_writer_and_reader_and_nothing_is_left_behind(tmp_path: Path) -> None:
     options = tune(tmp_path, seconds=0.2)
 
     assert list(tmp_path.iterdir()) == []
@@ -96,7 +96,8 @@ def test_the_options_are_those_of_the_writer_and_nothing_is_left_behind(tmp_path
     writer = robust_dcp.RobustWriter(tmp_path / "checkpoint", **options.writer_options)
     robust_dcp.save(state_dict, storage_writer=writer)
     loaded = {"weight": torch.zeros(100_000)}
-    robust_dcp.load(loaded, checkpoint_id=tmp_path / "checkpoint")
+    reader = robust_dcp.RobustReader(tmp_path / "checkpoint", **options.reader_options)
+    robust_dcp.load(loaded, storage_reader=reader)
     assert torch.equal(loaded["weight"], state_dict["weight"])
 
 
@@ -105,10 +106,13 @@ def test_the_table_says_what_was_measured_and_which_was_chosen(tmp_path: Path) -
 
     assert options.table
     assert choose(options.table) == Setting(options.direct, options.threads, options.block_bytes)
+    assert choose(options.read_table) == options.reading
     lines = str(options).splitlines()
-    assert lines[0].split() == ["I/O", "threads", "block", "MiB", "GiB/s", "CPU-s/GiB"]
-    assert len([line for line in lines if "direct  " in line or "buffered  " in line]) == len(options.table)
-    assert len([line for line in lines if line.endswith("<- chosen")]) == 1
+    assert (lines[0], lines[len(options.table) + 2]) == ("writing", "reading")
+    assert lines[1].split() == ["I/O", "threads", "block", "MiB", "GiB/s", "CPU-s/GiB"]
+    measured = len(options.table) + len(options.read_table)
+    assert len([line for line in lines if "direct  " in line or "buffered  " in line]) == measured
+    assert len([line for line in lines if line.endswith("<- chosen")]) == 2
 
 
 @given(tables)
@@ -136,7 +140,8 @@ def test_without_direct_io_it_measures_the_page_cache_and_says_why(tmp_path: Pat
     options = tune(tmp_path, seconds=0.1, disk=NoDirectIo(refuses_at))
 
     assert not options.direct
-    assert not any(row.setting.direct for row in options.table)
+    assert not any(row.setting.direct for row in (*options.table, *options.read_table))
+    assert options.reader_options["direct"] is False
     assert "Invalid argument" in (options.direct_refused or "")
     assert f"direct I/O was not measured: {options.direct_refused}" in str(options)
     assert list(tmp_path.iterdir()) == []
@@ -148,7 +153,7 @@ def test_under_a_quota_it_measures_less(tmp_path: Path) -> None:
     options = tune(tmp_path, seconds=0.5, disk=disk)
 
     assert options.threads * options.block_bytes <= 9 * MIB
-    assert all(row.nbytes <= 9 * MIB for row in options.table)
+    assert all(row.nbytes <= 9 * MIB for row in (*options.table, *options.read_table))
 
 
 def test_on_a_nearly_full_disk_it_takes_a_quarter_of_what_is_free(

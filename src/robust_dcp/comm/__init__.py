@@ -6,7 +6,19 @@ The only layer that talks to other processes. It knows nothing of plans, files o
 
 from robust_dcp.comm.channel import Channel, Offer
 from robust_dcp.comm.failures import Stopped
+from robust_dcp.comm.relay import GroupMover, Parcel, Relay
 from robust_dcp.comm.stats import ExchangeStats, PhaseStats
 from robust_dcp.comm.wire import decode, encode
 
-__all__ = ["Channel", "ExchangeStats", "Offer", "PhaseStats", "Stopped", "decode", "encode"]
+__all__ = [
+    "Channel",
+    "ExchangeStats",
+    "GroupMover",
+    "Offer",
+    "Parcel",
+    "PhaseStats",
+    "Relay",
+    "Stopped",
+    "decode",
+    "encode",
+]

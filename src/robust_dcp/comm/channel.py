@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from robust_dcp.comm import process_group as groups
 from robust_dcp.comm import wire
+from robust_dcp.comm.deadline import Deadline
 from robust_dcp.comm.deliveries import Delivery
 from robust_dcp.comm.exchange import Accept, Contribution, Exchange, exchange
 from robust_dcp.comm.failures import Stopped
@@ -28,6 +29,7 @@ from robust_dcp.comm.gathering import blaming, deliver_to_coordinator
 from robust_dcp.comm.link import Link
 from robust_dcp.comm.nodes import check_environment
 from robust_dcp.comm.registry import link_for, local_link
+from robust_dcp.comm.relay import Relay, carry, refuse_damage
 from robust_dcp.comm.routes import route_of
 from robust_dcp.comm.stats import ExchangeStats
 from robust_dcp.comm.transport import Payload
@@ -318,6 +320,22 @@ class Channel:
             deliveries = [delivery for rank, header in enumerate(headers) for delivery in _from(rank, header)]
             running.deliver(deliveries, lambda _: payload, self._decoding(messages, phase, message_type))
         return [messages[rank] for rank in range(self.size)]
+
+    def relay(self, phase: str, relayed: Relay) -> None:
+        """Pass tensors from the ranks that have them to those that need them; what arrived was sent, or it raises.
+
+        Raises:
+            RobustCheckpointError: see the class.
+        """
+        with self._exchange("relay", phase) as running:
+            self._join(running, Contribution)
+            damaged = carry(self._link, relayed, self.timeout_seconds, running.cost)
+        self.barrier(f"{phase}: arrived", lambda: refuse_damage(damaged, self.rank, phase))
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """For each rank the number of its node, the same on all ranks. To be asked after an exchange."""
+        return self._link.nodes(Deadline(self.timeout_seconds)).node_of
 
     def announce_failure(self, error: BaseException) -> None:
         """Tell the ranks that still work towards the next exchange, or within the present one, that it will fail.

@@ -1,4 +1,4 @@
-"""How bytes get from rank to rank: a protocol of five methods, on gloo and for a single process.
+"""How bytes get from rank to rank: a protocol of six methods, on gloo and for a single process.
 
 It moves bytes whose lengths both sides know already; it never looks into them, retries, or names a culprit beyond
 the peer that it waited for. Only the exchange calls it.
@@ -9,7 +9,7 @@ names its peer, and an all-gather needs ``log2(size)`` steps where gloo's own ri
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,12 +18,15 @@ import torch
 from robust_dcp.comm.deadline import Deadline
 from robust_dcp.comm.frames import FRAME_NBYTES
 
-__all__ = ["CHUNK_NBYTES", "GlooTransport", "Incoming", "LocalTransport", "Transport", "TransportFailure"]
+__all__ = ["CHUNK_NBYTES", "Ends", "GlooTransport", "Incoming", "LocalTransport", "Transport", "TransportFailure"]
 
 CHUNK_NBYTES = 64 << 20
 """Payloads travel in pieces of at most this: it bounds what a sender needs above its payload."""
 
 Payload = bytes | bytearray | memoryview
+
+Ends = Sequence[tuple[torch.Tensor, int]]
+"""Tensors, each with the rank of the group that it goes to or comes from."""
 
 
 class TransportFailure(Exception):
@@ -73,6 +76,9 @@ class Transport(Protocol):
     def broadcast(self, payload: Payload | None, nbytes: int, sender: int, tag: int, deadline: Deadline) -> Payload:
         """The ``nbytes`` bytes of ``sender``, on every rank; ``payload`` is theirs there and ``None`` elsewhere."""
 
+    def move_tensors(self, outgoing: Ends, incoming: Ends, tag: int, deadline: Deadline) -> None:
+        """Send some contiguous CPU tensors and receive into others, all at once. Those for one rank arrive in order."""
+
     def close(self) -> None:
         """Close all connections, so that whoever waits for this rank stops waiting."""
 
@@ -96,6 +102,10 @@ class LocalTransport:
         if payload is None:
             raise TransportFailure(sender, "there is no other rank")
         return payload
+
+    def move_tensors(self, outgoing: Ends, incoming: Ends, tag: int, deadline: Deadline) -> None:
+        for _, peer in (*outgoing, *incoming):
+            raise TransportFailure(peer, "there is no other rank")
 
     def close(self) -> None:
         pass
@@ -156,6 +166,12 @@ class GlooTransport:
             for work, child in sending:
                 _wait(work, child, deadline)
         return received if payload is None else payload
+
+    def move_tensors(self, outgoing: Ends, incoming: Ends, tag: int, deadline: Deadline) -> None:
+        under_way = [(self._post_receive(tensor, peer, tag), peer) for tensor, peer in incoming]
+        under_way += [(self._post_send(tensor, peer, tag), peer) for tensor, peer in outgoing]
+        for work, peer in under_way:
+            _wait(work, peer, deadline)
 
     def close(self) -> None:
         self._group = None

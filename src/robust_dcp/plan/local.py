@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from robust_dcp.plan.structure import ItemKind, PlanContext, StructureMessage, StructureSignature, StructureTable
+from robust_dcp.storage.layouts import TORCH, Layout
 
 __all__ = ["LocalStructure"]
 
@@ -23,6 +24,7 @@ class LocalStructure:
         object_digests: uint64, for each item of kind BYTES in table order; 0 where not computed.
         files: number of files for items of fixed size; ``None`` where another writer than ours places them.
         lowest_rank: whether replicas go to the lowest rank that holds them.
+        layout: of the files.
     """
 
     table: StructureTable
@@ -31,6 +33,7 @@ class LocalStructure:
     object_digests: npt.NDArray[np.uint64]
     files: int | None
     lowest_rank: bool
+    layout: Layout = TORCH
 
     def to_message(self) -> StructureMessage:
         """All of this, for the coordinator."""

@@ -28,8 +28,8 @@ from robust_dcp.plan.structure import ItemKind
 from robust_dcp.plan.structure.ragged import unique_rows
 from robust_dcp.storage.engine import WrittenFiles
 from robust_dcp.storage.layout import Placements
+from robust_dcp.storage.layouts import TORCH, FileName, Layout
 from robust_dcp.storage.metadata_pickle import MetadataColumns, MetadataPickle
-from robust_dcp.storage.paths import data_file_name
 from robust_dcp.storage.writer import MetadataToPublish
 
 __all__ = ["MetadataTemplate", "stock_metadata"]
@@ -46,13 +46,15 @@ class MetadataTemplate:
     Args:
         plan: the global plan; not kept once it has been compiled.
         placements: for each rank the places of its kept items.
+        layout: that made them.
     """
 
-    def __init__(self, plan: GlobalPlan, placements: Sequence[Placements]) -> None:
+    def __init__(self, plan: GlobalPlan, placements: Sequence[Placements], layout: Layout = TORCH) -> None:
         self._source: tuple[GlobalPlan, Sequence[Placements]] | None = (plan, placements)
         self._compiled: tuple[MetadataPickle, Places] | None = None
         self._lock = threading.Lock()
-        self._files = [placement.n_files for placement in placements]
+        self._layout = layout
+        self._heads = [placement.head_nbytes for placement in placements]
         self._variable = [int((placement.offset < 0).sum()) for placement in placements]
 
     @property
@@ -77,15 +79,18 @@ class MetadataTemplate:
                 )
         compiled, order = self._compile()
         places = np.concatenate([files.variable_places for files in written])
-        names = self._file_names(written)
-        return MetadataToPublish(compiled.encode(names, places[order], storage_meta).fragments, frozenset(names))
+        of_files = self._file_names(written)
+        names = [name.committed for name in of_files]
+        fragments = compiled.encode(names, places[order], storage_meta).fragments
+        renames = tuple(name for name in of_files if name.written != name.committed)
+        return MetadataToPublish(fragments, frozenset(names), renames)
 
-    def _file_names(self, written: Sequence[WrittenFiles]) -> list[str]:
+    def _file_names(self, written: Sequence[WrittenFiles]) -> list[FileName]:
         """Rank after rank."""
         return [
-            data_file_name(rank, number, files.generation)
-            for rank, (files, n_files) in enumerate(zip(written, self._files, strict=True))
-            for number in range(n_files)
+            name
+            for rank, (files, heads) in enumerate(zip(written, self._heads, strict=True))
+            for name in self._layout.file_names(rank, heads, files.generation)
         ]
 
     def _compile(self) -> tuple[MetadataPickle, Places]:
@@ -94,7 +99,7 @@ class MetadataTemplate:
             if self._source is not None:
                 plan, placements = self._source
                 by_rank = _InPlanOrder.of(plan, placements)
-                compiled = MetadataPickle(_columns_of(plan, by_rank, n_files=sum(self._files)))
+                compiled = MetadataPickle(_columns_of(plan, by_rank, n_files=sum(map(len, self._heads))))
                 self._compiled = compiled, by_rank.variable[compiled.variable]
                 self._source = None
             if self._compiled is None:

@@ -35,6 +35,7 @@ from robust_dcp.plan.structure import (
     diff_tables,
     merge_diffs,
 )
+from robust_dcp.storage.layouts import TORCH, Layout
 
 __all__ = ["apply_plan", "coordinator_plan_of", "plan_for_all"]
 
@@ -96,16 +97,21 @@ def plan_for_all(
         )
         for rank, (table, message) in enumerate(zip(tables, structures, strict=True))
     ]
-    return coordinator_plan_of(plan, local.context.encode(), files=local.files), replies
+    return coordinator_plan_of(plan, local.context.encode(), files=local.files, layout=local.layout), replies
 
 
-def coordinator_plan_of(plan: GlobalPlan, context: bytes, *, files: int | None) -> CoordinatorPlan:
+def coordinator_plan_of(
+    plan: GlobalPlan, context: bytes, *, files: int | None, layout: Layout = TORCH
+) -> CoordinatorPlan:
     """What the coordinator keeps of a plan, with the places of all items.
 
     Args:
         files: number of files of each rank; ``None`` where another writer than ours places items.
+        layout: of these files.
     """
-    metadata = None if files is None else MetadataTemplate(plan, place_items_of_all(plan, files=files))
+    metadata = None
+    if files is not None:
+        metadata = MetadataTemplate(plan, place_items_of_all(plan, files=files, layout=layout), layout)
     return CoordinatorPlan(
         tables=plan.columns.tables,
         kept=plan.kept,
@@ -130,7 +136,7 @@ def apply_plan(reply: RankPlanMessage, local: LocalStructure, cached: CachedPlan
     return RankPlan(
         kept=kept,
         common_objects=unpack_places(reply.common_objects, len(table)),
-        placements=None if local.files is None else place_items(table, kept, files=local.files),
+        placements=None if local.files is None else place_items(table, kept, files=local.files, layout=local.layout),
     )
 
 

@@ -9,19 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from robust_dcp.errors import ExchangeError
 from robust_dcp.plan.global_plan import GlobalPlan
 from robust_dcp.plan.structure import Form, ItemKind, StructureTable
 from robust_dcp.plan.structure.ragged import padded, unique_rows
-from robust_dcp.storage.layout import Placements, place_records
-from robust_dcp.storage.torch_zip import RecordTemplate, record_template
+from robust_dcp.storage.layout import Placements
+from robust_dcp.storage.layouts import TORCH, ItemColumns, Layout
 
 __all__ = ["RankPlan", "RankPlanMessage", "pack_places", "place_items", "place_items_of_all", "unpack_places"]
 
@@ -81,68 +79,58 @@ def unpack_places(bits: bytes, n_items: int) -> Places:
     return np.flatnonzero(np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=n_items, bitorder="little"))
 
 
-def place_items(table: StructureTable, kept: Places, *, files: int) -> Placements:
+def place_items(table: StructureTable, kept: Places, *, files: int, layout: Layout = TORCH) -> Placements:
     """The places of a rank's kept items in its files."""
     width = int(table.ndims.max(initial=0))
-    lengths = _lengths_of(
+    items = _items_of(
+        table.names,
+        table.name_ids[kept],
         table.dtypes,
         table.dtype_ids[kept],
         table.ndims[kept],
+        padded(table.offsets, table.ndims, width, fill=0)[kept],
         padded(table.sizes, table.ndims, width, fill=1)[kept],
         is_fixed=(table.forms[kept] == Form.FIXED) & (table.kinds[kept] != ItemKind.BYTES),
     )
-    return place_records(lengths.record, lengths.header, lengths.payload, files=files)
+    return layout.place(layout.measure(items), files=files)
 
 
-def place_items_of_all(plan: GlobalPlan, *, files: int) -> tuple[Placements, ...]:
+def place_items_of_all(plan: GlobalPlan, *, files: int, layout: Layout = TORCH) -> tuple[Placements, ...]:
     """:func:`place_items` for every rank of a plan."""
     columns = plan.columns
     rows = np.sort(plan.written)  # rank after rank
-    lengths = _lengths_of(
+    items = _items_of(
+        columns.names,
+        columns.name[rows],
         columns.dtypes,
         columns.dtype[rows],
         columns.ndim[rows],
+        columns.offset[rows],
         columns.size[rows],
         is_fixed=(columns.form[rows] == Form.FIXED) & (columns.kind[rows] != ItemKind.BYTES),
     )
+    measures = layout.measure(items)
     ends = np.cumsum([0, *map(len, plan.kept)])
-    return tuple(
-        place_records(lengths.record[begin:end], lengths.header[begin:end], lengths.payload[begin:end], files=files)
-        for begin, end in pairwise(ends.tolist())
-    )
+    return tuple(layout.place(measures[begin:end], files=files) for begin, end in pairwise(ends.tolist()))
 
 
-class _Lengths(NamedTuple):
-    """int64 ``[n]`` each: bytes of a record, of what stands before the payload, of the payload. A record of -1 bytes
-    is an item of variable size."""
-
-    record: npt.NDArray[np.int64]
-    header: npt.NDArray[np.int64]
-    payload: npt.NDArray[np.int64]
-
-
-def _lengths_of(
+def _items_of(
+    names: Sequence[str],
+    name_ids: npt.NDArray[np.int32],
     dtypes: Sequence[str],
     dtype_ids: npt.NDArray[np.int32],
     ndims: npt.NDArray[np.uint8],
+    offsets: npt.NDArray[np.int64],
     sizes: npt.NDArray[np.int64],
     *,
     is_fixed: npt.NDArray[np.bool_],
-) -> _Lengths:
-    """The lengths of the records of items; those of one dtype and shape have one template."""
-    lengths = np.tile(np.array([[-1], [0], [0]], dtype=np.int64), (1, len(dtype_ids)))
+) -> ItemColumns:
+    """What a layout wants to know of items; those of one dtype and shape are one kind to it."""
+    kind_ids = np.full(len(dtype_ids), -1, dtype=np.int32)
     fixed = np.flatnonzero(is_fixed)
+    kinds: list[tuple[str, tuple[int, ...]]] = []
     if len(fixed):
         keys = np.column_stack([dtype_ids[fixed], ndims[fixed], sizes[fixed]]).astype(np.int64)
-        first, which = unique_rows(keys)
-        templates = [_template_of(dtypes[dtype], shape[:ndim]) for dtype, ndim, *shape in keys[first].tolist()]
-        distinct = np.array([(t.nbytes, t.header_nbytes, t.payload_nbytes) for t in templates], dtype=np.int64)
-        lengths[:, fixed] = distinct[which].T
-    return _Lengths(*lengths)
-
-
-def _template_of(dtype: str, shape: Sequence[int]) -> RecordTemplate:
-    template = record_template(getattr(torch, dtype), tuple(shape))
-    if template is None:
-        raise TypeError(f"items of {dtype} are not of fixed size")
-    return template
+        first, kind_ids[fixed] = unique_rows(keys)
+        kinds = [(dtypes[dtype], tuple(shape[:ndim])) for dtype, ndim, *shape in keys[first].tolist()]
+    return ItemColumns(names, name_ids, kinds, kind_ids, ndims, offsets)

@@ -128,7 +128,7 @@ def read_plan(
         rank_plan=RankPlan(
             kept=kept,
             common_objects=unpack_places(share.common_objects, len(local.table)),
-            placements=place_items(local.table, kept, files=local.files),
+            placements=place_items(local.table, kept, files=local.files, layout=local.layout),
         ),
         variable_places=None,
         coordinator=coordinator,
@@ -141,7 +141,9 @@ def _coordinator_plan(file: _PlanFile, local: LocalStructure, n_ranks: int) -> C
     decoder = TableDecoder()
     tables = [decoder.decode(messages[rank]) for rank in range(n_ranks)]
     kept = [unpack_places(decode(file.section(rank), _Share).kept, len(table)) for rank, table in enumerate(tables)]
-    return coordinator_plan_of(plan_of_kept(tables, kept), local.context.encode(), files=local.files)
+    return coordinator_plan_of(
+        plan_of_kept(tables, kept), local.context.encode(), files=local.files, layout=local.layout
+    )
 
 
 class _PlanFile:

@@ -31,7 +31,7 @@ from robust_dcp.planner.flatten import flatten
 from robust_dcp.planner.known import STRUCTURES, KnownStructure
 from robust_dcp.planner.sources import StateDictSource
 from robust_dcp.storage.item_source import ItemSource, WriteItemSource
-from robust_dcp.storage.layout import LAYOUT_VERSION
+from robust_dcp.storage.layouts import TORCH
 from robust_dcp.storage.writer import RobustWriter, WriterMeta
 from robust_dcp.version import __version__
 
@@ -132,6 +132,7 @@ class RobustPlanner(DefaultSavePlanner):
             is_coordinator=channel.is_coordinator,
             by_lookup=self._overrides("lookup_object"),
         )
+        layout = TORCH if writer is None else writer.layout
         structure = STRUCTURES.of(items.names, items.structures, self.mappings if self.flatten_state_dict else None)
         self._items, self._structure = items, structure
         context = PlanContext(
@@ -144,7 +145,7 @@ class RobustPlanner(DefaultSavePlanner):
                 "on_object_mismatch": self.on_object_mismatch,
             },
             writer_options={} if writer is None else writer.plan_options,
-            versions={"torch": str(torch.__version__), "robust_dcp": __version__, "layout": LAYOUT_VERSION},
+            versions={"torch": str(torch.__version__), "robust_dcp": __version__, "layout": layout.version},
         )
         return LocalStructure(
             table=structure.table,
@@ -153,6 +154,7 @@ class RobustPlanner(DefaultSavePlanner):
             object_digests=self._object_digests(structure, alone=channel.size == 1),
             files=None if writer is None else writer.files_per_rank,
             lowest_rank=self.dedup_save_to_lowest_rank,
+            layout=layout,
         )
 
     def source(self, session: SaveSession) -> ItemSource:

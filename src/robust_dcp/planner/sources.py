@@ -49,6 +49,7 @@ class StateDictSource:
     ) -> None:
         self._places: list[int] = structure.order[kept].tolist()
         self._names = items.names
+        self._structures = items.structures
         self._data: list[ItemData] = [items.data[place] for place in self._places]
         self._expected: list[Expected | None] = [structure.expected[place] for place in kept.tolist()]
         self._lookup = lookup
@@ -62,6 +63,9 @@ class StateDictSource:
 
     def expected(self, place: int) -> Expected | None:
         return self._expected[place]
+
+    def chunk_offset(self, place: int) -> tuple[int, ...]:
+        return self._structures[self._places[place]].offsets
 
     def resolve(self, place: int) -> Resolved:
         data = self._data[place]

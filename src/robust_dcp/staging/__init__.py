@@ -1,7 +1,7 @@
-"""From device to host."""
+"""Between devices and files: blocks of memory, and the bytes of tensors."""
 
-from robust_dcp.staging.blocks import POOL, Block, BlockLease, BlockPool, aligned_bytes, block_memory
-from robust_dcp.staging.device import DeviceCopies
+from robust_dcp.staging.blocks import POOL, Block, BlockLease, BlockPool, aligned_bytes, copy_bytes
+from robust_dcp.staging.device import CopiesToDevice, DeviceCopies
 from robust_dcp.staging.host import to_host
 from robust_dcp.staging.tensor_bytes import TensorBytes
 from robust_dcp.staging.together import flat_bytes, to_host_together
@@ -11,10 +11,11 @@ __all__ = [
     "Block",
     "BlockLease",
     "BlockPool",
+    "CopiesToDevice",
     "DeviceCopies",
     "TensorBytes",
     "aligned_bytes",
-    "block_memory",
+    "copy_bytes",
     "flat_bytes",
     "to_host",
     "to_host_together",

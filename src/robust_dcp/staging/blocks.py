@@ -1,21 +1,25 @@
-"""Blocks of memory that bytes pass through on their way to a file: aligned, reused, never more than allowed.
+"""Blocks of memory that bytes pass through on their way to or from a file: aligned, reused, never more than allowed.
 
 Owns the memory and who has it. One pool serves all saves of a process: a save leases blocks of one size, and what it
-had stays for the next. Called by ``storage.engine``.
+had stays for the next. A load has a pool of its own, which it gives back. Called by ``storage.engine``, and by
+``storage.read_items`` and what reads for it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import threading
+from collections.abc import Iterator
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["POOL", "Block", "BlockLease", "BlockPool", "aligned_bytes", "block_memory"]
+__all__ = ["POOL", "Block", "BlockLease", "BlockPool", "aligned_bytes", "copy_bytes"]
 
 
 def aligned_bytes(nbytes: int) -> npt.NDArray[np.uint8]:
@@ -23,7 +27,15 @@ def aligned_bytes(nbytes: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(_pages(nbytes), dtype=np.uint8)[:nbytes]
 
 
-def block_memory(nbytes: int) -> mmap.mmap:
+def copy_bytes(target: int, source: int, nbytes: int) -> None:
+    """Copy memory from the address ``source`` to the address ``target``, without the GIL."""
+    _memmove(target, source, nbytes)
+
+
+_memmove: Any = ctypes.memmove
+
+
+def _block_memory(nbytes: int) -> mmap.mmap:
     """Memory that starts on a page and is used again and again: in huge pages where the kernel has them, since each
     page costs a fault when it is first touched, and has to be pinned for each direct read or write."""
     memory = _pages(nbytes)
@@ -38,18 +50,22 @@ def _pages(nbytes: int) -> mmap.mmap:
 
 
 class Block:
-    """One block: the same memory as an array and as a tensor.
+    """One block: the same memory as bytes, as an array and as a tensor.
 
     Attributes:
-        data: uint8 ``[nbytes]``, page-aligned; holds whatever was last in it.
+        memory: the memory itself, page-aligned; holds whatever was last in it. A slice of it is ``bytes``, a copy.
+        view: the same, for slices without a copy.
+        data: the same, uint8 ``[nbytes]``.
         tensor: the same.
         address: of its first byte.
     """
 
-    __slots__ = ("address", "data", "is_pinned", "tensor")
+    __slots__ = ("address", "data", "is_pinned", "memory", "tensor", "view")
 
     def __init__(self, nbytes: int) -> None:
-        self.data: npt.NDArray[np.uint8] = np.frombuffer(block_memory(nbytes), dtype=np.uint8)[:nbytes]
+        self.memory = _block_memory(nbytes)
+        self.view = memoryview(self.memory)
+        self.data: npt.NDArray[np.uint8] = np.frombuffer(self.memory, dtype=np.uint8)[:nbytes]
         self.tensor = torch.from_numpy(self.data)
         self.address = self.tensor.data_ptr()
         self.is_pinned = False
@@ -102,7 +118,7 @@ class BlockPool:
 
 
 class BlockLease:
-    """The blocks of one save. Its methods may be called from several threads.
+    """The blocks of one save or load. Its methods may be called from several threads.
 
     Attributes:
         used_nbytes: the most memory that it had at any time.
@@ -139,10 +155,23 @@ class BlockLease:
         with self._lock:
             self._free.append(block)
 
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[Block]:
+        """A block for the time of a ``with`` block."""
+        block = self.take()
+        try:
+            yield block
+        finally:
+            self.give_back(block)
+
     def __enter__(self) -> BlockLease:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Give all blocks that nobody has to the pool."""
         self._pool._keep(self._free)
         self._free = []
 

@@ -1,7 +1,7 @@
-"""Copies from a device that run beside training: on a stream of their own, into pinned blocks.
+"""Copies from and to a device that run beside other work: on a stream of their own, through pinned blocks.
 
-Owns the stream and the one moment at which it waits for the stream that training uses. Called by ``storage.engine``
-once a save, from the thread that asked for it; then by its threads.
+Owns the streams and the one moment at which they wait for the stream that training uses. Called by ``storage.engine``
+once a save, and by ``storage.read_tasks`` once a load, from the thread that asked for it; then by its threads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from robust_dcp.staging.blocks import Block
 from robust_dcp.staging.tensor_bytes import TensorBytes
 
-__all__ = ["DeviceCopies"]
+__all__ = ["CopiesToDevice", "DeviceCopies"]
 
 
 class DeviceCopies:
@@ -53,6 +53,32 @@ class DeviceCopies:
         copied = torch.cuda.Event()
         copied.record(self._stream)
         return copied.synchronize
+
+
+class CopiesToDevice:
+    """Copies of blocks into tensors on a device, after what the current stream has been given to do so far."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            self._stream = torch.cuda.Stream()
+            self._stream.wait_stream(torch.cuda.current_stream())
+
+    def copy(self, block: Block, at: int, target: torch.Tensor) -> None:
+        """Fill ``target``, uint8 ``[n]``, from ``block`` at ``at``; returns when that is done, so the block is free.
+
+        Other threads may read and copy meanwhile: this one waits for its own copy alone, without the GIL.
+        """
+        source = block.tensor[at : at + len(target)]
+        if self._stream is None or target.device != self._stream.device:
+            target.copy_(source)
+            return
+        block.pin()
+        copied = torch.cuda.Event()
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=block.is_pinned)
+            copied.record(self._stream)
+        copied.synchronize()
 
 
 def _nothing_to_wait_for() -> None:

@@ -1,7 +1,8 @@
 """Bytes of a checkpoint: layout, records, writer, commit, reader, metadata file."""
 
+from robust_dcp.storage.consolidate import consolidate
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.tune import tune
 from robust_dcp.storage.writer import RobustWriter
 
-__all__ = ["RobustReader", "RobustWriter", "tune"]
+__all__ = ["RobustReader", "RobustWriter", "consolidate", "tune"]

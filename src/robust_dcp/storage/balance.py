@@ -1,6 +1,6 @@
 """Dealing sizes out to bins so that all bins end up about equally full.
 
-Pure arithmetic, for items over files (``layout``) and for replicas over ranks (``plan.global_plan``).
+Pure arithmetic, for items over files (``layout``), and for replicas over ranks that write or read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import heapq
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["deal"]
+__all__ = ["deal", "fill_up"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -45,13 +45,16 @@ def deal(sizes: Int64, load: Int64) -> tuple[npt.NDArray[np.intp], Int64]:
         load[number] = filled
     rest = order[n_large:]
     if len(rest):
-        chosen[rest] = _fill_up(sizes[rest], load)
+        chosen[rest] = fill_up(sizes[rest], load)
         np.add.at(load, chosen[rest], sizes[rest])
     return chosen, load
 
 
-def _fill_up(sizes: Int64, load: Int64) -> npt.NDArray[np.intp]:
-    """Cut the running total of ``sizes`` at the room that each bin has below the level of all of them."""
+def fill_up(sizes: Int64, load: Int64) -> npt.NDArray[np.intp]:
+    """A bin for each of ``sizes``, in a row for each bin.
+
+    Their running total is cut at the room that each bin has below the level of all of them.
+    """
     total = int(sizes.sum())
     room = np.cumsum(np.maximum(_level(load, total) - load, 0.0))
     middle = np.cumsum(sizes) - sizes / 2

@@ -14,9 +14,17 @@ import secrets
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from robust_dcp.errors import StorageError
+from robust_dcp.errors import CorruptCheckpoint, StorageError
 from robust_dcp.storage.disk import Disk
-from robust_dcp.storage.paths import METADATA_NAME, check_relative_path, parse_data_file_name
+from robust_dcp.storage.layouts import FileName
+from robust_dcp.storage.paths import (
+    METADATA_NAME,
+    SAFETENSORS_SUFFIX,
+    check_relative_path,
+    is_data_file,
+    parse_data_file_name,
+)
+from robust_dcp.storage.read_head import read_head
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -25,7 +33,8 @@ __all__ = ["BEFORE_RENAME", "commit_metadata", "keep_beside", "remove_superseded
 
 logger = logging.getLogger(__name__)
 
-BEFORE_RENAME: Final = frozenset({"create", "write", "fsync", "close"})
+_RENAME_DATA: Final = "give data files their names"
+BEFORE_RENAME: Final = frozenset({"create", "write", "fsync", "close", _RENAME_DATA})
 """Operations (of a ``StorageError``) whose failure in :func:`commit_metadata` leaves the old checkpoint the only one.
 After any other both may be found later, and the data files of both have to stay."""
 
@@ -34,7 +43,12 @@ _TEMPORARY: Final = re.compile(r"(?:(?:__\d+)?\.metadata|\.robust_dcp\.plan)\.(?
 
 
 def commit_metadata(
-    disk: Disk, directory: str, encoded: Buffer | Sequence[Buffer], *, name: str = METADATA_NAME
+    disk: Disk,
+    directory: str,
+    encoded: Buffer | Sequence[Buffer],
+    *,
+    name: str = METADATA_NAME,
+    renames: Sequence[FileName] = (),
 ) -> None:
     """Make ``encoded`` (in parts that follow each other) the metadata of the checkpoint in ``directory``, wholly or not
     at all.
@@ -45,29 +59,51 @@ def commit_metadata(
     1. create ``.metadata.<random>.tmp`` (exclusively: no left-over of a killed save is written to)
     2. write it
     3. fsync it: its bytes are durable
-    4. close it
-    5. fsync the directory: the names of the new data files, made earlier by all ranks, are durable
+    4. close it; give each data file its name, where the layout has another one until then
+    5. fsync the directory: the names of the new data files are durable
     6. rename it to ``.metadata``, over the old one
     7. fsync the directory: the rename is durable
 
+    Args:
+        renames: the data files whose names change with the commit.
+
     Raises:
-        StorageError: a call failed. Up to call 5 the old checkpoint is untouched and the temporary file removed. If
-            call 6 or 7 failed, either may be found later: both are complete, so keep the data files of both.
+        StorageError: a call failed. Up to call 5 the old checkpoint is untouched, and the temporary file and what call
+            4 has renamed are removed. If call 6 or 7 failed, either may be found later: both are complete, so keep
+            the data files of both.
     """
     temporary = os.path.join(directory, f"{name}.{secrets.token_hex(8)}.tmp")
     file = disk.open_new(temporary)
+    renamed: list[str] = []
     try:
         try:
             disk.pwrite(file, encoded, 0)
             disk.fsync(file)
         finally:
             disk.close(file)
+        _rename_data(disk, directory, renames, renamed)
         disk.fsync_directory(directory)
+        renamed = []  # from here on they may be a committed checkpoint's
         disk.rename(temporary, os.path.join(directory, name))
     except BaseException:
         _remove(disk, temporary)
+        for path in renamed:
+            _remove(disk, path)
         raise
     disk.fsync_directory(directory)
+
+
+def _rename_data(disk: Disk, directory: str, renames: Sequence[FileName], renamed: list[str]) -> None:
+    """Rename, and note in ``renamed`` what has got its name."""
+    for name in renames:
+        if name.written == name.committed:
+            continue
+        path = os.path.join(directory, name.committed)
+        try:
+            disk.rename(os.path.join(directory, name.written), path)
+        except StorageError as error:
+            raise StorageError(error.message, path=error.path, errno=error.errno, operation=_RENAME_DATA) from error
+        renamed.append(path)
 
 
 def keep_beside(disk: Disk, directory: str, data: bytes, *, name: str) -> None:
@@ -112,13 +148,28 @@ def unreferenced_files(disk: Disk, directory: str, referenced: Collection[str]) 
     """The data files and temporary metadata files in ``directory`` that ``referenced`` does not list.
 
     They are of saves that failed or were killed, or of one that is running right now: only the owner of the directory
-    knows that none is.
+    knows that none is. Of safetensors files those count that are marked as ours: torch's writer gives the same names.
     """
     return [
         name
         for name in disk.list_directory(directory)
-        if (parse_data_file_name(name) is not None or _TEMPORARY.fullmatch(name)) and name not in referenced
+        if name not in referenced and (_TEMPORARY.fullmatch(name) or _is_ours(disk, directory, name))
     ]
+
+
+def _is_ours(disk: Disk, directory: str, name: str) -> bool:
+    """Whether a file is known to be no other program's."""
+    if not is_data_file(name):
+        return False
+    if parse_data_file_name(name) is not None or not name.endswith(SAFETENSORS_SUFFIX):
+        return True
+    path = os.path.join(directory, name)
+    if not disk.exists(path):  # the link of a stripe whose file is gone
+        return True
+    try:
+        return read_head(disk, path).is_of_checkpoint
+    except CorruptCheckpoint:  # ours have their names only once they are durable
+        return False
 
 
 def _remove(disk: Disk, path: str) -> bool:

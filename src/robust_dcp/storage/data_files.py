@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.disk import Disk, OpenFile
-from robust_dcp.storage.paths import data_file_name
+from robust_dcp.storage.layout import Placements
+from robust_dcp.storage.layouts import Layout
 from robust_dcp.storage.stripes import stripe_of
 
 __all__ = ["DataFile", "create_data_files", "discard"]
@@ -27,6 +28,7 @@ class DataFile:
     Attributes:
         number: among the rank's files.
         generation: part of its name.
+        committed_name: what it is called from the commit on, relative to the checkpoint's directory.
         file: open for writing.
         link: the path of the symbolic link to it in the checkpoint's directory; ``None`` if it lies there itself.
         nbytes: its length once it has been written.
@@ -34,13 +36,14 @@ class DataFile:
 
     number: int
     generation: int
+    committed_name: str
     file: OpenFile
     link: str | None = None
     nbytes: int = 0
 
     @property
     def name(self) -> str:
-        """Relative to the checkpoint's directory."""
+        """What it is called now, relative to the checkpoint's directory."""
         return os.path.basename(self.file.path)
 
 
@@ -48,18 +51,21 @@ def create_data_files(
     disk: Disk,
     directory: str,
     rank: int,
-    file_nbytes: Sequence[int],
+    placements: Placements,
+    layout: Layout,
     *,
     direct: bool = False,
     stripes: Sequence[str] = (),
 ) -> list[DataFile]:
-    """Create ``len(file_nbytes)`` files for ``rank``, all of one generation.
+    """Create the files of ``rank``, all of one generation.
 
     The generation is 0 in a fresh directory (``__0_0.distcp``); where files of an older save are in the way it is the
     first whose names are all free (``__0_0.1.distcp``). Files are created exclusively, so neither another process nor
     a stale directory listing can make this overwrite anything.
 
     Args:
+        placements: how many files there are, and of which kind.
+        layout: knows their names.
         direct: ask for direct I/O.
         stripes: existing directories that take the files in turn; ``directory`` then gets links to them.
 
@@ -70,13 +76,13 @@ def create_data_files(
     while True:
         files: list[DataFile] = []
         try:
-            for number in range(len(file_nbytes)):
-                name = data_file_name(rank, number, generation)
+            for number, name in enumerate(layout.file_names(rank, placements.head_nbytes, generation)):
                 place = stripe_of(rank, number, stripes) if stripes else directory
-                file = DataFile(number, generation, disk.open_new(os.path.join(place, name), direct=direct))
+                opened = disk.open_new(os.path.join(place, name.written), direct=direct)
+                file = DataFile(number, generation, name.committed, opened)
                 files.append(file)
                 if stripes:
-                    link = os.path.join(directory, name)
+                    link = os.path.join(directory, name.written)
                     disk.symlink(file.file.path, link)
                     file.link = link  # only now: one that was there already is not ours to remove
             return files

@@ -85,7 +85,7 @@ class Disk(Protocol):
         such thing the file is open all the same, and has no ``alignment``."""
 
     def open_read(self, path: str, *, direct: bool = False) -> OpenFile:
-        """Open an existing file for reading. ``direct`` asks for O_DIRECT (EINVAL where it is refused)."""
+        """Open an existing file for reading; ``direct`` as for :meth:`open_new`."""
 
     def use_page_cache(self, file: OpenFile, why: str) -> None:
         """Go on without O_DIRECT: writes that its ``alignment`` would not allow are allowed from here on."""
@@ -140,14 +140,10 @@ class PosixDisk:
     """:class:`Disk` over the operating system's calls. Has no state; interrupted calls are repeated by Python."""
 
     def open_new(self, path: str, *, direct: bool = False) -> OpenFile:
-        file = _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "create", direct=False)
-        if direct:
-            # Not O_DIRECT in open(2): where that is refused the file may have been made nevertheless.
-            _ask_for_direct(file)
-        return file
+        return _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "create", direct=direct)
 
     def open_read(self, path: str, *, direct: bool = False) -> OpenFile:
-        return _open(path, os.O_RDONLY, "open", direct)
+        return _open(path, os.O_RDONLY, "open", direct=direct)
 
     def use_page_cache(self, file: OpenFile, why: str) -> None:
         flags = _call("set flags of", file.path, fcntl.fcntl, file.fd, fcntl.F_GETFL)
@@ -208,7 +204,7 @@ class PosixDisk:
             raise
 
     def fsync_directory(self, path: str) -> None:
-        directory = _open(path, os.O_RDONLY | os.O_DIRECTORY, "open directory", direct=False)
+        directory = _open(path, os.O_RDONLY | os.O_DIRECTORY, "open directory")
         try:
             os.fsync(directory.fd)
         except OSError as error:
@@ -273,12 +269,12 @@ def _call(operation: str, path: str, function: Callable[..., Any], *args: Any) -
         raise storage_error(operation, path, error) from error
 
 
-def _open(path: str, flags: int, operation: str, direct: bool) -> OpenFile:
+def _open(path: str, flags: int, operation: str, *, direct: bool = False) -> OpenFile:
+    file = OpenFile(path, _call(operation, path, os.open, path, flags | os.O_CLOEXEC, 0o666))
     if direct:
-        if not _O_DIRECT:
-            raise storage_error(operation, path, OSError(errno.EINVAL, "this system has no O_DIRECT"))
-        flags |= _O_DIRECT
-    return OpenFile(path, _call(operation, path, os.open, path, flags | os.O_CLOEXEC, 0o666))
+        # Not O_DIRECT in open(2): where that is refused, a new file may have been made nevertheless.
+        _ask_for_direct(file)
+    return file
 
 
 def _ask_for_direct(file: OpenFile) -> None:

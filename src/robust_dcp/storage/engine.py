@@ -24,6 +24,7 @@ from robust_dcp.storage.disk import Disk
 from robust_dcp.storage.item_source import ItemSource
 from robust_dcp.storage.large_record import Outlet
 from robust_dcp.storage.layout import PAGE_NBYTES, Placements, slots_of
+from robust_dcp.storage.layouts import TORCH, Layout
 from robust_dcp.storage.steps import FileSteps, Step, StepQueue, Surroundings
 from robust_dcp.storage.stripes import stripe_directories
 from robust_dcp.storage.write_options import BLOCKS_PER_THREAD, WriteOptions
@@ -39,7 +40,8 @@ class WrittenFiles:
     Attributes:
         generation: distinguishes the names of these files from older ones in the same directory.
         variable_places: int64 ``[v, 2]``, offset and length of each item of variable size, in plan order.
-        names: the files, relative to the directory.
+        names: of the files from the commit on, relative to the directory.
+        uncommitted_names: of the same files as long as they are not committed.
         nbytes: bytes written.
         how: ``direct``, or ``buffered`` and why; one for each way that a file went.
         peak_buffer_nbytes: the most memory that bytes passed through at any time.
@@ -51,6 +53,7 @@ class WrittenFiles:
     nbytes: int
     how: tuple[str, ...] = ()
     peak_buffer_nbytes: int = 0
+    uncommitted_names: tuple[str, ...] = ()
 
 
 def write_files(
@@ -63,6 +66,7 @@ def write_files(
     options: WriteOptions,
     check_stop: Callable[[], None],
     known_places: npt.NDArray[np.int64] | None = None,
+    layout: Layout = TORCH,
 ) -> WrittenFiles:
     """Write the files of one rank and make them durable.
 
@@ -71,6 +75,7 @@ def write_files(
         check_stop: called between blocks; raises when the save is given up elsewhere.
         known_places: int64 ``[v, 2]``, offset and length of the items of variable size in an earlier save by the same
             plan. An item that still fits keeps its offset, so that one that grows does not move all others.
+        layout: that made ``placements``.
 
     Raises:
         StorageError: if the file system refuses; nothing that this call made stays behind.
@@ -81,11 +86,11 @@ def write_files(
     for stripe in stripes:
         disk.mkdirs(stripe)
     direct = options.direct is not False
-    files = create_data_files(disk, directory, rank, placements.file_nbytes, direct=direct, stripes=stripes)
+    files = create_data_files(disk, directory, rank, placements, layout, direct=direct, stripes=stripes)
     try:
         page_nbytes = _page_nbytes(files, options)
         threads, block_nbytes = options.fitted(page_nbytes)
-        orders = write_orders(placements, source, block_nbytes)
+        orders = write_orders(placements, source, block_nbytes, layout)
         crew = _Crew(check_stop)
         with POOL.lease(block_nbytes, threads * BLOCKS_PER_THREAD) as lease:
             around = Surroundings(source, slots_of(placements, known_places), crew.stop_if_told)
@@ -93,7 +98,8 @@ def write_files(
             for file, order, nbytes in zip(files, orders, placements.file_nbytes, strict=True):
                 disk.preallocate(file.file, -(-nbytes // page_nbytes) * page_nbytes)
                 paged = PagedFile(disk, file.file, page_nbytes, must_be_direct=options.direct is True)
-                outlet = Outlet(paged, lease, crew.copies, options.checksums)
+                for_head = None if order.head is None else np.zeros(len(source), dtype=np.uint32)
+                outlet = Outlet(paged, lease, crew.copies, options.checksums, for_head)
                 steps.append(FileSteps(file, order, nbytes, outlet, around))
             # The last file may hold what only one thread can write: it comes first.
             crew.run(StepQueue(steps[::-1]), threads)
@@ -105,10 +111,11 @@ def write_files(
     return WrittenFiles(
         generation=files[0].generation if files else 0,
         variable_places=np.array([place[1:] for place in sorted(around.appended)], dtype=np.int64).reshape(-1, 2),
-        names=tuple(file.name for file in files),
+        names=tuple(file.committed_name for file in files),
         nbytes=sum(file.nbytes for file in files),
         how=tuple(sorted({_how(file) for file in files})),
         peak_buffer_nbytes=lease.used_nbytes,
+        uncommitted_names=tuple(file.name for file in files),
     )
 
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from robust_dcp.comm import Stopped
 from robust_dcp.errors import PlanConflict, RobustCheckpointError
-from robust_dcp.storage.torch_zip import RecordTemplate
+from robust_dcp.storage.layouts import Frame
 
 __all__ = ["ItemSource", "NamedErrors", "Resolve", "WriteItemSource", "planned_tensor"]
 
@@ -33,6 +33,9 @@ class ItemSource(Protocol):
 
     def expected(self, place: int) -> tuple[torch.dtype, torch.Size] | None:
         """The dtype and local size that the plan gives to a tensor; ``None`` for an object."""
+
+    def chunk_offset(self, place: int) -> tuple[int, ...]:
+        """Where a tensor item begins within the tensor of its name; ``()`` for an object."""
 
     def resolve(self, place: int) -> torch.Tensor | io.BytesIO:
         """The data of an item: a tensor on any device, or an object's bytes. Called once a save, without grad mode."""
@@ -60,11 +63,15 @@ class WriteItemSource:
         planned = self._items[place].tensor_data
         return None if planned is None else (planned.properties.dtype, planned.chunk.sizes)
 
+    def chunk_offset(self, place: int) -> tuple[int, ...]:
+        planned = self._items[place].tensor_data
+        return () if planned is None else tuple(planned.chunk.offsets)
+
     def resolve(self, place: int) -> torch.Tensor | io.BytesIO:
         return self._resolve(self._items[place])
 
 
-def planned_tensor(source: ItemSource, place: int, planned: RecordTemplate) -> torch.Tensor:
+def planned_tensor(source: ItemSource, place: int, planned: Frame) -> torch.Tensor:
     """The data of a tensor item, on whatever device it is.
 
     Raises:

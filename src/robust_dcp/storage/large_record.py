@@ -17,7 +17,7 @@ from robust_dcp.staging import Block, BlockLease, DeviceCopies, TensorBytes
 from robust_dcp.storage.checksum import crc32, crc32_of_both
 from robust_dcp.storage.direct.paged_file import PagedFile
 from robust_dcp.storage.item_source import ItemSource, NamedErrors, planned_tensor
-from robust_dcp.storage.torch_zip import RecordTemplate
+from robust_dcp.storage.layouts import Frame
 from robust_dcp.storage.write_order import LargeRecord
 
 __all__ = ["LargePiece", "Outlet", "PayloadRange", "cut", "large_pieces", "put_frame"]
@@ -32,16 +32,24 @@ class Outlet:
         lease: of the blocks of memory.
         copies: from a device.
         checksums: whether CRC-32s are computed; 0 stands for them otherwise.
+        for_head: uint32, the CRC-32 of each item by its place in the plan, filled in on the way: for a file whose
+            head holds them. ``None`` for a file of records.
     """
 
     file: PagedFile
     lease: BlockLease
     copies: DeviceCopies
     checksums: bool = True
+    for_head: npt.NDArray[np.uint32] | None = None
 
     def crc32(self, data: memoryview) -> int:
         """The CRC-32 of ``data``, or 0."""
         return crc32(data) if self.checksums else 0
+
+    def note(self, places: npt.NDArray[np.int64] | int, checksums: npt.NDArray[np.uint32] | int) -> None:
+        """Keep the CRC-32 of items for the head, if there is one."""
+        if self.for_head is not None and self.checksums:
+            self.for_head[places] = checksums
 
 
 def cut(payload_at: int, nbytes: int, outlet: Outlet) -> Iterator[tuple[int, int]]:
@@ -168,7 +176,7 @@ def large_pieces(large: LargeRecord, source: ItemSource, outlet: Outlet) -> Iter
         yield LargePiece(record, number, begin, end)
 
 
-def put_frame(file: PagedFile, offset: int, template: RecordTemplate, checksum: int) -> None:
+def put_frame(file: PagedFile, offset: int, template: Frame, checksum: int) -> None:
     """Write what stands before and after a payload.
 
     Args:
@@ -213,3 +221,4 @@ class _Record:
         file, large = self.outlet.file, self._large
         file.leave(large.offset - large.gap_before, large.gap_before)
         put_frame(file, large.offset, large.template, total)
+        self.outlet.note(self.place, total)

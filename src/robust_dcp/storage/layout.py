@@ -1,8 +1,8 @@
 """Which byte goes where: the file, offset and length of every item of fixed size, from lengths alone.
 
 Owns the arithmetic of placement. It is a pure function of a rank's kept items and the writer's options, so the
-coordinator and the rank compute the same places and nobody needs to send them. Called by ``plan``; obeyed by
-``engine``.
+coordinator and the rank compute the same places and nobody needs to send them. Called by ``layouts`` for ``plan``;
+obeyed by ``engine``.
 """
 
 from __future__ import annotations
@@ -17,18 +17,16 @@ import numpy.typing as npt
 from robust_dcp.storage.balance import deal
 
 __all__ = [
-    "LAYOUT_VERSION",
     "PAGE_NBYTES",
     "RECORD_ALIGNMENT",
     "Placements",
     "Slot",
+    "balanced",
     "place_as_they_come",
     "place_records",
+    "round_up",
     "slots_of",
 ]
-
-LAYOUT_VERSION = "torch-2"
-"""Part of every signature: a plan made for another layout is never used."""
 
 RECORD_ALIGNMENT = 64
 """Records begin at multiples of this, so that payloads are aligned as ``torch.load(mmap=True)`` likes them."""
@@ -52,6 +50,8 @@ class Placements:
         nbytes: int64 ``[n]``, length of the record; -1 for an item of variable size.
         file_nbytes: for each file its length, as far as items of fixed size go.
         variable_file: number of the file that takes the items of variable size, or ``None`` if there are none.
+        heads: for each file the bytes at its head that belong to no item, 0 for a file of records; empty if no file
+            has a head.
     """
 
     file: Int32
@@ -59,10 +59,16 @@ class Placements:
     nbytes: Int64
     file_nbytes: tuple[int, ...]
     variable_file: int | None
+    heads: tuple[int, ...] = ()
 
     @property
     def n_files(self) -> int:
         return len(self.file_nbytes)
+
+    @property
+    def head_nbytes(self) -> tuple[int, ...]:
+        """:attr:`heads`, for each file."""
+        return self.heads or (0,) * self.n_files
 
     @property
     def variable(self) -> npt.NDArray[np.intp]:
@@ -84,7 +90,7 @@ def place_records(record_nbytes: Int64, header_nbytes: Int64, payload_nbytes: In
     n_files = max(1, min(files, len(fixed))) if len(fixed) else 0
     file = np.zeros(len(record_nbytes), dtype=np.int32)
     offset = np.full(len(record_nbytes), -1, dtype=np.int64)
-    file[fixed] = _balanced(record_nbytes[fixed], n_files)
+    file[fixed] = balanced(record_nbytes[fixed], n_files)
     file_nbytes = []
     for number in range(n_files):
         members = fixed[file[fixed] == number]
@@ -140,7 +146,7 @@ def place_as_they_come(nbytes: Sequence[int], *, files: int) -> Placements:
     n_files = max(1, min(files, len(sizes))) if len(sizes) else 0
     unknown = np.full(len(sizes), -1, dtype=np.int64)
     return Placements(
-        file=_balanced(sizes, n_files),
+        file=balanced(sizes, n_files),
         offset=unknown,
         nbytes=unknown,
         file_nbytes=(0,) * n_files,
@@ -148,7 +154,7 @@ def place_as_they_come(nbytes: Sequence[int], *, files: int) -> Placements:
     )
 
 
-def _balanced(nbytes: Int64, bins: int) -> Int32:
+def balanced(nbytes: Int64, bins: int) -> Int32:
     """A file for each record."""
     if bins <= 1:
         return np.zeros(len(nbytes), dtype=np.int32)
@@ -166,7 +172,7 @@ def _consecutive(record_nbytes: Int64, header_nbytes: Int64, large: npt.NDArray[
         end = int(offset[first[-1]] + record_nbytes[first[-1]])
     small = np.flatnonzero(~large)
     if len(small):
-        strides = _round_up(record_nbytes[small], RECORD_ALIGNMENT)
+        strides = round_up(record_nbytes[small], RECORD_ALIGNMENT)
         starts = -(-end // RECORD_ALIGNMENT) * RECORD_ALIGNMENT + np.cumsum(strides) - strides
         offset[small] = starts
         end = int(starts[-1] + record_nbytes[small[-1]])
@@ -176,10 +182,11 @@ def _consecutive(record_nbytes: Int64, header_nbytes: Int64, large: npt.NDArray[
 def _page_aligned(record_nbytes: Int64, header_nbytes: Int64) -> Int64:
     """Offsets of records that follow each other, each payload at ``RECORD_ALIGNMENT`` modulo ``PAGE_NBYTES``."""
     # From one such payload to the next: the rest of this record and the header of the next, in whole pages.
-    gaps = _round_up((record_nbytes - header_nbytes)[:-1] + header_nbytes[1:], PAGE_NBYTES)
-    start = _round_up(header_nbytes[:1] - RECORD_ALIGNMENT, PAGE_NBYTES) + RECORD_ALIGNMENT
+    gaps = round_up((record_nbytes - header_nbytes)[:-1] + header_nbytes[1:], PAGE_NBYTES)
+    start = round_up(header_nbytes[:1] - RECORD_ALIGNMENT, PAGE_NBYTES) + RECORD_ALIGNMENT
     return np.cumsum(np.concatenate((start, gaps))) - header_nbytes
 
 
-def _round_up(values: Int64, multiple: int) -> Int64:
+def round_up(values: Int64, multiple: int) -> Int64:
+    """The next multiple of ``multiple`` that is not below each of ``values``."""
     return -(-values // multiple) * multiple

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
-import pickletools
 import struct
 from collections.abc import Iterable
 from typing import Any, Final
@@ -34,6 +33,7 @@ from robust_dcp.storage.metadata_classes import (
     reduce_tensor_properties,
 )
 from robust_dcp.storage.paths import check_relative_path
+from robust_dcp.storage.pickle_scan import check_memo
 from robust_dcp.storage.unpickling import RestrictedUnpickler
 
 __all__ = ["FORMAT_VERSION", "StorageInfo", "decode_metadata", "encode_metadata", "referenced_files", "trailer_of"]
@@ -47,7 +47,7 @@ _MAGIC: Final = b"\nRDCPMD1"
 _TRAILER: Final = struct.Struct("<8sQI")
 
 # A file without checksum is scanned before it is unpickled, up to this size: about 1 s. Beyond, that is too dear.
-_SCANNED_NBYTES: Final = 4 << 20
+_SCANNED_NBYTES: Final = 32 << 20
 
 _HOW_TO_ALLOW: Final = (
     "if the planner that wrote it keeps objects of that class in planner_data and you trust the file, register the "
@@ -95,7 +95,7 @@ def decode_metadata(data: bytes, file: str) -> Metadata:
     )
     try:
         if not has_checksum and len(pickled) <= _SCANNED_NBYTES:
-            _check_memo(pickled)
+            check_memo(pickled)
         with without_garbage_collection():
             metadata = unpickler.load()
     except UnsafeCheckpoint:
@@ -135,14 +135,6 @@ def _checked(data: bytes, file: str) -> bytes:
             file, f"{nbytes} bytes with CRC-32 {expected:08x}", f"{len(pickled)} bytes with CRC-32 {found:08x}"
         )
     return pickled
-
-
-def _check_memo(pickled: bytes) -> None:
-    """Refuse a memo index that no pickle of this length can have; of a damaged byte it may make one of 4 billion, for
-    which the unpickler would allocate, and fill, tens of GiB."""
-    for opcode, argument, _ in pickletools.genops(pickled):
-        if opcode.name == "LONG_BINPUT" and int(argument or 0) > len(pickled):
-            raise ValueError(f"memo index {argument} in a pickle of {len(pickled)} bytes")
 
 
 def _validate(metadata: Any, file: str) -> None:

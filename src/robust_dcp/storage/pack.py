@@ -17,7 +17,8 @@ import torch
 from robust_dcp.staging import flat_bytes, to_host_together
 from robust_dcp.storage.checksum import crc32
 from robust_dcp.storage.item_source import ItemSource, NamedErrors, planned_tensor
-from robust_dcp.storage.torch_zip import RecordTemplate, payload_view
+from robust_dcp.storage.layouts import Frame
+from robust_dcp.storage.torch_zip import payload_view
 
 __all__ = ["Block", "pack"]
 
@@ -45,19 +46,20 @@ class Block:
         places: int64 ``[n]``, the items' places in the plan.
         templates: of the n records.
         payload: int64 ``[n]``, where each payload begins, in bytes from the start of the block.
-        crc: int64 ``[n, 2]``, where its CRC-32 stands: in the header and in the trailer.
+        crc: int64 ``[n, c]``, where its CRC-32 stands: c is 2 for records (header, trailer), 0 where the head of the
+            file has it.
     """
 
     offset: int
     nbytes: int
     gap_before: int
     places: Int64
-    templates: tuple[RecordTemplate, ...]
+    templates: tuple[Frame, ...]
     payload: Int64
     crc: Int64
 
     @classmethod
-    def of(cls, places: Int64, offsets: Int64, templates: tuple[RecordTemplate, ...], gap_before: int) -> Block:
+    def of(cls, places: Int64, offsets: Int64, templates: tuple[Frame, ...], gap_before: int) -> Block:
         """The block of some records.
 
         Args:
@@ -68,9 +70,7 @@ class Block:
         """
         starts = offsets - offsets[0]
         header = np.array([template.header_nbytes for template in templates], dtype=np.int64)
-        trailer = header + np.array([template.payload_nbytes for template in templates], dtype=np.int64)
-        header_crc = np.array([template.header_crc_at for template in templates], dtype=np.int64)
-        trailer_crc = trailer + np.array([template.trailer_crc_at for template in templates], dtype=np.int64)
+        crc_at = np.array([template.crc_at for template in templates], dtype=np.int64)
         return cls(
             offset=int(offsets[0]),
             nbytes=int(starts[-1]) + templates[-1].nbytes,
@@ -78,7 +78,7 @@ class Block:
             places=places,
             templates=templates,
             payload=starts + header,
-            crc=np.column_stack([starts + header_crc, starts + trailer_crc]),
+            crc=starts[:, None] + crc_at,
         )
 
 
@@ -90,12 +90,17 @@ class _Elsewhere(NamedTuple):
     data: torch.Tensor
 
 
-def pack(block: Block, source: ItemSource, into: npt.NDArray[np.uint8], *, checksums: bool = True) -> None:
+def pack(
+    block: Block, source: ItemSource, into: npt.NDArray[np.uint8], *, checksums: bool = True
+) -> npt.NDArray[np.uint32]:
     """Make the bytes of a block.
 
     Args:
         into: uint8, contiguous; its first ``block.nbytes`` bytes are overwritten, whatever they hold.
         checksums: whether to compute CRC-32s; 0 stands for them otherwise.
+
+    Returns:
+        uint32 ``[n]``, the CRC-32 of each payload; empty without ``checksums``.
 
     Raises:
         PlanConflict: an item is not what was planned.
@@ -126,8 +131,7 @@ def pack(block: Block, source: ItemSource, into: npt.NDArray[np.uint8], *, check
             copies = to_host_together([item.data for item in elsewhere])
             for item, copy in zip(elsewhere, copies, strict=True):
                 target[item.begin : item.begin + copy.numel()] = payload_view(copy)
-    if checksums:
-        _fill_in_checksums(block, into, target)
+    return _fill_in_checksums(block, into, target) if checksums else np.zeros(0, dtype=np.uint32)
 
 
 def _is_readable(tensor: torch.Tensor, nbytes: int) -> bool:
@@ -145,10 +149,12 @@ def _is_readable(tensor: torch.Tensor, nbytes: int) -> bool:
     )
 
 
-def _fill_in_checksums(block: Block, into: npt.NDArray[np.uint8], target: memoryview) -> None:
+def _fill_in_checksums(block: Block, into: npt.NDArray[np.uint8], target: memoryview) -> npt.NDArray[np.uint32]:
     checksums = [
         crc32(target[begin : begin + template.payload_nbytes])
         for begin, template in zip(block.payload.tolist(), block.templates, strict=True)
     ]
-    values = np.array(checksums, dtype=_CRC_DTYPE).view(np.uint8).reshape(-1, 1, _CRC_DTYPE.itemsize)
-    into[block.crc[:, :, None] + np.arange(_CRC_DTYPE.itemsize)] = values
+    values = np.array(checksums, dtype=_CRC_DTYPE)
+    digits = values.view(np.uint8).reshape(-1, 1, _CRC_DTYPE.itemsize)
+    into[block.crc[:, :, None] + np.arange(_CRC_DTYPE.itemsize)] = digits
+    return values

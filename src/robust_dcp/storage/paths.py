@@ -17,16 +17,23 @@ __all__ = [
     "DATA_SUFFIX",
     "METADATA_NAME",
     "PLAN_NAME",
+    "SAFETENSORS_SUFFIX",
     "DataFileName",
     "check_relative_path",
+    "committed_name",
     "data_file_name",
+    "holds_raw_bytes",
+    "is_data_file",
     "locate",
     "metadata_name",
     "parse_data_file_name",
+    "shard_file_name",
+    "temporary_name",
 ]
 
 METADATA_NAME: Final = ".metadata"
 DATA_SUFFIX: Final = ".distcp"
+SAFETENSORS_SUFFIX: Final = ".safetensors"
 PLAN_NAME: Final = ".robust_dcp.plan"
 """The plan that a checkpoint was saved by; no part of the checkpoint, and nothing that stock looks for."""
 
@@ -34,6 +41,10 @@ PLAN_NAME: Final = ".robust_dcp.plan"
 _DATA_FILE: Final = re.compile(
     r"(?P<hint>[\w.\-]*?)__(?P<rank>\d+)_(?P<number>\d+)(?:\.(?P<generation>[1-9]\d*))?\.distcp"
 )
+
+# Names of torch's HuggingFaceStorageWriter, and of a file that will be called so once it is committed.
+_SHARD_FILE: Final = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors")
+_TEMPORARY: Final = re.compile(r"(?P<name>.+\.safetensors)\.\d+\.part")
 
 
 class DataFileName(NamedTuple):
@@ -60,6 +71,32 @@ def parse_data_file_name(name: str) -> DataFileName | None:
     if match is None:
         return None
     return DataFileName(int(match["rank"]), int(match["number"]), int(match["generation"] or 0), match["hint"])
+
+
+def shard_file_name(rank: int, number: int, count: int) -> str:
+    """The name of the ``number``-th of a rank's ``count`` safetensors files, as torch's writer names it (from 1 on)."""
+    return f"shard-{rank + 1:05d}-model-{number + 1:05d}-of-{count:05d}{SAFETENSORS_SUFFIX}"
+
+
+def temporary_name(name: str, generation: int) -> str:
+    """What a safetensors file is called until it is committed: a name that no reader of safetensors looks at."""
+    return f"{name}.{generation}.part"
+
+
+def committed_name(name: str) -> str:
+    """The inverse of :func:`temporary_name`; any other name as it is."""
+    match = _TEMPORARY.fullmatch(name)
+    return name if match is None else match["name"]
+
+
+def is_data_file(name: str) -> bool:
+    """Whether a file of this name holds items of a checkpoint, or will. Other programs than ours may have made it."""
+    return parse_data_file_name(name) is not None or _SHARD_FILE.fullmatch(committed_name(name)) is not None
+
+
+def holds_raw_bytes(path: str) -> bool:
+    """Whether the items in a file are bare bytes that its head describes (safetensors), rather than records."""
+    return committed_name(os.path.basename(path)).endswith(SAFETENSORS_SUFFIX)
 
 
 def metadata_name(rank: int | None = None) -> str:
@@ -96,8 +133,9 @@ def locate(disk: Disk, directory: str, relative_path: str, *, file: str) -> str:
     """The path to open for ``relative_path``, with symbolic links followed and checked.
 
     A checkpoint that was copied or unpacked from elsewhere may bring symbolic links. One is followed if it stays in the
-    directory, or if it leads to a data file of the very same name: this is how files striped over several disks are
-    linked, and a link to ``/etc/passwd`` or to a private key is not of that form.
+    directory, or if it leads to a data file of the very same name (or of that which it had before the commit): this is
+    how files striped over several disks are linked, and a link to ``/etc/passwd`` or to a private key is not of that
+    form.
 
     Raises:
         UnsafeCheckpoint: the path, or a link on it, leads somewhere else.
@@ -108,7 +146,7 @@ def locate(disk: Disk, directory: str, relative_path: str, *, file: str) -> str:
     if os.path.commonpath([resolved, disk.resolve(directory)]) == disk.resolve(directory):
         return resolved
     name = os.path.basename(relative_path)
-    if os.path.basename(resolved) == name and parse_data_file_name(name) is not None:
+    if committed_name(os.path.basename(resolved)) == name and is_data_file(name):
         return resolved
     raise _unsafe(file, relative_path, f"is a symbolic link out of the directory, to {resolved}")
 

@@ -10,27 +10,31 @@ from typing import NamedTuple
 
 import torch
 
+from robust_dcp.staging import Block, copy_bytes
 from robust_dcp.storage.checksum import crc32
-from robust_dcp.storage.read_buffers import ReadBuffer, copy_bytes
+from robust_dcp.storage.read_head import FileHead
 from robust_dcp.storage.read_order import Read
-from robust_dcp.storage.record_forms import RecordForms
+from robust_dcp.storage.record_forms import RecordForms, form_of_raw
 from robust_dcp.storage.stored_item import ItemInMemory, read_tensor, takes_bytes
 
-__all__ = ["Block", "BlockItems"]
+__all__ = ["BlockItems", "Stretch"]
 
 
-class Block(NamedTuple):
-    """Bytes of a file in memory: ``nbytes`` of them, from ``offset`` in the file on, at ``start`` in ``buffer``."""
+class Stretch(NamedTuple):
+    """Bytes of a file in memory: ``nbytes`` of them, from ``offset`` in the file on, at ``start`` in ``block``.
+
+    ``head`` describes the items of a file of raw bytes."""
 
     file: str
     offset: int
-    buffer: ReadBuffer
+    block: Block
     start: int
     nbytes: int
+    head: FileHead | None = None
 
 
 class BlockItems:
-    """Takes items out of blocks.
+    """Takes items out of what was read of a file.
 
     Args:
         verify_checksum, trusted: as for :func:`~robust_dcp.storage.stored_item.read_tensor`.
@@ -41,7 +45,7 @@ class BlockItems:
         self._trusted = trusted
         self._forms = RecordForms()
 
-    def tensor(self, block: Block, read: Read, target: torch.Tensor | None) -> torch.Tensor | None:
+    def tensor(self, stretch: Stretch, read: Read, target: torch.Tensor | None) -> torch.Tensor | None:
         """The part of a tensor that ``read`` asks for.
 
         Args:
@@ -54,10 +58,10 @@ class BlockItems:
             CorruptCheckpoint, UnsafeCheckpoint: as ``read_tensor``.
         """
         takes = target is not None and takes_bytes(target)
-        if takes and target is not None and self._is_copied(block, read, target):
+        if takes and target is not None and self._is_copied(stretch, read, target):
             return None
         return read_tensor(
-            self.stored(block, read),
+            self.stored(stretch, read),
             read.item.storage_offsets,
             read.item.lengths,
             into=target if takes else None,
@@ -66,33 +70,38 @@ class BlockItems:
             trusted=self._trusted,
         )
 
-    def stored(self, block: Block, read: Read) -> ItemInMemory:
+    def stored(self, stretch: Stretch, read: Read) -> ItemInMemory:
         """The bytes of the item; as many as there are, if the file ends before it does."""
-        first = read.offset - block.offset
-        found = max(0, min(block.nbytes - first, read.nbytes))
-        at = block.start + first
-        view = block.buffer.view[at : at + found]
-        return ItemInMemory(block.file, read.name, view, nbytes=read.nbytes, offset=read.offset)
+        first = read.offset - stretch.offset
+        found = max(0, min(stretch.nbytes - first, read.nbytes))
+        at = stretch.start + first
+        view = stretch.block.view[at : at + found]
+        raw = read.in_head(stretch.head, stretch.file)
+        return ItemInMemory(stretch.file, read.name, view, nbytes=read.nbytes, offset=read.offset, raw=raw)
 
-    def _is_copied(self, block: Block, read: Read, target: torch.Tensor) -> bool:
+    def _is_copied(self, stretch: Stretch, read: Read, target: torch.Tensor) -> bool:
         """Copy a whole and sound record of the usual form; ``False`` if it is anything else."""
         dtype, shape, item = read.dtype, read.shape, read.item
         if dtype is None or shape is None or target.dtype != dtype:
             return False
         if item.lengths != shape or any(item.storage_offsets) or target.shape != shape:
             return False
-        first = read.offset - block.offset
-        if first + read.nbytes > block.nbytes:
+        first = read.offset - stretch.offset
+        if first + read.nbytes > stretch.nbytes:
             return False
-        at = block.start + first
-        buffer = block.buffer
-        found = self._forms.find(buffer.data, at, read.nbytes, dtype, shape)
+        at = stretch.start + first
+        block = stretch.block
+        raw = read.in_head(stretch.head, stretch.file)
+        if raw is None:
+            found = self._forms.find(block.memory, at, read.nbytes, dtype, shape)
+        else:
+            found = form_of_raw(raw, dtype, shape)
         if found is None:
             return False
         form, expected = found
         data_at = at + form.data_offset
         nbytes = form.data_nbytes
-        if self._verify_checksum and expected and crc32(buffer.view[data_at : data_at + nbytes]) != expected:
+        if self._verify_checksum and expected and crc32(block.view[data_at : data_at + nbytes]) != expected:
             return False
-        copy_bytes(target.data_ptr(), buffer.address + data_at, nbytes)
+        copy_bytes(target.data_ptr(), block.address + data_at, nbytes)
         return True

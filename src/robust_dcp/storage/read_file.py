@@ -18,15 +18,20 @@ import threading
 from typing import Final
 
 from robust_dcp.errors import StorageError
-from robust_dcp.storage.direct.alignment import BUFFERED, Alignment, alignment_of
+from robust_dcp.staging import Block, BlockLease, copy_bytes
+from robust_dcp.storage.checksum import crc32
+from robust_dcp.storage.direct.alignment import BUFFERED, Alignment
 from robust_dcp.storage.disk import Disk, OpenFile, storage_error
 from robust_dcp.storage.layout import PAGE_NBYTES
-from robust_dcp.storage.read_buffers import ReadBuffer, ReadBuffers, copy_bytes
+from robust_dcp.storage.read_head import LazyHead
 
 __all__ = ["ReadFile"]
 
 _LEAST_DIRECT_NBYTES: Final = 256 << 10
 """Smaller reads go through the page cache: the kernel reads ahead there, which makes up for the copy."""
+
+_COPIED_NBYTES: Final = 256 << 10
+"""Copied at once, so that the checksum finds its data in the processor's cache."""
 
 
 class ReadFile:
@@ -46,6 +51,7 @@ class ReadFile:
         self._may_be_direct = direct is not False
         self._must_be_direct = direct is True
         self._opened = disk.open_read(path)
+        self.head = LazyHead(disk, path)
         self._opened_direct: OpenFile | None = None
         self._alignment: Alignment = BUFFERED
         self._lock = threading.Lock()
@@ -61,61 +67,74 @@ class ReadFile:
         """Fill ``view`` from ``offset``; returns the bytes read, fewer only at the end of the file."""
         return self._disk.pread_into(self._opened, view, offset)
 
-    def read_block(self, buffer: ReadBuffer, offset: int, nbytes: int) -> tuple[int, int]:
-        """Read ``nbytes`` bytes from ``offset`` into ``buffer``.
+    def read_block(self, block: Block, offset: int, nbytes: int) -> tuple[int, int]:
+        """Read ``nbytes`` bytes from ``offset`` into ``block``.
 
         Returns:
-            Where in ``buffer`` they begin, and how many there are: fewer only at the end of the file.
+            Where in ``block`` they begin, and how many there are: fewer only at the end of the file.
         """
         if nbytes >= _LEAST_DIRECT_NBYTES:
             opened = self._way_past_the_cache(offset, nbytes)
             if opened is not None:
                 with contextlib.suppress(_Refused):
-                    return self._read_pages(opened, buffer, offset, nbytes)
-        return 0, self.read_into(buffer.view[:nbytes], offset)
+                    return self._read_pages(opened, block, offset, nbytes)
+        return 0, self.read_into(block.view[:nbytes], offset)
 
-    def read_piece(self, view: memoryview, address: int, offset: int, buffers: ReadBuffers) -> int:
-        """Fill ``view``, which lies at ``address``, from ``offset``; returns the bytes read.
+    def read_piece(
+        self, view: memoryview, address: int, offset: int, blocks: BlockLease, *, checksum: bool = False
+    ) -> tuple[int, int]:
+        """Fill ``view``, which lies at ``address``, from ``offset``.
 
         Args:
-            buffers: for what direct I/O cannot read into ``view`` itself. Each holds at least ``view.nbytes``.
+            blocks: for what direct I/O cannot read into ``view`` itself. Each holds at least ``view.nbytes``.
+            checksum: compute the CRC-32 of what was read.
+
+        Returns:
+            The bytes read, and their CRC-32, or 0.
         """
         opened = self._way_past_the_cache(offset, view.nbytes) if view.nbytes >= _LEAST_DIRECT_NBYTES else None
-        if opened is None:
-            return self.read_into(view, offset)
-        try:
-            if (address + -offset % self._alignment.offset) % self._alignment.memory:
-                return self._read_by_copy(opened, view, address, offset, buffers)
-            return self._read_straight(opened, view, address, offset, buffers)
-        except _Refused:
-            return self.read_into(view, offset)
+        if opened is not None:
+            with contextlib.suppress(_Refused):
+                if (address + -offset % self._alignment.offset) % self._alignment.memory:
+                    return self._read_by_copy(opened, view, address, offset, blocks, checksum)
+                found = self._read_straight(opened, view, address, offset, blocks)
+                return found, crc32(view[:found]) if checksum else 0
+        found = self.read_into(view, offset)
+        return found, crc32(view[:found]) if checksum else 0
 
-    def _read_straight(
-        self, opened: OpenFile, view: memoryview, address: int, offset: int, buffers: ReadBuffers
-    ) -> int:
-        """The whole blocks of the device into ``view`` itself, the ends through a buffer."""
+    def _read_straight(self, opened: OpenFile, view: memoryview, address: int, offset: int, blocks: BlockLease) -> int:
+        """The whole blocks of the device into ``view`` itself, the ends through a block."""
         first = -offset % self._alignment.offset
         last = view.nbytes - (offset + view.nbytes) % self._alignment.offset
         done = 0
         if first:
-            done = self._read_by_copy(opened, view[:first], address, offset, buffers)
+            done, _ = self._read_by_copy(opened, view[:first], address, offset, blocks, checksum=False)
         if done == first:
             done += self._pread_direct(opened, view[first:last], offset + first)
         if done == last and last < view.nbytes:
-            done += self._read_by_copy(opened, view[last:], address + last, offset + last, buffers)
+            at = offset + last
+            done += self._read_by_copy(opened, view[last:], address + last, at, blocks, checksum=False)[0]
         return done
 
-    def _read_by_copy(self, opened: OpenFile, view: memoryview, address: int, offset: int, buffers: ReadBuffers) -> int:
-        with buffers.lent() as buffer:
-            start, found = self._read_pages(opened, buffer, offset, view.nbytes)
-            copy_bytes(address, buffer.address + start, found)
-        return found
+    def _read_by_copy(
+        self, opened: OpenFile, view: memoryview, address: int, offset: int, blocks: BlockLease, checksum: bool
+    ) -> tuple[int, int]:
+        """All of it through a block; returns as :meth:`read_piece`."""
+        found_crc32 = 0
+        with blocks.lent() as block:
+            start, found = self._read_pages(opened, block, offset, view.nbytes)
+            for at in range(0, found, _COPIED_NBYTES):
+                end = min(at + _COPIED_NBYTES, found)
+                copy_bytes(address + at, block.address + start + at, end - at)
+                if checksum:
+                    found_crc32 = crc32(view[at:end], found_crc32)
+        return found, found_crc32
 
-    def _read_pages(self, opened: OpenFile, buffer: ReadBuffer, offset: int, nbytes: int) -> tuple[int, int]:
+    def _read_pages(self, opened: OpenFile, block: Block, offset: int, nbytes: int) -> tuple[int, int]:
         """Read the pages that hold the bytes; returns as :meth:`read_block`."""
         start = offset % PAGE_NBYTES
         pages_nbytes = -(-(start + nbytes) // PAGE_NBYTES) * PAGE_NBYTES
-        found = self._pread_direct(opened, buffer.view[:pages_nbytes], offset - start)
+        found = self._pread_direct(opened, block.view[:pages_nbytes], offset - start)
         return start, max(0, min(found - start, nbytes))
 
     def _pread_direct(self, opened: OpenFile, view: memoryview, offset: int) -> int:
@@ -139,22 +158,16 @@ class ReadFile:
             return self._opened_direct
 
     def _open_direct(self) -> None:
-        try:
-            opened = self._disk.open_read(self.path, direct=True)
-        except StorageError as error:
-            if error.errno != errno.EINVAL or self._must_be_direct:
-                raise
-            self._may_be_direct = False
+        opened = self._disk.open_read(self.path, direct=True)
+        alignment = opened.alignment
+        if alignment is not None and max(alignment.memory, alignment.offset) <= PAGE_NBYTES:
+            self._alignment, self._opened_direct = alignment, opened
             return
-        self._opened_direct = opened  # to be closed, whatever comes now
-        alignment = alignment_of(opened.fd)
-        if alignment is None or max(alignment.memory, alignment.offset) > PAGE_NBYTES:
-            if self._must_be_direct:
-                raise storage_error("read past the page cache", self.path, OSError(errno.EINVAL, f"{alignment}"))
-            self._may_be_direct, self._opened_direct = False, None
-            self._disk.close(opened)
-            return
-        self._alignment = alignment
+        self._may_be_direct = False
+        self._disk.close(opened)
+        if self._must_be_direct:
+            why = opened.why_buffered or f"it asks for {alignment}, and blocks are aligned to {PAGE_NBYTES} bytes"
+            raise storage_error("read past the page cache", self.path, OSError(errno.EINVAL, why))
 
 
 class _Refused(Exception):

@@ -14,29 +14,25 @@ from errno import ENOENT
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from robust_dcp.errors import CorruptCheckpoint, StorageError
+from robust_dcp.staging import Block, BlockPool
 from robust_dcp.storage.disk import Disk
+from robust_dcp.storage.layout import PAGE_NBYTES
 from robust_dcp.storage.paths import locate
-from robust_dcp.storage.read_block import Block, BlockItems
-from robust_dcp.storage.read_buffers import ReadBuffer, ReadBuffers
+from robust_dcp.storage.read_block import BlockItems, Stretch
 from robust_dcp.storage.read_file import ReadFile
+from robust_dcp.storage.read_options import ReadOptions
 from robust_dcp.storage.read_order import Read, ReadGroup, in_groups, reads_of
-from robust_dcp.storage.read_tasks import ReadOptions, ReadTasks, Stopped
-from robust_dcp.storage.stored_item import takes_bytes
+from robust_dcp.storage.read_tasks import ReadTasks, Stopped
+from robust_dcp.storage.targets import is_flat, may_ask_early, target_of
 
-__all__ = ["ReadOptions", "read_items"]
+__all__ = ["read_items"]
 
 # Reads submitted ahead, for each thread: enough to keep it busy while the calling thread copies.
 _AHEAD_PER_THREAD: Final = 4
-
-_BLOCK_NBYTES: Final = 4 << 20
-"""One read: large enough for a device to be at its speed, small enough to be divided between threads."""
-
-_LEAST_BLOCK_NBYTES: Final = 64 << 10
 
 
 def read_items(
@@ -46,23 +42,28 @@ def read_items(
     directory: str,
     disk: Disk,
     options: ReadOptions,
-) -> None:
+) -> int:
     """Read ``items`` from the files in ``directory`` and hand them to ``planner``.
+
+    Returns:
+        The most bytes that were read and not yet handed over at any time, and the buffers for reads.
 
     The first error, of whichever thread, ends all reads and is raised when no thread is left that could still write
     into a target. Targets may hold parts of the data then. Every file has been closed in any case.
     """
-    _Load(reads_of(items, metadata, directory), planner, directory, disk, options).run()
+    load = _Load(reads_of(items, metadata, directory), planner, directory, disk, options)
+    load.run()
+    return load.peak_nbytes
 
 
 class _Pending(NamedTuple):
-    """What has been started: one item, with its target if that is known, or a group, with its buffer."""
+    """What has been started: one item, with its target if that is known, or a group, with its block."""
 
     reads: Sequence[Read]
     result: Future[Any]
     nbytes: int
     target: torch.Tensor | None = None
-    buffer: ReadBuffer | None = None
+    block: Block | None = None
 
 
 class _Load:
@@ -76,22 +77,26 @@ class _Load:
         self._directory = directory
         self._disk = disk
         self._options = options
-        # A planner whose commit_tensor does nothing cannot depend on when it is called: its targets are asked for
-        # first, and read into. From any other (Megatron-Core's) a target is taken only once the data is there, and
-        # committed at once.
-        self._targets_first = getattr(type(planner), "commit_tensor", None) is DefaultLoadPlanner.commit_tensor
-        # Each thread may have a buffer for itself: a quarter of the memory at most.
-        share = options.buffer_bytes // (4 * options.threads)
-        self._block_nbytes = min(_BLOCK_NBYTES, max(_LEAST_BLOCK_NBYTES, share))
+        self._targets_first = may_ask_early(planner)
+        self._block_nbytes = options.fitted_block_nbytes
         self._limit_nbytes = options.buffer_bytes - options.threads * self._block_nbytes
-        self._buffers = ReadBuffers(self._block_nbytes)
+        # A direct read takes whole pages: part of one more at either end.
+        nbytes = -(-self._block_nbytes // PAGE_NBYTES) * PAGE_NBYTES + 2 * PAGE_NBYTES
+        self._pool = BlockPool()
+        self._blocks = self._pool.lease(nbytes, 2 * options.threads)
         self._items = BlockItems(verify_checksum=options.verify_checksums, trusted=options.trusted)
-        self._tasks = ReadTasks(options, self._buffers, self._items)
+        self._tasks = ReadTasks(options, self._blocks, self._block_nbytes, self._items)
         self._pending: deque[_Pending] = deque()
         self._pending_nbytes = 0
         self._pending_groups = 0
+        self._peak_pending_nbytes = 0
         self._files: dict[str, ReadFile] = {}
         self._reads_left = Counter(read.relative_path for read in reads)
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most memory that was in use for data on its way."""
+        return self._peak_pending_nbytes + self._blocks.used_nbytes
 
     def run(self) -> None:
         try:
@@ -111,22 +116,24 @@ class _Load:
             self._tasks.shut_down()
             for file in self._files.values():
                 file.close()
+            self._blocks.end()
+            self._pool.release()
 
     def _start_group(self, group: ReadGroup) -> None:
         while self._pending_groups >= self._options.threads:
             self._finish_first()
         self._make_room(self._block_nbytes)
         file = self._open(group.reads[0])
-        buffer = self._buffers.take()
-        result = self._tasks.read_group(group, buffer, file)
-        self._append(_Pending(group.reads, result, self._block_nbytes, buffer=buffer))
+        block = self._blocks.take()
+        result = self._tasks.read_group(group, block, file)
+        self._append(_Pending(group.reads, result, self._block_nbytes, block=block))
 
     def _start_single(self, read: Read) -> None:
         target = None
         if self._targets_first and read.item.type != LoadItemType.BYTE_IO:
             target = self._resolve(read.item)
         # What goes straight into its target takes no memory.
-        is_straight = target is not None and takes_bytes(target) and target.dtype == read.dtype and read.is_whole
+        is_straight = target is not None and is_flat(target) and target.dtype == read.dtype and read.is_whole
         nbytes = 0 if is_straight else read.nbytes
         self._make_room(nbytes)
         file = self._open(read)
@@ -142,7 +149,9 @@ class _Load:
     def _append(self, pending: _Pending) -> None:
         self._pending.append(pending)
         self._pending_nbytes += pending.nbytes
-        self._pending_groups += pending.buffer is not None
+        self._pending_groups += pending.block is not None
+        in_blocks = self._pending_groups * self._block_nbytes  # which count by themselves
+        self._peak_pending_nbytes = max(self._peak_pending_nbytes, self._pending_nbytes - in_blocks)
 
     def _finish_first(self) -> None:
         """Wait for the oldest read and give the planner what it read."""
@@ -153,13 +162,13 @@ class _Load:
         self._reads_left[relative_path] -= len(pending.reads)
         if self._reads_left[relative_path] == 0:
             self._files.pop(relative_path).close()
-        if pending.buffer is None:
+        if pending.block is None:
             self._hand_over(pending.reads[0], pending.target, result)
         else:
             self._pending_groups -= 1
             for read in pending.reads:
                 self._hand_over_from(result, read)
-            self._buffers.give_back(pending.buffer)
+            self._blocks.give_back(pending.block)
 
     def _hand_over(self, read: Read, target: torch.Tensor | None, result: Any) -> None:
         if read.item.type == LoadItemType.BYTE_IO:
@@ -171,23 +180,15 @@ class _Load:
             target.copy_(result)
         self._planner.commit_tensor(read.item, target)
 
-    def _hand_over_from(self, block: Block, read: Read) -> None:
+    def _hand_over_from(self, stretch: Stretch, read: Read) -> None:
         if read.item.type == LoadItemType.BYTE_IO:
-            self._hand_over(read, None, self._tasks.checked_object(self._items.stored(block, read)))
+            self._hand_over(read, None, self._tasks.checked_object(self._items.stored(stretch, read)))
             return
         target = self._resolve(read.item)
-        self._hand_over(read, target, self._items.tensor(block, read, target))
+        self._hand_over(read, target, self._items.tensor(stretch, read, target))
 
     def _resolve(self, item: ReadItem) -> torch.Tensor:
-        target: torch.Tensor = self._planner.resolve_tensor(item)
-        if target.requires_grad or not self._targets_first:  # what a planner commits is detached, as with stock
-            target = target.detach()
-        if target.size() != item.lengths and target.size() != torch.Size(item.lengths):
-            raise ValueError(
-                f"the planner asked for {list(item.lengths)} elements of {item.storage_index}, and gave a tensor of "
-                f"size {list(target.size())} for them"
-            )
-        return target
+        return target_of(self._planner, item, early=self._targets_first)
 
     def _open(self, read: Read) -> ReadFile:
         if read.relative_path not in self._files:

@@ -17,6 +17,7 @@ from robust_dcp.errors import CorruptCheckpoint
 from robust_dcp.storage.garbage import without_garbage_collection
 from robust_dcp.storage.metadata_file import StorageInfo
 from robust_dcp.storage.paths import METADATA_NAME
+from robust_dcp.storage.read_head import FileHead, StoredTensor
 
 __all__ = ["Read", "ReadGroup", "in_groups", "name_of", "reads_of"]
 
@@ -52,6 +53,10 @@ class Read(NamedTuple):
         """Dtype and shape, if they are known."""
         return None if self.dtype is None or self.shape is None else (self.dtype, tuple(self.shape))
 
+    def in_head(self, head: FileHead | None, file: str) -> StoredTensor | None:
+        """What the head of its file says of it, or :class:`CorruptCheckpoint`; ``None`` in a file of records."""
+        return None if head is None else head.find(self.item.storage_index.fqn, self.offset, self.nbytes, file)
+
     @property
     def is_whole(self) -> bool:
         """Whether all of the stored item is wanted."""
@@ -73,15 +78,16 @@ def name_of(item: ReadItem) -> str:
     return index.fqn if not index.offset else f"{index.fqn} at {list(index.offset)}"
 
 
-def reads_of(items: Sequence[ReadItem], metadata: Metadata, directory: str) -> list[Read]:
-    """Where ``items`` lie, in the order of the files and of their places.
+def reads_of(items: Sequence[ReadItem], metadata: Metadata, directory: str, *, in_order: bool = True) -> list[Read]:
+    """Where ``items`` lie, in the order of the files and of their places, or else in the order of ``items``.
 
     Raises:
         CorruptCheckpoint: ``metadata`` does not say where an item lies.
     """
     with without_garbage_collection():
         reads = [_read_of(item, metadata, directory) for item in items]
-    reads.sort(key=_place)
+    if in_order:
+        reads.sort(key=_place)
     return reads
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from robust_dcp.staging import BlockLease, CopiesToDevice
 from robust_dcp.storage.checksum import crc32, crc32_of_both
-from robust_dcp.storage.read_buffers import ReadBuffers
 from robust_dcp.storage.stored_item import ItemInFile, StoredBox, damaged
 from robust_dcp.storage.torch_zip import payload_view
 
@@ -41,8 +42,11 @@ class PiecewiseRead:
     Args:
         stored: the item.
         box: the part of it that is wanted.
-        into: the tensor to read into, as for :func:`~robust_dcp.storage.stored_item.read_tensor`.
-        buffers: for direct reads that cannot go into the tensor itself; they bound the pieces.
+        into: the tensor to read into, as for :func:`~robust_dcp.storage.stored_item.read_tensor`; on a device only with
+            ``copies``.
+        blocks: for what cannot be read into the tensor itself. Each holds a piece, wherever that begins in the file.
+        piece_nbytes: at most so much is read at once.
+        copies: read into blocks, and copy from there into ``into``.
         done: called once with what ``read_tensor`` would return, by the thread that has read the last piece.
     """
 
@@ -51,22 +55,28 @@ class PiecewiseRead:
         stored: ItemInFile,
         box: StoredBox,
         into: torch.Tensor | None,
-        buffers: ReadBuffers,
+        blocks: BlockLease,
+        piece_nbytes: int,
         *,
         verify_checksum: bool,
+        copies: CopiesToDevice | None = None,
         done: Callable[[Any], None],
     ) -> None:
         self._stored = stored
         self._box = box
         self._into = into
         self._buffer = box.buffer_for(into)
-        self._view = payload_view(self._buffer)
-        self._address = self._buffer.data_ptr()
-        self._buffers = buffers
+        self._blocks = blocks
+        self._read_piece = self._read_in_place
+        if copies is not None and self._buffer is into:
+            flat = into.as_strided((into.numel(),), (1,)).view(torch.uint8)
+            self._read_piece = partial(self._read_through_block, flat, copies)
+        else:
+            self._view = payload_view(self._buffer)
         self._expected_crc32 = box.crc32 if verify_checksum else None
         self._done = done
         stored.check_bounds(box.offset, box.nbytes)
-        self._pieces = cut(stored.offset + box.offset, box.nbytes, buffers.nbytes)
+        self._pieces = cut(stored.offset + box.offset, box.nbytes, piece_nbytes)
         self._crc32s = [0] * len(self._pieces)
         self._pieces_left = len(self._pieces)
         self._lock = threading.Lock()
@@ -86,17 +96,36 @@ class PiecewiseRead:
         stored = self._stored
         stored.check_stop()
         start, nbytes = self._pieces[number]
-        view = self._view[start : start + nbytes]
-        offset = self._box.offset + start
-        found = stored.opened.read_piece(view, self._address + start, stored.offset + offset, self._buffers)
-        stored.check_found(offset, nbytes, found)
-        if self._expected_crc32 is not None:
-            self._crc32s[number] = crc32(view)
+        self._crc32s[number] = self._read_piece(start, nbytes)
         with self._lock:
             self._pieces_left -= 1
             if self._pieces_left:
                 return
         self._finish()
+
+    def _read_in_place(self, start: int, nbytes: int) -> int:
+        """Read a piece into the tensor; returns its checksum, if one is needed."""
+        stored, offset = self._stored, self._box.offset + start
+        view = self._view[start : start + nbytes]
+        address = self._buffer.data_ptr() + start
+        needed = self._expected_crc32 is not None
+        place = stored.offset + offset
+        found, checksum = stored.opened.read_piece(view, address, place, self._blocks, checksum=needed)
+        stored.check_found(offset, nbytes, found)
+        return checksum
+
+    def _read_through_block(self, flat: torch.Tensor, copies: CopiesToDevice, start: int, nbytes: int) -> int:
+        """Read a piece into a block, and copy it from there into ``flat``; returns as :meth:`_read_in_place`."""
+        stored, offset = self._stored, self._box.offset + start
+        with self._blocks.lent() as block:
+            at, found = stored.opened.read_block(block, stored.offset + offset, nbytes)
+            stored.check_found(offset, nbytes, found)
+            checksum = self._checksum(block.view[at : at + nbytes])
+            copies.copy(block, at, flat[start : start + nbytes])
+        return checksum
+
+    def _checksum(self, view: memoryview) -> int:
+        return 0 if self._expected_crc32 is None else crc32(view)
 
     def _finish(self) -> None:
         if self._expected_crc32 is not None:

@@ -10,17 +10,17 @@ import io
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from robust_dcp.errors import CorruptCheckpoint
+from robust_dcp.staging import Block, BlockLease, CopiesToDevice
 from robust_dcp.storage.objects import check_object
-from robust_dcp.storage.read_block import Block, BlockItems
-from robust_dcp.storage.read_buffers import ReadBuffer, ReadBuffers
+from robust_dcp.storage.read_block import BlockItems, Stretch
 from robust_dcp.storage.read_file import ReadFile
+from robust_dcp.storage.read_options import ReadOptions
 from robust_dcp.storage.read_order import Read, ReadGroup
 from robust_dcp.storage.read_pieces import PiecewiseRead
 from robust_dcp.storage.stored_item import (
@@ -33,23 +33,12 @@ from robust_dcp.storage.stored_item import (
     read_tensor,
     takes_bytes,
 )
+from robust_dcp.storage.targets import is_flat
 
-__all__ = ["ReadOptions", "ReadTasks", "Stopped"]
+__all__ = ["ReadTasks", "Stopped"]
 
 _MEDIUM_NBYTES: Final = 1 << 20
 """Up to this length an item is read at once, and copied: to ask for its header first would take longer."""
-
-
-@dataclass(frozen=True)
-class ReadOptions:
-    """The options of ``RobustReader`` that concern its items; see there."""
-
-    threads: int
-    verify_checksums: bool
-    trusted: bool
-    buffer_bytes: int
-    extension_registry: Any
-    direct: bool | None
 
 
 class Stopped(Exception):
@@ -60,17 +49,20 @@ class ReadTasks:
     """The threads of one load.
 
     Args:
-        buffers: for what cannot be read straight into its target; each thread has at most one at a time.
+        blocks: for what cannot be read straight into its target; each thread has at most one at a time.
+        piece_nbytes: so much fits into a block, wherever it begins in a file.
         items: takes tensors out of what was read.
 
     Attributes:
         errors: what went wrong, in the order in which it happened. Nothing is read any more once there is one.
     """
 
-    def __init__(self, options: ReadOptions, buffers: ReadBuffers, items: BlockItems) -> None:
+    def __init__(self, options: ReadOptions, blocks: BlockLease, piece_nbytes: int, items: BlockItems) -> None:
         self.errors: list[BaseException] = []
         self._options = options
-        self._buffers = buffers
+        self._blocks = blocks
+        self._piece_nbytes = piece_nbytes
+        self._copies = CopiesToDevice()
         self._items = items
         self._pool = ThreadPoolExecutor(options.threads, thread_name_prefix="robust_dcp-read")
 
@@ -78,10 +70,10 @@ class ReadTasks:
         """Wait for what is running. What has not begun is not done."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def read_group(self, group: ReadGroup, buffer: ReadBuffer, file: ReadFile) -> Future[Block]:
-        """Read a group into ``buffer``."""
-        result: Future[Block] = Future()
-        self._submit(result, self._read_group, group, buffer, file, result)
+    def read_group(self, group: ReadGroup, block: Block, file: ReadFile) -> Future[Stretch]:
+        """Read a group into ``block``."""
+        result: Future[Stretch] = Future()
+        self._submit(result, self._read_group, group, block, file, result)
         return result
 
     def read_single(self, read: Read, target: torch.Tensor | None, file: ReadFile) -> Future[Any]:
@@ -116,37 +108,46 @@ class ReadTasks:
         if self.errors:
             raise Stopped
 
-    def _read_group(self, group: ReadGroup, buffer: ReadBuffer, file: ReadFile, result: Future[Block]) -> None:
-        result.set_result(self._block(file, buffer, group.start, group.end - group.start))
+    def _read_group(self, group: ReadGroup, block: Block, file: ReadFile, result: Future[Stretch]) -> None:
+        result.set_result(self._stretch(file, block, group.start, group.end - group.start))
 
-    def _block(self, file: ReadFile, buffer: ReadBuffer, offset: int, nbytes: int) -> Block:
-        start, found = file.read_block(buffer, offset, nbytes)
-        return Block(file.path, offset, buffer, start, found)
+    def _stretch(self, file: ReadFile, block: Block, offset: int, nbytes: int) -> Stretch:
+        start, found = file.read_block(block, offset, nbytes)
+        return Stretch(file.path, offset, block, start, found, file.head.get())
 
     def _read_single(self, read: Read, target: torch.Tensor | None, file: ReadFile, result: Future[Any]) -> None:
-        stored = ItemInFile(file, read.name, read.offset, read.nbytes, self._check_stop)
+        raw = read.in_head(file.head.get(), file.path)
+        stored = ItemInFile(file, read.name, read.offset, read.nbytes, self._check_stop, raw)
         if read.transforms:
             result.set_result(self._read_transformed(read, target, stored))
         elif read.item.type == LoadItemType.BYTE_IO:
             result.set_result(self.checked_object(stored))
-        elif read.is_whole and read.nbytes <= min(_MEDIUM_NBYTES, self._buffers.nbytes):
-            with self._buffers.lent() as buffer:
-                block = self._block(file, buffer, read.offset, read.nbytes)
-                result.set_result(self._items.tensor(block, read, target))
+        elif read.is_whole and read.nbytes <= min(_MEDIUM_NBYTES, self._piece_nbytes):
+            with self._blocks.lent() as block:
+                stretch = self._stretch(file, block, read.offset, read.nbytes)
+                result.set_result(self._items.tensor(stretch, read, target))
         else:
             self._read_tensor(read, target, stored, result)
 
     def _read_tensor(self, read: Read, target: torch.Tensor | None, stored: ItemInFile, result: Future[Any]) -> None:
         item, verify_checksum = read.item, self._options.verify_checksums
-        into = target if target is not None and takes_bytes(target) else None
+        into = target if target is not None and is_flat(target) else None
+        on_device = into is not None and not into.is_cpu
         box = find_box(stored, item.storage_offsets, item.lengths, read.expected)
         if box is None:
             result.set_result(self._loaded_by_torch(read, stored))
         elif box.nbytes <= _MEDIUM_NBYTES:
-            result.set_result(read_box(stored, box, into, verify_checksum))
+            result.set_result(read_box(stored, box, None if on_device else into, verify_checksum))
         else:
             pieces = PiecewiseRead(
-                stored, box, into, self._buffers, verify_checksum=verify_checksum, done=result.set_result
+                stored,
+                box,
+                into,
+                self._blocks,
+                self._piece_nbytes,
+                verify_checksum=verify_checksum,
+                copies=self._copies if on_device else None,
+                done=result.set_result,
             )
             for number in pieces.numbers:
                 self._submit(result, pieces.read, number)

@@ -8,65 +8,87 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Callable
 from errno import ENOENT
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from robust_dcp.errors import CorruptCheckpoint, StorageError
+from robust_dcp.storage.common_reads import CommonReads, common_reads, places_in_files
 from robust_dcp.storage.disk import Disk, PosixDisk
-from robust_dcp.storage.metadata_file import decode_metadata
+from robust_dcp.storage.metadata_file import decode_metadata, encode_metadata
 from robust_dcp.storage.paths import metadata_name
-from robust_dcp.storage.read_items import ReadOptions, read_items
+from robust_dcp.storage.read_items import read_items
+from robust_dcp.storage.read_options import BLOCK_NBYTES, ReadOptions
+from robust_dcp.storage.shard_metadata import metadata_of_shards, shards_in
+from robust_dcp.storage.write_options import default_threads
 
 __all__ = ["RobustReader"]
 
 
 class RobustReader(StorageReader):
-    """Reads checkpoints by ``RobustWriter``, by stock ``FileSystemWriter`` and by Megatron-Core.
+    """Reads checkpoints by ``RobustWriter``, by stock ``FileSystemWriter`` and ``HuggingFaceStorageWriter``, and by
+    Megatron-Core; and Hugging Face models (directories of ``.safetensors`` files without a ``.metadata``).
 
     >>> dcp.load(state_dict, storage_reader=RobustReader(path))  # doctest: +SKIP
 
     Args:
         path: the checkpoint's directory.
-        threads: reads in flight.
+        threads: reads in flight; by default 2 for each core of the rank's share of the node, between 4 and 8.
         verify_checksums: compare every item that is read as a whole with the CRC-32 that was written with it.
         trusted: let items that are no tensors run code when they are loaded, as stock does.
         buffer_bytes: limit for what has been read and not yet handed over. One item may exceed it.
+        block_bytes: size of a read.
         direct: read past the page cache (``O_DIRECT``). ``None``: where the file system can do that and the bytes are
             not in the cache, which each large read finds out first. ``True``: always, or it is an error; ``False``:
             never. Small reads always go through the cache.
+        share_reads: of what several ranks of a load need, each byte is read by one of them and passed on to the others
+            over the network. ``None``: where these ranks are on several nodes. The same on all ranks. Only
+            ``robust_dcp.load`` does that, and only for planners whose ``commit_tensor`` is ``DefaultLoadPlanner``'s;
+            objects, and tensors that are converted or not contiguous, are read by each.
         extension_registry: as for stock's reader; by default the transforms that come with torch.
         disk: where the files are.
 
     While ``read_data`` runs, the planner's ``resolve_tensor``, ``commit_tensor`` and ``load_bytes`` are called by the
     thread that called it, and by no other. A planner with a ``commit_tensor`` of its own gets it called right after
     the ``resolve_tensor`` of the same item, as Megatron-Core's planner requires.
+
+    Attributes:
+        peak_buffer_nbytes: the most memory that data passed through at any time in the last ``read_data``.
     """
 
     def __init__(
         self,
         path: str | os.PathLike[str],
         *,
-        threads: int = 8,
+        threads: int | None = None,
         verify_checksums: bool = True,
         trusted: bool = False,
         buffer_bytes: int = 1 << 30,
+        block_bytes: int = BLOCK_NBYTES,
         direct: bool | None = None,
+        share_reads: bool | None = None,
         extension_registry: Any = None,
         disk: Disk | None = None,
     ) -> None:
         super().__init__()
-        if threads < 1 or buffer_bytes < 1:
-            raise ValueError(f"threads and buffer_bytes must be positive, got {threads} and {buffer_bytes}")
+        threads = default_threads(least=4, most=8) if threads is None else threads
         self.path = os.fspath(path)
-        self._options = ReadOptions(threads, verify_checksums, trusted, buffer_bytes, extension_registry, direct)
+        self._options = ReadOptions(
+            threads, verify_checksums, trusted, buffer_bytes, extension_registry, direct, block_bytes
+        )
         self._disk: Disk = PosixDisk() if disk is None else disk
         self._metadata: Metadata | None = None
+        self.share_reads = share_reads
+        self.peak_buffer_nbytes = 0
         self.load_id = str(uuid.uuid4())
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -91,6 +113,9 @@ class RobustReader(StorageReader):
     def metadata_bytes(self, rank: int | None = None) -> bytes:
         """The raw ``.metadata`` file, to be sent to other ranks and decoded there by :meth:`decode_metadata`.
 
+        Where there is none but safetensors files are, as torch's ``HuggingFaceStorageWriter`` and Hugging Face models
+        have it: what would stand in it, from the heads of these files.
+
         Args:
             rank: read ``__{rank}.metadata`` instead, of a stock save without collectives.
 
@@ -103,6 +128,9 @@ class RobustReader(StorageReader):
         except StorageError as error:
             if error.errno != ENOENT:
                 raise
+            shards = [] if rank is not None else shards_in(self._disk, self.path)
+            if shards:
+                return encode_metadata(metadata_of_shards(self._disk, self.path, shards))
             message = f"no {metadata_name(rank)} in {self.path}: no checkpoint was committed there"
             raise StorageError(message, path=path, errno=ENOENT, operation="open") from error
         try:
@@ -156,12 +184,27 @@ class RobustReader(StorageReader):
             StorageError: a read failed.
             ValueError: the planner gives a tensor of another size than it asked for.
         """
-        if self._metadata is None:
-            raise RuntimeError("set_up_storage_reader has to be called before read_data")
-        read_items(plan.items, planner, self._metadata, self.path, self._disk, self._options)
+        self.peak_buffer_nbytes = read_items(
+            plan.items, planner, self._known_metadata(), self.path, self._disk, self._options
+        )
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def common_reads(
+        self, plan: LoadPlan, planner: LoadPlanner, stays_on: Callable[[torch.device], bool]
+    ) -> CommonReads:
+        """What of ``plan`` another rank may read for this one: see :mod:`robust_dcp.storage.common_reads`."""
+        return common_reads(plan.items, planner, self._known_metadata(), self.path, stays_on)
+
+    def places_in_files(self) -> npt.NDArray[np.int64]:
+        """For each stored item its place among all of them, by file and by offset: int64 ``[n]``."""
+        return places_in_files(self._known_metadata())
+
+    def _known_metadata(self) -> Metadata:
+        if self._metadata is None:
+            raise RuntimeError("set_up_storage_reader has to be called before items are read")
+        return self._metadata
 
     def _metadata_path(self, rank: int | None = None) -> str:
         return os.path.join(self.path, metadata_name(rank))

@@ -14,8 +14,9 @@ from typing import Final
 import torch
 
 from robust_dcp.storage.parse_record import parse_record
+from robust_dcp.storage.read_head import StoredTensor
 
-__all__ = ["RecordForm", "RecordForms"]
+__all__ = ["RecordForm", "RecordForms", "form_of_raw"]
 
 _MOST_FORMS: Final = 1024
 """Each holds 1 to 2 KiB. Where there are more, tensors are hardly alike, and what is learnt is of little use."""
@@ -73,6 +74,13 @@ class RecordForms:
             return None
         crc32 = form.crc32_of(memory, at)
         return None if crc32 is None else (form, crc32)
+
+
+def form_of_raw(raw: StoredTensor, dtype: torch.dtype, shape: torch.Size) -> tuple[RecordForm, int] | None:
+    """What :meth:`RecordForms.find` gives, of an item that the head of its file describes."""
+    if (raw.dtype, raw.shape) != (dtype, shape):
+        return None
+    return RecordForm((), 0, raw.nbytes, 0), raw.crc32 or 0
 
 
 def _form_of(memory: mmap.mmap, at: int, nbytes: int, dtype: torch.dtype, shape: torch.Size) -> RecordForm | None:

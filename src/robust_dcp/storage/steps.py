@@ -64,6 +64,7 @@ class FileSteps:
         self._file = file
         self._outlet = outlet
         self._steps = self._in_order(order, fixed_nbytes, around)
+        self._head = order.head
         self._under_way = 0
         self._exhausted = False
         self._lock = threading.Lock()
@@ -88,7 +89,7 @@ class FileSteps:
             is_over = not self._exhausted and not self._under_way
             self._exhausted = True
         if is_over:
-            self._outlet.file.finish(self._file.nbytes)
+            self._finish()
         return None
 
     def done(self) -> None:
@@ -97,7 +98,14 @@ class FileSteps:
             self._under_way -= 1
             is_over = self._exhausted and not self._under_way
         if is_over:
-            self._outlet.file.finish(self._file.nbytes)
+            self._finish()
+
+    def _finish(self) -> None:
+        outlet = self._outlet
+        if self._head is not None:
+            known = outlet.for_head if outlet.checksums else None
+            outlet.file.put(0, self._head.encode(None if known is None else known[self._head.places]))
+        outlet.file.finish(self._file.nbytes)
 
 
 class StepQueue:
@@ -144,7 +152,8 @@ class _PackedBlock:
             # every call that lets go of the GIL need twice the time of one. So one packs while the others write.
             is_small = block.nbytes < SMALL_NBYTES * len(block.places)
             with self._around.packing if is_small else nullcontext():
-                pack(block, self._around.source, packed, checksums=self._outlet.checksums)
+                checksums = pack(block, self._around.source, packed, checksums=self._outlet.checksums)
+            self._outlet.note(block.places, checksums)
             self._around.check_stop()
             file.leave(block.offset - block.gap_before, block.gap_before)
             file.write(block.offset, packed)

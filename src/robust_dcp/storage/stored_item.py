@@ -19,6 +19,7 @@ from robust_dcp.storage.checksum import crc32
 from robust_dcp.storage.objects import load_object
 from robust_dcp.storage.parse_record import ParsedRecord, parse_record
 from robust_dcp.storage.read_file import ReadFile
+from robust_dcp.storage.read_head import StoredTensor
 from robust_dcp.storage.torch_zip import contiguous_strides, payload_view, record_template
 
 __all__ = [
@@ -41,6 +42,9 @@ _BLOCK_NBYTES: Final = 2 << 20
 class ItemBytes(Protocol):
     """An item as it is stored: ``nbytes`` bytes, and what to call them in an error.
 
+    ``raw`` is what the head of the file says of an item whose bytes are a tensor's and nothing else; ``None`` for a
+    record.
+
     ``read`` and ``read_into`` take offsets from the start of the item, and raise :class:`CorruptCheckpoint` if the
     item or the file ends before what was asked for.
     """
@@ -48,6 +52,7 @@ class ItemBytes(Protocol):
     file: str
     item: str
     nbytes: int
+    raw: StoredTensor | None
 
     def read(self, offset: int, nbytes: int) -> bytes: ...
 
@@ -57,13 +62,22 @@ class ItemBytes(Protocol):
 class ItemInFile:
     """An item at ``offset`` of an open file. ``check_stop`` is called before each read, and raises to give up."""
 
-    def __init__(self, opened: ReadFile, item: str, offset: int, nbytes: int, check_stop: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        opened: ReadFile,
+        item: str,
+        offset: int,
+        nbytes: int,
+        check_stop: Callable[[], None],
+        raw: StoredTensor | None = None,
+    ) -> None:
         self.file = opened.path
         self.item = item
         self.nbytes = nbytes
         self.opened = opened
         self.offset = offset
         self.check_stop = check_stop
+        self.raw = raw
 
     def read(self, offset: int, nbytes: int) -> bytes:
         buffer = bytearray(nbytes)
@@ -94,13 +108,20 @@ class ItemInMemory:
     """
 
     def __init__(
-        self, file: str, item: str, data: bytes | memoryview, nbytes: int | None = None, offset: int | None = None
+        self,
+        file: str,
+        item: str,
+        data: bytes | memoryview,
+        nbytes: int | None = None,
+        offset: int | None = None,
+        raw: StoredTensor | None = None,
     ) -> None:
         self.file = file
         self.item = item
         self.nbytes = len(data) if nbytes is None else nbytes
         self._data = memoryview(data)
         self._offset = offset or 0
+        self.raw = raw
 
     def read(self, offset: int, nbytes: int) -> bytes:
         self._check(offset, nbytes)
@@ -177,7 +198,7 @@ def find_box(
         CorruptCheckpoint: the stored tensor has no such box.
         StorageError: a read failed.
     """
-    record = _recognised(stored, expected) or parse_record(stored.read, stored.nbytes)
+    record = _of_head(stored, expected) or _recognised(stored, expected) or parse_record(stored.read, stored.nbytes)
     if record is None:
         return None
     _check_box(stored, record.shape, offsets, lengths)
@@ -248,6 +269,25 @@ def read_box(
     elif box.nbytes:
         stored.read_into(view, box.offset)
     return box.tensor_in(buffer, into)
+
+
+def _of_head(stored: ItemBytes, expected: tuple[torch.dtype, tuple[int, ...]] | None) -> ParsedRecord | None:
+    """What the head of the file says of an item, if it does, in the terms of a record."""
+    raw = stored.raw
+    if raw is None:
+        return None
+    if expected is not None and (raw.dtype, raw.shape) != (expected[0], tuple(expected[1])):
+        raise _corrupt(stored, f"{expected[0]} {list(expected[1])}", f"{raw.dtype} {list(raw.shape)} in its head")
+    return ParsedRecord(
+        dtype=raw.dtype,
+        shape=raw.shape,
+        stride=contiguous_strides(raw.shape),
+        storage_offset=0,
+        requires_grad=False,
+        data_offset=0,
+        data_nbytes=raw.nbytes,
+        crc32=raw.crc32,
+    )
 
 
 def _recognised(stored: ItemBytes, expected: tuple[torch.dtype, tuple[int, ...]] | None) -> ParsedRecord | None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.disk import Disk
-from robust_dcp.storage.paths import parse_data_file_name
+from robust_dcp.storage.paths import committed_name, is_data_file
 
 __all__ = ["remove_targets", "stripe_directories", "stripe_of"]
 
@@ -40,13 +40,14 @@ def remove_targets(disk: Disk, directory: str, names: Iterable[str]) -> None:
     by nobody.
     """
     for name in sorted(names):
-        if parse_data_file_name(name) is None:
+        if not is_data_file(name):
             continue
         with contextlib.suppress(StorageError):  # it costs space and nothing else
             path = os.path.join(directory, name)
             target = disk.resolve(path)
             is_ours = os.path.basename(os.path.dirname(target)) == _name(disk, directory)
-            if is_ours and os.path.basename(target) == name and target != path:
+            same_name = committed_name(os.path.basename(target)) == committed_name(name)
+            if is_ours and same_name and target != path:
                 disk.unlink(target)
 
 

@@ -92,6 +92,11 @@ class RecordTemplate:
         """Length of the whole record in bytes."""
         return self.header_nbytes + self.payload_nbytes + self.trailer_nbytes
 
+    @property
+    def crc_at(self) -> tuple[int, int]:
+        """Where the CRC-32 of the payload stands, in bytes from the start of the record."""
+        return self.header_crc_at, self.header_nbytes + self.payload_nbytes + self.trailer_crc_at
+
     def header(self, crc32: int) -> bytes:
         """The bytes before the payload; ``crc32`` is ``zlib.crc32`` of the payload."""
         before, after = _cut(self.blank_header, self.header_crc_at)

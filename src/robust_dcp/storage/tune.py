@@ -1,4 +1,4 @@
-"""Measures a file system, and says which options of ``RobustWriter`` suit it.
+"""Measures a file system, and says which options of ``RobustWriter`` and ``RobustReader`` suit it.
 
 Owns the measuring, bounded in time and bytes, and the choice. Never touches a checkpoint: what it writes has no name in
 any directory by then. Users call it as ``robust_dcp.storage.tune``, once for each kind of drive.
@@ -11,59 +11,36 @@ import mmap
 import os
 import time
 import uuid
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.checksum import crc32
 from robust_dcp.storage.disk import Disk, OpenFile, PosixDisk
+from robust_dcp.storage.tune_reads import measure_reads
+from robust_dcp.storage.tuning import (
+    BLOCKS_NBYTES,
+    GOOD_ENOUGH,
+    ROUNDS,
+    Measured,
+    Setting,
+    best_of_rounds,
+    choose,
+    settings_for,
+    table_of,
+)
 
-__all__ = ["Measured", "Setting", "TunedOptions", "choose", "tune"]
+__all__ = ["BLOCKS_NBYTES", "GOOD_ENOUGH", "Measured", "Setting", "TunedOptions", "choose", "tune"]
 
 _MIB: Final = 1 << 20
-_GIB: Final = 1 << 30
-
-BLOCKS_NBYTES: Final = (1 * _MIB, 4 * _MIB, 16 * _MIB)
-DEPTHS: Final = (1, 2, 4, 8)
-
-GOOD_ENOUGH: Final = 0.95
-"""Of the best rate: what is within is as fast, as far as a few seconds can tell."""
-
-_ROUNDS: Final = 3
 _PILOT_NBYTES: Final = 16 * _MIB
 _PILOT_SECONDS: Final = 0.03
 _MOST_NBYTES: Final = 512 * _MIB
 _SHARE_OF_FREE_SPACE: Final = 4
 _REFUSALS: Final = (errno.EINVAL, errno.EOPNOTSUPP)
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-class Setting(NamedTuple):
-    """One way to write: ``depth`` threads, each with a file of its own, in blocks."""
-
-    direct: bool
-    depth: int
-    block_nbytes: int
-
-    @property
-    def in_flight_nbytes(self) -> int:
-        return self.depth * self.block_nbytes
-
-
-class Measured(NamedTuple):
-    """What a setting gave: the best of three rounds, checksums and ``fsync`` included."""
-
-    setting: Setting
-    nbytes: int
-    seconds: float
-    cpu_seconds: float
-
-    @property
-    def nbytes_per_second(self) -> float:
-        return self.nbytes / max(self.seconds, 1e-9)
 
 
 @dataclass(frozen=True)
@@ -75,8 +52,10 @@ class TunedOptions:
         files_per_rank: as many, since some file systems let one thread at a time write to a file.
         block_bytes: size of a write.
         direct: whether to go past the page cache.
-        table: what was measured, in the order in which it was tried.
+        table: what was measured of writing, in the order in which it was tried.
         direct_refused: why direct I/O was not measured; ``None`` if it was.
+        reading: the setting for ``RobustReader``.
+        read_table: what was measured of reading.
     """
 
     threads: int
@@ -85,6 +64,8 @@ class TunedOptions:
     direct: bool
     table: tuple[Measured, ...] = ()
     direct_refused: str | None = None
+    reading: Setting | None = None
+    read_table: tuple[Measured, ...] = ()
 
     @property
     def writer_options(self) -> dict[str, Any]:
@@ -96,23 +77,29 @@ class TunedOptions:
             "direct": self.direct,
         }
 
+    @property
+    def reader_options(self) -> dict[str, Any]:
+        """The keyword arguments: ``RobustReader(path, **tune(path).reader_options)``.
+
+        Where direct reads are better the reader still looks first whether bytes are in the page cache.
+        """
+        if self.reading is None:
+            return {}
+        direct = None if self.reading.direct else False
+        return {"threads": self.reading.depth, "block_bytes": self.reading.block_nbytes, "direct": direct}
+
     def __str__(self) -> str:
         chosen = Setting(self.direct, self.threads, self.block_bytes)
-        lines = ["     I/O  threads  block MiB  GiB/s  CPU-s/GiB"]
-        for row in self.table:
-            setting, gib = row.setting, row.nbytes / _GIB
-            lines.append(
-                f"{'direct' if setting.direct else 'buffered':>8}  {setting.depth:7}  "
-                f"{setting.block_nbytes / _MIB:9g}  {gib / max(row.seconds, 1e-9):5.2f}  {row.cpu_seconds / gib:9.3f}"
-                f"{'  <- chosen' if setting == chosen else ''}"
-            )
+        lines = ["writing", *table_of(self.table, chosen)]
+        if self.reading is not None:
+            lines += ["reading", *table_of(self.read_table, self.reading)]
         if self.direct_refused:
             lines.append(f"direct I/O was not measured: {self.direct_refused}")
         return "\n".join(lines)
 
 
 def tune(path: str | os.PathLike[str], *, seconds: float = 4.0, disk: Disk | None = None) -> TunedOptions:
-    """Find out how the file system of ``path`` is written to fastest.
+    """Find out how the file system of ``path`` is written to, and read from, fastest.
 
     Writes to files that have no name any more, in ``path`` or the nearest directory above it that exists, so that
     nothing is left behind even if the process is killed. Takes at most a quarter of the free space, and less data the
@@ -120,11 +107,11 @@ def tune(path: str | os.PathLike[str], *, seconds: float = 4.0, disk: Disk | Non
 
     Args:
         path: the directory that checkpoints go to, or will.
-        seconds: about how long to measure.
+        seconds: about how long to measure, half of it reads.
         disk: the file system.
 
     Returns:
-        The cheapest setting within 5 % of the fastest: see :func:`choose`.
+        The cheapest settings within 5 % of the fastest: see :func:`choose`.
 
     Raises:
         StorageError: the directory cannot be written to, or is too full to measure anything.
@@ -136,6 +123,8 @@ def tune(path: str | os.PathLike[str], *, seconds: float = 4.0, disk: Disk | Non
         ...     options = tune(path, seconds=0.1)
         >>> sorted(options.writer_options)
         ['block_bytes', 'direct', 'files_per_rank', 'threads']
+        >>> sorted(options.reader_options)
+        ['block_bytes', 'direct', 'threads']
     """
     if seconds <= 0:
         raise ValueError(f"seconds must be positive, got {seconds}")
@@ -144,11 +133,12 @@ def tune(path: str | os.PathLike[str], *, seconds: float = 4.0, disk: Disk | Non
     share_nbytes = _free_nbytes(directory) // _SHARE_OF_FREE_SPACE
     refused = device.why_not_direct()
     while True:
-        settings = _settings(share_nbytes, with_direct=refused is None)
+        settings = settings_for(share_nbytes, with_direct=refused is None)
         if not settings:
             raise _too_full(directory)
         try:
-            table = _measure_all(device, settings, seconds, share_nbytes)
+            table = _measure_all(device, settings, seconds / 2, share_nbytes)
+            read_table = measure_reads(device.disk, directory, device.source, settings, seconds / 2, share_nbytes)
         except StorageError as error:
             # A quota, or others who write there as well: the system's figure is no promise.
             if error.errno not in _FULL:
@@ -163,21 +153,9 @@ def tune(path: str | os.PathLike[str], *, seconds: float = 4.0, disk: Disk | Non
             direct=chosen.direct,
             table=tuple(table),
             direct_refused=refused,
+            reading=choose(read_table),
+            read_table=tuple(read_table),
         )
-
-
-def choose(table: Iterable[Measured]) -> Setting:
-    """The cheapest setting whose rate is within 5 % of the best: the same table gives the same choice.
-
-    Direct is cheaper than buffered, which fills the page cache and copies everything once more; then less memory in
-    flight is cheaper, then fewer threads.
-    """
-    rows = list(table)
-    enough = GOOD_ENOUGH * max(row.nbytes_per_second for row in rows)
-    return min(
-        (row.setting for row in rows if row.nbytes_per_second >= enough),
-        key=lambda setting: (not setting.direct, setting.in_flight_nbytes, setting.depth),
-    )
 
 
 class _Device:
@@ -242,32 +220,11 @@ class _Device:
             )
 
 
-def _settings(share_nbytes: int, *, with_direct: bool) -> list[Setting]:
-    """What there is to try, with no more bytes in flight than may be on the device at a time."""
-    return [
-        Setting(direct, depth, block)
-        for direct in ((True, False) if with_direct else (False,))
-        for block in BLOCKS_NBYTES
-        for depth in DEPTHS
-        if depth * block <= share_nbytes and depth <= 2 * _cpus()
-    ]
-
-
 def _measure_all(device: _Device, settings: list[Setting], seconds: float, share_nbytes: int) -> list[Measured]:
     """The best of each setting, in about ``seconds``."""
     rate = _pilot_rate(device, settings[0], share_nbytes)
-    nbytes = min(int(rate * seconds / (_ROUNDS * len(settings))), _MOST_NBYTES, share_nbytes)
-    best: dict[Setting, Measured] = {}
-    # Rounds go over all settings, so that a spell of other work does not hit one setting alone.
-    for _ in range(_ROUNDS):
-        for setting in settings:
-            # On a slow device the time goes to settings that it can show something about.
-            if setting.in_flight_nbytes > max(nbytes, 2 * min(BLOCKS_NBYTES)):
-                continue
-            measured = device.measure(setting, nbytes)
-            if setting not in best or measured.nbytes_per_second > best[setting].nbytes_per_second:
-                best[setting] = measured
-    return list(best.values())
+    nbytes = min(int(rate * seconds / (ROUNDS * len(settings))), _MOST_NBYTES, share_nbytes)
+    return best_of_rounds(settings, nbytes, device.measure)
 
 
 def _pilot_rate(device: _Device, setting: Setting, share_nbytes: int) -> float:
@@ -309,7 +266,3 @@ def _too_full(directory: str) -> StorageError:
         errno=errno.ENOSPC,
         operation="tune",
     )
-
-
-def _cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

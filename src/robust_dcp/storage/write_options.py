@@ -76,10 +76,10 @@ class WriteOptions:
         return threads, max(block_nbytes // page_nbytes, 1) * page_nbytes
 
 
-def default_threads() -> int:
+def default_threads(*, least: int = 2, most: int = 4) -> int:
     """Threads that keep a drive busy without taking a node's cores: they wait for it most of the time."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(max(2 * cores // _ranks_on_this_node(), 2), 4)
+    return min(max(2 * cores // _ranks_on_this_node(), least), most)
 
 
 def default_buffer_bytes() -> int:

@@ -18,8 +18,8 @@ import torch
 from robust_dcp.errors import PlanConflict
 from robust_dcp.storage.item_source import ItemSource, NamedErrors
 from robust_dcp.storage.layout import LARGE_NBYTES, PAGE_NBYTES, Placements
+from robust_dcp.storage.layouts import TORCH, Frame, Head, Layout, PlacedTensor
 from robust_dcp.storage.pack import Block
-from robust_dcp.storage.torch_zip import RecordTemplate, record_template
 
 __all__ = ["LargeRecord", "WriteOrder", "write_orders"]
 
@@ -38,7 +38,7 @@ class LargeRecord:
     """
 
     place: int
-    template: RecordTemplate
+    template: Frame
     offset: int
     gap_before: int
 
@@ -50,10 +50,12 @@ class WriteOrder:
     Attributes:
         fixed: the records whose places are planned.
         variable: places in the plan of the items of variable size, ascending; they come after all others.
+        head: what stands before all others and is written last; ``None`` if nothing does.
     """
 
     fixed: tuple[Block | LargeRecord, ...]
     variable: tuple[int, ...]
+    head: Head | None = None
 
 
 # An entry is immutable, refers to nothing that refers to its key, and so goes with the plan. Where saves by one plan
@@ -61,7 +63,9 @@ class WriteOrder:
 _kept: WeakKeyDictionary[Placements, tuple[int, tuple[WriteOrder, ...]]] = WeakKeyDictionary()
 
 
-def write_orders(placements: Placements, source: ItemSource, block_nbytes: int) -> tuple[WriteOrder, ...]:
+def write_orders(
+    placements: Placements, source: ItemSource, block_nbytes: int, layout: Layout = TORCH
+) -> tuple[WriteOrder, ...]:
     """The order of each file, made in the first save by a plan.
 
     Args:
@@ -69,6 +73,7 @@ def write_orders(placements: Placements, source: ItemSource, block_nbytes: int) 
             for items of one dtype and size each, and every save checks the data against that.
         block_nbytes: small records are gathered into blocks that fit into this together with what comes before them
             in their first page.
+        layout: that made ``placements``.
 
     Raises:
         PlanConflict: an item is not expected to have the length that was planned.
@@ -78,62 +83,84 @@ def write_orders(placements: Placements, source: ItemSource, block_nbytes: int) 
         raise ValueError(f"expected {len(placements.offset)} items, as many as the plan has places, got {len(source)}")
     made_for, orders = _kept.get(placements, (0, ()))
     if made_for != block_nbytes:
-        orders = _make(placements, source, block_nbytes)
+        orders = _make(placements, source, block_nbytes, layout)
         _kept[placements] = (block_nbytes, orders)
     return orders
 
 
-def _make(placements: Placements, source: ItemSource, block_nbytes: int) -> tuple[WriteOrder, ...]:
-    templates = _templates(placements, source)
+def _make(placements: Placements, source: ItemSource, block_nbytes: int, layout: Layout) -> tuple[WriteOrder, ...]:
+    frames = _frames(placements, source, layout)
     by_offset = np.argsort(placements.offset, kind="stable")
     orders = []
-    for number in range(placements.n_files):
+    for number, head_nbytes in enumerate(placements.head_nbytes):
         members = by_offset[placements.file[by_offset] == number]
         n_variable = int((placements.offset[members] < 0).sum())
+        fixed = members[n_variable:]
         orders.append(
             WriteOrder(
-                fixed=tuple(_pieces(placements, members[n_variable:], templates, block_nbytes)),
+                fixed=tuple(_pieces(placements, fixed, frames, block_nbytes, head_nbytes)),
                 variable=tuple(members[:n_variable].tolist()),
+                head=_head(placements, fixed, frames, source, layout, head_nbytes) if head_nbytes else None,
             )
         )
     return tuple(orders)
 
 
-def _templates(placements: Placements, source: ItemSource) -> dict[int, RecordTemplate]:
-    """The template of each item of fixed size, by its place; one object for all of a dtype and size."""
-    # Beside the cache of record_template, which keeps only so many.
-    made: dict[tuple[torch.dtype, torch.Size], RecordTemplate] = {}
-    templates: dict[int, RecordTemplate] = {}
+def _frames(placements: Placements, source: ItemSource, layout: Layout) -> dict[int, Frame]:
+    """The frame of each item of fixed size, by its place; one object for all of a dtype and size."""
+    # Beside the caches of the layouts, which keep only so many.
+    made: dict[tuple[torch.dtype, torch.Size, int], Frame] = {}
+    frames: dict[int, Frame] = {}
+    heads = placements.head_nbytes
     with NamedErrors(source, 0) as current:
-        for place, nbytes in enumerate(placements.nbytes.tolist()):
+        for place, (nbytes, file) in enumerate(zip(placements.nbytes.tolist(), placements.file.tolist(), strict=True)):
             if nbytes < 0:
                 continue
             current.place = place
             expected = source.expected(place)
-            template = None if expected is None else made.get(expected)
-            if template is None and expected is not None:
-                template = record_template(expected[0], tuple(expected[1]))
-            if template is None or expected is None or template.nbytes != nbytes:
+            key = None if expected is None else (*expected, heads[file])
+            frame = None if key is None else made.get(key)
+            if frame is None and key is not None:
+                frame = layout.frame(key[0], tuple(key[1]), key[2])
+            if frame is None or key is None or frame.nbytes != nbytes:
                 name = source.name(place)
                 raise PlanConflict(f"the record of {name!r} is not the one that was planned", key=name)
-            templates[place] = made[expected] = template
-    return templates
+            frames[place] = made[key] = frame
+    return frames
+
+
+def _head(
+    placements: Placements,
+    places: Int64,
+    frames: dict[int, Frame],
+    source: ItemSource,
+    layout: Layout,
+    nbytes: int,
+) -> Head:
+    tensors = [
+        PlacedTensor(
+            place, source.name(place), frames[place].dtype, frames[place].shape, source.chunk_offset(place), offset
+        )
+        for place, offset in zip(places.tolist(), placements.offset[places].tolist(), strict=True)
+    ]
+    return layout.head(tensors, nbytes)
 
 
 def _pieces(
-    placements: Placements, places: Int64, templates: dict[int, RecordTemplate], block_nbytes: int
+    placements: Placements, places: Int64, templates: dict[int, Frame], block_nbytes: int, begin: int
 ) -> Iterator[Block | LargeRecord]:
     """Blocks and large records, front to back.
 
     Args:
         places: int64 ``[n]``, of the items of fixed size in one file, by ascending offset.
+        begin: where the file's head ends.
     """
     if not len(places):
         return
     template = [templates[place] for place in places.tolist()]
     start = placements.offset[places]
     end = start + placements.nbytes[places]
-    gap = start - np.concatenate(([0], end[:-1]))
+    gap = start - np.concatenate(([begin], end[:-1]))
     far = gap > PAGE_NBYTES  # such a gap is left out rather than written
     gap[far] = 0
     room = block_nbytes - start % PAGE_NBYTES

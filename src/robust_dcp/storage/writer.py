@@ -26,8 +26,10 @@ from robust_dcp.storage.disk import Disk, PosixDisk
 from robust_dcp.storage.engine import WrittenFiles, write_files
 from robust_dcp.storage.item_source import ItemSource, WriteItemSource
 from robust_dcp.storage.layout import Placements, place_as_they_come
+from robust_dcp.storage.layouts import FileName, layout_named
 from robust_dcp.storage.metadata_file import FORMAT_VERSION, StorageInfo, encode_metadata, referenced_files
 from robust_dcp.storage.paths import PLAN_NAME, metadata_name
+from robust_dcp.storage.shard_metadata import shards_in
 from robust_dcp.storage.stripes import remove_targets
 from robust_dcp.storage.write_options import WriteOptions
 
@@ -39,10 +41,17 @@ _FILES_PER_RANK: Final = 2
 
 @dataclass(frozen=True)
 class MetadataToPublish:
-    """The bytes of ``.metadata``, one fragment after the other, and the data files that it names."""
+    """What a commit makes visible.
+
+    Attributes:
+        fragments: the bytes of ``.metadata``, one after the other.
+        files: the data files that it names.
+        renames: those whose names change with the commit.
+    """
 
     fragments: Sequence[bytes | memoryview]
     files: Collection[str]
+    renames: Sequence[FileName] = ()
 
 
 @runtime_checkable
@@ -89,6 +98,11 @@ class RobustWriter(StorageWriter):
 
     Args:
         path: the checkpoint's directory; made if it is not there.
+        layout: ``"torch"``: files of torch-save records, as stock ``FileSystemReader`` and Megatron-Core read them.
+            ``"safetensors"``: files that ``HuggingFaceStorageReader`` and ``safetensors`` read, and beside them one
+            file of records a rank for what these cannot hold (objects, some dtypes), which only ``RobustReader``
+            reads. It takes a directory without a checkpoint, since readers of safetensors read every file of one,
+            and ``RobustPlanner``.
         threads: that write at the same time, for each rank; by default a few, by cores and ranks of the node.
         files_per_rank: files that a rank's tensors are spread over, the same on all ranks; by default ``threads`` if
             that is given, else 2.
@@ -111,6 +125,7 @@ class RobustWriter(StorageWriter):
         self,
         path: str | os.PathLike[str],
         *,
+        layout: str = "torch",
         threads: int | None = None,
         files_per_rank: int | None = None,
         block_bytes: int | None = None,
@@ -122,6 +137,7 @@ class RobustWriter(StorageWriter):
         disk: Disk | None = None,
     ) -> None:
         super().__init__()
+        self.layout = layout_named(layout)
         self.options = WriteOptions.of_this_machine(
             threads=threads,
             block_bytes=block_bytes,
@@ -147,7 +163,7 @@ class RobustWriter(StorageWriter):
     @property
     def plan_options(self) -> dict[str, str | int]:
         """The options that a plan depends on: part of its signature."""
-        return {"layout": "torch", "files_per_rank": self.files_per_rank}
+        return {"layout": self.layout.name, "files_per_rank": self.files_per_rank}
 
     # One save, as `api.save` calls it.
 
@@ -155,7 +171,8 @@ class RobustWriter(StorageWriter):
         """Before any rank writes: make the directory and note which data files are there already.
 
         Raises:
-            StorageError: a checkpoint is there and ``overwrite`` is false, or the directory cannot be made.
+            StorageError: a checkpoint is there and ``overwrite`` is false; files are there with which those of the
+                layout cannot share a directory; or the directory cannot be made.
         """
         self._begun = True
         if not is_coordinator:
@@ -169,6 +186,22 @@ class RobustWriter(StorageWriter):
             )
         # Where ranks commit by themselves, the files of the others are not ours to judge.
         self._superseded = () if self._alone else tuple(unreferenced_files(self._disk, self.path, ()))
+        if not self.layout.may_share_directory:
+            self._refuse_company()
+
+    def _refuse_company(self) -> None:
+        """Readers of safetensors take every file of a directory: what they would find there must all be this save's."""
+        present = [name for name in shards_in(self._disk, self.path) if name not in self._superseded]
+        if self._disk.exists(os.path.join(self.path, self._metadata_name)):
+            present = ["a committed checkpoint"]
+        if present:
+            raise StorageError(
+                f"{self.path} holds {present[0]}: readers of safetensors take every file of a directory, so a "
+                f"checkpoint with layout={self.layout.name!r} cannot replace another or lie beside other files of "
+                "theirs, whatever overwrite says; save to another directory",
+                path=self.path,
+                operation="begin",
+            )
 
     def write(
         self,
@@ -189,15 +222,18 @@ class RobustWriter(StorageWriter):
             options=self.options,
             check_stop=check_stop,
             known_places=known_places,
+            layout=self.layout,
         )
 
     def discard(self, written: WrittenFiles) -> None:
         """Remove files of a save that failed on another rank."""
-        self._remove(written.names)
+        self._remove(written.uncommitted_names)
 
     def publish(self, metadata: MetadataToPublish) -> None:
         """Commit: make ``metadata`` the checkpoint's, durably and in one step, then remove what it supersedes."""
-        commit_metadata(self._disk, self.path, metadata.fragments, name=self._metadata_name)
+        if not self.layout.may_share_directory:  # what a killed save has left is none of the new checkpoint
+            self._remove(self._superseded)
+        commit_metadata(self._disk, self.path, metadata.fragments, name=self._metadata_name, renames=metadata.renames)
         self._remove(self._superseded, keep=metadata.files)
 
     def _remove(self, names: Collection[str], keep: Collection[str] = ()) -> None:
@@ -231,7 +267,8 @@ class RobustWriter(StorageWriter):
         self._rank = kwargs.get("rank")
         self._is_coordinator = is_coordinator
         # With use_collectives=False every rank commits its own part, and stock's reader looks for `__{rank}.metadata`.
-        self._alone = not kwargs.get("use_collectives", True)
+        # Not with a layout that only RobustPlanner plans for: its plans are global, and so is the commit.
+        self._alone = not kwargs.get("use_collectives", True) and not self.layout.plans_places
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if not self._begun:
@@ -270,6 +307,11 @@ class RobustWriter(StorageWriter):
 
     def _write_unplanned(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Write the plan of another planner than ours: items are placed as they come, for this rank alone."""
+        if self.layout.plans_places:
+            raise ValueError(
+                f"RobustWriter with layout={self.layout.name!r} needs the places that RobustPlanner plans, and was "
+                f"called with {type(planner).__name__}; pass planner=RobustPlanner()"
+            )
         rank = self._rank if self._alone and self._rank is not None else int(plan.storage_data or 0)
         placements = place_as_they_come([_chunk_nbytes(item) for item in plan.items], files=self.files_per_rank)
         source = WriteItemSource(plan.items, planner.resolve_data)

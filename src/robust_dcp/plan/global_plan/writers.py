@@ -16,7 +16,7 @@ from robust_dcp.plan.global_plan.replicas import Replicas
 from robust_dcp.plan.structure import ItemKind
 from robust_dcp.storage.balance import deal
 
-__all__ = ["choose_writers"]
+__all__ = ["by_holders", "choose_writers"]
 
 _OBJECT_WEIGHT = 1
 """Bytes that an object counts for: its size is not known when the plan is made."""
@@ -38,18 +38,26 @@ def choose_writers(columns: GlobalColumns, groups: Replicas, *, lowest_rank: boo
     load = np.zeros(len(columns.tables), dtype=np.int64)
     weight = np.where(is_object, _OBJECT_WEIGHT, columns.nbytes[groups.first])
     np.add.at(load, columns.rank[chosen[fixed]], weight[fixed])
-    for members, ranks in _by_holders(columns, groups, np.flatnonzero(~fixed)):
+    for members, ranks in by_holders(columns.rank[groups.order], groups.starts, np.flatnonzero(~fixed)):
         writer, load[ranks] = deal(weight[members], load[ranks])
         chosen[members] = groups.order[groups.starts[members] + writer]
     return chosen
 
 
-def _by_holders(columns: GlobalColumns, groups: Replicas, free: Rows) -> Iterator[tuple[Rows, npt.NDArray[np.int32]]]:
-    """The groups ``free`` by the ranks that hold them: (groups, ranks ascending), the fewest ranks first."""
-    counts = np.diff(groups.starts)[free]
+def by_holders(
+    ranks: npt.NDArray[np.int32], starts: Rows, groups: Rows
+) -> Iterator[tuple[Rows, npt.NDArray[np.int32]]]:
+    """Groups of replicas by the ranks that hold them: (groups, ranks ascending), the fewest ranks first.
+
+    Args:
+        ranks: int32 ``[K]``, who holds each replica, ascending within a group.
+        starts: int64 ``[G + 1]``, group ``g`` is ``ranks[starts[g]:starts[g + 1]]``.
+        groups: those that are asked for.
+    """
+    counts = np.diff(starts)[groups]
     for count in np.unique(counts).tolist():
-        members = free[counts == count]
-        holders = columns.rank[groups.order[groups.starts[members][:, None] + np.arange(count)]]
+        members = groups[counts == count]
+        holders = ranks[starts[members][:, None] + np.arange(count)]
         # Ranks ascend within a group, so equal rows are equal sets.
         order = np.lexsort(holders.T[::-1])
         cuts = np.flatnonzero((holders[order[1:]] != holders[order[:-1]]).any(axis=1)) + 1

@@ -1,0 +1,207 @@
+"""Tensors on their way from the rank that has read them to all others that need them: in parcels, round after round.
+
+Owns the tree that a parcel is passed down, the order in which ranks send and receive, and the checksums of what
+arrives. Never decides who sends what (``plan.shared_reads``), nor what bytes mean. Called by ``Channel.relay`` only.
+
+Within a round each parcel goes from its first rank to the others in ``log2(ranks)`` steps: in step ``t`` the ranks at
+the first ``2**t`` places each pass it to the one ``2**t`` places behind. All ranks take rounds and steps in one order,
+so nobody waits for a rank that waits for another; and no rank has more under way than the parcels of a round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from robust_dcp.comm.deadline import Deadline
+from robust_dcp.comm.link import Link
+from robust_dcp.comm.stats import PhaseStats
+from robust_dcp.comm.transport import Ends, TransportFailure
+from robust_dcp.errors import ExchangeError
+
+__all__ = ["Cargo", "GroupMover", "Move", "Parcel", "Relay", "carry", "refuse_damage"]
+
+_POLL_SECONDS = 0.0005
+
+Move = Callable[[Ends, Ends, Deadline], None]
+"""Sends the first, receives the second, all at once. Raises :class:`TransportFailure`."""
+
+Checksum = Callable[[torch.Tensor], int]
+
+
+class Parcel(NamedTuple):
+    """``nbytes`` bytes that go from the first of ``ranks`` to the others, in round ``round``.
+
+    Attributes:
+        round: rounds are made in ascending order.
+        ranks: of the group; the same sequence on all of them.
+        nbytes: at least 1.
+        on_device: by way of the group that trains, from device to device; or else over the channel's connections.
+    """
+
+    round: int
+    ranks: tuple[int, ...]
+    nbytes: int
+    on_device: bool = False
+
+
+class Cargo(Protocol):
+    """Where the bytes of parcels are, by their number in the list. Called by one thread."""
+
+    def outgoing(self, number: int) -> torch.Tensor:
+        """What this rank sends first: uint8 ``[nbytes]``, contiguous, on the CPU unless the parcel is on a device."""
+
+    def incoming(self, number: int) -> torch.Tensor:
+        """Where to receive: as for ``outgoing``."""
+
+    def arrived(self, number: int, received: torch.Tensor) -> None:
+        """``received``, which is what ``incoming`` gave, has been filled, and passed on."""
+
+
+class Relay(NamedTuple):
+    """What a rank contributes: the parcels in which it takes part, ascending by round, in an order that is the same on
+    all ranks for those that they share; where their bytes are; and how bytes on devices move."""
+
+    parcels: Sequence[Parcel]
+    cargo: Cargo
+    checksum: Checksum
+    move_on_device: Move | None = None
+
+
+class GroupMover:
+    """Moves tensors over a process group, whatever its backend: NCCL from device to device.
+
+    Args:
+        group: the one whose ranks parcels count.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._ranks = dist.get_process_group_ranks(group)
+
+    def __call__(self, outgoing: Ends, incoming: Ends, deadline: Deadline) -> None:
+        operations = [dist.P2POp(dist.irecv, t, self._ranks[peer], self._group) for t, peer in incoming]
+        operations += [dist.P2POp(dist.isend, t, self._ranks[peer], self._group) for t, peer in outgoing]
+        peer = (*incoming, *outgoing)[0][1]
+        try:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait(deadline.as_timeout())
+        except RuntimeError as error:
+            raise TransportFailure(peer, str(error)) from None
+        # For a device "waited" means that its current stream waits.
+        for tensor, other in (*outgoing, *incoming):
+            if tensor.device.type != "cpu":
+                _await_stream(tensor.device, other, deadline)
+                break
+
+
+def _await_stream(device: torch.device, peer: int, deadline: Deadline) -> None:
+    done = torch.Event(device.type)
+    done.record()
+    while not done.query():
+        if deadline.has_passed:
+            raise TransportFailure(peer, f"what moves between devices did not come within the timeout ({device})")
+        time.sleep(_POLL_SECONDS)
+
+
+def carry(link: Link, relay: Relay, timeout_seconds: float, cost: PhaseStats) -> list[int]:
+    """Move all parcels of this rank.
+
+    Args:
+        timeout_seconds: for each step; a step that takes longer has lost a rank.
+
+    Returns:
+        The ranks whose bytes arrived here with another checksum than they were sent with: 0 of them, usually. Bytes
+        that stay on devices are not checked, as nothing is that training moves there.
+
+    Raises:
+        TransportFailure: a rank is gone, or too slow.
+    """
+    transport = link.transport(Deadline(timeout_seconds))
+    # One tag for all: between two ranks, messages of a tag arrive in the order in which they were sent.
+    tag = link.next_tag()
+    checksums: dict[tuple[int, ...], list[int]] = {}
+
+    def move(outgoing: Ends, incoming: Ends, deadline: Deadline) -> None:
+        transport.move_tensors(outgoing, incoming, tag, deadline)
+
+    movers = {False: move, True: relay.move_on_device or move}
+    numbered = list(enumerate(relay.parcels))
+    for _, in_round in groupby(numbered, key=lambda pair: pair[1].round):
+        parcels = list(in_round)
+        _carry_round(link.rank, relay, parcels, movers, timeout_seconds, cost, checksums)
+    sent = {ranks: torch.tensor(found, dtype=torch.int64) for ranks, found in checksums.items()}
+    received = {ranks: found.clone() for ranks, found in sent.items()}
+    tables = [(Parcel(0, ranks, found.nbytes), found.view(torch.uint8)) for ranks, found in received.items()]
+    _pass_down(link.rank, tables, movers, timeout_seconds, cost)
+    return sorted({ranks[0] for ranks, found in sent.items() if not torch.equal(found, received[ranks])})
+
+
+def refuse_damage(senders: Sequence[int], rank: int, phase: str) -> None:
+    """Raise if what some ``senders`` sent was not what arrived at ``rank``.
+
+    Raises:
+        ExchangeError: names them.
+    """
+    if senders:
+        raise ExchangeError(
+            f"what rank {senders[0]} sent in {phase!r} arrived at rank {rank} with another checksum: load again, and "
+            "suspect the network between them if that repeats",
+            phase=phase,
+            ranks=senders,
+        )
+
+
+def _carry_round(
+    rank: int,
+    relay: Relay,
+    parcels: Sequence[tuple[int, Parcel]],
+    movers: dict[bool, Move],
+    timeout_seconds: float,
+    cost: PhaseStats,
+    checksums: dict[tuple[int, ...], list[int]],
+) -> None:
+    tensors = [
+        relay.cargo.outgoing(number) if parcel.ranks[0] == rank else relay.cargo.incoming(number)
+        for number, parcel in parcels
+    ]
+    pairs = [(parcel, tensor) for (_, parcel), tensor in zip(parcels, tensors, strict=True)]
+    _pass_down(rank, pairs, movers, timeout_seconds, cost)
+    for (number, parcel), tensor in zip(parcels, tensors, strict=True):
+        if not parcel.on_device:
+            checksums.setdefault(parcel.ranks, []).append(relay.checksum(tensor))
+        if parcel.ranks[0] != rank:
+            cost.payload_nbytes_received += parcel.nbytes
+            cost.payloads_received += 1
+            relay.cargo.arrived(number, tensor)
+
+
+def _pass_down(
+    rank: int,
+    parcels: Sequence[tuple[Parcel, torch.Tensor]],
+    movers: dict[bool, Move],
+    timeout_seconds: float,
+    cost: PhaseStats,
+) -> None:
+    """Each parcel from its first rank to all others, step by step."""
+    most = max((len(parcel.ranks) for parcel, _ in parcels), default=1)
+    for step in range((most - 1).bit_length()):
+        for on_device, move in movers.items():
+            outgoing: list[tuple[torch.Tensor, int]] = []
+            incoming: list[tuple[torch.Tensor, int]] = []
+            for parcel, tensor in parcels:
+                if parcel.on_device != on_device:
+                    continue
+                place = parcel.ranks.index(rank)
+                if place < 1 << step and place + (1 << step) < len(parcel.ranks):
+                    outgoing.append((tensor, parcel.ranks[place + (1 << step)]))
+                elif 1 << step <= place < 2 << step:
+                    incoming.append((tensor, parcel.ranks[place - (1 << step)]))
+            if outgoing or incoming:
+                cost.payload_nbytes_sent += sum(tensor.nbytes for tensor, _ in outgoing)
+                move(outgoing, incoming, Deadline(timeout_seconds))

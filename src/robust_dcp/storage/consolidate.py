@@ -1,0 +1,204 @@
+"""A checkpoint as a Hugging Face model: whole tensors in ``model-0000k-of-0000n.safetensors``, and their index.
+
+Owns which tensor goes into which file, and that none of the names appears before all files are complete and durable.
+How a file is filled: ``model_file``. In one process. Called by users, as ``robust_dcp.storage.consolidate``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final
+
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from robust_dcp.errors import StorageError
+from robust_dcp.storage.disk import Disk, OpenFile, PosixDisk
+from robust_dcp.storage.layouts.safetensors_head import DTYPES, METADATA_KEY
+from robust_dcp.storage.model_file import ModelTensor, write_model_file
+from robust_dcp.storage.paths import SAFETENSORS_SUFFIX
+from robust_dcp.storage.reader import RobustReader
+from robust_dcp.storage.shard_metadata import shards_in
+
+__all__ = ["INDEX_NAME", "ConsolidateReport", "consolidate"]
+
+INDEX_NAME: Final = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class ConsolidateReport:
+    """What :func:`consolidate` has written.
+
+    Attributes:
+        files: names in the output directory, the index last.
+        tensors: how many.
+        nbytes: of tensor data.
+        skipped: keys of items that are no tensors.
+    """
+
+    files: tuple[str, ...]
+    tensors: int
+    nbytes: int
+    skipped: tuple[str, ...]
+
+
+def consolidate(
+    path: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = 5 << 30,
+    keys: Collection[str] | None = None,
+    buffer_bytes: int = 256 << 20,
+    disk: Disk | None = None,
+) -> ConsolidateReport:
+    """Write the tensors of a checkpoint as the safetensors files of a Hugging Face model, with their index.
+
+    Everything that ``RobustReader`` reads can be consolidated, by any number of ranks and in any layout. Memory stays
+    within ``buffer_bytes`` and what the reader needs, whatever the sizes: a tensor that is larger goes piece by piece.
+    Items that are read as a whole are compared with their checksums.
+
+    Args:
+        path: the checkpoint's directory.
+        output: made if it is not there; must hold no safetensors files.
+        max_shard_bytes: of tensor data in a file; a larger tensor has a file for itself.
+        keys: the tensors to write; ``None`` for all.
+        buffer_bytes: of data that is on its way.
+        disk: the file system.
+
+    Raises:
+        ValueError: a key is not in the checkpoint, is no tensor, or has a dtype that safetensors does not know.
+        StorageError: the file system refuses, or ``output`` holds safetensors files.
+        CorruptCheckpoint: the checkpoint is damaged.
+
+    Example:
+        >>> import torch, robust_dcp, tempfile
+        >>> from robust_dcp.storage.consolidate import consolidate
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     _ = robust_dcp.save({"weight": torch.ones(4), "step": 1}, checkpoint_id=f"{path}/checkpoint")
+        ...     report = consolidate(f"{path}/checkpoint", f"{path}/model")
+        >>> report.files, report.skipped
+        (('model-00001-of-00001.safetensors', 'model.safetensors.index.json'), ('step',))
+    """
+    if max_shard_bytes < 1 or buffer_bytes < 1:
+        raise ValueError(f"max_shard_bytes and buffer_bytes must be positive, got {max_shard_bytes}, {buffer_bytes}")
+    disk = PosixDisk() if disk is None else disk
+    directory = os.fspath(output)
+    reader = RobustReader(path, disk=disk, buffer_bytes=buffer_bytes)
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, True)
+    tensors, skipped = _chosen(metadata, keys)
+    disk.mkdirs(directory)
+    present = shards_in(disk, directory)
+    if present:
+        raise StorageError(
+            f"{directory} holds {present[0]}: readers of safetensors take every file of a directory; choose another",
+            path=directory,
+            operation="begin",
+        )
+    shards = _in_shards(tensors, max_shard_bytes)
+    names = [f"model-{number:05d}-of-{len(shards):05d}{SAFETENSORS_SUFFIX}" for number in range(1, len(shards) + 1)]
+    with _Unfinished(disk, directory) as unfinished:
+        for name, shard in zip(names, shards, strict=True):
+            file = unfinished.create(name)
+            write_model_file(disk, file, shard, reader, metadata, buffer_nbytes=buffer_bytes)
+            unfinished.complete(file)
+        index = unfinished.create(INDEX_NAME)
+        disk.pwrite(index, _index_of(names, shards), 0)
+        unfinished.complete(index)
+        unfinished.publish()
+    return ConsolidateReport(
+        files=(*names, INDEX_NAME),
+        tensors=len(tensors),
+        nbytes=sum(tensor.nbytes for tensor in tensors),
+        skipped=skipped,
+    )
+
+
+def _chosen(metadata: Metadata, keys: Collection[str] | None) -> tuple[list[ModelTensor], tuple[str, ...]]:
+    """The tensors to write, in the order of the metadata, and the names of what is no tensor."""
+    entries = metadata.state_dict_metadata
+    wanted = entries.keys() if keys is None else set(keys)
+    missing = sorted(set(wanted) - entries.keys())
+    objects = tuple(name for name in entries if name in wanted and not isinstance(entries[name], TensorStorageMetadata))
+    if missing or (keys is not None and objects):
+        problem = f"has no {missing[0]!r}" if missing else f"has an object and no tensor called {objects[0]!r}"
+        raise ValueError(f"the checkpoint {problem}; choose keys among those of its tensors")
+    tensors = [
+        ModelTensor(name, entry.properties.dtype, tuple(entry.size))
+        for name, entry in entries.items()
+        if name in wanted and isinstance(entry, TensorStorageMetadata)
+    ]
+    for tensor in tensors:
+        if str(tensor.dtype).removeprefix("torch.") not in DTYPES or tensor.name == METADATA_KEY:
+            raise ValueError(
+                f"safetensors cannot hold {tensor.name!r}, a tensor of {tensor.dtype}; pass keys without it"
+            )
+    return tensors, objects
+
+
+def _in_shards(tensors: Sequence[ModelTensor], max_nbytes: int) -> list[list[ModelTensor]]:
+    """Which tensors go together, in order; each file has at least one, and there is at least one file."""
+    shards: list[list[ModelTensor]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        if shards[-1] and filled + tensor.nbytes > max_nbytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled += tensor.nbytes
+    return shards
+
+
+def _index_of(names: Sequence[str], shards: Sequence[Sequence[ModelTensor]]) -> bytes:
+    total = sum(tensor.nbytes for shard in shards for tensor in shard)
+    weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2).encode()
+
+
+class _Unfinished:
+    """Files under names that nobody reads, until all of them are complete; removed if it does not come to that."""
+
+    def __init__(self, disk: Disk, directory: str) -> None:
+        self._disk = disk
+        self._directory = directory
+        self._names: list[tuple[str, str]] = []
+        self._open: list[OpenFile] = []
+
+    def __enter__(self) -> _Unfinished:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is None:
+            return
+        for file in self._open:
+            with contextlib.suppress(StorageError):
+                self._disk.close(file)
+        for path in (path for names in self._names for path in names):
+            with contextlib.suppress(StorageError):
+                self._disk.unlink(path)
+
+    def create(self, name: str) -> OpenFile:
+        """A new file that is to be called ``name``."""
+        path = os.path.join(self._directory, name)
+        temporary = f"{path}.{secrets.token_hex(8)}.part"
+        file = self._disk.open_new(temporary)
+        self._names.append((temporary, path))
+        self._open.append(file)
+        return file
+
+    def complete(self, file: OpenFile) -> None:
+        """Make the bytes of ``file`` durable and close it."""
+        self._disk.fsync(file)
+        self._disk.close(file)
+
+    def publish(self) -> None:
+        """Give all files their names, in the order in which they were made."""
+        self._disk.fsync_directory(self._directory)
+        for temporary, path in self._names:
+            self._disk.rename(temporary, path)
+        self._disk.fsync_directory(self._directory)

@@ -1,0 +1,185 @@
+"""One file of a Hugging Face model, filled from a checkpoint a few pieces at a time.
+
+Owns in which pieces tensors are read and written, so that memory stays bounded whatever their sizes. Reads by
+``RobustReader``. Called by ``consolidate``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from robust_dcp.storage.checksum import crc32
+from robust_dcp.storage.disk import Disk, OpenFile
+from robust_dcp.storage.layouts.protocol import ItemColumns, PlacedTensor
+from robust_dcp.storage.layouts.safetensors_head import ShardHead, entry_nbytes, head_nbytes_for
+from robust_dcp.storage.reader import RobustReader
+
+__all__ = ["ModelTensor", "boxes_of", "write_model_file"]
+
+
+class ModelTensor(NamedTuple):
+    """A tensor that is to be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of its data."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def write_model_file(
+    disk: Disk,
+    file: OpenFile,
+    tensors: Sequence[ModelTensor],
+    reader: RobustReader,
+    metadata: Metadata,
+    *,
+    buffer_nbytes: int,
+) -> None:
+    """Fill a new file with whole tensors of a checkpoint, and its head with their checksums.
+
+    Args:
+        tensors: of dtypes that safetensors knows.
+        reader: of the checkpoint, set up with ``metadata``.
+        buffer_nbytes: of data that is read before it is written.
+
+    Raises:
+        CorruptCheckpoint, StorageError: as the reader's ``read_data``, or the file system refuses.
+    """
+    # The largest elements first: readers want data at multiples of an element's size.
+    tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    head_nbytes = _head_nbytes(tensors)
+    checksums = np.zeros(len(tensors), dtype=np.uint32)
+    end = head_nbytes
+    for batch in _batches(tensors, buffer_nbytes):
+        view = memoryview(bytearray(sum(piece.nbytes for piece in batch)))
+        _read(batch, view, reader, metadata)
+        at = 0
+        for piece in batch:
+            checksums[piece.number] = crc32(view[at : at + piece.nbytes], int(checksums[piece.number]))
+            at += piece.nbytes
+        disk.pwrite(file, view, end)
+        end += view.nbytes
+    disk.pwrite(file, _head(tensors, head_nbytes).encode(checksums), 0)
+
+
+def _head_nbytes(tensors: Sequence[ModelTensor]) -> int:
+    numbers = np.arange(len(tensors), dtype=np.int32)
+    width = max((len(tensor.shape) for tensor in tensors), default=0)
+    columns = ItemColumns(
+        names=[tensor.name for tensor in tensors],
+        name_ids=numbers,
+        kinds=[(str(tensor.dtype).removeprefix("torch."), tensor.shape) for tensor in tensors],
+        kind_ids=numbers,
+        ndims=np.array([len(tensor.shape) for tensor in tensors], dtype=np.uint8),
+        offsets=np.zeros((len(tensors), width), dtype=np.int64),
+    )
+    entries = int(entry_nbytes(columns).sum()) if tensors else 0
+    return head_nbytes_for(entries, len(tensors), sum(tensor.nbytes for tensor in tensors))
+
+
+def _head(tensors: Sequence[ModelTensor], nbytes: int) -> ShardHead:
+    placed, end = [], nbytes
+    for number, tensor in enumerate(tensors):
+        whole = (0,) * len(tensor.shape)
+        placed.append(PlacedTensor(number, tensor.name, tensor.dtype, tensor.shape, whole, end))
+        end += tensor.nbytes
+    return ShardHead(placed, nbytes, is_of_checkpoint=False)
+
+
+class _Piece(NamedTuple):
+    """A box of a tensor whose elements follow each other in the tensor's data.
+
+    Attributes:
+        number: of the tensor in its file.
+    """
+
+    number: int
+    tensor: ModelTensor
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.lengths) * self.tensor.dtype.itemsize
+
+
+def _batches(tensors: Sequence[ModelTensor], nbytes: int) -> Iterator[list[_Piece]]:
+    """Pieces that follow each other in the file, as many as fit into ``nbytes``."""
+    batch: list[_Piece] = []
+    filled = 0
+    for number, tensor in enumerate(tensors):
+        for offsets, lengths in boxes_of(tensor.shape, max(nbytes // tensor.dtype.itemsize, 1)):
+            piece = _Piece(number, tensor, offsets, lengths)
+            if batch and filled + piece.nbytes > nbytes:
+                yield batch
+                batch, filled = [], 0
+            batch.append(piece)
+            filled += piece.nbytes
+    if batch:
+        yield batch
+
+
+def boxes_of(shape: tuple[int, ...], max_numel: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offsets, lengths) of boxes of at most ``max_numel`` elements that make up a tensor: one after the other, their
+    elements are those of the tensor in order."""
+    if prod(shape) <= max_numel:
+        yield (0,) * len(shape), shape
+        return
+    row = prod(shape[1:])
+    if row > max_numel:
+        for place in range(shape[0]):
+            for offsets, lengths in boxes_of(shape[1:], max_numel):
+                yield (place, *offsets), (1, *lengths)
+        return
+    step = max_numel // row
+    zeros = (0,) * (len(shape) - 1)
+    for begin in range(0, shape[0], step):
+        yield (begin, *zeros), (min(step, shape[0] - begin), *shape[1:])
+
+
+class _IntoPieces(DefaultLoadPlanner):
+    """Gives the reader the memory of pieces to read into; ``index`` of an item's destination is the piece's number."""
+
+    def __init__(self, targets: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._targets = targets
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        target = self._targets[read_item.dest_index.index or 0]
+        for dimension, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            target = target.narrow(dimension, offset, length)
+        return target
+
+
+def _read(batch: Sequence[_Piece], view: memoryview, reader: RobustReader, metadata: Metadata) -> None:
+    """Fill ``view`` with pieces, one after the other."""
+    items: list[ReadItem] = []
+    targets: list[torch.Tensor] = []
+    at = 0
+    for piece in batch:
+        entry = metadata.state_dict_metadata[piece.tensor.name]
+        if not piece.nbytes or not isinstance(entry, TensorStorageMetadata):
+            continue
+        flat = torch.frombuffer(view[at : at + piece.nbytes], dtype=torch.uint8)
+        at += piece.nbytes
+        chunk = ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.lengths))
+        items += [
+            replace(item, dest_index=MetadataIndex(piece.tensor.name, chunk.offsets, len(targets)))
+            for item in create_read_items_for_chunk_list(piece.tensor.name, entry, [chunk])
+        ]
+        targets.append(flat.view(piece.tensor.dtype).view(piece.lengths))
+    reader.read_data(LoadPlan(items), _IntoPieces(targets)).wait()

@@ -1,0 +1,52 @@
+"""The tensors that a planner gives for what it asked to be read.
+
+Owns when they may be asked for, which of them take bytes as they are stored, and the check of their size. Called by
+``read_items``, ``read_tasks`` and ``common_reads``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+
+__all__ = ["is_flat", "may_ask_early", "target_of"]
+
+
+def may_ask_early(planner: LoadPlanner) -> bool:
+    """Whether targets may be asked for at any time, and filled by others.
+
+    A planner whose ``commit_tensor`` does nothing cannot depend on when it is called. From any other (Megatron-Core's)
+    a target is taken only once the data is there, and committed at once.
+    """
+    return getattr(type(planner), "commit_tensor", None) is DefaultLoadPlanner.commit_tensor
+
+
+def is_flat(target: torch.Tensor) -> bool:
+    """Whether ``target``, on any device, holds its elements one after the other, as they are stored."""
+    return (
+        type(target) in (torch.Tensor, torch.nn.Parameter)
+        and target.layout == torch.strided
+        and not (target.is_quantized or target.is_conj() or target.is_neg())
+        and target.is_contiguous()
+    )
+
+
+def target_of(planner: LoadPlanner, item: ReadItem, *, early: bool) -> torch.Tensor:
+    """The tensor that ``item`` is to be read into.
+
+    Args:
+        early: whether :func:`may_ask_early` holds.
+
+    Raises:
+        ValueError: it has another size than ``item``.
+    """
+    target: torch.Tensor = planner.resolve_tensor(item)
+    if target.requires_grad or not early:  # what a planner commits is detached, as with stock
+        target = target.detach()
+    if target.size() != item.lengths and target.size() != torch.Size(item.lengths):
+        raise ValueError(
+            f"the planner asked for {list(item.lengths)} elements of {item.storage_index}, and gave a tensor of "
+            f"size {list(target.size())} for them"
+        )
+    return target

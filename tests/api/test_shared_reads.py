@@ -1,0 +1,278 @@
+"""Where ranks of a load need the same bytes, one of them reads each byte and the others get it: bit for bit as if all
+had read, with one verdict whatever happens on the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+import robust_dcp
+from robust_dcp import RobustLoadPlanner, RobustReader
+from robust_dcp.comm.nodes import RANKS_PER_NODE
+from robust_dcp.plan.shared_reads import PARCEL_NBYTES
+from robust_dcp.report import LoadReport
+from robust_dcp.storage.disk import OpenFile, PosixDisk
+from tests.api.verdicts import Verdict, verdict_of
+from tests.support.ranks import run_ranks, values
+
+StateDict = dict[str, Any]
+
+# Small ones that are packed, one that is not a multiple of anything, and one of more than two parcels.
+NUMELS = {**{f"small.{n}": 2 + 37 * n for n in range(300)}, "odd": 300_001, "large": 2 * PARCEL_NBYTES // 4 + 77}
+
+
+class CountingDisk(PosixDisk):
+    """Counts the bytes that are read from data files, and can end the process at one of its reads."""
+
+    def __init__(self, die_at: int | None = None) -> None:
+        self.nbytes = 0
+        self.reads = 0
+        self.die_at = die_at
+
+    def pread_into(self, file: OpenFile, buffer: Any, offset: int) -> int:
+        found = super().pread_into(file, buffer, offset)
+        if not file.path.endswith(".metadata"):
+            self.nbytes += found
+            self.reads += 1
+            if self.reads == self.die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+
+def full(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.rand(numel, generator=generator) for name, numel in NUMELS.items()}
+
+
+def like(state_dict: StateDict, dtype: torch.dtype | None = None) -> StateDict:
+    return {name: torch.zeros_like(value, dtype=dtype) for name, value in state_dict.items()}
+
+
+def check_equal(found: StateDict, expected: StateDict) -> None:
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def load(
+    target: StateDict, directory: str, share_reads: bool | None = True, **kwargs: Any
+) -> tuple[LoadReport, CountingDisk]:
+    disk = CountingDisk()
+    reader = RobustReader(directory, share_reads=share_reads, disk=disk)
+    return robust_dcp.load(target, storage_reader=reader, **kwargs), disk
+
+
+# Replicas of everything, as with DDP.
+
+
+def load_replicas(directory: str) -> dict[bool, tuple[int, LoadReport]]:
+    found = {}
+    for share_reads in (False, True):
+        target: StateDict = {**like(full(1)), "step": 0}
+        report, disk = load(target, directory, share_reads)
+        check_equal(target, full(1))
+        assert target["step"] == 7
+        found[share_reads] = disk.nbytes, report
+    return found
+
+
+def test_of_replicas_each_byte_is_read_once(tmp_path: Path) -> None:
+    robust_dcp.save({**full(1), "step": 7}, checkpoint_id=tmp_path, no_dist=True)
+    nbytes = sum(value.nbytes for value in full(1).values())
+    outcomes = values(run_ranks(4, load_replicas, str(tmp_path)))
+    alone = [outcome[False][0] for outcome in outcomes]
+    shared = [outcome[True][0] for outcome in outcomes]
+    assert min(alone) > nbytes
+    # Headers, and the object, which each rank reads; a block may hold a few items that another rank was given.
+    assert nbytes < sum(shared) < 1.15 * nbytes
+    reports = [outcome[True][1] for outcome in outcomes]
+    assert sum(report.nbytes - report.shared_nbytes for report in reports) == nbytes
+    assert [phase.name for phase in reports[0].phases] == ["plan", "read", "share", "apply"]
+    # Each rank passes on its share to at most all others, in parcels; and what is small goes together.
+    n_parcels = nbytes // PARCEL_NBYTES + 4 * 3
+    assert sum(report.phases[2].messages for report in reports) < 3 * n_parcels + 4 * 20
+    assert sum(report.phases[2].payload_nbytes for report in reports) < 3 * nbytes + (1 << 12)
+
+
+# Some ranks hold the same, as with HSDP; boxes that differ from those that were saved.
+
+
+def laid_out(seed: int, placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]) -> StateDict:
+    mesh = init_device_mesh("cpu", mesh_shape)
+    matrices = {"m": torch.arange(24 * 18.0), "n": torch.arange(7 * 18.0)}
+    return {
+        name: distribute_tensor(value.view(-1, 18) * seed, mesh, placements, src_data_rank=None)
+        for name, value in matrices.items()
+    }
+
+
+LAYOUTS: dict[str, tuple[tuple[Placement, ...], tuple[int, ...]]] = {
+    "hsdp": ((Replicate(), Shard(0)), (2, 2)),
+    "rows": ((Shard(0),), (4,)),
+    "columns": ((Shard(1),), (4,)),
+    "replicated columns": ((Replicate(), Shard(1)), (2, 2)),
+    "replicated": ((Replicate(),), (4,)),
+}
+
+
+def load_in_all_layouts(directory: str) -> list[tuple[str, str, int]]:
+    found = []
+    for saved, (placements, mesh_shape) in LAYOUTS.items():
+        robust_dcp.save(laid_out(3, placements, mesh_shape), checkpoint_id=f"{directory}/{saved}")
+        for wanted, (placements, mesh_shape) in LAYOUTS.items():
+            target = laid_out(0, placements, mesh_shape)
+            report, _ = load(target, f"{directory}/{saved}")
+            for name, value in laid_out(3, placements, mesh_shape).items():
+                assert torch.equal(target[name].to_local(), value.to_local()), (saved, wanted, name)
+            found.append((saved, wanted, report.shared_nbytes))
+    return found
+
+
+def test_in_all_layouts_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
+    outcomes = values(run_ranks(4, load_in_all_layouts, str(tmp_path)))
+    for cases in zip(*outcomes, strict=True):
+        (saved, wanted, _), shared = cases[0], sum(nbytes for _, _, nbytes in cases)
+        # Half of what HSDP's ranks need comes from others, three quarters of whole copies, nothing of shards. But what
+        # was cut by columns goes into parts of rows, which are not contiguous.
+        copies = {"hsdp": 1, "replicated columns": 1, "replicated": 3}.get(wanted, 0)
+        if "columns" in saved and saved != wanted:
+            copies = 0
+        assert shared == copies * (24 + 7) * 18 * 4, (saved, wanted)
+
+
+# Targets that cannot take the bytes as they are stored.
+
+
+def load_into_odd_targets(directory: str) -> int:
+    target = like(full(1))
+    if dist.get_rank() == 1:
+        target = like(full(1), torch.float64)
+        target["small.7"] = torch.zeros(NUMELS["small.7"], dtype=torch.float64)
+    elif dist.get_rank() == 2:
+        target = {name: torch.zeros(numel, 2)[:, 1] for name, numel in NUMELS.items()}
+    report, _ = load(target, directory, planner=RobustLoadPlanner(on_dtype_mismatch="cast"))
+    check_equal({name: value.to(torch.float32) for name, value in target.items()}, full(1))
+    return report.shared_nbytes
+
+
+def test_targets_of_another_dtype_or_layout_are_read_by_their_own_rank(tmp_path: Path) -> None:
+    robust_dcp.save(full(1), checkpoint_id=tmp_path, no_dist=True)
+    shared = values(run_ranks(4, load_into_odd_targets, str(tmp_path)))
+    nbytes = sum(value.nbytes for value in full(1).values())
+    assert (shared[1], shared[2], shared[0] + shared[3]) == (0, 0, nbytes)
+
+
+class PairedPlanner(DefaultLoadPlanner):
+    """Wants to hear of each tensor, as Megatron-Core's planner does."""
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        super().commit_tensor(read_item, tensor)
+
+
+def load_with_a_planner_that_commits(directory: str) -> int:
+    target = like(full(1))
+    report, _ = load(target, directory, planner=PairedPlanner() if dist.get_rank() == 1 else None)
+    check_equal(target, full(1))
+    return report.shared_nbytes
+
+
+def test_a_planner_that_hears_of_each_tensor_has_all_of_them_read(tmp_path: Path) -> None:
+    robust_dcp.save(full(1), checkpoint_id=tmp_path, no_dist=True)
+    assert values(run_ranks(2, load_with_a_planner_that_commits, str(tmp_path))) == [0, 0]
+
+
+def test_what_stock_saved_is_shared_as_well(tmp_path: Path) -> None:
+    dcp.save({**full(1), "step": 7}, checkpoint_id=tmp_path, no_dist=True)
+    for outcome in values(run_ranks(2, load_replicas, str(tmp_path))):
+        assert outcome[True][1].shared_nbytes > 0
+
+
+# The switch.
+
+
+def load_with_the_default(directory: str) -> list[int]:
+    return [load(like(full(1)), directory, share_reads)[0].shared_nbytes for share_reads in (None, False, True)]
+
+
+@pytest.mark.parametrize(("ranks_per_node", "shares"), [("1", True), ("2", False)])
+def test_by_default_reads_are_shared_between_nodes(ranks_per_node: str, shares: bool, tmp_path: Path) -> None:
+    robust_dcp.save(full(1), checkpoint_id=tmp_path, no_dist=True)
+    outcomes = run_ranks(2, load_with_the_default, str(tmp_path), env={RANKS_PER_NODE: ranks_per_node})
+    for by_default, off, on in values(outcomes):
+        assert off == 0 < on
+        assert by_default == (on if shares else 0)
+
+
+def load_with_other_switches(directory: str) -> Verdict:
+    switch = {0: None, 1: True, 2: None, 3: False}[dist.get_rank()]
+    target = like(full(1))
+    verdict = verdict_of(load, target, directory, switch)
+    assert not any(value.any() for value in target.values())
+    return verdict
+
+
+def test_ranks_with_another_switch_than_the_coordinator_are_named(tmp_path: Path) -> None:
+    robust_dcp.save(full(1), checkpoint_id=tmp_path, no_dist=True)
+    for verdict in values(run_ranks(4, load_with_other_switches, str(tmp_path))):
+        assert verdict.type_name == "PlanConflict"
+        assert verdict.fields == {"key": "share_reads", "ranks": [1, 3]}
+        assert "rank 1 True, rank 3 False" in verdict.message
+
+
+# Failures.
+
+
+def load_what_is_damaged(directory: str) -> tuple[Verdict, int]:
+    return verdict_of(load, like(full(1)), directory), dist.get_rank()
+
+
+def test_damage_is_the_same_error_on_all_ranks(tmp_path: Path) -> None:
+    robust_dcp.save(full(1), checkpoint_id=tmp_path, no_dist=True)
+    marked = full(1)["odd"].numpy().tobytes()[1000:1064]
+    (path,) = (path for path in tmp_path.iterdir() if marked in path.read_bytes())
+    data = bytearray(path.read_bytes())
+    data[data.index(marked)] ^= 1
+    path.write_bytes(data)
+    verdicts = [verdict for verdict, _ in values(run_ranks(4, load_what_is_damaged, str(tmp_path)))]
+    for verdict in verdicts:
+        assert verdict.type_name == "CorruptCheckpoint"
+        assert verdict.fields["file"] == str(path) and verdict.fields["item"] == "odd at [0]"
+        assert len(verdict.failed_ranks) == 1  # the rank that was to read it
+        assert verdict.message == verdicts[0].message
+
+
+def die_while_others_load(directory: str, victim: int, phase: str) -> Verdict:
+    reader = RobustReader(directory, share_reads=True, disk=CountingDisk())
+    if dist.get_rank() == victim and phase == "read":
+        reader = RobustReader(directory, share_reads=True, disk=CountingDisk(die_at=1))
+    elif dist.get_rank() == victim:
+        before: Callable[..., Any] = robust_dcp.api.SharedReads.outgoing
+
+        def die(*_: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGKILL)
+            return before(*_)
+
+        robust_dcp.api.SharedReads.outgoing = die  # type: ignore[method-assign]
+    return verdict_of(robust_dcp.load, like(full(1)), storage_reader=reader, timeout_seconds=20)
+
+
+@pytest.mark.parametrize(("victim", "phase"), [(2, "read"), (1, "share"), (0, "share")])
+def test_a_rank_that_is_killed_is_named(victim: int, phase: str, tmp_path: Path) -> None:
+    robust_dcp.save(full(1), checkpoint_id=tmp_path, no_dist=True)
+    outcomes = run_ranks(3, die_while_others_load, str(tmp_path), victim, phase)
+    assert outcomes[victim].exitcode == -signal.SIGKILL
+    for verdict in values([outcome for outcome in outcomes if outcome.rank != victim]):
+        assert verdict.type_name == "ExchangeTimeout"
+        assert verdict.fields["missing_ranks"] == [victim]
+        assert phase in verdict.message

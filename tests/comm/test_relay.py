@@ -1,0 +1,138 @@
+"""Tensors pass from one rank to others: whole or named, over the channel's connections or the group that trains."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from robust_dcp.comm import Channel, GroupMover, Parcel, Relay
+from robust_dcp.comm.deadline import Deadline
+from robust_dcp.comm.transport import LocalTransport, TransportFailure
+from robust_dcp.errors import ExchangeError, ExchangeTimeout
+from robust_dcp.storage.checksum import crc32
+from tests.comm.faults import Damage, inject, one_bit_flipped
+from tests.support.ranks import errors, run_ranks, values
+
+PARCELS = (
+    Parcel(0, (0, 1, 2, 3), 1000),
+    Parcel(0, (2, 0, 1, 3), 1),
+    Parcel(0, (1, 3), 3 << 20),
+    Parcel(1, (0, 1, 2, 3), 70_000),
+    Parcel(1, (3, 0, 2), 17),
+    Parcel(5, (1, 3), 2),
+)
+
+
+def contents(parcel: Parcel, number: int) -> torch.Tensor:
+    return (torch.arange(parcel.nbytes) * 7 + number + parcel.ranks[0]).to(torch.uint8)
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    return crc32(memoryview(tensor.numpy().data))
+
+
+class Boxes:
+    """The parcels of one rank; ``die`` ends the process instead of sending or receiving."""
+
+    def __init__(self, rank: int, *, on_device: bool = False, die: bool = False) -> None:
+        self.mine = [(number, parcel) for number, parcel in enumerate(PARCELS) if rank in parcel.ranks]
+        self.parcels = [parcel._replace(on_device=on_device) for _, parcel in self.mine]
+        self.found: dict[int, torch.Tensor] = {}
+        self.die = die
+
+    def outgoing(self, number: int) -> torch.Tensor:
+        self._die_if_told()
+        whole, parcel = self.mine[number]
+        return contents(parcel, whole)
+
+    def incoming(self, number: int) -> torch.Tensor:
+        self._die_if_told()
+        return torch.zeros(self.mine[number][1].nbytes, dtype=torch.uint8)
+
+    def arrived(self, number: int, received: torch.Tensor) -> None:
+        self.found[self.mine[number][0]] = received
+
+    def _die_if_told(self) -> None:
+        if self.die:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def check(self, rank: int) -> None:
+        assert sorted(self.found) == [number for number, parcel in self.mine if parcel.ranks[0] != rank]
+        for number, received in self.found.items():
+            assert torch.equal(received, contents(PARCELS[number], number))
+
+
+def relay_all(on_device: bool) -> int:
+    channel = Channel.for_group(purpose="test", timeout_seconds=20)
+    boxes = Boxes(channel.rank, on_device=on_device)
+    mover = GroupMover(dist.group.WORLD) if on_device else None
+    with channel.recording() as stats:
+        channel.relay("pass on", Relay(boxes.parcels, boxes, checksum, mover))
+    boxes.check(channel.rank)
+    channel.barrier("in step")
+    return stats.phases["pass on"].payload_nbytes_sent
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_every_rank_gets_its_parcels(on_device: bool) -> None:
+    sent = values(run_ranks(4, relay_all, on_device))
+    nbytes = sum(parcel.nbytes * (len(parcel.ranks) - 1) for parcel in PARCELS)
+    assert nbytes <= sum(sent) < nbytes + 1000  # and the checksums
+
+
+def relay_with_damage() -> Any:
+    channel = Channel.for_group(purpose="test", timeout_seconds=20)
+    if channel.rank == 3:
+        inject(channel, payload=Damage({0}, one_bit_flipped).payload)
+    boxes = Boxes(channel.rank)
+    try:
+        channel.relay("pass on", Relay(boxes.parcels, boxes, checksum))
+    except ExchangeError as error:
+        channel.barrier("in step")
+        return error.message, error.ranks
+    return None
+
+
+def test_what_arrives_damaged_is_named_on_all_ranks() -> None:
+    for message, ranks in values(run_ranks(4, relay_with_damage)):
+        assert "arrived at rank 3 with another checksum" in message
+        assert ranks == [PARCELS[0].ranks[0]] or ranks[0] in (0, 1, 2)
+
+
+def relay_with_a_death(on_device: bool) -> None:
+    channel = Channel.for_group(purpose="test", timeout_seconds=10)
+    boxes = Boxes(channel.rank, on_device=on_device, die=channel.rank == 1)
+    mover = GroupMover(dist.group.WORLD) if on_device else None
+    channel.relay("pass on", Relay(boxes.parcels, boxes, checksum, mover))
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_rank_that_dies_on_the_way_is_named(on_device: bool) -> None:
+    outcomes = run_ranks(4, relay_with_a_death, on_device)
+    assert outcomes[1].exitcode == -signal.SIGKILL
+    for error in errors([outcome for outcome in outcomes if outcome.rank != 1]):
+        assert error.is_a(ExchangeTimeout) and "1" in error.message
+
+
+@given(st.integers(1, 70))
+def test_a_tree_reaches_each_rank_once_and_from_one_that_has_it(size: int) -> None:
+    has = {0}
+    for step in range((size - 1).bit_length()):
+        receivers = {place + (1 << step) for place in has if place < 1 << step and place + (1 << step) < size}
+        assert not receivers & has
+        has |= receivers
+    assert has == set(range(size))
+
+
+def test_alone_there_is_nobody_to_send_to() -> None:
+    transport = LocalTransport()
+    transport.move_tensors([], [], 1, Deadline(1))
+    with pytest.raises(TransportFailure):
+        transport.move_tensors([(torch.zeros(1), 1)], [], 1, Deadline(1))

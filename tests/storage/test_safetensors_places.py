@@ -1,0 +1,217 @@
+"""Places in safetensors files: no holes, no name twice in a file, heads that are as long as was planned."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from robust_dcp.errors import PlanConflict
+from robust_dcp.plan.global_plan import make_global_plan
+from robust_dcp.plan.rank_plan import place_items, place_items_of_all
+from robust_dcp.storage.layout import PAGE_NBYTES, RECORD_ALIGNMENT, Placements
+from robust_dcp.storage.layouts import LAYOUTS, SAFETENSORS, ItemColumns, PlacedTensor
+from robust_dcp.storage.layouts.safetensors import _spread
+from robust_dcp.storage.layouts.safetensors_head import DTYPES, LENGTH_NBYTES, MAX_HEADER_NBYTES, ShardHead
+from robust_dcp.storage.read_head import parse_head
+from tests.plan.structures import Item, chunk, obj, table, tensor
+
+_DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.complex64, torch.complex128, torch.int64, torch.bool]
+_NAMES = st.one_of(
+    st.text(st.characters(codec="utf-8"), max_size=12),
+    st.sampled_from(["__metadata__", 'a"b', "\\", "\0", "layers.0.weight", "é", "🙂", "\x7f"]),
+)
+_SHAPES = st.one_of(
+    st.lists(st.integers(0, 40), max_size=4).map(tuple),
+    st.sampled_from([(1024,), (1 << 20,), (3 << 18, 3), (4096, 9), (1 << 40,)]),
+)
+
+
+@st.composite
+def rank_items(draw: st.DrawFn) -> list[Item]:
+    items = []
+    for name in draw(st.lists(_NAMES, unique=True, max_size=15)):
+        dtype = draw(st.sampled_from(_DTYPES))
+        kind = draw(st.integers(0, 5))
+        if kind == 0:
+            items.append(obj(name))
+        elif kind == 1:  # a tensor in chunks
+            rows = draw(st.integers(1, 4))
+            items += [chunk(name, (9 * rows, 5), (9 * n, 0), (9, 5), dtype) for n in range(rows)]
+        else:
+            items.append(tensor(name, draw(_SHAPES), dtype))
+    return items
+
+
+class Described:
+    """The kept items of one rank's table, as plain values."""
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        self.table = table(*items)
+        rows = range(len(self.table))
+        self.names = [self.table.names[self.table.name_ids[n]] for n in rows]
+        self.dtypes = [self.table.dtypes[self.table.dtype_ids[n]] for n in rows]
+        self.dims = [self.table.dims_of(n) for n in rows]
+
+    def placed(self, files: int, layout: Any = SAFETENSORS) -> Placements:
+        return place_items(self.table, np.arange(len(self.table)), files=files, layout=layout)
+
+    def is_raw(self, place: int) -> bool:
+        return self.dtypes[place] in DTYPES and self.names[place] != "__metadata__"
+
+    def nbytes(self, place: int) -> int:
+        return prod(self.dims[place][2]) * int(getattr(torch, self.dtypes[place]).itemsize)
+
+    def heads(self, placements: Placements) -> list[ShardHead]:
+        return [
+            ShardHead([self.in_head(n, placements) for n in members(placements, number)], nbytes)
+            for number, nbytes in enumerate(placements.head_nbytes)
+            if nbytes
+        ]
+
+    def in_head(self, place: int, placements: Placements) -> PlacedTensor:
+        _, offset, size = self.dims[place]
+        dtype = getattr(torch, self.dtypes[place])
+        return PlacedTensor(place, self.names[place], dtype, size, offset, int(placements.offset[place]))
+
+
+def members(placements: Placements, number: int) -> list[int]:
+    return np.flatnonzero(placements.file == number).tolist()
+
+
+@given(rank_items(), st.integers(1, 4))
+def test_tensors_fill_their_files_without_a_hole_and_no_name_is_twice_in_one(items: list[Item], files: int) -> None:
+    described = Described(items)
+    placements = described.placed(files)
+    assert placements.n_files == len(placements.head_nbytes)
+    for number, head in enumerate(placements.head_nbytes):
+        inside = members(placements, number)
+        assert [described.is_raw(n) for n in inside] == [head > 0] * len(inside)
+        if not head:
+            assert number == placements.n_files - 1
+            continue
+        assert head % PAGE_NBYTES == RECORD_ALIGNMENT
+        assert len({described.names[n] for n in inside}) == len(inside) > 0
+        end = head
+        for n in sorted(inside, key=lambda n: (placements.offset[n], placements.nbytes[n])):
+            assert placements.offset[n] == end
+            assert placements.nbytes[n] == described.nbytes(n)
+            end += described.nbytes(n)
+        assert placements.file_nbytes[number] == end
+
+
+@given(rank_items(), st.integers(1, 4))
+def test_data_lies_where_its_elements_may_begin_and_whole_pages_where_direct_io_takes_them(
+    items: list[Item], files: int
+) -> None:
+    described = Described(items)
+    placements = described.placed(files)
+    for n in range(len(described.names)):
+        if not described.is_raw(n):
+            continue
+        itemsize = getattr(torch, described.dtypes[n]).itemsize
+        assert placements.offset[n] % itemsize == 0
+        if described.nbytes(n) % PAGE_NBYTES == 0:
+            assert placements.offset[n] % PAGE_NBYTES == RECORD_ALIGNMENT
+
+
+@given(rank_items(), st.integers(1, 4), st.randoms())
+def test_a_head_is_as_long_as_was_planned_and_says_what_was_placed(items: list[Item], files: int, random: Any) -> None:
+    described = Described(items)
+    placements = described.placed(files)
+    file_nbytes = [nbytes for nbytes, head in zip(placements.file_nbytes, placements.head_nbytes, strict=True) if head]
+    nbytes = [nbytes for nbytes in placements.head_nbytes if nbytes]
+    for head, whole, planned in zip(described.heads(placements), file_nbytes, nbytes, strict=True):
+        checksums = np.array([random.getrandbits(32) for _ in head.places], dtype=np.uint32)
+        for given_checksums in (checksums, None):
+            encoded = head.encode(given_checksums)
+            assert len(encoded) == planned
+            # The bound is close: what is left is less than two pages, and two numbers for each tensor.
+            assert len(encoded.rstrip(b" ")) > planned - 2 * PAGE_NBYTES - 40 * len(head.places) - 20
+            assert int.from_bytes(encoded[:LENGTH_NBYTES], "little") == planned - LENGTH_NBYTES
+            found = parse_head(encoded[LENGTH_NBYTES:], whole, "file")
+            assert found.is_of_checkpoint
+            assert len(found.tensors) == len(head.places)
+            for number, place in enumerate(head.places.tolist()):
+                stored = found.tensors[described.names[place]]
+                _, offset, size = described.dims[place]
+                assert (stored.shape, stored.chunk_offset) == (size, offset)
+                assert (stored.offset, stored.nbytes) == (placements.offset[place], placements.nbytes[place])
+                assert stored.crc32 == (None if given_checksums is None else checksums[number])
+
+
+@settings(max_examples=50)
+@given(st.lists(rank_items(), min_size=1, max_size=3), st.integers(1, 3), st.sampled_from(LAYOUTS))
+def test_rank_and_coordinator_compute_the_same_places(ranks: list[list[Item]], files: int, layout: Any) -> None:
+    # Names of their own, so that no two ranks contradict each other.
+    own = [[replace(item, name=f"{rank}:{item.name}") for item in items] for rank, items in enumerate(ranks)]
+    tables = [table(*items) for items in own]
+    plan = make_global_plan(tables)
+    for structure, kept, there in zip(
+        tables, plan.kept, place_items_of_all(plan, files=files, layout=layout), strict=True
+    ):
+        here = place_items(structure, kept, files=files, layout=layout)
+        for column in ("file", "offset", "nbytes"):
+            assert np.array_equal(getattr(here, column), getattr(there, column))
+        assert (here.file_nbytes, here.heads, here.variable_file) == (
+            there.file_nbytes,
+            there.heads,
+            there.variable_file,
+        )
+
+
+def test_chunks_of_one_name_get_files_of_their_own_beyond_what_was_asked_for() -> None:
+    items = [chunk("w", (50, 4), (10 * n, 0), (10, 4)) for n in range(5)] + [tensor(f"v{n}") for n in range(9)]
+    placements = Described(items).placed(2)
+    assert placements.n_files == 5
+
+
+def test_files_are_of_about_one_size() -> None:
+    placements = Described([tensor(f"w{n:05d}", (n % 100 + 1, 64)) for n in range(3000)]).placed(3)
+    sizes = np.array(placements.file_nbytes)
+    assert sizes.max() - sizes.min() < 100_000
+
+
+def test_more_files_are_made_where_readers_would_refuse_a_head() -> None:
+    n_items, name_nbytes = 100, 4_000_000
+    measures = np.zeros((n_items, 7), dtype=np.int64)
+    measures[:, 2] = 8  # payload
+    measures[:, 3] = 1
+    measures[:, 4] = np.arange(n_items)
+    measures[:, 6] = 3 * name_nbytes
+    file, heads = _spread(measures, 2)
+    assert len(heads) == file.max() + 1 > 10
+    assert max(heads) <= MAX_HEADER_NBYTES
+    measures[:, 6] = MAX_HEADER_NBYTES
+    with pytest.raises(PlanConflict, match="does not fit into a safetensors file"):
+        _spread(measures, 2)
+
+
+def test_no_items_need_no_files() -> None:
+    assert Described([]).placed(3).n_files == 0
+    only_objects = Described([obj("a"), tensor("c", (3,), torch.complex128)]).placed(3)
+    assert (only_objects.n_files, only_objects.heads, only_objects.variable_file) == (1, (0,), 0)
+
+
+def test_a_head_that_does_not_fit_is_refused() -> None:
+    placed = PlacedTensor(0, "w" * 100, torch.float32, (3,), (0,), 64)
+    with pytest.raises(ValueError, match="planned with 64 bytes and needs"):
+        ShardHead([placed], 64)
+
+
+def test_columns_without_dimensions_are_measured() -> None:
+    columns = ItemColumns(["s"], np.zeros(1, np.int32), [("int64", ())], np.zeros(1, np.int32), np.zeros(1, np.uint8),
+                          np.zeros((1, 0), np.int64))  # fmt: skip
+    placements = SAFETENSORS.place(SAFETENSORS.measure(columns), files=2)
+    assert placements.nbytes.tolist() == [8]
+    head = ShardHead([PlacedTensor(0, "s", torch.int64, (), (), int(placements.offset[0]))], placements.heads[0])
+    header = json.loads(head.encode(None)[LENGTH_NBYTES:])
+    assert header["s"] == {"dtype": "I64", "shape": [], "data_offsets": [0, 8]}
