@@ -1,0 +1,148 @@
+"""Saves and loads of Megatron's formats ``torch_dcp`` and ``fsdp_dtensor``, which are plain DCP checkpoints.
+
+Owns how a call of ``torch.distributed.checkpoint`` that Megatron makes for them becomes one of ours, with the options
+of Megatron's command line; what is on disk is what stock writes and reads. Called by ``dcp_patches``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+
+from robust_dcp import api
+from robust_dcp.megatron.options import MegatronOptions
+from robust_dcp.planner import RobustLoadPlanner, RobustPlanner
+from robust_dcp.storage.reader import RobustReader
+from robust_dcp.storage.writer import RobustWriter
+
+__all__ = ["SynchronousWriter", "load_call", "save_call", "save_dcp"]
+
+logger = logging.getLogger(__name__)
+
+Path = str | os.PathLike[str]
+
+
+def save_dcp(state_dict: dict[str, Any], path: Path, options: MegatronOptions) -> None:
+    """Save a state dict of tensors, DTensors and objects from all ranks.
+
+    Raises:
+        ValueError: ``path`` is one of NVIDIA's Multi-Storage Client.
+        RobustCheckpointError: whatever failed on whichever rank; the same on all ranks.
+    """
+    if os.fspath(path).startswith("msc://"):
+        raise ValueError(f"robust_dcp writes to file systems that are mounted, not to {path}")
+    chosen: dict[str, Any] = {}
+    if options.writer_threads is not None:
+        chosen["threads"] = options.writer_threads
+    if options.writer_buffer_bytes is not None:
+        chosen["buffer_bytes"] = options.writer_buffer_bytes
+    if options.layout not in (None, "torch"):
+        chosen["layout"] = options.layout
+    api.save(
+        state_dict,
+        storage_writer=RobustWriter(path, **chosen),
+        planner=RobustPlanner(on_structure_change=options.on_structure_change),
+        timeout_seconds=options.exchange_timeout_seconds,
+    )
+
+
+def save_call(
+    stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: MegatronOptions
+) -> Any:
+    """``torch.distributed.checkpoint.save(*args, **kwargs)`` as Megatron calls it: a path, all ranks, nothing else.
+
+    Returns:
+        ``None``: Megatron does not look at the ``Metadata`` that stock returns, and to read it would cost. A call that
+        asks for more than that is stock's, and so is its result.
+    """
+    given = _given(stock, args, kwargs)
+    path = _path_of(given.pop("storage_writer", None), given.pop("checkpoint_id", None), FileSystemWriter)
+    state_dict = given.pop("state_dict", None)
+    if path is None or state_dict is None or given:
+        return stock(*args, **kwargs)
+    save_dcp(state_dict, path, options)
+    return None
+
+
+def load_call(
+    stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: MegatronOptions
+) -> Any:
+    """``load`` or ``load_state_dict`` of ``torch.distributed.checkpoint`` as Megatron calls them, in place.
+
+    As stock does, tensors of another dtype are converted, and keys that the checkpoint lacks are an error unless the
+    planner says ``allow_partial_load``. Unlike it, nothing that is read is executed: objects may be of the classes that
+    Megatron registers with ``torch.serialization.add_safe_globals``, and of yours if you do so.
+
+    Raises:
+        PlanConflict: keys are missing or shapes differ.
+        UnsafeCheckpoint: an object is of a class that is not known to be data.
+        RobustCheckpointError: whatever else failed on whichever rank; the same on all ranks.
+    """
+    given = _given(stock, args, kwargs)
+    path = _path_of(given.pop("storage_reader", None), given.pop("checkpoint_id", None), FileSystemReader)
+    state_dict = given.pop("state_dict", None)
+    planner = given.pop("planner", None)
+    if path is None or state_dict is None or given or not (planner is None or type(planner) is DefaultLoadPlanner):
+        return stock(*args, **kwargs)
+    api.load(
+        state_dict,
+        storage_reader=RobustReader(path),
+        planner=_robust(planner),
+        timeout_seconds=options.exchange_timeout_seconds,
+    )
+    return None
+
+
+def _robust(planner: DefaultLoadPlanner | None) -> RobustLoadPlanner:
+    if planner is None:
+        return RobustLoadPlanner(on_dtype_mismatch="cast")
+    return RobustLoadPlanner(
+        flatten_state_dict=planner.flatten_state_dict,
+        flatten_sharded_tensors=planner.flatten_sharded_tensors,
+        allow_partial_load=planner.allow_partial_load,
+        on_dtype_mismatch="cast",
+    )
+
+
+def _given(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that differ from the defaults, by name.
+
+    Raises:
+        TypeError: ``stock`` does not take these arguments.
+    """
+    signature = inspect.signature(stock)
+    bound = signature.bind(*args, **kwargs)
+    defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
+    return {name: value for name, value in bound.arguments.items() if value is not defaults[name]}
+
+
+def _path_of(storage: Any, checkpoint_id: Path | None, plain: type[Any]) -> Path | None:
+    """The directory meant; ``None`` if ``storage`` is not what stock uses for a directory."""
+    if storage is None:
+        return checkpoint_id
+    if type(storage) is not plain or checkpoint_id is not None:
+        return None
+    path: Path = storage.path
+    return path
+
+
+class SynchronousWriter:
+    """In place of ``FileSystemWriterAsync`` where Megatron saves these formats in the background: saves at once.
+
+    Args:
+        path: the checkpoint's directory.
+        options: what else Megatron says to its writer, which has no meaning here.
+    """
+
+    def __init__(self, path: Path, *, use_cpu_shm_for_gpu_tensors: bool = False, **options: Any) -> None:
+        self.path = path
+
+    def save(self, state_dict: dict[str, Any], options: MegatronOptions) -> None:
+        """As :func:`save_dcp`, and say that it was not done in the background."""
+        logger.info("robust_dcp saves %s synchronously, though an asynchronous save was asked for", self.path)
+        save_dcp(state_dict, self.path, options)

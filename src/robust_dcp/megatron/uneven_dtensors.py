@@ -1,0 +1,201 @@
+"""Chunks of uneven DTensors for all of a state dict in one keyed exchange, in place of Megatron-FSDP's collectives.
+
+Megatron-FSDP asks the ranks of each mesh dimension of each DTensor in turn, in the order of its own keys. Here every
+rank tells the coordinator once which DTensors it holds and how large its parts are, and is told where they begin; if
+nothing has changed anywhere since the last time, one header a rank says so. Called by ``uneven_dtensor_patches``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from robust_dcp.comm import Channel, Offer
+from robust_dcp.megatron.uneven_chunk import UnevenChunk
+from robust_dcp.megatron.uneven_offsets import solve
+from robust_dcp.megatron.uneven_shards import Describer, LocalPart, PlacedOffsets, ShardColumns, columns_of, describe
+from robust_dcp.plan.structure import plan_id_of
+
+__all__ = [
+    "check_part",
+    "defer_chunk",
+    "dtensors_of",
+    "fail_exchange",
+    "place_chunks",
+    "place_chunks_one_by_one",
+    "spans_the_world",
+]
+
+PHASE = "uneven DTensors"
+
+_REMEMBERED = 16
+"""State dicts whose offsets are kept: a model, its optimizer, and their splits, a few times over."""
+
+
+class _Memory:
+    """The offsets of earlier exchanges, by the signature of what this rank held."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[bytes, tuple[bytes, PlacedOffsets]] = OrderedDict()
+
+    def find(self, signature: bytes) -> tuple[bytes, PlacedOffsets] | None:
+        with self._lock:
+            return self._entries.get(signature)
+
+    def keep(self, signature: bytes, made_for: bytes, offsets: PlacedOffsets) -> None:
+        with self._lock:
+            self._entries[signature] = (made_for, offsets)
+            self._entries.move_to_end(signature)
+            if len(self._entries) > _REMEMBERED:
+                self._entries.popitem(last=False)
+
+
+_MEMORY = _Memory()
+
+
+def dtensors_of(state_dict: Mapping[Any, Any]) -> dict[str, DTensor]:
+    """The DTensors in nested dicts by their keys, joined by dots. As in Megatron-FSDP, lists are not looked into.
+
+    DTensors whose mesh this rank is not in are left out.
+
+    Raises:
+        ValueError: two have one name.
+    """
+    found: dict[str, DTensor] = {}
+    for path, value in _walk(state_dict, ()):
+        key = ".".join(map(str, path))
+        if key in found:
+            raise ValueError(f"two DTensors of the state dict have the name {key!r}: rename one of them")
+        if value.device_mesh.get_coordinate() is not None:
+            found[key] = value
+    return found
+
+
+def _walk(value: Mapping[Any, Any], path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], DTensor]]:
+    for key, each in value.items():
+        if isinstance(each, dict):
+            yield from _walk(each, (*path, key))
+        elif isinstance(each, DTensor):
+            yield (*path, key), each
+
+
+def place_chunks(state_dict: Mapping[Any, Any], channel: Channel) -> None:
+    """Find the chunk of every DTensor of a state dict, and note it on the local tensors. All of ``channel`` call it.
+
+    Afterwards ``__create_chunk_list__`` and ``__create_write_items__`` of the local tensors say what
+    ``preprocess_state_dict_for_uneven_dtensor`` of ``megatron_fsdp/uneven_dtensor.py`` makes them say.
+
+    Args:
+        state_dict: other ranks may hold other keys in another order; a DTensor has to be held by the ranks of its
+            mesh, but for those whose part is empty.
+        channel: among all ranks that any of the meshes has.
+
+    Raises:
+        PlanConflict: on all ranks, with keys and ranks: a key is missing on a rank whose part is not empty, the
+            parts overlap, leave gaps or do not add up to the global shape, or ranks disagree about a shape.
+        RobustCheckpointError: on all ranks, whatever else failed on any.
+    """
+    tensors: dict[str, DTensor] = {}
+    parts: dict[str, LocalPart] = {}
+    columns = ShardColumns([])
+    signature = b""
+
+    def offer() -> Offer:
+        nonlocal columns, signature
+        tensors.update(dtensors_of(state_dict))
+        describer = Describer()
+        parts.update({key: describer.part(key, value) for key, value in tensors.items()})
+        columns = columns_of(parts)
+        signature = hashlib.blake2b(msgspec.msgpack.encode(columns), digest_size=16).digest()
+        known = _MEMORY.find(signature)
+        return Offer(signature=signature) if known is None else Offer(signature=signature, plan_id=known[0])
+
+    offers = channel.agree(PHASE, offer)
+    made_for = plan_id_of([each.signature for each in offers])
+    known = _MEMORY.find(signature)
+    if known is not None and all(each.plan_id == made_for for each in offers):
+        offsets = known[1]
+    else:
+        offsets = _exchanged(columns, channel)
+        _MEMORY.keep(signature, made_for, offsets)
+    for key, begins in _by_key(columns, offsets):
+        UnevenChunk.at(parts[key], begins).note_on(tensors[key])
+
+
+def _exchanged(columns: ShardColumns, channel: Channel) -> PlacedOffsets:
+    gathered = channel.gather(f"{PHASE}: shapes", lambda: columns if columns.spreads else None, ShardColumns)
+    mine = channel.scatter(f"{PHASE}: offsets", lambda: solve(gathered or [], channel.ranks), PlacedOffsets)
+    return mine or PlacedOffsets([])
+
+
+def _by_key(columns: ShardColumns, offsets: PlacedOffsets) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for spread, begins in zip(columns.spreads, offsets.spreads, strict=True):
+        for key, row in zip(spread.keys, spread.shapes(begins).tolist(), strict=True):
+            yield key, tuple(row)
+
+
+def fail_exchange(error: Exception, channel: Channel) -> None:
+    """Tell the ranks that are on their way to :func:`place_chunks` that this one failed before it got there.
+
+    Raises:
+        RobustCheckpointError: always, and the same on all ranks.
+    """
+
+    def failed() -> Offer:
+        raise error
+
+    channel.agree(PHASE, failed)
+
+
+def defer_chunk(value: DTensor, timeout_seconds: float) -> None:
+    """Note on a DTensor that its chunk is not known yet: without a word to other ranks.
+
+    :func:`place_chunks` finds it with all others of the state dict. Whoever asks for it before that asks the ranks of
+    the mesh, as ``update_uneven_dtensor_chunk_metadata`` would have done now.
+    """
+    UnevenChunk.unknown(value, timeout_seconds).note_on(value)
+
+
+def spans_the_world(state_dict: Mapping[Any, Any]) -> bool:
+    """Whether the meshes of the DTensors cover all ranks, so that all can be expected to take part."""
+    meshes = {id(value.device_mesh): value.device_mesh for value in dtensors_of(state_dict).values()}
+    ranks = {rank for mesh in meshes.values() for rank in mesh.mesh.flatten().tolist()}
+    return not ranks or len(ranks) == dist.get_world_size()
+
+
+def place_chunks_one_by_one(state_dict: Mapping[Any, Any], timeout_seconds: float) -> None:
+    """As :func:`place_chunks` for meshes that leave out some ranks: by key, with the ranks of each DTensor's mesh.
+
+    Raises:
+        PlanConflict, ExchangeError: on the ranks of the mesh of the DTensor that does not fit.
+    """
+    for _, value in sorted(dtensors_of(state_dict).items()):
+        chunk = UnevenChunk.unknown(value, timeout_seconds)
+        chunk.find()
+        chunk.note_on(value)
+
+
+def check_part(value: DTensor) -> None:
+    """What can be said of a DTensor without asking: that this rank's part is no larger than the whole.
+
+    Raises:
+        ValueError: it is larger, or smaller along a dimension that is not cut.
+    """
+    part = describe("a DTensor", value)
+    uncut = set(range(part.spread.ndim)) - set(part.spread.shard_dims)
+    sizes, shape = part.sizes, part.global_shape
+    if any(size > whole for size, whole in zip(sizes, shape, strict=True)) or (
+        value._local_tensor.numel() and any(sizes[dim] != shape[dim] for dim in uncut)
+    ):
+        raise ValueError(
+            f"the local tensor of shape {list(part.local_shape)} is no part of a DTensor of shape {list(shape)} with "
+            f"{part.spread}"
+        )

@@ -1,0 +1,279 @@
+"""Where every rank's part of every uneven DTensor begins, and whether the parts make up the whole.
+
+Pure arithmetic on the columns of all ranks, in NumPy over all tensors of one spread at once; exact. Called by
+``uneven_dtensors`` on the coordinator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from robust_dcp.errors import PlanConflict
+from robust_dcp.megatron.uneven_shards import NOT_SHARDED, PlacedOffsets, ShardColumns, Spread, SpreadColumns
+
+__all__ = ["prefix_offsets", "solve"]
+
+Int64 = npt.NDArray[np.int64]
+Bool = npt.NDArray[np.bool_]
+
+_SHOWN = 8
+"""Problems that a message spells out, and parts of a tensor that it lists."""
+
+
+def solve(columns: Sequence[ShardColumns | None], ranks: Sequence[int]) -> list[PlacedOffsets]:
+    """The offsets of all parts, for each rank in the order of its columns.
+
+    A rank of a mesh that does not hold a key counts as one with an empty part, so that optimizer states which exist
+    only where a part is not empty are fine; if the others' parts are not the whole tensor, that is the error.
+
+    Args:
+        columns: of each rank of the group; ``None`` for nothing.
+        ranks: the global rank of each.
+
+    Raises:
+        PlanConflict: parts overlap, leave gaps, lie out of bounds or do not add up to the global shape, or the ranks
+            of a mesh disagree about that; it names keys and ranks.
+    """
+    offsets: list[list[bytes]] = [[b""] * len(each.spreads) if each is not None else [] for each in columns]
+    holders: dict[Spread, list[tuple[int, int, SpreadColumns]]] = {}
+    for index, each in enumerate(columns):
+        for nth, spread_columns in enumerate(each.spreads if each is not None else ()):
+            holders.setdefault(spread_columns.spread, []).append((index, nth, spread_columns))
+    problems: list[_Problem] = []
+    for spread, held in holders.items():
+        table = _Table.of(spread, [(ranks[index], held_columns) for index, _, held_columns in held])
+        found = prefix_offsets(table.sizes, spread)
+        problems += _problems(table, found)
+        by_place = found.reshape(-1, len(table.keys), spread.ndim)
+        for (index, nth, _), place, rows in zip(held, table.places, table.rows, strict=True):
+            offsets[index][nth] = by_place[place][rows].astype("<i8").tobytes()
+    if problems:
+        raise _conflict(problems, columns, ranks)
+    return [PlacedOffsets(each) for each in offsets]
+
+
+def prefix_offsets(sizes: Int64, spread: Spread) -> Int64:
+    """Where each part begins: along each sharded mesh dimension, innermost first, the sum of what lies before it.
+
+    Args:
+        sizes: int64 ``[*mesh_shape, tensors, ndim]``.
+        spread: of these tensors.
+
+    Returns:
+        int64 of the same shape, as ``gather_and_compute_chunk_metadata`` of ``megatron_fsdp/uneven_dtensor.py``.
+    """
+    offsets = np.zeros_like(sizes)
+    sizes = sizes.copy()
+    for mesh_dim in spread.order:
+        along = sizes[..., spread.shard_dims[mesh_dim]]
+        ends = np.cumsum(along, axis=mesh_dim)
+        offsets[..., spread.shard_dims[mesh_dim]] += ends - along
+        sizes[..., spread.shard_dims[mesh_dim]] = np.take(ends, [-1], axis=mesh_dim)
+    return offsets
+
+
+@dataclass(frozen=True)
+class _Table:
+    """All parts of the tensors of one spread.
+
+    Attributes:
+        spread: of all of them.
+        keys: of the tensors.
+        shapes: int64 ``[tensors, ndim]``, the global shape by the first rank that holds the tensor.
+        sizes: int64 ``[*mesh_shape, tensors, ndim]``, of each part.
+        present: bool ``[*mesh_shape, tensors]``, whether the rank holds the key.
+        disputed: bool ``[tensors]``, whether ranks gave other global shapes.
+        places: for each holder its row-major place in the mesh.
+        rows: for each holder the rows of its keys.
+        ranks: global rank at each row-major place; -1 where none came.
+        doubled: ranks of which two claim one place.
+    """
+
+    spread: Spread
+    keys: list[str]
+    shapes: Int64
+    sizes: Int64
+    present: Bool
+    disputed: Bool
+    places: list[int]
+    rows: list[npt.NDArray[np.intp]]
+    ranks: Int64
+    doubled: list[int]
+
+    @classmethod
+    def of(cls, spread: Spread, held: Sequence[tuple[int, SpreadColumns]]) -> _Table:
+        keys = sorted(set().union(*(columns.keys for _, columns in held)))
+        row_of = {key: row for row, key in enumerate(keys)}
+        n_places, n_keys = len(spread.mesh_ranks), len(keys)
+        shapes = np.full((n_keys, spread.ndim), -1, dtype=np.int64)
+        present = np.zeros((n_places, n_keys), dtype=np.bool_)
+        sizes = np.zeros((n_places, n_keys, spread.ndim), dtype=np.int64)
+        disputed = np.zeros(n_keys, dtype=np.bool_)
+        known = np.zeros(n_keys, dtype=np.bool_)
+        ranks = np.full(n_places, -1, dtype=np.int64)
+        places: list[int] = []
+        rows: list[npt.NDArray[np.intp]] = []
+        doubled: list[int] = []
+        for rank, columns in held:
+            place = int(np.ravel_multi_index(tuple(columns.place), spread.mesh_shape))
+            own = np.arange(n_keys) if columns.keys == keys else np.array([row_of[key] for key in columns.keys])
+            claimed = columns.shapes(columns.global_shapes)
+            disputed[own] |= known[own] & (shapes[own] != claimed).any(axis=1)
+            shapes[own] = np.where(known[own, None], shapes[own], claimed)
+            known[own] = True
+            if ranks[place] >= 0:
+                doubled += [int(ranks[place]), rank]
+            ranks[place] = rank
+            present[place, own] = True
+            sizes[place, own] = columns.shapes(columns.local_shapes)
+            places.append(place)
+            rows.append(own)
+        cut = np.isin(np.arange(spread.ndim), spread.shard_dims)
+        empty = np.where(cut, 0, shapes)
+        sizes = np.where(present[..., None], sizes, empty)
+        mesh_shape = spread.mesh_shape
+        return cls(
+            spread=spread,
+            keys=keys,
+            shapes=shapes,
+            sizes=sizes.reshape(*mesh_shape, n_keys, spread.ndim),
+            present=present.reshape(*mesh_shape, n_keys),
+            disputed=disputed,
+            places=places,
+            rows=rows,
+            ranks=ranks,
+            doubled=sorted(set(doubled)),
+        )
+
+
+@dataclass(frozen=True)
+class _Problem:
+    key: str
+    what: str
+    ranks: list[int]
+    missing: list[int]
+    spread: Spread
+
+
+def _problems(table: _Table, offsets: Int64) -> list[_Problem]:
+    spread = table.spread
+    if table.doubled:
+        what = "ranks of a mesh whose order is not that of its process groups: two of them are at one place"
+        return [_Problem(table.keys[0], what, table.doubled, [], spread)]
+    wrong = table.disputed | ~_covered(table, offsets)
+    return [_problem(table, row) for row in np.flatnonzero(wrong).tolist()]
+
+
+def _covered(table: _Table, offsets: Int64) -> Bool:
+    """bool ``[tensors]``: whether in each replica that anybody holds the parts fill the tensor, each element once."""
+    spread, sizes = table.spread, table.sizes
+    filled = (sizes.prod(axis=-1) > 0) & table.present
+    inside = (offsets + sizes <= table.shapes).all(axis=-1)
+    whole_dims = [dim for dim in range(spread.ndim) if dim not in spread.shard_dims]
+    fits = inside & (sizes[..., whole_dims] == table.shapes[:, whole_dims]).all(axis=-1)
+    mesh_axes = tuple(range(len(spread.mesh_shape)))
+    cut_axes = tuple(axis for axis in mesh_axes if spread.shard_dims[axis] != NOT_SHARDED)
+    volume = np.where(filled, sizes.prod(axis=-1), 0).sum(axis=cut_axes, keepdims=True)
+    # Nobody has to hold a replica that nobody holds a part of: nobody is asked for one.
+    absent = ~table.present.any(axis=cut_axes, keepdims=True)
+    whole = absent | (volume == table.shapes.prod(axis=-1))
+    covered: Bool = ((~filled | fits) & whole).all(axis=mesh_axes)
+    # Cut along one dimension, parts follow one another. Cut along several, they may miss one another's edges.
+    if len({spread.shard_dims[axis] for axis in cut_axes}) > 1:
+        for row in np.flatnonzero(covered & ~_is_grid(spread, offsets, sizes, filled)).tolist():
+            covered[row] = not _overlaps(offsets[..., row, :], sizes[..., row, :], cut_axes)
+    return covered
+
+
+def _is_grid(spread: Spread, offsets: Int64, sizes: Int64, filled: Bool) -> Bool:
+    """bool ``[tensors]``: whether the cuts along each tensor dimension are the same, however the others are cut."""
+    mesh_axes = range(len(spread.mesh_shape))
+    grid = np.ones(filled.shape[-1], dtype=np.bool_)
+    for dim in sorted(set(spread.shard_dims) - {NOT_SHARDED}):
+        others = tuple(axis for axis in mesh_axes if spread.shard_dims[axis] not in (dim, NOT_SHARDED))
+        for edge in (offsets[..., dim], offsets[..., dim] + sizes[..., dim]):
+            least = np.where(filled, edge, np.iinfo(np.int64).max).min(axis=others)
+            most = np.where(filled, edge, -1).max(axis=others)
+            grid &= ((least == most) | (most < 0)).reshape(-1, len(grid)).all(axis=0)
+    return grid
+
+
+def _overlaps(offsets: Int64, sizes: Int64, cut_axes: Sequence[int]) -> bool:
+    """Whether two parts of one replica of a tensor share an element.
+
+    Args:
+        offsets, sizes: int64 ``[*mesh_shape, ndim]``.
+        cut_axes: mesh dimensions that cut; the others hold replicas.
+    """
+    n_cut, ndim = len(cut_axes), offsets.shape[-1]
+    to_the_end = range(-1 - n_cut, -1)
+    n_parts = int(np.prod([offsets.shape[axis] for axis in cut_axes]))
+    begins = np.moveaxis(offsets, cut_axes, to_the_end).reshape(-1, n_parts, ndim)
+    extents = np.moveaxis(sizes, cut_axes, to_the_end).reshape(-1, n_parts, ndim)
+    for begin, extent in zip(begins, extents, strict=True):
+        kept = extent.prod(axis=-1) > 0
+        begin, end = begin[kept], (begin + extent)[kept]
+        shared = np.minimum(end[:, None], end[None]) > np.maximum(begin[:, None], begin[None])
+        if np.count_nonzero(shared.all(axis=-1)) > len(begin):  # each overlaps itself
+            return True
+    return False
+
+
+def _problem(table: _Table, row: int) -> _Problem:
+    spread = table.spread
+    present = table.present[..., row].reshape(-1)
+    sizes = table.sizes[..., row, :].reshape(len(present), spread.ndim)
+    here = np.flatnonzero(present).tolist()
+    parts = ", ".join(f"rank {table.ranks[place]}: {sizes[place].tolist()}" for place in here[:_SHOWN])
+    if len(here) > _SHOWN:
+        parts += f" and {len(here) - _SHOWN} more"
+    holders = sorted(int(table.ranks[place]) for place in here)
+    missing = sorted(set(spread.mesh_ranks) - set(holders))
+    if table.disputed[row]:
+        what = f"has several global shapes, {table.shapes[row].tolist()} and another; local shapes are {parts}"
+    else:
+        what = f"has global shape {table.shapes[row].tolist()}, which these local shapes do not make up: {parts}"
+    return _Problem(table.keys[row], what, holders, missing, spread)
+
+
+def _conflict(
+    problems: Sequence[_Problem], columns: Sequence[ShardColumns | None], ranks: Sequence[int]
+) -> PlanConflict:
+    elsewhere: dict[tuple[str, int], list[Spread]] = {}
+    wanted = {problem.key for problem in problems}
+    for index, each in enumerate(columns):
+        for spread_columns in each.spreads if each is not None else ():
+            for key in wanted.intersection(spread_columns.keys):
+                elsewhere.setdefault((key, ranks[index]), []).append(spread_columns.spread)
+    lines = [_told(problem, elsewhere, set(ranks)) for problem in problems[:_SHOWN]]
+    if len(problems) > _SHOWN:
+        lines.append(
+            f"and {len(problems) - _SHOWN} more keys, among them {[p.key for p in problems[_SHOWN:][:_SHOWN]]}"
+        )
+    involved = sorted({rank for problem in problems for rank in (*problem.ranks, *problem.missing)})
+    return PlanConflict(
+        f"the parts of {len(problems)} uneven DTensor(s) do not fit together: "
+        + "; ".join(lines)
+        + ". Every rank of a DTensor's mesh has to hold the same keys with the same global shapes and placements, but "
+        "for ranks whose part is empty",
+        key=problems[0].key,
+        ranks=involved,
+    )
+
+
+def _told(problem: _Problem, elsewhere: dict[tuple[str, int], list[Spread]], came: set[int]) -> str:
+    text = f"{problem.key!r} (ranks {list(problem.spread.mesh_ranks)[: _SHOWN * 4]}) {problem.what}"
+    lacking = [rank for rank in problem.missing if (problem.key, rank) not in elsewhere]
+    if lacking:
+        text += f"; ranks {lacking} do not hold this key"
+        absent = [rank for rank in lacking if rank not in came]
+        if absent:
+            text += f" (ranks {absent} are not in the group that saves)"
+    for rank in problem.missing:
+        for spread in elsewhere.get((problem.key, rank), [])[:1]:
+            text += f"; rank {rank} holds it with {spread}, and the others with {problem.spread}"
+    return text

@@ -1,0 +1,223 @@
+"""What a rank tells the others of its uneven DTensors: how each is spread over a mesh, and how large its own part is.
+
+Owns the description of one DTensor (:class:`Spread`, :func:`describe`) and the columns of all of them
+(:class:`ShardColumns`). Reads shapes only; never exchanges anything. Called by ``uneven_dtensors``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from robust_dcp.errors import PlanConflict
+
+__all__ = ["LocalPart", "PlacedOffsets", "ShardColumns", "Spread", "SpreadColumns", "columns_of", "describe"]
+
+NOT_SHARDED = -1
+"""In place of a tensor dimension: the mesh dimension holds replicas."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a DTensor is spread over a mesh: all that offsets depend on but shapes. Equal on all ranks of the mesh.
+
+    Attributes:
+        mesh_shape: ranks along each mesh dimension.
+        mesh_ranks: global ranks, row-major.
+        shard_dims: for each mesh dimension the tensor dimension that it cuts, or ``NOT_SHARDED``.
+        order: the sharded mesh dimensions, the one that cuts last first. Megatron-FSDP notes it on the mesh
+            (``_shard_order``); else strided shards come first, then the mesh dimensions as they stand.
+        ndim: dimensions of the tensor.
+    """
+
+    mesh_shape: tuple[int, ...]
+    mesh_ranks: tuple[int, ...]
+    shard_dims: tuple[int, ...]
+    order: tuple[int, ...]
+    ndim: int
+
+    def __str__(self) -> str:
+        cuts = ["a replica" if dim == NOT_SHARDED else f"cut along tensor dimension {dim}" for dim in self.shard_dims]
+        return f"{self.ndim} dimensions on a mesh of shape {list(self.mesh_shape)} ({', then '.join(cuts)})"
+
+
+@dataclass(frozen=True)
+class LocalPart:
+    """One DTensor as this rank holds it.
+
+    Attributes:
+        spread: over its mesh.
+        place: this rank's position along each mesh dimension, in the order of the ranks of that dimension's group.
+        global_shape: of the DTensor.
+        local_shape: of this rank's part; an empty one may have fewer dimensions.
+    """
+
+    spread: Spread
+    place: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """``local_shape`` in as many dimensions as the DTensor has: an empty part without them is cut away whole."""
+        if len(self.local_shape) == self.spread.ndim:
+            return self.local_shape
+        cut = set(self.spread.shard_dims)
+        return tuple(0 if dim in cut else size for dim, size in enumerate(self.global_shape))
+
+
+class SpreadColumns(msgspec.Struct, frozen=True):
+    """The DTensors of one spread that a rank holds, sorted by key.
+
+    Attributes:
+        mesh_shape, shard_dims, order, ndim: as in :class:`Spread`.
+        mesh_ranks: int32, little endian.
+        place: of this rank, as in :class:`LocalPart`.
+        keys: one a DTensor.
+        global_shapes, local_shapes: int64, little endian, ``[len(keys), ndim]``.
+    """
+
+    mesh_shape: list[int]
+    mesh_ranks: bytes
+    shard_dims: list[int]
+    order: list[int]
+    ndim: int
+    place: list[int]
+    keys: list[str]
+    global_shapes: bytes
+    local_shapes: bytes
+
+    @property
+    def spread(self) -> Spread:
+        ranks = tuple(np.frombuffer(self.mesh_ranks, dtype="<i4").tolist())
+        return Spread(tuple(self.mesh_shape), ranks, tuple(self.shard_dims), tuple(self.order), self.ndim)
+
+    def shapes(self, data: bytes) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """``global_shapes`` or ``local_shapes`` as int64 ``[len(keys), ndim]``."""
+        return np.frombuffer(data, dtype="<i8").reshape(len(self.keys), self.ndim)
+
+
+class ShardColumns(msgspec.Struct, frozen=True):
+    """All DTensors of a rank."""
+
+    spreads: list[SpreadColumns]
+
+
+class PlacedOffsets(msgspec.Struct, frozen=True):
+    """Where a rank's parts begin: for each of its ``SpreadColumns`` int64, little endian, ``[len(keys), ndim]``."""
+
+    spreads: list[bytes]
+
+
+def columns_of(parts: Mapping[str, LocalPart]) -> ShardColumns:
+    """``parts`` by key, as columns; the same whatever order they come in."""
+    by_spread: dict[tuple[Spread, tuple[int, ...]], list[str]] = {}
+    for key in sorted(parts):
+        part = parts[key]
+        by_spread.setdefault((part.spread, part.place), []).append(key)
+    return ShardColumns(
+        [
+            SpreadColumns(
+                mesh_shape=list(spread.mesh_shape),
+                mesh_ranks=np.array(spread.mesh_ranks, dtype="<i4").tobytes(),
+                shard_dims=list(spread.shard_dims),
+                order=list(spread.order),
+                ndim=spread.ndim,
+                place=list(place),
+                keys=keys,
+                global_shapes=np.array([parts[key].global_shape for key in keys], dtype="<i8").tobytes(),
+                local_shapes=np.array([parts[key].sizes for key in keys], dtype="<i8").tobytes(),
+            )
+            for (spread, place), keys in by_spread.items()
+        ]
+    )
+
+
+class Describer:
+    """Describes DTensors; what those on one mesh with equal placements share is found once.
+
+    Lives no longer than the state dict that it describes, since it knows meshes by their identity.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], tuple[Any, Spread, tuple[int, ...]]] = {}
+
+    def part(self, key: str, value: DTensor) -> LocalPart:
+        """Describe one DTensor of which this rank is in the mesh.
+
+        Raises:
+            PlanConflict: a placement is neither ``Shard`` nor ``Replicate``, or the local tensor has another number
+                of dimensions than the DTensor.
+        """
+        mesh, placements, global_shape = value.device_mesh, value.placements, tuple(value.shape)
+        known_as = (id(mesh), placements, tuple(map(type, placements)), len(global_shape))
+        if known_as not in self._known:
+            spread, place = _spread_of(key, value)
+            self._known[known_as] = (mesh, spread, place)
+        _, spread, place = self._known[known_as]
+        # not to_local(): with gradients on, that is another object, without what is noted on this one
+        local_shape = tuple(value._local_tensor.shape)
+        if len(local_shape) != len(global_shape) and value._local_tensor.numel():
+            raise PlanConflict(
+                f"the DTensor {key!r} has shape {list(global_shape)} and here a local tensor of shape "
+                f"{list(local_shape)}, of another number of dimensions",
+                key=key,
+            )
+        return LocalPart(spread, place, global_shape, local_shape)
+
+
+def describe(key: str, value: DTensor) -> LocalPart:
+    """:meth:`Describer.part` of a single DTensor."""
+    return Describer().part(key, value)
+
+
+def _spread_of(key: str, value: DTensor) -> tuple[Spread, tuple[int, ...]]:
+    mesh, placements = value.device_mesh, value.placements
+    ndim = len(value.shape)
+    shard_dims = [_shard_dim(key, placement, ndim) for placement in placements]
+    # Megatron-FSDP gives replicated parameters one placement, whatever the mesh.
+    shard_dims += [NOT_SHARDED] * (mesh.ndim - len(shard_dims))
+    order = tuple(dim for dim in _innermost_first(key, value) if shard_dims[dim] != NOT_SHARDED)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"this rank is not in the mesh of {key!r}")
+    place = list(coordinate)
+    for dim in order:
+        # Parts lie in the order of the group's ranks. That is not the order of a mesh whose ranks do not ascend.
+        place[dim] = dist.get_rank(mesh.get_group(dim))
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    return Spread(tuple(mesh.mesh.shape), ranks, tuple(shard_dims), order, ndim), tuple(place)
+
+
+def _shard_dim(key: str, placement: Any, ndim: int) -> int:
+    if isinstance(placement, Shard) or _is_strided(placement):
+        return int(placement.dim) % max(ndim, 1)
+    if isinstance(placement, Replicate):
+        return NOT_SHARDED
+    raise PlanConflict(
+        f"the DTensor {key!r} has the placement {placement}, which is neither Shard nor Replicate", key=key
+    )
+
+
+def _innermost_first(key: str, value: DTensor) -> list[int]:
+    """Mesh dimensions in the order in which stock's ``gather_and_compute_chunk_metadata`` goes through them."""
+    shard_order = getattr(value.device_mesh, "_shard_order", None)
+    if shard_order is not None:
+        return [int(dim) for dim in reversed(shard_order)]
+    strided = [dim for dim, placement in enumerate(value.placements) if _is_strided(placement)]
+    if len(strided) > 1:
+        raise PlanConflict(
+            f"the DTensor {key!r} has {len(strided)} strided shards, and at most one has a meaning", key=key
+        )
+    return strided + [dim for dim in range(len(value.placements)) if dim not in strided]
+
+
+def _is_strided(placement: Any) -> bool:
+    """Whether it is a ``_StridedShard``, which derives from ``Shard`` in some versions of torch only."""
+    return hasattr(placement, "split_factor")

@@ -1,0 +1,170 @@
+"""Megatron-FSDP's checkpoints (``fsdp_dtensor``) from its own model and SwiGLU split, by stock and by ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+pytest.importorskip("megatron.core")
+
+from robust_dcp import RobustCheckpointError
+from robust_dcp.megatron import dcp_patches, uneven_dtensor_patches
+from robust_dcp.megatron.options import choose_planner
+from robust_dcp.megatron.patching import Patches
+from tests.megatron import fsdp_model
+from tests.megatron.training_checkpointing import megatron_lm
+from tests.support.ranks import run_ranks, values
+
+
+@contextmanager
+def _taken_over() -> Iterator[None]:
+    patches = Patches((*uneven_dtensor_patches.PATCHES, *dcp_patches.PATCHES))
+    patches.apply()
+    choose_planner("robust_dcp")
+    try:
+        yield
+    finally:
+        choose_planner("default")
+        patches.remove()
+
+
+def _preprocessed(model: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """``preprocess_fsdp_dtensor_state_dict`` of Megatron-LM with ``--swiglu``."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
+    from megatron.core.transformer import fsdp_dtensor_checkpoint
+
+    model_state, optimizer_state = fsdp_dtensor_checkpoint.handle_swiglu_in_state_dict(
+        model, state_dict["model"], state_dict["optimizer"]
+    )
+    state_dict = {**state_dict, "model": model_state, "optimizer": optimizer_state}
+    uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(state_dict)
+    return state_dict
+
+
+def _locals(state_dict: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], list[float]]]:
+    """Of each DTensor where this rank's part begins, and what is in it; nothing of empty parts."""
+    found = {}
+    for name, value in _dtensors(state_dict):
+        local = value._local_tensor
+        if local.numel():
+            offsets = tuple(value.__create_chunk_list__()[0].offsets)
+            found[name] = (offsets, local.detach().flatten().tolist())
+    return found
+
+
+def _dtensors(state_dict: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, DTensor]]:
+    for key, value in state_dict.items():
+        if isinstance(value, dict):
+            yield from _dtensors(value, f"{prefix}{key}.")
+        elif isinstance(value, DTensor):
+            yield f"{prefix}{key}", value
+
+
+def _counted(function: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """What ``function`` returns, and the collectives of torch that it called."""
+    called: list[str] = []
+    originals = {name: getattr(dist, name) for name in ("all_gather_object", "all_reduce")}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            called.append(name)
+            return originals[name](*args, **kwargs)
+
+        return count
+
+    for name in originals:
+        setattr(dist, name, counting(name))
+    try:
+        return function(), called
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def _both_ways(directory: Path) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    fsdp_model.install_without_gpu()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    checkpointing, found = megatron_lm(), {}
+    by_stock, by_ours = str(directory / "stock"), str(directory / "ours")
+
+    model, optimizer = fsdp_model.build(mesh, seed=1)
+    fsdp_model.step(optimizer, of_empty_parts=True)
+    state, found["stock's collectives"] = _counted(
+        lambda: _preprocessed(model, fsdp_model.state_dict_of(model, optimizer))
+    )
+    expected = _locals(state)
+    checkpointing.save_checkpoint(state, by_stock)
+
+    with _taken_over():
+        model, optimizer = fsdp_model.build(mesh, seed=1)
+        fsdp_model.step(optimizer, of_empty_parts=False)
+        state, found["our collectives"] = _counted(
+            lambda: _preprocessed(model, fsdp_model.state_dict_of(model, optimizer))
+        )
+        found["keys without a part"] = sum(value._local_tensor.numel() == 0 for _, value in _dtensors(state))
+        found["ours is what stock has"] = _locals(state) == expected
+        checkpointing.save_checkpoint(state, by_ours)
+        # Ours loads stock's into another model, whose optimizer has states of what it holds only.
+        other, its_optimizer = fsdp_model.build(mesh, seed=2)
+        fsdp_model.step(its_optimizer, of_empty_parts=False)
+        state = _preprocessed(other, fsdp_model.state_dict_of(other, its_optimizer))
+        found["they differed"] = _locals(state) != expected
+        checkpointing.load_fsdp_dtensor(state, by_stock, allow_partial_load=False)
+        found["ours loads stock's"] = _locals(state) == expected
+        broken = fsdp_model.state_dict_of(other, its_optimizer)
+        if dist.get_rank() == 1:
+            broken["optimizer"]["state"]["module.module.layers.0.mlp.linear_fc1.weight"].pop("exp_avg")
+        with pytest.raises(RobustCheckpointError) as caught:
+            _preprocessed(other, broken)
+        found["told"] = str(caught.value)
+
+    # And stock loads ours.
+    other, its_optimizer = fsdp_model.build(mesh, seed=3)
+    fsdp_model.step(its_optimizer, of_empty_parts=True)
+    state = _preprocessed(other, fsdp_model.state_dict_of(other, its_optimizer))
+    checkpointing.load_fsdp_dtensor(state, by_ours, allow_partial_load=False)
+    found["stock loads ours"] = _locals(state) == expected
+    found["parts"] = len(expected)
+    found["saved by robust_dcp"] = {
+        name: (directory / name / ".robust_dcp.plan").exists() for name in ("stock", "ours")
+    }
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return values(run_ranks(4, _both_ways, tmp_path_factory.mktemp("fsdp"), timeout_seconds=170))
+
+
+def test_chunks_of_the_split_model_are_those_of_stock(found: list[dict[str, Any]]) -> None:
+    assert all(rank["ours is what stock has"] for rank in found)
+    assert all(rank["keys without a part"] for rank in found)
+    assert min(rank["parts"] for rank in found) > 10
+
+
+def test_the_swiglu_split_needs_no_collective_of_its_own(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert len(rank["stock's collectives"]) > 100
+        assert rank["our collectives"] == []
+
+
+def test_stock_loads_what_ours_saves_and_the_reverse(found: list[dict[str, Any]]) -> None:
+    assert all(rank["they differed"] for rank in found)
+    assert all(rank["ours loads stock's"] for rank in found)
+    assert all(rank["stock loads ours"] for rank in found)
+    assert found[0]["saved by robust_dcp"] == {"stock": False, "ours": True}
+
+
+def test_a_rank_that_fails_in_a_split_is_named_on_all_ranks(found: list[dict[str, Any]]) -> None:
+    assert len({rank["told"] for rank in found}) == 1
+    assert "rank 1: KeyError: 'exp_avg'" in found[0]["told"]

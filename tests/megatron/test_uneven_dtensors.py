@@ -1,0 +1,399 @@
+"""The keyed exchange finds what stock's collectives find, whatever ranks hold, and names what does not fit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, settings
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+pytest.importorskip("megatron.core")
+
+from robust_dcp import RobustCheckpointError
+from robust_dcp.comm import Channel
+from robust_dcp.megatron.options import choose_planner
+from robust_dcp.megatron.patching import Patches
+from robust_dcp.megatron.uneven_chunk import chunk_of
+from robust_dcp.megatron.uneven_dtensor_patches import PATCHES
+from robust_dcp.megatron.uneven_dtensors import (
+    check_part,
+    defer_chunk,
+    dtensors_of,
+    fail_exchange,
+    place_chunks,
+    spans_the_world,
+)
+from tests.megatron.uneven_cases import Meshes, cut, held_by_rank_0, state_dicts, uneven
+from tests.support.ranks import run_ranks, values
+
+
+def _channel() -> Channel:
+    return Channel.for_group(timeout_seconds=20)
+
+
+def _chunk(value: DTensor) -> ChunkStorageMetadata:
+    (chunk,) = value.__create_chunk_list__()
+    return chunk
+
+
+def _items(value: DTensor) -> list[Any]:
+    return list(value.__create_write_items__("name", value))
+
+
+def _told(state_dict: dict[str, Any]) -> str:
+    """The error of an exchange that has to fail."""
+    with pytest.raises(RobustCheckpointError) as caught:
+        place_chunks(state_dict, _channel())
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def _finds_what_stock_finds() -> int:
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor as stock
+
+    meshes, channel, compared = Meshes(), _channel(), 0
+
+    @settings(
+        max_examples=60,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(state_dicts(meshes))
+    def compare(state_dict: dict[str, DTensor]) -> None:
+        nonlocal compared
+        expected = {}
+        for key, value in state_dict.items():
+            stock.update_uneven_dtensor_chunk_metadata(value)
+            expected[key] = (_chunk(value), _items(value))
+        backwards = dict(reversed(state_dict.items())) if dist.get_rank() % 2 else state_dict
+        place_chunks({"model": backwards}, channel)
+        for key, value in state_dict.items():
+            assert (_chunk(value), _items(value)) == expected[key]
+            assert type(_chunk(value).offsets) is tuple
+            defer_chunk(value, 20)
+            assert (_chunk(value), _items(value)) == expected[key]
+            assert chunk_of(value, 20) == expected[key][0]
+            compared += 1
+
+    compare()
+    return compared
+
+
+def _refuses() -> dict[str, str]:
+    """What each rank is told in cases that have no answer."""
+    rank, meshes = dist.get_rank(), Meshes()
+    row, grid = meshes.by_name["row"], meshes.grid
+
+    def rows(shape: tuple[int, int], *cuts: int) -> DTensor:
+        return cut(row, [Shard(0)], shape, {0: [0, *cuts, shape[0]], 1: [0, shape[1]]})
+
+    good = {"good": rows((8, 3), 1, 2, 5)}
+    bad = {"missing": good | ({} if rank == 2 else {"missing": rows((8, 3), 1, 2, 5)})}
+    bad["last"] = good | ({} if rank == 3 else {"zz.last": rows((8, 3), 1, 2, 5)})
+    bad["renamed"] = {"one" if rank == 1 else "other": rows((8, 3), 1, 2, 5)}
+    bad["too long"] = {"long": uneven(row, [Shard(0)], (8, 3), (3, 3))}
+    bad["too short"] = {"short": uneven(row, [Shard(0)], (8, 3), (1, 3))}
+    bad["narrow"] = {"narrow": uneven(row, [Shard(0)], (8, 3), (2, 2 if rank == 1 else 3))}
+    bad["other global shape"] = {"shape": uneven(row, [Shard(0)], (8, 3) if rank else (9, 3), (2, 3))}
+    bad["other cut"] = {"cut": uneven(row, [Shard(1 if rank == 3 else 0)], (8, 8), (8, 2) if rank == 3 else (2, 8))}
+    bad["other mesh"] = {"mesh": rows((8, 3), 1, 2, 5) if rank else uneven(grid["tp"], [Shard(0)], (8, 3), (4, 3))}
+    # As large as the tensor in all, and within it; but rank 1 and rank 2 share some elements.
+    bad["ragged"] = {"ragged": uneven(grid, [Shard(0), Shard(1)], (8, 8), [(2, 1), (6, 7), (6, 3), (2, 1)][rank])}
+    halves = uneven(grid, [Replicate(), Shard(0)], (8, 3), (4, 3))
+    bad["half a replica"] = {} if rank == 3 else {"replica": halves}
+    bad["dimensions"] = {"flat": uneven(row, [Shard(0)], (8, 3), (6,) if rank == 1 else (2, 3))}
+    bad["partial"] = {"sum": uneven(row, [Partial()], (8, 3), (8, 3))}
+    bad["twice"] = {"a": {"b": rows((8, 3), 1, 2, 5)}, "a.b": rows((8, 3), 1, 2, 5)}
+    told = {name: _told(state_dict) for name, state_dict in bad.items()}
+    place_chunks(good, _channel())  # and the ranks are in step afterwards
+    return told
+
+
+def _accepts() -> dict[str, Any]:
+    rank, meshes, channel = dist.get_rank(), Meshes(), _channel()
+    row = meshes.by_name["row"]
+    found: dict[str, Any] = {}
+    replica = {} if rank == 1 else {"replica": uneven(row, [Replicate()], (3, 3), (3, 3))}
+    place_chunks(replica, channel)
+    found["replicas of some"] = [tuple(_chunk(value).offsets) for value in replica.values()]
+    # As an optimizer has no state where a rank's part is empty.
+    state = {} if rank == 2 else {"exp_avg": uneven(row, [Shard(0)], (6, 3), (2, 3))}
+    place_chunks(state, channel)
+    found["no key for an empty part"] = [tuple(_chunk(value).offsets) for value in state.values()]
+    # As Megatron-FSDP stands in for such a state: flat, though the tensor is not.
+    local = torch.empty(0) if rank == 2 else torch.empty(2, 3)
+    mocked = DTensor.from_local(local, row, [Shard(0)], run_check=False, shape=torch.Size((6, 3)), stride=(3, 1))
+    place_chunks({"mock": mocked}, channel)
+    found["mock"] = _chunk(mocked)
+    # Cut after 2 rows on the left and after 6 on the right: no grid, but each element once.
+    shifted = uneven(meshes.grid, [Shard(0), Shard(1)], (8, 8), [(2, 4), (6, 4), (6, 4), (2, 4)][rank])
+    place_chunks({"shifted": shifted}, channel)
+    found["no grid"] = tuple(_chunk(shifted).offsets)
+    # One name, another tensor on each pipeline stage or of each expert-parallel rank.
+    own = uneven(meshes.grid["tp"], [Shard(0)], (4 + rank // 2, 2), (2 + (rank // 2) * (rank % 2), 2))
+    place_chunks({"expert.0": own}, channel)
+    found["one name on two meshes"] = _chunk(own)
+    single = held_by_rank_0()
+    place_chunks({"mine": single}, channel)
+    found["only rank 0 has any"] = _chunk(single) if rank == 0 else None
+    return found
+
+
+def _tells_the_others() -> str:
+    row = Meshes().by_name["row"]
+    state_dict = {"weight": uneven(row, [Shard(0)], (8, 3), (2, 3))}
+    if dist.get_rank() != 2:
+        return _told(state_dict)
+    with pytest.raises(RobustCheckpointError) as caught:
+        fail_exchange(KeyError("exp_avg"), _channel())
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def _repeats() -> list[tuple[int, int]]:
+    """Exchanges and payload bytes of a save, of the next, of one with another shape, and of the first again."""
+    row, channel, found = Meshes().by_name["row"], _channel(), []
+    first = {f"layer.{n}": uneven(row, [Shard(0)], (8, 3), (2, 3)) for n in range(300)}
+    other = {f"layer.{n}": uneven(row, [Shard(0)], (12, 3), (3, 3)) for n in range(300)}
+    for state_dict in (first, first, other, first):
+        with channel.recording() as stats:
+            place_chunks(state_dict, channel)
+        found.append((stats.exchanges, stats.payload_nbytes_sent))
+    assert _chunk(first["layer.7"]).offsets == (2 * dist.get_rank(), 0)
+    return found
+
+
+def _alone() -> dict[str, str]:
+    """Single DTensors that do not fit: asked for one by one."""
+    row, rank, found = Meshes().by_name["row"], dist.get_rank(), {}
+    cases = {
+        "sum": uneven(row, [Shard(0)], (8, 3), (3, 3)),
+        "other": uneven(row, [Shard(0)], (8, 3) if rank != 1 else (4, 3), (2, 3)),
+        "cut": uneven(row, [Shard(0 if rank else 1)], (8, 8), (2, 8) if rank else (8, 2)),
+    }
+    for name, value in cases.items():
+        defer_chunk(value, 20)
+        with pytest.raises(RobustCheckpointError) as caught:
+            _chunk(value)
+        found[name] = str(caught.value)
+    copied = copy.deepcopy(cases["sum"]._local_tensor)
+    assert copied.__create_chunk_list__ == cases["sum"]._local_tensor.__create_chunk_list__
+    assert spans_the_world({"a": cases["sum"]})
+    assert spans_the_world({})
+    grid = Meshes().grid
+    assert not spans_the_world({"a": {"b": uneven(grid["tp"], [Shard(0)], (4,), (2,))}, "c": 1})
+    assert dtensors_of({"list": [cases["sum"]], "none": None}) == {}
+    return found
+
+
+def _in_hooks() -> dict[str, Any]:
+    """``state_dict()`` of a model on some of the ranks, of one on all; and what is seen without asking anybody."""
+    (make,) = {patch.make for patch in PATCHES if patch.module.endswith("megatron_fsdp.fully_shard")}
+    preprocess = make(lambda state_dict: pytest.fail("stock was called"))
+    grid, row, rank, found = Meshes().grid, Meshes().by_name["row"], dist.get_rank(), {}
+    own = {
+        "b": uneven(grid["tp"], [Shard(0)], (5, 2), (2 + rank % 2, 2)),
+        "a": uneven(grid["tp"], [Shard(0)], (2,), (1,)),
+    }
+    choose_planner("robust_dcp")
+    try:
+        if rank < 2:
+            preprocess(own)
+            found["some"] = [tuple(_chunk(own[key]).offsets) for key in "ab"]
+        everybodys = {"c": uneven(row, [Shard(0)], (4,), (1,))}
+        preprocess(everybodys)
+        found["all"] = tuple(_chunk(everybodys["c"]).offsets)
+    finally:
+        choose_planner("default")
+    for local in ((9, 3), (2, 2)):
+        with pytest.raises(ValueError, match="is no part of a DTensor"):
+            check_part(uneven(row, [Shard(0)], (8, 3), local))
+    check_part(uneven(row, [Shard(0)], (8, 3), (0, 3)))
+    return found
+
+
+def _splits_fused() -> dict[str, Any]:
+    """A fused projection, split as GDN's are: where it is cut depends on where this rank's part begins."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor as stock
+
+    def split_dtensor(value: DTensor, sizes: list[int]) -> Iterator[DTensor]:
+        """As Megatron-FSDP's, which in some versions hands torch a list where it wants a tuple."""
+        chunk, begin = stock.gather_and_compute_chunk_metadata(value), 0
+        for size in sizes:
+            first = min(max(begin - chunk.offsets[0], 0), chunk.sizes[0])
+            last = min(max(begin + size - chunk.offsets[0], 0), chunk.sizes[0])
+            piece = uneven(value.device_mesh, [Shard(0)], (size, value.shape[1]), (last - first, value.shape[1]))
+            stock.update_uneven_dtensor_chunk_metadata(piece)
+            yield piece
+            begin += size
+
+    def handle_gdn_in_state_dict(model: Any, model_state: dict[str, Any], _: Any) -> dict[str, Any]:
+        pieces = split_dtensor(model_state["fused"], [3, 4, 5])
+        return {f"fused.{name}": piece for name, piece in zip("qkv", pieces, strict=True)}
+
+    def split() -> dict[str, Any]:
+        row = Meshes().by_name["row"]
+        fused = cut(row, [Shard(0)], (12, 2), {0: [0, 1, 4, 10, 12], 1: [0, 2]})
+        pieces = handle_gdn_in_state_dict(None, {"fused": fused}, None)
+        stock.preprocess_state_dict_for_uneven_dtensor(pieces)
+        return {key: (_chunk(value), tuple(value.shape)) for key, value in pieces.items()}
+
+    by_stock = split()
+    patches = Patches(PATCHES)
+    patches.apply()
+    choose_planner("robust_dcp")
+    (make,) = {patch.make for patch in PATCHES if patch.name == "handle_gdn_in_state_dict"}
+    handle_gdn_in_state_dict = make(handle_gdn_in_state_dict)
+    try:
+        stats = Channel.for_group(purpose="uneven DTensors").stats
+        before = stats.exchanges
+        by_ours = split()
+        exchanges = stats.exchanges - before
+    finally:
+        choose_planner("default")
+        patches.remove()
+    return {"same": by_ours == by_stock, "exchanges": exchanges}
+
+
+def _all(_: Path) -> dict[str, Any]:
+    return {
+        function.__name__: function()
+        for function in (
+            _finds_what_stock_finds,
+            _refuses,
+            _accepts,
+            _tells_the_others,
+            _repeats,
+            _alone,
+            _in_hooks,
+            _splits_fused,
+        )
+    }
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return values(run_ranks(4, _all, tmp_path_factory.mktemp("uneven"), timeout_seconds=150))
+
+
+def test_chunks_and_write_items_are_those_of_stock(found: list[dict[str, Any]]) -> None:
+    assert len({rank["_finds_what_stock_finds"] for rank in found}) == 1
+    assert found[0]["_finds_what_stock_finds"] > 60
+
+
+@pytest.mark.parametrize(
+    ("case", "keys", "what"),
+    [
+        ("missing", ["missing"], "ranks [2] do not hold this key"),
+        ("last", ["zz.last"], "ranks [3] do not hold this key"),
+        ("renamed", ["one", "other"], "ranks [0, 2, 3] do not hold this key"),
+        ("too long", ["long"], "rank 2: [3, 3], rank 3: [3, 3]"),
+        ("too short", ["short"], "global shape [8, 3], which these local shapes do not make up"),
+        ("narrow", ["narrow"], "rank 1: [2, 2]"),
+        ("other global shape", ["shape"], "has several global shapes, [9, 3] and another"),
+        (
+            "other cut",
+            ["cut"],
+            "rank 3 holds it with 2 dimensions on a mesh of shape [4] (cut along tensor dimension 1)",
+        ),
+        ("other mesh", ["mesh"], "rank 0 holds it with 2 dimensions on a mesh of shape [2]"),
+        ("ragged", ["ragged"], "rank 1: [6, 7], rank 2: [6, 3]"),
+        ("half a replica", ["replica"], "ranks [3] do not hold this key"),
+        (
+            "dimensions",
+            ["flat"],
+            "rank 1: PlanConflict: the DTensor 'flat' has shape [8, 3] and here a local tensor of shape [6]",
+        ),
+        ("partial", ["sum"], "neither Shard nor Replicate"),
+        ("twice", ["a.b"], "two DTensors of the state dict have the name 'a.b'"),
+    ],
+)
+def test_what_does_not_fit_is_one_error_on_all_ranks(
+    found: list[dict[str, Any]], case: str, keys: list[str], what: str
+) -> None:
+    told = [rank["_refuses"][case] for rank in found]
+    assert len(set(told)) == 1
+    assert told[0].startswith(("PlanConflict: ", "RobustCheckpointError: "))
+    assert what in told[0]
+    assert all(repr(key) in told[0] for key in keys)
+    assert "'good'" not in told[0]
+
+
+def test_a_rank_may_lack_a_key_of_which_its_part_is_empty(found: list[dict[str, Any]]) -> None:
+    offsets = [rank["_accepts"]["no key for an empty part"] for rank in found]
+    assert offsets == [[(0, 0)], [(2, 0)], [], [(4, 0)]]
+
+
+def test_a_rank_may_lack_a_replica(found: list[dict[str, Any]]) -> None:
+    assert [rank["_accepts"]["replicas of some"] for rank in found] == [[(0, 0)], [], [(0, 0)], [(0, 0)]]
+
+
+def test_an_empty_part_may_be_flat(found: list[dict[str, Any]]) -> None:
+    chunks = [rank["_accepts"]["mock"] for rank in found]
+    assert [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks] == [
+        ((0, 0), (2, 3)),
+        ((2, 0), (2, 3)),
+        ((4,), (0,)),
+        ((4, 0), (2, 3)),
+    ]
+
+
+def test_parts_that_fill_a_tensor_without_being_a_grid_are_fine(found: list[dict[str, Any]]) -> None:
+    assert [rank["_accepts"]["no grid"] for rank in found] == [(0, 0), (0, 4), (2, 0), (6, 4)]
+
+
+def test_one_name_on_two_meshes_is_two_tensors(found: list[dict[str, Any]]) -> None:
+    chunks = [rank["_accepts"]["one name on two meshes"] for rank in found]
+    assert [(chunk.offsets, chunk.sizes) for chunk in chunks] == [
+        ((0, 0), (2, 2)),
+        ((2, 0), (2, 2)),
+        ((0, 0), (2, 2)),
+        ((2, 0), (3, 2)),
+    ]
+
+
+def test_ranks_outside_of_a_mesh_take_part_without_its_tensors(found: list[dict[str, Any]]) -> None:
+    chunks = [rank["_accepts"]["only rank 0 has any"] for rank in found]
+    assert [None if chunk is None else (chunk.offsets, chunk.sizes) for chunk in chunks] == [
+        ((0,), (3,)),
+        None,
+        None,
+        None,
+    ]
+
+
+def test_a_rank_that_fails_before_the_exchange_is_named_to_the_others(found: list[dict[str, Any]]) -> None:
+    told = {rank["_tells_the_others"] for rank in found}
+    assert len(told) == 1
+    assert "rank 2: KeyError: 'exp_avg'" in told.pop()
+
+
+def test_an_unchanged_state_dict_costs_one_header_a_rank(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert [exchanges for exchanges, _ in rank["_repeats"]] == [3, 1, 3, 1]
+        assert [nbytes for _, nbytes in rank["_repeats"]][1::2] == [0, 0]
+
+
+def test_single_dtensors_that_do_not_fit_are_refused_by_those_that_ask(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert "of shape [8, 3] on ranks [0, 1, 2, 3] make up [12, 3]" in rank["_alone"]["sum"]
+        assert "[4, 3]" in rank["_alone"]["other"]
+        assert "other shapes or cuts" in rank["_alone"]["cut"]
+
+
+def test_a_fused_projection_is_split_after_one_exchange_for_all_of_them(found: list[dict[str, Any]]) -> None:
+    # Three for the fused tensors and three for what they are split into.
+    assert all(rank["_splits_fused"] == {"same": True, "exchanges": 6} for rank in found)
+
+
+def test_hooks_of_state_dict_ask_the_ranks_of_the_model(found: list[dict[str, Any]]) -> None:
+    assert [rank["_in_hooks"].get("some") for rank in found] == [[(0,), (0, 0)], [(1,), (2, 0)], None, None]
+    assert [rank["_in_hooks"]["all"] for rank in found] == [(0,), (1,), (2,), (3,)]
