@@ -4,7 +4,7 @@
 
 All in one run, one after the other, round by round, each save and load in a process of its own (``drive.measurement``
 says what counts). ``benchmarks/fastdisk.sh`` makes a drive that is faster than this machine's. ``--tune`` prints first
-what ``robust_dcp.storage.tune`` finds there.
+what ``robust_dcp.storage.tuning.tune`` finds there.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--shapes", default=",".join(SHAPES), help="default: %(default)s")
     parser.add_argument("--who", help="a part of the names of those to measure; several with commas (default: all)")
-    parser.add_argument("--tune", action="store_true", help="print what robust_dcp.storage.tune finds, first")
+    parser.add_argument("--tune", action="store_true", help="print what robust_dcp.storage.tuning.tune finds, first")
     parser.add_argument("--json", help="write all figures there as well")
     parser.add_argument("--plot", help="draw the rates there (.svg or .png)")
     options = parser.parse_args(arguments)

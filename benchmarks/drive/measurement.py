@@ -27,7 +27,7 @@ from benchmarks.drive.probe import Probe
 from benchmarks.drive.shapes import StateDict, state_dict_of
 from benchmarks.simulation.stopwatch import Stopwatch
 from robust_dcp.plan.cache import PLANS
-from robust_dcp.storage.checksum import crc32
+from robust_dcp.storage.records.checksum import crc32
 
 __all__ = ["Figures", "in_new_process", "load", "probe_load", "probe_save", "save"]
 

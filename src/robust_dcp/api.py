@@ -30,7 +30,7 @@ from robust_dcp.planner import RobustLoadPlanner, RobustPlanner
 from robust_dcp.planner.save import checkpoint_name
 from robust_dcp.report import LoadReport, PhaseReport, SaveReport
 from robust_dcp.storage.reader import RobustReader
-from robust_dcp.storage.targets import may_ask_early
+from robust_dcp.storage.reading.targets import may_ask_early
 from robust_dcp.storage.writer import RobustWriter
 
 __all__ = ["load", "save"]

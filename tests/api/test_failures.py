@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter
 from robust_dcp.plan.cache import PLANS
-from robust_dcp.storage.disk import PosixDisk
+from robust_dcp.storage.files.disk import PosixDisk
 from tests.api.test_cached_plans import check_loads
 from tests.api.verdicts import Verdict, verdict_of
 from tests.support.ranks import errors, run_ranks, values

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import robust_dcp
 from robust_dcp import RobustLoadPlanner, RobustReader
-from robust_dcp.storage.metadata_file import encode_metadata
-from robust_dcp.storage.torch_zip import record_template
+from robust_dcp.storage.metadata.metadata_file import encode_metadata
+from robust_dcp.storage.records.torch_zip import record_template
 from tests.api.fingerprints import fingerprint
 from tests.api.test_cached_plans import blank
 from tests.api.test_failures import Broken

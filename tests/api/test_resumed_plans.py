@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import robust_dcp
 from robust_dcp.plan.cache import PLANS
 from robust_dcp.plan.stored_plan import LOADED
-from robust_dcp.storage.paths import PLAN_NAME
+from robust_dcp.storage.files.paths import PLAN_NAME
 from tests.support.ranks import run_ranks, values
 
 

@@ -23,7 +23,7 @@ from robust_dcp import RobustLoadPlanner, RobustReader
 from robust_dcp.comm.nodes import RANKS_PER_NODE
 from robust_dcp.plan.shared_reads import PARCEL_NBYTES
 from robust_dcp.report import LoadReport
-from robust_dcp.storage.disk import OpenFile, PosixDisk
+from robust_dcp.storage.files.disk import OpenFile, PosixDisk
 from tests.api.verdicts import Verdict, verdict_of
 from tests.support.ranks import run_ranks, values
 

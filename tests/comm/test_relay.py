@@ -16,7 +16,7 @@ from robust_dcp.comm import Channel, GroupMover, Parcel, Relay
 from robust_dcp.comm.deadline import Deadline
 from robust_dcp.comm.transport import LocalTransport, TransportFailure
 from robust_dcp.errors import ExchangeError, ExchangeTimeout
-from robust_dcp.storage.checksum import crc32
+from robust_dcp.storage.records.checksum import crc32
 from tests.comm.faults import Damage, inject, one_bit_flipped
 from tests.support.ranks import errors, run_ranks, values
 

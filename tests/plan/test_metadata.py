@@ -26,10 +26,10 @@ from robust_dcp.plan.global_plan import GlobalPlan, make_global_plan, plan_of_ke
 from robust_dcp.plan.metadata import MetadataTemplate, stock_metadata
 from robust_dcp.plan.rank_plan import place_items, place_items_of_all
 from robust_dcp.plan.structure import ItemKind
-from robust_dcp.storage.engine import WrittenFiles
-from robust_dcp.storage.layout import Placements
-from robust_dcp.storage.metadata_file import decode_metadata
-from robust_dcp.storage.metadata_pickle import EncodedMetadata
+from robust_dcp.storage.layouts.places import Placements
+from robust_dcp.storage.metadata.metadata_file import decode_metadata
+from robust_dcp.storage.metadata.pickled import EncodedMetadata
+from robust_dcp.storage.writing.engine import WrittenFiles
 from tests.plan.structures import Item, World, chunk, obj, table, tensor, worlds
 
 _TYPES = {

@@ -15,7 +15,7 @@ from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.planning import apply_plan, plan_for_all
 from robust_dcp.plan.rank_plan import RankPlan, RankPlanMessage
 from robust_dcp.plan.structure import Form, ItemKind, plan_id_of
-from robust_dcp.storage.engine import WrittenFiles
+from robust_dcp.storage.writing.engine import WrittenFiles
 from tests.plan.structures import World, chunk, local_of, obj, table, tensor, worlds
 
 

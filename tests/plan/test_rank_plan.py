@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from robust_dcp.errors import ExchangeError
 from robust_dcp.plan.rank_plan import pack_places, place_items, unpack_places
 from robust_dcp.plan.structure import Form
-from robust_dcp.storage.torch_zip import record_template
+from robust_dcp.storage.records.torch_zip import record_template
 from tests.plan.structures import Item, chunk, obj, table, tensor
 
 

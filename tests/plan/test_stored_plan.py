@@ -15,8 +15,8 @@ from robust_dcp.errors import RobustCheckpointError
 from robust_dcp.plan.cache import CoordinatorPlan
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.stored_plan import _HEAD, LoadedCheckpoints, _Index, encode_plan, read_plan
-from robust_dcp.storage.checksum import crc32
-from robust_dcp.storage.paths import PLAN_NAME
+from robust_dcp.storage.files.paths import PLAN_NAME
+from robust_dcp.storage.records.checksum import crc32
 from tests.plan.structures import World, chunk, local_of, obj, table, tensor, worlds
 from tests.plan.test_planning import first_save, locals_of, metadata_of, plan_of
 

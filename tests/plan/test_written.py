@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from robust_dcp.errors import ExchangeError
 from robust_dcp.plan.written import WrittenMessage, news_of, word_of, written_by_all
-from robust_dcp.storage.engine import WrittenFiles
+from robust_dcp.storage.writing.engine import WrittenFiles
 
 _PLACES = [[0, 100], [128, 7]]
 

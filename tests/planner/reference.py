@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from robust_dcp.plan.structure import Form, ItemKind, ItemStructure
-from robust_dcp.storage.torch_zip import is_fixed_size, record_template
+from robust_dcp.storage.records.torch_zip import is_fixed_size, record_template
 
 __all__ = ["stock_items", "stock_planner", "stock_structures"]
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from robust_dcp.staging import Block, TensorBytes
-from robust_dcp.storage.torch_zip import payload_view
+from robust_dcp.storage.records.torch_zip import payload_view
 from tests.storage.test_engine import tensors
 
 

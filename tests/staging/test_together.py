@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from robust_dcp.staging import flat_bytes, to_host_together
-from robust_dcp.storage.torch_zip import payload_view
+from robust_dcp.storage.records.torch_zip import payload_view
 from tests.storage.test_torch_zip import DTYPES, shapes, tensor_of
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from robust_dcp.storage.engine import WrittenFiles, write_files
-from robust_dcp.storage.item_source import ItemSource
-from robust_dcp.storage.layout import Placements, place_records
-from robust_dcp.storage.torch_zip import record_template
-from robust_dcp.storage.write_options import WriteOptions
+from robust_dcp.storage.layouts.places import Placements, place_records
+from robust_dcp.storage.records.torch_zip import record_template
+from robust_dcp.storage.writing.engine import WrittenFiles, write_files
+from robust_dcp.storage.writing.item_source import ItemSource
+from robust_dcp.storage.writing.write_options import WriteOptions
 from tests.storage.test_torch_zip import record_of
 from tests.support.simulated_disk import SimulatedDisk
 

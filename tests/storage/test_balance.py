@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_dcp.storage.balance import deal
+from robust_dcp.storage.layouts.balance import deal
 
 _SIZES = st.lists(st.one_of(st.integers(0, 10), st.integers(0, 1 << 40)), max_size=400)
 _LOADS = st.lists(st.one_of(st.just(0), st.integers(0, 1 << 40)), min_size=1, max_size=5)

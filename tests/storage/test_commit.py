@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from robust_dcp.errors import StorageError, UnsafeCheckpoint
-from robust_dcp.storage.commit import commit_metadata, remove_superseded, unreferenced_files
-from robust_dcp.storage.disk import Disk, PosixDisk
-from robust_dcp.storage.metadata_file import StorageInfo, decode_metadata, encode_metadata, referenced_files
-from robust_dcp.storage.paths import data_file_name
+from robust_dcp.storage.files.disk import Disk, PosixDisk
+from robust_dcp.storage.files.paths import data_file_name
+from robust_dcp.storage.metadata.metadata_file import StorageInfo, decode_metadata, encode_metadata, referenced_files
 from robust_dcp.storage.reader import RobustReader
-from robust_dcp.storage.torch_zip import payload_view, record_template
+from robust_dcp.storage.records.torch_zip import payload_view, record_template
+from robust_dcp.storage.writing.commit import commit_metadata, remove_superseded, unreferenced_files
 from tests.support.simulated_disk import SimulatedDisk, WatchedDisk, runs_with_each_call_failing
 
 DIRECTORY = "/checkpoint"

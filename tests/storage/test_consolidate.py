@@ -21,7 +21,7 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate
 import robust_dcp
 from robust_dcp import CorruptCheckpoint, RobustReader, RobustWriter, StorageError
 from robust_dcp.storage import consolidate
-from robust_dcp.storage.disk import OpenFile, PosixDisk
+from robust_dcp.storage.files.disk import OpenFile, PosixDisk
 from robust_dcp.storage.layouts import LAYOUTS
 from robust_dcp.storage.model_file import boxes_of
 from tests.api.fingerprints import differences

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from robust_dcp.errors import StorageError
 from robust_dcp.staging import Block, DeviceCopies, TensorBytes
-from robust_dcp.storage import engine
-from robust_dcp.storage.disk import OpenFile, PosixDisk, storage_error
-from robust_dcp.storage.layout import LARGE_NBYTES
+from robust_dcp.storage.files.disk import OpenFile, PosixDisk, storage_error
+from robust_dcp.storage.layouts.places import LARGE_NBYTES
+from robust_dcp.storage.writing import engine
 from tests.storage.sources import ListSource, content_of, framed_one_by_one, placed, write
 from tests.storage.test_engine import tensors
 from tests.support.simulated_disk import SimulatedDisk

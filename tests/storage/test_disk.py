@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from robust_dcp.errors import StorageError
-from robust_dcp.storage.disk import PosixDisk
+from robust_dcp.storage.files.disk import PosixDisk
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from robust_dcp.errors import PlanConflict
-from robust_dcp.storage import write_order
-from robust_dcp.storage.item_source import WriteItemSource
-from robust_dcp.storage.layout import LARGE_NBYTES, place_as_they_come
-from robust_dcp.storage.write_options import WriteOptions
+from robust_dcp.storage.layouts.places import LARGE_NBYTES, place_as_they_come
+from robust_dcp.storage.writing import write_order
+from robust_dcp.storage.writing.item_source import WriteItemSource
+from robust_dcp.storage.writing.write_options import WriteOptions
 from tests.storage.sources import ListSource, content_of, framed_one_by_one, placed, placed_at, write
 from tests.storage.test_torch_zip import DTYPES, shapes, tensor_of
 from tests.support.simulated_disk import SimulatedDisk, WatchedDisk

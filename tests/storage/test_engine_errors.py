@@ -12,7 +12,7 @@ import torch
 
 from robust_dcp.comm import Stopped
 from robust_dcp.errors import PlanConflict, RobustCheckpointError, StorageError
-from robust_dcp.storage.layout import LARGE_NBYTES
+from robust_dcp.storage.layouts.places import LARGE_NBYTES
 from tests.storage.sources import DIRECTORY, ListSource, placed, write
 from tests.support.simulated_disk import SimulatedDisk, WatchedDisk
 

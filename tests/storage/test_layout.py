@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from robust_dcp.storage.layout import (
+from robust_dcp.storage.layouts.places import (
     LARGE_NBYTES,
     PAGE_NBYTES,
     RECORD_ALIGNMENT,

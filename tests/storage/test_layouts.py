@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 import robust_dcp
 from robust_dcp import CorruptCheckpoint, RobustPlanner, RobustReader, RobustWriter
 from robust_dcp.plan.cache import PLANS
-from robust_dcp.storage.disk import OpenFile, PosixDisk
+from robust_dcp.storage.files.disk import OpenFile, PosixDisk
 from robust_dcp.storage.layouts import LAYOUTS, layout_named
-from robust_dcp.storage.metadata_file import referenced_files
+from robust_dcp.storage.metadata.metadata_file import referenced_files
 from tests.api.fingerprints import differences
 from tests.storage.checkpoints import load, read_box
 from tests.storage.test_torch_zip import DTYPES, tensor_of

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan
 
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
-from robust_dcp.storage.metadata_file import StorageInfo, decode_metadata, encode_metadata, referenced_files
+from robust_dcp.storage.metadata.metadata_file import StorageInfo, decode_metadata, encode_metadata, referenced_files
 
 
 def metadata_of(relative_path: Any = "__0_0.distcp", offset: Any = 0, length: Any = 1577) -> Metadata:

@@ -29,10 +29,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
-from robust_dcp.storage.metadata_file import StorageInfo, decode_metadata, encode_metadata
-from robust_dcp.storage.metadata_pickle import EncodedMetadata, MetadataColumns, MetadataPickle
-from robust_dcp.storage.metadata_pickle.slabs import SLAB_ROWS
-from robust_dcp.storage.metadata_pickle.stock_records import stock_records
+from robust_dcp.storage.metadata.metadata_file import StorageInfo, decode_metadata, encode_metadata
+from robust_dcp.storage.metadata.pickled import EncodedMetadata, MetadataColumns, MetadataPickle
+from robust_dcp.storage.metadata.pickled.slabs import SLAB_ROWS
+from robust_dcp.storage.metadata.pickled.stock_records import stock_records
 
 Properties = tuple[torch.dtype, torch.layout, bool]
 Dims = tuple[int, ...]

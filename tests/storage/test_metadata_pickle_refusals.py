@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from robust_dcp.storage.metadata_classes import StorageInfo
-from robust_dcp.storage.metadata_pickle import MetadataColumns, MetadataPickle
-from robust_dcp.storage.metadata_pickle.stock_records import StockRecords
+from robust_dcp.storage.metadata.metadata_classes import StorageInfo
+from robust_dcp.storage.metadata.pickled import MetadataColumns, MetadataPickle
+from robust_dcp.storage.metadata.pickled.stock_records import StockRecords
 
 
 def int32(*values: int) -> np.ndarray:

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
-from robust_dcp.storage.objects import check_object, load_object
+from robust_dcp.storage.records.objects import check_object, load_object
 
 Save = Callable[[Any, io.BytesIO], object]
 

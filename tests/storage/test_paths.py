@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from robust_dcp.errors import UnsafeCheckpoint
-from robust_dcp.storage.disk import PosixDisk
-from robust_dcp.storage.paths import (
+from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.paths import (
     check_relative_path,
     data_file_name,
     locate,

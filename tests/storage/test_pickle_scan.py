@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from robust_dcp.storage.pickle_scan import check_memo
+from robust_dcp.storage.records.pickle_scan import check_memo
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(max_size=400)
 values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner))

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from robust_dcp.errors import StorageError
 from robust_dcp.staging import BlockLease, BlockPool
-from robust_dcp.storage.disk import OpenFile, PosixDisk, storage_error
-from robust_dcp.storage.layout import PAGE_NBYTES
-from robust_dcp.storage.read_file import ReadFile
-from robust_dcp.storage.torch_zip import payload_view
+from robust_dcp.storage.files.disk import OpenFile, PosixDisk, storage_error
+from robust_dcp.storage.layouts.places import PAGE_NBYTES
+from robust_dcp.storage.reading.read_file import ReadFile
+from robust_dcp.storage.records.torch_zip import payload_view
 from tests.support.simulated_disk import WatchedDisk
 
 FILE_NBYTES = 3 * (1 << 20) + 1234

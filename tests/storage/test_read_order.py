@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from robust_dcp.storage.read_order import SMALL_NBYTES, Read, ReadGroup, in_groups
-from robust_dcp.storage.read_pieces import cut
+from robust_dcp.storage.reading.read_order import SMALL_NBYTES, Read, ReadGroup, in_groups
+from robust_dcp.storage.reading.read_pieces import cut
 
 BLOCK_NBYTES = 1 << 20
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from robust_dcp.errors import CorruptCheckpoint
 from robust_dcp.staging import BlockPool, CopiesToDevice
-from robust_dcp.storage.disk import PosixDisk
-from robust_dcp.storage.read_file import ReadFile
-from robust_dcp.storage.read_pieces import PiecewiseRead, cut
-from robust_dcp.storage.stored_item import ItemInFile, find_box
+from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.reading.read_file import ReadFile
+from robust_dcp.storage.reading.read_pieces import PiecewiseRead, cut
+from robust_dcp.storage.reading.stored_item import ItemInFile, find_box
 from tests.storage.test_read_file import forget
 
 PIECE_NBYTES = 1 << 20

@@ -9,8 +9,8 @@ import zlib
 import pytest
 import torch
 
-from robust_dcp.storage.parse_record import parse_record
-from robust_dcp.storage.record_forms import RecordForm, RecordForms
+from robust_dcp.storage.reading.record_forms import RecordForm, RecordForms
+from robust_dcp.storage.records.parse_record import parse_record
 from tests.storage.test_torch_zip import record_of, saved_by_torch
 
 

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from robust_dcp.errors import PlanConflict
 from robust_dcp.plan.global_plan import make_global_plan
 from robust_dcp.plan.rank_plan import place_items, place_items_of_all
-from robust_dcp.storage.layout import PAGE_NBYTES, RECORD_ALIGNMENT, Placements
 from robust_dcp.storage.layouts import LAYOUTS, SAFETENSORS, ItemColumns, PlacedTensor
+from robust_dcp.storage.layouts.places import PAGE_NBYTES, RECORD_ALIGNMENT, Placements
+from robust_dcp.storage.layouts.read_head import parse_head
 from robust_dcp.storage.layouts.safetensors import _spread
 from robust_dcp.storage.layouts.safetensors_head import DTYPES, LENGTH_NBYTES, MAX_HEADER_NBYTES, ShardHead
-from robust_dcp.storage.read_head import parse_head
 from tests.plan.structures import Item, chunk, obj, table, tensor
 
 _DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.complex64, torch.complex128, torch.int64, torch.bool]

@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from robust_dcp import RobustWriter, StorageError
-from robust_dcp.storage.disk import PosixDisk
-from robust_dcp.storage.stripes import remove_targets, stripe_of
+from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.writing.stripes import remove_targets, stripe_of
 from tests.support.simulated_disk import WatchedDisk
 
 StateDict = dict[str, Any]

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from robust_dcp.storage.parse_record import ParsedRecord, parse_record
-from robust_dcp.storage.torch_zip import (
+from robust_dcp.storage.records.parse_record import ParsedRecord, parse_record
+from robust_dcp.storage.records.torch_zip import (
     PAYLOAD_ALIGNMENT,
     contiguous_strides,
     is_fixed_size,

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 import robust_dcp
 from robust_dcp.errors import StorageError
 from robust_dcp.storage import tune
-from robust_dcp.storage.disk import OpenFile, PosixDisk, storage_error
-from robust_dcp.storage.tune import BLOCKS_NBYTES, GOOD_ENOUGH, Measured, Setting, choose
+from robust_dcp.storage.files.disk import OpenFile, PosixDisk, storage_error
+from robust_dcp.storage.tuning.tune import BLOCKS_NBYTES, GOOD_ENOUGH, Measured, Setting, choose
 
 MIB = 1 << 20
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from robust_dcp.staging import POOL
-from robust_dcp.storage.checksum import crc32
-from robust_dcp.storage.disk import OpenFile
-from robust_dcp.storage.layout import LARGE_NBYTES, place_as_they_come
-from robust_dcp.storage.torch_zip import record_template
-from robust_dcp.storage.write_options import WriteOptions
+from robust_dcp.storage.files.disk import OpenFile
+from robust_dcp.storage.layouts.places import LARGE_NBYTES, place_as_they_come
+from robust_dcp.storage.records.checksum import crc32
+from robust_dcp.storage.records.torch_zip import record_template
+from robust_dcp.storage.writing.write_options import WriteOptions
 from tests.storage.sources import DIRECTORY, ListSource, content_of, framed_one_by_one, placed, write
 from tests.support.simulated_disk import SimulatedDisk
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from robust_dcp.storage.direct.alignment import Alignment
-from robust_dcp.storage.disk import Disk, OpenFile, storage_error
+from robust_dcp.storage.files.alignment import Alignment
+from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
 
 _ALIGNMENT = Alignment(memory=64, offset=512)
 

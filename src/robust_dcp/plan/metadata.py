@@ -1,6 +1,6 @@
 """The ``.metadata`` of a checkpoint, from a global plan: what stock readers read.
 
-Owns the translation of the plan's columns into those that ``storage.metadata_pickle`` emits; what a plan determines is
+Owns the translation of the plan's columns into those that ``storage.metadata.pickled`` emits; what a plan determines is
 emitted once and kept with it, the names of files and the places of items of variable size are filled in at each commit.
 Coordinator only.
 """
@@ -26,11 +26,11 @@ from torch.distributed.checkpoint.metadata import (
 from robust_dcp.plan.global_plan import GlobalColumns, GlobalPlan
 from robust_dcp.plan.structure import ItemKind
 from robust_dcp.plan.structure.ragged import unique_rows
-from robust_dcp.storage.engine import WrittenFiles
-from robust_dcp.storage.layout import Placements
 from robust_dcp.storage.layouts import TORCH, FileName, Layout
-from robust_dcp.storage.metadata_pickle import MetadataColumns, MetadataPickle
+from robust_dcp.storage.layouts.places import Placements
+from robust_dcp.storage.metadata.pickled import MetadataColumns, MetadataPickle
 from robust_dcp.storage.writer import MetadataToPublish
+from robust_dcp.storage.writing.engine import WrittenFiles
 
 __all__ = ["MetadataTemplate", "stock_metadata"]
 

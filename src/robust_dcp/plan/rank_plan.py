@@ -18,8 +18,8 @@ from robust_dcp.errors import ExchangeError
 from robust_dcp.plan.global_plan import GlobalPlan
 from robust_dcp.plan.structure import Form, ItemKind, StructureTable
 from robust_dcp.plan.structure.ragged import padded, unique_rows
-from robust_dcp.storage.layout import Placements
 from robust_dcp.storage.layouts import TORCH, ItemColumns, Layout
+from robust_dcp.storage.layouts.places import Placements
 
 __all__ = ["RankPlan", "RankPlanMessage", "pack_places", "place_items", "place_items_of_all", "unpack_places"]
 

@@ -26,10 +26,10 @@ from robust_dcp.plan.replicated_objects import ObjectDigests, differing_digests,
 from robust_dcp.plan.stored_plan import LOADED, encode_plan
 from robust_dcp.plan.structure import StructureDiff, StructureMessage, plan_id_of
 from robust_dcp.plan.written import WrittenMessage, news_of, word_of, written_by_all
-from robust_dcp.storage.commit import BEFORE_RENAME
-from robust_dcp.storage.engine import WrittenFiles
-from robust_dcp.storage.layout import Placements
+from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.writer import MetadataToPublish
+from robust_dcp.storage.writing.commit import BEFORE_RENAME
+from robust_dcp.storage.writing.engine import WrittenFiles
 
 __all__ = ["OnObjectMismatch", "OnStructureChange", "SaveSession"]
 

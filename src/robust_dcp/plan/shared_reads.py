@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from robust_dcp.errors import ExchangeError
 from robust_dcp.plan.global_plan.writers import by_holders
-from robust_dcp.storage.balance import deal, fill_up
-from robust_dcp.storage.common_reads import ON_DEVICE
+from robust_dcp.storage.layouts.balance import deal, fill_up
+from robust_dcp.storage.reading.common_reads import ON_DEVICE
 
 __all__ = ["PARCEL_NBYTES", "ROUND_NBYTES", "Piece", "ReadColumns", "ReadShare", "deal_reads", "pieces_of"]
 

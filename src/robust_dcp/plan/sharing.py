@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from robust_dcp.comm import Channel, GroupMover, Offer, Parcel, Relay
 from robust_dcp.errors import PlanConflict
 from robust_dcp.plan.shared_reads import Piece, ReadColumns, ReadShare, deal_reads, pieces_of
-from robust_dcp.storage.checksum import crc32
-from robust_dcp.storage.common_reads import CommonReads
 from robust_dcp.storage.reader import RobustReader
+from robust_dcp.storage.reading.common_reads import CommonReads
+from robust_dcp.storage.records.checksum import crc32
 
 __all__ = ["SharedReads", "deal_out", "ranks_share", "sharing_offer"]
 

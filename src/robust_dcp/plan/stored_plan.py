@@ -26,9 +26,9 @@ from robust_dcp.plan.planning import coordinator_plan_of
 from robust_dcp.plan.rank_plan import RankPlan, pack_places, place_items, unpack_places
 from robust_dcp.plan.structure import ItemKind, StructureMessage, TableDecoder, plan_id_of
 from robust_dcp.plan.structure.signature import SIGNATURE_NBYTES
-from robust_dcp.storage.checksum import crc32
-from robust_dcp.storage.disk import Disk, PosixDisk
-from robust_dcp.storage.paths import PLAN_NAME
+from robust_dcp.storage.files.disk import Disk, PosixDisk
+from robust_dcp.storage.files.paths import PLAN_NAME
+from robust_dcp.storage.records.checksum import crc32
 
 __all__ = ["LOADED", "LoadedCheckpoints", "encode_plan", "read_plan"]
 

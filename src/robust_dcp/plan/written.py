@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from robust_dcp.errors import ExchangeError
-from robust_dcp.storage.engine import WrittenFiles
+from robust_dcp.storage.writing.engine import WrittenFiles
 
 __all__ = ["WrittenMessage", "news_of", "word_of", "written_by_all"]
 

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict
 from robust_dcp.planner.load_items import PlannedReads, plan_reads
-from robust_dcp.storage.garbage import without_garbage_collection
-from robust_dcp.storage.objects import check_object
+from robust_dcp.storage.files.garbage import without_garbage_collection
+from robust_dcp.storage.records.objects import check_object
 
 __all__ = ["RobustLoadPlanner"]
 

@@ -30,9 +30,9 @@ from robust_dcp.planner.describe import DescribedItems, describe_items, holds_sh
 from robust_dcp.planner.flatten import flatten
 from robust_dcp.planner.known import STRUCTURES, KnownStructure
 from robust_dcp.planner.sources import StateDictSource
-from robust_dcp.storage.item_source import ItemSource, WriteItemSource
 from robust_dcp.storage.layouts import TORCH
 from robust_dcp.storage.writer import RobustWriter, WriterMeta
+from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
 from robust_dcp.version import __version__
 
 __all__ = ["RobustPlanner"]

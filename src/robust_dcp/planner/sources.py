@@ -25,7 +25,7 @@ Resolved = torch.Tensor | io.BytesIO
 
 
 class StateDictSource:
-    """:class:`~robust_dcp.storage.item_source.ItemSource` over the values of a state dict.
+    """:class:`~robust_dcp.storage.writing.item_source.ItemSource` over the values of a state dict.
 
     Only for a planner whose ``lookup_object`` and ``resolve_data`` are stock's for tensors: they are not called where
     the outcome is known. Grad mode is the caller's to switch off, since it belongs to the thread: a DTensor would else

@@ -18,12 +18,12 @@ from typing import Final
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from robust_dcp.errors import StorageError
-from robust_dcp.storage.disk import Disk, OpenFile, PosixDisk
+from robust_dcp.storage.files.disk import Disk, OpenFile, PosixDisk
+from robust_dcp.storage.files.paths import SAFETENSORS_SUFFIX
 from robust_dcp.storage.layouts.safetensors_head import DTYPES, METADATA_KEY
+from robust_dcp.storage.metadata.shard_metadata import shards_in
 from robust_dcp.storage.model_file import ModelTensor, write_model_file
-from robust_dcp.storage.paths import SAFETENSORS_SUFFIX
 from robust_dcp.storage.reader import RobustReader
-from robust_dcp.storage.shard_metadata import shards_in
 
 __all__ = ["INDEX_NAME", "ConsolidateReport", "consolidate"]
 

@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from robust_dcp.storage.checksum import crc32
-from robust_dcp.storage.disk import Disk, OpenFile
+from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.layouts.protocol import ItemColumns, PlacedTensor
 from robust_dcp.storage.layouts.safetensors_head import ShardHead, entry_nbytes, head_nbytes_for
 from robust_dcp.storage.reader import RobustReader
+from robust_dcp.storage.records.checksum import crc32
 
 __all__ = ["ModelTensor", "boxes_of", "write_model_file"]
 

@@ -22,14 +22,14 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from robust_dcp.errors import CorruptCheckpoint, StorageError
-from robust_dcp.storage.common_reads import CommonReads, common_reads, places_in_files
-from robust_dcp.storage.disk import Disk, PosixDisk
-from robust_dcp.storage.metadata_file import decode_metadata, encode_metadata
-from robust_dcp.storage.paths import metadata_name
-from robust_dcp.storage.read_items import read_items
-from robust_dcp.storage.read_options import BLOCK_NBYTES, ReadOptions
-from robust_dcp.storage.shard_metadata import metadata_of_shards, shards_in
-from robust_dcp.storage.write_options import default_threads
+from robust_dcp.storage.files.disk import Disk, PosixDisk
+from robust_dcp.storage.files.paths import metadata_name
+from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
+from robust_dcp.storage.metadata.shard_metadata import metadata_of_shards, shards_in
+from robust_dcp.storage.reading.common_reads import CommonReads, common_reads, places_in_files
+from robust_dcp.storage.reading.read_items import read_items
+from robust_dcp.storage.reading.read_options import BLOCK_NBYTES, ReadOptions
+from robust_dcp.storage.writing.write_options import default_threads
 
 __all__ = ["RobustReader"]
 
@@ -144,7 +144,7 @@ class RobustReader(StorageReader):
         """Decode what :meth:`metadata_bytes` returned, here or on another rank.
 
         Raises:
-            CorruptCheckpoint, UnsafeCheckpoint: as :func:`~robust_dcp.storage.metadata_file.decode_metadata`.
+            CorruptCheckpoint, UnsafeCheckpoint: as :func:`~robust_dcp.storage.metadata.metadata_file.decode_metadata`.
         """
         metadata = decode_metadata(data, self._metadata_path(rank))
         if metadata.storage_meta is None:
@@ -194,7 +194,7 @@ class RobustReader(StorageReader):
     def common_reads(
         self, plan: LoadPlan, planner: LoadPlanner, stays_on: Callable[[torch.device], bool]
     ) -> CommonReads:
-        """What of ``plan`` another rank may read for this one: see :mod:`robust_dcp.storage.common_reads`."""
+        """What of ``plan`` another rank may read for this one: see :mod:`robust_dcp.storage.reading.common_reads`."""
         return common_reads(plan.items, planner, self._known_metadata(), self.path, stays_on)
 
     def places_in_files(self) -> npt.NDArray[np.int64]:

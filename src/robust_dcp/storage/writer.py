@@ -21,17 +21,17 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from robust_dcp.errors import StorageError
-from robust_dcp.storage.commit import commit_metadata, keep_beside, remove_superseded, unreferenced_files
-from robust_dcp.storage.disk import Disk, PosixDisk
-from robust_dcp.storage.engine import WrittenFiles, write_files
-from robust_dcp.storage.item_source import ItemSource, WriteItemSource
-from robust_dcp.storage.layout import Placements, place_as_they_come
+from robust_dcp.storage.files.disk import Disk, PosixDisk
+from robust_dcp.storage.files.paths import PLAN_NAME, metadata_name
 from robust_dcp.storage.layouts import FileName, layout_named
-from robust_dcp.storage.metadata_file import FORMAT_VERSION, StorageInfo, encode_metadata, referenced_files
-from robust_dcp.storage.paths import PLAN_NAME, metadata_name
-from robust_dcp.storage.shard_metadata import shards_in
-from robust_dcp.storage.stripes import remove_targets
-from robust_dcp.storage.write_options import WriteOptions
+from robust_dcp.storage.layouts.places import Placements, place_as_they_come
+from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, StorageInfo, encode_metadata, referenced_files
+from robust_dcp.storage.metadata.shard_metadata import shards_in
+from robust_dcp.storage.writing.commit import commit_metadata, keep_beside, remove_superseded, unreferenced_files
+from robust_dcp.storage.writing.engine import WrittenFiles, write_files
+from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
+from robust_dcp.storage.writing.stripes import remove_targets
+from robust_dcp.storage.writing.write_options import WriteOptions
 
 __all__ = ["MetadataToPublish", "RobustWriter", "SaveInProgress", "WriterMeta"]
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from robust_dcp.plan.global_plan.columns import GlobalColumns
 from robust_dcp.plan.global_plan.replicas import Replicas
 from robust_dcp.plan.structure import ItemKind
-from robust_dcp.storage.balance import deal
+from robust_dcp.storage.layouts.balance import deal
 
 __all__ = ["by_holders", "choose_writers"]
 

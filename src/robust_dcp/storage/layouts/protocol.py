@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from robust_dcp.storage.layout import Placements
+from robust_dcp.storage.layouts.places import Placements
 
 __all__ = ["FileName", "Frame", "Head", "ItemColumns", "Layout", "PlacedTensor"]
 
@@ -167,7 +167,7 @@ class Layout(Protocol):
         """The names of a rank's files.
 
         Args:
-            head_nbytes: of each file, as in :class:`~robust_dcp.storage.layout.Placements`.
+            head_nbytes: of each file, as in :class:`~robust_dcp.storage.layouts.places.Placements`.
             generation: how many saves have left files that would have these names, 0 in a fresh directory.
         """
 

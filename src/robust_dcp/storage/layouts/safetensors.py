@@ -15,8 +15,9 @@ import numpy.typing as npt
 import torch
 
 from robust_dcp.errors import PlanConflict
-from robust_dcp.storage.balance import deal
-from robust_dcp.storage.layout import PAGE_NBYTES, Placements, place_records
+from robust_dcp.storage.files.paths import data_file_name, shard_file_name, temporary_name
+from robust_dcp.storage.layouts.balance import deal
+from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements, place_records
 from robust_dcp.storage.layouts.protocol import FileName, Frame, Head, ItemColumns, PlacedTensor
 from robust_dcp.storage.layouts.raw_frame import raw_frame
 from robust_dcp.storage.layouts.safetensors_head import (
@@ -29,8 +30,7 @@ from robust_dcp.storage.layouts.safetensors_head import (
     head_nbytes_for,
 )
 from robust_dcp.storage.layouts.torch_records import record_measures
-from robust_dcp.storage.paths import data_file_name, shard_file_name, temporary_name
-from robust_dcp.storage.torch_zip import record_template
+from robust_dcp.storage.records.torch_zip import record_template
 
 __all__ = ["SAFETENSORS", "Safetensors"]
 

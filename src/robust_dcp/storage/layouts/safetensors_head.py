@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from robust_dcp.storage.layout import PAGE_NBYTES, RECORD_ALIGNMENT
+from robust_dcp.storage.layouts.places import PAGE_NBYTES, RECORD_ALIGNMENT
 from robust_dcp.storage.layouts.protocol import ItemColumns, PlacedTensor
 
 __all__ = [

@@ -1,7 +1,7 @@
 """The layout ``torch``: ``__{rank}_{n}.distcp`` files of torch-save records, as stock ``FileSystemWriter`` makes them.
 
 Owns which records go to which file and what these are called. How a record looks: ``torch_zip``; the arithmetic of
-places: ``layout``.
+places: ``places``.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from robust_dcp.storage.layout import Placements, place_records
+from robust_dcp.storage.files.paths import data_file_name
+from robust_dcp.storage.layouts.places import Placements, place_records
 from robust_dcp.storage.layouts.protocol import FileName, Frame, Head, ItemColumns, PlacedTensor
-from robust_dcp.storage.paths import data_file_name
-from robust_dcp.storage.torch_zip import RecordTemplate, record_template
+from robust_dcp.storage.records.torch_zip import RecordTemplate, record_template
 
 __all__ = ["TORCH", "TorchRecords", "record_measures"]
 

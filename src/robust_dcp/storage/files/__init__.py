@@ -1,0 +1,1 @@
+"""Files and directories: the disk, names and paths, what direct I/O asks for."""

@@ -1,0 +1,160 @@
+"""Names of the files of a checkpoint, and the proof that a name stays in its directory.
+
+Owns which names data files have and which paths out of ``.metadata`` may be opened. Never opens anything. The writer
+takes names from here; the reader and the metadata decoder check what they were given.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any, Final, NamedTuple
+
+from robust_dcp.errors import UnsafeCheckpoint
+from robust_dcp.storage.files.disk import Disk
+
+__all__ = [
+    "DATA_SUFFIX",
+    "METADATA_NAME",
+    "PLAN_NAME",
+    "SAFETENSORS_SUFFIX",
+    "DataFileName",
+    "check_relative_path",
+    "committed_name",
+    "data_file_name",
+    "holds_raw_bytes",
+    "is_data_file",
+    "locate",
+    "metadata_name",
+    "parse_data_file_name",
+    "shard_file_name",
+    "temporary_name",
+]
+
+METADATA_NAME: Final = ".metadata"
+DATA_SUFFIX: Final = ".distcp"
+SAFETENSORS_SUFFIX: Final = ".safetensors"
+PLAN_NAME: Final = ".robust_dcp.plan"
+"""The plan that a checkpoint was saved by; no part of the checkpoint, and nothing that stock looks for."""
+
+# Stock DCP: __{rank}_{number}.distcp. Megatron-Core may put its separation hint before that; ours have a generation.
+_DATA_FILE: Final = re.compile(
+    r"(?P<hint>[\w.\-]*?)__(?P<rank>\d+)_(?P<number>\d+)(?:\.(?P<generation>[1-9]\d*))?\.distcp"
+)
+
+# Names of torch's HuggingFaceStorageWriter, and of a file that will be called so once it is committed.
+_SHARD_FILE: Final = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors")
+_TEMPORARY: Final = re.compile(r"(?P<name>.+\.safetensors)\.\d+\.part")
+
+
+class DataFileName(NamedTuple):
+    """What the name of a data file says: who wrote it, which of its files it is, and how often the name was taken."""
+
+    rank: int
+    number: int
+    generation: int
+    hint: str = ""
+
+
+def data_file_name(rank: int, number: int, generation: int = 0) -> str:
+    """``__{rank}_{number}.distcp`` as stock names it; ``__{rank}_{number}.{generation}.distcp`` from generation 1 on.
+
+    A save into a directory that holds a checkpoint takes a generation whose names are free, so that no committed file
+    is ever written to.
+    """
+    return f"__{rank}_{number}.{generation}{DATA_SUFFIX}" if generation else f"__{rank}_{number}{DATA_SUFFIX}"
+
+
+def parse_data_file_name(name: str) -> DataFileName | None:
+    """Read a name by us, by stock DCP or by Megatron-Core; ``None`` if it is no data file's."""
+    match = _DATA_FILE.fullmatch(name)
+    if match is None:
+        return None
+    return DataFileName(int(match["rank"]), int(match["number"]), int(match["generation"] or 0), match["hint"])
+
+
+def shard_file_name(rank: int, number: int, count: int) -> str:
+    """The name of the ``number``-th of a rank's ``count`` safetensors files, as torch's writer names it (from 1 on)."""
+    return f"shard-{rank + 1:05d}-model-{number + 1:05d}-of-{count:05d}{SAFETENSORS_SUFFIX}"
+
+
+def temporary_name(name: str, generation: int) -> str:
+    """What a safetensors file is called until it is committed: a name that no reader of safetensors looks at."""
+    return f"{name}.{generation}.part"
+
+
+def committed_name(name: str) -> str:
+    """The inverse of :func:`temporary_name`; any other name as it is."""
+    match = _TEMPORARY.fullmatch(name)
+    return name if match is None else match["name"]
+
+
+def is_data_file(name: str) -> bool:
+    """Whether a file of this name holds items of a checkpoint, or will. Other programs than ours may have made it."""
+    return parse_data_file_name(name) is not None or _SHARD_FILE.fullmatch(committed_name(name)) is not None
+
+
+def holds_raw_bytes(path: str) -> bool:
+    """Whether the items in a file are bare bytes that its head describes (safetensors), rather than records."""
+    return committed_name(os.path.basename(path)).endswith(SAFETENSORS_SUFFIX)
+
+
+def metadata_name(rank: int | None = None) -> str:
+    """``.metadata``, or ``__{rank}.metadata`` of a stock save without collectives."""
+    return METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
+
+
+def check_relative_path(relative_path: Any, *, file: str) -> str:
+    """Return ``relative_path`` if it names something below the checkpoint's directory by its spelling alone.
+
+    Args:
+        relative_path: as it stands in the storage info of an item.
+        file: where it was read, for the error.
+
+    Raises:
+        UnsafeCheckpoint: not a string, empty, absolute, with ``..``, a NUL or a backslash-separated escape.
+    """
+    if not isinstance(relative_path, str):
+        raise _unsafe(file, relative_path, f"is a {type(relative_path).__name__}, not a string")
+    if not relative_path or "\0" in relative_path:
+        raise _unsafe(file, relative_path, "is empty or holds a NUL")
+    # Both separators: a checkpoint may be read on another system than it was written on.
+    parts = re.split(r"[/\\]", relative_path)
+    if os.path.isabs(relative_path) or parts[0] == "" or re.match(r"[A-Za-z]:", relative_path):
+        raise _unsafe(file, relative_path, "is absolute")
+    if ".." in parts:
+        raise _unsafe(file, relative_path, 'leaves the directory by ".."')
+    if parts[-1] in ("", "."):
+        raise _unsafe(file, relative_path, "names a directory")
+    return relative_path
+
+
+def locate(disk: Disk, directory: str, relative_path: str, *, file: str) -> str:
+    """The path to open for ``relative_path``, with symbolic links followed and checked.
+
+    A checkpoint that was copied or unpacked from elsewhere may bring symbolic links. One is followed if it stays in the
+    directory, or if it leads to a data file of the very same name (or of that which it had before the commit): this is
+    how files striped over several disks are linked, and a link to ``/etc/passwd`` or to a private key is not of that
+    form.
+
+    Raises:
+        UnsafeCheckpoint: the path, or a link on it, leads somewhere else.
+        StorageError: the links cannot be read (a loop, say).
+    """
+    path = os.path.join(directory, check_relative_path(relative_path, file=file))
+    resolved = disk.resolve(path)
+    if os.path.commonpath([resolved, disk.resolve(directory)]) == disk.resolve(directory):
+        return resolved
+    name = os.path.basename(relative_path)
+    if committed_name(os.path.basename(resolved)) == name and is_data_file(name):
+        return resolved
+    raise _unsafe(file, relative_path, f"is a symbolic link out of the directory, to {resolved}")
+
+
+def _unsafe(file: str, relative_path: Any, problem: str) -> UnsafeCheckpoint:
+    return UnsafeCheckpoint(
+        f"{file}: relative_path {relative_path!r} {problem}; the data files of a checkpoint lie in its directory, so "
+        "this file is damaged or was made to read something else",
+        file=file,
+        what=f"relative_path {relative_path!r}",
+    )

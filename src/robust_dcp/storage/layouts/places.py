@@ -1,0 +1,192 @@
+"""Which byte goes where: the file, offset and length of every item of fixed size, from lengths alone.
+
+Owns the arithmetic of placement. It is a pure function of a rank's kept items and the writer's options, so the
+coordinator and the rank compute the same places and nobody needs to send them. Called by ``layouts`` for ``plan``;
+obeyed by ``engine``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from robust_dcp.storage.layouts.balance import deal
+
+__all__ = [
+    "PAGE_NBYTES",
+    "RECORD_ALIGNMENT",
+    "Placements",
+    "Slot",
+    "balanced",
+    "place_as_they_come",
+    "place_records",
+    "round_up",
+    "slots_of",
+]
+
+RECORD_ALIGNMENT = 64
+"""Records begin at multiples of this, so that payloads are aligned as ``torch.load(mmap=True)`` likes them."""
+
+PAGE_NBYTES = 4096
+LARGE_NBYTES = 1 << 20
+"""Payloads from this size on lie at an offset of 64 modulo 4096: where PyTorch's CPU allocator puts a tensor's data
+within its page, so that direct I/O needs no copy."""
+
+Int64 = npt.NDArray[np.int64]
+Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class Placements:
+    """Where the n kept items of one rank lie, in the order of its plan.
+
+    Attributes:
+        file: int32 ``[n]``, number of the file among the rank's files.
+        offset: int64 ``[n]``, start of the record in its file, in bytes; -1 for an item of variable size.
+        nbytes: int64 ``[n]``, length of the record; -1 for an item of variable size.
+        file_nbytes: for each file its length, as far as items of fixed size go.
+        variable_file: number of the file that takes the items of variable size, or ``None`` if there are none.
+        heads: for each file the bytes at its head that belong to no item, 0 for a file of records; empty if no file
+            has a head.
+    """
+
+    file: Int32
+    offset: Int64
+    nbytes: Int64
+    file_nbytes: tuple[int, ...]
+    variable_file: int | None
+    heads: tuple[int, ...] = ()
+
+    @property
+    def n_files(self) -> int:
+        return len(self.file_nbytes)
+
+    @property
+    def head_nbytes(self) -> tuple[int, ...]:
+        """:attr:`heads`, for each file."""
+        return self.heads or (0,) * self.n_files
+
+    @property
+    def variable(self) -> npt.NDArray[np.intp]:
+        """Places of the items of variable size."""
+        return np.flatnonzero(self.offset < 0)
+
+
+def place_records(record_nbytes: Int64, header_nbytes: Int64, payload_nbytes: Int64, *, files: int) -> Placements:
+    """Spread records over files by bytes and give each its place.
+
+    Args:
+        record_nbytes: int64 ``[n]``, length of each record; -1 for an item of variable size.
+        header_nbytes: int64 ``[n]``, bytes before the payload within the record.
+        payload_nbytes: int64 ``[n]``, bytes of tensor data within the record.
+        files: number of files for items of fixed size; fewer are made if there are fewer items. Items of variable
+            size get one file more, so that their lengths move nobody else.
+    """
+    fixed = np.flatnonzero(record_nbytes >= 0)
+    n_files = max(1, min(files, len(fixed))) if len(fixed) else 0
+    file = np.zeros(len(record_nbytes), dtype=np.int32)
+    offset = np.full(len(record_nbytes), -1, dtype=np.int64)
+    file[fixed] = balanced(record_nbytes[fixed], n_files)
+    file_nbytes = []
+    for number in range(n_files):
+        members = fixed[file[fixed] == number]
+        offset[members], end = _consecutive(
+            record_nbytes[members], header_nbytes[members], payload_nbytes[members] >= LARGE_NBYTES
+        )
+        file_nbytes.append(end)
+    has_variable = len(fixed) < len(record_nbytes)
+    if has_variable:
+        file[record_nbytes < 0] = n_files
+        file_nbytes.append(0)
+    return Placements(
+        file=file,
+        offset=offset,
+        nbytes=record_nbytes,
+        file_nbytes=tuple(file_nbytes),
+        variable_file=n_files if has_variable else None,
+    )
+
+
+class Slot(NamedTuple):
+    """Room for an item of variable size: where it lay in an earlier save, and up to where nothing else lies."""
+
+    offset: int
+    nbytes: int
+
+
+def slots_of(placements: Placements, known_places: Int64 | None) -> dict[int, Slot]:
+    """The slot of each item of variable size, by its place in the plan; none if nothing is known.
+
+    Args:
+        known_places: int64 ``[v, 2]``, offset and length of each in an earlier save by the same plan.
+    """
+    variable = placements.variable
+    if known_places is None or not len(variable) or len(known_places) != len(variable):
+        return {}
+    order = np.argsort(known_places[:, 0], kind="stable")
+    offsets = known_places[order, 0]
+    ends = np.append(offsets[1:], np.iinfo(np.int64).max)
+    return {
+        int(variable[n]): Slot(offset, end - offset)
+        for n, offset, end in zip(order.tolist(), offsets.tolist(), ends.tolist(), strict=True)
+    }
+
+
+def place_as_they_come(nbytes: Sequence[int], *, files: int) -> Placements:
+    """Files for records whose lengths are not known beforehand; each gets its place when it is written.
+
+    Args:
+        nbytes: about how large each will be, for the balance.
+    """
+    sizes = np.maximum(np.array(nbytes, dtype=np.int64), 1)
+    n_files = max(1, min(files, len(sizes))) if len(sizes) else 0
+    unknown = np.full(len(sizes), -1, dtype=np.int64)
+    return Placements(
+        file=balanced(sizes, n_files),
+        offset=unknown,
+        nbytes=unknown,
+        file_nbytes=(0,) * n_files,
+        variable_file=None,
+    )
+
+
+def balanced(nbytes: Int64, bins: int) -> Int32:
+    """A file for each record."""
+    if bins <= 1:
+        return np.zeros(len(nbytes), dtype=np.int32)
+    chosen, _ = deal(nbytes, np.zeros(bins, dtype=np.int64))
+    return chosen.astype(np.int32)
+
+
+def _consecutive(record_nbytes: Int64, header_nbytes: Int64, large: npt.NDArray[np.bool_]) -> tuple[Int64, int]:
+    """Offsets of records one after the other, the large ones first, and the length of the file."""
+    offset = np.zeros(len(record_nbytes), dtype=np.int64)
+    end = 0
+    first = np.flatnonzero(large)
+    if len(first):
+        offset[first] = _page_aligned(record_nbytes[first], header_nbytes[first])
+        end = int(offset[first[-1]] + record_nbytes[first[-1]])
+    small = np.flatnonzero(~large)
+    if len(small):
+        strides = round_up(record_nbytes[small], RECORD_ALIGNMENT)
+        starts = -(-end // RECORD_ALIGNMENT) * RECORD_ALIGNMENT + np.cumsum(strides) - strides
+        offset[small] = starts
+        end = int(starts[-1] + record_nbytes[small[-1]])
+    return offset, end
+
+
+def _page_aligned(record_nbytes: Int64, header_nbytes: Int64) -> Int64:
+    """Offsets of records that follow each other, each payload at ``RECORD_ALIGNMENT`` modulo ``PAGE_NBYTES``."""
+    # From one such payload to the next: the rest of this record and the header of the next, in whole pages.
+    gaps = round_up((record_nbytes - header_nbytes)[:-1] + header_nbytes[1:], PAGE_NBYTES)
+    start = round_up(header_nbytes[:1] - RECORD_ALIGNMENT, PAGE_NBYTES) + RECORD_ALIGNMENT
+    return np.cumsum(np.concatenate((start, gaps))) - header_nbytes
+
+
+def round_up(values: Int64, multiple: int) -> Int64:
+    """The next multiple of ``multiple`` that is not below each of ``values``."""
+    return -(-values // multiple) * multiple

@@ -1,0 +1,246 @@
+"""The head of a safetensors file, whoever wrote it: which tensor lies where, and what it was checksummed with.
+
+Owns reading and checking of heads: nothing that stands there is believed before the lengths fit together and fill the
+file. Called by ``stored_item`` for items in such files, by ``shard_metadata`` for directories without ``.metadata``,
+and by ``commit``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final, TypeGuard
+
+import torch
+
+from robust_dcp.errors import CorruptCheckpoint
+from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.paths import holds_raw_bytes
+from robust_dcp.storage.layouts.safetensors_head import (
+    CRC32_KEY,
+    DTYPES,
+    LENGTH_NBYTES,
+    MARK_KEY,
+    MAX_HEADER_NBYTES,
+    METADATA_KEY,
+    OFFSETS_KEY,
+    SHARDING_KEY,
+)
+
+__all__ = ["FileHead", "LazyHead", "StoredTensor", "parse_head", "read_head"]
+
+# What later versions of safetensors know beyond the dtypes that we write.
+_MORE_DTYPES: Final = {"F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu"}
+_DTYPES: Final[dict[str, torch.dtype]] = {
+    name: getattr(torch, dtype)
+    for name, dtype in {**{name: dtype for dtype, name in DTYPES.items()}, **_MORE_DTYPES}.items()
+    if hasattr(torch, dtype)
+}
+_CRC32: Final = re.compile(r"[0-9a-f]{8}")
+_ENTRY_KEYS: Final = {"dtype", "shape", "data_offsets"}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file.
+
+    Attributes:
+        dtype, shape: of the tensor, or of the chunk of one.
+        offset, nbytes: of its data in the file.
+        chunk_offset: of the chunk in its tensor; zeros for a whole one.
+        crc32: of its data, if the head has it.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+    chunk_offset: tuple[int, ...]
+    crc32: int | None
+
+
+@dataclass(frozen=True)
+class FileHead:
+    """What a head says.
+
+    Attributes:
+        tensors: by name.
+        is_of_checkpoint: whether the file is one of ours that counts only together with a ``.metadata``.
+    """
+
+    tensors: dict[str, StoredTensor]
+    is_of_checkpoint: bool
+
+    def find(self, name: str, offset: int, nbytes: int, file: str) -> StoredTensor:
+        """The tensor that the metadata of a checkpoint places at ``offset``.
+
+        Raises:
+            CorruptCheckpoint: it does not lie there.
+        """
+        stored = self.tensors.get(name)
+        if stored is None or (stored.offset, stored.nbytes) != (offset, nbytes):
+            found = "no such tensor" if stored is None else f"{stored.nbytes} bytes at {stored.offset}"
+            raise _corrupt(file, f"{nbytes} bytes at {offset} according to its head", found, name)
+        return stored
+
+
+class LazyHead:
+    """The head of a file, read when it is first asked for, once, by whichever thread.
+
+    Args:
+        path: of a file that may be one of records as well.
+    """
+
+    def __init__(self, disk: Disk, path: str) -> None:
+        self._disk = disk
+        self._path = path
+        self._holds_raw_bytes = holds_raw_bytes(path)
+        self._lock = threading.Lock()
+        self._head: FileHead | None = None
+
+    def get(self) -> FileHead | None:
+        """``None`` for a file of records. Raises as :func:`read_head`."""
+        if not self._holds_raw_bytes:
+            return None
+        with self._lock:
+            if self._head is None:
+                self._head = read_head(self._disk, self._path)
+            return self._head
+
+
+def read_head(disk: Disk, path: str) -> FileHead:
+    """Read the head of the file at ``path``.
+
+    Raises:
+        StorageError: the file cannot be read.
+        CorruptCheckpoint: as :func:`parse_head`.
+    """
+    file = disk.open_read(path)
+    try:
+        file_nbytes = disk.size(path)
+        length = bytearray(LENGTH_NBYTES)
+        found = disk.pread_into(file, length, 0)
+        header_nbytes = int.from_bytes(length, "little")
+        if found < LENGTH_NBYTES or header_nbytes > min(file_nbytes - LENGTH_NBYTES, MAX_HEADER_NBYTES):
+            most = min(file_nbytes - LENGTH_NBYTES, MAX_HEADER_NBYTES)
+            raise _corrupt(path, f"a header of at most {most} bytes", f"{header_nbytes} bytes announced")
+        header = bytearray(header_nbytes)
+        disk.pread_into(file, header, LENGTH_NBYTES)
+    finally:
+        disk.close(file)
+    return parse_head(bytes(header), file_nbytes, path)
+
+
+def parse_head(header: bytes, file_nbytes: int, file: str) -> FileHead:
+    """Parse and check a header.
+
+    Args:
+        header: what follows the length.
+        file_nbytes: length of the whole file.
+        file: its path, for errors.
+
+    Raises:
+        CorruptCheckpoint: this is no such header, a dtype is unknown, the lengths do not fit dtypes and shapes, or
+            tensors overlap, leave a hole, or do not fill the file.
+    """
+    try:
+        described: Any = json.loads(header)
+    except Exception as error:  # ValueError, UnicodeDecodeError, RecursionError
+        raise _corrupt(file, "a header in JSON", f"{type(error).__name__}: {error}") from error
+    if not isinstance(described, dict):
+        raise _corrupt(file, "a header that is a JSON object", type(described).__name__)
+    metadata = _checked_metadata(described.pop(METADATA_KEY, {}), file)
+    chunks = _nested(metadata, SHARDING_KEY, file)
+    checksums = _nested(metadata, CRC32_KEY, file)
+    base = LENGTH_NBYTES + len(header)
+    tensors = {}
+    for name, entry in described.items():
+        dtype, shape, begin, end = _checked_entry(name, entry, file)
+        offset = _checked_offset(name, chunks, shape, file)
+        crc32 = _checked_crc32(name, checksums, file)
+        tensors[name] = StoredTensor(dtype, shape, base + begin, end - begin, offset, crc32)
+    _refuse_holes(tensors, base, file_nbytes, file)
+    return FileHead(tensors, is_of_checkpoint=MARK_KEY in metadata)
+
+
+def _checked_metadata(metadata: Any, file: str) -> dict[str, str]:
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _corrupt(file, f"strings in {METADATA_KEY}", f"{metadata!r:.200}")
+    return metadata
+
+
+def _nested(metadata: dict[str, str], key: str, file: str) -> dict[str, Any]:
+    """The JSON object that stands in one of the strings of the metadata; empty if there is none."""
+    if key not in metadata:
+        return {}
+    try:
+        value = json.loads(metadata[key])
+    except Exception as error:
+        raise _corrupt(file, f"JSON in {key}", f"{type(error).__name__}: {error}") from error
+    if not isinstance(value, dict):
+        raise _corrupt(file, f"a JSON object in {key}", type(value).__name__)
+    return value
+
+
+def _checked_entry(name: str, entry: Any, file: str) -> tuple[torch.dtype, tuple[int, ...], int, int]:
+    if not isinstance(entry, dict) or entry.keys() != _ENTRY_KEYS:
+        raise _corrupt(file, "dtype, shape and data_offsets", f"{entry!r:.200}", name)
+    dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+    if dtype is None:
+        known = ", ".join(sorted(_DTYPES))
+        raise _corrupt(file, f"a dtype that this version can read ({known})", f"{entry['dtype']!r:.50}", name)
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    if not (_are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2):
+        raise _corrupt(file, "a shape, and begin and end of the data", f"{entry!r:.200}", name)
+    begin, end = offsets
+    nbytes = prod(shape) * dtype.itemsize
+    if end - begin != nbytes:
+        raise _corrupt(file, f"{nbytes} bytes of data for {dtype} {shape}", f"{end - begin} bytes", name)
+    return dtype, tuple(shape), begin, end
+
+
+def _checked_offset(name: str, chunks: dict[str, Any], shape: tuple[int, ...], file: str) -> tuple[int, ...]:
+    if name not in chunks:
+        return (0,) * len(shape)
+    described = chunks[name]
+    offset = described.get(OFFSETS_KEY) if isinstance(described, dict) else None
+    if not _are_sizes(offset) or len(offset) != len(shape):
+        raise _corrupt(file, f"{OFFSETS_KEY} of {len(shape)} dimensions", f"{described!r:.200}", name)
+    return tuple(offset)
+
+
+def _checked_crc32(name: str, checksums: dict[str, Any], file: str) -> int | None:
+    value = checksums.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, str) or not _CRC32.fullmatch(value):
+        raise _corrupt(file, "a CRC-32 of 8 hexadecimal digits", f"{value!r:.50}", name)
+    return int(value, 16)
+
+
+def _refuse_holes(tensors: dict[str, StoredTensor], base: int, file_nbytes: int, file: str) -> None:
+    end = base
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if tensor.offset != end:
+            raise _corrupt(file, f"data from byte {end - base} on", f"from byte {tensor.offset - base} on", name)
+        end += tensor.nbytes
+    if end != file_nbytes:
+        raise _corrupt(file, f"a file of {end} bytes", f"{file_nbytes} bytes")
+
+
+def _are_sizes(values: Any) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+
+
+def _corrupt(file: str, expected: str, found: str, item: str | None = None) -> CorruptCheckpoint:
+    what = file if item is None else f"item {item!r} in {file}"
+    return CorruptCheckpoint(
+        f"{what} cannot be used: expected {expected}, found {found}; take another checkpoint, or restore the file",
+        file=file,
+        item=item,
+        expected=expected,
+        found=found,
+    )

@@ -1,0 +1,1 @@
+"""The metadata file of a checkpoint: read, checked, and emitted from columns."""

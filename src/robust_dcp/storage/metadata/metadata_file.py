@@ -1,0 +1,212 @@
+"""The bytes of ``.metadata``: DCP's ``Metadata`` as stock pickles it, with a checksum behind.
+
+Owns encoding, decoding and the checks of what was decoded. Never opens a file: the commit writes these bytes, the
+reader reads them, and a coordinator may broadcast them.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+import struct
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
+from robust_dcp.storage.files.garbage import without_garbage_collection
+from robust_dcp.storage.files.paths import check_relative_path
+from robust_dcp.storage.metadata.metadata_classes import (
+    METADATA_CLASSES,
+    METADATA_STAND_INS,
+    StorageInfo,
+    reduce_tensor_properties,
+)
+from robust_dcp.storage.records.checksum import crc32
+from robust_dcp.storage.records.pickle_scan import check_memo
+from robust_dcp.storage.records.unpickling import RestrictedUnpickler
+
+__all__ = ["FORMAT_VERSION", "StorageInfo", "decode_metadata", "encode_metadata", "referenced_files", "trailer_of"]
+
+FORMAT_VERSION: Final = "1.0.0"
+"""``filesystem.CURRENT_DCP_VERSION``: that of stock's file names and records, which ours are."""
+
+_PROTOCOL: Final = 4  # what pickle.dump writes by default on Python 3.8 to 3.13, and all of them read
+_MAGIC: Final = b"\nRDCPMD1"
+# Behind the pickle, where pickle.load does not look: magic, length of the pickle, CRC-32 of the pickle.
+_TRAILER: Final = struct.Struct("<8sQI")
+
+# A file without checksum is scanned before it is unpickled, up to this size: about 1 s. Beyond, that is too dear.
+_SCANNED_NBYTES: Final = 32 << 20
+
+_HOW_TO_ALLOW: Final = (
+    "if the planner that wrote it keeps objects of that class in planner_data and you trust the file, register the "
+    "class with torch.serialization.add_safe_globals([...])"
+)
+
+
+def encode_metadata(metadata: Metadata) -> bytes:
+    """Pickle ``metadata`` so that ``pickle.load`` of every supported torch reads it, and we notice each flipped bit."""
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, protocol=_PROTOCOL)
+    pickler.dispatch_table = copyreg.dispatch_table.copy()
+    pickler.dispatch_table[TensorProperties] = reduce_tensor_properties
+    pickler.dump(metadata)
+    data = buffer.getvalue()
+    return data + trailer_of(len(data), crc32(data))
+
+
+def trailer_of(nbytes: int, crc: int) -> bytes:
+    """What stands behind a pickle of ``nbytes`` bytes with CRC-32 ``crc``, so that we notice each flipped bit."""
+    return _TRAILER.pack(_MAGIC, nbytes, crc)
+
+
+def decode_metadata(data: bytes, file: str) -> Metadata:
+    """Read the bytes of a ``.metadata`` file by us, by stock DCP or by Megatron-Core, from torch 2.0 on.
+
+    Args:
+        data: the whole file.
+        file: its path, for errors.
+
+    Raises:
+        CorruptCheckpoint: the checksum does not match, or this is not the pickle of a ``Metadata`` whose values can be
+            used. A file by stock has no checksum: damage that leaves a valid pickle may go unnoticed there.
+        UnsafeCheckpoint: the pickle names classes that do not belong into metadata, or a path leaves the directory.
+    """
+    pickled = _checked(data, file)
+    has_checksum = pickled is not data
+    stream = io.BytesIO(pickled)
+    unpickler = RestrictedUnpickler(
+        stream,
+        file=file,
+        allowed=METADATA_CLASSES,
+        stand_ins=METADATA_STAND_INS,
+        how_to_allow=_HOW_TO_ALLOW,
+    )
+    try:
+        if not has_checksum and len(pickled) <= _SCANNED_NBYTES:
+            check_memo(pickled)
+        with without_garbage_collection():
+            metadata = unpickler.load()
+    except UnsafeCheckpoint:
+        raise
+    except Exception as error:  # broken pickles raise almost anything
+        found = f"{type(error).__name__}: {error}"
+        raise _corrupt(file, "the pickle of a Metadata", found) from error
+    if stream.tell() != len(pickled):
+        # Neither stock nor we write anything there; a damaged trailer of ours ends up here.
+        raise _corrupt(file, "nothing behind the pickle", f"{len(pickled) - stream.tell()} bytes")
+    try:
+        with without_garbage_collection():
+            _validate(metadata, file)
+    except (CorruptCheckpoint, UnsafeCheckpoint):
+        raise
+    except Exception as error:  # objects that were never given all of their attributes, or cannot even be printed
+        raise _corrupt(file, "complete objects", f"{type(error).__name__}: {error}") from error
+    return metadata  # type: ignore[no-any-return]
+
+
+def referenced_files(metadata: Metadata) -> set[str]:
+    """The relative paths of the data files that hold the items of ``metadata``."""
+    return {info.relative_path for info in (metadata.storage_data or {}).values()}
+
+
+def _checked(data: bytes, file: str) -> bytes:
+    """The pickle in ``data``, compared with the trailer if there is one."""
+    if not data:
+        raise _corrupt(file, "a pickle", "an empty file (a save that lost power before it was on disk)")
+    if len(data) < _TRAILER.size or not data[-_TRAILER.size :].startswith(_MAGIC):
+        return data
+    _, nbytes, expected = _TRAILER.unpack(data[-_TRAILER.size :])
+    pickled = data[: -_TRAILER.size]
+    found = crc32(pickled)
+    if nbytes != len(pickled) or found != expected:
+        raise _corrupt(
+            file, f"{nbytes} bytes with CRC-32 {expected:08x}", f"{len(pickled)} bytes with CRC-32 {found:08x}"
+        )
+    return pickled
+
+
+def _validate(metadata: Any, file: str) -> None:
+    """Check every value that a reader computes with or opens."""
+    _expect(isinstance(metadata, Metadata), file, "a Metadata", metadata)
+    _expect(isinstance(metadata.state_dict_metadata, dict), file, "a dict", metadata.state_dict_metadata)
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if not isinstance(fqn, str):
+            raise _unexpected(file, "a string as FQN", fqn)
+        if isinstance(entry, TensorStorageMetadata):
+            _validate_tensor(fqn, entry, file)
+        elif not isinstance(entry, BytesStorageMetadata):
+            raise _unexpected(file, f"storage metadata for {fqn}", entry)
+    if metadata.storage_data is None:
+        return
+    _expect(isinstance(metadata.storage_data, dict), file, "a dict as storage_data", metadata.storage_data)
+    checked_paths: set[str] = set()
+    # What is expected is put into words only where it is not found: to print an index takes longer than all checks.
+    for index, info in metadata.storage_data.items():
+        if not (isinstance(index, MetadataIndex) and isinstance(index.fqn, str)):
+            raise _unexpected(file, "a MetadataIndex", index)
+        if not isinstance(info, StorageInfo):
+            raise _unexpected(file, f"storage info for {index}", info)
+        if info.relative_path not in checked_paths:
+            checked_paths.add(check_relative_path(info.relative_path, file=file))
+        offset, length = info.offset, info.length
+        if not (type(offset) is int and type(length) is int and offset >= 0 and length >= 0):
+            raise _unexpected(file, f"offset and length of {index}", info)
+        descriptors = getattr(info, "transform_descriptors", None)  # torch 2.6 and older have none
+        if descriptors and not all(isinstance(d, str) for d in descriptors):
+            raise _unexpected(file, "names of transforms", descriptors)
+
+
+def _validate_tensor(fqn: str, entry: TensorStorageMetadata, file: str) -> None:
+    properties, size, chunks = entry.properties, entry.size, entry.chunks
+    if not isinstance(properties, TensorProperties):
+        raise _unexpected(file, f"properties of {fqn}", properties)
+    if not isinstance(properties.dtype, torch.dtype):
+        raise _unexpected(file, f"a dtype for {fqn}", properties.dtype)
+    if not _are_sizes(size):
+        raise _unexpected(file, f"the size of {fqn}", size)
+    if not isinstance(chunks, list):
+        raise _unexpected(file, f"a list of chunks for {fqn}", chunks)
+    for chunk in chunks:
+        if not isinstance(chunk, ChunkStorageMetadata):
+            raise _unexpected(file, f"a chunk of {fqn}", chunk)
+        offsets, sizes = chunk.offsets, chunk.sizes
+        if not (_are_sizes(offsets) and _are_sizes(sizes) and len(offsets) == len(sizes)):
+            raise _unexpected(file, f"offsets and sizes of a chunk of {fqn}", chunk)
+
+
+def _are_sizes(values: Iterable[Any]) -> bool:
+    # A loop, and no generator: this is asked three times for each item.
+    for value in values:  # noqa: SIM110
+        if type(value) is not int or value < 0:
+            return False
+    return True
+
+
+def _expect(valid: bool, file: str, expected: str, found: Any) -> None:
+    if not valid:
+        raise _unexpected(file, expected, found)
+
+
+def _unexpected(file: str, expected: str, found: Any) -> CorruptCheckpoint:
+    return _corrupt(file, expected, f"{type(found).__name__} {found!r:.200}")
+
+
+def _corrupt(file: str, expected: str, found: str) -> CorruptCheckpoint:
+    return CorruptCheckpoint(
+        f"{file} cannot be used: expected {expected}, found {found}; take another checkpoint, or restore the file",
+        file=file,
+        expected=expected,
+        found=found,
+    )

@@ -1,0 +1,101 @@
+"""What a ``.metadata`` says, as columns.
+
+Owns the columns and the check that they fit together, since a wrong place would silently become another tensor's size.
+Made by ``plan.metadata``, emitted by ``emit``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Sized
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__all__ = ["MetadataColumns", "Path"]
+
+Path = tuple[str | int, ...]
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+
+class Paths(Sized, Iterable[Path], Protocol):
+    """The path of each name, in order: a list, or what makes them one by one."""
+
+
+@dataclass(frozen=True, eq=False)
+class MetadataColumns:
+    """N names, and the K items that are written for them: rows, sorted by (name, offsets).
+
+    Attributes:
+        names: the names, in the order of ``state_dict_metadata``, no two equal.
+        paths: for each name its place in the nested state dict (DCP's ``planner_data``), or ``None``.
+        properties: the P distinct ``(dtype, layout, requires_grad)``.
+        name_properties: int32 ``[N]``, place in ``properties``; -1: an object (``BytesStorageMetadata``).
+        name_size: int32 ``[N]``, place in ``sizes`` of the tensor's global size; -1 for objects.
+        sizes: int64 ``[S, D]``, values of ``torch.Size``; the first ``size_ndims`` entries of a row count.
+        size_ndims: uint8 ``[S]``.
+        name: int32 ``[K]``, place in ``names``; ascending, each name has a row, an object exactly one.
+        offset, size: int32 ``[K]``, places in ``sizes`` of the chunk's offsets and sizes; -1 for objects.
+        file: int32 ``[K]``, place among the file names that are told at each emission.
+        start: int64 ``[K]``, where in its file the item begins, in bytes; -1: told at each emission.
+        nbytes: int64 ``[K]``, its length there in bytes; -1 where ``start`` is.
+        n_files: how many file names will be told.
+    """
+
+    names: Sequence[str]
+    paths: Paths | None
+    properties: Sequence[tuple[torch.dtype, torch.layout, bool]]
+    name_properties: Int32
+    name_size: Int32
+    sizes: Int64
+    size_ndims: npt.NDArray[np.uint8]
+    name: Int32
+    offset: Int32
+    size: Int32
+    file: Int32
+    start: Int64
+    nbytes: Int64
+    n_files: int
+
+    def check(self) -> None:
+        """Make sure that the columns have one length each and that each place is one.
+
+        Raises:
+            ValueError: says which column is wrong, and where.
+        """
+        n_names, n_sizes = len(self.names), len(self.sizes)
+        for column, rows in (("name_properties", n_names), ("name_size", n_names), ("size_ndims", n_sizes)):
+            self._expect(len(getattr(self, column)) == rows, column, f"{rows} rows", len(getattr(self, column)))
+        for column in ("offset", "size", "file", "start", "nbytes"):
+            found = len(getattr(self, column))
+            self._expect(found == len(self.name), column, f"{len(self.name)} rows", found)
+        n_paths = n_names if self.paths is None else len(self.paths)
+        self._expect(n_paths == n_names, "paths", f"{n_names} paths", n_paths)
+        steps = np.diff(self.name, prepend=-1, append=n_names)
+        self._expect(
+            bool(((steps == 0) | (steps == 1)).all()) and steps[-1] == 1, "name", "each name, ascending", steps
+        )
+        is_object = self.name_properties < 0
+        self._expect(not (is_object[self.name[1:]] & (steps[1:-1] == 0)).any(), "name", "one row for an object", "more")
+        self._expect(int(self.size_ndims.max(initial=0)) <= self.sizes.shape[1], "size_ndims", "at most D", "more")
+        self._check_places("name_properties", len(self.properties), is_object)
+        self._check_places("name_size", n_sizes, is_object)
+        self._check_places("offset", n_sizes, is_object[self.name])
+        self._check_places("size", n_sizes, is_object[self.name])
+        self._check_places("file", self.n_files, None)
+        self._expect(bool(((self.start < 0) == (self.nbytes < 0)).all()), "nbytes", "-1 where start is", "others")
+
+    def _check_places(self, column: str, end: int, is_object: npt.NDArray[np.bool_] | None) -> None:
+        """Make sure that ``column`` holds numbers below ``end``, and -1 exactly for objects."""
+        places: Int32 = getattr(self, column)
+        wrong = (places >= end) | ((places < 0) if is_object is None else ((places < 0) != is_object))
+        if wrong.any():
+            row = int(wrong.argmax())
+            self._expect(False, f"{column}[{row}]", f"a place below {end}, or -1 for an object", int(places[row]))
+
+    def _expect(self, valid: bool, column: str, expected: str, found: object) -> None:
+        if not valid:
+            raise ValueError(f"columns of a .metadata: {column}: expected {expected}, found {found}")

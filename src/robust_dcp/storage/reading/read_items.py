@@ -1,0 +1,208 @@
+"""One load's reads: many items from many files at once, handed to the planner one by one.
+
+Owns the order of reads, their number in flight, and the calls to the planner, which all come from the calling thread.
+Never reads or decodes an item itself (``read_tasks``, ``read_block``). Called by ``reader``.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter, deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from errno import ENOENT
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from robust_dcp.errors import CorruptCheckpoint, StorageError
+from robust_dcp.staging import Block, BlockPool
+from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.paths import locate
+from robust_dcp.storage.layouts.places import PAGE_NBYTES
+from robust_dcp.storage.reading.read_block import BlockItems, Stretch
+from robust_dcp.storage.reading.read_file import ReadFile
+from robust_dcp.storage.reading.read_options import ReadOptions
+from robust_dcp.storage.reading.read_order import Read, ReadGroup, in_groups, reads_of
+from robust_dcp.storage.reading.read_tasks import ReadTasks, Stopped
+from robust_dcp.storage.reading.targets import is_flat, may_ask_early, target_of
+
+__all__ = ["read_items"]
+
+# Reads submitted ahead, for each thread: enough to keep it busy while the calling thread copies.
+_AHEAD_PER_THREAD: Final = 4
+
+
+def read_items(
+    items: Sequence[ReadItem],
+    planner: LoadPlanner,
+    metadata: Metadata,
+    directory: str,
+    disk: Disk,
+    options: ReadOptions,
+) -> int:
+    """Read ``items`` from the files in ``directory`` and hand them to ``planner``.
+
+    Returns:
+        The most bytes that were read and not yet handed over at any time, and the buffers for reads.
+
+    The first error, of whichever thread, ends all reads and is raised when no thread is left that could still write
+    into a target. Targets may hold parts of the data then. Every file has been closed in any case.
+    """
+    load = _Load(reads_of(items, metadata, directory), planner, directory, disk, options)
+    load.run()
+    return load.peak_nbytes
+
+
+class _Pending(NamedTuple):
+    """What has been started: one item, with its target if that is known, or a group, with its block."""
+
+    reads: Sequence[Read]
+    result: Future[Any]
+    nbytes: int
+    target: torch.Tensor | None = None
+    block: Block | None = None
+
+
+class _Load:
+    """The state of one :func:`read_items`."""
+
+    def __init__(
+        self, reads: list[Read], planner: LoadPlanner, directory: str, disk: Disk, options: ReadOptions
+    ) -> None:
+        self._reads = reads
+        self._planner = planner
+        self._directory = directory
+        self._disk = disk
+        self._options = options
+        self._targets_first = may_ask_early(planner)
+        self._block_nbytes = options.fitted_block_nbytes
+        self._limit_nbytes = options.buffer_bytes - options.threads * self._block_nbytes
+        # A direct read takes whole pages: part of one more at either end.
+        nbytes = -(-self._block_nbytes // PAGE_NBYTES) * PAGE_NBYTES + 2 * PAGE_NBYTES
+        self._pool = BlockPool()
+        self._blocks = self._pool.lease(nbytes, 2 * options.threads)
+        self._items = BlockItems(verify_checksum=options.verify_checksums, trusted=options.trusted)
+        self._tasks = ReadTasks(options, self._blocks, self._block_nbytes, self._items)
+        self._pending: deque[_Pending] = deque()
+        self._pending_nbytes = 0
+        self._pending_groups = 0
+        self._peak_pending_nbytes = 0
+        self._files: dict[str, ReadFile] = {}
+        self._reads_left = Counter(read.relative_path for read in reads)
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most memory that was in use for data on its way."""
+        return self._peak_pending_nbytes + self._blocks.used_nbytes
+
+    def run(self) -> None:
+        try:
+            for read in in_groups(self._reads, self._block_nbytes):
+                if isinstance(read, ReadGroup):
+                    self._start_group(read)
+                else:
+                    self._start_single(read)
+            while self._pending:
+                self._finish_first()
+        except Stopped:
+            raise self._tasks.errors[0] from None
+        except BaseException as error:
+            self._tasks.errors.append(error)  # for the reads that still run
+            raise
+        finally:
+            self._tasks.shut_down()
+            for file in self._files.values():
+                file.close()
+            self._blocks.end()
+            self._pool.release()
+
+    def _start_group(self, group: ReadGroup) -> None:
+        while self._pending_groups >= self._options.threads:
+            self._finish_first()
+        self._make_room(self._block_nbytes)
+        file = self._open(group.reads[0])
+        block = self._blocks.take()
+        result = self._tasks.read_group(group, block, file)
+        self._append(_Pending(group.reads, result, self._block_nbytes, block=block))
+
+    def _start_single(self, read: Read) -> None:
+        target = None
+        if self._targets_first and read.item.type != LoadItemType.BYTE_IO:
+            target = self._resolve(read.item)
+        # What goes straight into its target takes no memory.
+        is_straight = target is not None and is_flat(target) and target.dtype == read.dtype and read.is_whole
+        nbytes = 0 if is_straight else read.nbytes
+        self._make_room(nbytes)
+        file = self._open(read)
+        self._append(_Pending([read], self._tasks.read_single(read, target, file), nbytes, target))
+
+    def _make_room(self, nbytes: int) -> None:
+        while self._pending and (
+            len(self._pending) >= self._options.threads * _AHEAD_PER_THREAD
+            or self._pending_nbytes + nbytes > self._limit_nbytes
+        ):
+            self._finish_first()
+
+    def _append(self, pending: _Pending) -> None:
+        self._pending.append(pending)
+        self._pending_nbytes += pending.nbytes
+        self._pending_groups += pending.block is not None
+        in_blocks = self._pending_groups * self._block_nbytes  # which count by themselves
+        self._peak_pending_nbytes = max(self._peak_pending_nbytes, self._pending_nbytes - in_blocks)
+
+    def _finish_first(self) -> None:
+        """Wait for the oldest read and give the planner what it read."""
+        pending = self._pending.popleft()
+        result = pending.result.result()
+        self._pending_nbytes -= pending.nbytes
+        relative_path = pending.reads[0].relative_path
+        self._reads_left[relative_path] -= len(pending.reads)
+        if self._reads_left[relative_path] == 0:
+            self._files.pop(relative_path).close()
+        if pending.block is None:
+            self._hand_over(pending.reads[0], pending.target, result)
+        else:
+            self._pending_groups -= 1
+            for read in pending.reads:
+                self._hand_over_from(result, read)
+            self._blocks.give_back(pending.block)
+
+    def _hand_over(self, read: Read, target: torch.Tensor | None, result: Any) -> None:
+        if read.item.type == LoadItemType.BYTE_IO:
+            self._planner.load_bytes(read.item, io.BytesIO(result))
+            return
+        if target is None:
+            target = self._resolve(read.item)
+        if result is not None:  # else it was read straight into the target
+            target.copy_(result)
+        self._planner.commit_tensor(read.item, target)
+
+    def _hand_over_from(self, stretch: Stretch, read: Read) -> None:
+        if read.item.type == LoadItemType.BYTE_IO:
+            self._hand_over(read, None, self._tasks.checked_object(self._items.stored(stretch, read)))
+            return
+        target = self._resolve(read.item)
+        self._hand_over(read, target, self._items.tensor(stretch, read, target))
+
+    def _resolve(self, item: ReadItem) -> torch.Tensor:
+        return target_of(self._planner, item, early=self._targets_first)
+
+    def _open(self, read: Read) -> ReadFile:
+        if read.relative_path not in self._files:
+            path = locate(self._disk, self._directory, read.relative_path, file=self._directory)
+            try:
+                self._files[read.relative_path] = ReadFile(self._disk, path, self._options.direct)
+            except StorageError as error:
+                if error.errno != ENOENT:
+                    raise
+                raise CorruptCheckpoint(
+                    f"{path}, which holds item {read.name!r}, is missing",
+                    file=path,
+                    item=read.name,
+                    expected="a file",
+                    found="none",
+                ) from error
+        return self._files[read.relative_path]

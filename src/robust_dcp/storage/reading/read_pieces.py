@@ -1,0 +1,136 @@
+"""One large item, read by several threads at once: a piece each, with its checksum.
+
+Owns where an item is cut, and the checksum of the whole from those of its pieces. Never starts a thread: ``read_items``
+runs the pieces.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from robust_dcp.staging import BlockLease, CopiesToDevice
+from robust_dcp.storage.reading.stored_item import ItemInFile, StoredBox, damaged
+from robust_dcp.storage.records.checksum import crc32, crc32_of_both
+from robust_dcp.storage.records.torch_zip import payload_view
+
+__all__ = ["PiecewiseRead", "cut"]
+
+
+def cut(offset: int, nbytes: int, piece_nbytes: int) -> list[tuple[int, int]]:
+    """Cut ``nbytes`` bytes at ``offset`` of a file where multiples of ``piece_nbytes`` lie in it.
+
+    Returns:
+        Start, from ``offset`` on, and length of each piece. None is longer than ``piece_nbytes``.
+    """
+    pieces = []
+    start = 0
+    while start < nbytes:
+        end = min(nbytes, start + piece_nbytes - (offset + start) % piece_nbytes)
+        pieces.append((start, end - start))
+        start = end
+    return pieces
+
+
+class PiecewiseRead:
+    """A box of a stored tensor that is being read.
+
+    Args:
+        stored: the item.
+        box: the part of it that is wanted.
+        into: the tensor to read into, as for ``read_tensor`` of ``stored_item``; on a device only with ``copies``.
+        blocks: for what cannot be read into the tensor itself. Each holds a piece, wherever that begins in the file.
+        piece_nbytes: at most so much is read at once.
+        copies: read into blocks, and copy from there into ``into``.
+        done: called once with what ``read_tensor`` would return, by the thread that has read the last piece.
+    """
+
+    def __init__(
+        self,
+        stored: ItemInFile,
+        box: StoredBox,
+        into: torch.Tensor | None,
+        blocks: BlockLease,
+        piece_nbytes: int,
+        *,
+        verify_checksum: bool,
+        copies: CopiesToDevice | None = None,
+        done: Callable[[Any], None],
+    ) -> None:
+        self._stored = stored
+        self._box = box
+        self._into = into
+        self._buffer = box.buffer_for(into)
+        self._blocks = blocks
+        self._read_piece = self._read_in_place
+        if copies is not None and self._buffer is into:
+            flat = into.as_strided((into.numel(),), (1,)).view(torch.uint8)
+            self._read_piece = partial(self._read_through_block, flat, copies)
+        else:
+            self._view = payload_view(self._buffer)
+        self._expected_crc32 = box.crc32 if verify_checksum else None
+        self._done = done
+        stored.check_bounds(box.offset, box.nbytes)
+        self._pieces = cut(stored.offset + box.offset, box.nbytes, piece_nbytes)
+        self._crc32s = [0] * len(self._pieces)
+        self._pieces_left = len(self._pieces)
+        self._lock = threading.Lock()
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The number of each piece; :meth:`read` is to be called once with each, by any thread."""
+        return range(len(self._pieces))
+
+    def read(self, number: int) -> None:
+        """Read a piece.
+
+        Raises:
+            CorruptCheckpoint: the file ends too early; or, with the last piece, the checksum is another.
+            StorageError: the read failed.
+        """
+        stored = self._stored
+        stored.check_stop()
+        start, nbytes = self._pieces[number]
+        self._crc32s[number] = self._read_piece(start, nbytes)
+        with self._lock:
+            self._pieces_left -= 1
+            if self._pieces_left:
+                return
+        self._finish()
+
+    def _read_in_place(self, start: int, nbytes: int) -> int:
+        """Read a piece into the tensor; returns its checksum, if one is needed."""
+        stored, offset = self._stored, self._box.offset + start
+        view = self._view[start : start + nbytes]
+        address = self._buffer.data_ptr() + start
+        needed = self._expected_crc32 is not None
+        place = stored.offset + offset
+        found, checksum = stored.opened.read_piece(view, address, place, self._blocks, checksum=needed)
+        stored.check_found(offset, nbytes, found)
+        return checksum
+
+    def _read_through_block(self, flat: torch.Tensor, copies: CopiesToDevice, start: int, nbytes: int) -> int:
+        """Read a piece into a block, and copy it from there into ``flat``; returns as :meth:`_read_in_place`."""
+        stored, offset = self._stored, self._box.offset + start
+        with self._blocks.lent() as block:
+            at, found = stored.opened.read_block(block, stored.offset + offset, nbytes)
+            stored.check_found(offset, nbytes, found)
+            checksum = self._checksum(block.view[at : at + nbytes])
+            copies.copy(block, at, flat[start : start + nbytes])
+        return checksum
+
+    def _checksum(self, view: memoryview) -> int:
+        return 0 if self._expected_crc32 is None else crc32(view)
+
+    def _finish(self) -> None:
+        if self._expected_crc32 is not None:
+            found = 0
+            for (_, nbytes), piece_crc32 in zip(self._pieces, self._crc32s, strict=True):
+                found = crc32_of_both(found, piece_crc32, nbytes)
+            if found != self._expected_crc32:
+                raise damaged(self._stored, self._expected_crc32, found)
+        self._done(self._box.tensor_in(self._buffer, self._into))

@@ -1,0 +1,198 @@
+"""What the threads of a load do: read groups and single items, the large ones in pieces.
+
+Owns the threads, and that the first error of one ends the work of all. Never calls the planner. Called by
+``read_items``.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint.planner import LoadItemType
+
+from robust_dcp.errors import CorruptCheckpoint
+from robust_dcp.staging import Block, BlockLease, CopiesToDevice
+from robust_dcp.storage.reading.read_block import BlockItems, Stretch
+from robust_dcp.storage.reading.read_file import ReadFile
+from robust_dcp.storage.reading.read_options import ReadOptions
+from robust_dcp.storage.reading.read_order import Read, ReadGroup
+from robust_dcp.storage.reading.read_pieces import PiecewiseRead
+from robust_dcp.storage.reading.stored_item import (
+    ItemBytes,
+    ItemInFile,
+    ItemInMemory,
+    check_members,
+    find_box,
+    read_box,
+    read_tensor,
+    takes_bytes,
+)
+from robust_dcp.storage.reading.targets import is_flat
+from robust_dcp.storage.records.objects import check_object
+
+__all__ = ["ReadTasks", "Stopped"]
+
+_MEDIUM_NBYTES: Final = 1 << 20
+"""Up to this length an item is read at once, and copied: to ask for its header first would take longer."""
+
+
+class Stopped(Exception):
+    """Ends a read because another one failed."""
+
+
+class ReadTasks:
+    """The threads of one load.
+
+    Args:
+        blocks: for what cannot be read straight into its target; each thread has at most one at a time.
+        piece_nbytes: so much fits into a block, wherever it begins in a file.
+        items: takes tensors out of what was read.
+
+    Attributes:
+        errors: what went wrong, in the order in which it happened. Nothing is read any more once there is one.
+    """
+
+    def __init__(self, options: ReadOptions, blocks: BlockLease, piece_nbytes: int, items: BlockItems) -> None:
+        self.errors: list[BaseException] = []
+        self._options = options
+        self._blocks = blocks
+        self._piece_nbytes = piece_nbytes
+        self._copies = CopiesToDevice()
+        self._items = items
+        self._pool = ThreadPoolExecutor(options.threads, thread_name_prefix="robust_dcp-read")
+
+    def shut_down(self) -> None:
+        """Wait for what is running. What has not begun is not done."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def read_group(self, group: ReadGroup, block: Block, file: ReadFile) -> Future[Stretch]:
+        """Read a group into ``block``."""
+        result: Future[Stretch] = Future()
+        self._submit(result, self._read_group, group, block, file, result)
+        return result
+
+    def read_single(self, read: Read, target: torch.Tensor | None, file: ReadFile) -> Future[Any]:
+        """Read one item: bytes, a CPU tensor, or ``None`` where ``target`` has been filled."""
+        result: Future[Any] = Future()
+        self._submit(result, self._read_single, read, target, file, result)
+        return result
+
+    def checked_object(self, stored: ItemBytes) -> bytes:
+        """The bytes of an item that is no tensor, once it is known what loading them would do."""
+        data = stored.read(0, stored.nbytes)
+        if self._options.verify_checksums:
+            check_members(stored, data)
+        if not self._options.trusted:
+            check_object(data, file=stored.file, item=stored.item)
+        return data
+
+    def _submit(self, result: Future[Any], work: Callable[..., None], *arguments: Any) -> None:
+        self._pool.submit(self._run, result, work, arguments)
+
+    def _run(self, result: Future[Any], work: Callable[..., None], arguments: Sequence[Any]) -> None:
+        try:
+            self._check_stop()
+            work(*arguments)
+        except BaseException as error:
+            if not isinstance(error, Stopped):
+                self.errors.append(error)
+            with suppress(InvalidStateError):  # another piece of the same item has failed before
+                result.set_exception(error)
+
+    def _check_stop(self) -> None:
+        if self.errors:
+            raise Stopped
+
+    def _read_group(self, group: ReadGroup, block: Block, file: ReadFile, result: Future[Stretch]) -> None:
+        result.set_result(self._stretch(file, block, group.start, group.end - group.start))
+
+    def _stretch(self, file: ReadFile, block: Block, offset: int, nbytes: int) -> Stretch:
+        start, found = file.read_block(block, offset, nbytes)
+        return Stretch(file.path, offset, block, start, found, file.head.get())
+
+    def _read_single(self, read: Read, target: torch.Tensor | None, file: ReadFile, result: Future[Any]) -> None:
+        raw = read.in_head(file.head.get(), file.path)
+        stored = ItemInFile(file, read.name, read.offset, read.nbytes, self._check_stop, raw)
+        if read.transforms:
+            result.set_result(self._read_transformed(read, target, stored))
+        elif read.item.type == LoadItemType.BYTE_IO:
+            result.set_result(self.checked_object(stored))
+        elif read.is_whole and read.nbytes <= min(_MEDIUM_NBYTES, self._piece_nbytes):
+            with self._blocks.lent() as block:
+                stretch = self._stretch(file, block, read.offset, read.nbytes)
+                result.set_result(self._items.tensor(stretch, read, target))
+        else:
+            self._read_tensor(read, target, stored, result)
+
+    def _read_tensor(self, read: Read, target: torch.Tensor | None, stored: ItemInFile, result: Future[Any]) -> None:
+        item, verify_checksum = read.item, self._options.verify_checksums
+        into = target if target is not None and is_flat(target) else None
+        on_device = into is not None and not into.is_cpu
+        box = find_box(stored, item.storage_offsets, item.lengths, read.expected)
+        if box is None:
+            result.set_result(self._loaded_by_torch(read, stored))
+        elif box.nbytes <= _MEDIUM_NBYTES:
+            result.set_result(read_box(stored, box, None if on_device else into, verify_checksum))
+        else:
+            pieces = PiecewiseRead(
+                stored,
+                box,
+                into,
+                self._blocks,
+                self._piece_nbytes,
+                verify_checksum=verify_checksum,
+                copies=self._copies if on_device else None,
+                done=result.set_result,
+            )
+            for number in pieces.numbers:
+                self._submit(result, pieces.read, number)
+
+    def _loaded_by_torch(self, read: Read, stored: ItemBytes) -> torch.Tensor | None:
+        return read_tensor(
+            stored,
+            read.item.storage_offsets,
+            read.item.lengths,
+            verify_checksum=self._options.verify_checksums,
+            trusted=self._options.trusted,
+        )
+
+    def _read_transformed(self, read: Read, target: torch.Tensor | None, stored: ItemInFile) -> Any:
+        plain = _transformed(stored, read.transforms, self._options.extension_registry)
+        if read.item.type == LoadItemType.BYTE_IO:
+            return self.checked_object(plain)
+        return read_tensor(
+            plain,
+            read.item.storage_offsets,
+            read.item.lengths,
+            into=target if target is not None and takes_bytes(target) else None,
+            expected=read.expected,
+            verify_checksum=self._options.verify_checksums,
+            trusted=self._options.trusted,
+        )
+
+
+def _transformed(stored: ItemBytes, transforms: Sequence[str], registry: Any) -> ItemInMemory:
+    """Undo what stock's extensions (compression, say) did to the item's bytes."""
+    if registry is None:
+        from torch.distributed.checkpoint._extension import ExtensionRegistry  # private, and rarely needed
+
+        registry = ExtensionRegistry()
+    extensions = registry.from_descriptor_list(transforms)
+    stream: Any = io.BytesIO(stored.read(0, stored.nbytes))
+    try:
+        for extension in extensions:
+            stream = extension.transform_from(stream)
+        return ItemInMemory(stored.file, stored.item, stream.read(-1))
+    except Exception as error:  # the extension's own kinds
+        raise CorruptCheckpoint(
+            f"item {stored.item!r} in {stored.file} cannot be decoded by {list(transforms)}: {error}",
+            file=stored.file,
+            item=stored.item,
+            expected=f"bytes encoded by {list(transforms)}",
+            found=str(error),
+        ) from error

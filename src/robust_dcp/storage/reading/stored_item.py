@@ -1,0 +1,391 @@
+"""The bytes of one stored item, and the tensor (or the part of one) that they hold.
+
+Owns reading and checking of a single item, whoever wrote it: bounds, checksums, only the bytes that are needed,
+straight into the target where that is possible. Knows nothing of plans and planners; called from several threads.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, Final, NamedTuple, Protocol
+
+import torch
+
+from robust_dcp.errors import CorruptCheckpoint
+from robust_dcp.storage.layouts.read_head import StoredTensor
+from robust_dcp.storage.reading.read_file import ReadFile
+from robust_dcp.storage.records.checksum import crc32
+from robust_dcp.storage.records.objects import load_object
+from robust_dcp.storage.records.parse_record import ParsedRecord, parse_record
+from robust_dcp.storage.records.torch_zip import contiguous_strides, payload_view, record_template
+
+__all__ = [
+    "ItemBytes",
+    "ItemInFile",
+    "ItemInMemory",
+    "StoredBox",
+    "check_members",
+    "damaged",
+    "find_box",
+    "read_box",
+    "read_tensor",
+    "takes_bytes",
+]
+
+# Read and checked in pieces of this size, so that the checksum finds its data in the processor's cache.
+_BLOCK_NBYTES: Final = 2 << 20
+
+
+class ItemBytes(Protocol):
+    """An item as it is stored: ``nbytes`` bytes, and what to call them in an error.
+
+    ``raw`` is what the head of the file says of an item whose bytes are a tensor's and nothing else; ``None`` for a
+    record.
+
+    ``read`` and ``read_into`` take offsets from the start of the item, and raise :class:`CorruptCheckpoint` if the
+    item or the file ends before what was asked for.
+    """
+
+    file: str
+    item: str
+    nbytes: int
+    raw: StoredTensor | None
+
+    def read(self, offset: int, nbytes: int) -> bytes: ...
+
+    def read_into(self, view: memoryview, offset: int) -> None: ...
+
+
+class ItemInFile:
+    """An item at ``offset`` of an open file. ``check_stop`` is called before each read, and raises to give up."""
+
+    def __init__(
+        self,
+        opened: ReadFile,
+        item: str,
+        offset: int,
+        nbytes: int,
+        check_stop: Callable[[], None],
+        raw: StoredTensor | None = None,
+    ) -> None:
+        self.file = opened.path
+        self.item = item
+        self.nbytes = nbytes
+        self.opened = opened
+        self.offset = offset
+        self.check_stop = check_stop
+        self.raw = raw
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        buffer = bytearray(nbytes)
+        self.read_into(memoryview(buffer), offset)
+        return bytes(buffer)
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        self.check_stop()
+        self.check_bounds(offset, view.nbytes)
+        self.check_found(offset, view.nbytes, self.opened.read_into(view, self.offset + offset))
+
+    def check_bounds(self, offset: int, nbytes: int) -> None:
+        """Raise unless the item has these bytes."""
+        _check_bounds(self, offset, nbytes)
+
+    def check_found(self, offset: int, nbytes: int, found: int) -> None:
+        """Raise unless all bytes of a read were ``found``."""
+        if found != nbytes:
+            raise _file_ends(self, self.offset + offset, nbytes, found)
+
+
+class ItemInMemory:
+    """An item that has been read as a whole.
+
+    Args:
+        nbytes: its length; ``data`` may be shorter, where the file ends before the item.
+        offset: of the item in the file, for errors; ``None`` if the bytes are no longer those of the file.
+    """
+
+    def __init__(
+        self,
+        file: str,
+        item: str,
+        data: bytes | memoryview,
+        nbytes: int | None = None,
+        offset: int | None = None,
+        raw: StoredTensor | None = None,
+    ) -> None:
+        self.file = file
+        self.item = item
+        self.nbytes = len(data) if nbytes is None else nbytes
+        self._data = memoryview(data)
+        self._offset = offset or 0
+        self.raw = raw
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        self._check(offset, nbytes)
+        return bytes(self._data[offset : offset + nbytes])
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        self._check(offset, view.nbytes)
+        view[:] = self._data[offset : offset + view.nbytes]
+
+    def _check(self, offset: int, nbytes: int) -> None:
+        _check_bounds(self, offset, nbytes)
+        if offset + nbytes > len(self._data):
+            raise _file_ends(self, self._offset + offset, nbytes, max(0, len(self._data) - offset))
+
+
+def takes_bytes(target: torch.Tensor) -> bool:
+    """Whether the bytes of a tensor can be read straight into ``target``."""
+    return (
+        type(target) in (torch.Tensor, torch.nn.Parameter)
+        and target.is_cpu
+        and target.layout == torch.strided
+        and not (target.is_quantized or target.is_conj() or target.is_neg())
+        and target.is_contiguous()
+    )
+
+
+class StoredBox(NamedTuple):
+    """Where the elements of a box lie in their item: one range of bytes, from its first to its last element.
+
+    Attributes:
+        record: the tensor that it is part of.
+        lengths: its size.
+        offset: start of the range, from the start of the item.
+        numel: elements in the range, those between rows of the box included.
+        crc32: of the range; ``None`` if it is not known, since the range is not the whole storage.
+        is_one_piece: whether the range holds nothing but the box, in order.
+    """
+
+    record: ParsedRecord
+    lengths: tuple[int, ...]
+    offset: int
+    numel: int
+    crc32: int | None
+    is_one_piece: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the range."""
+        return self.numel * self.record.dtype.itemsize
+
+    def buffer_for(self, into: torch.Tensor | None) -> torch.Tensor:
+        """What to read the range into: ``into``, if the bytes are just those of its elements, or a new tensor."""
+        if into is not None and self.is_one_piece and into.dtype == self.record.dtype:
+            return into
+        return torch.empty(self.numel, dtype=self.record.dtype)
+
+    def tensor_in(self, buffer: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor | None:
+        """The box in the ``buffer`` that the range was read into; ``None`` if that is ``into``."""
+        return None if buffer is into else buffer.as_strided(self.lengths, self.record.stride)
+
+
+def find_box(
+    stored: ItemBytes,
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    expected: tuple[torch.dtype, tuple[int, ...]] | None = None,
+) -> StoredBox | None:
+    """Where the box of ``lengths`` at ``offsets`` of a stored tensor lies; ``None`` if only ``torch.load`` may know.
+
+    Args:
+        expected: dtype and shape according to the metadata. A record that we wrote of these is recognised at once.
+
+    Raises:
+        CorruptCheckpoint: the stored tensor has no such box.
+        StorageError: a read failed.
+    """
+    record = _of_head(stored, expected) or _recognised(stored, expected) or parse_record(stored.read, stored.nbytes)
+    if record is None:
+        return None
+    _check_box(stored, record.shape, offsets, lengths)
+    first, count = 0, 0
+    if prod(lengths):
+        first = record.storage_offset + sum(o * s for o, s in zip(offsets, record.stride, strict=True))
+        count = 1 + sum((n - 1) * s for n, s in zip(lengths, record.stride, strict=True))
+    is_whole = first == 0 and count * record.dtype.itemsize == record.data_nbytes
+    return StoredBox(
+        record=record,
+        lengths=tuple(lengths),
+        offset=record.data_offset + first * record.dtype.itemsize,
+        numel=count,
+        crc32=record.crc32 if is_whole else None,
+        is_one_piece=_in_one_piece(lengths, record.stride),
+    )
+
+
+def read_tensor(
+    stored: ItemBytes,
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    into: torch.Tensor | None = None,
+    expected: tuple[torch.dtype, tuple[int, ...]] | None = None,
+    verify_checksum: bool = True,
+    trusted: bool = False,
+) -> torch.Tensor | None:
+    """Read the box of ``lengths`` at ``offsets`` of a stored tensor.
+
+    Only the bytes from its first to its last element are read: for a slice along dimension 0 exactly its own, for
+    other boxes the rows that they touch. The checksum is verified if these are all bytes of the tensor, since it
+    covers them all.
+
+    Args:
+        into: a tensor of size ``lengths`` for which :func:`takes_bytes` holds. It is read into if it has the stored
+            dtype and the box is stored in one piece, and holds garbage if that fails.
+        expected: as for :func:`find_box`.
+        trusted: passed to :func:`load_object` for records of anything but a plain tensor.
+
+    Returns:
+        ``None`` if ``into`` has been filled; else a CPU tensor of size ``lengths`` and of the stored dtype.
+
+    Raises:
+        CorruptCheckpoint: no such tensor, or its bytes are not those that were written.
+        UnsafeCheckpoint: the record names classes that are not known to be data.
+        StorageError: a read failed.
+    """
+    box = find_box(stored, offsets, lengths, expected)
+    if box is not None:
+        return read_box(stored, box, into, verify_checksum)
+    whole = _loaded(stored, verify_checksum, trusted)
+    _check_box(stored, whole.shape, offsets, lengths)
+    for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        if length != whole.shape[dimension]:  # not every kind of tensor can be narrowed, and few need it
+            whole = whole.narrow(dimension, offset, length)
+    return whole
+
+
+def read_box(
+    stored: ItemBytes, box: StoredBox, into: torch.Tensor | None, verify_checksum: bool
+) -> torch.Tensor | None:
+    """Read what :func:`find_box` has found; ``into`` and the result as for :func:`read_tensor`."""
+    buffer = box.buffer_for(into)
+    view = payload_view(buffer)
+    if verify_checksum and box.crc32 is not None:
+        _read_checked(stored, view, box.offset, box.crc32)
+    elif box.nbytes:
+        stored.read_into(view, box.offset)
+    return box.tensor_in(buffer, into)
+
+
+def _of_head(stored: ItemBytes, expected: tuple[torch.dtype, tuple[int, ...]] | None) -> ParsedRecord | None:
+    """What the head of the file says of an item, if it does, in the terms of a record."""
+    raw = stored.raw
+    if raw is None:
+        return None
+    if expected is not None and (raw.dtype, raw.shape) != (expected[0], tuple(expected[1])):
+        raise _corrupt(stored, f"{expected[0]} {list(expected[1])}", f"{raw.dtype} {list(raw.shape)} in its head")
+    return ParsedRecord(
+        dtype=raw.dtype,
+        shape=raw.shape,
+        stride=contiguous_strides(raw.shape),
+        storage_offset=0,
+        requires_grad=False,
+        data_offset=0,
+        data_nbytes=raw.nbytes,
+        crc32=raw.crc32,
+    )
+
+
+def _recognised(stored: ItemBytes, expected: tuple[torch.dtype, tuple[int, ...]] | None) -> ParsedRecord | None:
+    """The record, if its header is, byte for byte, the one that we write for a tensor as the metadata describes it."""
+    template = None if expected is None else record_template(*expected)
+    if template is None or template.nbytes != stored.nbytes:
+        return None
+    crc = template.crc32_of_header(stored.read(0, template.header_nbytes))
+    if crc is None:
+        return None
+    return ParsedRecord(
+        dtype=template.dtype,
+        shape=template.shape,
+        stride=contiguous_strides(template.shape),
+        storage_offset=0,
+        requires_grad=False,
+        data_offset=template.header_nbytes,
+        data_nbytes=template.payload_nbytes,
+        crc32=crc or None,  # 0 where none was computed
+    )
+
+
+def _loaded(stored: ItemBytes, verify_checksum: bool, trusted: bool) -> torch.Tensor:
+    """The tensor of a record that only ``torch.load`` understands: quantized, sparse, compressed, of an old format."""
+    data = stored.read(0, stored.nbytes)
+    if verify_checksum:
+        check_members(stored, data)
+    loaded: Any = load_object(data, file=stored.file, item=stored.item, trusted=trusted)
+    if not isinstance(loaded, torch.Tensor):
+        raise _corrupt(stored, "a tensor", f"a {type(loaded).__name__}")
+    return loaded.detach()
+
+
+def check_members(stored: ItemBytes, data: bytes) -> None:
+    """Compare the members of ``data``, if it is a zip, with their checksums; ``torch.load`` does not.
+
+    Raises:
+        CorruptCheckpoint: one does not match, or the archive is broken.
+    """
+    if not data.startswith(b"PK\x03\x04"):
+        return
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            for member in archive.infolist():
+                if member.CRC:  # 0 where torch.serialization.set_crc32_options(False) was set
+                    archive.read(member)
+    except Exception as error:  # zipfile raises many kinds for broken archives
+        raise _corrupt(stored, "an intact zip archive", str(error)) from error
+
+
+def _read_checked(stored: ItemBytes, view: memoryview, offset: int, expected: int) -> None:
+    found = 0
+    for start in range(0, view.nbytes, _BLOCK_NBYTES):
+        block = view[start : start + _BLOCK_NBYTES]
+        stored.read_into(block, offset + start)
+        found = crc32(block, found)
+    if found != expected:
+        raise damaged(stored, expected, found)
+
+
+def damaged(stored: ItemBytes, expected: int, found: int) -> CorruptCheckpoint:
+    """The error for data with another checksum than was written."""
+    return _corrupt(stored, f"data with CRC-32 {expected:08x}", f"{found:08x}")
+
+
+def _in_one_piece(lengths: Sequence[int], stride: Sequence[int]) -> bool:
+    step = 1
+    for length, stored_step in zip(reversed(lengths), reversed(stride), strict=True):
+        if length != 1 and stored_step != step:
+            return False
+        step *= length
+    return True
+
+
+def _check_box(stored: ItemBytes, shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> None:
+    inside = len(shape) == len(offsets) == len(lengths) and all(
+        min(offset, length) >= 0 and offset + length <= size
+        for size, offset, length in zip(shape, offsets, lengths, strict=True)
+    )
+    if not inside:
+        box = f"a tensor with a box of {list(lengths)} at {list(offsets)}"
+        raise _corrupt(stored, box, f"one of shape {list(shape)}")
+
+
+def _check_bounds(stored: ItemBytes, offset: int, nbytes: int) -> None:
+    if offset < 0 or offset + nbytes > stored.nbytes:
+        raise _corrupt(stored, f"{nbytes} bytes at {offset}", f"an item of {stored.nbytes} bytes")
+
+
+def _file_ends(stored: ItemBytes, offset: int, nbytes: int, found: int) -> CorruptCheckpoint:
+    return _corrupt(stored, f"{nbytes} bytes at offset {offset}", f"a file that ends after {found} of them")
+
+
+def _corrupt(stored: ItemBytes, expected: str, found: str) -> CorruptCheckpoint:
+    return CorruptCheckpoint(
+        f"item {stored.item!r} in {stored.file} is damaged: expected {expected}, found {found}",
+        file=stored.file,
+        item=stored.item,
+        expected=expected,
+        found=found,
+    )

@@ -1,0 +1,1 @@
+"""Which options suit a device: measured."""

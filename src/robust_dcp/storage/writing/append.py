@@ -1,0 +1,179 @@
+"""Items whose lengths nobody planned: objects, and what only ``torch.save`` can write, one after the other.
+
+Owns where each of them comes to lie in its file, and its bytes. Called by ``engine``, one thread for each file.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from robust_dcp.staging import TensorBytes, to_host
+from robust_dcp.storage.layouts.places import LARGE_NBYTES, RECORD_ALIGNMENT, Slot
+from robust_dcp.storage.records.checksum import crc32_of_both
+from robust_dcp.storage.records.torch_zip import RecordTemplate, is_fixed_size, payload_view, record_template
+from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors
+from robust_dcp.storage.writing.large_record import Outlet, PayloadRange, cut, put_frame
+
+__all__ = ["Appended", "append_items"]
+
+Appended = tuple[int, int, int]
+"""An item: place in the plan, offset and length in the file, in bytes."""
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A record that is in memory, in parts that follow each other."""
+
+    parts: tuple[bytes | memoryview, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self.parts))
+
+
+@dataclass(frozen=True)
+class _Large:
+    """A record whose payload goes out in pieces."""
+
+    template: RecordTemplate
+    tensor: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.template.nbytes
+
+
+def append_items(
+    places: Sequence[int],
+    slots: dict[int, Slot],
+    source: ItemSource,
+    outlet: Outlet,
+    *,
+    after: int,
+    check_stop: Callable[[], None],
+) -> tuple[list[Appended], int]:
+    """Write items, each to its slot if it has one and fits, the others to the end of the file.
+
+    Args:
+        places: of the items, in the plan.
+        after: end of what else is in the file, in bytes.
+        check_stop: called between blocks; what it raises ends the work.
+
+    Returns:
+        (where each came to lie, the length of the file).
+    """
+    stream = _Stream(outlet, after, check_stop)
+    written: list[Appended] = []
+    too_large: list[tuple[int, _Whole | _Large]] = []
+    try:
+        for place in sorted(places, key=lambda place: slots[place].offset) if slots else places:
+            slot = slots.get(place)
+            with NamedErrors(source, place):
+                record = _record(source.resolve(place), outlet)
+                if slot is not None and record.nbytes > slot.nbytes:
+                    too_large.append((place, record))
+                    continue
+                written.append((place, stream.append(record, None if slot is None else slot.offset), record.nbytes))
+        for place, record in too_large:
+            with NamedErrors(source, place):
+                written.append((place, stream.append(record, None), record.nbytes))
+        stream.flush()
+    finally:
+        stream.close()
+    return written, stream.end
+
+
+def _record(data: torch.Tensor | io.BytesIO, outlet: Outlet) -> _Whole | _Large:
+    if not isinstance(data, torch.Tensor):
+        return _Whole((data.getbuffer(),))
+    template = record_template(data.dtype, tuple(data.shape)) if is_fixed_size(data) else None
+    if template is None:
+        buffer = io.BytesIO()
+        torch.save(_compact(data), buffer)
+        return _Whole((buffer.getbuffer(),))
+    if template.payload_nbytes >= LARGE_NBYTES:
+        return _Large(template, data)
+    payload = payload_view(to_host(data))
+    checksum = outlet.crc32(payload)
+    return _Whole((template.header(checksum), payload, template.trailer(checksum)))
+
+
+class _Stream:
+    """The end of a file: bytes are gathered in a block, and go out when it is full."""
+
+    def __init__(self, outlet: Outlet, begin: int, check_stop: Callable[[], None]) -> None:
+        self._outlet = outlet
+        self._check_stop = check_stop
+        self._block = outlet.lease.take()
+        self._begin = begin  # from here on bytes are in the block
+        self.end = begin
+
+    def append(self, record: _Whole | _Large, at: int | None) -> int:
+        """Write a record at ``at``, or at the next free place; its offset."""
+        offset = -(-self.end // RECORD_ALIGNMENT) * RECORD_ALIGNMENT if at is None else at
+        self._move_to(offset)
+        if isinstance(record, _Large):
+            self._append_large(record)
+        else:
+            for part in record.parts:
+                self._append(part)
+        return offset
+
+    def flush(self) -> None:
+        """Hand the file what is in the block."""
+        self._check_stop()
+        if self.end > self._begin:
+            at = self._begin % self._page_nbytes
+            self._outlet.file.write(self._begin, self._block.data[at : at + self.end - self._begin])
+        self._begin = self.end
+
+    def close(self) -> None:
+        self._outlet.lease.give_back(self._block)
+
+    def _move_to(self, offset: int) -> None:
+        """What is passed over reads as zeros."""
+        gap = offset - self.end
+        if gap > self._page_nbytes:
+            self.flush()
+            self._begin = self.end = offset
+        elif gap > 0:
+            self._append(bytes(gap))
+
+    def _append(self, data: bytes | memoryview) -> None:
+        done = 0
+        while done < len(data):
+            at = self._begin % self._page_nbytes + self.end - self._begin
+            nbytes = min(self._outlet.lease.block_nbytes - at, len(data) - done)
+            self._block.data.data[at : at + nbytes] = data[done : done + nbytes]
+            self.end += nbytes
+            done += nbytes
+            if at + nbytes == self._outlet.lease.block_nbytes:
+                self.flush()
+
+    def _append_large(self, record: _Large) -> None:
+        self.flush()
+        outlet, template, offset = self._outlet, record.template, self.end
+        data, checksum = TensorBytes(record.tensor), 0
+        payload_at = offset + template.header_nbytes
+        for begin, end in cut(payload_at, template.payload_nbytes, outlet):
+            self._check_stop()
+            piece = PayloadRange(outlet, data, begin, end, payload_at + begin)
+            checksum = crc32_of_both(checksum, piece.write(), end - begin)
+        put_frame(outlet.file, offset, template, checksum)
+        self._begin = self.end = offset + template.nbytes
+
+    @property
+    def _page_nbytes(self) -> int:
+        return self._outlet.file.page_nbytes
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor that shares no storage with a larger one: ``torch.save`` would write all of that storage."""
+    tensor = tensor.detach().cpu()
+    if tensor.layout == torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
+        tensor = tensor.clone()
+    return tensor

@@ -1,0 +1,105 @@
+"""The data files of one rank: made under names that nobody has, thrown away if the save fails.
+
+Owns the choice of names (design: no byte of a committed checkpoint is overwritten), the links to files on other mounts
+(``stripes`` says where), and the clean-up after a failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from robust_dcp.errors import StorageError
+from robust_dcp.storage.files.disk import Disk, OpenFile
+from robust_dcp.storage.layouts import Layout
+from robust_dcp.storage.layouts.places import Placements
+from robust_dcp.storage.writing.stripes import stripe_of
+
+__all__ = ["DataFile", "create_data_files", "discard"]
+
+
+@dataclass(eq=False)
+class DataFile:
+    """One open file of a save in progress.
+
+    Attributes:
+        number: among the rank's files.
+        generation: part of its name.
+        committed_name: what it is called from the commit on, relative to the checkpoint's directory.
+        file: open for writing.
+        link: the path of the symbolic link to it in the checkpoint's directory; ``None`` if it lies there itself.
+        nbytes: its length once it has been written.
+    """
+
+    number: int
+    generation: int
+    committed_name: str
+    file: OpenFile
+    link: str | None = None
+    nbytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """What it is called now, relative to the checkpoint's directory."""
+        return os.path.basename(self.file.path)
+
+
+def create_data_files(
+    disk: Disk,
+    directory: str,
+    rank: int,
+    placements: Placements,
+    layout: Layout,
+    *,
+    direct: bool = False,
+    stripes: Sequence[str] = (),
+) -> list[DataFile]:
+    """Create the files of ``rank``, all of one generation.
+
+    The generation is 0 in a fresh directory (``__0_0.distcp``); where files of an older save are in the way it is the
+    first whose names are all free (``__0_0.1.distcp``). Files are created exclusively, so neither another process nor
+    a stale directory listing can make this overwrite anything.
+
+    Args:
+        placements: how many files there are, and of which kind.
+        layout: knows their names.
+        direct: ask for direct I/O.
+        stripes: existing directories that take the files in turn; ``directory`` then gets links to them.
+
+    Raises:
+        StorageError: no permission, no space for a name, …; the files made so far are removed.
+    """
+    generation = 0
+    while True:
+        files: list[DataFile] = []
+        try:
+            for number, name in enumerate(layout.file_names(rank, placements.head_nbytes, generation)):
+                place = stripe_of(rank, number, stripes) if stripes else directory
+                opened = disk.open_new(os.path.join(place, name.written), direct=direct)
+                file = DataFile(number, generation, name.committed, opened)
+                files.append(file)
+                if stripes:
+                    link = os.path.join(directory, name.written)
+                    disk.symlink(file.file.path, link)
+                    file.link = link  # only now: one that was there already is not ours to remove
+            return files
+        except BaseException as error:
+            discard(disk, files)
+            if not (isinstance(error, StorageError) and error.errno == errno.EEXIST):
+                raise
+            generation += 1
+
+
+def discard(disk: Disk, files: Sequence[DataFile]) -> None:
+    """Close and remove the files of a save that failed; what cannot be removed is left for the next commit."""
+    for file in files:
+        with contextlib.suppress(StorageError):
+            disk.close(file.file)
+        with contextlib.suppress(StorageError):
+            disk.unlink(file.file.path)
+        if file.link is not None:
+            with contextlib.suppress(StorageError):
+                disk.unlink(file.link)

@@ -1,0 +1,207 @@
+"""Writes the files of one rank: every record to its place, checksummed on the way, on a few threads.
+
+Owns threads, memory and what becomes of errors. Never decides places (``layouts``) or pieces (``write_order``), nor
+makes a checkpoint visible (``commit``). Called by ``writer``.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from robust_dcp.errors import StorageError
+from robust_dcp.staging import POOL, DeviceCopies
+from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.layouts import TORCH, Layout
+from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements, slots_of
+from robust_dcp.storage.writing.data_files import DataFile, create_data_files, discard
+from robust_dcp.storage.writing.item_source import ItemSource
+from robust_dcp.storage.writing.large_record import Outlet
+from robust_dcp.storage.writing.paged_file import PagedFile
+from robust_dcp.storage.writing.steps import FileSteps, Step, StepQueue, Surroundings
+from robust_dcp.storage.writing.stripes import stripe_directories
+from robust_dcp.storage.writing.write_options import BLOCKS_PER_THREAD, WriteOptions
+from robust_dcp.storage.writing.write_order import write_orders
+
+__all__ = ["WrittenFiles", "write_files"]
+
+
+@dataclass(frozen=True, eq=False)
+class WrittenFiles:
+    """What one rank has written, durably, but not yet committed.
+
+    Attributes:
+        generation: distinguishes the names of these files from older ones in the same directory.
+        variable_places: int64 ``[v, 2]``, offset and length of each item of variable size, in plan order.
+        names: of the files from the commit on, relative to the directory.
+        uncommitted_names: of the same files as long as they are not committed.
+        nbytes: bytes written.
+        how: ``direct``, or ``buffered`` and why; one for each way that a file went.
+        peak_buffer_nbytes: the most memory that bytes passed through at any time.
+    """
+
+    generation: int
+    variable_places: npt.NDArray[np.int64]
+    names: tuple[str, ...]
+    nbytes: int
+    how: tuple[str, ...] = ()
+    peak_buffer_nbytes: int = 0
+    uncommitted_names: tuple[str, ...] = ()
+
+
+def write_files(
+    disk: Disk,
+    directory: str,
+    rank: int,
+    source: ItemSource,
+    placements: Placements,
+    *,
+    options: WriteOptions,
+    check_stop: Callable[[], None],
+    known_places: npt.NDArray[np.int64] | None = None,
+    layout: Layout = TORCH,
+) -> WrittenFiles:
+    """Write the files of one rank and make them durable.
+
+    Args:
+        source: the items, in the order of ``placements``; their data is asked for in several threads.
+        check_stop: called between blocks; raises when the save is given up elsewhere.
+        known_places: int64 ``[v, 2]``, offset and length of the items of variable size in an earlier save by the same
+            plan. An item that still fits keeps its offset, so that one that grows does not move all others.
+        layout: that made ``placements``.
+
+    Raises:
+        StorageError: if the file system refuses; nothing that this call made stays behind.
+        PlanConflict: if an item is not what was planned.
+        RobustCheckpointError: if an item cannot be resolved; names the item.
+    """
+    stripes = stripe_directories(disk, directory, options.stripe_paths) if options.stripe_paths else []
+    for stripe in stripes:
+        disk.mkdirs(stripe)
+    direct = options.direct is not False
+    files = create_data_files(disk, directory, rank, placements, layout, direct=direct, stripes=stripes)
+    try:
+        page_nbytes = _page_nbytes(files, options)
+        threads, block_nbytes = options.fitted(page_nbytes)
+        orders = write_orders(placements, source, block_nbytes, layout)
+        crew = _Crew(check_stop)
+        with POOL.lease(block_nbytes, threads * BLOCKS_PER_THREAD) as lease:
+            around = Surroundings(source, slots_of(placements, known_places), crew.stop_if_told)
+            steps = []
+            for file, order, nbytes in zip(files, orders, placements.file_nbytes, strict=True):
+                disk.preallocate(file.file, -(-nbytes // page_nbytes) * page_nbytes)
+                paged = PagedFile(disk, file.file, page_nbytes, must_be_direct=options.direct is True)
+                for_head = None if order.head is None else np.zeros(len(source), dtype=np.uint32)
+                outlet = Outlet(paged, lease, crew.copies, options.checksums, for_head)
+                steps.append(FileSteps(file, order, nbytes, outlet, around))
+            # The last file may hold what only one thread can write: it comes first.
+            crew.run(StepQueue(steps[::-1]), threads)
+        for place in (directory, *stripes):
+            disk.fsync_directory(place)
+    except BaseException:
+        discard(disk, files)
+        raise
+    return WrittenFiles(
+        generation=files[0].generation if files else 0,
+        variable_places=np.array([place[1:] for place in sorted(around.appended)], dtype=np.int64).reshape(-1, 2),
+        names=tuple(file.committed_name for file in files),
+        nbytes=sum(file.nbytes for file in files),
+        how=tuple(sorted({_how(file) for file in files})),
+        peak_buffer_nbytes=lease.used_nbytes,
+        uncommitted_names=tuple(file.name for file in files),
+    )
+
+
+def _page_nbytes(files: Sequence[DataFile], options: WriteOptions) -> int:
+    """The bytes that go out together: whole pages of memory, and of whatever the file systems count in."""
+    for file in files:
+        if options.direct is True and file.file.alignment is None:
+            raise StorageError(
+                f"{file.file.path} cannot be written by direct I/O, and direct=True: {file.file.why_buffered}; leave "
+                "direct at None to go through the page cache there",
+                path=file.file.path,
+                errno=errno.EINVAL,
+                operation="create",
+            )
+    return max([PAGE_NBYTES, *(file.file.alignment.offset for file in files if file.file.alignment is not None)])
+
+
+def _how(file: DataFile) -> str:
+    if file.file.alignment is not None:
+        return "direct"
+    return f"buffered: {file.file.why_buffered}" if file.file.why_buffered else "buffered"
+
+
+class _SiblingFailed(Exception):
+    """Another thread of this rank failed; its error is the one to raise."""
+
+
+class _Crew:
+    """The threads of one save."""
+
+    def __init__(self, check_stop: Callable[[], None]) -> None:
+        self._check_stop = check_stop
+        self._failed = threading.Event()
+        self.copies = DeviceCopies()
+
+    def run(self, queue: StepQueue, threads: int) -> None:
+        """Do all steps; raises the error that stopped the others rather than "stopped"."""
+        with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="robust_dcp-write") as pool:
+            try:
+                tasks = [pool.submit(self._work, queue) for _ in range(threads)]
+                errors = [error for task in tasks if (error := task.exception()) is not None]
+            except BaseException:  # an interrupt: the threads end at their next block
+                self._failed.set()
+                raise
+        for error in sorted(errors, key=lambda error: isinstance(error, _SiblingFailed)):
+            raise error
+
+    def stop_if_told(self) -> None:
+        if self._failed.is_set():
+            raise _SiblingFailed
+        self._check_stop()
+
+    def _work(self, queue: StepQueue) -> None:
+        try:
+            # Grad mode and the stream are each thread's own.
+            with torch.no_grad(), self.copies.in_this_thread():
+                self._work_off(queue)
+        except BaseException:
+            self._failed.set()
+            raise
+
+    def _work_off(self, queue: StepQueue) -> None:
+        """Step by step; a step that begins with a copy from a device is written while the next one's copy runs."""
+        copying: tuple[FileSteps, Step] | None = None
+        try:
+            while True:
+                self.stop_if_told()
+                taken = queue.take()
+                goes_on = taken is not None and taken[1].prepare()
+                if copying is not None:
+                    before, copying = copying, None
+                    _write(*before)
+                if taken is None:
+                    return
+                if goes_on:
+                    copying = taken
+                else:
+                    _write(*taken)
+        finally:
+            if copying is not None:
+                copying[1].drop()
+
+
+def _write(file: FileSteps, step: Step) -> None:
+    try:
+        step.write()
+    finally:
+        step.drop()
+    file.done()

@@ -1,0 +1,120 @@
+"""A file that is written in whole pages, from several threads, by direct I/O where that is possible.
+
+Owns which bytes go out straight from where they are and which wait for the rest of their page, and the way back to the
+page cache. Never decides places nor asks for data. Called by ``engine`` and what it runs.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from robust_dcp.errors import StorageError
+from robust_dcp.staging import aligned_bytes
+from robust_dcp.storage.files.alignment import BUFFERED, Alignment
+from robust_dcp.storage.files.disk import Disk, OpenFile
+from robust_dcp.storage.writing.seams import Run, Seams
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["PagedFile"]
+
+_RUN_NBYTES = 256 << 10
+"""Shared pages go out once there are so many bytes of them: next to each other, most of them go in one write."""
+
+
+class PagedFile:
+    """One new file. Its methods may be called from several threads, for bytes that do not overlap.
+
+    Args:
+        file: open; its ``alignment`` says whether it is direct.
+        page_nbytes: a multiple of the alignment's ``offset``.
+        must_be_direct: no way back to the page cache: a write that direct I/O refuses is an error.
+    """
+
+    def __init__(self, disk: Disk, file: OpenFile, page_nbytes: int, *, must_be_direct: bool = False) -> None:
+        self._disk = disk
+        self._file = file
+        self.page_nbytes = page_nbytes
+        self._must_be_direct = must_be_direct
+        self._seams = Seams(page_nbytes)
+        self._switching = threading.Lock()
+
+    @property
+    def alignment(self) -> Alignment:
+        """What :meth:`write` needs."""
+        return self._file.alignment or BUFFERED
+
+    def takes(self, address: int, offset: int) -> bool:
+        """Whether memory from ``address`` on may be handed to :meth:`write` for ``offset``."""
+        return (address + -offset % self.page_nbytes) % self.alignment.memory == 0
+
+    def write(self, offset: int, data: npt.NDArray[np.uint8]) -> None:
+        """Write ``data``: the whole pages now and straight from it, what is left at both ends with its neighbours.
+
+        Args:
+            data: uint8 ``[n]``, contiguous, at an address that :meth:`takes` allows.
+
+        Raises:
+            StorageError: the file system refuses.
+        """
+        begin = -(-offset // self.page_nbytes) * self.page_nbytes - offset
+        end = (offset + len(data)) // self.page_nbytes * self.page_nbytes - offset
+        if begin >= end:
+            self.put(offset, data.data)
+            return
+        self._pwrite(data[begin:end].data, offset + begin)
+        self.put(offset, data[:begin].data)
+        self.put(offset + end, data[end:].data)
+
+    def put(self, offset: int, data: Buffer) -> None:
+        """Add bytes that are few, from anywhere in memory."""
+        self._seams.put(offset, data)
+        self._write_runs(self._seams.take(_RUN_NBYTES // self.page_nbytes or 1))
+
+    def leave(self, offset: int, nbytes: int) -> None:
+        """Leave a short gap: nothing else will be written there. A gap of pages need not be told."""
+        if nbytes:
+            self._seams.leave(offset, nbytes)
+
+    def finish(self, nbytes: int) -> None:
+        """Write what waits, set the file's length, make it durable and close it; call it once, at the end.
+
+        Raises:
+            StorageError: a call failed; after a failed fsync the file is given up.
+        """
+        self._write_runs(self._seams.take_all())
+        self._disk.truncate(self._file, nbytes)  # the last page is a whole one as well
+        self._disk.fsync(self._file)
+        self._disk.close(self._file)
+
+    def _write_runs(self, runs: list[Run]) -> None:
+        if not runs:
+            return
+        longest = max(len(pages) for _, pages in runs) * self.page_nbytes
+        buffer = aligned_bytes(min(longest, _RUN_NBYTES + self.page_nbytes))
+        per_write = len(buffer) // self.page_nbytes
+        for offset, pages in runs:
+            for first in range(0, len(pages), per_write):
+                some = pages[first : first + per_write]
+                nbytes = len(some) * self.page_nbytes
+                buffer.data[:nbytes] = b"".join(some)
+                self._pwrite(buffer[:nbytes].data, offset + first * self.page_nbytes)
+
+    def _pwrite(self, data: memoryview, offset: int) -> None:
+        was_direct = self._file.alignment is not None
+        try:
+            self._disk.pwrite(self._file, data, offset)
+        except StorageError as error:
+            # Also how a short direct write that ended within a block shows: its rest is not aligned.
+            if error.errno != errno.EINVAL or not was_direct or self._must_be_direct:
+                raise
+            with self._switching:
+                if self._file.alignment is not None:
+                    self._disk.use_page_cache(self._file, f"a direct write was refused: {error.message}")
+            self._disk.pwrite(self._file, data, offset)

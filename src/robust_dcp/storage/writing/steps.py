@@ -1,0 +1,193 @@
+"""What one thread does at a time for a file: pack a block and write it, write a piece of a large record, append items.
+
+Owns the steps of a file, and that it is finished once after the last of them. Never runs threads. Called by ``engine``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from robust_dcp.storage.layouts.places import Slot
+from robust_dcp.storage.writing.append import Appended, append_items
+from robust_dcp.storage.writing.data_files import DataFile
+from robust_dcp.storage.writing.item_source import ItemSource
+from robust_dcp.storage.writing.large_record import Outlet, large_pieces
+from robust_dcp.storage.writing.pack import Block, pack
+from robust_dcp.storage.writing.write_order import WriteOrder
+
+__all__ = ["FileSteps", "Step", "StepQueue", "Surroundings"]
+
+SMALL_NBYTES: Final = 16 << 10
+"""Where records are smaller than this on average, what Python does for each outweighs copies and checksums."""
+
+
+class Step(Protocol):
+    """Done by one thread: :meth:`prepare`, then :meth:`write`, or :meth:`drop` if it comes to nothing."""
+
+    def prepare(self) -> bool:
+        """Begin what goes on by itself, and say whether anything does; the thread does something else meanwhile."""
+
+    def write(self) -> None: ...
+
+    def drop(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the steps of all files of a rank share.
+
+    Attributes:
+        slots: of the items of variable size.
+        check_stop: raises when the save is given up.
+        packing: held by the thread that packs small records.
+        appended: where the items of variable size came to lie.
+    """
+
+    source: ItemSource
+    slots: dict[int, Slot]
+    check_stop: Callable[[], None]
+    packing: threading.Lock = field(default_factory=threading.Lock)
+    appended: list[Appended] = field(default_factory=list)
+
+
+class FileSteps:
+    """One file on its way: its steps, in order, and how many of them are under way."""
+
+    def __init__(
+        self, file: DataFile, order: WriteOrder, fixed_nbytes: int, outlet: Outlet, around: Surroundings
+    ) -> None:
+        self._file = file
+        self._outlet = outlet
+        self._steps = self._in_order(order, fixed_nbytes, around)
+        self._head = order.head
+        self._under_way = 0
+        self._exhausted = False
+        self._lock = threading.Lock()
+        file.nbytes = fixed_nbytes
+
+    def _in_order(self, order: WriteOrder, fixed_nbytes: int, around: Surroundings) -> Iterator[Step]:
+        for piece in order.fixed:
+            if isinstance(piece, Block):
+                yield _PackedBlock(piece, self._outlet, around)
+            else:
+                yield from large_pieces(piece, around.source, self._outlet)
+        if order.variable:
+            yield _Appended(self._file, order.variable, fixed_nbytes, self._outlet, around)
+
+    def take(self) -> Step | None:
+        """The next step; ``None`` after the last. :meth:`done` follows each."""
+        with self._lock:
+            step = next(self._steps, None)
+            if step is not None:
+                self._under_way += 1
+                return step
+            is_over = not self._exhausted and not self._under_way
+            self._exhausted = True
+        if is_over:
+            self._finish()
+        return None
+
+    def done(self) -> None:
+        """A step is; with the last one the file is durable and closed."""
+        with self._lock:
+            self._under_way -= 1
+            is_over = self._exhausted and not self._under_way
+        if is_over:
+            self._finish()
+
+    def _finish(self) -> None:
+        outlet = self._outlet
+        if self._head is not None:
+            known = outlet.for_head if outlet.checksums else None
+            outlet.file.put(0, self._head.encode(None if known is None else known[self._head.places]))
+        outlet.file.finish(self._file.nbytes)
+
+
+class StepQueue:
+    """The steps of all files, one of each file in turn."""
+
+    def __init__(self, files: Sequence[FileSteps]) -> None:
+        self._files = deque(files)
+        self._lock = threading.Lock()
+
+    def take(self) -> tuple[FileSteps, Step] | None:
+        """The next step and its file; ``None`` when none is left."""
+        while True:
+            with self._lock:
+                if not self._files:
+                    return None
+                file = self._files[0]
+                self._files.rotate(-1)
+            step = file.take()
+            if step is not None:
+                return file, step
+            with self._lock:
+                if file in self._files:
+                    self._files.remove(file)
+
+
+class _PackedBlock:
+    """Small records that go out in one write."""
+
+    def __init__(self, block: Block, outlet: Outlet, around: Surroundings) -> None:
+        self._block = block
+        self._outlet = outlet
+        self._around = around
+
+    def prepare(self) -> bool:
+        return False
+
+    def write(self) -> None:
+        block, file, lease = self._block, self._outlet.file, self._outlet.lease
+        memory = lease.take()
+        try:
+            at = block.offset % file.page_nbytes
+            packed = memory.data[at : at + block.nbytes]
+            # Many small items are work for the interpreter, which runs one thread at a time: two that take turns at
+            # every call that lets go of the GIL need twice the time of one. So one packs while the others write.
+            is_small = block.nbytes < SMALL_NBYTES * len(block.places)
+            with self._around.packing if is_small else nullcontext():
+                checksums = pack(block, self._around.source, packed, checksums=self._outlet.checksums)
+            self._outlet.note(block.places, checksums)
+            self._around.check_stop()
+            file.leave(block.offset - block.gap_before, block.gap_before)
+            file.write(block.offset, packed)
+        finally:
+            lease.give_back(memory)
+
+    def drop(self) -> None:
+        pass
+
+
+class _Appended:
+    """The items of variable size of a file."""
+
+    def __init__(self, file: DataFile, places: Sequence[int], after: int, outlet: Outlet, around: Surroundings) -> None:
+        self._file = file
+        self._places = places
+        self._after = after
+        self._outlet = outlet
+        self._around = around
+
+    def prepare(self) -> bool:
+        return False
+
+    def write(self) -> None:
+        around = self._around
+        appended, self._file.nbytes = append_items(
+            self._places,
+            around.slots,
+            around.source,
+            self._outlet,
+            after=self._after,
+            check_stop=around.check_stop,
+        )
+        around.appended.extend(appended)
+
+    def drop(self) -> None:
+        pass

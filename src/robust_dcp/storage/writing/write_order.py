@@ -1,0 +1,176 @@
+"""In which order and in which pieces the bytes of a rank's files go out.
+
+Owns what is the same in all saves by one plan, and keeps it for the next. Never decides places (``layouts``) nor
+writes (``engine``, which calls it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from robust_dcp.errors import PlanConflict
+from robust_dcp.storage.layouts import TORCH, Frame, Head, Layout, PlacedTensor
+from robust_dcp.storage.layouts.places import LARGE_NBYTES, PAGE_NBYTES, Placements
+from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors
+from robust_dcp.storage.writing.pack import Block
+
+__all__ = ["LargeRecord", "WriteOrder", "write_orders"]
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class LargeRecord:
+    """A record that is written by itself, in pieces.
+
+    Attributes:
+        place: in the plan.
+        template: of the record.
+        offset: in the file, in bytes.
+        gap_before: bytes between what comes before it in the file and ``offset``; 0 if that is more than a page away.
+    """
+
+    place: int
+    template: Frame
+    offset: int
+    gap_before: int
+
+
+@dataclass(frozen=True, eq=False)
+class WriteOrder:
+    """One file from front to back.
+
+    Attributes:
+        fixed: the records whose places are planned.
+        variable: places in the plan of the items of variable size, ascending; they come after all others.
+        head: what stands before all others and is written last; ``None`` if nothing does.
+    """
+
+    fixed: tuple[Block | LargeRecord, ...]
+    variable: tuple[int, ...]
+    head: Head | None = None
+
+
+# An entry is immutable, refers to nothing that refers to its key, and so goes with the plan. Where saves by one plan
+# overlap it is made twice at worst.
+_kept: WeakKeyDictionary[Placements, tuple[int, tuple[WriteOrder, ...]]] = WeakKeyDictionary()
+
+
+def write_orders(
+    placements: Placements, source: ItemSource, block_nbytes: int, layout: Layout = TORCH
+) -> tuple[WriteOrder, ...]:
+    """The order of each file, made in the first save by a plan.
+
+    Args:
+        source: is asked what its items are expected to be when the order is made, and not in later saves: a plan is
+            for items of one dtype and size each, and every save checks the data against that.
+        block_nbytes: small records are gathered into blocks that fit into this together with what comes before them
+            in their first page.
+        layout: that made ``placements``.
+
+    Raises:
+        PlanConflict: an item is not expected to have the length that was planned.
+        ValueError: there are more or fewer items than places.
+    """
+    if len(source) != len(placements.offset):
+        raise ValueError(f"expected {len(placements.offset)} items, as many as the plan has places, got {len(source)}")
+    made_for, orders = _kept.get(placements, (0, ()))
+    if made_for != block_nbytes:
+        orders = _make(placements, source, block_nbytes, layout)
+        _kept[placements] = (block_nbytes, orders)
+    return orders
+
+
+def _make(placements: Placements, source: ItemSource, block_nbytes: int, layout: Layout) -> tuple[WriteOrder, ...]:
+    frames = _frames(placements, source, layout)
+    by_offset = np.argsort(placements.offset, kind="stable")
+    orders = []
+    for number, head_nbytes in enumerate(placements.head_nbytes):
+        members = by_offset[placements.file[by_offset] == number]
+        n_variable = int((placements.offset[members] < 0).sum())
+        fixed = members[n_variable:]
+        orders.append(
+            WriteOrder(
+                fixed=tuple(_pieces(placements, fixed, frames, block_nbytes, head_nbytes)),
+                variable=tuple(members[:n_variable].tolist()),
+                head=_head(placements, fixed, frames, source, layout, head_nbytes) if head_nbytes else None,
+            )
+        )
+    return tuple(orders)
+
+
+def _frames(placements: Placements, source: ItemSource, layout: Layout) -> dict[int, Frame]:
+    """The frame of each item of fixed size, by its place; one object for all of a dtype and size."""
+    # Beside the caches of the layouts, which keep only so many.
+    made: dict[tuple[torch.dtype, torch.Size, int], Frame] = {}
+    frames: dict[int, Frame] = {}
+    heads = placements.head_nbytes
+    with NamedErrors(source, 0) as current:
+        for place, (nbytes, file) in enumerate(zip(placements.nbytes.tolist(), placements.file.tolist(), strict=True)):
+            if nbytes < 0:
+                continue
+            current.place = place
+            expected = source.expected(place)
+            key = None if expected is None else (*expected, heads[file])
+            frame = None if key is None else made.get(key)
+            if frame is None and key is not None:
+                frame = layout.frame(key[0], tuple(key[1]), key[2])
+            if frame is None or key is None or frame.nbytes != nbytes:
+                name = source.name(place)
+                raise PlanConflict(f"the record of {name!r} is not the one that was planned", key=name)
+            frames[place] = made[key] = frame
+    return frames
+
+
+def _head(
+    placements: Placements,
+    places: Int64,
+    frames: dict[int, Frame],
+    source: ItemSource,
+    layout: Layout,
+    nbytes: int,
+) -> Head:
+    tensors = [
+        PlacedTensor(
+            place, source.name(place), frames[place].dtype, frames[place].shape, source.chunk_offset(place), offset
+        )
+        for place, offset in zip(places.tolist(), placements.offset[places].tolist(), strict=True)
+    ]
+    return layout.head(tensors, nbytes)
+
+
+def _pieces(
+    placements: Placements, places: Int64, templates: dict[int, Frame], block_nbytes: int, begin: int
+) -> Iterator[Block | LargeRecord]:
+    """Blocks and large records, front to back.
+
+    Args:
+        places: int64 ``[n]``, of the items of fixed size in one file, by ascending offset.
+        begin: where the file's head ends.
+    """
+    if not len(places):
+        return
+    template = [templates[place] for place in places.tolist()]
+    start = placements.offset[places]
+    end = start + placements.nbytes[places]
+    gap = start - np.concatenate(([begin], end[:-1]))
+    far = gap > PAGE_NBYTES  # such a gap is left out rather than written
+    gap[far] = 0
+    room = block_nbytes - start % PAGE_NBYTES
+    large = np.array([one.payload_nbytes >= LARGE_NBYTES for one in template]) | (end - start > room)
+    cuts = np.flatnonzero(large[1:] | large[:-1] | far[1:]) + 1
+    for first, last in pairwise([0, *cuts.tolist(), len(places)]):
+        if large[first]:
+            yield LargeRecord(int(places[first]), template[first], int(start[first]), int(gap[first]))
+            continue
+        while first < last:
+            stop = first + int(np.searchsorted(end[first:last], start[first] + room[first], side="right"))
+            yield Block.of(places[first:stop], start[first:stop], tuple(template[first:stop]), int(gap[first]))
+            first = stop
