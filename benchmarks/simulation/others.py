@@ -22,7 +22,7 @@ from robust_dcp.plan.agreement import MATCHES
 from robust_dcp.plan.rank_plan import Places, RankPlanMessage, unpack_places
 from robust_dcp.plan.structure import Form, StructureTable, plan_id_of
 from robust_dcp.plan.written import WrittenMessage, news_of, word_of
-from robust_dcp.storage.engine import WrittenFiles
+from robust_dcp.storage.writing.engine import WrittenFiles
 
 __all__ = ["OtherRanks", "SaveName", "written_files"]
 

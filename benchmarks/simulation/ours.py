@@ -29,9 +29,9 @@ from robust_dcp.plan.cache import PLANS
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.session import SaveSession
 from robust_dcp.plan.structure import StructureTable
-from robust_dcp.storage.engine import WrittenFiles
-from robust_dcp.storage.paths import METADATA_NAME, PLAN_NAME
+from robust_dcp.storage.files.paths import METADATA_NAME, PLAN_NAME
 from robust_dcp.storage.writer import RobustWriter
+from robust_dcp.storage.writing.engine import WrittenFiles
 
 __all__ = ["OurCoordinator", "SimulatedSave"]
 

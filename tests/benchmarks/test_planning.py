@@ -21,7 +21,7 @@ from benchmarks.virtual_ranks import FILES_PER_RANK, KINDS
 from robust_dcp.comm.frames import FRAME_NBYTES
 from robust_dcp.plan.cache import PLANS
 from robust_dcp.plan.rank_plan import place_items
-from robust_dcp.storage.paths import parse_data_file_name
+from robust_dcp.storage.files.paths import parse_data_file_name
 
 _SAVES: tuple[SaveName, ...] = ("first", "repeated", "patch")
 
