@@ -2,6 +2,8 @@
 #
 #   make demo    save, change, reload and reshard real models on 4 ranks (CPU)
 #   make test    all tests; PYTEST_ARGS="tests/comm -k timeout" for some
+#   make test-compat        the Megatron tests with Megatron-Core 0.14.0 and 0.19.2, and with ms-swift's saves
+#   make test-compat-smoke  the part of it that CI runs, about a minute
 #   make check   format, lint, types, layers; changes nothing
 #   make format  what `check` would complain about and ruff can repair
 #   make bench   the benchmarks
@@ -16,13 +18,50 @@ SOURCES := $(wildcard src tests demo benchmarks)
 BENCHMARKS := $(sort $(wildcard benchmarks/bench_*.py) $(wildcard benchmarks/planning.py))
 
 .DELETE_ON_ERROR:
-.PHONY: demo test check format bench clean
+.PHONY: demo test test-compat test-compat-smoke check format bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/python demo/run.py
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Other versions of Megatron, each in a folder of its own that lies before .venv's packages on the path. The sources of
+# 0.19.2 hold megatron.training as well; they ask for Python 3.12, and run on 3.10 with tests/megatron/standins.
+COMPAT := .compat
+COMPAT_TESTS := $(addprefix tests/megatron/,test_install.py test_torch_dist_save.py test_torch_dist_load.py \
+  test_strategies.py test_uneven_dtensors.py seeds)
+SMOKE_TESTS := tests/megatron/test_install.py
+RUN_COMPAT = PYTHONPATH=$(subst $(eval) ,:,$(abspath $(1))) $(BIN)/python -m pytest -m "compat or not compat" $(2)
+# Stock 0.14 reads its own common.pt with torch.load, which PyTorch refuses since 2.6 unless it is told to trust files.
+TRUST_FILES := TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1
+
+test-compat: test-compat-smoke
+	@echo "== megatron-core 0.14.0"
+	$(TRUST_FILES) $(call RUN_COMPAT,$(COMPAT)/megatron-core-0.14.0,$(COMPAT_TESTS))
+	@echo "== megatron-core 0.19.2"
+	$(call RUN_COMPAT,tests/megatron/standins $(COMPAT)/megatron-core-0.19.2,$(COMPAT_TESTS))
+
+test-compat-smoke: $(INSTALLED) $(addprefix $(COMPAT)/,megatron-core-0.14.0/.installed megatron-core-0.19.2/.installed ms-swift-4.6.0/.installed)
+	@echo "== megatron-core 0.19.2: the arguments of megatron.training"
+	$(call RUN_COMPAT,tests/megatron/standins $(COMPAT)/megatron-core-0.19.2,tests/megatron/test_compat_training.py)
+	@echo "== megatron-core 0.14.0"
+	$(call RUN_COMPAT,$(COMPAT)/megatron-core-0.14.0,$(SMOKE_TESTS))
+	@echo "== ms-swift 4.6.0, megatron-core as installed"
+	$(call RUN_COMPAT,$(COMPAT)/ms-swift-4.6.0,tests/megatron/test_compat_ms_swift.py)
+
+$(COMPAT)/megatron-core-0.14.0/.installed $(COMPAT)/ms-swift-4.6.0/.installed: $(COMPAT)/%/.installed: | $(INSTALLED)
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps --target $(@D) \
+	  $(shell echo $* | sed 's/-\([0-9.]*\)$$/==\1/')
+	@touch $@
+
+$(COMPAT)/megatron-core-0.19.2/.installed: | $(INSTALLED)
+	rm -rf $(@D) && mkdir -p $(@D)
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-input --no-deps --no-binary megatron-core \
+	  --ignore-requires-python --dest $(@D) megatron-core==0.19.2
+	tar -xzf $(@D)/megatron_core-0.19.2.tar.gz --strip-components=1 -C $(@D)
+	@touch $@
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check $(SOURCES)
@@ -39,7 +78,7 @@ bench: $(INSTALLED)
 	@set -e; for name in $(notdir $(BENCHMARKS:.py=)); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(COMPAT) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last: an installation that was interrupted is done again. pip works in place, so a changed

@@ -1,4 +1,4 @@
-"""Megatron models on CPU, saved by RobustSaveStrategy and loaded by stock Megatron-Core, into other layouts too."""
+"""Megatron models on CPU: ours and stock load each other's checkpoints, into other layouts, bit for bit."""
 
 from __future__ import annotations
 
@@ -6,17 +6,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 pytest.importorskip("megatron.core")
 
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
 
 from demo import megatron_cpu
 from demo.megatron_model import Layout, Trainer
 from demo.megatron_truth import compare, gather_truth
-from robust_dcp.megatron import RobustSaveStrategy
+from tests.megatron.stock import stock_strategy
+from tests.megatron.torch_dist import chosen, counted, save
 from tests.support.ranks import run_ranks, values
 
 
@@ -32,56 +41,83 @@ def _shared_truth(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
     return box[0]
 
 
-def _make(directory: Path) -> str:
-    if dist.get_rank() == 0:
-        directory.mkdir()
-    dist.barrier()
-    return str(directory)
+def _group() -> Any:
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
-def _save_and_load_elsewhere(
-    directory: Path, saved: Layout, others: list[Layout], experts: int, fully_parallel: bool
-) -> dict[str, Any]:
-    """Save twice from ``saved``; load the second with stock Megatron into ``saved`` and ``others``."""
+def _step(trainer: Trainer) -> None:
+    """Other weights than before. Megatron trains experts with tensor parallelism only if sequences are parallel too."""
+    if trainer.layout.tensor == 1 or trainer.layout.expert == 1:
+        trainer.train(n_microbatches=2)
+        return
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.mul_(1.5)
+
+
+def _load_and_compare(
+    directory: Path, layout: Layout, experts: int, truth: dict[str, Any], *, is_parallel: bool
+) -> tuple[list[str], list[str]]:
+    """Load into a fresh model of ``layout``; what differs, and what was not loaded, on any rank."""
+    fresh = _trainer(layout, seed=2, experts=experts)
+    strategy: Any = TorchDistLoadShardedStrategy()
+    if is_parallel:
+        strategy = FullyParallelLoadStrategyWrapper(strategy, _group())
+    loaded = dist_checkpointing.load(fresh.sharded_state_dict(is_loading=True), str(directory), strategy)
+    fresh.model.load_state_dict(loaded.pop("model"))
+    comparison = compare(fresh.sharded_state_dict(is_loading=True), loaded, truth).over_all_ranks(truth)
+    return comparison["differing"], comparison["not_loaded"]
+
+
+def _both_ways(directory: Path, saved: Layout, loaded: list[Layout], experts: int, is_parallel: bool) -> dict[str, Any]:
+    """Save with ours twice and with stock once, from ``saved``; load each with the other into all layouts."""
     megatron_cpu.install()
     trainer = _trainer(saved, seed=1, experts=experts)
-    inner = RobustSaveStrategy(timeout_seconds=60)
-    strategy: Any = inner
-    if fully_parallel:
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        strategy = FullyParallelSaveStrategyWrapper(inner, group)
-    plans: list[str | None] = []
+    ours = TorchDistSaveShardedStrategy("torch_dist", 1)
+    plans, calls = [], []
     truth: dict[str, Any] = {}
     for number in (1, 2):
-        trainer.train(n_microbatches=2)
+        _step(trainer)
         truth = _shared_truth(trainer.sharded_state_dict())
-        dist_checkpointing.save(trainer.sharded_state_dict(), _make(directory / str(number)), strategy)
-        plans.append(inner.last_report.plan if inner.last_report else None)
+        state = trainer.sharded_state_dict()  # the optimizer's own gathers are none of the save's
+        with chosen(timeout_seconds=60), counted() as counts:
+            strategy = FullyParallelSaveStrategyWrapper(ours, _group()) if is_parallel else ours
+            save(state, directory / f"ours{number}", strategy)
+        plans.append(ours.last_report.plan)
+        calls.append(sum(counts.values()) - counts["barrier"])
+    save(trainer.sharded_state_dict(), directory / "stock", stock_strategy())
     found = {}
-    for layout in (saved, *others):
-        fresh = _trainer(layout, seed=2, experts=experts)
-        loaded = dist_checkpointing.load(fresh.sharded_state_dict(is_loading=True), str(directory / "2"))
-        iteration = loaded["iteration"]
-        fresh.model.load_state_dict(loaded.pop("model"))
-        comparison = compare(fresh.sharded_state_dict(is_loading=True), loaded, truth).over_all_ranks(truth)
-        found[str(layout)] = (comparison["differing"], comparison["not_loaded"], iteration - trainer.iteration)
-    return {"plans": plans, "found": found}
+    for layout in loaded:
+        by_stock = _load_and_compare(directory / "ours2", layout, experts, truth, is_parallel=False)
+        with chosen(timeout_seconds=60):
+            by_ours = _load_and_compare(directory / "stock", layout, experts, truth, is_parallel=is_parallel)
+        found[str(layout)] = (by_stock, by_ours)
+    return {"plans": plans, "calls": calls, "found": found}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("saved", "others", "experts", "fully_parallel"),
+    ("n_ranks", "saved", "loaded", "experts", "is_parallel"),
     [
-        pytest.param(Layout(pipeline=2, expert=2), [Layout(tensor=2, expert=2)], 4, True, id="moe-fully-parallel"),
-        pytest.param(Layout(tensor=2, pipeline=2), [Layout(), Layout(pipeline=2)], 0, False, id="dense"),
+        pytest.param(
+            4,
+            Layout(pipeline=2, expert=2),
+            [Layout(pipeline=2, expert=2), Layout(tensor=2, expert=2)],
+            4,
+            True,
+            id="moe",
+        ),
+        pytest.param(
+            4, Layout(tensor=2, pipeline=2), [Layout(tensor=2, pipeline=2), Layout(pipeline=2)], 0, False, id="dense"
+        ),
+        pytest.param(8, Layout(tensor=2, pipeline=2, expert=2), [Layout(expert=4)], 4, True, id="moe-on-8-ranks"),
     ],
 )
-def test_stock_megatron_loads_what_we_saved_bit_for_bit_into_any_layout(
-    tmp_path: Path, saved: Layout, others: list[Layout], experts: int, fully_parallel: bool
+def test_ours_and_stock_load_each_others_checkpoints_bit_for_bit_into_any_layout(
+    tmp_path: Path, n_ranks: int, saved: Layout, loaded: list[Layout], experts: int, is_parallel: bool
 ) -> None:
-    outcomes = run_ranks(
-        4, _save_and_load_elsewhere, tmp_path, saved, others, experts, fully_parallel, timeout_seconds=120
-    )
+    outcomes = run_ranks(n_ranks, _both_ways, tmp_path, saved, loaded, experts, is_parallel, timeout_seconds=170)
     for outcome in values(outcomes):
         assert outcome["plans"] == ["built", "reused"]
-        assert outcome["found"] == {str(layout): ([], [], 0) for layout in (saved, *others)}
+        assert outcome["calls"] == [0, 0]
+        assert outcome["found"] == {str(layout): (([], []), ([], [])) for layout in loaded}

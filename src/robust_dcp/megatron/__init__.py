@@ -1,6 +1,36 @@
-"""Megatron-Core's distributed checkpoints, saved by robust_dcp. Importing this package needs megatron-core."""
+"""Megatron-Core's distributed checkpoints, saved and loaded by robust_dcp.
 
-from robust_dcp.megatron.planner import MegatronPlanner
-from robust_dcp.megatron.strategies import RobustSaveStrategy
+Owns the public names of this package, and loads each when it is asked for: importing the package imports nothing of
+Megatron. :func:`install` takes Megatron's own calls over; the strategies are for code that passes them itself.
+"""
 
-__all__ = ["MegatronPlanner", "RobustSaveStrategy"]
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from robust_dcp.megatron.installation import install, uninstall
+    from robust_dcp.megatron.load_strategy import RobustLoadStrategy
+    from robust_dcp.megatron.planner import MegatronPlanner
+    from robust_dcp.megatron.save_strategy import RobustSaveStrategy
+
+__all__ = ["MegatronPlanner", "RobustLoadStrategy", "RobustSaveStrategy", "install", "uninstall"]
+
+_HOMES = {
+    "MegatronPlanner": "planner",
+    "RobustLoadStrategy": "load_strategy",
+    "RobustSaveStrategy": "save_strategy",
+    "install": "installation",
+    "uninstall": "installation",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

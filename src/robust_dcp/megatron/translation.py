@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
+
+from robust_dcp.errors import PlanConflict
 from robust_dcp.megatron import versions
 from robust_dcp.megatron.versions import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
 
@@ -33,19 +36,41 @@ def to_dcp_state_dict(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
         Key to a DCP-compatible tensor, or to ``io.BytesIO`` with a serialized object. Not nested.
 
     Raises:
+        PlanConflict: one key stands for two things on this rank: a tensor and an object, or two tensors that both
+            claim to be the main replica of one chunk.
         ValueError: for a shard that is a flattened range of a tensor; such checkpoints need metadata of Megatron's own.
         CheckpointingException: for a main replica without data.
     """
     kept: dict[str, list[ShardedBase]] = {}
     for key, shards in versions.group_by_sharded_key(sharded_state_dict).items():
-        chosen = _tensors(key, shards) if isinstance(shards[0], ShardedTensor) else _objects(shards)
+        _refuse_mixture(key, shards)
+        chosen = _tensors(key, shards) if isinstance(shards[0], ShardedTensor) else _objects(key, shards)
         if chosen:
             kept[key] = chosen
     return versions.to_dcp_values(kept)
 
 
-def _objects(shards: Sequence[ShardedObject]) -> list[ShardedBase]:
-    return [shard for shard in shards if is_main_replica(shard.replica_id)]
+def _refuse_mixture(key: str, shards: Sequence[ShardedBase]) -> None:
+    kinds = {isinstance(shard, ShardedTensor) for shard in shards}
+    if len(kinds) > 1:
+        raise PlanConflict(
+            f"the sharded state dict of this rank has a ShardedTensor and a ShardedObject under the key {key!r}; give "
+            "one of them another key",
+            key=key,
+            ranks=[_own_rank()],
+        )
+
+
+def _objects(key: str, shards: Sequence[ShardedObject]) -> list[ShardedBase]:
+    main = [shard for shard in shards if is_main_replica(shard.replica_id)]
+    if any(shard.data is not main[0].data for shard in main):
+        raise PlanConflict(
+            f"the sharded state dict of this rank has {len(main)} ShardedObjects under the key {key!r}, and all "
+            "of them claim to be its main replica; give them different keys or replica ids",
+            key=key,
+            ranks=[_own_rank()],
+        )
+    return list(main)
 
 
 def _tensors(key: str, shards: Sequence[ShardedTensor]) -> list[ShardedBase]:
@@ -61,6 +86,26 @@ def _tensors(key: str, shards: Sequence[ShardedTensor]) -> list[ShardedBase]:
         is_main = is_main_replica(shard.replica_id)
         if shard.data is None and not is_main:
             continue  # a placeholder: this rank has nothing that could be saved in place of the main replica
-        if is_main or shard.global_offset not in chunks:
+        held = chunks.get(shard.global_offset)
+        if held is not None and is_main and is_main_replica(held.replica_id) and not _is_same(held, shard):
+            raise PlanConflict(
+                f"the sharded state dict of this rank has two tensors that claim to be the main replica of {key!r} at "
+                f"offset {list(shard.global_offset)}; give them different keys or replica ids",
+                key=key,
+                ranks=[_own_rank()],
+            )
+        if is_main or held is None:
             chunks[shard.global_offset] = shard
     return list(chunks.values())
+
+
+def _own_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _is_same(one: ShardedTensor, other: ShardedTensor) -> bool:
+    """Whether two shards are one tensor in memory."""
+    if one.data is None or other.data is None:
+        return one.data is other.data
+    same_memory: bool = one.data.data_ptr() == other.data.data_ptr() and one.data.shape == other.data.shape
+    return same_memory

@@ -1,0 +1,149 @@
+"""Saves and loads of a small Megatron model on 4 ranks, stock's and ours side by side: seconds, and who talks to whom.
+
+Run it for a table: ``python -m benchmarks.megatron --json megatron.json`` (about a minute on 2 cores). A MoE model in
+PP2 x EP2 with its distributed optimizer, through ``dist_checkpointing.save`` and ``load`` with the fully parallel
+wrappers. Stock runs with everything that it starts, on CPU by the demo's shim. "collectives" counts calls of
+``torch.distributed`` by one rank; "exchanges" those of robust_dcp's own channel, "payload" what they sent beyond
+headers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from benchmarks.ranks import run, show
+
+__all__ = ["measure"]
+
+_COLUMNS = {
+    "what": "what",
+    "who": "who",
+    "seconds": "seconds",
+    "object_collectives": "object collectives",
+    "collectives": "all collectives",
+    "exchanges": "exchanges",
+    "header_nbytes": "header B",
+    "payload_nbytes": "payload B",
+}
+
+_OBJECT_COLLECTIVES = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
+_COLLECTIVES = (*_OBJECT_COLLECTIVES, "all_gather", "all_reduce", "barrier", "broadcast", "gather", "scatter")
+
+
+@contextmanager
+def _counted() -> Iterator[Counter[str]]:
+    calls: Counter[str] = Counter()
+    originals = {name: getattr(dist, name) for name in _COLLECTIVES}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in originals:
+        setattr(dist, name, counting(name))
+    try:
+        yield calls
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def _timed(what: str, who: str, call: Callable[[], Any], channels: list[Any]) -> dict[str, Any]:
+    """One row of the table, as this rank sees it."""
+    dist.barrier()
+    with ExitStack() as recordings, _counted() as calls:
+        totals = [recordings.enter_context(channel.recording()) for channel in channels]
+        started = time.perf_counter()
+        call()
+        dist.barrier()
+        seconds = time.perf_counter() - started
+    return {
+        "what": what,
+        "who": who,
+        "seconds": seconds,
+        "object_collectives": sum(calls[name] for name in _OBJECT_COLLECTIVES),
+        "collectives": sum(calls.values()) - 1,  # the barrier at the end is this benchmark's
+        "exchanges": sum(total.exchanges for total in totals),
+        "header_nbytes": sum(total.header_nbytes_sent for total in totals),
+        "payload_nbytes": sum(total.payload_nbytes_sent for total in totals),
+    }
+
+
+def measure(directory: str, layers: int, hidden_size: int) -> list[dict[str, Any]]:
+    """The rows of one run, on this rank.
+
+    Args:
+        directory: for checkpoints; empty.
+        layers: of the model.
+        hidden_size: of the model.
+    """
+    from demo import megatron_cpu
+
+    megatron_cpu.install()
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.strategies import fully_parallel
+    from megatron.core.dist_checkpointing.strategies import torch as strategies
+
+    import robust_dcp.megatron
+    from demo.megatron_model import SAVED_LAYOUT, Trainer
+    from robust_dcp.comm import Channel
+
+    trainer = Trainer(SAVED_LAYOUT, seed=1, n_layers=layers, hidden_size=hidden_size)
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    channels = [Channel.for_group(None, purpose=purpose) for purpose in ("save", "load")]
+    channels.append(Channel.for_group(group, purpose="parallel load"))
+    rows = []
+    for who in ("stock", "ours"):
+        if who == "ours":
+            robust_dcp.megatron.install()
+        strategy = fully_parallel.FullyParallelSaveStrategyWrapper(
+            strategies.TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True), group, True
+        )
+        for number, what in enumerate(("save, first", "save, second", "save, third"), start=1):
+            path = f"{directory}/{who}{number}"
+            if dist.get_rank() == 0:
+                os.mkdir(path)
+            state = trainer.sharded_state_dict()
+            is_first = number == 1
+
+            def save(path: str = path, state: Any = state, is_first: bool = is_first, strategy: Any = strategy) -> None:
+                dist_checkpointing.save(state, path, strategy, validate_access_integrity=is_first)
+
+            rows.append(_timed(what, who, save, channels))
+        reader = fully_parallel.FullyParallelLoadStrategyWrapper(strategies.TorchDistLoadShardedStrategy(), group)
+        for what, load_strategy in (("load, first", None), ("load, second", None), ("load, fully parallel", reader)):
+            template = trainer.sharded_state_dict(is_loading=True)
+
+            def load(template: Any = template, load_strategy: Any = load_strategy, path: str = path) -> None:
+                dist_checkpointing.load(template, path, load_strategy)
+
+            rows.append(_timed(what, who, load, channels))
+    robust_dcp.megatron.uninstall()
+    return rows
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden-size", type=int, default=64)
+    parser.add_argument("--json", help="write the rows to this file as well")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        ranks = run(4, measure, directory, arguments.layers, arguments.hidden_size)
+    show(_COLUMNS, sorted(ranks[0], key=lambda row: (row["what"], row["who"] == "ours")), arguments.json)
+
+
+if __name__ == "__main__":
+    _main()

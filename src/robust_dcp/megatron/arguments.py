@@ -1,0 +1,61 @@
+"""The arguments that Megatron-LM's own parser is given: ``--ckpt-planner`` and what belongs to it.
+
+Owns how :data:`~robust_dcp.megatron.options.OPTIONS` become arguments, with what the environment says for defaults.
+Called by Megatron's parser, through the patch in :data:`PATCHES`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from robust_dcp.megatron.options import OPTIONS, Option, options_from_environment
+from robust_dcp.megatron.patching import Patch
+
+__all__ = ["PATCHES", "add_arguments"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the arguments of robust_dcp to a parser, as a group of their own.
+
+    An argument that the parser has already, from a later Megatron, stays the only one of its name; if it has choices,
+    those of robust_dcp become possible as well, and its default stays. ``args`` then has its value either way.
+
+    Raises:
+        ValueError: a variable of the environment has no meaning.
+    """
+    defaults = options_from_environment()
+    group = parser.add_argument_group("robust_dcp", "distributed checkpoints by robust_dcp")
+    for option in OPTIONS:
+        # argparse has no public way to find an argument that was added before.
+        existing = parser._option_string_actions.get(option.argument)
+        if existing is not None:
+            _extend_choices(existing, option)
+            continue
+        group.add_argument(
+            option.argument,
+            type=option.parse,
+            choices=option.choices or None,
+            default=getattr(defaults, option.field),
+            help=f"{option.help} (environment: {option.variable})",
+        )
+    return parser
+
+
+def _extend_choices(existing: argparse.Action, option: Option) -> None:
+    if existing.choices is not None:
+        known = list(existing.choices)
+        existing.choices = known + [choice for choice in option.choices if choice not in known]
+
+
+def _add_checkpointing_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _add_checkpointing_args(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
+        return add_arguments(original(parser, *args, **kwargs))
+
+    return _add_checkpointing_args
+
+
+PATCHES: tuple[Patch, ...] = (Patch("megatron.training.arguments", "_add_checkpointing_args", _add_checkpointing_args),)

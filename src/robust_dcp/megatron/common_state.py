@@ -1,0 +1,167 @@
+"""The common state: what a Megatron checkpoint holds that is not sharded, the same on all ranks, saved by rank 0.
+
+Owns its digest, by which ranks find out in a header whether they agree, the account of what differs, and its file
+``common.pt`` (up to 0.18; from 0.19 on it is a ShardedObject like others). Called by ``saving`` and ``loading``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+import hashlib
+import io
+import logging
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from robust_dcp.comm import Channel
+from robust_dcp.errors import StorageError
+from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.records.objects import load_object
+from robust_dcp.storage.writing.commit import commit_metadata
+
+__all__ = [
+    "COMMON_FILE",
+    "LeafDigests",
+    "encode_common",
+    "leaf_digests",
+    "load_common_bytes",
+    "read_file",
+    "report_differences",
+    "write_durably",
+]
+
+logger = logging.getLogger(__name__)
+
+COMMON_FILE = "common.pt"
+CONFIG_FILE = "metadata.json"
+
+_SHOWN = 20
+
+
+class LeafDigests(msgspec.Struct, frozen=True):
+    """A digest of every leaf of a nested state dict, by its path."""
+
+    digests: dict[str, int]
+
+    def whole(self) -> int:
+        """64 bits of all of them; independent of the order of the dicts."""
+        data = msgspec.msgpack.encode(sorted(self.digests.items()))
+        return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def leaf_digests(common: Any) -> LeafDigests:
+    """Digest every leaf: tensors and arrays by dtype, shape and bytes, other values by what they pickle to.
+
+    A value that does not pickle is compared by its class. Equal values may pickle differently in rare cases, and
+    differences are only reported, never an error, as in stock.
+    """
+    return LeafDigests({path: _digest(value) for path, value in _leaves(common, "")})
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    children: Mapping[Any, Any] | None = None
+    if isinstance(value, Mapping):
+        children = value
+    elif isinstance(value, argparse.Namespace):
+        children = vars(value)
+    elif isinstance(value, (list, tuple)):
+        children = dict(enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__"):
+        children = vars(value)
+    if children is None:
+        yield path, value
+        return
+    yield f"{path}#", f"{type(value).__name__} of {len(children)}"
+    for name, child in children.items():
+        yield from _leaves(child, f"{path}.{name}" if path else str(name))
+
+
+def _digest(value: Any) -> int:
+    hashed = hashlib.blake2b(digest_size=8)
+    hashed.update(f"{type(value).__module__}.{type(value).__qualname__}".encode())
+    if isinstance(value, torch.Tensor):
+        data = value.detach().cpu().contiguous()
+        hashed.update(f"{data.dtype}{list(data.shape)}".encode())
+        hashed.update(data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b"")
+    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        hashed.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
+    elif isinstance(value, (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.Size, enum.Enum)):
+        hashed.update(repr(value).encode(errors="replace"))
+    else:
+        try:
+            hashed.update(pickle.dumps(value, protocol=4))
+        except Exception:  # whatever a user's __reduce__ raises: saving it will tell, if it is to be saved
+            hashed.update(b"")
+    return int.from_bytes(hashed.digest(), "little")
+
+
+def report_differences(channel: Channel, phase: str, own: LeafDigests) -> None:
+    """Log on each rank which leaves differ from those of rank 0. All ranks call it, once their headers differed."""
+    first = channel.broadcast(phase, lambda: own, LeafDigests).digests
+    mine = own.digests
+    only_there = sorted(path for path in first.keys() - mine.keys() if not path.endswith("#"))
+    only_here = sorted(path for path in mine.keys() - first.keys() if not path.endswith("#"))
+    differing = sorted(path for path in mine.keys() & first.keys() if mine[path] != first[path])
+    if only_there or only_here or differing:
+        logger.warning(
+            "Rank %d common state dict differs from rank %d common state dict, which is the one that is saved. "
+            "Keys only on rank %d: %s, Keys only on %d: %s, Mismatched keys: %s",
+            channel.ranks[channel.rank],
+            channel.ranks[channel.coordinator_rank],
+            channel.ranks[channel.coordinator_rank],
+            only_there[:_SHOWN],
+            channel.ranks[channel.rank],
+            only_here[:_SHOWN],
+            differing[:_SHOWN],
+        )
+
+
+def encode_common(common: dict[str, Any]) -> bytes:
+    """The bytes of ``common.pt``, which stock Megatron loads with ``torch.load``."""
+    buffer = io.BytesIO()
+    torch.save(common, buffer)
+    return buffer.getvalue()
+
+
+def load_common_bytes(data: bytes, file: str) -> Any:
+    """The common state from the bytes of ``common.pt``, without running code that they name.
+
+    Raises:
+        UnsafeCheckpoint: it holds an object of a class that is not known to be data. Megatron registers its own with
+            ``torch.serialization.add_safe_globals``; so may you.
+        CorruptCheckpoint: these are not the bytes of a ``torch.save``.
+    """
+    return load_object(data, file=file, item=COMMON_FILE)
+
+
+def read_file(path: str) -> bytes | None:
+    """The bytes of a file; ``None`` if there is none.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        message = f"read {path}: {error.strerror}"
+        raise StorageError(message, path=path, errno=error.errno, operation="read") from error
+
+
+def write_durably(directory: str | os.PathLike[str], name: str, data: bytes) -> None:
+    """Put a file into the checkpoint's directory in one durable step, over one of that name.
+
+    Raises:
+        StorageError: a call failed; the file is as before.
+    """
+    commit_metadata(PosixDisk(), os.fspath(directory), data, name=name)

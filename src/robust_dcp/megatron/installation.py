@@ -1,0 +1,143 @@
+"""Puts robust_dcp in Megatron's place for checkpoints, and takes it out again.
+
+Owns :func:`install` and :func:`uninstall`, which every way to switch robust_dcp on comes to, the tables of what is
+taken over, and the line in the log that says so. Imports nothing of Megatron. Called by users, ``__main__`` and
+``robust_dcp_autoload``.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import sys
+import threading
+from importlib import import_module, metadata
+
+import torch
+import torch.distributed as dist
+
+from robust_dcp.megatron.arguments import PATCHES as ARGUMENT_PATCHES
+from robust_dcp.megatron.options import Planner, choose_planner, options_from_environment
+from robust_dcp.megatron.patching import Patch, Patches
+from robust_dcp.version import __version__
+
+__all__ = ["TABLES", "install", "patches_of", "uninstall"]
+
+logger = logging.getLogger(__name__)
+
+TABLES: dict[str, str] = {
+    "save_patches": "saves of torch_dist",
+    "load_patches": "loads of torch_dist",
+    "dcp_patches": "torch_dcp and fsdp_dtensor",
+    "uneven_dtensor_patches": "uneven DTensors",
+}
+"""Modules of this package with a ``PATCHES`` of their own, and what those take over."""
+
+
+class _Installed:
+    """What is in place in this process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.patches: dict[str, Patches] = {}
+        self.announced = False
+
+
+_installed = _Installed()
+
+
+def install(planner: Planner = "robust_dcp") -> None:
+    """Let robust_dcp save and load Megatron's distributed checkpoints in this process.
+
+    Modules of Megatron that are imported already are patched now, the others when they are imported. Calling it again
+    changes nothing but, maybe, the planner. Call it on every rank; it exchanges nothing.
+
+        import robust_dcp.megatron
+
+        robust_dcp.megatron.install()
+
+    Args:
+        planner: who plans if neither the argument ``--ckpt-planner`` nor ``ROBUST_DCP`` says. With ``"default"`` only
+            the arguments are added to Megatron's parser, and no code that saves or loads is replaced.
+
+    Raises:
+        ValueError: a variable of the environment has no meaning (:func:`~.options.options_from_environment`), or
+            ``planner`` is neither ``"robust_dcp"`` nor ``"default"``.
+    """
+    if planner not in ("robust_dcp", "default"):
+        raise ValueError(f"install(planner={planner!r}): expected 'robust_dcp' or 'default'")
+    options_from_environment()
+    choose_planner(planner)
+    _put_in_place("arguments", ARGUMENT_PATCHES)
+    if planner == "robust_dcp":
+        for table in TABLES:
+            _put_in_place(table, patches_of(table))
+
+
+def uninstall() -> None:
+    """Put back every attribute that :func:`install` has replaced, the very same objects; no import is watched any more.
+
+    Arguments stay in parsers that were made meanwhile. Doing it twice, or without :func:`install`, is harmless.
+    """
+    with _installed.lock:
+        in_place, _installed.patches = _installed.patches, {}
+        _installed.announced = False
+        choose_planner("default")
+    for patches in reversed(list(in_place.values())):
+        patches.remove()
+
+
+def patches_of(table: str) -> tuple[Patch, ...]:
+    """The patches of one of :data:`TABLES`."""
+    found: tuple[Patch, ...] = import_module(f"robust_dcp.megatron.{table}").PATCHES
+    return found
+
+
+def _put_in_place(table: str, patches: tuple[Patch, ...]) -> None:
+    with _installed.lock:
+        if table in _installed.patches:
+            return
+        in_place = _installed.patches[table] = Patches(patches, None if table == "arguments" else _announce)
+    in_place.apply()
+
+
+def _announce(patch: Patch) -> None:
+    """Say once, on rank 0, what was taken over: when the first module of Megatron is, for then its version is known."""
+    if not patch.module.startswith("megatron."):
+        return
+    with _installed.lock:
+        if _installed.announced:
+            return
+        _installed.announced = True
+    if not _is_rank_0():
+        return
+    taken_over = ", ".join(TABLES.values())
+    line = (
+        f"robust_dcp {__version__} is the planner of Megatron's checkpoints: it takes over {taken_over} "
+        f"(megatron-core {_megatron_version()}, torch {torch.__version__})"
+    )
+    if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
+        logger.info("%s", line)
+    else:  # before Megatron has set up its log; a run should not have to guess who wrote its checkpoints
+        sys.stderr.write(f"{line}\n")
+
+
+def _is_rank_0() -> bool:
+    if multiprocessing.parent_process() is not None:
+        return False  # a worker of some rank
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _megatron_version() -> str:
+    """Of the sources that are imported; they need not be an installed package."""
+    if "megatron.core" in sys.modules:
+        version = getattr(import_module("megatron.core.package_info"), "__version__", None)
+        if version is not None:
+            return str(version)
+    try:
+        return metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,144 @@
+"""What is taken over of Megatron-Core's loads of ``torch_dist``.
+
+Owns the replacements; each does what Megatron does where robust_dcp is not the chosen planner. The work is in
+``loading``, ``load_strategy`` and ``parallel_load``, which import Megatron: so they are imported when one is called.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from robust_dcp.megatron.choice import is_chosen
+from robust_dcp.megatron.patching import Patch
+
+__all__ = ["PATCHES"]
+
+Replaced = Callable[..., Any]
+
+
+def _load(original: Replaced) -> Replaced:
+    """``dist_checkpointing.load``: every step inside an exchange. Other backends are left to Megatron."""
+
+    @functools.wraps(original)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        from robust_dcp.megatron.options import current_options
+
+        if not is_chosen():
+            return original(*args, **kwargs)
+        from robust_dcp.megatron.loading import LoadCall, load_torch_dist
+
+        call = LoadCall.of(original, args, kwargs)
+        return load_torch_dist(call, current_options(), lambda: original(*args, **kwargs))
+
+    return load
+
+
+def _load_common_state_dict(original: Replaced) -> Replaced:
+    """``load_common_state_dict``, and with it ``load_content_metadata``: nothing in the file is executed."""
+
+    @functools.wraps(original)
+    def load_common_state_dict(checkpoint_dir: Any) -> Any:
+        if not is_chosen():
+            return original(checkpoint_dir)
+        from robust_dcp.megatron.loading import load_common_state
+
+        return load_common_state(checkpoint_dir)
+
+    return load_common_state_dict
+
+
+def _strategy_load(original: Replaced) -> Replaced:
+    """``TorchDistLoadShardedStrategy.load``: for callers that hold on to Megatron's own ``dist_checkpointing.load``, or
+    call the strategy themselves."""
+
+    @functools.wraps(original)
+    def load(self: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_chosen():
+            return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        from robust_dcp.megatron.load_strategy import read_for_strategy
+
+        return read_for_strategy(self, sharded_state_dict, checkpoint_dir)
+
+    return load
+
+
+def _load_tensors_metadata(original: Replaced) -> Replaced:
+    """``TorchDistLoadShardedStrategy.load_tensors_metadata``."""
+
+    @functools.wraps(original)
+    def load_tensors_metadata(self: Any, checkpoint_dir: Any, metadata: Any = None) -> Any:
+        if metadata is None and is_chosen():
+            from robust_dcp.megatron.load_strategy import read_metadata
+            from robust_dcp.storage.reader import RobustReader
+
+            metadata = read_metadata(RobustReader(checkpoint_dir))
+        return original(self, checkpoint_dir, metadata)
+
+    return load_tensors_metadata
+
+
+def _load_sharded_metadata(original: Replaced) -> Replaced:
+    """``TorchDistLoadShardedStrategy.load_sharded_metadata``."""
+
+    @functools.wraps(original)
+    def load_sharded_metadata(self: Any, checkpoint_dir: Any) -> Any:
+        if not is_chosen():
+            return original(self, checkpoint_dir)
+        from robust_dcp.megatron.load_strategy import read_metadata, shapes_and_objects
+        from robust_dcp.storage.reader import RobustReader
+
+        return shapes_and_objects(read_metadata(RobustReader(checkpoint_dir)))
+
+    return load_sharded_metadata
+
+
+def _remove_sharded_tensors(original: Replaced) -> Replaced:
+    """``TorchDistLoadShardedStrategy.remove_sharded_tensors``."""
+
+    @functools.wraps(original)
+    def remove_sharded_tensors(self: Any, checkpoint_dir: Any, key_prefix: str) -> None:
+        if not is_chosen():
+            original(self, checkpoint_dir, key_prefix)
+            return
+        from robust_dcp.megatron.removal import remove_keys
+
+        remove_keys(checkpoint_dir, key_prefix)
+
+    return remove_sharded_tensors
+
+
+def _parallel_load(original: Replaced) -> Replaced:
+    """``FullyParallelLoadStrategyWrapper.load``, around a strategy that reads ``torch_dist``."""
+
+    @functools.wraps(original)
+    def load(self: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        from robust_dcp.megatron.options import current_options
+
+        if is_chosen():
+            from robust_dcp.megatron.parallel_load import load_in_parallel
+            from robust_dcp.megatron.versions import is_parallel_load_wrapper
+
+            if is_parallel_load_wrapper(self):
+                timeout_seconds = current_options().exchange_timeout_seconds
+                return load_in_parallel(self, sharded_state_dict, checkpoint_dir, timeout_seconds)
+        return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
+
+    return load
+
+
+_DIST_CHECKPOINTING = "megatron.core.dist_checkpointing"
+_TORCH = f"{_DIST_CHECKPOINTING}.strategies.torch"
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(_DIST_CHECKPOINTING, "load", _load),
+    Patch(_DIST_CHECKPOINTING, "serialization.load", _load),
+    Patch(_DIST_CHECKPOINTING, "load_common_state_dict", _load_common_state_dict),
+    Patch(_DIST_CHECKPOINTING, "serialization.load_common_state_dict", _load_common_state_dict),
+    Patch(_TORCH, "TorchDistLoadShardedStrategy.load", _strategy_load),
+    Patch(_TORCH, "TorchDistLoadShardedStrategy.load_tensors_metadata", _load_tensors_metadata),
+    Patch(_TORCH, "TorchDistLoadShardedStrategy.load_sharded_metadata", _load_sharded_metadata),
+    Patch(_TORCH, "TorchDistLoadShardedStrategy.remove_sharded_tensors", _remove_sharded_tensors),
+    Patch(f"{_DIST_CHECKPOINTING}.strategies.fully_parallel", "FullyParallelLoadStrategyWrapper.load", _parallel_load),
+)

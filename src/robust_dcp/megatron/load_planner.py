@@ -1,0 +1,87 @@
+"""Megatron-Core's load planner, with what robust_dcp adds to it: nothing is executed, and nothing is left unfilled.
+
+Owns the checks of one rank's load plan. Made by ``load_strategy`` for each load, and called by ``robust_dcp.load``.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+from robust_dcp.errors import CorruptCheckpoint
+from robust_dcp.megatron.versions import MCoreLoadPlanner
+from robust_dcp.storage.records.objects import load_object
+
+__all__ = ["MegatronLoadPlanner"]
+
+
+class MegatronLoadPlanner(MCoreLoadPlanner):
+    """``MCoreLoadPlanner`` (global shapes, ``allow_shape_mismatch``, FP8 targets) with two checks more.
+
+    Args:
+        checkpoint: its name, for errors.
+        keeps_bytes: also keep the bytes of objects, in ``object_bytes``, to be handed to other ranks.
+        options: as ``MCoreLoadPlanner``.
+
+    Attributes:
+        object_bytes: the bytes of each object that was loaded, by key.
+    """
+
+    def __init__(self, checkpoint: str, *, keeps_bytes: bool = False, **options: Any) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, **options)
+        self._checkpoint = checkpoint
+        self._keeps_bytes = keeps_bytes
+        self.object_bytes: dict[str, bytes] = {}
+
+    def create_local_plan(self) -> LoadPlan:
+        """Megatron's plan, if it fills every tensor that is asked for.
+
+        Raises:
+            CorruptCheckpoint: the checkpoint's chunks leave elements of a tensor as they are; stock would too.
+            CheckpointingException, KeyError, RuntimeError: as ``MCoreLoadPlanner``.
+        """
+        plan: LoadPlan = super().create_local_plan()
+        planned: dict[str, int] = defaultdict(int)
+        for item in plan.items:
+            if item.type == LoadItemType.TENSOR:
+                planned[item.dest_index.fqn] += math.prod(item.lengths)
+        flexible = self.allow_shape_mismatch_sharded_tensors or {}
+        for key, value in self.state_dict.items():
+            wanted = 0 if key in flexible else _numel(value)
+            if planned[key] < wanted:
+                raise CorruptCheckpoint(
+                    f"the chunks of {key!r} in {self._checkpoint} fill {planned[key]} of the {wanted} elements that "
+                    "this rank asks for; the save that wrote it was incomplete",
+                    file=".metadata",
+                    item=key,
+                    expected=f"{wanted} elements",
+                    found=f"{planned[key]} elements",
+                )
+        return plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put an object into the state dict, if it is data.
+
+        Raises:
+            UnsafeCheckpoint: unpickling it would run code.
+        """
+        key = read_item.dest_index.fqn
+        if self._keeps_bytes:
+            self.object_bytes[key] = value.getvalue()
+        self.state_dict[key] = load_object(value, file=self._checkpoint, item=key)
+
+
+def _numel(value: Any) -> int:
+    """Elements of the chunks of ``value`` on this rank; 0 for what is no tensor."""
+    chunks = getattr(value, "__create_chunk_list__", None)
+    if callable(chunks):
+        return sum(math.prod(chunk.sizes) for chunk in chunks())
+    shards = getattr(value, "local_shards", None)
+    if callable(shards):
+        return sum(shard.tensor.numel() for shard in shards())
+    return value.numel() if isinstance(value, torch.Tensor) else 0

@@ -1,0 +1,265 @@
+"""``megatron.core.dist_checkpointing.load`` for ``torch_dist``, every step of it inside an exchange.
+
+Owns the order of the steps: common state, prepare, validate, strictness, read, merge. Called by the replacement in
+``load_patches``.
+
+| step | exchanges |
+| --- | --- |
+| common state | a broadcast: rank 0 reads ``metadata.json`` and the common state, once |
+| prepare | ``agree``: one header a rank, with the signature of what it asks for |
+| validate | none, if all ranks show that this structure was found right before, and no strictness asks for keys |
+| strictness | a broadcast of ``.metadata`` and a barrier, for the modes that look at the checkpoint's keys |
+| read | those of :func:`robust_dcp.load`; with ``FullyParallelLoadStrategyWrapper`` those of ``parallel_load`` |
+| merge | a barrier |
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+
+from robust_dcp.comm import Channel, Offer
+from robust_dcp.megatron import common_state, versions
+from robust_dcp.megatron.failures import as_megatron_raises, told_by_who_failed
+from robust_dcp.megatron.load_strategy import (
+    ReaderOfKnownMetadata,
+    RobustLoadStrategy,
+    read_metadata,
+    read_sharded,
+    shapes_and_objects,
+)
+from robust_dcp.megatron.options import MegatronOptions
+from robust_dcp.megatron.parallel_load import load_in_parallel
+from robust_dcp.megatron.validation import AccessCheck, GlobalMetadata, agree_on_access
+from robust_dcp.planner.save import checkpoint_name
+from robust_dcp.storage.reader import RobustReader
+from robust_dcp.storage.records.objects import load_object
+
+__all__ = ["LoadCall", "load_common_state", "load_torch_dist"]
+
+
+@dataclass(frozen=True)
+class LoadCall:
+    """The arguments of one call of ``dist_checkpointing.load``, of any version.
+
+    Attributes:
+        sharded_state_dict, checkpoint_dir, sharded_strategy, strict: as given.
+        validate_access_integrity: whether each shard has to be the main replica of exactly one rank.
+        verify_integrity: whether all files are compared with Megatron's manifest first (0.19).
+        process_group: the ranks that load together; ``None`` for all.
+    """
+
+    sharded_state_dict: dict[str, Any]
+    checkpoint_dir: str
+    sharded_strategy: Any
+    strict: Any
+    validate_access_integrity: bool
+    verify_integrity: bool
+    process_group: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, load: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> LoadCall:
+        """The call ``load(*args, **kwargs)`` of Megatron's own function.
+
+        Raises:
+            TypeError: it does not take these arguments.
+        """
+        bound = inspect.signature(load).bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        strategy = given["sharded_strategy"]
+        group = given.get("process_group")
+        if group is None and isinstance(strategy, RobustLoadStrategy):
+            group = strategy.process_group
+        return cls(
+            sharded_state_dict=given["sharded_state_dict"],
+            checkpoint_dir=str(given["checkpoint_dir"]),
+            sharded_strategy=strategy,
+            strict=given["strict"],
+            validate_access_integrity=given["validate_access_integrity"],
+            verify_integrity=given.get("verify_integrity", False),
+            process_group=group,
+        )
+
+
+class _Opened(msgspec.Struct, frozen=True):
+    """What rank 0 found in the directory. ``common`` is a ``torch.save``; ``is_file``: of ``common.pt``."""
+
+    backend: str
+    common: bytes = b""
+    is_file: bool = True
+
+
+class _MetadataFile(msgspec.Struct, frozen=True):
+    """The bytes of ``.metadata``."""
+
+    data: bytes
+
+
+def load_torch_dist(call: LoadCall, options: MegatronOptions, stock: Callable[[], Any]) -> Any:
+    """Load a checkpoint of Megatron's, saved by robust_dcp or by stock.
+
+    Args:
+        call: what is to be loaded.
+        options: of the exchanges.
+        stock: loads as stock does; called, on all ranks, for a checkpoint of another backend than ``torch_dist``.
+
+    Returns:
+        As ``dist_checkpointing.load``.
+
+    Raises:
+        InvalidAccess: the ranks do not access each shard exactly once.
+        RobustCheckpointError: whatever failed on whichever rank; the same on all ranks.
+    """
+    timeout = options.exchange_timeout_seconds
+    if isinstance(call.sharded_strategy, RobustLoadStrategy):
+        timeout = call.sharded_strategy.timeout_seconds
+    channel = Channel.for_group(call.process_group, purpose="load", timeout_seconds=timeout)
+    phase = f"load {checkpoint_name(call.checkpoint_dir)}"
+    with as_megatron_raises():
+        opened = channel.broadcast(f"{phase}: common state", lambda: _open(call), _Opened)
+        if opened.backend != "torch_dist":
+            return stock()
+        return _Load(call, channel, phase, opened).run()
+
+
+def load_common_state(checkpoint_dir: str | os.PathLike[str]) -> Any:
+    """``dist_checkpointing.load_common_state_dict``: local to this rank, and without running code from the file.
+
+    Raises:
+        CheckpointingException: there is no checkpoint.
+        UnsafeCheckpoint: the common state holds an object of a class that is not known to be data.
+        CorruptCheckpoint: it is damaged.
+    """
+    directory = os.fspath(checkpoint_dir)
+    versions.backend_of(directory)
+    return _decoded(_read_common(directory), directory)
+
+
+class _Load:
+    """One load on one rank."""
+
+    def __init__(self, call: LoadCall, channel: Channel, phase: str, opened: _Opened) -> None:
+        self._call = call
+        self._channel = channel
+        self._phase = phase
+        self._opened = opened
+        self._result: dict[str, Any] = {}
+        self._sharded: dict[str, Any] = {}
+        self._factories: dict[str, Any] = {}
+        self._missing: set[str] = set()
+        self._unexpected: set[str] = set()
+
+    def run(self) -> Any:
+        strict, needs_checkpoint_keys, needs_global_keys, returns_mismatch = versions.strictness(self._call.strict)
+        check, offers = agree_on_access(self._channel, f"{self._phase}: prepare", self._prepare)
+        global_metadata = self._validate(check, offers, needs_keys=needs_global_keys)
+        if needs_checkpoint_keys:
+            self._check_keys(strict, global_metadata)
+        loaded = self._read()
+        self._channel.barrier(f"{self._phase}: merge", lambda: self._merge(loaded))
+        return (self._result, self._missing, self._unexpected) if returns_mismatch else self._result
+
+    def _prepare(self) -> list[Any]:
+        call = self._call
+        self._result = _decoded(self._opened, call.checkpoint_dir)
+        self._sharded, not_persistent, self._factories = versions.prepare_to_load(
+            call.sharded_state_dict, call.sharded_strategy
+        )
+        versions.merge(self._result, not_persistent)
+        return list(versions.nested_values(self._sharded))
+
+    def _validate(self, check: AccessCheck, offers: list[Offer], *, needs_keys: bool) -> GlobalMetadata | None:
+        phase = f"{self._phase}: validate"
+        if needs_keys:
+            found = check.keys_of_all(self._channel, phase)
+            if self._call.validate_access_integrity:
+                found.raise_if_wrong()
+                check.remember(self._channel, offers)
+            return found
+        if self._call.validate_access_integrity and not check.is_known(offers):
+            check.finish(self._channel, phase, offers)
+        return None
+
+    def _check_keys(self, strict: Any, global_metadata: GlobalMetadata | None) -> None:
+        reader = ReaderOfKnownMetadata(self._call.checkpoint_dir)
+        metadata_file = self._channel.broadcast(
+            f"{self._phase}: keys", lambda: _MetadataFile(reader.metadata_bytes()), _MetadataFile
+        )
+
+        def check() -> None:
+            known = ReaderOfKnownMetadata(self._call.checkpoint_dir, metadata_file.data)
+            self._sharded, self._missing, self._unexpected = versions.check_keys(
+                self._sharded, strict, global_metadata, shapes_and_objects(read_metadata(known))
+            )
+
+        self._channel.barrier(f"{self._phase}: strictness", check)
+
+    def _read(self) -> dict[str, Any]:
+        call, strategy = self._call, self._call.sharded_strategy
+        if versions.is_parallel_load_wrapper(strategy):
+            return self._read_in_parallel(strategy)
+        if not versions.reads_torch_dist(strategy):
+            loaded: dict[str, Any] = strategy.load(self._sharded, call.checkpoint_dir)
+            return loaded
+        read = read_sharded(
+            self._sharded,
+            RobustReader(call.checkpoint_dir),
+            timeout_seconds=self._channel.timeout_seconds,
+            process_group=call.process_group,
+            stream_dequantize=getattr(strategy, "stream_ckpt_dequant", None),
+        )
+        if hasattr(strategy, "cached_global_metadata"):
+            strategy.cached_global_metadata = read.metadata
+            strategy.last_report = read.report
+        return read.state_dict
+
+    def _read_in_parallel(self, wrapper: Any) -> dict[str, Any]:
+        """Each parallelization group by itself; a failure in one of them is that of all ranks."""
+        loaded: dict[str, Any] = {}
+
+        def load() -> None:
+            with told_by_who_failed(dist.get_rank(wrapper.parallelization_group)):
+                loaded.update(
+                    load_in_parallel(wrapper, self._sharded, self._call.checkpoint_dir, self._channel.timeout_seconds)
+                )
+
+        self._channel.barrier(f"{self._phase}: read in parallel", load)
+        return loaded
+
+    def _merge(self, loaded: dict[str, Any]) -> None:
+        versions.merge(self._result, loaded)
+        self._result = versions.merge_factories(self._result, self._factories)
+
+
+def _open(call: LoadCall) -> _Opened:
+    backend = versions.backend_of(call.checkpoint_dir, verify_integrity=call.verify_integrity)
+    return _read_common(call.checkpoint_dir) if backend == "torch_dist" else _Opened(backend)
+
+
+def _read_common(directory: str) -> _Opened:
+    """The common state's bytes, from ``common.pt`` or, as Megatron 0.19 saves it, from a ShardedObject."""
+    path = os.path.join(directory, common_state.COMMON_FILE)
+    file = common_state.read_file(path)
+    if file is not None:
+        return _Opened("torch_dist", file)
+    key = versions.ShardedObject(versions.COMMON_STATE_KEY, None, (1,), (0,)).unique_key
+    reader = ReaderOfKnownMetadata(directory)
+    if key not in read_metadata(reader).state_dict_metadata:
+        raise versions.CheckpointingException(f"Common file {path} does not exist")
+    template = versions.ShardedObject(versions.COMMON_STATE_KEY, None, (1,), (0,))
+    with told_by_who_failed(0):
+        read = read_sharded({"common": template}, reader, timeout_seconds=300.0, no_dist=True, keep_object_bytes=True)
+    return _Opened("torch_dist", read.object_bytes[key], is_file=False)
+
+
+def _decoded(opened: _Opened, directory: str) -> Any:
+    if opened.is_file:
+        return common_state.load_common_bytes(opened.common, os.path.join(directory, common_state.COMMON_FILE))
+    return load_object(opened.common, file=directory, item=versions.COMMON_STATE_KEY)[0]

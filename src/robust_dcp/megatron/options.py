@@ -1,0 +1,217 @@
+"""What the user chose for Megatron's checkpoints: arguments first, then the environment, then defaults.
+
+Owns :class:`MegatronOptions` and the names of the environment variables. Reads Megatron's arguments where they have
+been parsed already and imports nothing of Megatron. Called by everything in this package.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+__all__ = [
+    "OPTIONS",
+    "MegatronOptions",
+    "Option",
+    "choose_planner",
+    "current_options",
+    "default_planner",
+    "options_from_environment",
+]
+
+Planner = Literal["default", "robust_dcp"]
+Layout = Literal["torch", "safetensors"]
+OnStructureChange = Literal["rebuild", "error", "quiet"]
+SaveFailure = Literal["raise", "warn"]
+
+
+class Option(NamedTuple):
+    """One option: its field in :class:`MegatronOptions`, as an argument, and in the environment."""
+
+    field: str
+    argument: str
+    variable: str
+    choices: tuple[str, ...]
+    parse: Callable[[str], Any]
+    help: str
+
+    @property
+    def dest(self) -> str:
+        """The attribute of Megatron's parsed arguments."""
+        return self.argument.removeprefix("--").replace("-", "_")
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+def _positive_seconds(text: str) -> float:
+    value = float(text)
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError
+    return value
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option(
+        "planner",
+        "--ckpt-planner",
+        "ROBUST_DCP",
+        ("default", "robust_dcp"),
+        str,
+        "who plans, writes and reads distributed checkpoints: Megatron's own code, or robust_dcp",
+    ),
+    Option(
+        "writer_threads",
+        "--ckpt-writer-threads",
+        "ROBUST_DCP_WRITER_THREADS",
+        (),
+        _positive_int,
+        "threads, and files, with which each rank writes; robust_dcp chooses if it is not given",
+    ),
+    Option(
+        "writer_buffer_bytes",
+        "--ckpt-writer-buffer-bytes",
+        "ROBUST_DCP_WRITER_BUFFER_BYTES",
+        (),
+        _positive_int,
+        "limit for the memory that each rank's writer takes, in bytes; robust_dcp chooses if it is not given",
+    ),
+    Option(
+        "layout",
+        "--ckpt-layout",
+        "ROBUST_DCP_LAYOUT",
+        ("torch", "safetensors"),
+        str,
+        "format of the files: torch is what Megatron reads; safetensors is for other tools",
+    ),
+    Option(
+        "exchange_timeout_seconds",
+        "--ckpt-exchange-timeout-seconds",
+        "ROBUST_DCP_EXCHANGE_TIMEOUT_SECONDS",
+        (),
+        _positive_seconds,
+        "how long ranks wait for each other in each exchange of a save or load before the missing ones are named",
+    ),
+    Option(
+        "on_structure_change",
+        "--ckpt-on-structure-change",
+        "ROBUST_DCP_ON_STRUCTURE_CHANGE",
+        ("rebuild", "error", "quiet"),
+        str,
+        "when the state dict is not what it was in the last save: plan anew and log the keys, fail, or plan anew",
+    ),
+    Option(
+        "save_failure",
+        "--ckpt-save-failure",
+        "ROBUST_DCP_SAVE_FAILURE",
+        ("raise", "warn"),
+        str,
+        "when a save fails on any rank: raise on all of them, or log why and go on with training",
+    ),
+)
+
+
+_chosen: list[Planner] = []
+
+
+def choose_planner(planner: Planner) -> None:
+    """Set the planner of this process for where neither arguments nor environment name one."""
+    _chosen[:] = [planner]
+
+
+def default_planner() -> Planner:
+    """What :func:`choose_planner` has set; ``"default"`` before."""
+    return _chosen[0] if _chosen else "default"
+
+
+@dataclass(frozen=True)
+class MegatronOptions:
+    """How Megatron's checkpoints are saved and loaded.
+
+    Attributes:
+        planner: ``"robust_dcp"``, or ``"default"``: every replacement falls back to Megatron's own code.
+        writer_threads: threads, and files, of each rank; ``None`` lets the writer choose.
+        writer_buffer_bytes: limit for the memory of each rank's writer; ``None`` lets the writer choose.
+        layout: format of the files; Megatron itself reads ``"torch"`` only.
+        exchange_timeout_seconds: of each exchange between ranks.
+        on_structure_change: ``"rebuild"`` (log the keys and plan anew), ``"error"`` or ``"quiet"``.
+        save_failure: ``"raise"``, or ``"warn"``: a failed save is logged and training goes on.
+    """
+
+    planner: Planner = field(default_factory=default_planner)
+    writer_threads: int | None = None
+    writer_buffer_bytes: int | None = None
+    layout: Layout = "torch"
+    exchange_timeout_seconds: float = 300.0
+    on_structure_change: OnStructureChange = "rebuild"
+    save_failure: SaveFailure = "raise"
+
+
+def options_from_environment(environment: Mapping[str, str] = os.environ) -> MegatronOptions:
+    """The options that environment variables set; defaults for the others. An empty variable counts as not set.
+
+    Raises:
+        ValueError: a variable has no meaning; it names the variable, what is expected and what was found.
+    """
+    found = {
+        option.field: _value(option, environment[option.variable])
+        for option in OPTIONS
+        if environment.get(option.variable)
+    }
+    return MegatronOptions(**found)
+
+
+def _value(option: Option, text: str) -> Any:
+    if option.field == "planner":
+        planners = {"1": "robust_dcp", "0": "default"}
+        if text not in planners:
+            raise ValueError(f"{option.variable}={text!r} in the environment: expected 1 (robust_dcp) or 0 (default)")
+        return planners[text]
+    try:
+        value = option.parse(text)
+    except ValueError:
+        raise ValueError(f"{option.variable}={text!r} in the environment: expected a positive number") from None
+    if option.choices and value not in option.choices:
+        expected = ", ".join(option.choices)
+        raise ValueError(f"{option.variable}={text!r} in the environment: expected one of {expected}")
+    return value
+
+
+def current_options() -> MegatronOptions:
+    """The options that hold now.
+
+    Megatron's parsed arguments where it has them; the environment for what they do not have (a caller with arguments
+    of its own, such as ms-swift or verl); the defaults.
+
+    Raises:
+        ValueError: an environment variable has no meaning, see :func:`options_from_environment`.
+    """
+    options = options_from_environment()
+    arguments = _megatron_arguments()
+    if arguments is None:
+        return options
+    found = {option.field: getattr(arguments, option.dest, None) for option in OPTIONS}
+    given = {name: value for name, value in found.items() if value is not None}
+    if given.get("planner", "robust_dcp") != "robust_dcp":
+        given["planner"] = "default"  # Megatron's own argument of that name may know other planners, all its own
+    return dataclasses.replace(options, **given)
+
+
+def _megatron_arguments() -> Any:
+    """The namespace that ``megatron.training.get_args()`` returns, if that is imported and arguments are parsed."""
+    global_vars = sys.modules.get("megatron.training.global_vars")
+    if global_vars is None or not hasattr(global_vars, "get_args"):
+        return None
+    try:
+        return global_vars.get_args()
+    except AssertionError:  # "args is not initialized."
+        return None

@@ -1,0 +1,48 @@
+"""Tensors taken out of a committed checkpoint (``dist_checkpointing.remove_sharded_tensors``).
+
+Owns the order: the new ``.metadata`` is durable before a data file goes. Called by ``load_strategy``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.metadata.metadata_file import encode_metadata, referenced_files
+from robust_dcp.storage.reader import RobustReader
+from robust_dcp.storage.writing.commit import commit_metadata, remove_superseded
+
+__all__ = ["remove_keys"]
+
+logger = logging.getLogger(__name__)
+
+
+def remove_keys(checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None:
+    """Remove every item whose key starts with ``key_prefix``, and the files that hold nothing else.
+
+    Unlike stock, which looks for files of that prefix (a save with ``separation_hint`` makes such), this goes by the
+    keys. Killed at any instant, the checkpoint loads as before or without the items.
+
+    Raises:
+        StorageError, CorruptCheckpoint, UnsafeCheckpoint: there is no checkpoint, or it cannot be read or written.
+    """
+    directory = os.fspath(checkpoint_dir)
+    reader = RobustReader(directory)
+    metadata = reader.decode_metadata(reader.metadata_bytes())
+    before = set(referenced_files(metadata))
+    items = metadata.state_dict_metadata
+    kept = {key: value for key, value in items.items() if not key.startswith(key_prefix)}
+    if len(kept) == len(items):
+        logger.warning("no item of %s begins with %r: nothing is removed", directory, key_prefix)
+        return
+    metadata.state_dict_metadata = kept
+    if metadata.planner_data is not None:
+        metadata.planner_data = {k: v for k, v in metadata.planner_data.items() if not k.startswith(key_prefix)}
+    metadata.storage_data = {
+        index: place for index, place in metadata.storage_data.items() if not index.fqn.startswith(key_prefix)
+    }
+    after = set(referenced_files(metadata))
+    disk = PosixDisk()
+    commit_metadata(disk, directory, encode_metadata(metadata))
+    remove_superseded(disk, directory, before - after, keep=after)

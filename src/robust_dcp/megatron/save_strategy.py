@@ -1,0 +1,154 @@
+"""Megatron-Core's save strategy over :func:`robust_dcp.save`.
+
+Owns what Megatron expects of a strategy; starts no process, keeps no plan and no queue. Passed by the user as
+``sharded_strategy`` to ``megatron.core.dist_checkpointing.save``, alone or in ``FullyParallelSaveStrategyWrapper``;
+with robust_dcp as the planner, ``saving`` and ``save_patches`` write Megatron's own strategy's shards through it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from robust_dcp import api
+from robust_dcp.megatron import versions
+from robust_dcp.megatron.failures import as_megatron_raises
+from robust_dcp.megatron.options import MegatronOptions, current_options
+from robust_dcp.megatron.planner import MegatronPlanner
+from robust_dcp.plan.session import OnStructureChange
+from robust_dcp.report import SaveReport
+from robust_dcp.storage.writer import RobustWriter
+
+__all__ = ["RobustSaveStrategy", "write_sharded"]
+
+logger = logging.getLogger(__name__)
+
+CheckpointDir = str | os.PathLike[str]
+
+
+def write_sharded(
+    sharded_state_dict: dict[str, Any],
+    checkpoint_dir: CheckpointDir,
+    options: MegatronOptions,
+    process_group: dist.ProcessGroup | None = None,
+) -> SaveReport:
+    """Write and commit the shards of a sharded state dict; all ranks of the group call it.
+
+    Args:
+        sharded_state_dict: nested dicts and lists of ShardedTensor and ShardedObject, factories applied. The shards in
+            it are changed (detached, made contiguous), as by Megatron's own strategy.
+        checkpoint_dir: a directory of a mounted file system.
+        options: of writer and planner.
+        process_group: ``None`` for all ranks.
+
+    Raises:
+        RobustCheckpointError: on every rank, whichever of them failed.
+        ValueError: for a ``checkpoint_dir`` of NVIDIA's Multi-Storage Client.
+    """
+    if str(checkpoint_dir).startswith("msc://"):
+        raise ValueError(f"robust_dcp writes to file systems that are mounted, not to {checkpoint_dir}")
+    writer = RobustWriter(checkpoint_dir, **_writer_options(options))
+    with as_megatron_raises():
+        return api.save(
+            sharded_state_dict,
+            storage_writer=writer,
+            planner=MegatronPlanner(on_structure_change=options.on_structure_change),
+            process_group=process_group,
+            timeout_seconds=options.exchange_timeout_seconds,
+        )
+
+
+def _writer_options(options: MegatronOptions) -> dict[str, Any]:
+    """What differs from the writer's own defaults."""
+    chosen: dict[str, Any] = {}
+    if options.writer_threads is not None:
+        chosen["threads"] = options.writer_threads
+    if options.writer_buffer_bytes is not None:
+        chosen["buffer_bytes"] = options.writer_buffer_bytes
+    if options.layout not in (None, "torch"):
+        chosen["layout"] = options.layout
+    return chosen
+
+
+class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):
+    """Saves Megatron sharded state dicts with robust_dcp; stock Megatron loads them.
+
+    It derives from the stock strategy because Megatron asks for one: up to 0.16 it refuses another class, from 0.17
+    on it silently takes the stock strategy in its place. Nothing is inherited but attributes: ``cached_metadata`` and
+    ``thread_count`` of the stock strategy have no meaning here, and a changed structure is noticed on every save.
+
+        from megatron.core import dist_checkpointing
+        from robust_dcp.megatron import RobustSaveStrategy
+
+        strategy = RobustSaveStrategy()
+        dist_checkpointing.save(sharded_state_dict, checkpoint_dir, strategy)
+        print(strategy.last_report)
+
+    Args:
+        backend, version: what Megatron writes into ``metadata.json``; the format on disk is ``torch_dist``.
+        process_group: the ranks that call ``dist_checkpointing.save`` together; all ranks by default.
+        timeout_seconds: for each exchange between ranks.
+        on_structure_change: ``"rebuild"`` (log the keys and plan anew), ``"error"`` or ``"quiet"``.
+        threads: writer threads, and files, of each rank.
+        buffer_bytes: limit for the memory of the writer.
+
+    What is not given is as Megatron's arguments or the environment say (:func:`~.options.current_options`).
+    """
+
+    def __init__(
+        self,
+        backend: str = "torch_dist",
+        version: int = 1,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        timeout_seconds: float | None = None,
+        on_structure_change: OnStructureChange | None = None,
+        threads: int | None = None,
+        buffer_bytes: int | None = None,
+    ) -> None:
+        super().__init__(backend, version)
+        self.process_group = process_group
+        self._given: dict[str, Any] = {
+            "exchange_timeout_seconds": timeout_seconds,
+            "on_structure_change": on_structure_change,
+            "writer_threads": threads,
+            "writer_buffer_bytes": buffer_bytes,
+        }
+        self.last_report: SaveReport | None = None
+        """What the last save of this strategy did; ``None`` before the first."""
+
+    @property
+    def options(self) -> MegatronOptions:
+        """The options of the next save."""
+        given = {name: value for name, value in self._given.items() if value is not None}
+        return replace(current_options(), **given)
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: CheckpointDir) -> None:
+        """Save and commit; ``last_report`` says what was done.
+
+        Raises:
+            RobustCheckpointError: on every rank, whichever of them failed.
+            ValueError: for a ``checkpoint_dir`` of NVIDIA's Multi-Storage Client.
+        """
+        self.last_report = write_sharded(sharded_state_dict, checkpoint_dir, self.options, self.process_group)
+
+    def async_save(
+        self,
+        sharded_state_dict: dict[str, Any],
+        checkpoint_dir: CheckpointDir,
+        async_strategy: str | None = None,
+    ) -> Any:
+        """Save now and return a request that only has Megatron's finalizers to run.
+
+        Args:
+            sharded_state_dict, checkpoint_dir: as in :meth:`save`.
+            async_strategy: whose queue the request goes into (Megatron-Core 0.17 and newer).
+        """
+        logger.info("robust_dcp saves %s synchronously, though an asynchronous save was asked for", checkpoint_dir)
+        request = versions.finished_request(async_strategy)  # first: it raises if that queue is not installed
+        self.save(sharded_state_dict, checkpoint_dir)
+        return request

@@ -1,0 +1,201 @@
+"""``megatron.core.dist_checkpointing.save`` for ``torch_dist``, every step of it inside an exchange.
+
+Owns the order of the steps: prepare, validate, write and commit, finish. What stock does between collectives (apply
+factories, write ``common.pt`` on rank 0, write ``metadata.json``) is done here where a failure reaches all ranks.
+Called by the replacement in ``save_patches``.
+
+| step | exchanges |
+| --- | --- |
+| prepare | ``agree``: one header a rank, with the signature of what it accesses and the digest of its common state |
+| validate | none, if all ranks show that this structure was found right before; else a gather and a broadcast |
+| write, commit | those of :func:`robust_dcp.save` |
+| finish | a barrier, in whose work rank 0 writes ``common.pt`` and ``metadata.json`` |
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from robust_dcp.comm import Channel
+from robust_dcp.megatron import common_state, versions
+from robust_dcp.megatron.failures import as_megatron_raises
+from robust_dcp.megatron.options import MegatronOptions
+from robust_dcp.megatron.save_strategy import RobustSaveStrategy, write_sharded
+from robust_dcp.megatron.validation import agree_on_access
+from robust_dcp.planner.save import checkpoint_name
+
+__all__ = ["SaveCall", "base_strategy_of", "is_ours", "save_torch_dist"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SaveCall:
+    """The arguments of one call of ``dist_checkpointing.save``, of any version.
+
+    Attributes:
+        sharded_state_dict, checkpoint_dir, sharded_strategy: as given.
+        validate_access_integrity: whether each shard has to be the main replica of exactly one rank.
+        is_async: ``async_sharded_save``.
+        preprocess_common: applied to the common state before it is compared between ranks.
+        content_metadata: put into the common state.
+        async_strategy: whose queue an asynchronous save goes into; ``None`` where Megatron has but one.
+        verify_integrity: whether Megatron's own manifest of all files is written (0.19).
+    """
+
+    sharded_state_dict: dict[str, Any]
+    checkpoint_dir: str
+    sharded_strategy: Any
+    validate_access_integrity: bool
+    is_async: bool
+    preprocess_common: Callable[[dict[str, Any]], Any] | None
+    content_metadata: dict[str, Any] | None
+    async_strategy: str | None
+    verify_integrity: bool
+
+    @classmethod
+    def of(cls, save: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> SaveCall:
+        """The call ``save(*args, **kwargs)`` of Megatron's own function.
+
+        Raises:
+            TypeError: it does not take these arguments.
+        """
+        bound = inspect.signature(save).bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        return cls(
+            sharded_state_dict=given["sharded_state_dict"],
+            checkpoint_dir=str(given["checkpoint_dir"]),
+            sharded_strategy=given["sharded_strategy"],
+            validate_access_integrity=given["validate_access_integrity"],
+            is_async=given["async_sharded_save"],
+            preprocess_common=given["preprocess_common_before_consistancy_check"],
+            content_metadata=given.get("content_metadata"),
+            async_strategy=given.get("async_strategy"),
+            verify_integrity=given.get("verify_integrity", False),
+        )
+
+
+def base_strategy_of(strategy: Any) -> Any:
+    """The strategy within ``FullyParallelSaveStrategyWrapper``: the global plan spreads the work itself."""
+    while hasattr(strategy, "base_strategy"):
+        strategy = strategy.base_strategy
+    return strategy
+
+
+def is_ours(call: SaveCall, *, chosen: bool) -> bool:
+    """Whether robust_dcp does this save: by Megatron's strategy if it is chosen, by its own strategy always."""
+    strategy = base_strategy_of(call.sharded_strategy)
+    if isinstance(strategy, RobustSaveStrategy):
+        return True
+    if isinstance(strategy, tuple):
+        return chosen and strategy[0] == "torch_dist"
+    return chosen and (strategy is None or versions.writes_torch_dist(strategy))
+
+
+@dataclass(eq=False)
+class _Prepared:
+    """What one rank has made of its state dict."""
+
+    sharded: dict[str, Any] = field(default_factory=dict)
+    common_file: bytes | None = None
+    digests: common_state.LeafDigests = field(default_factory=lambda: common_state.LeafDigests({}))
+
+
+def save_torch_dist(call: SaveCall, options: MegatronOptions) -> Any:
+    """Save a checkpoint that Megatron loads; ``metadata.json`` is there only if all of it is.
+
+    Returns:
+        ``None``, or for an asynchronous save a request whose finalizer writes ``metadata.json``.
+
+    Raises:
+        InvalidAccess: the ranks do not access each shard exactly once.
+        RobustCheckpointError: whatever failed on whichever rank; the same on all ranks.
+    """
+    strategy = base_strategy_of(call.sharded_strategy)
+    group = None
+    if isinstance(strategy, RobustSaveStrategy):
+        options, group = strategy.options, strategy.process_group
+    channel = Channel.for_group(group, purpose="save", timeout_seconds=options.exchange_timeout_seconds)
+    phase = f"save {checkpoint_name(call.checkpoint_dir)}"
+    request = versions.finished_request(call.async_strategy) if call.is_async else None
+    with as_megatron_raises():
+        prepared = _prepare_and_validate(call, strategy, channel, phase)
+        report = write_sharded(prepared.sharded, call.checkpoint_dir, options, group)
+        if strategy is not None and not isinstance(strategy, tuple):
+            strategy.last_report = report
+
+    def finish() -> None:
+        with as_megatron_raises():
+            channel.barrier(f"{phase}: finish", lambda: _finish(call, strategy, channel, prepared))
+
+    if request is None:
+        finish()
+    else:
+        logger.info("robust_dcp has saved %s synchronously, though asynchronously was asked for", call.checkpoint_dir)
+        request.finalize_fns.append(finish)
+    return request
+
+
+def _prepare_and_validate(call: SaveCall, strategy: Any, channel: Channel, phase: str) -> _Prepared:
+    prepared = _Prepared()
+
+    def prepare() -> list[Any]:
+        if channel.is_coordinator:
+            _warn_of_what_is_there(call.checkpoint_dir)
+        prepared.sharded, common = versions.prepare_to_save(call.sharded_state_dict, call.content_metadata)
+        shards = list(versions.nested_values(prepared.sharded))
+        if call.validate_access_integrity:
+            compared = call.preprocess_common(common) if call.preprocess_common else common
+            prepared.digests = common_state.leaf_digests(compared)
+        if versions.common_state_is_a_sharded_object():
+            prepared.sharded[versions.COMMON_STATE_KEY] = _common_object(common, channel)
+        elif channel.is_coordinator:
+            prepared.common_file = common_state.encode_common(common)
+        return shards
+
+    check, offers = agree_on_access(
+        channel,
+        f"{phase}: prepare",
+        prepare,
+        value=lambda: prepared.digests.whole() if call.validate_access_integrity else 0,
+    )
+    if any(offer.value != offers[0].value for offer in offers):
+        common_state.report_differences(channel, f"{phase}: common state", prepared.digests)
+    # "Constant structure" is the user's word for it; where the structure has changed all the same, it is validated.
+    is_wanted = call.validate_access_integrity or getattr(strategy, "use_cached_ckpt_structure", False)
+    if is_wanted and not check.is_known(offers):
+        check.finish(channel, f"{phase}: validate", offers)
+    return prepared
+
+
+def _common_object(common: dict[str, Any], channel: Channel) -> Any:
+    return versions.ShardedObject(
+        key=versions.COMMON_STATE_KEY,
+        data=common,
+        global_shape=(1,),
+        global_offset=(0,),
+        replica_id=0 if channel.is_coordinator else 1 + channel.rank,
+    )
+
+
+def _finish(call: SaveCall, strategy: Any, channel: Channel, prepared: _Prepared) -> None:
+    if not channel.is_coordinator:
+        return
+    if prepared.common_file is not None:
+        common_state.write_durably(call.checkpoint_dir, common_state.COMMON_FILE, prepared.common_file)
+    config = versions.checkpoint_config(strategy)
+    common_state.write_durably(call.checkpoint_dir, common_state.CONFIG_FILE, config)
+    if call.verify_integrity:
+        versions.write_integrity_manifest(call.checkpoint_dir)
+
+
+def _warn_of_what_is_there(checkpoint_dir: str) -> None:
+    """As stock, whose reason holds here too: in a queue of jobs nobody is there to clear it away."""
+    if os.path.isdir(checkpoint_dir) and os.listdir(checkpoint_dir):
+        logger.warning("Overwriting old incomplete / corrupted checkpoint...")

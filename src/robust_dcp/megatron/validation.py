@@ -1,0 +1,214 @@
+"""Megatron's access-integrity validation over a Channel: one verdict on all ranks, and no work for a known structure.
+
+Owns the exchange and what is remembered of structures that were found right; the rule itself is in ``access``. Called
+by ``saving`` and ``loading``, and by the replacements of Megatron's own functions in ``save_patches``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+
+from robust_dcp.comm import Channel, Offer
+from robust_dcp.megatron.access import AccessColumns, columns_of, find_violation, keys_of
+from robust_dcp.megatron.common_state import LeafDigests, leaf_digests, report_differences
+from robust_dcp.megatron.failures import InvalidAccess
+from robust_dcp.megatron.options import current_options
+from robust_dcp.megatron.versions import nested_values
+
+__all__ = [
+    "AccessCheck",
+    "GlobalMetadata",
+    "KeyOnly",
+    "agree_on_access",
+    "compare_common_state",
+    "exchange_metadata",
+]
+
+_KNOWN_SIZE = 64
+
+Identity = bytes
+
+
+class _Verdict(msgspec.Struct, frozen=True):
+    """What the coordinator found. ``message`` is empty where all is right."""
+
+    keys: tuple[str, ...]
+    key: str = ""
+    ranks: tuple[int, ...] = ()
+    message: str = ""
+
+
+class _KnownStructures:
+    """Structures that were validated with success: by group and own signature, the identity of all ranks' signatures.
+
+    A rank offers the identity that it knows; only if all ranks offer the same one, and it is that of the signatures in
+    these very headers, is nothing validated anew. What is remembered here is never believed by itself.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[tuple[int, ...], bytes], Identity] = OrderedDict()
+
+    def find(self, group: tuple[int, ...], signature: bytes) -> Identity | None:
+        return self._known.get((group, signature))
+
+    def put(self, group: tuple[int, ...], signature: bytes, identity: Identity) -> None:
+        self._known[group, signature] = identity
+        self._known.move_to_end((group, signature))
+        while len(self._known) > _KNOWN_SIZE:
+            self._known.popitem(last=False)
+
+    def forget_all(self) -> None:
+        self._known.clear()
+
+
+KNOWN = _KnownStructures()
+
+
+@dataclass(eq=False)
+class AccessCheck:
+    """One validation on one rank: offered in the header of an exchange, and finished after it if need be.
+
+    Args:
+        shards: the ShardedTensors and ShardedObjects of this rank.
+    """
+
+    columns: AccessColumns
+    signature: bytes
+
+    @classmethod
+    def of(cls, shards: Sequence[Any]) -> AccessCheck:
+        columns = columns_of(shards)
+        return cls(columns, columns.signature())
+
+    def offer(self, group: tuple[int, ...], value: int = 0) -> Offer:
+        """What to put into the header: the own signature, and the identity under which it was found right."""
+        return Offer(signature=self.signature, plan_id=KNOWN.find(group, self.signature) or bytes(8), value=value)
+
+    def is_known(self, offers: Sequence[Offer]) -> bool:
+        """Whether what all ranks hold has been validated before; the same answer on all ranks."""
+        identity = _identity(offers)
+        return all(offer.plan_id == identity for offer in offers)
+
+    def finish(self, channel: Channel, phase: str, offers: Sequence[Offer]) -> None:
+        """Gather the columns, let the coordinator check them, and hear its verdict.
+
+        Raises:
+            InvalidAccess: some shard is not accessed exactly once; on all ranks.
+        """
+        _raise_if_wrong(self._verdict(channel, phase, with_keys=False))
+        self.remember(channel, offers)
+
+    def keys_of_all(self, channel: Channel, phase: str) -> GlobalMetadata:
+        """The keys that any rank holds, and the verdict, which is for the caller to raise."""
+        return GlobalMetadata(self._verdict(channel, phase, with_keys=True))
+
+    def remember(self, channel: Channel, offers: Sequence[Offer]) -> None:
+        """Note that what the ranks hold, by ``offers``, was found right."""
+        KNOWN.put(channel.ranks, self.signature, _identity(offers))
+
+    def _verdict(self, channel: Channel, phase: str, *, with_keys: bool) -> _Verdict:
+        gathered = channel.gather(f"{phase}: shards", lambda: self.columns, AccessColumns)
+
+        def judge() -> _Verdict:
+            held = [columns for columns in gathered or [] if columns is not None]
+            keys = tuple(keys_of(held)) if with_keys else ()
+            found = find_violation(held)
+            return _Verdict(keys) if found is None else _Verdict(keys, found.key, found.ranks, found.message)
+
+        return channel.broadcast(f"{phase}: verdict", judge, _Verdict)
+
+
+class KeyOnly:
+    """Stands for a ShardedTensor or ShardedObject of some rank, of which only the key is known here."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+
+class GlobalMetadata(list[list[KeyOnly]]):
+    """What ``determine_global_metadata`` returns to Megatron in place of every rank's metadata: the keys, as of one
+    rank. Whether the accesses are right has been decided already: :meth:`raise_if_wrong`."""
+
+    def __init__(self, verdict: _Verdict) -> None:
+        super().__init__([[KeyOnly(key) for key in verdict.keys]])
+        self._verdict = verdict
+
+    def raise_if_wrong(self) -> None:
+        """Raises InvalidAccess, on all ranks alike."""
+        _raise_if_wrong(self._verdict)
+
+
+def agree_on_access(
+    channel: Channel, phase: str, shards: Callable[[], Sequence[Any]], *, value: Callable[[], int] = lambda: 0
+) -> tuple[AccessCheck, list[Offer]]:
+    """The first exchange of a save or load: every rank prepares, and shows the signature of what it holds.
+
+    Args:
+        shards: prepares and returns what this rank holds; what it raises is raised on all ranks.
+        value: called afterwards; 64 bits that all ranks see.
+    """
+    checks: list[AccessCheck] = []
+
+    def prepare() -> Offer:
+        checks.append(AccessCheck.of(shards()))
+        return checks[0].offer(channel.ranks, value())
+
+    offers = channel.agree(phase, prepare)
+    return checks[0], offers
+
+
+def _identity(offers: Sequence[Offer]) -> Identity:
+    return hashlib.blake2b(b"".join(offer.signature for offer in offers), digest_size=8).digest()
+
+
+def _raise_if_wrong(verdict: _Verdict) -> None:
+    if verdict.message:
+        raise InvalidAccess(verdict.message, key=verdict.key, ranks=list(verdict.ranks))
+
+
+def exchange_metadata(
+    sharded_state_dict: dict[str, Any], process_group: dist.ProcessGroup | None = None
+) -> tuple[list[Any], GlobalMetadata]:
+    """In place of Megatron's ``determine_global_metadata``: all ranks of the group call it.
+
+    Returns:
+        The metadata of this rank's shards, and what is known here of all ranks'.
+
+    Raises:
+        RobustCheckpointError: on every rank, whichever of them failed.
+    """
+    channel = Channel.for_group(
+        process_group, purpose="save", timeout_seconds=current_options().exchange_timeout_seconds
+    )
+    local: list[Any] = []
+
+    def shards() -> list[Any]:
+        local.extend(shard.without_data() for shard in nested_values(sharded_state_dict))
+        return local
+
+    phase = "determine_global_metadata"
+    check, _ = agree_on_access(channel, phase, shards)
+    return local, check.keys_of_all(channel, phase)
+
+
+def compare_common_state(common: dict[str, Any]) -> None:
+    """In place of Megatron's ``_validate_common_state_dict``: digests in a header; keys that differ are logged."""
+    channel = Channel.for_group(None, purpose="save", timeout_seconds=current_options().exchange_timeout_seconds)
+    digests: list[LeafDigests] = []
+
+    def digest() -> Offer:
+        digests.append(leaf_digests(common))
+        return Offer(value=digests[0].whole())
+
+    offers = channel.agree("compare common state", digest)
+    if any(offer.value != offers[0].value for offer in offers):
+        report_differences(channel, "common state of rank 0", digests[0])

@@ -1,0 +1,91 @@
+"""Compares the attributes of real Megatron before, during and after ``install``.
+
+Run by ``test_install`` in a process of its own, since Megatron must be imported before or after.
+
+    python -m tests.megatron.attributes megatron_first | install_first
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["all_attributes", "names_with_our_code"]
+
+
+def _import_megatron() -> None:
+    import megatron.core.dist_checkpointing.strategies.fully_parallel
+    import megatron.core.dist_checkpointing.strategies.torch
+    import megatron.core.transformer.fsdp_dtensor_checkpoint  # noqa: F401
+    import torch.distributed.checkpoint  # noqa: F401
+
+
+def all_attributes() -> dict[Any, Any]:
+    """Each patch of all tables, and what its module or class holds under that name; ``None`` if nothing."""
+    from robust_dcp.megatron import installation
+
+    patches = [patch for table in installation.TABLES for patch in installation.patches_of(table)]
+    return {patch: _attribute(patch) for patch in patches}
+
+
+def _attribute(patch: Any) -> Any:
+    owner: Any = sys.modules.get(patch.module)
+    *path, name = patch.name.split(".")
+    for part in path:
+        owner = getattr(owner, part, None)
+    return None if owner is None else vars(owner).get(name)
+
+
+def names_with_our_code() -> set[tuple[str, str]]:
+    """Names in modules and classes of Megatron and torch whose code stands in robust_dcp."""
+    return {(holder.__name__, name) for holder, name, code in _functions() if "/robust_dcp/" in code.co_filename}
+
+
+def _functions() -> Iterator[tuple[Any, str, types.CodeType]]:
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] in ("megatron", "torch")]
+    for module in modules:
+        if not isinstance(module, types.ModuleType):
+            continue
+        for holder in [module, *(value for value in list(vars(module).values()) if isinstance(value, type))]:
+            for name, value in list(vars(holder).items()):
+                function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+                if isinstance(function, types.FunctionType):
+                    yield holder, name, function.__code__
+
+
+def _megatron_first() -> None:
+    _import_megatron()
+    assert not any(name.partition(".")[0] == "robust_dcp" for name in sys.modules)
+    assert names_with_our_code() == set()
+    import robust_dcp.megatron
+
+    before, finders = all_attributes(), list(sys.meta_path)
+    assert names_with_our_code() == set()
+    robust_dcp.megatron.install()
+    robust_dcp.megatron.install()
+    unchanged = [patch for patch, value in all_attributes().items() if value is before[patch] is not None]
+    assert unchanged == [], unchanged
+    assert len(names_with_our_code()) > 10
+    robust_dcp.megatron.uninstall()
+    assert all(value is before[patch] for patch, value in all_attributes().items())
+    assert names_with_our_code() == set()
+    assert sys.meta_path == finders
+
+
+def _install_first() -> None:
+    import robust_dcp.megatron
+
+    robust_dcp.megatron.install()
+    assert not any(name.partition(".")[0] == "megatron" for name in sys.modules)
+    _import_megatron()
+    assert len(names_with_our_code()) > 10
+    robust_dcp.megatron.uninstall()
+    assert names_with_our_code() == set(), names_with_our_code()
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    {"megatron_first": _megatron_first, "install_first": _install_first}[sys.argv[1]]()

@@ -1,0 +1,169 @@
+"""What tests of ``torch_dist`` share: robust_dcp switched on in this process, small shards, and counted collectives."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+from robust_dcp import RobustCheckpointError
+from robust_dcp.megatron import load_patches, save_patches
+from robust_dcp.megatron.patching import Patches
+
+__all__ = [
+    "Scenarios",
+    "chosen",
+    "counted",
+    "cut",
+    "failures_of",
+    "made",
+    "per_rank_object",
+    "replicated",
+    "replicated_object",
+    "save",
+    "warnings_of",
+]
+
+_COLLECTIVES = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "reduce",
+    "scatter",
+    "scatter_object_list",
+)
+
+
+class Scenarios:
+    """What the ranks do, by name; all of them do it in one go, since importing Megatron takes each rank seconds."""
+
+    def __init__(self) -> None:
+        self._functions: list[Callable[[Path], Any]] = []
+
+    def add(self, function: Callable[[Path], Any]) -> Callable[[Path], Any]:
+        self._functions.append(function)
+        return function
+
+    def run(self, directory: Path) -> dict[str, Any]:
+        found = {}
+        for function in self._functions:
+            made(directory / function.__name__)
+            found[function.__name__] = function(directory / function.__name__)
+            dist.barrier()
+        return found
+
+
+@contextmanager
+def chosen(*, timeout_seconds: float = 30, **environment: str) -> Iterator[None]:
+    """robust_dcp is the planner of Megatron within this block."""
+    more = {
+        "ROBUST_DCP": "1",
+        "ROBUST_DCP_EXCHANGE_TIMEOUT_SECONDS": str(timeout_seconds),
+        **{f"ROBUST_DCP_{name.upper()}": value for name, value in environment.items()},
+    }
+    before = dict(os.environ)
+    patches = Patches((*save_patches.PATCHES, *load_patches.PATCHES))
+    os.environ.update(more)
+    patches.apply()
+    try:
+        yield
+    finally:
+        patches.remove()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Counts the collectives of ``torch.distributed`` that Python code of this process calls within the block."""
+    calls: Counter[str] = Counter()
+    originals = {name: getattr(dist, name) for name in _COLLECTIVES}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in originals:
+        setattr(dist, name, counting(name))
+    try:
+        yield calls
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+@contextmanager
+def warnings_of(name: str) -> Iterator[list[str]]:
+    """The messages that a logger gets within the block, warnings and worse."""
+    messages: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    handler = Keep(logging.WARNING)
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger(name).removeHandler(handler)
+
+
+def made(directory: Path) -> Path:
+    """The directory, made by rank 0 before any rank goes on."""
+    if dist.get_rank() == 0:
+        directory.mkdir(parents=True)
+    dist.barrier()
+    return directory
+
+
+def save(state_dict: dict[str, Any], directory: Path, strategy: Any = None, **options: Any) -> Any:
+    """``dist_checkpointing.save``, whichever that is now, into a new directory."""
+    return dist_checkpointing.save(state_dict, str(made(directory)), strategy, **options)
+
+
+def cut(key: str, data: torch.Tensor, **options: Any) -> ShardedTensor:
+    """One row block of a tensor for each rank."""
+    return ShardedTensor.from_rank_offsets(key, data, (0, dist.get_rank(), dist.get_world_size()), **options)
+
+
+def replicated(key: str, data: torch.Tensor, replica_id: int | None = None, **options: Any) -> ShardedTensor:
+    """The same tensor on each rank."""
+    replica_id = dist.get_rank() if replica_id is None else replica_id
+    return ShardedTensor.from_rank_offsets(key, data, replica_id=replica_id, **options)
+
+
+def per_rank_object(key: str, value: Any) -> ShardedObject:
+    """An object with a part for each rank."""
+    return ShardedObject(key, value, (dist.get_world_size(),), (dist.get_rank(),))
+
+
+def replicated_object(key: str, value: Any) -> ShardedObject:
+    """The same object on each rank."""
+    return ShardedObject(key, value, (1,), (0,), replica_id=dist.get_rank())
+
+
+def failures_of(call: Callable[[], Any]) -> tuple[RobustCheckpointError, list[tuple[int, str]]]:
+    """The error that ``call`` raises on this rank, and the ranks that failed, each with its message."""
+    with pytest.raises(RobustCheckpointError) as caught:
+        call()
+    return caught.value, [(failure.rank, failure.message) for failure in caught.value.rank_failures]
