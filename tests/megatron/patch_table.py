@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from robust_dcp.megatron import arguments, installation
+from robust_dcp.megatron import installation
+from robust_dcp.megatron.hooks import arguments
 
 __all__ = ["DOCUMENT", "table", "table_in_document"]
 

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing import validation
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from robust_dcp.comm import wire
-from robust_dcp.megatron.access import AccessColumns, columns_of, find_violation, keys_of
+from robust_dcp.megatron.checks.access import AccessColumns, columns_of, find_violation, keys_of
 
 _KEYS = st.sampled_from(["a", "b", "layers.0.weight"])
 

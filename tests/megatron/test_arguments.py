@@ -6,8 +6,8 @@ import argparse
 
 import pytest
 
-from robust_dcp.megatron.arguments import add_arguments
-from robust_dcp.megatron.options import OPTIONS, MegatronOptions
+from robust_dcp.megatron.hooks.arguments import add_arguments
+from robust_dcp.megatron.hooks.options import OPTIONS, MegatronOptions
 
 
 @pytest.fixture(autouse=True)

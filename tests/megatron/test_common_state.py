@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 pytest.importorskip("megatron.core")
 
 from robust_dcp.comm import wire
-from robust_dcp.megatron.common_state import LeafDigests, leaf_digests
+from robust_dcp.megatron.checks.common_state import LeafDigests, leaf_digests
 
 _LEAVES = st.one_of(
     st.none(),

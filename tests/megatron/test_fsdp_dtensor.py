@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 pytest.importorskip("megatron.core")
 
 from robust_dcp import RobustCheckpointError
-from robust_dcp.megatron import dcp_patches, uneven_dtensor_patches
-from robust_dcp.megatron.options import choose_planner
-from robust_dcp.megatron.patching import Patches
+from robust_dcp.megatron.formats import dcp_patches
+from robust_dcp.megatron.hooks.options import choose_planner
+from robust_dcp.megatron.hooks.patching import Patches
+from robust_dcp.megatron.uneven import uneven_dtensor_patches
 from tests.megatron import fsdp_model
 from tests.megatron.training_checkpointing import megatron_lm
 from tests.support.ranks import run_ranks, values

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_dcp.megatron.options import (
+from robust_dcp.megatron.hooks.options import (
     OPTIONS,
     MegatronOptions,
     choose_planner,

@@ -20,9 +20,9 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from demo import megatron_cpu
 from robust_dcp import PlanConflict
 from robust_dcp.errors import RobustCheckpointError
-from robust_dcp.megatron import tensor_exchange
-from robust_dcp.megatron.load_strategy import RobustLoadStrategy
-from robust_dcp.megatron.parallel_load import distribute
+from robust_dcp.megatron.loading import tensor_exchange
+from robust_dcp.megatron.loading.load_strategy import RobustLoadStrategy
+from robust_dcp.megatron.loading.parallel_load import distribute
 from tests.megatron.stock import stock_strategy
 from tests.megatron.torch_dist import chosen, counted, made
 from tests.support.ranks import run_ranks, values

@@ -25,7 +25,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from demo import megatron_cpu
 from robust_dcp import RobustCheckpointError
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
-from robust_dcp.megatron.load_strategy import RobustLoadStrategy
+from robust_dcp.megatron.loading.load_strategy import RobustLoadStrategy
 from tests.megatron.stock import stock_strategy
 from tests.megatron.torch_dist import (
     Scenarios,

@@ -210,7 +210,7 @@ def test_a_structure_that_is_claimed_to_be_constant_is_validated_once_it_is_not(
 @SCENARIOS.add
 def _differing_common_state(directory: Path) -> list[str]:
     state = {"weight": cut("weight", torch.ones(2)), "lr": {"now": 0.1 * dist.get_rank()}, "same": [1, 2]}
-    with chosen(), warnings_of("robust_dcp.megatron.common_state") as messages:
+    with chosen(), warnings_of("robust_dcp.megatron.checks.common_state") as messages:
         save(state, directory / "1")
     return messages
 
@@ -225,7 +225,7 @@ def test_a_common_state_that_differs_is_logged_by_the_rank_that_differs(found: d
 @SCENARIOS.add
 def _ignored_common_state(directory: Path) -> list[str]:
     state = {"weight": cut("weight", torch.ones(2)), "rank": dist.get_rank()}
-    with chosen(), warnings_of("robust_dcp.megatron.common_state") as messages:
+    with chosen(), warnings_of("robust_dcp.megatron.checks.common_state") as messages:
         save(state, directory / "1", preprocess_common_before_consistancy_check=lambda common: {})
     return messages
 

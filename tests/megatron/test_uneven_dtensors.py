@@ -18,11 +18,11 @@ pytest.importorskip("megatron.core")
 
 from robust_dcp import RobustCheckpointError
 from robust_dcp.comm import Channel
-from robust_dcp.megatron.options import choose_planner
-from robust_dcp.megatron.patching import Patches
-from robust_dcp.megatron.uneven_chunk import chunk_of
-from robust_dcp.megatron.uneven_dtensor_patches import PATCHES
-from robust_dcp.megatron.uneven_dtensors import (
+from robust_dcp.megatron.hooks.options import choose_planner
+from robust_dcp.megatron.hooks.patching import Patches
+from robust_dcp.megatron.uneven.uneven_chunk import chunk_of
+from robust_dcp.megatron.uneven.uneven_dtensor_patches import PATCHES
+from robust_dcp.megatron.uneven.uneven_dtensors import (
     check_part,
     defer_chunk,
     dtensors_of,

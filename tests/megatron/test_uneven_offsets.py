@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from robust_dcp import PlanConflict
-from robust_dcp.megatron.uneven_offsets import solve
-from robust_dcp.megatron.uneven_shards import LocalPart, ShardColumns, Spread, columns_of
+from robust_dcp.megatron.uneven.uneven_offsets import solve
+from robust_dcp.megatron.uneven.uneven_shards import LocalPart, ShardColumns, Spread, columns_of
 
 _SPREADS = [
     Spread((4,), (0, 1, 2, 3), (0,), (0,), 2),

@@ -15,7 +15,7 @@ pytest.importorskip("megatron.core")
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from demo import megatron_cpu
-from robust_dcp.megatron.planner import MegatronPlanner
+from robust_dcp.megatron.saving.planner import MegatronPlanner
 from robust_dcp.plan.rank_plan import RankPlan
 from robust_dcp.planner.sources import StateDictSource
 from tests.planner.reference import stock_items, stock_planner, stock_structures

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from robust_dcp.megatron.installation import install, uninstall
-    from robust_dcp.megatron.load_strategy import RobustLoadStrategy
-    from robust_dcp.megatron.planner import MegatronPlanner
-    from robust_dcp.megatron.save_strategy import RobustSaveStrategy
+    from robust_dcp.megatron.loading.load_strategy import RobustLoadStrategy
+    from robust_dcp.megatron.saving.planner import MegatronPlanner
+    from robust_dcp.megatron.saving.save_strategy import RobustSaveStrategy
 
 __all__ = ["MegatronPlanner", "RobustLoadStrategy", "RobustSaveStrategy", "install", "uninstall"]
 
 _HOMES = {
-    "MegatronPlanner": "planner",
-    "RobustLoadStrategy": "load_strategy",
-    "RobustSaveStrategy": "save_strategy",
+    "MegatronPlanner": "saving.planner",
+    "RobustLoadStrategy": "loading.load_strategy",
+    "RobustSaveStrategy": "saving.save_strategy",
     "install": "installation",
     "uninstall": "installation",
 }

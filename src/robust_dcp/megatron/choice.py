@@ -5,7 +5,7 @@ Asked by every replacement in ``save_patches`` and ``load_patches`` before it do
 
 from __future__ import annotations
 
-from robust_dcp.megatron.options import current_options
+from robust_dcp.megatron.hooks.options import current_options
 
 __all__ = ["is_chosen"]
 

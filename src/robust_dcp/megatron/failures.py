@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from robust_dcp.comm import Stopped
 from robust_dcp.errors import ExchangeError, PlanConflict, RobustCheckpointError
-from robust_dcp.megatron.options import current_options
+from robust_dcp.megatron.hooks.options import current_options
 from robust_dcp.megatron.versions import CheckpointingException
 
 __all__ = ["InvalidAccess", "RefusedByMegatron", "as_megatron_raises", "or_warn", "told_by_who_failed"]

@@ -17,9 +17,9 @@ from importlib import import_module, metadata
 import torch
 import torch.distributed as dist
 
-from robust_dcp.megatron.arguments import PATCHES as ARGUMENT_PATCHES
-from robust_dcp.megatron.options import Planner, choose_planner, options_from_environment
-from robust_dcp.megatron.patching import Patch, Patches
+from robust_dcp.megatron.hooks.arguments import PATCHES as ARGUMENT_PATCHES
+from robust_dcp.megatron.hooks.options import Planner, choose_planner, options_from_environment
+from robust_dcp.megatron.hooks.patching import Patch, Patches
 from robust_dcp.version import __version__
 
 __all__ = ["TABLES", "install", "patches_of", "uninstall"]
@@ -27,10 +27,10 @@ __all__ = ["TABLES", "install", "patches_of", "uninstall"]
 logger = logging.getLogger(__name__)
 
 TABLES: dict[str, str] = {
-    "save_patches": "saves of torch_dist",
-    "load_patches": "loads of torch_dist",
-    "dcp_patches": "torch_dcp and fsdp_dtensor",
-    "uneven_dtensor_patches": "uneven DTensors",
+    "saving.save_patches": "saves of torch_dist",
+    "loading.load_patches": "loads of torch_dist",
+    "formats.dcp_patches": "torch_dcp and fsdp_dtensor",
+    "uneven.uneven_dtensor_patches": "uneven DTensors",
 }
 """Modules of this package with a ``PATCHES`` of their own, and what those take over."""
 
@@ -62,7 +62,7 @@ def install(planner: Planner = "robust_dcp") -> None:
             the arguments are added to Megatron's parser, and no code that saves or loads is replaced.
 
     Raises:
-        ValueError: a variable of the environment has no meaning (:func:`~.options.options_from_environment`), or
+        ValueError: a variable of the environment has no meaning (:func:`~.hooks.options.options_from_environment`), or
             ``planner`` is neither ``"robust_dcp"`` nor ``"default"``.
     """
     if planner not in ("robust_dcp", "default"):

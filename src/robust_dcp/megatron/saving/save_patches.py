@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from robust_dcp.megatron.choice import is_chosen
-from robust_dcp.megatron.patching import Patch
+from robust_dcp.megatron.hooks.patching import Patch
 
 __all__ = ["PATCHES"]
 
@@ -23,8 +23,8 @@ def _save(original: Replaced) -> Replaced:
 
     @functools.wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:
-        from robust_dcp.megatron.options import current_options
-        from robust_dcp.megatron.saving import SaveCall, is_ours, save_torch_dist
+        from robust_dcp.megatron.hooks.options import current_options
+        from robust_dcp.megatron.saving.saving import SaveCall, is_ours, save_torch_dist
 
         call = SaveCall.of(original, args, kwargs)
         if not is_ours(call, chosen=is_chosen()):
@@ -44,8 +44,8 @@ def _async_save(original: Replaced) -> Replaced:
     ) -> Any:
         if not is_chosen():
             return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        from robust_dcp.megatron.options import current_options
-        from robust_dcp.megatron.save_strategy import write_sharded
+        from robust_dcp.megatron.hooks.options import current_options
+        from robust_dcp.megatron.saving.save_strategy import write_sharded
         from robust_dcp.megatron.versions import finished_request
 
         request = finished_request(args[0] if args else kwargs.get("async_strategy"))
@@ -77,7 +77,7 @@ def _determine_global_metadata(original: Replaced) -> Replaced:
         if not is_chosen():
             found: tuple[list[Any], Sequence[Any]] = original(sharded_state_dict, *args, **kwargs)
             return found
-        from robust_dcp.megatron.validation import exchange_metadata
+        from robust_dcp.megatron.checks.validation import exchange_metadata
 
         group = args[0] if args else kwargs.get("process_group")
         return exchange_metadata(sharded_state_dict, group)
@@ -90,7 +90,7 @@ def _validate_sharding_integrity(original: Replaced) -> Replaced:
 
     @functools.wraps(original)
     def validate_sharding_integrity(global_metadata: Any, common_state_dict: Any = None) -> None:
-        from robust_dcp.megatron.validation import GlobalMetadata, compare_common_state
+        from robust_dcp.megatron.checks.validation import GlobalMetadata, compare_common_state
 
         if not isinstance(global_metadata, GlobalMetadata):
             original(global_metadata, *([] if common_state_dict is None else [common_state_dict]))

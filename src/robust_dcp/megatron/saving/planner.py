@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 
-from robust_dcp.megatron.translation import to_dcp_state_dict
+from robust_dcp.megatron.saving.translation import to_dcp_state_dict
 from robust_dcp.planner import RobustPlanner
 
 __all__ = ["MegatronPlanner"]

@@ -22,11 +22,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from robust_dcp.comm import Channel
-from robust_dcp.megatron import common_state, versions
+from robust_dcp.megatron import versions
+from robust_dcp.megatron.checks import common_state
+from robust_dcp.megatron.checks.validation import agree_on_access
 from robust_dcp.megatron.failures import as_megatron_raises
-from robust_dcp.megatron.options import MegatronOptions
-from robust_dcp.megatron.save_strategy import RobustSaveStrategy, write_sharded
-from robust_dcp.megatron.validation import agree_on_access
+from robust_dcp.megatron.hooks.options import MegatronOptions
+from robust_dcp.megatron.saving.save_strategy import RobustSaveStrategy, write_sharded
 from robust_dcp.planner.save import checkpoint_name
 
 __all__ = ["SaveCall", "base_strategy_of", "is_ours", "save_torch_dist"]

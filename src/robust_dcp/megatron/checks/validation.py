@@ -16,10 +16,10 @@ import msgspec
 import torch.distributed as dist
 
 from robust_dcp.comm import Channel, Offer
-from robust_dcp.megatron.access import AccessColumns, columns_of, find_violation, keys_of
-from robust_dcp.megatron.common_state import LeafDigests, leaf_digests, report_differences
+from robust_dcp.megatron.checks.access import AccessColumns, columns_of, find_violation, keys_of
+from robust_dcp.megatron.checks.common_state import LeafDigests, leaf_digests, report_differences
 from robust_dcp.megatron.failures import InvalidAccess
-from robust_dcp.megatron.options import current_options
+from robust_dcp.megatron.hooks.options import current_options
 from robust_dcp.megatron.versions import nested_values
 
 __all__ = [

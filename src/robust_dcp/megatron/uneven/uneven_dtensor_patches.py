@@ -19,8 +19,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from robust_dcp.megatron.options import current_options
-from robust_dcp.megatron.patching import Patch
+from robust_dcp.megatron.hooks.options import current_options
+from robust_dcp.megatron.hooks.patching import Patch
 
 __all__ = ["PATCHES"]
 
@@ -69,7 +69,7 @@ def _when_chosen(make: Callable[[Function], Function]) -> Callable[[Function], F
 @_when_chosen
 def _preprocess(_: Function) -> Function:
     def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[Any, Any]) -> dict[Any, Any]:
-        from robust_dcp.megatron.uneven_dtensors import place_chunks
+        from robust_dcp.megatron.uneven.uneven_dtensors import place_chunks
 
         place_chunks(state_dict, _channel())
         return state_dict
@@ -82,7 +82,7 @@ def _preprocess_in_hook(_: Function) -> Function:
     """In a hook of ``state_dict()``, which the ranks of that model call: not always all ranks."""
 
     def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[Any, Any]) -> dict[Any, Any]:
-        from robust_dcp.megatron import uneven_dtensors
+        from robust_dcp.megatron.uneven import uneven_dtensors
 
         if uneven_dtensors.spans_the_world(state_dict):
             uneven_dtensors.place_chunks(state_dict, _channel())
@@ -96,7 +96,7 @@ def _preprocess_in_hook(_: Function) -> Function:
 @_when_chosen
 def _update(_: Function) -> Function:
     def update_uneven_dtensor_chunk_metadata(dtensor: Any) -> None:
-        from robust_dcp.megatron.uneven_dtensors import defer_chunk
+        from robust_dcp.megatron.uneven.uneven_dtensors import defer_chunk
 
         defer_chunk(dtensor, _timeout_seconds())
 
@@ -106,7 +106,7 @@ def _update(_: Function) -> Function:
 @_when_chosen
 def _validate(_: Function) -> Function:
     def validate_uneven_dtensor(dtensor: Any) -> None:
-        from robust_dcp.megatron.uneven_dtensors import check_part
+        from robust_dcp.megatron.uneven.uneven_dtensors import check_part
 
         check_part(dtensor)
 
@@ -116,7 +116,7 @@ def _validate(_: Function) -> Function:
 @_when_chosen
 def _gather(_: Function) -> Function:
     def gather_and_compute_chunk_metadata(dtensor: Any) -> Any:
-        from robust_dcp.megatron.uneven_chunk import chunk_of
+        from robust_dcp.megatron.uneven.uneven_chunk import chunk_of
 
         return chunk_of(dtensor, _timeout_seconds())
 
@@ -143,7 +143,7 @@ def _handle_gdn(original: Function) -> Function:
     """Where a fused projection is to be split depends on where its parts begin: found for all of them at once."""
 
     def handle_gdn_in_state_dict(model: Any, model_state_dict: Any, optimizer_state_dict: Any) -> Any:
-        from robust_dcp.megatron.uneven_dtensors import place_chunks
+        from robust_dcp.megatron.uneven.uneven_dtensors import place_chunks
 
         place_chunks({"model": model_state_dict, "optimizer": optimizer_state_dict}, _channel())
         return _tell_if_it_fails(original, model, model_state_dict, optimizer_state_dict)
@@ -153,7 +153,7 @@ def _handle_gdn(original: Function) -> Function:
 
 def _tell_if_it_fails(function: Function, *args: Any, **kwargs: Any) -> Any:
     """Call ``function``; if it raises here, raise on the ranks too that go on to the next exchange of DTensors."""
-    from robust_dcp.megatron.uneven_dtensors import fail_exchange
+    from robust_dcp.megatron.uneven.uneven_dtensors import fail_exchange
 
     try:
         return function(*args, **kwargs)

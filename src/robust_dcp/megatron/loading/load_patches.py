@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from robust_dcp.megatron.choice import is_chosen
-from robust_dcp.megatron.patching import Patch
+from robust_dcp.megatron.hooks.patching import Patch
 
 __all__ = ["PATCHES"]
 
@@ -23,11 +23,11 @@ def _load(original: Replaced) -> Replaced:
 
     @functools.wraps(original)
     def load(*args: Any, **kwargs: Any) -> Any:
-        from robust_dcp.megatron.options import current_options
+        from robust_dcp.megatron.hooks.options import current_options
 
         if not is_chosen():
             return original(*args, **kwargs)
-        from robust_dcp.megatron.loading import LoadCall, load_torch_dist
+        from robust_dcp.megatron.loading.loading import LoadCall, load_torch_dist
 
         call = LoadCall.of(original, args, kwargs)
         return load_torch_dist(call, current_options(), lambda: original(*args, **kwargs))
@@ -42,7 +42,7 @@ def _load_common_state_dict(original: Replaced) -> Replaced:
     def load_common_state_dict(checkpoint_dir: Any) -> Any:
         if not is_chosen():
             return original(checkpoint_dir)
-        from robust_dcp.megatron.loading import load_common_state
+        from robust_dcp.megatron.loading.loading import load_common_state
 
         return load_common_state(checkpoint_dir)
 
@@ -57,7 +57,7 @@ def _strategy_load(original: Replaced) -> Replaced:
     def load(self: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_chosen():
             return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        from robust_dcp.megatron.load_strategy import read_for_strategy
+        from robust_dcp.megatron.loading.load_strategy import read_for_strategy
 
         return read_for_strategy(self, sharded_state_dict, checkpoint_dir)
 
@@ -70,7 +70,7 @@ def _load_tensors_metadata(original: Replaced) -> Replaced:
     @functools.wraps(original)
     def load_tensors_metadata(self: Any, checkpoint_dir: Any, metadata: Any = None) -> Any:
         if metadata is None and is_chosen():
-            from robust_dcp.megatron.load_strategy import read_metadata
+            from robust_dcp.megatron.loading.load_strategy import read_metadata
             from robust_dcp.storage.reader import RobustReader
 
             metadata = read_metadata(RobustReader(checkpoint_dir))
@@ -86,7 +86,7 @@ def _load_sharded_metadata(original: Replaced) -> Replaced:
     def load_sharded_metadata(self: Any, checkpoint_dir: Any) -> Any:
         if not is_chosen():
             return original(self, checkpoint_dir)
-        from robust_dcp.megatron.load_strategy import read_metadata, shapes_and_objects
+        from robust_dcp.megatron.loading.load_strategy import read_metadata, shapes_and_objects
         from robust_dcp.storage.reader import RobustReader
 
         return shapes_and_objects(read_metadata(RobustReader(checkpoint_dir)))
@@ -102,7 +102,7 @@ def _remove_sharded_tensors(original: Replaced) -> Replaced:
         if not is_chosen():
             original(self, checkpoint_dir, key_prefix)
             return
-        from robust_dcp.megatron.removal import remove_keys
+        from robust_dcp.megatron.loading.removal import remove_keys
 
         remove_keys(checkpoint_dir, key_prefix)
 
@@ -114,10 +114,10 @@ def _parallel_load(original: Replaced) -> Replaced:
 
     @functools.wraps(original)
     def load(self: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        from robust_dcp.megatron.options import current_options
+        from robust_dcp.megatron.hooks.options import current_options
 
         if is_chosen():
-            from robust_dcp.megatron.parallel_load import load_in_parallel
+            from robust_dcp.megatron.loading.parallel_load import load_in_parallel
             from robust_dcp.megatron.versions import is_parallel_load_wrapper
 
             if is_parallel_load_wrapper(self):

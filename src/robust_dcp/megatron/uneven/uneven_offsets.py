@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from robust_dcp.errors import PlanConflict
-from robust_dcp.megatron.uneven_shards import NOT_SHARDED, PlacedOffsets, ShardColumns, Spread, SpreadColumns
+from robust_dcp.megatron.uneven.uneven_shards import NOT_SHARDED, PlacedOffsets, ShardColumns, Spread, SpreadColumns
 
 __all__ = ["prefix_offsets", "solve"]
 

@@ -25,18 +25,19 @@ import msgspec
 import torch.distributed as dist
 
 from robust_dcp.comm import Channel, Offer
-from robust_dcp.megatron import common_state, versions
+from robust_dcp.megatron import versions
+from robust_dcp.megatron.checks import common_state
+from robust_dcp.megatron.checks.validation import AccessCheck, GlobalMetadata, agree_on_access
 from robust_dcp.megatron.failures import as_megatron_raises, told_by_who_failed
-from robust_dcp.megatron.load_strategy import (
+from robust_dcp.megatron.hooks.options import MegatronOptions
+from robust_dcp.megatron.loading.load_strategy import (
     ReaderOfKnownMetadata,
     RobustLoadStrategy,
     read_metadata,
     read_sharded,
     shapes_and_objects,
 )
-from robust_dcp.megatron.options import MegatronOptions
-from robust_dcp.megatron.parallel_load import load_in_parallel
-from robust_dcp.megatron.validation import AccessCheck, GlobalMetadata, agree_on_access
+from robust_dcp.megatron.loading.parallel_load import load_in_parallel
 from robust_dcp.planner.save import checkpoint_name
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.records.objects import load_object

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from robust_dcp import api
 from robust_dcp.megatron import versions
 from robust_dcp.megatron.failures import as_megatron_raises
-from robust_dcp.megatron.options import MegatronOptions, current_options
-from robust_dcp.megatron.planner import MegatronPlanner
+from robust_dcp.megatron.hooks.options import MegatronOptions, current_options
+from robust_dcp.megatron.saving.planner import MegatronPlanner
 from robust_dcp.plan.session import OnStructureChange
 from robust_dcp.report import SaveReport
 from robust_dcp.storage.writer import RobustWriter

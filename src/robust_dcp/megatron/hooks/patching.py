@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from robust_dcp.megatron.import_hook import ImportHook
+from robust_dcp.megatron.hooks.import_hook import ImportHook
 
 __all__ = ["Patch", "Patches"]
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from robust_dcp.comm import Channel
 from robust_dcp.errors import PlanConflict
-from robust_dcp.megatron.uneven_shards import LocalPart, describe
+from robust_dcp.megatron.uneven.uneven_shards import LocalPart, describe
 
 __all__ = ["UnevenChunk", "chunk_of"]
 

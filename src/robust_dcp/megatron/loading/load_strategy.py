@@ -19,9 +19,9 @@ from robust_dcp import api
 from robust_dcp.comm import Channel
 from robust_dcp.megatron import versions
 from robust_dcp.megatron.failures import as_megatron_raises
-from robust_dcp.megatron.load_planner import MegatronLoadPlanner
-from robust_dcp.megatron.options import current_options
-from robust_dcp.megatron.removal import remove_keys
+from robust_dcp.megatron.hooks.options import current_options
+from robust_dcp.megatron.loading.load_planner import MegatronLoadPlanner
+from robust_dcp.megatron.loading.removal import remove_keys
 from robust_dcp.megatron.versions import ShardedObject, ShardedTensor
 from robust_dcp.planner.save import checkpoint_name
 from robust_dcp.report import LoadReport

@@ -1,6 +1,6 @@
 """The arguments that Megatron-LM's own parser is given: ``--ckpt-planner`` and what belongs to it.
 
-Owns how :data:`~robust_dcp.megatron.options.OPTIONS` become arguments, with what the environment says for defaults.
+Owns how ``options.OPTIONS`` become arguments, with what the environment says for defaults.
 Called by Megatron's parser, through the patch in :data:`PATCHES`.
 """
 
@@ -11,8 +11,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from robust_dcp.megatron.options import OPTIONS, Option, options_from_environment
-from robust_dcp.megatron.patching import Patch
+from robust_dcp.megatron.hooks.options import OPTIONS, Option, options_from_environment
+from robust_dcp.megatron.hooks.patching import Patch
 
 __all__ = ["PATCHES", "add_arguments"]
 

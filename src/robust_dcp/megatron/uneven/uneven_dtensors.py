@@ -18,9 +18,16 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from robust_dcp.comm import Channel, Offer
-from robust_dcp.megatron.uneven_chunk import UnevenChunk
-from robust_dcp.megatron.uneven_offsets import solve
-from robust_dcp.megatron.uneven_shards import Describer, LocalPart, PlacedOffsets, ShardColumns, columns_of, describe
+from robust_dcp.megatron.uneven.uneven_chunk import UnevenChunk
+from robust_dcp.megatron.uneven.uneven_offsets import solve
+from robust_dcp.megatron.uneven.uneven_shards import (
+    Describer,
+    LocalPart,
+    PlacedOffsets,
+    ShardColumns,
+    columns_of,
+    describe,
+)
 from robust_dcp.plan.structure import plan_id_of
 
 __all__ = [

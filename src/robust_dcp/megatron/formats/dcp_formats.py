@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 
 from robust_dcp import api
-from robust_dcp.megatron.options import MegatronOptions
+from robust_dcp.megatron.hooks.options import MegatronOptions
 from robust_dcp.planner import RobustLoadPlanner, RobustPlanner
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.writer import RobustWriter

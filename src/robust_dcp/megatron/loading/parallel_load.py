@@ -19,8 +19,8 @@ from robust_dcp.comm import Channel
 from robust_dcp.errors import ExchangeError, PlanConflict
 from robust_dcp.megatron import versions
 from robust_dcp.megatron.failures import as_megatron_raises, told_by_who_failed
-from robust_dcp.megatron.load_strategy import ReaderOfKnownMetadata, read_sharded
-from robust_dcp.megatron.tensor_exchange import Transfer, exchange_tensors
+from robust_dcp.megatron.loading.load_strategy import ReaderOfKnownMetadata, read_sharded
+from robust_dcp.megatron.loading.tensor_exchange import Transfer, exchange_tensors
 from robust_dcp.megatron.versions import ShardedBase, ShardedObject
 from robust_dcp.planner.save import checkpoint_name
 from robust_dcp.storage.records.objects import load_object

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from robust_dcp.megatron.choice import is_chosen
-from robust_dcp.megatron.options import current_options
-from robust_dcp.megatron.patching import Patch
+from robust_dcp.megatron.hooks.options import current_options
+from robust_dcp.megatron.hooks.patching import Patch
 
 __all__ = ["CALLERS", "PATCHES"]
 
@@ -38,7 +38,7 @@ def _save(stock: Function) -> Function:
     def save(*args: Any, **kwargs: Any) -> Any:
         if not _is_ours(sys._getframe(1).f_globals):
             return stock(*args, **kwargs)
-        from robust_dcp.megatron.dcp_formats import save_call
+        from robust_dcp.megatron.formats.dcp_formats import save_call
 
         return save_call(stock, args, kwargs, current_options())
 
@@ -50,7 +50,7 @@ def _load(stock: Function) -> Function:
     def load(*args: Any, **kwargs: Any) -> Any:
         if not _is_ours(sys._getframe(1).f_globals):
             return stock(*args, **kwargs)
-        from robust_dcp.megatron.dcp_formats import load_call
+        from robust_dcp.megatron.formats.dcp_formats import load_call
 
         return load_call(stock, args, kwargs, current_options())
 
@@ -65,7 +65,7 @@ def _async_modules(stock: Function) -> Function:
         strategy, modules = stock(*args, **kwargs)
         if not isinstance(modules, dict) or not is_chosen():
             return strategy, modules
-        from robust_dcp.megatron.dcp_formats import SynchronousWriter
+        from robust_dcp.megatron.formats.dcp_formats import SynchronousWriter
 
         return strategy, {
             **modules,
@@ -83,7 +83,7 @@ def _save_at_once(state_dict: dict[str, Any], storage_writer: Any, *_: Any, **__
 def _callbacks(stock: Function) -> Function:
     @functools.wraps(stock)
     def get_save_and_finalize_callbacks(writer: Any, save_state_dict_ret: Any, *args: Any, **kwargs: Any) -> Any:
-        from robust_dcp.megatron.dcp_formats import SynchronousWriter
+        from robust_dcp.megatron.formats.dcp_formats import SynchronousWriter
 
         if not isinstance(writer, SynchronousWriter):
             return stock(writer, save_state_dict_ret, *args, **kwargs)

@@ -1,0 +1,1 @@
+"""The formats torch_dcp and fsdp_dtensor: plain DCP checkpoints."""

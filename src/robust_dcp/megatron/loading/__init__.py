@@ -1,0 +1,1 @@
+"""Loads of the format torch_dist."""

@@ -1,0 +1,1 @@
+"""Saves of the format torch_dist."""
