@@ -235,7 +235,10 @@ def _removed(directory: Path) -> Any:
         save(_state(), directory / "1")
         dist.barrier()
         if dist.get_rank() == 0:
-            dist_checkpointing.remove_sharded_tensors(str(directory / "1"), "many.")
+            try:
+                dist_checkpointing.remove_sharded_tensors(str(directory / "1"), "many.")
+            except AttributeError:  # 0.18 asks the save strategy, which cannot
+                RobustLoadStrategy().remove_sharded_tensors(str(directory / "1"), "many.")
         dist.barrier()
 
     def template() -> dict[str, Any]:

@@ -1,0 +1,273 @@
+"""A training script of Megatron-LM's, run by unmodified ``megatron.training`` on CPU ranks, and what starts it.
+
+Holds the steps between Megatron's functions (a model, gradients, when to save), and the few calls of CUDA that those
+functions make without asking. Arguments, global variables, process groups, DDP, optimizer, ``load_checkpoint`` and
+``save_checkpoint`` are Megatron's own. Run as a script it is one rank; :func:`run_job` is for tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Job", "run_job"]
+
+_ROOT = Path(__file__).parents[2]
+_RANKS = 2
+_MODEL = (
+    "--num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --seq-length 8 "
+    "--max-position-embeddings 8 --micro-batch-size 1 --position-embedding-type rope --no-rope-fusion --swiglu "
+    "--vocab-size 64 --untie-embeddings-and-output-weights --transformer-impl local --use-cpu-initialization "
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm --no-bias-dropout-fusion "
+    "--distributed-backend gloo --train-iters 100 --lr 0.01 --save-interval 10"
+).split()
+
+
+@dataclass(frozen=True)
+class Job:
+    """What became of a job.
+
+    Attributes:
+        ranks: for each rank what it noted, step by step.
+        output: of all ranks, log and standard error.
+    """
+
+    ranks: list[list[dict[str, Any]]]
+    output: str
+
+    def of_step(self, place: int, key: str) -> list[Any]:
+        """What the ranks noted under ``key`` at one step."""
+        return [rank[place].get(key) for rank in self.ranks]
+
+
+def run_job(
+    directory: Path, *arguments: str | Path, steps: str = "", environment: Mapping[str, str] | None = None
+) -> Job:
+    """Run two ranks of a training job until they have done all their steps.
+
+    Args:
+        directory: an empty one, for what the ranks note.
+        arguments: of Megatron-LM.
+        steps: ``save:N`` (train a step, save it as iteration N), ``fault:N`` (the same, but no file of rank 1 may grow
+            beyond a few bytes), ``load:DIRECTORY``, ``load:DIRECTORY@N``.
+        environment: more variables.
+
+    Raises:
+        AssertionError: a rank failed, or was still running after 120 seconds; all have ended then.
+    """
+    directory.mkdir(parents=True)
+    command = [sys.executable, __file__, *_MODEL, *map(str, arguments)]
+    command += ["--notes", str(directory), "--steps", *steps.split()]
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("ROBUST_DCP")}
+    variables.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
+    variables["PYTHONPATH"] = os.pathsep.join([str(_ROOT), variables.get("PYTHONPATH", "")]).strip(os.pathsep)
+    variables.update(WORLD_SIZE=str(_RANKS), OMP_NUM_THREADS="1", **(environment or {}))
+    with (directory / "output").open("wb") as output:
+        processes = [
+            subprocess.Popen(command, env=variables | _place(rank), stdout=output, stderr=subprocess.STDOUT)
+            for rank in range(_RANKS)
+        ]
+        deadline = time.monotonic() + 120
+        try:
+            codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
+        except subprocess.TimeoutExpired:
+            codes = []
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    text = (directory / "output").read_text(errors="replace")
+    assert codes == [0] * _RANKS, f"exit codes {codes or 'missing: not done in time'}\n{text}"
+    return Job([json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(_RANKS)], text)
+
+
+def _place(rank: int) -> dict[str, str]:
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+
+
+class _Stream:
+    """In place of ``torch.cuda.Stream``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+
+def _redirect_cuda() -> None:
+    import torch
+
+    from demo import megatron_cpu
+
+    megatron_cpu.install()
+    torch.cuda.device_count = lambda: 1  # without a device Megatron makes no groups for model parallelism
+    torch.cuda.get_rng_state = lambda *args: torch.zeros(8, dtype=torch.uint8)
+    torch.cuda.set_rng_state = lambda *args, **kwargs: None
+    torch.cuda.Stream = _Stream  # type: ignore[assignment, misc]
+    torch.cuda.current_stream = _Stream  # type: ignore[assignment]
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment, return-value]
+    mesh = torch.distributed.DeviceMesh
+    from_group = mesh.from_group
+    mesh.from_group = lambda group, device_type, **kwargs: from_group(group, "cpu", **kwargs)  # type: ignore[assignment]
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.add_argument("--steps", nargs="*", default=[])
+    parser.add_argument("--notes", type=Path)
+    return parser
+
+
+def _model(pre_process: bool, post_process: bool, vp_stage: Any = None, config: Any = None, **more: Any) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.training import get_args
+    from megatron.training.arguments import core_transformer_config_from_args
+
+    args = get_args()
+    return GPTModel(
+        config=core_transformer_config_from_args(args),
+        transformer_layer_spec=get_gpt_layer_local_spec(),
+        vocab_size=args.vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type=args.position_embedding_type,
+        **more,
+    )
+
+
+@contextlib.contextmanager
+def _no_room_for_files() -> Iterator[None]:
+    """As on a file system that is full: a file that this process writes cannot grow."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+class _Training:
+    """One rank of the job, from the point where Megatron's ``pretrain`` has set up model and optimizer."""
+
+    def __init__(self) -> None:
+        from megatron.core.enums import ModelType
+        from megatron.training import get_args, training
+
+        self.args = get_args()
+        self.context: dict[str, Any] = {}
+        self.model, self.optimizer, self.scheduler = training.setup_model_and_optimizer(
+            ModelType.encoder_or_decoder, _model, checkpointing_context=self.context
+        )
+        # Adam of torch, unlike those for GPUs, has no state before its first step, and Megatron loads into one.
+        self.train(0)
+        self.notes: list[dict[str, Any]] = []
+
+    def do(self, step: str) -> None:
+        verb, _, value = step.partition(":")
+        if verb == "load":
+            self.notes.append(self.load(value))
+            return
+        self.train(int(value))
+        with _no_room_for_files() if verb == "fault" and self.args.rank == 1 else contextlib.nullcontext():
+            self.notes.append(self.save(int(value)))
+
+    def train(self, iteration: int) -> None:
+        """One step of the optimizer, with gradients that are the same on all ranks."""
+        import torch
+
+        generator = torch.Generator().manual_seed(iteration)
+        for parameter in self.model[0].parameters():
+            gradient = torch.randn(parameter.shape, generator=generator)
+            if not hasattr(parameter, "main_grad"):
+                distribute = torch.distributed.tensor.distribute_tensor
+                parameter.grad = distribute(gradient, parameter.device_mesh, parameter.placements)
+            else:
+                parameter.main_grad.copy_(gradient)
+        self.optimizer.step()
+        self.scheduler.step(increment=self.args.global_batch_size)
+
+    def save(self, iteration: int) -> dict[str, Any]:
+        from megatron.training import training
+
+        noted: dict[str, Any] = {"digest": self.digest()}
+        try:
+            training.save_checkpoint_and_time(
+                iteration, self.model, self.optimizer, self.scheduler, 0, self.context
+            )
+        except Exception as error:
+            failures = [failure.rank for failure in getattr(error, "rank_failures", ())]
+            noted["error"] = [type(error).__name__, str(error), failures]
+        strategy = self.context.get("save_strategy")
+        report = getattr(getattr(strategy, "base_strategy", strategy), "last_report", None)
+        noted["plan"] = None if report is None else str(report.plan)
+        tracker = Path(self.args.save, "latest_checkpointed_iteration.txt")
+        noted["tracker"] = tracker.read_text() if tracker.exists() else None
+        return noted
+
+    def load(self, directory: str) -> dict[str, Any]:
+        from megatron.training import checkpointing
+
+        self.args.load, _, step = directory.partition("@")
+        self.args.ckpt_step = int(step) if step else None
+        iteration, _ = checkpointing.load_checkpoint(
+            self.model, self.optimizer, self.scheduler, checkpointing_context=self.context
+        )
+        return {"iteration": iteration, "digest": self.digest()}
+
+    def digest(self) -> str:
+        """Of the weights and the optimizer's state on this rank, bit for bit."""
+        import torch
+
+        tensors = [value for _, value in sorted(self.model[0].state_dict().items()) if isinstance(value, torch.Tensor)]
+        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            for group in optimizer.optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = optimizer.optimizer.state.get(parameter, {})
+                    tensors += [parameter, *(state[name] for name in ("exp_avg", "exp_avg_sq") if name in state)]
+        found = hashlib.sha256()
+        for tensor in tensors:
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            found.update(local.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()
+
+
+def _main() -> None:
+    import torch
+
+    _redirect_cuda()
+    torch.set_num_threads(1)
+    from megatron.training import arguments, global_vars, initialize
+
+    initialize._compile_dependencies = lambda: None  # C++ of its data sets, which the source package lacks
+    args = arguments.parse_args(_add_arguments)
+    arguments.validate_args(args)
+    global_vars.set_global_variables(args, build_tokenizer=False)
+    notes, steps = args.notes, args.steps
+    del args.notes  # the arguments are part of the checkpoint
+    initialize.initialize_megatron(
+        allow_no_cuda=True, store=torch.distributed.FileStore(str(notes / "store"), args.world_size)
+    )
+    training = _Training()
+    for step in steps:
+        training.do(step)
+    (notes / f"rank{args.rank}.json").write_text(json.dumps(training.notes))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _main()
