@@ -50,7 +50,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> _Jobs:
         run_job(
             directory / "third",
             *(*always, *_OURS, "--ckpt-fully-parallel-load", "--save", last),
-            steps=f"load:{ours} load:{stock} fault:60",
+            steps=f"load:{ours} load:{stock} save:60 fault:70",
         ),
         directory,
     )

@@ -30,7 +30,7 @@ _MODEL = (
     "--max-position-embeddings 8 --micro-batch-size 1 --position-embedding-type rope --no-rope-fusion --swiglu "
     "--vocab-size 64 --untie-embeddings-and-output-weights --transformer-impl local --use-cpu-initialization "
     "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm --no-bias-dropout-fusion "
-    "--distributed-backend gloo --train-iters 100 --lr 0.01 --save-interval 10"
+    "--distributed-backend gloo --bf16 --train-iters 100 --lr 0.01 --save-interval 10"
 ).split()
 
 
@@ -194,7 +194,7 @@ class _Training:
             gradient = torch.randn(parameter.shape, generator=generator)
             if not hasattr(parameter, "main_grad"):
                 distribute = torch.distributed.tensor.distribute_tensor
-                parameter.grad = distribute(gradient, parameter.device_mesh, parameter.placements)
+                parameter.grad = distribute(gradient.to(parameter.dtype), parameter.device_mesh, parameter.placements)
             else:
                 parameter.main_grad.copy_(gradient)
         self.optimizer.step()
@@ -255,6 +255,7 @@ def _main() -> None:
     initialize._compile_dependencies = lambda: None  # C++ of its data sets, which the source package lacks
     args = arguments.parse_args(_add_arguments)
     arguments.validate_args(args)
+    args.high_priority_stream_groups = []  # an option of NCCL, which torch for CPU lacks
     global_vars.set_global_variables(args, build_tokenizer=False)
     notes, steps = args.notes, args.steps
     del args.notes  # the arguments are part of the checkpoint
