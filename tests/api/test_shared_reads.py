@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import robust_dcp
-from robust_dcp import RobustLoadPlanner, RobustReader
+from robust_dcp import RobustLoadPlanner, RobustReader, RobustWriter
 from robust_dcp.comm.nodes import RANKS_PER_NODE
 from robust_dcp.plan.shared_reads import PARCEL_NBYTES
 from robust_dcp.report import LoadReport
@@ -76,6 +76,9 @@ def load(
 # Replicas of everything, as with DDP.
 
 
+BOTH_LAYOUTS = pytest.mark.parametrize("layout", ["torch", "safetensors"])
+
+
 def load_replicas(directory: str) -> dict[bool, tuple[int, LoadReport]]:
     found = {}
     for share_reads in (False, True):
@@ -87,8 +90,9 @@ def load_replicas(directory: str) -> dict[bool, tuple[int, LoadReport]]:
     return found
 
 
-def test_of_replicas_each_byte_is_read_once(tmp_path: Path) -> None:
-    robust_dcp.save({**full(1), "step": 7}, checkpoint_id=tmp_path, no_dist=True)
+@BOTH_LAYOUTS
+def test_of_replicas_each_byte_is_read_once(layout: str, tmp_path: Path) -> None:
+    robust_dcp.save({**full(1), "step": 7}, storage_writer=RobustWriter(tmp_path, layout=layout), no_dist=True)
     nbytes = sum(value.nbytes for value in full(1).values())
     outcomes = values(run_ranks(4, load_replicas, str(tmp_path)))
     alone = [outcome[False][0] for outcome in outcomes]
@@ -117,7 +121,7 @@ def laid_out(seed: int, placements: tuple[Placement, ...], mesh_shape: tuple[int
     }
 
 
-LAYOUTS: dict[str, tuple[tuple[Placement, ...], tuple[int, ...]]] = {
+CUTS: dict[str, tuple[tuple[Placement, ...], tuple[int, ...]]] = {
     "hsdp": ((Replicate(), Shard(0)), (2, 2)),
     "rows": ((Shard(0),), (4,)),
     "columns": ((Shard(1),), (4,)),
@@ -126,11 +130,12 @@ LAYOUTS: dict[str, tuple[tuple[Placement, ...], tuple[int, ...]]] = {
 }
 
 
-def load_in_all_layouts(directory: str) -> list[tuple[str, str, int]]:
+def load_in_all_cuts(directory: str, layout: str) -> list[tuple[str, str, int]]:
     found = []
-    for saved, (placements, mesh_shape) in LAYOUTS.items():
-        robust_dcp.save(laid_out(3, placements, mesh_shape), checkpoint_id=f"{directory}/{saved}")
-        for wanted, (placements, mesh_shape) in LAYOUTS.items():
+    for saved, (placements, mesh_shape) in CUTS.items():
+        writer = RobustWriter(f"{directory}/{saved}", layout=layout)
+        robust_dcp.save(laid_out(3, placements, mesh_shape), storage_writer=writer)
+        for wanted, (placements, mesh_shape) in CUTS.items():
             target = laid_out(0, placements, mesh_shape)
             report, _ = load(target, f"{directory}/{saved}")
             for name, value in laid_out(3, placements, mesh_shape).items():
@@ -139,8 +144,9 @@ def load_in_all_layouts(directory: str) -> list[tuple[str, str, int]]:
     return found
 
 
-def test_in_all_layouts_what_is_loaded_is_what_was_saved(tmp_path: Path) -> None:
-    outcomes = values(run_ranks(4, load_in_all_layouts, str(tmp_path)))
+@BOTH_LAYOUTS
+def test_however_tensors_are_cut_what_is_loaded_is_what_was_saved(layout: str, tmp_path: Path) -> None:
+    outcomes = values(run_ranks(4, load_in_all_cuts, str(tmp_path), layout))
     for cases in zip(*outcomes, strict=True):
         (saved, wanted, _), shared = cases[0], sum(nbytes for _, _, nbytes in cases)
         # Half of what HSDP's ranks need comes from others, three quarters of whole copies, nothing of shards. But what
