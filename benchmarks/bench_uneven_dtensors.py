@@ -15,7 +15,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from benchmarks.collectives import counted_collectives
 from benchmarks.ranks import run, show
 from robust_dcp.comm import Channel, decode, encode
 from robust_dcp.megatron.uneven.uneven_dtensors import place_chunks
@@ -44,20 +44,6 @@ _LAYER: dict[str, tuple[int, ...]] = {
 """Shapes of one layer: their ratios are those of a transformer, and thousands of them fit in any memory."""
 
 _STATES = ("", ".exp_avg", ".exp_avg_sq")
-
-_COLLECTIVES = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "scatter",
-    "scatter_object_list",
-)
 
 _COLUMNS = {
     "ranks": "ranks",
@@ -151,31 +137,10 @@ def _dtensor(cut: Cut, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
-@contextmanager
-def _counted_collectives() -> Iterator[list[str]]:
-    calls: list[str] = []
-    originals = {name: getattr(dist, name) for name in _COLLECTIVES}
-
-    def counting(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
-            return originals[name](*args, **kwargs)
-
-        return call
-
-    for name in originals:
-        setattr(dist, name, counting(name))
-    try:
-        yield calls
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
-
-
 def _sample(call: str, who: str, function: Callable[[], Any], channel: Channel) -> Sample:
     gc.collect()
     dist.barrier()
-    with channel.recording() as stats, _counted_collectives() as calls:
+    with channel.recording() as stats, counted_collectives() as calls:
         started = time.perf_counter()
         function()
         seconds = time.perf_counter() - started
@@ -183,7 +148,7 @@ def _sample(call: str, who: str, function: Callable[[], Any], channel: Channel) 
         call=call,
         who=who,
         seconds=seconds,
-        collectives=len(calls),
+        collectives=calls.total(),
         exchanges=stats.exchanges,
         header_nbytes=stats.header_nbytes_sent,
         payload_nbytes=stats.payload_nbytes_sent,

@@ -13,13 +13,13 @@ import argparse
 import os
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
 
+from benchmarks.collectives import OBJECT_COLLECTIVES, counted_collectives
 from benchmarks.ranks import run, show
 
 __all__ = ["measure"]
@@ -35,35 +35,11 @@ _COLUMNS = {
     "payload_nbytes": "payload B",
 }
 
-_OBJECT_COLLECTIVES = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
-_COLLECTIVES = (*_OBJECT_COLLECTIVES, "all_gather", "all_reduce", "barrier", "broadcast", "gather", "scatter")
-
-
-@contextmanager
-def _counted() -> Iterator[Counter[str]]:
-    calls: Counter[str] = Counter()
-    originals = {name: getattr(dist, name) for name in _COLLECTIVES}
-
-    def counting(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls[name] += 1
-            return originals[name](*args, **kwargs)
-
-        return call
-
-    for name in originals:
-        setattr(dist, name, counting(name))
-    try:
-        yield calls
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
-
 
 def _timed(what: str, who: str, call: Callable[[], Any], channels: list[Any]) -> dict[str, Any]:
     """One row of the table, as this rank sees it."""
     dist.barrier()
-    with ExitStack() as recordings, _counted() as calls:
+    with ExitStack() as recordings, counted_collectives() as calls:
         totals = [recordings.enter_context(channel.recording()) for channel in channels]
         started = time.perf_counter()
         call()
@@ -73,8 +49,8 @@ def _timed(what: str, who: str, call: Callable[[], Any], channels: list[Any]) ->
         "what": what,
         "who": who,
         "seconds": seconds,
-        "object_collectives": sum(calls[name] for name in _OBJECT_COLLECTIVES),
-        "collectives": sum(calls.values()) - 1,  # the barrier at the end is this benchmark's
+        "object_collectives": sum(calls[name] for name in OBJECT_COLLECTIVES),
+        "collectives": calls.total() - 1,  # the barrier at the end is this benchmark's
         "exchanges": sum(total.exchanges for total in totals),
         "header_nbytes": sum(total.header_nbytes_sent for total in totals),
         "payload_nbytes": sum(total.payload_nbytes_sent for total in totals),

@@ -21,11 +21,12 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistSaveShardedStrategy,
 )
 
+from benchmarks.collectives import counted_collectives
 from demo import megatron_cpu
 from demo.megatron_model import Layout, Trainer
 from demo.megatron_truth import compare, gather_truth
 from tests.megatron.stock import stock_strategy
-from tests.megatron.torch_dist import chosen, counted, save
+from tests.megatron.torch_dist import chosen, save
 from tests.support.ranks import run_ranks, values
 
 
@@ -80,7 +81,7 @@ def _both_ways(directory: Path, saved: Layout, loaded: list[Layout], experts: in
         _step(trainer)
         truth = _shared_truth(trainer.sharded_state_dict())
         state = trainer.sharded_state_dict()  # the optimizer's own gathers are none of the save's
-        with chosen(timeout_seconds=60), counted() as counts:
+        with chosen(timeout_seconds=60), counted_collectives() as counts:
             strategy = FullyParallelSaveStrategyWrapper(ours, _group()) if is_parallel else ours
             save(state, directory / f"ours{number}", strategy)
         plans.append(ours.last_report.plan)

@@ -17,6 +17,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 
+from benchmarks.collectives import counted_collectives
 from demo import megatron_cpu
 from robust_dcp import PlanConflict
 from robust_dcp.errors import RobustCheckpointError
@@ -24,7 +25,7 @@ from robust_dcp.megatron.loading import tensor_exchange
 from robust_dcp.megatron.loading.load_strategy import RobustLoadStrategy
 from robust_dcp.megatron.loading.parallel_load import distribute
 from tests.megatron.stock import stock_strategy
-from tests.megatron.torch_dist import chosen, counted, made
+from tests.megatron.torch_dist import chosen, made
 from tests.support.ranks import run_ranks, values
 
 _SHARD = st.tuples(st.sampled_from("abcdefgh"), st.tuples(st.integers(0, 2)), st.just("torch.float32"))
@@ -105,7 +106,7 @@ def _run(directory: Path) -> dict[str, Any]:
     dist_checkpointing.save(_state(1.0), path, stock_strategy(), validate_access_integrity=False)
     plain = _plain(dist_checkpointing.load(_state(0.0), path, validate_access_integrity=False))
     wrapper = FullyParallelLoadStrategyWrapper(RobustLoadStrategy(timeout_seconds=30), dist.group.WORLD)
-    with chosen(), counted() as calls:
+    with chosen(), counted_collectives() as calls:
         parallel = _plain(dist_checkpointing.load(_state(0.0), path, wrapper, validate_access_integrity=False))
     unknown = _state(0.0)
     if dist.get_rank() == 2:

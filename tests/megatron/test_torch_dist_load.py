@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
+from benchmarks.collectives import counted_collectives
 from demo import megatron_cpu
 from robust_dcp import RobustCheckpointError
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
@@ -30,7 +31,6 @@ from tests.megatron.stock import stock_strategy
 from tests.megatron.torch_dist import (
     Scenarios,
     chosen,
-    counted,
     cut,
     failures_of,
     per_rank_object,
@@ -90,7 +90,7 @@ def _both_ways(directory: Path) -> dict[str, Any]:
     save(_state(), directory / "stock", stock_strategy())
     with chosen():
         save(_state(), directory / "ours")
-        with counted() as calls:
+        with counted_collectives() as calls:
             ours = {who: _load(directory / who) for who in ("stock", "ours")}
     with_strategy = _load(directory / "stock", _template, RobustLoadStrategy(timeout_seconds=30))
     return {
@@ -115,7 +115,7 @@ def _fully_parallel(directory: Path) -> dict[str, Any]:
         wrapper = FullyParallelLoadStrategyWrapper(
             TorchDistLoadShardedStrategy(), dist.group.WORLD, exchange_algo=algorithm
         )
-        with chosen(), counted() as calls:
+        with chosen(), counted_collectives() as calls:
             results[algorithm] = _load(directory / "1", _template, wrapper)
         results[f"{algorithm} gathers objects"] = calls["all_gather_object"] + calls["gather_object"]
     bound = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), dist.group.WORLD)

@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
+from benchmarks.collectives import counted_collectives
 from demo import megatron_cpu
 from robust_dcp import PlanConflict
 from robust_dcp.errors import StorageError
@@ -29,7 +30,6 @@ from robust_dcp.megatron import versions
 from tests.megatron.torch_dist import (
     Scenarios,
     chosen,
-    counted,
     cut,
     failures_of,
     per_rank_object,
@@ -84,7 +84,7 @@ def _state(step: int, *, is_template: bool = False) -> dict[str, Any]:
 
 @SCENARIOS.add
 def _loads_with_stock(directory: Path) -> dict[str, Any]:
-    with chosen(), counted() as calls:
+    with chosen(), counted_collectives() as calls:
         save(_state(3), directory / "1", content_metadata={"format": "x", "dp_cp_group": object()})
     loaded = dist_checkpointing.load(_state(3, is_template=True), str(directory / "1"))
     return {
@@ -254,7 +254,7 @@ def test_an_asynchronous_save_becomes_a_checkpoint_by_its_finalizers(found: dict
 def _by_the_strategy_alone(directory: Path) -> Any:
     """Callers that have bound Megatron's functions before robust_dcp was there end in its strategy all the same."""
     bound = dist_checkpointing.save
-    with chosen(), counted() as calls:
+    with chosen(), counted_collectives() as calls:
         if dist.get_rank() == 0:
             (directory / "1").mkdir()
         dist.barrier()

@@ -1,10 +1,9 @@
-"""What tests of ``torch_dist`` share: robust_dcp switched on in this process, small shards, and counted collectives."""
+"""What tests of ``torch_dist`` share: robust_dcp switched on in this process, and small shards."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +23,6 @@ from robust_dcp.megatron.saving import save_patches
 __all__ = [
     "Scenarios",
     "chosen",
-    "counted",
     "cut",
     "failures_of",
     "made",
@@ -34,21 +32,6 @@ __all__ = [
     "save",
     "warnings_of",
 ]
-
-_COLLECTIVES = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "reduce",
-    "scatter",
-    "scatter_object_list",
-)
 
 
 class Scenarios:
@@ -88,28 +71,6 @@ def chosen(*, timeout_seconds: float = 30, **environment: str) -> Iterator[None]
         patches.remove()
         os.environ.clear()
         os.environ.update(before)
-
-
-@contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """Counts the collectives of ``torch.distributed`` that Python code of this process calls within the block."""
-    calls: Counter[str] = Counter()
-    originals = {name: getattr(dist, name) for name in _COLLECTIVES}
-
-    def counting(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls[name] += 1
-            return originals[name](*args, **kwargs)
-
-        return call
-
-    for name in originals:
-        setattr(dist, name, counting(name))
-    try:
-        yield calls
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
 @contextmanager

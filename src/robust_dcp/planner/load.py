@@ -10,7 +10,7 @@ import difflib
 import io
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -24,7 +24,7 @@ from robust_dcp.planner.load_items import PlannedReads, plan_reads
 from robust_dcp.storage.files.garbage import without_garbage_collection
 from robust_dcp.storage.records.objects import check_object
 
-__all__ = ["RobustLoadPlanner"]
+__all__ = ["RobustLoadPlanner", "check_filled", "local_numel"]
 
 _SHOWN = 10
 
@@ -84,7 +84,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             raise ValueError("set_up_planner was not given the checkpoint's metadata")
         with without_garbage_collection():
             planned = self._checked_plan(self.metadata)
-            _check_filled(planned, self.state_dict, self.metadata)
+            check_filled(planned.items, _wanted(planned, self.state_dict, self.metadata))
         return LoadPlan(planned.items)
 
     def _checked_plan(self, metadata: Metadata) -> PlannedReads:
@@ -179,21 +179,35 @@ def _hint(key: str, saved: list[str]) -> str:
     return f" (it has {close[0]!r})" if close else ""
 
 
-def _check_filled(plan: PlannedReads, state_dict: Mapping[str, Any], metadata: Metadata) -> None:
-    """Every element that is asked for must be in some chunk: stock leaves the others as they were, silently."""
-    wanted: dict[str, int] = {}
+def _wanted(plan: PlannedReads, state_dict: Mapping[str, Any], metadata: Metadata) -> dict[str, int]:
+    """Elements that this rank needs, of each tensor that is not known to be filled by one chunk."""
+    return {
+        key: local_numel(state_dict[key])
+        for key in state_dict.keys() - plan.filled
+        if isinstance(metadata.state_dict_metadata.get(key), TensorStorageMetadata)
+    }
+
+
+def check_filled(items: Iterable[ReadItem], wanted: Mapping[str, int], checkpoint: str = "the checkpoint") -> None:
+    """Every element that is asked for must be in some chunk: stock leaves the others as they were, silently.
+
+    Args:
+        items: what is read.
+        wanted: for each key the elements that this rank asks for.
+        checkpoint: what to call it.
+
+    Raises:
+        CorruptCheckpoint: the chunks that are read do not have them all.
+    """
     planned: dict[str, int] = defaultdict(int)
-    for key in state_dict.keys() - plan.filled:
-        if isinstance(metadata.state_dict_metadata.get(key), TensorStorageMetadata):
-            wanted[key] = _local_numel(state_dict[key])
-    for item in plan.items if wanted else ():
+    for item in items if wanted else ():
         if item.type == LoadItemType.TENSOR and item.dest_index.fqn in wanted:
             planned[item.dest_index.fqn] += math.prod(item.lengths)
     short = sorted(key for key, numel in wanted.items() if planned[key] < numel)
     if short:
         raise CorruptCheckpoint(
-            f"the checkpoint's chunks do not fill {short[0]!r}: {planned[short[0]]} of {wanted[short[0]]} elements "
-            f"that this rank needs are there ({len(short)} such tensors); the save that wrote it was incomplete",
+            f"the chunks of {short[0]!r} in {checkpoint} fill {planned[short[0]]} of the {wanted[short[0]]} elements "
+            f"that this rank asks for ({len(short)} such tensors); the save that wrote it was incomplete",
             file=".metadata",
             item=short[0],
             expected=f"{wanted[short[0]]} elements",
@@ -201,8 +215,8 @@ def _check_filled(plan: PlannedReads, state_dict: Mapping[str, Any], metadata: M
         )
 
 
-def _local_numel(value: Any) -> int:
-    """Elements of the chunks that this rank holds of ``value``."""
+def local_numel(value: Any) -> int:
+    """Elements of the chunks that this rank holds of ``value``; 0 for what is no tensor."""
     if isinstance(value, DTensor):
         # Asking for its chunks costs torch an index for each row of the whole tensor.
         in_mesh = value.device_mesh.get_coordinate() is not None

@@ -6,15 +6,12 @@ Owns the checks of one rank's load plan. Made by ``load_strategy`` for each load
 from __future__ import annotations
 
 import io
-import math
-from collections import defaultdict
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
-from robust_dcp.errors import CorruptCheckpoint
 from robust_dcp.megatron.versions import MCoreLoadPlanner
+from robust_dcp.planner.load import check_filled, local_numel
 from robust_dcp.storage.records.objects import load_object
 
 __all__ = ["MegatronLoadPlanner"]
@@ -46,22 +43,9 @@ class MegatronLoadPlanner(MCoreLoadPlanner):
             CheckpointingException, KeyError, RuntimeError: as ``MCoreLoadPlanner``.
         """
         plan: LoadPlan = super().create_local_plan()
-        planned: dict[str, int] = defaultdict(int)
-        for item in plan.items:
-            if item.type == LoadItemType.TENSOR:
-                planned[item.dest_index.fqn] += math.prod(item.lengths)
         flexible = self.allow_shape_mismatch_sharded_tensors or {}
-        for key, value in self.state_dict.items():
-            wanted = 0 if key in flexible else _numel(value)
-            if planned[key] < wanted:
-                raise CorruptCheckpoint(
-                    f"the chunks of {key!r} in {self._checkpoint} fill {planned[key]} of the {wanted} elements that "
-                    "this rank asks for; the save that wrote it was incomplete",
-                    file=".metadata",
-                    item=key,
-                    expected=f"{wanted} elements",
-                    found=f"{planned[key]} elements",
-                )
+        wanted = {key: local_numel(value) for key, value in self.state_dict.items() if key not in flexible}
+        check_filled(plan.items, wanted, self._checkpoint)
         return plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -74,14 +58,3 @@ class MegatronLoadPlanner(MCoreLoadPlanner):
         if self._keeps_bytes:
             self.object_bytes[key] = value.getvalue()
         self.state_dict[key] = load_object(value, file=self._checkpoint, item=key)
-
-
-def _numel(value: Any) -> int:
-    """Elements of the chunks of ``value`` on this rank; 0 for what is no tensor."""
-    chunks = getattr(value, "__create_chunk_list__", None)
-    if callable(chunks):
-        return sum(math.prod(chunk.sizes) for chunk in chunks())
-    shards = getattr(value, "local_shards", None)
-    if callable(shards):
-        return sum(shard.tensor.numel() for shard in shards())
-    return value.numel() if isinstance(value, torch.Tensor) else 0
