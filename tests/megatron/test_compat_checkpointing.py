@@ -1,10 +1,14 @@
 """Megatron-LM's own ``save_checkpoint`` and ``load_checkpoint``, unmodified, in jobs of two ranks, with and without the
 flag. ``make test-compat`` puts the sources of 0.19.2 on ``PYTHONPATH``.
+
+Weights and optimizer are compared bit for bit, rank by rank. With ``--verify-integrity`` Megatron hashes all files of a
+checkpoint when it is saved, and again when it is loaded: its own hashes hold for our files, and ours for its.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,49 +16,135 @@ import pytest
 
 from tests.megatron.training_job import Job, run_job
 
-pytestmark = pytest.mark.compat
+pytestmark = [pytest.mark.compat, pytest.mark.slow]
 
 _OURS = ("--ckpt-planner", "robust_dcp", "--ckpt-exchange-timeout-seconds", "30")
+_TORCH_DIST = ("--ckpt-format", "torch_dist", "--use-distributed-optimizer", "--verify-integrity")
+_DAMAGED = "__1_0.distcp"
+_TORCH_DCP = ("--ckpt-format", "torch_dcp", "--use-torch-fsdp2")
 
 
 @dataclass(frozen=True)
 class _Jobs:
-    """Jobs that go on where the one before has ended: ours, stock's, ours.
+    """Three jobs, each of which goes on where those before it have ended.
 
     Attributes:
-        first: saves 10, 20, fails at 30 and only warns, saves 40.
-        stock: loads 20 and saves 50.
-        last: loads our 40, then stock's 50, and fails at 60.
+        ours: ``--ckpt-save-failure warn``: saves 10 and 20, fails at 30, saves 40.
+        stock: loads 20 of ``ours``, saves 50.
+        last: ours, with a parallel load: is refused 10 of ``ours``, of which a byte has changed, loads 40 of ``ours``
+            and 50 of ``stock``, saves 60, fails at 70.
+        directory: holds a folder of checkpoints for each of them.
     """
 
-    first: Job
+    ours: Job
     stock: Job
     last: Job
     directory: Path
 
 
+@pytest.fixture(scope="module", autouse=True)
+def megatron_training() -> None:
+    assert importlib.util.find_spec("megatron.training") is not None, "run make test-compat"
+
+
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> _Jobs:
-    spec = importlib.util.find_spec("megatron.training")
-    assert spec is not None, "run make test-compat"
     directory = tmp_path_factory.mktemp("jobs")
     ours, stock, last = (directory / name for name in ("ours", "stock", "last"))
-    always = ("--ckpt-format", "torch_dist", "--use-distributed-optimizer", "--verify-integrity")
-    return _Jobs(
-        run_job(
-            directory / "first",
-            *(*always, *_OURS, "--ckpt-save-failure", "warn", "--save", ours),
-            steps="save:10 save:20 fault:30 save:40",
-        ),
-        run_job(directory / "second", *always, "--save", stock, steps=f"load:{ours}@20 save:50"),
-        run_job(
-            directory / "third",
-            *(*always, *_OURS, "--ckpt-fully-parallel-load", "--save", last),
-            steps=f"load:{ours} load:{stock} save:60 fault:70",
-        ),
-        directory,
+    first = run_job(
+        directory / "job_ours",
+        *(*_TORCH_DIST, *_OURS, "--ckpt-save-failure", "warn", "--save", ours),
+        steps="save:10 save:20 fault:30 save:40",
     )
+    second = run_job(directory / "job_stock", *_TORCH_DIST, "--save", stock, steps=f"load:{ours}@20 save:50")
+    _damage(ours / "iter_0000010" / _DAMAGED)
+    third = run_job(
+        directory / "job_last",
+        *(*_TORCH_DIST, *_OURS, "--ckpt-fully-parallel-load", "--save", last),
+        steps=f"load:{ours}@10 load:{ours} load:{stock} save:60 fault:70",
+    )
+    return _Jobs(first, second, third, directory)
 
 
-def test_a(jobs: _Jobs) -> None:
-    print(jobs)
+def _damage(path: Path) -> None:
+    """Change one byte in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def _plans_in_log(job: Job) -> list[tuple[str, str]]:
+    """The iterations that the log says were saved, and how each was planned."""
+    return re.findall(r"saved .*iter_00000(\d\d) \(rank 0 of 2\): .*; plan (\w+): ", job.output)
+
+
+def test_save_checkpoint_names_the_new_checkpoint_and_repeats_its_plan(jobs: _Jobs) -> None:
+    assert jobs.ours.of_step(0, "tracker") == ["10", "10"]
+    assert jobs.ours.of_step(1, "tracker") == ["20", "20"]
+    assert jobs.ours.of_step(0, "plan") == ["built", "built"]
+    assert jobs.ours.of_step(1, "plan") == ["reused", "reused"]
+    assert _plans_in_log(jobs.ours) == [("10", "built"), ("20", "reused"), ("40", "reused")]
+
+
+def test_load_checkpoint_of_stock_megatron_restores_what_ours_saved(jobs: _Jobs) -> None:
+    assert "robust_dcp" not in jobs.stock.output
+    assert jobs.stock.of_step(0, "iteration") == [20, 20]
+    assert jobs.stock.of_step(0, "digest") == jobs.ours.of_step(1, "digest")
+
+
+def test_load_checkpoint_with_ours_restores_what_ours_saved(jobs: _Jobs) -> None:
+    assert jobs.last.of_step(1, "iteration") == [40, 40]
+    assert jobs.last.of_step(1, "digest") == jobs.ours.of_step(3, "digest")
+
+
+def test_load_checkpoint_with_ours_restores_what_stock_megatron_saved(jobs: _Jobs) -> None:
+    assert jobs.stock.of_step(1, "tracker") == ["50", "50"]
+    assert jobs.last.of_step(2, "iteration") == [50, 50]
+    assert jobs.last.of_step(2, "digest") == jobs.stock.of_step(1, "digest")
+
+
+def test_a_file_that_is_not_as_it_was_saved_is_named_on_all_ranks_before_anything_is_loaded(jobs: _Jobs) -> None:
+    of_rank_0, of_rank_1 = jobs.last.of_step(0, "error")
+    assert of_rank_0 == of_rank_1
+    assert of_rank_0[0] == "RefusedByMegatron"
+    assert f"{_DAMAGED}: expected " in of_rank_0[1]
+
+
+def test_with_warn_a_failed_save_is_logged_and_training_goes_on(jobs: _Jobs) -> None:
+    assert jobs.ours.of_step(2, "error") == [None, None]
+    assert jobs.ours.of_step(2, "tracker") == ["20", "20"]
+    assert not (jobs.directory / "ours" / "iter_0000030" / "metadata.json").exists()
+    assert "this checkpoint was not saved, and training goes on (--ckpt-save-failure warn)" in jobs.ours.output
+    assert "File too large" in jobs.ours.output
+    assert jobs.ours.of_step(3, "tracker") == ["40", "40"]
+
+
+def test_with_raise_a_failed_save_is_the_same_exception_on_all_ranks(jobs: _Jobs) -> None:
+    of_rank_0, of_rank_1 = jobs.last.of_step(4, "error")
+    assert of_rank_0 == of_rank_1
+    name, message, failed_ranks = of_rank_0
+    assert name == "StorageError"
+    assert "File too large" in message
+    assert failed_ranks == [1]
+    assert jobs.last.of_step(4, "tracker") == ["60", "60"]
+
+
+def test_an_asynchronous_save_is_named_when_megatron_finalizes_it(tmp_path: Path) -> None:
+    asynchronous = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore", "--save", tmp_path)
+    job = run_job(tmp_path / "job", *_TORCH_DIST, *_OURS, *asynchronous, steps="save:10 finalize save:20 finalize")
+    assert job.of_step(0, "tracker") == [None, None]
+    assert job.of_step(1, "tracker") == ["10", "10"]
+    assert job.of_step(2, "plan") == ["reused", "reused"]
+    assert job.of_step(3, "tracker") == ["20", "20"]
+
+
+def test_torch_dcp_checkpoints_go_both_ways_between_ours_and_stock(tmp_path: Path) -> None:
+    ours, stock = tmp_path / "ours", tmp_path / "stock"
+    saved = run_job(tmp_path / "1", *_TORCH_DCP, *_OURS, "--save", ours, steps="save:10 save:20")
+    by_stock = run_job(tmp_path / "2", *_TORCH_DCP, "--save", stock, steps=f"load:{ours} save:50")
+    loaded = run_job(tmp_path / "3", *_TORCH_DCP, *_OURS, "--save", ours, steps=f"load:{ours} load:{stock}")
+    assert _plans_in_log(saved) == [("10", "built"), ("20", "reused")]
+    assert "robust_dcp" not in by_stock.output
+    assert by_stock.of_step(0, "digest") == loaded.of_step(0, "digest") == saved.of_step(1, "digest")
+    assert loaded.of_step(1, "iteration") == [50, 50]
+    assert loaded.of_step(1, "digest") == by_stock.of_step(1, "digest")

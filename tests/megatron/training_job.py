@@ -13,10 +13,11 @@ import hashlib
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,13 @@ __all__ = ["Job", "run_job"]
 
 _ROOT = Path(__file__).parents[2]
 _RANKS = 2
-_MODEL = (
-    "--num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --seq-length 8 "
-    "--max-position-embeddings 8 --micro-batch-size 1 --position-embedding-type rope --no-rope-fusion --swiglu "
-    "--vocab-size 64 --untie-embeddings-and-output-weights --transformer-impl local --use-cpu-initialization "
-    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm --no-bias-dropout-fusion "
-    "--distributed-backend gloo --bf16 --train-iters 100 --lr 0.01 --save-interval 10"
-).split()
+_MODEL = """
+--num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8
+--position-embedding-type rope --no-rope-fusion --swiglu --vocab-size 64 --untie-embeddings-and-output-weights
+--transformer-impl local --use-cpu-initialization --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+--no-persist-layer-norm --no-bias-dropout-fusion --distributed-backend gloo --bf16 --micro-batch-size 1
+--train-iters 100 --lr 0.01 --save-interval 10
+"""
 
 
 @dataclass(frozen=True)
@@ -51,49 +52,49 @@ class Job:
         return [rank[place].get(key) for rank in self.ranks]
 
 
-def run_job(
-    directory: Path, *arguments: str | Path, steps: str = "", environment: Mapping[str, str] | None = None
-) -> Job:
+def run_job(directory: Path, *arguments: str | Path, steps: str) -> Job:
     """Run two ranks of a training job until they have done all their steps.
 
     Args:
         directory: an empty one, for what the ranks note.
         arguments: of Megatron-LM.
-        steps: ``save:N`` (train a step, save it as iteration N), ``fault:N`` (the same, but no file of rank 1 may grow
-            beyond a few bytes), ``load:DIRECTORY``, ``load:DIRECTORY@N``.
-        environment: more variables.
+        steps: ``save:N`` (train a step, save it as iteration N), ``fault:N`` (the same, while no file of rank 1 may
+            grow beyond a few bytes), ``finalize`` (asynchronous saves), ``load:DIRECTORY``, ``load:DIRECTORY@N``.
 
     Raises:
-        AssertionError: a rank failed, or was still running after 120 seconds; all have ended then.
+        AssertionError: a rank failed, or was still running after 100 seconds; all have ended then.
     """
     directory.mkdir(parents=True)
-    command = [sys.executable, __file__, *_MODEL, *map(str, arguments)]
+    command = [sys.executable, __file__, *_MODEL.split(), *map(str, arguments)]
     command += ["--notes", str(directory), "--steps", *steps.split()]
     variables = {name: value for name, value in os.environ.items() if not name.startswith("ROBUST_DCP")}
     variables.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
     variables["PYTHONPATH"] = os.pathsep.join([str(_ROOT), variables.get("PYTHONPATH", "")]).strip(os.pathsep)
-    variables.update(WORLD_SIZE=str(_RANKS), OMP_NUM_THREADS="1", **(environment or {}))
+    variables.update(WORLD_SIZE=str(_RANKS), OMP_NUM_THREADS="1")
     with (directory / "output").open("wb") as output:
         processes = [
-            subprocess.Popen(command, env=variables | _place(rank), stdout=output, stderr=subprocess.STDOUT)
+            subprocess.Popen(
+                command,
+                env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             for rank in range(_RANKS)
         ]
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 100
         try:
             codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
         except subprocess.TimeoutExpired:
             codes = []
         finally:
             for process in processes:
-                process.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # with what Megatron has started for it
                 process.wait()
     text = (directory / "output").read_text(errors="replace")
     assert codes == [0] * _RANKS, f"exit codes {codes or 'missing: not done in time'}\n{text}"
     return Job([json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(_RANKS)], text)
-
-
-def _place(rank: int) -> dict[str, str]:
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
 
 
 class _Stream:
@@ -108,19 +109,23 @@ class _Stream:
 
 def _redirect_cuda() -> None:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
     from demo import megatron_cpu
 
     megatron_cpu.install()
-    torch.cuda.device_count = lambda: 1  # without a device Megatron makes no groups for model parallelism
-    torch.cuda.get_rng_state = lambda *args: torch.zeros(8, dtype=torch.uint8)
-    torch.cuda.set_rng_state = lambda *args, **kwargs: None
-    torch.cuda.Stream = _Stream  # type: ignore[assignment, misc]
-    torch.cuda.current_stream = _Stream  # type: ignore[assignment]
-    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment, return-value]
-    mesh = torch.distributed.DeviceMesh
-    from_group = mesh.from_group
-    mesh.from_group = lambda group, device_type, **kwargs: from_group(group, "cpu", **kwargs)  # type: ignore[assignment]
+    from_group = DeviceMesh.from_group
+    stand_ins: tuple[tuple[Any, str, Any], ...] = (
+        (torch.cuda, "device_count", lambda: 1),  # without a device Megatron makes no groups for model parallelism
+        (torch.cuda, "get_rng_state", lambda *args: torch.zeros(8, dtype=torch.uint8)),
+        (torch.cuda, "set_rng_state", lambda *args, **kwargs: None),
+        (torch.cuda, "Stream", _Stream),
+        (torch.cuda, "current_stream", _Stream),
+        (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
+        (DeviceMesh, "from_group", lambda group, device_type, **kwargs: from_group(group, "cpu", **kwargs)),
+    )
+    for owner, name, stand_in in stand_ins:
+        setattr(owner, name, stand_in)
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -160,6 +165,11 @@ def _no_room_for_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def _told(error: Exception) -> list[Any]:
+    """Its class, its message, and the ranks that failed."""
+    return [type(error).__name__, str(error), [failure.rank for failure in getattr(error, "rank_failures", ())]]
+
+
 class _Training:
     """One rank of the job, from the point where Megatron's ``pretrain`` has set up model and optimizer."""
 
@@ -172,6 +182,9 @@ class _Training:
         self.model, self.optimizer, self.scheduler = training.setup_model_and_optimizer(
             ModelType.encoder_or_decoder, _model, checkpointing_context=self.context
         )
+        if self.args.ckpt_format == "torch_dcp":
+            # load_checkpoint of 0.19.2 calls state_dict(is_loading=True), which a chain does not take.
+            [self.optimizer] = self.optimizer.chained_optimizers
         # Adam of torch, unlike those for GPUs, has no state before its first step, and Megatron loads into one.
         self.train(0)
         self.notes: list[dict[str, Any]] = []
@@ -180,21 +193,24 @@ class _Training:
         verb, _, value = step.partition(":")
         if verb == "load":
             self.notes.append(self.load(value))
-            return
-        self.train(int(value))
-        with _no_room_for_files() if verb == "fault" and self.args.rank == 1 else contextlib.nullcontext():
-            self.notes.append(self.save(int(value)))
+        elif verb == "finalize":
+            self.notes.append(self.finalize())
+        else:
+            self.train(int(value))
+            with _no_room_for_files() if verb == "fault" and self.args.rank == 1 else contextlib.nullcontext():
+                self.notes.append(self.save(int(value)))
 
     def train(self, iteration: int) -> None:
         """One step of the optimizer, with gradients that are the same on all ranks."""
         import torch
+        from torch.distributed.tensor import distribute_tensor
 
         generator = torch.Generator().manual_seed(iteration)
         for parameter in self.model[0].parameters():
             gradient = torch.randn(parameter.shape, generator=generator)
             if not hasattr(parameter, "main_grad"):
-                distribute = torch.distributed.tensor.distribute_tensor
-                parameter.grad = distribute(gradient.to(parameter.dtype), parameter.device_mesh, parameter.placements)
+                whole = gradient.to(parameter.dtype)
+                parameter.grad = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
             else:
                 parameter.main_grad.copy_(gradient)
         self.optimizer.step()
@@ -205,27 +221,34 @@ class _Training:
 
         noted: dict[str, Any] = {"digest": self.digest()}
         try:
-            training.save_checkpoint_and_time(
-                iteration, self.model, self.optimizer, self.scheduler, 0, self.context
-            )
+            training.save_checkpoint_and_time(iteration, self.model, self.optimizer, self.scheduler, 0, self.context)
         except Exception as error:
-            failures = [failure.rank for failure in getattr(error, "rank_failures", ())]
-            noted["error"] = [type(error).__name__, str(error), failures]
+            noted["error"] = _told(error)
         strategy = self.context.get("save_strategy")
         report = getattr(getattr(strategy, "base_strategy", strategy), "last_report", None)
-        noted["plan"] = None if report is None else str(report.plan)
-        tracker = Path(self.args.save, "latest_checkpointed_iteration.txt")
-        noted["tracker"] = tracker.read_text() if tracker.exists() else None
-        return noted
+        return noted | {"plan": None if report is None else report.plan, "tracker": self.tracker()}
+
+    def finalize(self) -> dict[str, Any]:
+        from megatron.training import training
+
+        training.maybe_finalize_async_save(blocking=True)
+        return {"tracker": self.tracker()}
+
+    def tracker(self) -> str | None:
+        path = Path(self.args.save, "latest_checkpointed_iteration.txt")
+        return path.read_text() if path.exists() else None
 
     def load(self, directory: str) -> dict[str, Any]:
         from megatron.training import checkpointing
 
         self.args.load, _, step = directory.partition("@")
         self.args.ckpt_step = int(step) if step else None
-        iteration, _ = checkpointing.load_checkpoint(
-            self.model, self.optimizer, self.scheduler, checkpointing_context=self.context
-        )
+        try:
+            iteration, _ = checkpointing.load_checkpoint(
+                self.model, self.optimizer, self.scheduler, checkpointing_context=self.context
+            )
+        except Exception as error:
+            return {"error": _told(error)}
         return {"iteration": iteration, "digest": self.digest()}
 
     def digest(self) -> str:

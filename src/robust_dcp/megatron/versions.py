@@ -64,7 +64,6 @@ __all__ = [
     "to_dcp_targets",
     "to_dcp_values",
     "uses_multi_storage_client",
-    "write_integrity_manifest",
     "writes_torch_dist",
 ]
 
@@ -156,29 +155,18 @@ def strictness(strict: Any) -> tuple[Any, bool, bool, bool]:
     )
 
 
-def backend_of(checkpoint_dir: str, *, verify_integrity: bool = False) -> str:
+def backend_of(checkpoint_dir: str) -> str:
     """The backend of a checkpoint (``"torch_dist"``), by its ``metadata.json``. Local to this rank.
 
-    Args:
-        verify_integrity: also compare all files with the integrity manifest (0.19).
-
     Raises:
-        CheckpointingException: there is no such directory, no ``metadata.json`` in it, or a file is not what the
-            manifest says.
+        CheckpointingException: there is no such directory, or no ``metadata.json`` in it.
     """
     if not os.path.isdir(checkpoint_dir):
         raise CheckpointingException(f"Checkpoint directory {checkpoint_dir} does not exist")
     config = core.maybe_load_config(checkpoint_dir)
     if config is None:
         raise CheckpointingException(f"{checkpoint_dir} is not a distributed checkpoint")
-    if verify_integrity:
-        validation._verify_integrity_manifest_impl(checkpoint_dir)
     return str(config.sharded_backend)
-
-
-def write_integrity_manifest(checkpoint_dir: str) -> None:
-    """Megatron's own manifest of the files of a checkpoint (0.19), by this rank alone."""
-    validation.save_integrity_manifest(checkpoint_dir)
 
 
 def checkpoint_config(strategy: Any) -> bytes:

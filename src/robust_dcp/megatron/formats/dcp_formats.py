@@ -16,9 +16,9 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, F
 
 from robust_dcp import api
 from robust_dcp.megatron.hooks.options import MegatronOptions
+from robust_dcp.megatron.writing import log_report, writer_for
 from robust_dcp.planner import RobustLoadPlanner, RobustPlanner
 from robust_dcp.storage.reader import RobustReader
-from robust_dcp.storage.writer import RobustWriter
 
 __all__ = ["SynchronousWriter", "load_call", "save_call", "save_dcp"]
 
@@ -34,21 +34,13 @@ def save_dcp(state_dict: dict[str, Any], path: Path, options: MegatronOptions) -
         ValueError: ``path`` is one of NVIDIA's Multi-Storage Client.
         RobustCheckpointError: whatever failed on whichever rank; the same on all ranks.
     """
-    if os.fspath(path).startswith("msc://"):
-        raise ValueError(f"robust_dcp writes to file systems that are mounted, not to {path}")
-    chosen: dict[str, Any] = {}
-    if options.writer_threads is not None:
-        chosen["threads"] = options.writer_threads
-    if options.writer_buffer_bytes is not None:
-        chosen["buffer_bytes"] = options.writer_buffer_bytes
-    if options.layout not in (None, "torch"):
-        chosen["layout"] = options.layout
-    api.save(
+    report = api.save(
         state_dict,
-        storage_writer=RobustWriter(path, **chosen),
+        storage_writer=writer_for(path, options),
         planner=RobustPlanner(on_structure_change=options.on_structure_change),
         timeout_seconds=options.exchange_timeout_seconds,
     )
+    log_report(report)
 
 
 def save_call(

@@ -5,6 +5,7 @@ Owns the order of the steps: common state, prepare, validate, strictness, read, 
 
 | step | exchanges |
 | --- | --- |
+| verify files | only with ``verify_integrity``: a broadcast of the manifest, and a barrier |
 | common state | a broadcast: rank 0 reads ``metadata.json`` and the common state, once |
 | prepare | ``agree``: one header a rank, with the signature of what it asks for |
 | validate | none, if all ranks show that this structure was found right before, and no strictness asks for keys |
@@ -26,7 +27,7 @@ import torch.distributed as dist
 
 from robust_dcp.comm import Channel, Offer
 from robust_dcp.megatron import versions
-from robust_dcp.megatron.checks import common_state
+from robust_dcp.megatron.checks import common_state, integrity
 from robust_dcp.megatron.checks.validation import AccessCheck, GlobalMetadata, agree_on_access
 from robust_dcp.megatron.failures import as_megatron_raises, told_by_who_failed
 from robust_dcp.megatron.hooks.options import MegatronOptions
@@ -124,6 +125,8 @@ def load_torch_dist(call: LoadCall, options: MegatronOptions, stock: Callable[[]
     channel = Channel.for_group(call.process_group, purpose="load", timeout_seconds=timeout)
     phase = f"load {checkpoint_name(call.checkpoint_dir)}"
     with as_megatron_raises():
+        if call.verify_integrity:
+            integrity.verify_files(channel, phase, call.checkpoint_dir)
         opened = channel.broadcast(f"{phase}: common state", lambda: _open(call), _Opened)
         if opened.backend != "torch_dist":
             return stock()
@@ -240,7 +243,7 @@ class _Load:
 
 
 def _open(call: LoadCall) -> _Opened:
-    backend = versions.backend_of(call.checkpoint_dir, verify_integrity=call.verify_integrity)
+    backend = versions.backend_of(call.checkpoint_dir)
     return _read_common(call.checkpoint_dir) if backend == "torch_dist" else _Opened(backend)
 
 

@@ -19,9 +19,9 @@ from robust_dcp.megatron import versions
 from robust_dcp.megatron.failures import as_megatron_raises
 from robust_dcp.megatron.hooks.options import MegatronOptions, current_options
 from robust_dcp.megatron.saving.planner import MegatronPlanner
+from robust_dcp.megatron.writing import log_report, writer_for
 from robust_dcp.plan.session import OnStructureChange
 from robust_dcp.report import SaveReport
-from robust_dcp.storage.writer import RobustWriter
 
 __all__ = ["RobustSaveStrategy", "write_sharded"]
 
@@ -49,29 +49,17 @@ def write_sharded(
         RobustCheckpointError: on every rank, whichever of them failed.
         ValueError: for a ``checkpoint_dir`` of NVIDIA's Multi-Storage Client.
     """
-    if str(checkpoint_dir).startswith("msc://"):
-        raise ValueError(f"robust_dcp writes to file systems that are mounted, not to {checkpoint_dir}")
-    writer = RobustWriter(checkpoint_dir, **_writer_options(options))
+    writer = writer_for(checkpoint_dir, options)
     with as_megatron_raises():
-        return api.save(
+        report = api.save(
             sharded_state_dict,
             storage_writer=writer,
             planner=MegatronPlanner(on_structure_change=options.on_structure_change),
             process_group=process_group,
             timeout_seconds=options.exchange_timeout_seconds,
         )
-
-
-def _writer_options(options: MegatronOptions) -> dict[str, Any]:
-    """What differs from the writer's own defaults."""
-    chosen: dict[str, Any] = {}
-    if options.writer_threads is not None:
-        chosen["threads"] = options.writer_threads
-    if options.writer_buffer_bytes is not None:
-        chosen["buffer_bytes"] = options.writer_buffer_bytes
-    if options.layout not in (None, "torch"):
-        chosen["layout"] = options.layout
-    return chosen
+    log_report(report)
+    return report
 
 
 class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):

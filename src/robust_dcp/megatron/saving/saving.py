@@ -10,6 +10,7 @@ Called by the replacement in ``save_patches``.
 | validate | none, if all ranks show that this structure was found right before; else a gather and a broadcast |
 | write, commit | those of :func:`robust_dcp.save` |
 | finish | a barrier, in whose work rank 0 writes ``common.pt`` and ``metadata.json`` |
+| manifest | only with ``verify_integrity``: a gather of the files' hashes, and a barrier |
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 from robust_dcp.comm import Channel
 from robust_dcp.megatron import versions
-from robust_dcp.megatron.checks import common_state
+from robust_dcp.megatron.checks import common_state, integrity
 from robust_dcp.megatron.checks.validation import agree_on_access
 from robust_dcp.megatron.failures import as_megatron_raises
 from robust_dcp.megatron.hooks.options import MegatronOptions
@@ -134,6 +135,8 @@ def save_torch_dist(call: SaveCall, options: MegatronOptions) -> Any:
     def finish() -> None:
         with as_megatron_raises():
             channel.barrier(f"{phase}: finish", lambda: _finish(call, strategy, channel, prepared))
+            if call.verify_integrity:
+                integrity.save_manifest(channel, phase, call.checkpoint_dir, report.files)
 
     if request is None:
         finish()
@@ -192,8 +195,6 @@ def _finish(call: SaveCall, strategy: Any, channel: Channel, prepared: _Prepared
         common_state.write_durably(call.checkpoint_dir, common_state.COMMON_FILE, prepared.common_file)
     config = versions.checkpoint_config(strategy)
     common_state.write_durably(call.checkpoint_dir, common_state.CONFIG_FILE, config)
-    if call.verify_integrity:
-        versions.write_integrity_manifest(call.checkpoint_dir)
 
 
 def _warn_of_what_is_there(checkpoint_dir: str) -> None:

@@ -1,0 +1,124 @@
+"""Megatron's manifest of a checkpoint's files, ``integrity.json`` (``--verify-integrity``, 0.19), hashed by all ranks.
+
+Owns who hashes what: after a save each rank the files that it wrote, and the coordinator those that nobody did; before
+a load each rank its share. Stock has rank 0 hash everything; the others would wait for it longer than an exchange lasts
+once a checkpoint is large. Called by ``saving`` and ``loading``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+
+import msgspec
+
+from robust_dcp.comm import Channel
+from robust_dcp.megatron.checks.common_state import read_file, write_durably
+from robust_dcp.megatron.versions import CheckpointingException, backend_of
+
+__all__ = ["MANIFEST_FILE", "save_manifest", "verify_files"]
+
+MANIFEST_FILE = "integrity.json"
+
+_ALGORITHM = "sha256"
+_BLOCK_NBYTES = 1 << 20
+
+
+class _Manifest(msgspec.Struct, frozen=True):
+    """The file as Megatron writes and reads it; also what a rank tells of the files that it hashed."""
+
+    files: dict[str, str]
+    algorithm: str = _ALGORITHM
+
+
+def save_manifest(channel: Channel, phase: str, directory: str, written: Iterable[str]) -> None:
+    """Hash all files of a checkpoint that is complete, and write the manifest that stock verifies. All ranks call it.
+
+    Args:
+        phase: of the save, for errors.
+        directory: the checkpoint's.
+        written: names of the files of this rank.
+
+    Raises:
+        RobustCheckpointError: a file cannot be read, or the manifest not be written; the same on all ranks.
+    """
+    gathered = channel.gather(f"{phase}: hash files", lambda: _Manifest(_hashes(directory, written)), _Manifest)
+
+    def write() -> None:
+        if gathered is None:
+            return
+        files = {name: found for each in gathered if each is not None for name, found in each.files.items()}
+        there = [entry.name for entry in os.scandir(directory) if entry.is_file() and entry.name != MANIFEST_FILE]
+        files |= _hashes(directory, (name for name in there if name not in files))
+        manifest = _Manifest(dict(sorted(files.items())))
+        write_durably(directory, MANIFEST_FILE, msgspec.json.format(msgspec.json.encode(manifest), indent=2))
+
+    channel.barrier(f"{phase}: manifest", write)
+
+
+def verify_files(channel: Channel, phase: str, directory: str) -> None:
+    """Compare all files of a checkpoint with its manifest. All ranks call it.
+
+    Args:
+        phase: of the load, for errors.
+        directory: the checkpoint's.
+
+    Raises:
+        RobustCheckpointError: on all ranks, from a ``CheckpointingException`` as stock raises it: there is no
+            checkpoint or no manifest, or files are missing or not what the manifest says.
+    """
+    manifest = channel.broadcast(f"{phase}: manifest", lambda: _read_manifest(directory), _Manifest)
+    share = sorted(manifest.files)[channel.rank :: channel.size]
+    channel.barrier(
+        f"{phase}: verify files", lambda: _compare(directory, {name: manifest.files[name] for name in share})
+    )
+
+
+def _read_manifest(directory: str) -> _Manifest:
+    backend_of(directory)
+    path = os.path.join(directory, MANIFEST_FILE)
+    data = read_file(path)
+    if data is None:
+        raise CheckpointingException(
+            f"there is no {path}: only a checkpoint that was saved with --verify-integrity can be verified"
+        )
+    try:
+        manifest = msgspec.json.decode(data, type=_Manifest)
+    except msgspec.MsgspecError as error:
+        raise CheckpointingException(f"{path} is not a manifest of files: {error}") from None
+    if manifest.algorithm != _ALGORITHM:
+        raise CheckpointingException(f"{path} holds hashes of {manifest.algorithm!r}, expected {_ALGORITHM!r}")
+    return manifest
+
+
+def _compare(directory: str, expected: dict[str, str]) -> None:
+    wrong = []
+    for name, digest in expected.items():
+        if os.path.basename(name) != name:
+            wrong.append(f"{name}: not a file of this directory")
+            continue
+        try:
+            found = _hash(os.path.join(directory, name))
+        except OSError as error:
+            wrong.append(f"{name}: {error.strerror}")
+            continue
+        if found != digest:
+            wrong.append(f"{name}: expected {digest[:16]}…, found {found[:16]}…")
+    if wrong:
+        raise CheckpointingException(
+            f"{len(wrong)} of {len(expected)} files in {directory} that this rank verified are not as they were saved: "
+            f"{'; '.join(wrong)}"
+        )
+
+
+def _hashes(directory: str, names: Iterable[str]) -> dict[str, str]:
+    return {name: _hash(os.path.join(directory, name)) for name in names}
+
+
+def _hash(path: str) -> str:
+    found = hashlib.new(_ALGORITHM)
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK_NBYTES):
+            found.update(block)
+    return found.hexdigest()

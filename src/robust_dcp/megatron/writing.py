@@ -1,0 +1,36 @@
+"""The writer that Megatron's options ask for, and the line that a save leaves in its log.
+
+Called by every save of this package, whatever the format.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from robust_dcp.megatron.hooks.options import MegatronOptions
+from robust_dcp.report import SaveReport
+from robust_dcp.storage import RobustWriter
+
+__all__ = ["log_report", "writer_for"]
+
+logger = logging.getLogger(__name__)
+
+
+def writer_for(path: str | os.PathLike[str], options: MegatronOptions) -> RobustWriter:
+    """The writer of one checkpoint.
+
+    Raises:
+        ValueError: ``path`` is one of NVIDIA's Multi-Storage Client.
+    """
+    if os.fspath(path).startswith("msc://"):
+        raise ValueError(f"robust_dcp writes to file systems that are mounted, not to {path}")
+    return RobustWriter(
+        path, layout=options.layout, threads=options.writer_threads, buffer_bytes=options.writer_buffer_bytes
+    )
+
+
+def log_report(report: SaveReport) -> None:
+    """One line on rank 0: bytes, seconds, and what became of the plan."""
+    if report.rank == 0:
+        logger.info("%s", str(report).partition("\n")[0])
