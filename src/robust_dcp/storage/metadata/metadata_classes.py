@@ -48,8 +48,8 @@ class _PortableTensorProperties(TensorProperties):
 
     def __setstate__(self, state: Any) -> None:
         self.dtype, self.layout, self.requires_grad, self.memory_format, self.pin_memory = state[:5]
-        for field, value in zip(dataclasses.fields(TensorProperties)[5:], state[5:], strict=False):
-            setattr(self, field.name, value)
+        for place, field in enumerate(dataclasses.fields(TensorProperties)[5:], start=5):
+            setattr(self, field.name, state[place] if place < len(state) else field.default)
         self.__class__ = TensorProperties  # type: ignore[assignment]
 
 
