@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 pytest.importorskip("megatron.core")
 
+from benchmarks.collectives import counted_collectives
 from robust_dcp import RobustCheckpointError
 from robust_dcp.megatron.formats import dcp_patches
 from robust_dcp.megatron.hooks.options import choose_planner
@@ -70,23 +71,8 @@ def _dtensors(state_dict: dict[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 def _counted(function: Callable[[], Any]) -> tuple[Any, list[str]]:
     """What ``function`` returns, and the collectives of torch that it called."""
-    called: list[str] = []
-    originals = {name: getattr(dist, name) for name in ("all_gather_object", "all_reduce")}
-
-    def counting(name: str) -> Callable[..., Any]:
-        def count(*args: Any, **kwargs: Any) -> Any:
-            called.append(name)
-            return originals[name](*args, **kwargs)
-
-        return count
-
-    for name in originals:
-        setattr(dist, name, counting(name))
-    try:
-        return function(), called
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
+    with counted_collectives() as calls:
+        return function(), list(calls.elements())
 
 
 def _both_ways(directory: Path) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from robust_dcp.storage.layouts.safetensors_head import (
     SHARDING_KEY,
 )
 
-__all__ = ["FileHead", "LazyHead", "StoredTensor", "parse_head", "read_head"]
+__all__ = ["FileHead", "LazyHead", "StoredTensor", "parse_head", "read_head", "unusable_file"]
 
 # What later versions of safetensors know beyond the dtypes that we write.
 _MORE_DTYPES: Final = {"F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu"}
@@ -83,7 +83,7 @@ class FileHead:
         stored = self.tensors.get(name)
         if stored is None or (stored.offset, stored.nbytes) != (offset, nbytes):
             found = "no such tensor" if stored is None else f"{stored.nbytes} bytes at {stored.offset}"
-            raise _corrupt(file, f"{nbytes} bytes at {offset} according to its head", found, name)
+            raise unusable_file(file, f"{nbytes} bytes at {offset} according to its head", found, name)
         return stored
 
 
@@ -126,7 +126,7 @@ def read_head(disk: Disk, path: str) -> FileHead:
         header_nbytes = int.from_bytes(length, "little")
         if found < LENGTH_NBYTES or header_nbytes > min(file_nbytes - LENGTH_NBYTES, MAX_HEADER_NBYTES):
             most = min(file_nbytes - LENGTH_NBYTES, MAX_HEADER_NBYTES)
-            raise _corrupt(path, f"a header of at most {most} bytes", f"{header_nbytes} bytes announced")
+            raise unusable_file(path, f"a header of at most {most} bytes", f"{header_nbytes} bytes announced")
         header = bytearray(header_nbytes)
         disk.pread_into(file, header, LENGTH_NBYTES)
     finally:
@@ -149,9 +149,9 @@ def parse_head(header: bytes, file_nbytes: int, file: str) -> FileHead:
     try:
         described: Any = json.loads(header)
     except Exception as error:  # ValueError, UnicodeDecodeError, RecursionError
-        raise _corrupt(file, "a header in JSON", f"{type(error).__name__}: {error}") from error
+        raise unusable_file(file, "a header in JSON", f"{type(error).__name__}: {error}") from error
     if not isinstance(described, dict):
-        raise _corrupt(file, "a header that is a JSON object", type(described).__name__)
+        raise unusable_file(file, "a header that is a JSON object", type(described).__name__)
     metadata = _checked_metadata(described.pop(METADATA_KEY, {}), file)
     chunks = _nested(metadata, SHARDING_KEY, file)
     checksums = _nested(metadata, CRC32_KEY, file)
@@ -168,7 +168,7 @@ def parse_head(header: bytes, file_nbytes: int, file: str) -> FileHead:
 
 def _checked_metadata(metadata: Any, file: str) -> dict[str, str]:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _corrupt(file, f"strings in {METADATA_KEY}", f"{metadata!r:.200}")
+        raise unusable_file(file, f"strings in {METADATA_KEY}", f"{metadata!r:.200}")
     return metadata
 
 
@@ -179,26 +179,26 @@ def _nested(metadata: dict[str, str], key: str, file: str) -> dict[str, Any]:
     try:
         value = json.loads(metadata[key])
     except Exception as error:
-        raise _corrupt(file, f"JSON in {key}", f"{type(error).__name__}: {error}") from error
+        raise unusable_file(file, f"JSON in {key}", f"{type(error).__name__}: {error}") from error
     if not isinstance(value, dict):
-        raise _corrupt(file, f"a JSON object in {key}", type(value).__name__)
+        raise unusable_file(file, f"a JSON object in {key}", type(value).__name__)
     return value
 
 
 def _checked_entry(name: str, entry: Any, file: str) -> tuple[torch.dtype, tuple[int, ...], int, int]:
     if not isinstance(entry, dict) or entry.keys() != _ENTRY_KEYS:
-        raise _corrupt(file, "dtype, shape and data_offsets", f"{entry!r:.200}", name)
+        raise unusable_file(file, "dtype, shape and data_offsets", f"{entry!r:.200}", name)
     dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:
         known = ", ".join(sorted(_DTYPES))
-        raise _corrupt(file, f"a dtype that this version can read ({known})", f"{entry['dtype']!r:.50}", name)
+        raise unusable_file(file, f"a dtype that this version can read ({known})", f"{entry['dtype']!r:.50}", name)
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not (_are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2):
-        raise _corrupt(file, "a shape, and begin and end of the data", f"{entry!r:.200}", name)
+        raise unusable_file(file, "a shape, and begin and end of the data", f"{entry!r:.200}", name)
     begin, end = offsets
     nbytes = prod(shape) * dtype.itemsize
     if end - begin != nbytes:
-        raise _corrupt(file, f"{nbytes} bytes of data for {dtype} {shape}", f"{end - begin} bytes", name)
+        raise unusable_file(file, f"{nbytes} bytes of data for {dtype} {shape}", f"{end - begin} bytes", name)
     return dtype, tuple(shape), begin, end
 
 
@@ -208,7 +208,7 @@ def _checked_offset(name: str, chunks: dict[str, Any], shape: tuple[int, ...], f
     described = chunks[name]
     offset = described.get(OFFSETS_KEY) if isinstance(described, dict) else None
     if not _are_sizes(offset) or len(offset) != len(shape):
-        raise _corrupt(file, f"{OFFSETS_KEY} of {len(shape)} dimensions", f"{described!r:.200}", name)
+        raise unusable_file(file, f"{OFFSETS_KEY} of {len(shape)} dimensions", f"{described!r:.200}", name)
     return tuple(offset)
 
 
@@ -217,7 +217,7 @@ def _checked_crc32(name: str, checksums: dict[str, Any], file: str) -> int | Non
     if value is None:
         return None
     if not isinstance(value, str) or not _CRC32.fullmatch(value):
-        raise _corrupt(file, "a CRC-32 of 8 hexadecimal digits", f"{value!r:.50}", name)
+        raise unusable_file(file, "a CRC-32 of 8 hexadecimal digits", f"{value!r:.50}", name)
     return int(value, 16)
 
 
@@ -225,17 +225,18 @@ def _refuse_holes(tensors: dict[str, StoredTensor], base: int, file_nbytes: int,
     end = base
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if tensor.offset != end:
-            raise _corrupt(file, f"data from byte {end - base} on", f"from byte {tensor.offset - base} on", name)
+            raise unusable_file(file, f"data from byte {end - base} on", f"from byte {tensor.offset - base} on", name)
         end += tensor.nbytes
     if end != file_nbytes:
-        raise _corrupt(file, f"a file of {end} bytes", f"{file_nbytes} bytes")
+        raise unusable_file(file, f"a file of {end} bytes", f"{file_nbytes} bytes")
 
 
 def _are_sizes(values: Any) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
-def _corrupt(file: str, expected: str, found: str, item: str | None = None) -> CorruptCheckpoint:
+def unusable_file(file: str, expected: str, found: str, item: str | None = None) -> CorruptCheckpoint:
+    """The error for a safetensors file that is damaged, or does not fit the others."""
     what = file if item is None else f"item {item!r} in {file}"
     return CorruptCheckpoint(
         f"{what} cannot be used: expected {expected}, found {found}; take another checkpoint, or restore the file",

@@ -18,10 +18,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from robust_dcp.errors import CorruptCheckpoint
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, locate
-from robust_dcp.storage.layouts.read_head import StoredTensor, read_head
+from robust_dcp.storage.layouts.read_head import StoredTensor, read_head, unusable_file
 from robust_dcp.storage.metadata.metadata_file import StorageInfo
 
 __all__ = ["metadata_of_shards", "shards_in"]
@@ -52,16 +51,18 @@ def metadata_of_shards(disk: Disk, directory: str, files: list[str]) -> Metadata
         head = read_head(disk, locate(disk, directory, file, file=directory))
         if head.is_of_checkpoint:
             expected = f"{METADATA_NAME} beside {file}"
-            raise _corrupt(directory, expected, "none: the save was not committed, or it is lost")
+            raise unusable_file(directory, expected, "none: the save was not committed, or it is lost")
         for name, stored in head.tensors.items():
             index = _add(tensors, name, stored, os.path.join(directory, file))
             if index in places:
-                raise _corrupt(directory, "each chunk once", f"it in {places[index].relative_path} and {file}", name)
+                raise unusable_file(
+                    directory, "each chunk once", f"it in {places[index].relative_path} and {file}", name
+                )
             places[index] = StorageInfo(file, stored.offset, stored.nbytes)
     for name, tensor in tensors.items():
         found = sum(prod(chunk.sizes) for chunk in tensor.chunks)
         if found != prod(tensor.size):
-            raise _corrupt(directory, f"{prod(tensor.size)} elements in the chunks", f"{found}", name)
+            raise unusable_file(directory, f"{prod(tensor.size)} elements in the chunks", f"{found}", name)
     return Metadata(state_dict_metadata=dict(tensors), storage_data=places)
 
 
@@ -73,18 +74,7 @@ def _add(tensors: dict[str, TensorStorageMetadata], name: str, stored: StoredTen
         tensor = tensors[name] = TensorStorageMetadata(TensorProperties(dtype=stored.dtype), end, [])
     if tensor.properties.dtype != stored.dtype or len(tensor.size) != len(end):
         expected = f"chunks of {tensor.properties.dtype} with {len(tensor.size)} dimensions"
-        raise _corrupt(file, expected, f"one of {stored.dtype} with {len(end)}", name)
+        raise unusable_file(file, expected, f"one of {stored.dtype} with {len(end)}", name)
     tensor.size = torch.Size(map(max, tensor.size, end))
     tensor.chunks.append(ChunkStorageMetadata(offset, shape))
     return MetadataIndex(name, offset, len(tensor.chunks) - 1)
-
-
-def _corrupt(file: str, expected: str, found: str, item: str | None = None) -> CorruptCheckpoint:
-    what = file if item is None else f"item {item!r} in {file}"
-    return CorruptCheckpoint(
-        f"{what} cannot be used: expected {expected}, found {found}",
-        file=file,
-        item=item,
-        expected=expected,
-        found=found,
-    )
