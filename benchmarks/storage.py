@@ -26,6 +26,7 @@ from benchmarks.drive import measurement, probe
 from benchmarks.drive.contenders import READERS, WRITERS, why_not
 from benchmarks.drive.figures import RATIOS, Case, Row, rows_of
 from benchmarks.drive.measurement import Figures, in_new_process
+from benchmarks.drive.probe import Probe
 from benchmarks.drive.shapes import SHAPES
 from benchmarks.ranks import show
 
@@ -102,14 +103,17 @@ def run(
         not_run |= in_new_process(why_not, name, directory)
     writers = [name for name in who if name not in not_run]
     measured: dict[Case, list[Figures]] = defaultdict(list)
+    order: list[Probe | str] = [*probe.PROBES, probe.ONE_BUFFER, *writers]
     for number in range(rounds):
-        # Another one first each time: a drive that tires, or is still busy with what was removed, tires for all.
-        order = writers[number % len(writers) :] + writers[: number % len(writers)] if writers else []
+        # Another one first each time: a drive that tires does so for all, the raw probe not excepted.
+        first = number * len(order) // rounds
         for shape in shapes:
             print(f"round {number + 1} of {rounds}: {shape}", file=sys.stderr)
-            _measure_drive(measured, shape, nbytes, directory)
-            for writer in order:
-                _measure_writer(measured, shape, nbytes, directory, writer, not_run)
+            for each in order[first:] + order[:first]:
+                if isinstance(each, Probe):
+                    _measure_probe(measured, shape, nbytes, directory, each)
+                else:
+                    _measure_writer(measured, shape, nbytes, directory, each, not_run)
     return {
         "machine": _machine(directory, nbytes, rounds),
         "rows": rows_of(_in_order(measured)),
@@ -118,18 +122,17 @@ def run(
     }
 
 
-def _measure_drive(measured: dict[Case, list[Figures]], shape: str, nbytes: int, directory: str) -> None:
+def _measure_probe(measured: dict[Case, list[Figures]], shape: str, nbytes: int, directory: str, chosen: Probe) -> None:
     path = os.path.join(directory, "probe")
     nbytes = sum(spec.nbytes for spec in SHAPES[shape](nbytes))
-    for chosen in (*probe.PROBES, probe.ONE_BUFFER):
-        try:
-            saved = in_new_process(measurement.probe_save, chosen, nbytes, path)
-            loaded = in_new_process(measurement.probe_load, chosen, nbytes, path)
-        finally:
-            shutil.rmtree(path, ignore_errors=True)
-        if not chosen.one_buffer:
-            measured[Case(shape, "save", chosen.name)].append(saved)
-        measured[Case(shape, "load", chosen.name)].append(loaded)
+    try:
+        saved = in_new_process(measurement.probe_save, chosen, nbytes, path)
+        loaded = in_new_process(measurement.probe_load, chosen, nbytes, path)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+    if not chosen.one_buffer:
+        measured[Case(shape, "save", chosen.name)].append(saved)
+    measured[Case(shape, "load", chosen.name)].append(loaded)
 
 
 def _measure_writer(

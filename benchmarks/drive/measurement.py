@@ -2,10 +2,12 @@
 
 A save ends when the files and their directory are durable: what a writer has not synced is synced within its time. A
 load starts with the files out of the page cache and memory that is in use already, and its result is compared with
-what was saved. What the first call of a process imports and starts is no part of either. CPU seconds are those of the
-process, its threads and its children; the kernel's own threads, which write back the page cache and drive loop devices,
-are not counted for anybody. Memory is the most resident memory above that before the call, of the process itself;
-buffers that a writer keeps from an earlier save are not counted again.
+what was saved. Both start when the file system is done with what was written and removed before: one that discards
+what it frees (mounted with ``discard``) does so in its next commit, which would be the next writer's. What the first
+call of a process imports and starts is no part of either. CPU seconds are those of the process, its threads and its
+children; the kernel's own threads, which write back the page cache and drive loop devices, are not counted for anybody.
+Memory is the most resident memory above that before the call, of the process itself; buffers that a writer keeps from
+an earlier save are not counted again.
 """
 
 from __future__ import annotations
@@ -150,6 +152,7 @@ def _sync(path: str) -> None:
 def _measured(nbytes: int, items: int) -> Iterator[list[Figures]]:
     """What is done within; the list has the figures afterwards."""
     found: list[Figures] = []
+    os.sync()
     watch = Stopwatch()
     children = _cpu_seconds_of_children()
     watch.start()
