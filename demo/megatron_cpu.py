@@ -41,5 +41,6 @@ def install() -> None:
     torch.cuda.synchronize = lambda *args, **kwargs: None
     torch.cuda.set_device = lambda *args, **kwargs: None
     torch.cuda.empty_cache = lambda: None
+    torch.cuda.current_stream = lambda *args: None  # type: ignore[assignment, return-value]
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     _CudaMeansCpu().__enter__()  # type: ignore[no-untyped-call]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +25,48 @@ from demo.truth import Comparison, Truth
 
 __all__ = ["compare", "gather_truth"]
 
-Chunks = list[tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]
+
+@dataclass(frozen=True)
+class _Part:
+    """Which part of a whole tensor a shard is.
+
+    Attributes:
+        shape: of the whole.
+        offsets, sizes: of the chunk within it.
+        span: begin and end of the shard within the flattened chunk, where Megatron has cut that once more (0.14).
+    """
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    span: tuple[int, int] | None
+
+    @classmethod
+    def of(cls, shard: ShardedTensor) -> _Part:
+        flat = getattr(shard, "flattened_range", None)
+        sizes = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+        span = None if flat is None else (flat.start, flat.stop)
+        return cls(tuple(shard.global_shape), tuple(shard.global_offset), sizes, span)
+
+    def read(self, whole: torch.Tensor) -> torch.Tensor:
+        chunk = self._chunk(whole)
+        return chunk if self.span is None else chunk.flatten()[slice(*self.span)]
+
+    def write(self, whole: torch.Tensor, data: torch.Tensor) -> None:
+        chunk = self._chunk(whole)
+        if self.span is None:
+            chunk[...] = data
+        else:
+            flat = chunk.flatten().clone()
+            flat[slice(*self.span)] = data
+            chunk[...] = flat.view(self.sizes)
+
+    def _chunk(self, whole: torch.Tensor) -> torch.Tensor:
+        """A view."""
+        return whole[tuple(slice(low, low + size) for low, size in zip(self.offsets, self.sizes, strict=True))]
+
+
+Parts = list[tuple[_Part, torch.Tensor]]
 
 
 def gather_truth(sharded_state_dict: dict[str, Any]) -> Truth | None:
@@ -39,19 +81,18 @@ def gather_truth(sharded_state_dict: dict[str, Any]) -> Truth | None:
         if isinstance(leaf, ShardedObject) and is_main_replica(leaf.replica_id):
             local["objects"][leaf.unique_key] = leaf.data
         elif isinstance(leaf, ShardedTensor) and is_main_replica(leaf.replica_id):
-            chunk = (tuple(leaf.global_shape), tuple(leaf.global_offset), _with_prepended_axes(leaf).clone())
-            local["tensors"][leaf.key].append(chunk)
+            local["tensors"][leaf.key].append((_Part.of(leaf), leaf.data.detach().clone()))
     gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(local, gathered)
     if gathered is None:
         return None
-    chunks: dict[str, Chunks] = defaultdict(list)
+    parts: dict[str, Parts] = defaultdict(list)
     truth: Truth = {}
     for rank in gathered:
         truth.update(rank["objects"])
-        for key, parts in rank["tensors"].items():
-            chunks[key].extend(parts)
-    truth.update((key, _assemble(key, parts)) for key, parts in chunks.items())
+        for key, of_rank in rank["tensors"].items():
+            parts[key].extend(of_rank)
+    truth.update((key, _assemble(key, of_key)) for key, of_key in parts.items())
     return truth
 
 
@@ -71,9 +112,8 @@ def compare(template: dict[str, Any], loaded: dict[str, Any], truth: Truth) -> C
             if leaf.key not in truth:
                 comparison.missing(leaf.key)
                 continue
-            data = _with_prepended_axes(leaf)
-            where = tuple(slice(low, low + size) for low, size in zip(leaf.global_offset, data.shape, strict=True))
-            comparison.tensor(leaf.key, data, truth[leaf.key][where])
+            expected = _Part.of(leaf).read(truth[leaf.key])
+            comparison.tensor(leaf.key, _with_prepended_axes(leaf), expected)
         elif isinstance(leaf, ShardedObject):
             if leaf.unique_key not in truth:
                 comparison.missing(leaf.unique_key)
@@ -105,14 +145,16 @@ def _fill(template: Any, loaded: Any) -> None:
 
 def _with_prepended_axes(shard: ShardedTensor) -> torch.Tensor:
     data: torch.Tensor = shard.data.detach()
+    if getattr(shard, "flattened_range", None) is not None:
+        return data
     return data.reshape((1,) * shard.prepend_axis_num + tuple(data.shape))
 
 
-def _assemble(key: str, chunks: Chunks) -> torch.Tensor:
-    shape, _, first = chunks[0]
-    whole = torch.empty(shape, dtype=first.dtype)
-    if sum(data.numel() for _, _, data in chunks) != whole.numel():
-        raise ValueError(f"the shards of {key!r} do not add up to a tensor of shape {list(shape)}")
-    for _, offsets, data in chunks:
-        whole[tuple(slice(low, low + size) for low, size in zip(offsets, data.shape, strict=True))] = data
+def _assemble(key: str, parts: Parts) -> torch.Tensor:
+    part, first = parts[0]
+    whole = torch.empty(part.shape, dtype=first.dtype)
+    if sum(data.numel() for _, data in parts) != whole.numel():
+        raise ValueError(f"the shards of {key!r} do not add up to a tensor of shape {list(part.shape)}")
+    for part, data in parts:
+        part.write(whole, data)
     return whole

@@ -3,122 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 pytest.importorskip("megatron.core")
 
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelLoadStrategyWrapper,
-    FullyParallelSaveStrategyWrapper,
+from demo.megatron_model import Layout
+from tests.megatron.both_ways import Case, check_both_ways
+
+_MOE = Case(
+    4,
+    Layout(pipeline=2, expert=2),
+    (Layout(pipeline=2, expert=2), Layout(tensor=2, expert=2)),
+    experts=4,
+    is_parallel=True,
 )
-from megatron.core.dist_checkpointing.strategies.torch import (
-    TorchDistLoadShardedStrategy,
-    TorchDistSaveShardedStrategy,
-)
-
-from benchmarks.collectives import counted_collectives
-from demo import megatron_cpu
-from demo.megatron_model import Layout, Trainer
-from demo.megatron_truth import compare, gather_truth
-from tests.megatron.stock import stock_strategy
-from tests.megatron.torch_dist import chosen, save
-from tests.support.ranks import run_ranks, values
-
-
-def _trainer(layout: Layout, *, seed: int, experts: int) -> Trainer:
-    return Trainer(layout, seed=seed, experts=experts, n_layers=2, hidden_size=32)
-
-
-def _shared_truth(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
-    box = [gather_truth(sharded_state_dict)]
-    dist.broadcast_object_list(box, src=0)
-    if box[0] is None:
-        raise AssertionError("rank 0 gathered nothing")
-    return box[0]
-
-
-def _group() -> Any:
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
-
-
-def _step(trainer: Trainer) -> None:
-    """Other weights than before. Megatron trains experts with tensor parallelism only if sequences are parallel too."""
-    if trainer.layout.tensor == 1 or trainer.layout.expert == 1:
-        trainer.train(n_microbatches=2)
-        return
-    with torch.no_grad():
-        for parameter in trainer.model.parameters():
-            parameter.mul_(1.5)
-
-
-def _load_and_compare(
-    directory: Path, layout: Layout, experts: int, truth: dict[str, Any], *, is_parallel: bool
-) -> tuple[list[str], list[str]]:
-    """Load into a fresh model of ``layout``; what differs, and what was not loaded, on any rank."""
-    fresh = _trainer(layout, seed=2, experts=experts)
-    strategy: Any = TorchDistLoadShardedStrategy()
-    if is_parallel:
-        strategy = FullyParallelLoadStrategyWrapper(strategy, _group())
-    loaded = dist_checkpointing.load(fresh.sharded_state_dict(is_loading=True), str(directory), strategy)
-    fresh.model.load_state_dict(loaded.pop("model"))
-    comparison = compare(fresh.sharded_state_dict(is_loading=True), loaded, truth).over_all_ranks(truth)
-    return comparison["differing"], comparison["not_loaded"]
-
-
-def _both_ways(directory: Path, saved: Layout, loaded: list[Layout], experts: int, is_parallel: bool) -> dict[str, Any]:
-    """Save with ours twice and with stock once, from ``saved``; load each with the other into all layouts."""
-    megatron_cpu.install()
-    trainer = _trainer(saved, seed=1, experts=experts)
-    ours = TorchDistSaveShardedStrategy("torch_dist", 1)
-    plans, calls = [], []
-    truth: dict[str, Any] = {}
-    for number in (1, 2):
-        _step(trainer)
-        truth = _shared_truth(trainer.sharded_state_dict())
-        state = trainer.sharded_state_dict()  # the optimizer's own gathers are none of the save's
-        with chosen(timeout_seconds=60), counted_collectives() as counts:
-            strategy = FullyParallelSaveStrategyWrapper(ours, _group()) if is_parallel else ours
-            save(state, directory / f"ours{number}", strategy)
-        plans.append(ours.last_report.plan)
-        calls.append(sum(counts.values()) - counts["barrier"])
-    save(trainer.sharded_state_dict(), directory / "stock", stock_strategy())
-    found = {}
-    for layout in loaded:
-        by_stock = _load_and_compare(directory / "ours2", layout, experts, truth, is_parallel=False)
-        with chosen(timeout_seconds=60):
-            by_ours = _load_and_compare(directory / "stock", layout, experts, truth, is_parallel=is_parallel)
-        found[str(layout)] = (by_stock, by_ours)
-    return {"plans": plans, "calls": calls, "found": found}
+_DENSE = Case(4, Layout(tensor=2, pipeline=2), (Layout(tensor=2, pipeline=2), Layout(pipeline=2)))
+_MOE_ON_8_RANKS = Case(8, Layout(tensor=2, pipeline=2, expert=2), (Layout(expert=4),), experts=4, is_parallel=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("n_ranks", "saved", "loaded", "experts", "is_parallel"),
+    "case",
     [
-        pytest.param(
-            4,
-            Layout(pipeline=2, expert=2),
-            [Layout(pipeline=2, expert=2), Layout(tensor=2, expert=2)],
-            4,
-            True,
-            id="moe",
-        ),
-        pytest.param(
-            4, Layout(tensor=2, pipeline=2), [Layout(tensor=2, pipeline=2), Layout(pipeline=2)], 0, False, id="dense"
-        ),
-        pytest.param(8, Layout(tensor=2, pipeline=2, expert=2), [Layout(expert=4)], 4, True, id="moe-on-8-ranks"),
+        pytest.param(_MOE, id="moe"),
+        pytest.param(_DENSE, id="dense"),
+        pytest.param(_MOE_ON_8_RANKS, id="moe-on-8-ranks"),
     ],
 )
-def test_ours_and_stock_load_each_others_checkpoints_bit_for_bit_into_any_layout(
-    tmp_path: Path, n_ranks: int, saved: Layout, loaded: list[Layout], experts: int, is_parallel: bool
-) -> None:
-    outcomes = run_ranks(n_ranks, _both_ways, tmp_path, saved, loaded, experts, is_parallel, timeout_seconds=170)
-    for outcome in values(outcomes):
-        assert outcome["plans"] == ["built", "reused"]
-        assert outcome["calls"] == [0, 0]
-        assert outcome["found"] == {str(layout): (([], []), ([], [])) for layout in loaded}
+def test_ours_and_stock_load_each_others_checkpoints_bit_for_bit_into_any_layout(tmp_path: Path, case: Case) -> None:
+    check_both_ways(case, tmp_path)

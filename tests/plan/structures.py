@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from robust_dcp.plan.global_plan import GlobalPlan
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.structure import (
+    Attributes,
     Form,
     ItemKind,
     ItemStructure,
@@ -101,11 +102,13 @@ def obj(name: str) -> Item:
     return Item(name, form=Form.VARIABLE)
 
 
-def table(*items: Item, paths: Mapping[str, Path] | None = None) -> StructureTable:
+def table(
+    *items: Item, paths: Mapping[str, Path] | None = None, attributes: Attributes | None = None
+) -> StructureTable:
     """The table of one rank that holds ``items``."""
     names, structures = [item.name for item in items], [item.structure for item in items]
     order = sorted_places(names, structures)
-    return table_of([names[place] for place in order], [structures[place] for place in order], paths)
+    return table_of([names[place] for place in order], [structures[place] for place in order], paths, attributes or {})
 
 
 def context_of(ranks: Sequence[int] = (0, 1), files: int | None = 2) -> PlanContext:

@@ -54,6 +54,7 @@ __all__ = [
     "load_is_collective",
     "merge",
     "merge_factories",
+    "metadata_attributes_of",
     "nested_values",
     "prepare_to_load",
     "prepare_to_save",
@@ -63,6 +64,7 @@ __all__ = [
     "target_of",
     "to_dcp_targets",
     "to_dcp_values",
+    "translates_flattened_ranges",
     "uses_multi_storage_client",
     "writes_torch_dist",
 ]
@@ -89,6 +91,20 @@ def to_dcp_values(grouped: GroupedShards) -> dict[str, Any]:
         CheckpointingException: for a shard without data.
     """
     return _translate(grouped, is_loading=False)
+
+
+def translates_flattened_ranges() -> bool:
+    """Whether shards may be flattened ranges of a tensor: up to 0.15 the distributed optimizer can be saved as such."""
+    return hasattr(megatron_torch, "nd_flattened_tensor_reformulated_global_shape")
+
+
+def metadata_attributes_of(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What ``MCoreSavePlanner`` adds up to 0.15 to DCP's ``Metadata`` for what :func:`to_dcp_values` returned.
+
+    The shapes that tensors had before their flattened ranges were translated; later versions have nothing to add.
+    """
+    told = {key: getattr(value, "mcore_metadata", None) for key, value in values.items()}
+    return {"mcore_data": {key: facts for key, facts in told.items() if facts}}
 
 
 def finished_request(async_strategy: str | None) -> Any:

@@ -15,6 +15,7 @@ import torch
 
 from robust_dcp.errors import RobustCheckpointError
 from robust_dcp.plan.structure import (
+    Attributes,
     ItemKind,
     ItemStructure,
     Path,
@@ -29,6 +30,8 @@ __all__ = ["STRUCTURES", "Expected", "KnownStructure", "KnownStructures"]
 
 Expected = tuple[torch.dtype, torch.Size]
 
+_NO_ATTRIBUTES: Attributes = {}
+
 _CONTEXTS = 8
 """Signatures that one structure keeps: it may be saved by several groups, or with other options."""
 
@@ -40,6 +43,7 @@ class KnownStructure:
         names: the FQN of each item, in the order of the state dict.
         structures: what each is.
         paths: the place of each in the nested state dict; ``None`` where the planner does not flatten.
+        attributes: what the planner adds to ``Metadata``.
 
     Attributes:
         table: the items, sorted.
@@ -50,24 +54,43 @@ class KnownStructure:
         PlanConflict: a name stands for two items.
     """
 
-    def __init__(self, names: list[str], structures: list[ItemStructure], paths: list[Path] | None) -> None:
+    def __init__(
+        self,
+        names: list[str],
+        structures: list[ItemStructure],
+        paths: list[Path] | None,
+        attributes: Attributes = _NO_ATTRIBUTES,
+    ) -> None:
         self._names = names
         self._structures = structures
         self._paths = paths
+        self._attributes = attributes
         order = sorted_places(names, structures)
         self.table: StructureTable = table_of(
             [names[place] for place in order],
             [structures[place] for place in order],
             None if paths is None else dict(zip(names, paths, strict=True)),
+            attributes,
         )
         self.order: npt.NDArray[np.intp] = np.array(order, dtype=np.intp)
         expected = {structure: _expected(structure) for structure in set(structures)}
         self.expected: list[Expected | None] = [expected[structures[place]] for place in order]
         self._signatures: dict[bytes, StructureSignature] = {}
 
-    def matches(self, names: list[str], structures: list[ItemStructure], paths: list[Path] | None) -> bool:
+    def matches(
+        self,
+        names: list[str],
+        structures: list[ItemStructure],
+        paths: list[Path] | None,
+        attributes: Attributes = _NO_ATTRIBUTES,
+    ) -> bool:
         """Whether these are the items that this is the table of."""
-        return self._structures == structures and self._names == names and self._paths == paths
+        return (
+            self._structures == structures
+            and self._names == names
+            and self._paths == paths
+            and self._attributes == attributes
+        )
 
     def signature(self, context: PlanContext) -> StructureSignature:
         """The signature of the table in ``context``; hashed once for each context."""
@@ -100,13 +123,18 @@ class KnownStructures:
         self._lock = threading.Lock()
 
     def of(
-        self, names: list[str], structures: list[ItemStructure], mappings: Mapping[str, Path] | None
+        self,
+        names: list[str],
+        structures: list[ItemStructure],
+        mappings: Mapping[str, Path] | None,
+        attributes: Attributes = _NO_ATTRIBUTES,
     ) -> KnownStructure:
         """The structure of these items, made if it is not known.
 
         Args:
             names, structures: of each item, in the order of the state dict.
             mappings: FQN to place in the nested state dict; ``None`` where the planner does not flatten.
+            attributes: what the planner adds to ``Metadata``.
 
         Raises:
             PlanConflict: a name stands for two items.
@@ -114,9 +142,9 @@ class KnownStructures:
         """
         paths = None if mappings is None else _paths_of(names, mappings)
         known = self._known  # never changed, only replaced
-        found = next((one for one in known if one.matches(names, structures, paths)), None)
+        found = next((one for one in known if one.matches(names, structures, paths, attributes)), None)
         if found is None:
-            found = KnownStructure(names, structures, paths)
+            found = KnownStructure(names, structures, paths, attributes)
         with self._lock:
             self._known = [found, *(one for one in self._known if one is not found)][: self._limit]
         return found

@@ -24,7 +24,7 @@ from robust_dcp.errors import PlanConflict, RobustCheckpointError
 from robust_dcp.plan.global_plan import object_digest
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.session import OnObjectMismatch, OnStructureChange, SaveSession
-from robust_dcp.plan.structure import ItemKind, PlanContext
+from robust_dcp.plan.structure import Attributes, ItemKind, PlanContext
 from robust_dcp.planner.committed_metadata import PlannedMetadata
 from robust_dcp.planner.describe import DescribedItems, describe_items, holds_shards
 from robust_dcp.planner.flatten import flatten
@@ -133,7 +133,8 @@ class RobustPlanner(DefaultSavePlanner):
             by_lookup=self._overrides("lookup_object"),
         )
         layout = TORCH if writer is None else writer.layout
-        structure = STRUCTURES.of(items.names, items.structures, self.mappings if self.flatten_state_dict else None)
+        mappings = self.mappings if self.flatten_state_dict else None
+        structure = STRUCTURES.of(items.names, items.structures, mappings, self.metadata_attributes())
         self._items, self._structure = items, structure
         context = PlanContext(
             ranks=channel.ranks,
@@ -197,6 +198,15 @@ class RobustPlanner(DefaultSavePlanner):
         is then still known, and the writer need not ask for each of them."""
         data: io.BytesIO = super().transform_object(write_item, value)
         return data
+
+    def metadata_attributes(self) -> Attributes:
+        """What this rank adds to attributes of ``Metadata`` that DCP does not know, for readers that look for them.
+
+        Returns:
+            Attribute -> name -> fact. The facts of all ranks come together in ``.metadata``; two ranks that say
+            different things of one name are a ``PlanConflict``. Part of the structure: a changed fact is another plan.
+        """
+        return {}
 
     # The hooks of stock `torch.distributed.checkpoint.save`, in the order in which it calls them.
 

@@ -95,26 +95,27 @@ def read_sharded(
         RobustCheckpointError: on every rank that loads together, whichever of them failed.
     """
     name = checkpoint_name(reader.path)
-    shards = [shard for shard in versions.nested_values(sharded_state_dict) if isinstance(shard, ShardedTensor)]
-    planner = MegatronLoadPlanner(
-        name,
-        keeps_bytes=keep_object_bytes,
-        shapes_validation_sharded_tensors=[shard for shard in shards if not shard.allow_shape_mismatch],
-        allow_shape_mismatch_sharded_tensors={shard.key: shard for shard in shards if shard.allow_shape_mismatch},
-        **({} if stream_dequantize is None else {"stream_ckpt_dequant": stream_dequantize}),
-    )
     targets: dict[str, Any] = {}
     restore: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    wanted: list[ShardedTensor] = []
 
     def translate() -> None:
-        nonlocal targets, restore
-        is_flat = any(getattr(shard, "flattened_range", None) is not None for shard in shards)
-        metadata = read_metadata(reader) if is_flat else None
-        targets, restore = versions.to_dcp_targets(versions.Resharding(sharded_state_dict, metadata))
+        nonlocal targets, restore, wanted
+        is_flat = any(getattr(shard, "flattened_range", None) is not None for shard in _tensors_in(sharded_state_dict))
+        resharding = versions.Resharding(sharded_state_dict, read_metadata(reader) if is_flat else None)
+        targets, restore = versions.to_dcp_targets(resharding)
+        wanted = _tensors_in(resharding.sharded_state_dict)
 
     channel = Channel.for_group(process_group, purpose="load", timeout_seconds=timeout_seconds, no_dist=no_dist)
     with as_megatron_raises():
         channel.barrier(f"load {name}: translate", translate)
+        planner = MegatronLoadPlanner(
+            name,
+            keeps_bytes=keep_object_bytes,
+            shapes_validation_sharded_tensors=[shard for shard in wanted if not shard.allow_shape_mismatch],
+            allow_shape_mismatch_sharded_tensors={shard.key: shard for shard in wanted if shard.allow_shape_mismatch},
+            **({} if stream_dequantize is None else {"stream_ckpt_dequant": stream_dequantize}),
+        )
         report = api.load(
             targets,
             storage_reader=reader,
@@ -124,6 +125,10 @@ def read_sharded(
             timeout_seconds=timeout_seconds,
         )
     return LoadedShards(restore(targets), planner.object_bytes, planner.metadata, report)
+
+
+def _tensors_in(sharded_state_dict: dict[str, Any]) -> list[ShardedTensor]:
+    return [shard for shard in versions.nested_values(sharded_state_dict) if isinstance(shard, ShardedTensor)]
 
 
 def read_metadata(reader: RobustReader) -> Metadata:

@@ -13,6 +13,8 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 
 from robust_dcp.megatron.saving.translation import to_dcp_state_dict
+from robust_dcp.megatron.versions import metadata_attributes_of
+from robust_dcp.plan.structure import Attributes
 from robust_dcp.planner import RobustPlanner
 
 __all__ = ["MegatronPlanner"]
@@ -29,23 +31,28 @@ class MegatronPlanner(RobustPlanner):
     def __init__(self, **options: Any) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, **options)
         self._translation_error: Exception | None = None
+        self._translated: dict[str, Any] = {}
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Translate and take in the state dict. What is wrong with it is raised on all ranks by the first exchange."""
         self._translation_error = None
-        translated: dict[str, Any] = {}
+        self._translated = {}
         try:
-            translated = to_dcp_state_dict(state_dict)
+            self._translated = to_dcp_state_dict(state_dict)
         except Exception as error:
             self._translation_error = error
-        super().set_up_planner(translated, storage_meta, is_coordinator)
+        super().set_up_planner(self._translated, storage_meta, is_coordinator)
 
     def raise_set_up_error(self) -> None:
         if self._translation_error is not None:
             raise self._translation_error
         super().raise_set_up_error()
+
+    def metadata_attributes(self) -> Attributes:
+        """What stock Megatron-Core looks for when it loads flattened ranges (0.14)."""
+        return metadata_attributes_of(self._translated)
 
     def object_data(self, write_item: WriteItem, value: Any) -> io.BytesIO:
         """Objects come as ``io.BytesIO`` that hold what ``torch.save`` made of them: they are written as they are."""

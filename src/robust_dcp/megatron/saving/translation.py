@@ -16,6 +16,9 @@ from robust_dcp.megatron.versions import ShardedBase, ShardedObject, ShardedTens
 
 __all__ = ["to_dcp_state_dict"]
 
+_Chunk = tuple[tuple[int, ...], tuple[int, int] | None]
+"""Offset in the whole tensor, and the range of a flattened chunk."""
+
 
 def to_dcp_state_dict(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
     """Translate what ``megatron.core.dist_checkpointing.save`` hands to a strategy.
@@ -38,7 +41,7 @@ def to_dcp_state_dict(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
     Raises:
         PlanConflict: one key stands for two things on this rank: a tensor and an object, or two tensors that both
             claim to be the main replica of one chunk.
-        ValueError: for a shard that is a flattened range of a tensor; such checkpoints need metadata of Megatron's own.
+        ValueError: for a shard that is a flattened range of a tensor, where Megatron-Core (0.16 and newer) knows none.
         CheckpointingException: for a main replica without data.
     """
     kept: dict[str, list[ShardedBase]] = {}
@@ -75,18 +78,13 @@ def _objects(key: str, shards: Sequence[ShardedObject]) -> list[ShardedBase]:
 
 def _tensors(key: str, shards: Sequence[ShardedTensor]) -> list[ShardedBase]:
     """One shard for each chunk: a rank may hold a chunk twice (tied weights), and then the main replica counts."""
-    chunks: dict[tuple[int, ...], ShardedTensor] = {}
+    chunks: dict[_Chunk, ShardedTensor] = {}
     for shard in shards:
-        if getattr(shard, "flattened_range", None) is not None:
-            raise ValueError(
-                f"{key!r} is a flattened range of a tensor, which robust_dcp does not save; set "
-                "distrib_optim_sharding_type to 'fully_reshardable' or 'dp_reshardable' "
-                "(--dist-ckpt-optim-fully-reshardable)"
-            )
         is_main = is_main_replica(shard.replica_id)
         if shard.data is None and not is_main:
             continue  # a placeholder: this rank has nothing that could be saved in place of the main replica
-        held = chunks.get(shard.global_offset)
+        chunk = _chunk_of(key, shard)
+        held = chunks.get(chunk)
         if held is not None and is_main and is_main_replica(held.replica_id) and not _is_same(held, shard):
             raise PlanConflict(
                 f"the sharded state dict of this rank has two tensors that claim to be the main replica of {key!r} at "
@@ -95,8 +93,22 @@ def _tensors(key: str, shards: Sequence[ShardedTensor]) -> list[ShardedBase]:
                 ranks=[_own_rank()],
             )
         if is_main or held is None:
-            chunks[shard.global_offset] = shard
+            chunks[chunk] = shard
     return list(chunks.values())
+
+
+def _chunk_of(key: str, shard: ShardedTensor) -> _Chunk:
+    """What tells the chunks of one tensor apart: up to 0.15 those of the distributed optimizer may be cut once more."""
+    flat = getattr(shard, "flattened_range", None)
+    if flat is None:
+        return tuple(shard.global_offset), None
+    if not versions.translates_flattened_ranges():
+        raise ValueError(
+            f"{key!r} is a flattened range of a tensor, which this Megatron-Core does not save; set "
+            "distrib_optim_sharding_type to 'fully_reshardable' or 'dp_reshardable' "
+            "(--dist-ckpt-optim-fully-reshardable)"
+        )
+    return tuple(shard.global_offset), (flat.start, flat.stop)
 
 
 def _own_rank() -> int:

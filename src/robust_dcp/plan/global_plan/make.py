@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from robust_dcp.plan.global_plan.attributes import merge_attributes
 from robust_dcp.plan.global_plan.columns import GlobalColumns, merge_tables
 from robust_dcp.plan.global_plan.conflicts import refuse_contradictions, refuse_other_paths
 from robust_dcp.plan.global_plan.coverage import check_bounds, check_coverage
@@ -34,6 +36,7 @@ class GlobalPlan:
         kept: for each rank the places, in its table, of the items that it writes, ascending.
         common_objects: for each rank the places of the objects that every rank of the group holds, ascending.
         paths: for each name its place in the nested state dict (DCP's ``planner_data``), or ``None``.
+        attributes: that the planners add to ``Metadata``: attribute -> name -> fact.
     """
 
     columns: GlobalColumns
@@ -41,6 +44,7 @@ class GlobalPlan:
     kept: tuple[Places, ...]
     common_objects: tuple[Places, ...]
     paths: Paths | None
+    attributes: dict[str, dict[str, Any]]
 
     @property
     def nbytes(self) -> int:
@@ -72,6 +76,7 @@ def make_global_plan(tables: Sequence[StructureTable], *, lowest_rank: bool = Fa
         kept=_by_rank(columns, written),
         common_objects=_by_rank(columns, _common_objects(columns)),
         paths=paths,
+        attributes=merge_attributes(tables),
     )
 
 
@@ -100,6 +105,7 @@ def plan_of_kept(tables: Sequence[StructureTable], kept: Sequence[Places]) -> Gl
         kept=tuple(kept),
         common_objects=_by_rank(columns, _common_objects(columns)),
         paths=refuse_other_paths(columns),
+        attributes=merge_attributes(tables),
     )
 
 

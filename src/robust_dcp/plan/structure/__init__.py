@@ -1,5 +1,6 @@
 """What a rank's state dict looks like: table, signature, diff, and the message that carries a table."""
 
+from robust_dcp.plan.structure.attributes import Attributes, attributes_of, encode_attributes
 from robust_dcp.plan.structure.diff import StructureDiff, diff_tables, merge_diffs
 from robust_dcp.plan.structure.message import StructureMessage, TableDecoder
 from robust_dcp.plan.structure.paths import Path, Paths
@@ -7,6 +8,7 @@ from robust_dcp.plan.structure.signature import PlanContext, StructureSignature,
 from robust_dcp.plan.structure.table import Form, ItemKind, ItemStructure, StructureTable, sorted_places, table_of
 
 __all__ = [
+    "Attributes",
     "Form",
     "ItemKind",
     "ItemStructure",
@@ -18,7 +20,9 @@ __all__ = [
     "StructureSignature",
     "StructureTable",
     "TableDecoder",
+    "attributes_of",
     "diff_tables",
+    "encode_attributes",
     "merge_diffs",
     "plan_id_of",
     "sorted_places",

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from robust_dcp.plan.structure.attributes import attributes_of
 from robust_dcp.plan.structure.ragged import padded
 from robust_dcp.plan.structure.table import Form, StructureTable
 
@@ -87,7 +89,7 @@ def _others(names: tuple[str, ...], common: Rows) -> tuple[str, ...]:
 def _names_that_differ(
     old: StructureTable, new: StructureTable, common_old: Rows, common_new: Rows
 ) -> npt.NDArray[np.bool_]:
-    """For each name that is in both tables whether its items, or its path, differ."""
+    """For each name that is in both tables whether its items, its path, or what is told of it differ."""
     counts_old = np.bincount(old.name_ids, minlength=len(old.names))
     counts_new = np.bincount(new.name_ids, minlength=len(new.names))
     differs: npt.NDArray[np.bool_] = counts_old[common_old] != counts_new[common_new]
@@ -98,7 +100,19 @@ def _names_that_differ(
     rows_new = _items_of(common_new[comparable], counts_new, counts)
     row_differs = _rows_differ(old, new, rows_old, rows_new)
     differs[np.repeat(comparable, counts)[row_differs]] = True
+    if old.attributes != new.attributes:
+        before, after = _facts_by_name(old), _facts_by_name(new)
+        names = [new.names[name] for name in common_new.tolist()]
+        differs |= np.array([before.get(name) != after.get(name) for name in names], dtype=np.bool_)
     return differs
+
+
+def _facts_by_name(table: StructureTable) -> dict[str, dict[str, Any]]:
+    facts: dict[str, dict[str, Any]] = {}
+    for attribute, by_name in attributes_of(table.attributes).items():
+        for name, fact in by_name.items():
+            facts.setdefault(name, {})[attribute] = fact
+    return facts
 
 
 def _items_of(names: Rows, all_counts: Rows, counts: Rows) -> Rows:
@@ -150,12 +164,14 @@ def _words_by_name(table: StructureTable, names: Rows) -> dict[str, str]:
     counts = np.bincount(table.name_ids, minlength=len(table.names))
     first = np.cumsum(counts) - counts
     words: dict[str, str] = {}
+    facts = _facts_by_name(table) if table.attributes and len(names) else {}
     for name in names.tolist():
         item = int(first[name])
         form = "" if table.forms[item] == Form.FIXED else " (variable size)"
         path = table.describe_path(item)
         more = "" if counts[name] == 1 else f" and {counts[name] - 1} more"
-        words[table.names[name]] = table.describe_item(item) + form + (f" at {path}" if path else "") + more
+        told = "".join(f" with {what} {fact!r}" for what, fact in facts.get(table.names[name], {}).items())
+        words[table.names[name]] = table.describe_item(item) + form + (f" at {path}" if path else "") + told + more
     return words
 
 

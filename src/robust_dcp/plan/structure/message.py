@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from robust_dcp.errors import ExchangeError
+from robust_dcp.plan.structure.attributes import NO_ATTRIBUTES, attributes_of
 from robust_dcp.plan.structure.paths import Paths
 from robust_dcp.plan.structure.table import Form, ItemKind, StructureTable
 
@@ -35,6 +36,8 @@ class StructureMessage(msgspec.Struct, frozen=True):
     ``object_digests``: uint64, one for each item of kind BYTES in table order; 0 stands for "not computed".
 
     ``context``: :meth:`PlanContext.encode`, compared with the coordinator's.
+
+    ``attributes``: of :class:`StructureTable`.
     """
 
     names: bytes
@@ -54,6 +57,7 @@ class StructureMessage(msgspec.Struct, frozen=True):
     sizes: bytes
     object_digests: bytes
     context: bytes
+    attributes: bytes = NO_ATTRIBUTES
 
     @classmethod
     def of(cls, table: StructureTable, object_digests: npt.NDArray[np.uint64], context: bytes) -> StructureMessage:
@@ -81,6 +85,7 @@ class StructureMessage(msgspec.Struct, frozen=True):
             sizes=_to_bytes(table.sizes, np.int64),
             object_digests=_to_bytes(object_digests, np.uint64),
             context=context,
+            attributes=table.attributes,
         )
 
     def digests(self) -> npt.NDArray[np.uint64]:
@@ -115,6 +120,7 @@ class TableDecoder:
             shapes=self._column(message.shapes, np.int64),
             offsets=self._column(message.offsets, np.int64),
             sizes=self._column(message.sizes, np.int64),
+            attributes=self._once(("attributes", message.attributes), lambda: _checked_attributes(message.attributes)),
         )
         _check(table)
         if len(message.digests()) != int((table.kinds == ItemKind.BYTES).sum()):
@@ -156,6 +162,14 @@ def _checked_paths(names: tuple[str, ...], counts: bytes, lengths: bytes) -> Pat
     except ValueError as error:
         raise _malformed(str(error)) from None
     return paths
+
+
+def _checked_attributes(data: bytes) -> bytes:
+    try:
+        attributes_of(data)
+    except ValueError as error:
+        raise _malformed(str(error)) from None
+    return data
 
 
 def _to_bytes(column: npt.NDArray[Any], dtype: type[np.generic]) -> bytes:

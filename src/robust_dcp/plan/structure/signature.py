@@ -102,6 +102,7 @@ class StructureSignature:
         _feed(digest, [b"flat" if table.paths is None else b"nested", *paths])
         for column in table.columns:
             _feed(digest, [column.tobytes()])
+        _feed(digest, [table.attributes])
         return cls(digest.digest())
 
 

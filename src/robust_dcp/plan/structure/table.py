@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from robust_dcp.errors import PlanConflict
+from robust_dcp.plan.structure.attributes import NO_ATTRIBUTES, Attributes, encode_attributes
 from robust_dcp.plan.structure.paths import Path, Paths
 
 __all__ = ["Form", "ItemKind", "ItemStructure", "StructureTable", "sorted_places", "table_of"]
@@ -80,6 +81,7 @@ class StructureTable:
         ndims: uint8 ``[N]``, the number of dimensions of each item.
         shapes, offsets, sizes: int64 ``[sum(ndims)]``, the global size, and the offsets and sizes of the chunk, item
             after item.
+        attributes: what the planner adds to ``Metadata``, as :func:`~.attributes.encode_attributes` encodes it.
     """
 
     names: tuple[str, ...]
@@ -96,6 +98,7 @@ class StructureTable:
     shapes: Int64
     offsets: Int64
     sizes: Int64
+    attributes: bytes = NO_ATTRIBUTES
 
     def __len__(self) -> int:
         return len(self.name_ids)
@@ -163,8 +166,14 @@ def sorted_places(names: Sequence[str], items: Sequence[ItemStructure]) -> list[
     return sorted(range(len(names)), key=lambda place: (names[place], items[place].offsets))
 
 
+_NONE: Attributes = {}
+
+
 def table_of(
-    names: Sequence[str], items: Sequence[ItemStructure], paths: Mapping[str, Path] | None = None
+    names: Sequence[str],
+    items: Sequence[ItemStructure],
+    paths: Mapping[str, Path] | None = None,
+    attributes: Attributes = _NONE,
 ) -> StructureTable:
     """The table of one rank's items.
 
@@ -172,6 +181,7 @@ def table_of(
         names: the FQN of each item, in the order of :func:`sorted_places`.
         items: what each is.
         paths: FQN to place in the nested state dict; ``None`` where the planner does not flatten.
+        attributes: what the planner adds to ``Metadata``.
 
     Raises:
         PlanConflict: if two items have the same name and offsets, or a name stands for a tensor and for an object.
@@ -211,6 +221,7 @@ def table_of(
         shapes=shapes,
         offsets=offsets,
         sizes=sizes,
+        attributes=encode_attributes(attributes),
     )
 
 

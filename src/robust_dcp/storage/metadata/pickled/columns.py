@@ -6,9 +6,9 @@ Made by ``plan.metadata``, emitted by ``emit``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,7 @@ class MetadataColumns:
         start: int64 ``[K]``, where in its file the item begins, in bytes; -1: told at each emission.
         nbytes: int64 ``[K]``, its length there in bytes; -1 where ``start`` is.
         n_files: how many file names will be told.
+        attributes: of ``Metadata``, besides those that DCP knows; plain values.
     """
 
     names: Sequence[str]
@@ -59,6 +60,7 @@ class MetadataColumns:
     start: Int64
     nbytes: Int64
     n_files: int
+    attributes: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
         """Make sure that the columns have one length each and that each place is one.

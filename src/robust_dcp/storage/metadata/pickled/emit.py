@@ -19,7 +19,7 @@ from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, trailer_of
 from robust_dcp.storage.metadata.pickled.columns import MetadataColumns
 from robust_dcp.storage.metadata.pickled.entries import StorageItems, state_dict_entries
 from robust_dcp.storage.metadata.pickled.memo import Memo, memoized_properties, memoized_sizes, memoized_texts
-from robust_dcp.storage.metadata.pickled.opcodes import PROTOCOL_4, spliced
+from robust_dcp.storage.metadata.pickled.opcodes import PROTOCOL_4, spliced, text
 from robust_dcp.storage.metadata.pickled.planner_data import planner_data_items
 from robust_dcp.storage.metadata.pickled.slabs import SLAB_ROWS
 from robust_dcp.storage.metadata.pickled.stock_records import stock_records
@@ -125,6 +125,8 @@ def _constant_fragments(columns: MetadataColumns, memo: Memo) -> Iterator[Fragme
     has_paths = columns.paths is not None
     yield pickle.SETITEM + records.attribute("planner_data") + (pickle.EMPTY_DICT if has_paths else pickle.NONE)
     yield from planner_data_items(columns, memo)
+    for name, value in columns.attributes.items():
+        yield pickle.SETITEM + text(name) + spliced(value)
     yield pickle.SETITEM + records.attribute("storage_data") + pickle.EMPTY_DICT
     for first in range(0, len(columns.name), SLAB_ROWS):
         rows = first + np.flatnonzero(columns.start[first : first + SLAB_ROWS] >= 0)
