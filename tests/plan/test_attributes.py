@@ -36,6 +36,9 @@ _attributes = st.dictionaries(
 )
 
 
+_DEEP = b"\x81\xa1a\x81\xa1w" + b"\x91" * 100_000 + b"\x01"
+
+
 def _shape(*shape: int) -> dict[str, Any]:
     return {"mcore_data": {"w": {"shape": shape}}}
 
@@ -65,6 +68,14 @@ def test_what_is_no_plain_value_is_refused() -> None:
         encode_attributes({"a": {"w": object()}})
 
 
+@pytest.mark.parametrize(
+    "attribute", ["state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"]
+)
+def test_an_attribute_of_dcp_s_own_is_refused(attribute: str) -> None:
+    with pytest.raises(ValueError, match=attribute):
+        encode_attributes({"mcore_data": {"w": 1}, attribute: {}})
+
+
 def test_they_travel_with_the_structure_and_are_part_of_its_signature() -> None:
     plain, told, other = (table(tensor("w"), attributes=each) for each in ({}, _shape(4, 2), _shape(2, 4)))
     assert len({StructureSignature.of(each, context_of()).value for each in (plain, told, other)}) == 3
@@ -73,7 +84,7 @@ def test_they_travel_with_the_structure_and_are_part_of_its_signature() -> None:
     assert StructureSignature.of(arrived, context_of()) == StructureSignature.of(told, context_of())
 
 
-@pytest.mark.parametrize("data", [b"\xc1", b"\x93\x01\x02\x03", msgspec.msgpack.encode({"a": 3})])
+@pytest.mark.parametrize("data", [b"\xc1", b"\x93\x01\x02\x03", msgspec.msgpack.encode({"a": 3}), _DEEP])
 def test_a_message_whose_attributes_cannot_be_read_is_an_exchange_error(data: bytes) -> None:
     message = msgspec.structs.replace(_sent(table(tensor("w"))), attributes=data)
     with pytest.raises(ExchangeError, match="attributes of the metadata"):

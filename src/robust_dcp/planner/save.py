@@ -205,6 +205,7 @@ class RobustPlanner(DefaultSavePlanner):
         Returns:
             Attribute -> name -> fact. The facts of all ranks come together in ``.metadata``; two ranks that say
             different things of one name are a ``PlanConflict``. Part of the structure: a changed fact is another plan.
+            Facts are plain values: numbers, strings, ``None``, tuples and dicts of these.
         """
         return {}
 

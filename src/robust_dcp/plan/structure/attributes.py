@@ -9,9 +9,11 @@ those of all ranks together.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, Final
 
 import msgspec
+from torch.distributed.checkpoint.metadata import Metadata
 
 __all__ = ["NO_ATTRIBUTES", "Attributes", "attributes_of", "encode_attributes"]
 
@@ -20,13 +22,19 @@ Attributes = Mapping[str, Mapping[str, Any]]
 
 NO_ATTRIBUTES: Final = b""
 
+_DCP_ATTRIBUTES: Final = {*(field.name for field in fields(Metadata)), "version"}
+
 
 def encode_attributes(attributes: Attributes) -> bytes:
     """Canonical bytes: the order in which names were given does not matter.
 
     Raises:
         TypeError, OverflowError: a fact is none of what :data:`Attributes` says.
+        ValueError: an attribute is one of DCP's own.
     """
+    own = _DCP_ATTRIBUTES & attributes.keys()
+    if own:
+        raise ValueError(f"a planner cannot add {sorted(own)} to Metadata: DCP has attributes of that name")
     told = {attribute: facts for attribute, facts in attributes.items() if facts}
     return msgspec.msgpack.encode(told, order="deterministic") if told else NO_ATTRIBUTES
 
@@ -41,7 +49,7 @@ def attributes_of(data: bytes) -> dict[str, dict[str, Any]]:
         return {}
     try:
         found = msgspec.msgpack.decode(data, type=dict[str, dict[str, Any]])
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ValueError(f"attributes of the metadata cannot be decoded: {error}") from None
     return {attribute: {name: _frozen(fact) for name, fact in facts.items()} for attribute, facts in found.items()}
 
