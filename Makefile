@@ -29,12 +29,13 @@ test: $(INSTALLED)
 # Other versions of Megatron, each in a folder of its own that lies before .venv's packages on the path. The sources of
 # 0.19.2 hold megatron.training as well; they ask for Python 3.12, and run on 3.10 with tests/megatron/standins.
 COMPAT := .compat
-COMPAT_TESTS := $(addprefix tests/megatron/,test_install.py test_torch_dist_save.py test_torch_dist_load.py \
-  test_strategies.py test_uneven_dtensors.py seeds)
-# Whole models: 0.14.0 alone has flattened ranges, and cannot build on a CPU what test_models does. Its package does not
-# hold megatron.training.
+# Whole models are for one version each: 0.14.0 alone has flattened ranges, and neither builds on a CPU what test_models
+# does nor runs Megatron-FSDP with this torch. Its package does not hold megatron.training.
 MODELS_OF_0_14 := tests/megatron/test_compat_flattened.py
-MODELS_OF_0_19 := $(addprefix tests/megatron/,test_models.py test_compat_checkpointing.py)
+MODELS_OF_0_19 := $(addprefix tests/megatron/,test_models.py test_fsdp_dtensor.py)
+COMPAT_TESTS := tests/megatron/seeds \
+  $(filter-out $(MODELS_OF_0_19) tests/megatron/test_compat_%,$(sort $(wildcard tests/megatron/test_*.py)))
+TRAINING_TESTS := tests/megatron/test_compat_checkpointing.py
 SMOKE_TESTS := tests/megatron/test_install.py tests/megatron/test_compat_flattened.py -k "install or moe"
 RUN_COMPAT = PYTHONPATH=$(subst $(eval) ,:,$(abspath $(1))) $(BIN)/python -m pytest -m "compat or not compat" $(2)
 # Stock 0.14 reads its own common.pt with torch.load, which PyTorch refuses since 2.6 unless it is told to trust files.
@@ -44,7 +45,7 @@ test-compat: test-compat-smoke
 	@echo "== megatron-core 0.14.0"
 	$(TRUST_FILES) $(call RUN_COMPAT,$(COMPAT)/megatron-core-0.14.0,$(COMPAT_TESTS) $(MODELS_OF_0_14))
 	@echo "== megatron-core 0.19.2"
-	$(call RUN_COMPAT,tests/megatron/standins $(COMPAT)/megatron-core-0.19.2,$(COMPAT_TESTS) $(MODELS_OF_0_19))
+	$(call RUN_COMPAT,tests/megatron/standins $(COMPAT)/megatron-core-0.19.2,$(COMPAT_TESTS) $(MODELS_OF_0_19) $(TRAINING_TESTS))
 
 test-compat-smoke: $(INSTALLED) $(addprefix $(COMPAT)/,megatron-core-0.14.0/.installed megatron-core-0.19.2/.installed ms-swift-4.6.0/.installed)
 	@echo "== megatron-core 0.19.2: the arguments of megatron.training"
