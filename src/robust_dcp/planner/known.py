@@ -59,7 +59,7 @@ class KnownStructure:
         names: list[str],
         structures: list[ItemStructure],
         paths: list[Path] | None,
-        attributes: Attributes = _NO_ATTRIBUTES,
+        attributes: Attributes,
     ) -> None:
         self._names = names
         self._structures = structures
@@ -82,7 +82,7 @@ class KnownStructure:
         names: list[str],
         structures: list[ItemStructure],
         paths: list[Path] | None,
-        attributes: Attributes = _NO_ATTRIBUTES,
+        attributes: Attributes,
     ) -> bool:
         """Whether these are the items that this is the table of."""
         return (
