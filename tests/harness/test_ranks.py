@@ -52,6 +52,10 @@ def _say_and_hang_on_rank(rank: int) -> None:
         threading.Event().wait()
 
 
+def _leave_a_child() -> int:
+    return subprocess.Popen(["sleep", "1000"]).pid
+
+
 def _stop_on_rank(rank: int) -> None:
     if dist.get_rank() == rank:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -160,6 +164,11 @@ def test_an_overrun_ends_all_ranks_and_their_children_and_shows_the_stacks() -> 
     assert "in _say_and_hang_on_rank" in text.split("--- rank 1")[1]
     assert "about to wait" in text
     assert _ends_soon(int(text.split("child ")[1].split()[0]))
+
+
+def test_what_a_rank_started_ends_with_it_though_the_rank_returned() -> None:
+    (child,) = values(run_ranks(1, _leave_a_child, init=False))
+    assert _ends_soon(child)
 
 
 def test_an_overrun_shows_the_stack_of_a_rank_that_was_stopped() -> None:

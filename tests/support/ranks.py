@@ -194,10 +194,11 @@ class _Rank:
         return Outcome(self.task.rank, value, error, self.process.exitcode or 0, self.output())
 
     def end(self) -> None:
-        """Kill what is left of it, and of the processes that it started itself if it did not end by itself."""
-        if self.process.exitcode is None and self.process.pid is not None:
-            with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet, or is gone
+        """Kill what is left of it, and of the processes that it started itself: it may have ended without them."""
+        if self.process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet, or all of it is gone
                 os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process.exitcode is None:
             self.process.kill()
         self.process.join()
         self.connection.close()
