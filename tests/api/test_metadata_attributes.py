@@ -68,6 +68,33 @@ def test_all_ranks_facts_are_in_the_metadata_of_every_save(tmp_path: Path) -> No
         assert [facts for _, facts in found] == [told, told, changed, told, told]
 
 
+class ChangingPlanner(RobustPlanner):
+    """Keeps its facts, and changes them where they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.facts: dict[str, Any] = {"w": {"of": 1}}
+
+    def metadata_attributes(self) -> dict[str, dict[str, Any]]:
+        return {"facts": self.facts}
+
+
+def save_with_facts_that_change(directory: str) -> list[Any]:
+    planner = ChangingPlanner()
+    found = []
+    for number, fact in enumerate((1, 1, 2, True, False, 0)):
+        planner.facts["w"]["of"] = fact
+        path = os.path.join(directory, str(number))
+        robust_dcp.save({"w": torch.ones(3)}, checkpoint_id=path, planner=planner)
+        found.append(_told(path)["w"]["of"])
+    return found
+
+
+def test_a_fact_that_a_planner_changed_in_place_is_the_one_that_is_saved(tmp_path: Path) -> None:
+    (found,) = values(run_ranks(1, save_with_facts_that_change, os.fspath(tmp_path), init=False))
+    assert [repr(fact) for fact in found] == ["1", "1", "2", "True", "False", "0"]
+
+
 def contradict(directory: str) -> Any:
     return verdict_of(
         robust_dcp.save, _state_dict(), checkpoint_id=directory, planner=TellingPlanner((dist.get_rank(), 2))

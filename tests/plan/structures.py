@@ -24,6 +24,7 @@ from robust_dcp.plan.structure import (
     PlanContext,
     StructureSignature,
     StructureTable,
+    encode_attributes,
     sorted_places,
     table_of,
 )
@@ -108,7 +109,12 @@ def table(
     """The table of one rank that holds ``items``."""
     names, structures = [item.name for item in items], [item.structure for item in items]
     order = sorted_places(names, structures)
-    return table_of([names[place] for place in order], [structures[place] for place in order], paths, attributes or {})
+    return table_of(
+        [names[place] for place in order],
+        [structures[place] for place in order],
+        paths,
+        encode_attributes(attributes or {}),
+    )
 
 
 def context_of(ranks: Sequence[int] = (0, 1), files: int | None = 2) -> PlanContext:

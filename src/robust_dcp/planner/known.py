@@ -22,6 +22,7 @@ from robust_dcp.plan.structure import (
     PlanContext,
     StructureSignature,
     StructureTable,
+    encode_attributes,
     sorted_places,
     table_of,
 )
@@ -29,8 +30,6 @@ from robust_dcp.plan.structure import (
 __all__ = ["STRUCTURES", "Expected", "KnownStructure", "KnownStructures"]
 
 Expected = tuple[torch.dtype, torch.Size]
-
-_NO_ATTRIBUTES: Attributes = {}
 
 _CONTEXTS = 8
 """Signatures that one structure keeps: it may be saved by several groups, or with other options."""
@@ -43,7 +42,7 @@ class KnownStructure:
         names: the FQN of each item, in the order of the state dict.
         structures: what each is.
         paths: the place of each in the nested state dict; ``None`` where the planner does not flatten.
-        attributes: what the planner adds to ``Metadata``.
+        attributes: what the planner adds to ``Metadata``, encoded: a planner may change what it gave; 1 is not True.
 
     Attributes:
         table: the items, sorted.
@@ -59,7 +58,7 @@ class KnownStructure:
         names: list[str],
         structures: list[ItemStructure],
         paths: list[Path] | None,
-        attributes: Attributes,
+        attributes: bytes,
     ) -> None:
         self._names = names
         self._structures = structures
@@ -82,7 +81,7 @@ class KnownStructure:
         names: list[str],
         structures: list[ItemStructure],
         paths: list[Path] | None,
-        attributes: Attributes,
+        attributes: bytes,
     ) -> bool:
         """Whether these are the items that this is the table of."""
         return (
@@ -127,7 +126,7 @@ class KnownStructures:
         names: list[str],
         structures: list[ItemStructure],
         mappings: Mapping[str, Path] | None,
-        attributes: Attributes = _NO_ATTRIBUTES,
+        attributes: Attributes | None = None,
     ) -> KnownStructure:
         """The structure of these items, made if it is not known.
 
@@ -139,12 +138,14 @@ class KnownStructures:
         Raises:
             PlanConflict: a name stands for two items.
             RobustCheckpointError: a name has no path.
+            TypeError, OverflowError, ValueError: what ``attributes`` has cannot be added to ``Metadata``.
         """
         paths = None if mappings is None else _paths_of(names, mappings)
+        told = encode_attributes(attributes or {})
         known = self._known  # never changed, only replaced
-        found = next((one for one in known if one.matches(names, structures, paths, attributes)), None)
+        found = next((one for one in known if one.matches(names, structures, paths, told)), None)
         if found is None:
-            found = KnownStructure(names, structures, paths, attributes)
+            found = KnownStructure(names, structures, paths, told)
         with self._lock:
             self._known = [found, *(one for one in self._known if one is not found)][: self._limit]
         return found

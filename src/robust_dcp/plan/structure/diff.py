@@ -164,7 +164,7 @@ def _words_by_name(table: StructureTable, names: Rows) -> dict[str, str]:
     counts = np.bincount(table.name_ids, minlength=len(table.names))
     first = np.cumsum(counts) - counts
     words: dict[str, str] = {}
-    facts = _facts_by_name(table) if table.attributes and len(names) else {}
+    facts = _facts_by_name(table) if len(names) else {}
     for name in names.tolist():
         item = int(first[name])
         form = "" if table.forms[item] == Form.FIXED else " (variable size)"

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from robust_dcp.errors import PlanConflict
-from robust_dcp.plan.structure.attributes import NO_ATTRIBUTES, Attributes, encode_attributes
+from robust_dcp.plan.structure.attributes import NO_ATTRIBUTES
 from robust_dcp.plan.structure.paths import Path, Paths
 
 __all__ = ["Form", "ItemKind", "ItemStructure", "StructureTable", "sorted_places", "table_of"]
@@ -166,14 +166,11 @@ def sorted_places(names: Sequence[str], items: Sequence[ItemStructure]) -> list[
     return sorted(range(len(names)), key=lambda place: (names[place], items[place].offsets))
 
 
-_NONE: Attributes = {}
-
-
 def table_of(
     names: Sequence[str],
     items: Sequence[ItemStructure],
     paths: Mapping[str, Path] | None = None,
-    attributes: Attributes = _NONE,
+    attributes: bytes = NO_ATTRIBUTES,
 ) -> StructureTable:
     """The table of one rank's items.
 
@@ -181,7 +178,7 @@ def table_of(
         names: the FQN of each item, in the order of :func:`sorted_places`.
         items: what each is.
         paths: FQN to place in the nested state dict; ``None`` where the planner does not flatten.
-        attributes: what the planner adds to ``Metadata``.
+        attributes: as in :class:`StructureTable`.
 
     Raises:
         PlanConflict: if two items have the same name and offsets, or a name stands for a tensor and for an object.
@@ -221,7 +218,7 @@ def table_of(
         shapes=shapes,
         offsets=offsets,
         sizes=sizes,
-        attributes=encode_attributes(attributes),
+        attributes=attributes,
     )
 
 
