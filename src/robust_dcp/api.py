@@ -107,7 +107,10 @@ def save(
         )
     with clock.phase("commit"):
         session.commit(
-            lambda: writer.publish(session.encoded_metadata(writer.plain_meta())), writer.discard, writer.keep_plan
+            lambda: writer.publish(session.encoded_metadata(writer.plain_meta())),
+            writer.discard,
+            writer.clean_up,
+            writer.keep_plan,
         )
     return _save_report(session, clock, writer, n_items=len(plan.kept))
 
@@ -149,9 +152,11 @@ def load(
     """
     reader = _reader(storage_reader, checkpoint_id)
     planner = RobustLoadPlanner() if planner is None else planner
-    channel = Channel.for_group(process_group, purpose="load", timeout_seconds=timeout_seconds, no_dist=no_dist)
-    clock = PhaseClock(channel)
     checkpoint = checkpoint_name(getattr(reader, "checkpoint_id", None))
+    channel = Channel.for_group(
+        process_group, operation=f"load {checkpoint}", timeout_seconds=timeout_seconds, no_dist=no_dist
+    )
+    clock = PhaseClock(channel)
     values: dict[str, Any] = {}
     plan = LoadPlan([])
     shared: SharedReads | None = None
@@ -162,7 +167,7 @@ def load(
         plan = _local_load_plan(values, reader, planner, metadata_file, channel)
         if not isinstance(reader, RobustReader):
             return Offer()
-        return sharing_offer(reader.share_reads, can_share=may_ask_early(planner))
+        return sharing_offer(reader.share_reads, channel.rank, can_share=may_ask_early(planner))
 
     def read() -> None:
         reader.read_data(plan if shared is None else LoadPlan(shared.left_to_read(plan.items)), planner).wait()
@@ -177,8 +182,8 @@ def load(
 
     with clock.phase("plan"):
         metadata_file = _shared_metadata_file(channel, reader, checkpoint)
-        offers = channel.agree(f"load {checkpoint}: plan", prepare)
-        if isinstance(reader, RobustReader) and ranks_share(channel, offers):
+        agreement = channel.agree(f"load {checkpoint}: plan", prepare)
+        if isinstance(reader, RobustReader) and ranks_share(agreement):
             shared = deal_out(channel, checkpoint, reader, plan, planner, process_group)
     with clock.phase("read"):
         channel.barrier(f"load {checkpoint}: read", read)

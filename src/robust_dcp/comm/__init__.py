@@ -4,13 +4,16 @@ The only layer that talks to other processes. It knows nothing of plans, files o
 :class:`Channel` and none looks behind it.
 """
 
-from robust_dcp.comm.channel import Channel, Offer
+from robust_dcp.comm.channel import Channel
+from robust_dcp.comm.combine import Agreement, Offer, combined_signature
 from robust_dcp.comm.failures import Stopped
+from robust_dcp.comm.nodes import node_of
 from robust_dcp.comm.relay import GroupMover, Parcel, Relay
 from robust_dcp.comm.stats import ExchangeStats, PhaseStats
 from robust_dcp.comm.wire import decode, encode
 
 __all__ = [
+    "Agreement",
     "Channel",
     "ExchangeStats",
     "GroupMover",
@@ -19,6 +22,8 @@ __all__ = [
     "PhaseStats",
     "Relay",
     "Stopped",
+    "combined_signature",
     "decode",
     "encode",
+    "node_of",
 ]

@@ -1,32 +1,28 @@
 """The messages of several ranks in one: field by field the distinct values, and for each rank which of them it has.
 
 Replicas send the same columns, so a bundle of them is hardly larger than one message. It owns that encoding and its
-checks, and knows nothing of nodes or connections. Node leaders make bundles, the coordinator opens them; both through
-:mod:`robust_dcp.comm.gathering`.
+checks. On the way up the tree each rank merges the bundles of its children with its own message, without decoding what
+they hold; the root opens what arrives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from robust_dcp.comm import wire
-from robust_dcp.comm.transport import Payload
+from robust_dcp.comm.pipe import Payload
 from robust_dcp.errors import ExchangeError
 
-__all__ = ["Bundler", "Unbundler"]
+__all__ = ["Bundler", "open_bundle"]
 
 M = TypeVar("M", bound=msgspec.Struct)
 
-_ABSENT = -1
-
 
 class Column(msgspec.Struct, array_like=True, frozen=True):
-    """One field. ``which``: for each rank the place of its value in ``values``; -1 if its message does not have it."""
+    """One field. ``which``: for each rank of the bundle the place of its value in ``values``."""
 
-    field: str
     values: tuple[msgspec.Raw, ...]
     which: tuple[int, ...]
 
@@ -35,15 +31,16 @@ class Bundle(msgspec.Struct, array_like=True, frozen=True):
     """All fields of the message type, in its order, for ``ranks``."""
 
     ranks: tuple[int, ...]
+    fields: tuple[str, ...]
     columns: tuple[Column, ...]
 
 
 class Bundler(Generic[M]):
-    """Merges messages as they arrive, and keeps of them only what is new. One for each gather, on a leader.
+    """Merges messages and bundles of one type, and keeps of them only what is new.
 
         bundler = Bundler(Sizes)
-        bundler.add(8, payload_of_rank_8)
-        bundler.add(9, payload_of_rank_9)
+        bundler.add(8, sizes_of_rank_8)
+        bundler.add_bundle(payload_from_rank_9)
         payload = bundler.encode()
 
     Bundles are compressed like other messages. For the structures of 8 ranks with 20,000 items each, long distance
@@ -52,147 +49,94 @@ class Bundler(Generic[M]):
     """
 
     def __init__(self, message_type: type[M]) -> None:
-        self._fields = _Fields(message_type)
-        self._which: dict[int, list[int]] = {}
-        self._places: list[dict[bytes, int]] = [{} for _ in self._fields.names]
+        self._names = tuple(field.name for field in msgspec.structs.fields(message_type))
+        self._ranks: list[int] = []
+        self._which: list[list[int]] = [[] for _ in self._names]
+        self._places: list[dict[bytes, int]] = [{} for _ in self._names]
 
-    def add(self, rank: int, payload: Payload) -> None:
-        """Merge what ``rank`` sent.
+    def add(self, rank: int, message: M) -> None:
+        """Merge the message of ``rank``."""
+        self._ranks.append(rank)
+        for name, which, places in zip(self._names, self._which, self._places, strict=True):
+            which.append(places.setdefault(msgspec.msgpack.encode(getattr(message, name)), len(places)))
+
+    def add_bundle(self, payload: Payload) -> None:
+        """Merge what another rank has bundled.
 
         Raises:
-            ExchangeError: it is no message of the type.
+            ExchangeError: it is no bundle of this type.
         """
-        body = wire.body_of(payload)
-        wire.decode_body(body, self._fields.message_type)
-        self._which[rank] = [
-            _ABSENT if value is None else places.setdefault(value, len(places))
-            for value, places in zip(self._fields.split(body), self._places, strict=True)
-        ]
-
-    def add_message(self, rank: int, message: M) -> None:
-        """Merge a message of ``rank`` that has not been encoded: one that is at hand."""
-        self._which[rank] = [
-            places.setdefault(msgspec.msgpack.encode(getattr(message, name)), len(places))
-            for name, places in zip(self._fields.names, self._places, strict=True)
-        ]
+        bundle = wire.decode(payload, Bundle)
+        _check(bundle, self._names)
+        self._ranks.extend(bundle.ranks)
+        for column, which, places in zip(bundle.columns, self._which, self._places, strict=True):
+            moved = [places.setdefault(bytes(value), len(places)) for value in column.values]
+            which.extend([moved[place] for place in column.which])
 
     def encode(self) -> bytes:
-        """The bundle of all that was added, the ranks in ascending order.
+        """The bundle of all that was added.
 
         Raises:
             ExchangeError: it is larger than any receiver accepts.
         """
-        ranks = tuple(sorted(self._which))
         columns = tuple(
-            Column(name, tuple(map(msgspec.Raw, places)), tuple(self._which[rank][at] for rank in ranks))
-            for at, (name, places) in enumerate(zip(self._fields.names, self._places, strict=True))
+            Column(tuple(map(msgspec.Raw, places)), tuple(which))
+            for places, which in zip(self._places, self._which, strict=True)
         )
-        return wire.encode(Bundle(ranks, columns))
+        return wire.encode(Bundle(tuple(self._ranks), self._names, columns))
 
 
-class Unbundler(Generic[M]):
-    """Makes messages again, of bundles and of single payloads: those with equal values hold the very same objects.
+def open_bundle(payload: Payload, message_type: type[M]) -> dict[int, M]:
+    """The messages in a bundle, by rank. Equal values are the very same objects: nobody should modify them.
 
-    Each distinct value of a bundle is decoded and checked once. Nobody should modify what messages may share.
+    Each distinct value is decoded and checked once.
+
+    Raises:
+        ExchangeError: it is no such bundle; names the ranks whose message is none.
     """
-
-    def __init__(self, message_type: type[M]) -> None:
-        self._fields = _Fields(message_type)
-        self._decoded: list[dict[bytes, Any]] = [{} for _ in self._fields.names]
-
-    def message(self, payload: Payload) -> M:
-        """The message that a rank sent by itself.
-
-        Raises:
-            ExchangeError: it is no message of the type.
-        """
-        body = wire.body_of(payload)
-        message = wire.decode_body(body, self._fields.message_type)
-        shared = {
-            name: decoded.setdefault(value, getattr(message, name))
-            for name, decoded, value in zip(self._fields.names, self._decoded, self._fields.split(body), strict=True)
-            if value is not None
-        }
-        return msgspec.structs.replace(message, **shared)
-
-    def messages(self, payload: Payload, leader: int, ranks: Sequence[int]) -> dict[int, M]:
-        """The messages of ``ranks`` from the bundle that ``leader`` made of them.
-
-        Args:
-            payload: what :meth:`Bundler.encode` made.
-            leader: to be named if it did not.
-            ranks: in ascending order.
-
-        Raises:
-            ExchangeError: it is no such bundle.
-        """
-        try:
-            bundle = wire.decode(payload, Bundle)
-            self._check(bundle, tuple(ranks))
-            values: dict[int, dict[str, Any]] = {rank: {} for rank in ranks}
-            for at, column in enumerate(bundle.columns):
-                decoded = [self._decode(at, bytes(value)) for value in column.values]
-                for rank, which in zip(ranks, column.which, strict=True):
-                    if which != _ABSENT:
-                        values[rank][column.field] = decoded[which]
-            return {rank: self._make(rank, values[rank]) for rank in ranks}
-        except ExchangeError as error:
-            message = f"the bundle that rank {leader} made for ranks {list(ranks)} is malformed: {error.message}"
-            raise ExchangeError(message, ranks=[leader]) from None
-
-    def _check(self, bundle: Bundle, ranks: tuple[int, ...]) -> None:
-        if bundle.ranks != ranks:
-            raise ExchangeError(f"it is for ranks {list(bundle.ranks)}")
-        found = tuple(column.field for column in bundle.columns)
-        if found != self._fields.names:
-            raise ExchangeError(f"it has the fields {list(found)}, not {list(self._fields.names)}")
-        for column in bundle.columns:
-            if len(column.which) != len(ranks):
-                raise ExchangeError(f"{column.field!r} is of {len(column.which)} ranks, not {len(ranks)}")
-            if not all(_ABSENT <= which < len(column.values) for which in column.which):
-                raise ExchangeError(f"{column.field!r} has a place outside its {len(column.values)} values")
-
-    def _decode(self, at: int, value: bytes) -> Any:
-        decoded = self._decoded[at]
-        if value not in decoded:
+    fields = msgspec.structs.fields(message_type)
+    bundle = wire.decode(payload, Bundle)
+    _check(bundle, tuple(field.name for field in fields))
+    values: list[dict[str, Any]] = [{} for _ in bundle.ranks]
+    for field, column in zip(fields, bundle.columns, strict=True):
+        decoder = msgspec.msgpack.Decoder(field.type)
+        decoded: list[Any] = []
+        for place, value in enumerate(column.values):
             try:
-                decoded[value] = self._fields.decoders[at].decode(value)
+                decoded.append(decoder.decode(value))
             except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-                raise ExchangeError(f"a value of {self._fields.names[at]!r}: {error}") from None
-        return decoded[value]
-
-    def _make(self, rank: int, values: dict[str, Any]) -> M:
+                ranks = [rank for rank, which in zip(bundle.ranks, column.which, strict=True) if which == place]
+                raise _useless(ranks, message_type, f"{field.name!r}: {error}") from None
+        for of_rank, place in zip(values, column.which, strict=True):
+            of_rank[field.name] = decoded[place]
+    messages: dict[int, M] = {}
+    for rank, of_rank in zip(bundle.ranks, values, strict=True):
         try:
-            return self._fields.message_type(**values)
-        except (TypeError, ValueError) as error:  # a field is missing, or the type's own check failed
-            raise ExchangeError(f"the message of rank {rank}: {error}") from None
+            messages[rank] = message_type(**of_rank)
+        except (TypeError, ValueError) as error:  # the type's own check failed
+            raise _useless([rank], message_type, str(error)) from None
+    return messages
 
 
-class _Fields(Generic[M]):
-    """The fields of ``message_type``, and how to find them in the msgpack of a message."""
+def _check(bundle: Bundle, names: tuple[str, ...]) -> None:
+    if bundle.fields != names or len(bundle.columns) != len(names):
+        raise ExchangeError(
+            f"the messages of {_some(bundle.ranks)} have the fields {list(bundle.fields)}, not {list(names)}: the ranks "
+            "run different versions of the package, or are in different operations",
+            ranks=list(bundle.ranks),
+        )
+    for name, column in zip(names, bundle.columns, strict=True):
+        n_values = len(column.values)
+        if len(column.which) != len(bundle.ranks) or not all(0 <= place < n_values for place in column.which):
+            raise ExchangeError(
+                f"the bundle of {_some(bundle.ranks)} is malformed at {name!r}", ranks=list(bundle.ranks)
+            )
 
-    def __init__(self, message_type: type[M]) -> None:
-        fields = msgspec.structs.fields(message_type)
-        self.message_type = message_type
-        self.names = tuple(field.name for field in fields)
-        self.decoders = tuple(msgspec.msgpack.Decoder(field.type) for field in fields)
-        self._encode_names = tuple(field.encode_name for field in fields)
-        config = message_type.__struct_config__
-        self._split = self._split_array if config.array_like else self._split_map
-        self._n_before = 0 if config.tag is None else 1
 
-    def split(self, body: memoryview | bytes) -> list[bytes | None]:
-        """The msgpack of each field, as the sender made it; ``None`` for one that it left out.
+def _useless(ranks: list[int], message_type: type[msgspec.Struct], detail: str) -> ExchangeError:
+    return ExchangeError(f"what {_some(ranks)} sent is no {message_type.__name__}: {detail}", ranks=ranks)
 
-        Args:
-            body: has been decoded as a message of the type.
-        """
-        return self._split(body)
 
-    def _split_map(self, body: memoryview | bytes) -> list[bytes | None]:
-        found = msgspec.msgpack.decode(body, type=dict[str, msgspec.Raw])
-        return [bytes(found[name]) if name in found else None for name in self._encode_names]
-
-    def _split_array(self, body: memoryview | bytes) -> list[bytes | None]:
-        found = msgspec.msgpack.decode(body, type=list[msgspec.Raw])[self._n_before :]
-        return [bytes(found[at]) if at < len(found) else None for at in range(len(self.names))]
+def _some(ranks: tuple[int, ...] | list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

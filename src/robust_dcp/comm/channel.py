@@ -1,18 +1,15 @@
 """Channel: what the ranks of a group say to each other during a save or load, one verb for each way to say it.
 
-It owns the verbs, and leaves to the exchange how ranks stay in step and to the registry which connection is used.
-Called by ``api``, the planner, the writer and the Megatron integration; one for each thread that works on its own.
+It owns the verbs, and leaves to the operation how ranks stay in step. Called by ``api``, the planner, the writer and the
+Megatron integration; one for each operation, used by one thread at a time.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-import time
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import msgspec
@@ -20,86 +17,58 @@ import torch.distributed as dist
 
 from robust_dcp.comm import process_group as groups
 from robust_dcp.comm import wire
-from robust_dcp.comm.deadline import Deadline
-from robust_dcp.comm.deliveries import Delivery
-from robust_dcp.comm.exchange import Accept, Contribution, Exchange, exchange
+from robust_dcp.comm.bundle import Bundler, open_bundle
+from robust_dcp.comm.combine import Agreement, Offer, combined_signature
 from robust_dcp.comm.failures import Stopped
-from robust_dcp.comm.frames import NO_PLAN_ID, NO_SIGNATURE, Frame
-from robust_dcp.comm.gathering import blaming, deliver_to_coordinator
-from robust_dcp.comm.link import Link
-from robust_dcp.comm.nodes import check_environment
+from robust_dcp.comm.operation import Contribution, Operation, Work
+from robust_dcp.comm.pipe import Payload, PipeBroken
 from robust_dcp.comm.registry import link_for, local_link
 from robust_dcp.comm.relay import Relay, carry, refuse_damage
-from robust_dcp.comm.routes import route_of
-from robust_dcp.comm.stats import ExchangeStats
-from robust_dcp.comm.transport import Payload
+from robust_dcp.comm.stats import ExchangeStats, PhaseStats
+from robust_dcp.errors import ExchangeError, ExchangeTimeout
 
-__all__ = ["MAX_ALL_GATHER_NBYTES", "Channel", "Offer"]
+__all__ = ["Channel"]
 
 M = TypeVar("M", bound=msgspec.Struct)
 
-MAX_ALL_GATHER_NBYTES = 1 << 20
-"""What goes from everyone to everyone has to be small."""
-
-_POLL_SECONDS = 0.25
-_TABLE_ROW = struct.Struct("<QI")
-
-
-@dataclass(frozen=True)
-class Offer:
-    """What a rank says of itself in a header, without any payload.
-
-    Attributes:
-        signature: 16 bytes, of the structure that the rank holds.
-        plan_id: 8 bytes, the cached plan that it could use; zeros for none.
-        value: 64 bits, free for the phase.
-        flags: 8 bits, free for the phase.
-    """
-
-    signature: bytes = NO_SIGNATURE
-    plan_id: bytes = NO_PLAN_ID
-    value: int = 0
-    flags: int = 0
+_LENGTH = struct.Struct("<Q")
 
 
 class Channel:
     """Exchanges among the ranks of a process group, over connections that nothing else uses.
 
     Every rank calls the same verbs with the same ``phase`` in the same order. ``produce`` is the rank's own work: it
-    runs first, and if it raises on any rank, all ranks raise the same exception, and go on in step. A rank that does
-    not come within ``timeout_seconds``, has ended, or is in another phase, is named in an ``ExchangeTimeout`` or
-    ``ExchangeError`` on all; the next exchange then starts on new connections.
+    runs first, and if it raises on any rank, all ranks raise the same exception, and go on in step. A rank that gives
+    no sign of progress for ``timeout_seconds``, has ended, or is in another phase, is named in an ``ExchangeTimeout``
+    or ``ExchangeError`` on all ranks; the next exchange then starts afresh.
 
-        channel = Channel.for_group(timeout_seconds=60)
-        sizes = channel.gather("save 3: sizes", measure, Sizes)
+        channel = Channel.for_group(operation="save 3", timeout_seconds=60)
+        sizes = channel.gather("sizes", measure, Sizes)
 
     Attributes:
         rank: of this process in the group.
         size: of the group.
         ranks: the global rank of each rank of the group.
         coordinator_rank: the rank of the group that gathers and decides.
-        timeout_seconds: how long to wait for others in each exchange, from when this rank's own work is done.
-        last_values: the ``value`` of every rank in the last exchange of this object, in rank order.
+        timeout_seconds: how long a rank may be silent.
+        last_agreement: what the offers of all ranks added up to in the last exchange of this object.
     """
 
-    def __init__(self, link: Link, *, timeout_seconds: float, coordinator_rank: int) -> None:
-        if not 0 < timeout_seconds < math.inf:
-            raise ValueError(f"timeout_seconds is {timeout_seconds}: it has to be positive and finite")
-        if not 0 <= coordinator_rank < link.size:
-            raise ValueError(f"coordinator_rank is {coordinator_rank} in a group of {link.size} ranks")
-        self._link = link
-        self._polled: tuple[float, tuple[int, int], str | None] | None = None
-        self.timeout_seconds = timeout_seconds
+    last_agreement: Agreement
+
+    def __init__(self, operation: Operation, coordinator_rank: int) -> None:
+        self._operation = operation
+        self._link = operation.link
         self.coordinator_rank = coordinator_rank
-        self.last_values: tuple[int, ...] = ()
 
     @classmethod
     def for_group(
         cls,
         process_group: dist.ProcessGroup | None = None,
         *,
-        purpose: str = "checkpoint",
+        operation: str = "checkpoint",
         timeout_seconds: float = 300.0,
+        deadline_seconds: float | None = None,
         coordinator_rank: int = 0,
         no_dist: bool = False,
     ) -> Channel:
@@ -107,26 +76,27 @@ class Channel:
 
         Args:
             process_group: ``None`` for the default group. Its backend does not matter.
-            purpose: channels of one group and one purpose share connections and the order of exchanges; a thread that
-                works on its own needs a purpose of its own.
-            timeout_seconds: of this object's exchanges.
+            operation: what is going to be done, the same on all ranks. Several operations may run at the same time,
+                each in a thread of its own; ranks may start those of different names in any order.
+            timeout_seconds: how long a rank may go without any sign of progress. A rank that works is waited for.
+            deadline_seconds: how long an exchange may take as a whole; ``None`` for as long as there is progress.
             coordinator_rank: a rank of the group, not a global one.
             no_dist: talk to nobody. So it is also without ``torch.distributed``, and in a group of one.
 
         Raises:
             ValueError: an argument is out of range, or this process is not a member of the group.
         """
-        if no_dist or not groups.is_initialised():
-            link = local_link()
-        else:
-            link = link_for(groups.parent_of(process_group), purpose)
-        return cls(link, timeout_seconds=timeout_seconds, coordinator_rank=coordinator_rank)
+        for name, seconds in (("timeout_seconds", timeout_seconds), ("deadline_seconds", deadline_seconds)):
+            if seconds is not None and not 0 < seconds < math.inf:
+                raise ValueError(f"{name} is {seconds}: it has to be positive and finite")
+        link = local_link() if no_dist or not groups.is_initialised() else link_for(groups.parent_of(process_group))
+        if not 0 <= coordinator_rank < link.size:
+            raise ValueError(f"coordinator_rank is {coordinator_rank} in a group of {link.size} ranks")
+        return cls(Operation(link, operation, timeout_seconds, deadline_seconds), coordinator_rank)
 
     def led_by(self, coordinator_rank: int) -> Channel:
-        """This channel with another coordinator; the same connections and the same order of exchanges."""
-        if coordinator_rank == self.coordinator_rank:
-            return self
-        return Channel(self._link, timeout_seconds=self.timeout_seconds, coordinator_rank=coordinator_rank)
+        """This channel with another coordinator: the same operation, the same connections where they suffice."""
+        return self if coordinator_rank == self.coordinator_rank else Channel(self._operation, coordinator_rank)
 
     @property
     def rank(self) -> int:
@@ -145,28 +115,25 @@ class Channel:
         return self.rank == self.coordinator_rank
 
     @property
+    def timeout_seconds(self) -> float:
+        return self._operation.timeout_seconds
+
+    @property
     def stats(self) -> ExchangeStats:
-        """What all exchanges over these connections have cost this rank so far."""
-        return self._link.stats
+        """What all exchanges of this operation have cost this rank so far."""
+        return self._operation.stats
 
     def recording(self) -> AbstractContextManager[ExchangeStats]:
         """``with channel.recording() as stats:`` counts the exchanges within the block."""
-        return self._link.recording()
+        return self._operation.recording()
 
-    def agree(self, phase: str, produce: Callable[[], Offer]) -> list[Offer]:
-        """Every rank's offer, in rank order, on every rank: 128 bytes from each, whatever they are about.
+    def agree(self, phase: str, produce: Callable[[], Offer]) -> Agreement:
+        """What the offers of all ranks add up to, the same on every rank.
 
         Raises:
             RobustCheckpointError: see the class.
         """
-
-        def contribute() -> Contribution:
-            offer = produce()
-            return Contribution(signature=offer.signature, plan_id=offer.plan_id, value=offer.value, flags=offer.flags)
-
-        with self._exchange("agree", phase) as running:
-            headers = self._join(running, contribute)
-        return [Offer(each.signature, each.plan_id, each.value, each.flags) for each in headers]
+        return self._run("agree", phase, Work(lambda: Contribution(produce())))[0]
 
     def barrier(self, phase: str, produce: Callable[[], None] = lambda: None) -> None:
         """Wait for all ranks, and for the work of all ranks to have succeeded.
@@ -179,8 +146,7 @@ class Channel:
             produce()
             return Contribution()
 
-        with self._exchange("barrier", phase) as running:
-            self._join(running, contribute)
+        self._run("barrier", phase, Work(contribute))
 
     def gather(
         self,
@@ -188,41 +154,38 @@ class Channel:
         produce: Callable[[], M | None],
         message_type: type[M],
         *,
-        value: Callable[[M | None], int] | int = 0,
+        offer: Callable[[M | None], Offer] | None = None,
     ) -> list[M | None] | None:
         """Every rank's message, in rank order, on the coordinator; ``None`` on the others.
 
-        In large groups by way of node leaders (:mod:`robust_dcp.comm.nodes` says when). Messages with equal fields may
-        then hold the very same objects: nobody should modify them.
+        Messages with equal fields may hold the very same objects: nobody should modify them.
 
         Args:
             phase: the name of the exchange, the same on all ranks.
             produce: makes this rank's message; ``None`` if it has nothing to say, which costs nothing.
             message_type: what the messages are decoded as, and checked against.
-            value: 64 bits that go to all ranks (``last_values``), or what computes them from the message.
+            offer: what goes with the message into the agreement of all ranks (``last_agreement``).
 
         Raises:
             RobustCheckpointError: see the class.
         """
         own: M | None = None
-        payload = b""
+        gathered: list[M | None] = []
 
         def contribute() -> Contribution:
-            nonlocal own, payload
-            if self.size > 1:
-                check_environment()
+            nonlocal own
             own = produce()
-            if own is not None and not self.is_coordinator:
-                payload = wire.encode(own)
-            return Contribution(payload=payload, value=value(own) if callable(value) else value)
+            payload = self._bundled(own, message_type)
+            return Contribution(payload=payload) if offer is None else Contribution(offer(own), payload)
 
-        with self._exchange("gather", phase) as running:
-            headers = self._join(running, contribute)
-            route = route_of(headers, self._link.nodes(running.deadline), self.coordinator_rank)
-            received = deliver_to_coordinator(running, route, self.rank, payload, phase, message_type)
-        if not self.is_coordinator:
-            return None
-        return [own if rank == self.rank else received.get(rank) for rank in range(self.size)]
+        def open_all(agreement: Agreement, payload: Payload) -> Payload:
+            messages = open_bundle(payload, message_type) if payload else {}
+            messages.update({} if own is None else {self.rank: own})
+            gathered.extend(messages.get(rank) for rank in range(self.size))
+            return b""
+
+        self._run("gather", phase, Work(contribute, _merging(message_type), open_all))
+        return gathered if self.is_coordinator else None
 
     def broadcast(self, phase: str, produce: Callable[[], M], message_type: type[M]) -> M:
         """The coordinator's message, on every rank. ``produce`` runs on the coordinator only.
@@ -230,21 +193,19 @@ class Channel:
         Raises:
             RobustCheckpointError: see the class.
         """
-        messages: dict[int, M] = {}
-        payload = b""
+        own: list[M] = []
+        encoded: list[Payload] = []
 
         def contribute() -> Contribution:
-            nonlocal payload
             if self.is_coordinator:
-                messages[self.rank] = message = produce()
-                payload = self._encoded(message)
-            return Contribution(payload=payload)
+                own.append(produce())
+                if self.size > 1:
+                    encoded.append(wire.encode(own[0]))
+            return Contribution()
 
-        with self._exchange("broadcast", phase) as running:
-            header = self._join(running, contribute)[self.coordinator_rank]
-            deliveries = _from(self.coordinator_rank, header)
-            running.deliver(deliveries, lambda _: payload, self._decoding(messages, phase, message_type))
-        return messages[self.coordinator_rank]
+        work = Work(contribute, reply=lambda agreement, payload: encoded[0] if encoded else b"")
+        _, payload = self._run("broadcast", phase, work)
+        return self._arrived(phase, lambda: own[0] if own else wire.decode(payload, message_type))
 
     def scatter(self, phase: str, produce: Callable[[], Sequence[M | None]], message_type: type[M]) -> M | None:
         """This rank's message out of those that the coordinator made; ``produce`` runs on the coordinator only.
@@ -257,69 +218,81 @@ class Channel:
         Raises:
             RobustCheckpointError: see the class.
         """
-        own: M | None = None
-        payloads = [b""] * self.size
-        table = b""
+        own: list[M | None] = []
+        encoded: list[Payload] = []
 
         def contribute() -> Contribution:
-            nonlocal own, table
             if self.is_coordinator:
                 made = produce()
                 if len(made) != self.size:
                     raise ValueError(f"{phase!r} has {len(made)} messages for {self.size} ranks")
-                own = made[self.rank]
-                for rank, message in enumerate(made):
-                    if message is not None and rank != self.rank:
-                        payloads[rank] = wire.encode(message)
-                if any(payloads):
-                    table = b"".join(_TABLE_ROW.pack(len(each), zlib.crc32(each)) for each in payloads)
-            return Contribution(payload=table)
+                own.append(made[self.rank])
+                if self.size > 1:
+                    by_place = [made[rank] for rank in self._operation.tree.ranks_by_place]
+                    encoded.append(_packed([b"" if each is None else wire.encode(each) for each in by_place[1:]], 1))
+            return Contribution()
 
-        def take_table(_: int, payload: Payload) -> None:
-            nonlocal table
-            table = bytes(payload)
+        def share(payload: Payload, child: int) -> Payload:
+            return _unpacked(payload, self._operation.tree.places_below(child))
 
-        with self._exchange("scatter", phase) as running:
-            header = self._join(running, contribute)[self.coordinator_rank]
-            # A header has room for one length: first everyone gets those of all messages.
-            running.deliver(_from(self.coordinator_rank, header), lambda _: table, take_table)
-            deliveries = [
-                Delivery(self.coordinator_rank, rank, nbytes, crc32)
-                for rank, (nbytes, crc32) in enumerate(_TABLE_ROW.iter_unpack(table))
-                if nbytes
-            ]
-            received: dict[int, M] = {}
-            running.deliver(
-                deliveries,
-                lambda delivery: payloads[delivery.receiver or 0],
-                self._decoding(received, phase, message_type),
-            )
-        return own if self.is_coordinator else received.get(self.coordinator_rank)
+        work = Work(contribute, reply=lambda agreement, payload: encoded[0] if encoded else b"", share=share)
+        _, payload = self._run("scatter", phase, work)
+
+        def take() -> M | None:
+            if own:
+                return own[0]
+            mine = _first(payload)
+            return wire.decode(mine, message_type) if mine else None
+
+        return self._arrived(phase, take)
 
     def all_gather(self, phase: str, produce: Callable[[], M], message_type: type[M]) -> list[M]:
-        """Every rank's message, in rank order, on every rank. At most ``MAX_ALL_GATHER_NBYTES`` from each.
+        """Every rank's message, in rank order, on every rank. For what is small: each rank sees all of it.
 
         Raises:
             RobustCheckpointError: see the class.
         """
-        messages: dict[int, M] = {}
-        payload = b""
+        own: list[M] = []
 
         def contribute() -> Contribution:
-            nonlocal payload
-            messages[self.rank] = message = produce()
-            payload = self._encoded(message)
-            if len(payload) > MAX_ALL_GATHER_NBYTES:
-                raise ValueError(
-                    f"{len(payload)} bytes are more than {MAX_ALL_GATHER_NBYTES}: gather and broadcast them"
-                )
-            return Contribution(payload=payload)
+            own.append(produce())
+            return Contribution(payload=self._bundled(own[0], message_type))
 
-        with self._exchange("all_gather", phase) as running:
-            headers = self._join(running, contribute)
-            deliveries = [delivery for rank, header in enumerate(headers) for delivery in _from(rank, header)]
-            running.deliver(deliveries, lambda _: payload, self._decoding(messages, phase, message_type))
-        return [messages[rank] for rank in range(self.size)]
+        work = Work(contribute, _merging(message_type), reply=lambda agreement, payload: payload)
+        _, payload = self._run("all_gather", phase, work)
+
+        def take() -> list[M]:
+            messages = open_bundle(payload, message_type) if payload else {self.rank: own[0]}
+            return [messages[rank] for rank in range(self.size)]
+
+        return self._arrived(phase, take)
+
+    def combine(self, phase: str, produce: Callable[[], M], join: Callable[[M, M], M], message_type: type[M]) -> M:
+        """What the messages of all ranks add up to, on every rank.
+
+        Args:
+            phase: the name of the exchange, the same on all ranks.
+            produce: makes this rank's message.
+            join: of two messages makes one that is no larger; in which order, must not matter.
+            message_type: what the messages are decoded as, and checked against.
+
+        Raises:
+            RobustCheckpointError: see the class.
+        """
+
+        def merge(own: Payload, below: list[tuple[int, Payload]]) -> Payload:
+            total = wire.decode(own, message_type)
+            for _, payload in below:
+                total = join(total, wire.decode(payload, message_type))
+            return wire.encode(total)
+
+        work = Work(lambda: Contribution(payload=wire.encode(produce())), merge, lambda _, payload: payload)
+        _, payload = self._run("combine", phase, work)
+        return self._arrived(phase, lambda: wire.decode(payload, message_type))
+
+    def combined_signature(self, signatures: Sequence[bytes]) -> bytes:
+        """What the signatures of all ranks, in rank order, add up to in an :class:`Agreement` of this channel."""
+        return combined_signature([signatures[rank] for rank in self._operation.tree.ranks_by_place])
 
     def relay(self, phase: str, relayed: Relay) -> None:
         """Pass tensors from the ranks that have them to those that need them; what arrived was sent, or it raises.
@@ -327,38 +300,43 @@ class Channel:
         Raises:
             RobustCheckpointError: see the class.
         """
-        with self._exchange("relay", phase) as running:
-            self._join(running, Contribution)
-            damaged = carry(self._link, relayed, self.timeout_seconds, running.cost)
-        self.barrier(f"{phase}: arrived", lambda: refuse_damage(damaged, self.rank, phase))
+        operation, pipes = self._operation, self._link.relay_pipes
+        cost = PhaseStats()
 
-    @property
-    def nodes(self) -> tuple[int, ...]:
-        """For each rank the number of its node, the same on all ranks. To be asked after an exchange."""
-        return self._link.nodes(Deadline(self.timeout_seconds)).node_of
+        def move() -> None:
+            try:
+                damaged = carry(
+                    self.rank, relayed, pipes, self.timeout_seconds, cost, lambda: operation.note_progress()
+                )
+            except PipeBroken as error:
+                self.stop_if_announced()
+                raise ExchangeTimeout(
+                    f"{phase!r}: rank {self.rank} lost a rank that it passes tensors to or gets them from ({error})",
+                    phase=phase,
+                    timeout_seconds=self.timeout_seconds,
+                ) from None
+            refuse_damage(damaged, self.rank, phase)
 
-    def announce_failure(self, error: BaseException) -> None:
-        """Tell the ranks that still work towards the next exchange, or within the present one, that it will fail.
+        operation.interrupt = pipes.interrupt
+        try:
+            self.barrier(phase, move)
+        except BaseException:
+            pipes.reset()
+            raise
+        finally:
+            operation.interrupt = None
+            operation.stats.add_payloads(phase, cost)
 
-        Join that exchange afterwards, and let its ``produce`` raise ``error``. What ``produce`` raises is announced
-        anyway; this is for work between exchanges.
-        """
-        link = self._link
-        text = str(error).partition("\n")[0][:500]
-        link.roll_call.announce(link.generation, link.sequence, f"rank {link.rank}: {type(error).__name__}: {text}")
+    def note_progress(self, done_nbytes: int | None = None, total_nbytes: int | None = None) -> None:
+        """Say that this rank's work has got on, and how far: others wait for a rank that does. From any thread."""
+        self._operation.note_progress(done_nbytes, total_nbytes)
 
     def failure_announced(self) -> str | None:
-        """What another rank announced of the next exchange, or of the present one; ``None`` if nothing.
+        """What another rank has said of the exchange that this one works towards; ``None`` if nothing.
 
-        Cheap enough for a loop over items: the store is asked a few times a second at most. From any thread.
+        Cheap enough for a loop over items. From any thread.
         """
-        link = self._link
-        now, place = time.monotonic(), (link.generation, link.sequence)
-        polled = self._polled
-        if polled is None or polled[1] != place or now - polled[0] >= _POLL_SECONDS:
-            polled = (now, place, link.roll_call.announced(*place))
-            self._polled = polled
-        return polled[2]
+        return self._operation.stopped()
 
     def stop_if_announced(self) -> None:
         """Leave the work of this rank if another has announced a failure.
@@ -370,30 +348,77 @@ class Channel:
         if announced is not None:
             raise Stopped(announced)
 
-    @contextmanager
-    def _exchange(self, verb: str, phase: str) -> Iterator[Exchange]:
-        operation = f"{verb} {phase!r}"
-        if self.coordinator_rank:
-            operation += f" with coordinator {self.coordinator_rank}"
-        with exchange(self._link, operation, phase, self.timeout_seconds) as running:
-            yield running
+    def _run(self, verb: str, phase: str, work: Work) -> tuple[Agreement, Payload]:
+        self.last_agreement, payload = self._operation.run(verb, phase, self.coordinator_rank, work)
+        return self.last_agreement, payload
 
-    def _join(self, running: Exchange, contribute: Callable[[], Contribution]) -> list[Frame]:
-        headers = running.join(contribute)
-        self.last_values = tuple(header.value for header in headers)
-        return headers
+    def _arrived(self, phase: str, take: Callable[[], R]) -> R:
+        """What ``take`` makes of what has come down, once it could on all ranks."""
+        taken: list[R] = []
 
-    def _decoding(self, messages: dict[int, M], phase: str, message_type: type[M]) -> Accept:
-        def accept(sender: int, payload: Payload) -> None:
-            messages[sender] = wire.decode(payload, message_type)
+        def work() -> None:
+            try:
+                taken.append(take())
+            except ExchangeError as error:
+                sender = self.coordinator_rank
+                message = f"rank {self.rank} cannot use what rank {sender} sent in {phase!r}: {error.message}"
+                raise ExchangeError(message, phase=phase, ranks=[sender]) from None
 
-        return blaming(self.rank, phase, accept)
+        if self.size == 1:
+            return take()
+        self.barrier(f"{phase}: arrived", work)
+        return taken[0]
 
-    def _encoded(self, message: msgspec.Struct) -> bytes:
-        """A rank's own message is handed to it as it is: alone, nothing is encoded."""
-        return wire.encode(message) if self.size > 1 else b""
+    def _bundled(self, message: M | None, message_type: type[M]) -> Payload:
+        """The coordinator's own message is handed to it as it is, unless all are to get it."""
+        if message is None or self.size == 1:
+            return b""
+        bundler = Bundler(message_type)
+        bundler.add(self.rank, message)
+        return bundler.encode()
 
 
-def _from(rank: int, header: Frame) -> list[Delivery]:
-    """What ``rank`` announced, to everyone."""
-    return [Delivery(rank, None, header.payload_nbytes, header.payload_crc32)] if header.payload_nbytes else []
+R = TypeVar("R")
+
+
+def _merging(message_type: type[M]) -> Callable[[Payload, list[tuple[int, Payload]]], Payload]:
+    def merge(own: Payload, below: list[tuple[int, Payload]]) -> Payload:
+        payloads = [payload for payload in (own, *(payload for _, payload in below)) if payload]
+        if len(payloads) == 1:
+            return payloads[0]
+        bundler = Bundler(message_type)
+        for payload in payloads:
+            bundler.add_bundle(payload)
+        return bundler.encode()
+
+    return merge
+
+
+def _packed(payloads: Sequence[Payload], first_place: int) -> bytes:
+    """The payloads of the places from ``first_place`` on; nothing if they all are empty."""
+    if not any(payloads):
+        return b""
+    lengths = b"".join(_LENGTH.pack(len(each)) for each in payloads)
+    return b"".join([_LENGTH.pack(first_place), _LENGTH.pack(len(payloads)), lengths, *payloads])
+
+
+def _parts(payload: Payload) -> tuple[int, list[Payload]]:
+    """What :func:`_packed` made: the first place, and the payloads."""
+    view = memoryview(payload)
+    (first,), (count,) = _LENGTH.unpack_from(view), _LENGTH.unpack_from(view, _LENGTH.size)
+    at = (2 + count) * _LENGTH.size
+    parts: list[Payload] = []
+    for number in range(count):
+        (nbytes,) = _LENGTH.unpack_from(view, (2 + number) * _LENGTH.size)
+        parts.append(view[at : at + nbytes])
+        at += nbytes
+    return first, parts
+
+
+def _unpacked(payload: Payload, places: range) -> Payload:
+    first, parts = _parts(payload)
+    return _packed(parts[places.start - first : places.stop - first], places.start)
+
+
+def _first(payload: Payload) -> Payload:
+    return _parts(payload)[1][0] if payload else b""

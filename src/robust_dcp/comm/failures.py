@@ -12,9 +12,10 @@ from typing import Any
 import msgspec
 
 from robust_dcp.comm import wire
+from robust_dcp.comm.frames import Status
 from robust_dcp.errors import RankFailure, RobustCheckpointError, error_from_fields, failure_of
 
-__all__ = ["MAX_FAILURES_TOLD", "ErrorMessage", "Stopped", "describe", "joint_error"]
+__all__ = ["MAX_FAILURES_TOLD", "ErrorMessage", "FailuresBelow", "Stopped", "describe", "joint_error"]
 
 MAX_FAILURES_TOLD = 16
 """When more ranks fail, only so many send a description; the others are named."""
@@ -80,6 +81,60 @@ def describe(rank: int, error: BaseException) -> bytes:
         fields = _plain_fields(error)
         failures += tuple(FailureMessage.of(failure) for failure in error.rank_failures[:MAX_FAILURES_TOLD])
     return wire.encode(ErrorMessage(type(error).__name__, fields, failures))
+
+
+class FailuresBelow(msgspec.Struct, array_like=True, frozen=True):
+    """What has failed on a rank and on those below it in the tree, on its way up.
+
+    Attributes:
+        failed: the ranks whose own work failed, in ascending order.
+        told: the descriptions of the first ``MAX_FAILURES_TOLD`` of them (:func:`describe`).
+        stopped: the ranks that stopped since a failure was announced to them.
+        reason: what was announced.
+    """
+
+    failed: tuple[int, ...] = ()
+    told: dict[int, ErrorMessage] = {}
+    stopped: tuple[int, ...] = ()
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.failed or self.stopped)
+
+    @classmethod
+    def on(cls, rank: int, error: BaseException) -> FailuresBelow:
+        """``error`` was raised on ``rank``."""
+        return cls(failed=(rank,), told={rank: wire.decode(describe(rank, error), ErrorMessage)})
+
+    @classmethod
+    def stopped_on(cls, rank: int, reason: str) -> FailuresBelow:
+        """``rank`` stopped since it was told of a failure."""
+        return cls(stopped=(rank,), reason=reason[:500].encode(errors="replace").decode())
+
+    def merged(self, other: FailuresBelow) -> FailuresBelow:
+        """Those of both."""
+        told = {**self.told, **other.told}
+        return FailuresBelow(
+            failed=tuple(sorted({*self.failed, *other.failed})),
+            told={rank: told[rank] for rank in sorted(told)[:MAX_FAILURES_TOLD]},
+            stopped=tuple(sorted({*self.stopped, *other.stopped})),
+            reason=self.reason or other.reason,
+        )
+
+    @property
+    def status(self) -> Status:
+        """What the rank says of itself and of those below it."""
+        if self.failed:
+            return Status.ERROR
+        return Status.STOPPED if self.stopped else Status.OK
+
+    def joint_error(self, phase: str) -> RobustCheckpointError:
+        """The one exception for all ranks."""
+        if self.failed:
+            return joint_error(phase, self.failed, self.told)
+        return RobustCheckpointError(
+            f"{phase!r} was stopped on ranks {list(self.stopped)}, as a failure was announced: {self.reason}"
+        )
 
 
 def joint_error(phase: str, failed_ranks: Sequence[int], told: Mapping[int, ErrorMessage]) -> RobustCheckpointError:

@@ -1,146 +1,125 @@
-"""The 64-byte frame that opens, confirms and closes every exchange: its layout, and what makes one unacceptable.
+"""The 160-byte frame that every message between two ranks begins with: its layout, and what makes one unacceptable.
 
-Pure bytes to values and back; it never talks to anyone and never decides what to do about a bad frame. The exchange
-(:mod:`robust_dcp.comm.exchange`) is its only user.
+Pure bytes to values and back; it never talks to anyone and never decides what to do about a bad frame. A
+:class:`~robust_dcp.comm.connection.Connection` sends and receives frames, an operation reads them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import zlib
 from dataclasses import dataclass
 from enum import IntEnum
 
-__all__ = [
-    "FRAME_NBYTES",
-    "MAX_PAYLOAD_NBYTES",
-    "NO_PLAN_ID",
-    "NO_SIGNATURE",
-    "Fault",
-    "Frame",
-    "FrameError",
-    "Kind",
-    "Status",
-    "operation_id",
-]
+__all__ = ["BODY_NBYTES", "FRAME_NBYTES", "MAX_PAYLOAD_NBYTES", "Frame", "FrameError", "Kind", "Status"]
 
-FRAME_NBYTES = 64
+FRAME_NBYTES = 160
+BODY_NBYTES = 104
 MAX_PAYLOAD_NBYTES = 8 << 30
-"""No rank announces more than this; a receiver allocates what a header announces, so there has to be a bound."""
-
-NO_SIGNATURE = bytes(16)
-NO_PLAN_ID = bytes(8)
+"""No rank announces more than this; a receiver allocates what a frame announces, so there has to be a bound."""
 
 MAGIC = b"RDCP"
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
-# magic, version, kind, status, flags, operation, sequence, payload nbytes, payload CRC-32, signature, plan id, value;
-# then the CRC-32 of all that. Magic and CRC keep their places in every version, so that damage and another version
-# are told apart.
-_BODY = struct.Struct("<4sBBBBIIQI16s8sQ")
+# magic, version, kind, status, flags, serial, acknowledged, operation, occurrence, exchange, phase, payload nbytes,
+# payload CRC-32, payload tag, body; then the CRC-32 of all that. Magic and CRC keep their places in every version, so
+# that damage and another version are told apart.
+_CONTENT = struct.Struct(f"<4sBBBBIIQIIIQII{BODY_NBYTES}s")
 _CRC = struct.Struct("<I")
 
 
 class Kind(IntEnum):
-    """Which round of an exchange a frame belongs to."""
+    """What a frame is for."""
 
-    HEADER = 1
-    CONFIRM = 2
-    VERDICT = 3
+    UP = 1  # what a rank and all ranks below it contribute to an exchange
+    DOWN = 2  # how that exchange ended, and this subtree's share of the reply
+    BEAT = 3  # still here, and how far the work has come
+    STOP = 4  # the exchange that is under way will fail; the payload says why
+    FAIL = 5  # the operation is over, out of step; the payload is the exception for all ranks
+    AGAIN = 6  # send once more what you have sent from serial `exchange` on
+    ASK = 7  # which operations are you in, and whom do you miss?
+    ANSWER = 8
+    HELLO = 9  # the first over a connection; the body says which process sends it
 
 
 class Status(IntEnum):
-    """What a rank says of itself. Zero is no status: zeros are never mistaken for a frame."""
+    """What a rank says of itself and of the ranks below it. Zero is no status: zeros are no frame."""
 
     OK = 1
-    ERROR = 2  # its own work failed; the announced payload is the description
-    STOPPED = 3  # it stopped because another rank announced a failure
-    AGAIN = 4  # something arrived damaged; `value` is the rank that it came from
-
-
-class Fault(IntEnum):
-    """Why a frame is not accepted. It travels in the flags of a confirming frame."""
-
-    NONE = 0
-    LENGTH = 1
-    ZEROS = 2
-    MAGIC = 3
-    CHECKSUM = 4
-    VERSION = 5
-    VALUES = 6
-    KIND = 7
-    OPERATION = 8
-    SEQUENCE = 9
+    STOPPED = 2  # it stopped because another rank had announced a failure
+    ERROR = 3  # its own work failed; the payload describes it
 
 
 class FrameError(Exception):
-    """A frame is not acceptable; internal to :mod:`robust_dcp.comm`, which turns it into an ``ExchangeError``."""
-
-    def __init__(self, fault: Fault, detail: str) -> None:
-        super().__init__(detail)
-        self.fault = fault
-        self.detail = detail
+    """Some bytes are no frame; internal to :mod:`robust_dcp.comm`, which asks for them again."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What one rank says in one round.
+    """One message between two ranks, but for its payload.
 
     Attributes:
-        kind: which round it is.
-        operation: CRC-32 of the operation's name (:func:`operation_id`).
-        sequence: how many exchanges this connection has completed.
+        kind: what it is for.
+        operation: 64 bits, :func:`operation_id` of the name of the operation that it belongs to.
+        occurrence: how many operations of that name this rank had been in before.
+        exchange: how many exchanges of the operation were completed before.
+        phase: 32 bits of a hash of what the exchange is (:func:`phase_id`).
         status: see :class:`Status`.
-        flags: 8 bits; free for the operation in a header, a :class:`Fault` in a confirmation.
-        payload_nbytes: length of the payload that follows; 0 for none. In a verdict: of the description of a failure
-            (ERROR), or of a bundle that a later delivery brings (OK).
+        flags: 8 bits, free for the kind.
+        body: at most ``BODY_NBYTES`` bytes, zero-padded; their meaning depends on the kind.
+        serial: how many frames the sender had sent over this connection before.
+        acknowledged: how many it had received.
+        payload_nbytes: length of the payload that follows; 0 for none.
         payload_crc32: CRC-32 of that payload.
-        signature: 16 bytes, the signature of the rank's structure.
-        plan_id: 8 bytes, the cached plan that the rank offers.
-        value: 64 bits; free for the operation.
+        payload_tag: under which it is sent.
     """
 
     kind: Kind
-    operation: int
-    sequence: int
+    operation: int = 0
+    occurrence: int = 0
+    exchange: int = 0
+    phase: int = 0
     status: Status = Status.OK
     flags: int = 0
+    body: bytes = b""
+    serial: int = 0
+    acknowledged: int = 0
     payload_nbytes: int = 0
     payload_crc32: int = 0
-    signature: bytes = NO_SIGNATURE
-    plan_id: bytes = NO_PLAN_ID
-    value: int = 0
+    payload_tag: int = 0
 
     def encode(self) -> bytes:
-        """The frame as 64 bytes.
+        """The frame as ``FRAME_NBYTES`` bytes.
 
         Raises:
             ValueError: a value does not fit its field.
         """
-        if len(self.signature) != len(NO_SIGNATURE) or len(self.plan_id) != len(NO_PLAN_ID):
-            raise ValueError(
-                f"signature and plan_id have {len(self.signature)} and {len(self.plan_id)} bytes, not 16, 8"
-            )
+        if len(self.body) > BODY_NBYTES:
+            raise ValueError(f"the body of a frame has at most {BODY_NBYTES} bytes, not {len(self.body)}")
         if self.payload_nbytes > MAX_PAYLOAD_NBYTES:
             raise ValueError(f"a payload of {self.payload_nbytes} bytes is larger than {MAX_PAYLOAD_NBYTES}")
         try:
-            body = _BODY.pack(
+            content = _CONTENT.pack(
                 MAGIC,
                 PROTOCOL_VERSION,
                 self.kind,
                 self.status,
                 self.flags,
+                self.serial,
+                self.acknowledged,
                 self.operation,
-                self.sequence,
+                self.occurrence,
+                self.exchange,
+                self.phase,
                 self.payload_nbytes,
                 self.payload_crc32,
-                self.signature,
-                self.plan_id,
-                self.value,
+                self.payload_tag,
+                self.body,
             )
         except struct.error as error:
             raise ValueError(f"{self} does not fit a frame: {error}") from None
-        return body + _CRC.pack(zlib.crc32(body))
+        return content + _CRC.pack(zlib.crc32(content))
 
     @classmethod
     def decode(cls, data: bytes) -> Frame:
@@ -150,40 +129,49 @@ class Frame:
             FrameError: it holds none; says why.
         """
         if len(data) != FRAME_NBYTES:
-            raise FrameError(Fault.LENGTH, f"{len(data)} bytes instead of {FRAME_NBYTES}")
+            raise FrameError(f"it has {len(data)} bytes instead of {FRAME_NBYTES}")
         if not any(data):
-            raise FrameError(Fault.ZEROS, "all zeros")
-        body = data[: _BODY.size]
-        magic, version, kind, status, flags, operation, sequence, nbytes, crc32, signature, plan_id, value = (
-            _BODY.unpack(body)
-        )
-        if magic != MAGIC:
-            raise FrameError(Fault.MAGIC, f"it begins with {magic!r} instead of {MAGIC!r}")
-        (found,) = _CRC.unpack(data[_BODY.size :])
-        expected = zlib.crc32(body)
+            raise FrameError("it is all zeros")
+        content = data[: _CONTENT.size]
+        fields = _CONTENT.unpack(content)
+        if fields[0] != MAGIC:
+            raise FrameError(f"it begins with {fields[0]!r} instead of {MAGIC!r}")
+        (found,) = _CRC.unpack(data[_CONTENT.size :])
+        expected = zlib.crc32(content)
         if found != expected:
-            raise FrameError(Fault.CHECKSUM, f"its CRC-32 is {found:#010x}, that of its bytes is {expected:#010x}")
-        if version != PROTOCOL_VERSION:
-            raise FrameError(Fault.VERSION, f"protocol version {version} instead of {PROTOCOL_VERSION}")
-        if nbytes > MAX_PAYLOAD_NBYTES:
-            raise FrameError(Fault.VALUES, f"it announces {nbytes} bytes, more than {MAX_PAYLOAD_NBYTES}")
+            raise FrameError(f"its CRC-32 is {found:#010x}, that of its bytes is {expected:#010x}")
+        if fields[1] != PROTOCOL_VERSION:
+            raise FrameError(f"it is of protocol version {fields[1]} instead of {PROTOCOL_VERSION}")
+        (_, _, kind, status, flags, serial, acknowledged, operation, occurrence, exchange, phase, *payload, body) = (
+            fields
+        )
+        if payload[0] > MAX_PAYLOAD_NBYTES:
+            raise FrameError(f"it announces {payload[0]} bytes, more than {MAX_PAYLOAD_NBYTES}")
         try:
             return cls(
                 kind=Kind(kind),
                 operation=operation,
-                sequence=sequence,
+                occurrence=occurrence,
+                exchange=exchange,
+                phase=phase,
                 status=Status(status),
                 flags=flags,
-                payload_nbytes=nbytes,
-                payload_crc32=crc32,
-                signature=signature,
-                plan_id=plan_id,
-                value=value,
+                body=body,
+                serial=serial,
+                acknowledged=acknowledged,
+                payload_nbytes=payload[0],
+                payload_crc32=payload[1],
+                payload_tag=payload[2],
             )
         except ValueError as error:
-            raise FrameError(Fault.VALUES, str(error)) from None
+            raise FrameError(str(error)) from None
 
 
-def operation_id(text: str) -> int:
-    """The number under which an operation, ``"gather 'save 3: plan' to rank 0"`` say, travels in frames."""
-    return zlib.crc32(text.encode())
+def operation_id(name: str) -> int:
+    """The number under which an operation, ``"save /ckpt/step_3"`` say, travels in frames."""
+    return int.from_bytes(hashlib.blake2b(name.encode(errors="replace"), digest_size=8).digest(), "little")
+
+
+def phase_id(text: str) -> int:
+    """The number under which an exchange, ``"gather 'save 3: plan' to rank 0"`` say, travels in frames."""
+    return zlib.crc32(text.encode(errors="replace"))

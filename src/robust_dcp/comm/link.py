@@ -1,157 +1,254 @@
-"""The connection of this process to one group for one purpose: its transport, and where in the sequence it stands.
+"""What a process has of one group: its connections, and the operations that run over them.
 
-It owns generation, sequence, tags and the transport, which it makes when first needed and again after a failure. It
-never looks into a message. Channels of one group and purpose share one link; the exchange drives it.
+Owns the numbering of operations, the dispatch of what arrives to the operation that it is for, and the clock of the
+beats. It knows nothing of what an operation does. Channels of one group share one link.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, cast
 
-from robust_dcp.comm.deadline import Deadline
-from robust_dcp.comm.nodes import NodeMap
-from robust_dcp.comm.roll_call import RollCall, State
-from robust_dcp.comm.stats import ExchangeStats, PhaseStats
-from robust_dcp.comm.transport import Transport
-from robust_dcp.errors import RobustCheckpointError
+from robust_dcp.comm.connection import Connection
+from robust_dcp.comm.frames import Frame, Kind, operation_id
+from robust_dcp.comm.open_files import ensure_open_files
+from robust_dcp.comm.pipe import GlooPipe, Payload, Pipe
+from robust_dcp.comm.relay import RelayPipes
+from robust_dcp.comm.survey import Surveyor
 
-__all__ = ["Connection", "Link", "OpenTransport"]
+__all__ = ["Link", "MeetingPlace", "OperationKey", "RunningOperation"]
 
-
-class Connection(NamedTuple):
-    """What a generation works with. ``nodes``: who shares a node, the same map on all ranks."""
-
-    transport: Transport
-    nodes: NodeMap
+_ELSEWHERE_SECONDS = 3.0
 
 
-OpenTransport = Callable[[int, Deadline], Connection]
-"""Makes the connection of a generation among all ranks; raises ``TransportFailure``."""
+class OperationKey(NamedTuple):
+    """An operation: a hash of its name, and how many of that name there were before."""
 
-MAX_RECORDED_PHASES = 1000
+    operation: int
+    occurrence: int
+
+
+class RunningOperation(Protocol):
+    """What a link knows of an operation."""
+
+    key: OperationKey
+
+    def deliver(self, peer: int, frame: Frame, payload: Payload) -> None: ...
+
+    def lost(self, peer: int, detail: str, *, damaged: bool) -> None: ...
+
+    def beat(self) -> None: ...
+
+    def whereabouts(self) -> str: ...
+
+    def missing(self) -> dict[int, str]: ...
+
+
+class MeetingPlace(Protocol):
+    """How ranks reach each other: :class:`robust_dcp.comm.meeting.Meeting`, but in tests."""
+
+    closed: bool
+
+    def connect(self, peer: int, generation: int, purpose: str = ...) -> Pipe: ...
+
+    def settle(self, operation: str, account: bytes) -> bytes: ...
+
+
+class _Early(NamedTuple):
+    """A message for an operation that this rank is not in yet."""
+
+    peer: int
+    frame: Frame
+    payload: Payload
+    seconds: float
 
 
 class Link:
-    """State that all ranks of the group change in the same way.
+    """The connections of one rank to others of its group, made when they are first needed.
 
-    Attributes:
+    Args:
         rank: of this process in the group.
         ranks: the global rank of each rank of the group.
-        roll_call: who is where.
-        open_transport: see :data:`OpenTransport`.
-        generation: how many transports have failed. One that failed is never used again by anybody, so whatever was
-            still under way in it is gone, and all ranks start afresh.
-        sequence: of the exchange that is under way, or else of the next; starts at 0 in each generation.
+        meeting: where it meets the others; ``None`` in a group of one.
     """
 
-    def __init__(
-        self, *, rank: int, ranks: tuple[int, ...], roll_call: RollCall, open_transport: OpenTransport
-    ) -> None:
+    def __init__(self, *, rank: int, ranks: tuple[int, ...], meeting: MeetingPlace | None) -> None:
         self.rank = rank
         self.ranks = ranks
-        self.roll_call = roll_call
-        self.open_transport = open_transport
-        self.generation = 0
-        self.sequence = 0
-        self.stats = ExchangeStats()
-        self._recordings: list[ExchangeStats] = []
-        self._tag = 0
-        self._connection: Connection | None = None
-        self._lock = threading.Lock()
-        self._holder: int | None = None
+        self.surveyor = Surveyor(self)
+        self.relay_pipes = RelayPipes(self._connect_for_relay)
+        self._meeting = meeting
+        self._lock = threading.RLock()
+        self._connections: dict[int, Connection] = {}
+        self._generations: dict[int, int] = defaultdict(int)
+        self._operations: weakref.WeakValueDictionary[OperationKey, RunningOperation] = weakref.WeakValueDictionary()
+        self._occurrences: dict[int, int] = defaultdict(int)
+        self._early: dict[OperationKey, list[_Early]] = defaultdict(list)
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
-    @contextmanager
-    def held(self, operation: str) -> Iterator[None]:
-        """One exchange at a time. Threads that share a link wait for each other, but their order is their own affair.
+    def begin(self, name: str, operation: RunningOperation, peers: Sequence[int]) -> None:
+        """Number ``operation``, and hand it what has come for it already. Its ``key`` is set here.
+
+        Args:
+            name: the same on all ranks.
+            operation: kept as long as somebody else keeps it.
+            peers: the ranks that it will talk to.
 
         Raises:
-            RobustCheckpointError: this thread is in an exchange already.
+            RobustCheckpointError: the process may not open as many files.
         """
-        if self._holder == threading.get_ident():
-            raise RobustCheckpointError(
-                f"{operation} was called within the work of another exchange of the same channel: "
-                "finish that one first, or use a channel of another purpose"
-            )
         with self._lock:
-            self._holder = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._holder = None
+            ensure_open_files(sum(peer not in self._connections for peer in peers))
+            number = operation_id(name)
+            operation.key = OperationKey(number, self._occurrences[number])
+            self._occurrences[number] += 1
+            self._operations[operation.key] = operation
+            early = self._early.pop(operation.key, [])
+        for each in early:
+            operation.deliver(each.peer, each.frame, each.payload)
+        if peers:
+            _CLOCK.add(self)
 
-    def transport(self, deadline: Deadline) -> Transport:
-        """The transport of this generation, made now if there is none yet.
+    def connection(self, peer: int) -> Connection:
+        """The connection to ``peer``, made now if there is none."""
+        with self._lock:
+            found = self._connections.get(peer)
+            if found is None or found.is_lost:
+                loss = None
+                if found is not None:
+                    found.close()
+                    loss = found.loss
+                self._connections[peer] = found = Connection(peer, self._connects(peer), self, previous_loss=loss)
+            return found
+
+    def _connects(self, peer: int) -> Callable[[], Pipe]:
+        generation = self._generations[peer]
+        self._generations[peer] += 1
+        meeting = self._meeting
+        if meeting is None:
+            raise ValueError("a group of one has nobody to connect to")
+        return lambda: meeting.connect(peer, generation)
+
+    def _connect_for_relay(self, peer: int, generation: int) -> GlooPipe:
+        if self._meeting is None:
+            raise ValueError("a group of one has nobody to connect to")
+        return cast(GlooPipe, self._meeting.connect(peer, generation, "relay"))
+
+    def settle(self, operation: OperationKey, account: bytes) -> bytes:
+        """Make ``account`` the one of how ``operation`` ended, unless there is one; return the one that counts.
 
         Raises:
-            TransportFailure: not all ranks came to make it.
+            StoreLost: the ranks have no place to agree on it.
         """
-        return self._connected(deadline).transport
+        if self._meeting is None:
+            return account
+        return self._meeting.settle(f"{operation.operation:016x}/{operation.occurrence}", account)
 
-    def nodes(self, deadline: Deadline) -> NodeMap:
-        """Who shares a node with whom in this generation, the same map on all ranks.
+    def peers(self) -> list[int]:
+        """The ranks that this one is connected to."""
+        with self._lock:
+            return [peer for peer, connection in self._connections.items() if connection.is_open]
 
-        Raises:
-            TransportFailure: not all ranks came to say so.
-        """
-        return self._connected(deadline).nodes
+    def send(self, peer: int, frame: Frame, payload: Payload = b"") -> None:
+        """Send a message to ``peer``; never waits."""
+        self.connection(peer).send(frame, payload)
 
-    def _connected(self, deadline: Deadline) -> Connection:
-        if self._connection is None:
-            self._connection = self.open_transport(self.generation, deadline)
-        return self._connection
+    def deliver(self, peer: int, frame: Frame, payload: Payload) -> None:
+        if frame.kind in (Kind.ASK, Kind.ANSWER):
+            self.surveyor.deliver(peer, frame, payload)
+            return
+        key = OperationKey(frame.operation, frame.occurrence)
+        with self._lock:
+            operation = self._operations.get(key)
+            if operation is None:
+                if frame.occurrence >= self._occurrences.get(frame.operation, 0):
+                    self._keep_early(key, _Early(peer, frame, payload, time.monotonic()))
+                return
+        operation.deliver(peer, frame, payload)
 
-    def messages(self) -> tuple[int, int]:
-        """How many messages this rank has sent and received in this generation."""
-        if self._connection is None:
-            return 0, 0
-        transport = self._connection.transport
-        return transport.messages_sent, transport.messages_received
+    def _keep_early(self, key: OperationKey, message: _Early) -> None:
+        waiting = self._early[key]
+        if message.frame.kind == Kind.BEAT and any(each.peer == message.peer for each in waiting):
+            return
+        waiting.append(message)
 
-    def next_tag(self) -> int:
-        """A tag that no other call of this generation has; the same on all ranks, as they make the same calls."""
-        self._tag += 1
-        return self._tag & 0x7FFFFFFF
+    def lost(self, peer: int, detail: str, *, damaged: bool) -> None:
+        for operation in self.operations():
+            operation.lost(peer, detail, damaged=damaged)
 
-    def note(self, state: State, operation: str) -> None:
-        self.roll_call.note(state, self.generation, self.sequence, operation)
+    def operations(self) -> list[RunningOperation]:
+        """Those that this rank is in."""
+        with self._lock:
+            return list(self._operations.values())
 
-    def finish_exchange(self, operation: str) -> None:
-        """The exchange is over on this rank, and in step with the others, whether it succeeded or not."""
-        self.note(State.FINISHED, operation)
-        self.sequence += 1
+    def end(self, operation: RunningOperation) -> None:
+        """Take ``operation`` off the list: what still comes for it is of no use to anybody."""
+        with self._lock:
+            self._operations.pop(operation.key, None)
 
-    def close_transport(self) -> None:
-        """Break all connections of this generation, so that nobody goes on waiting for this rank."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.transport.close()
+    def is_elsewhere(self, peer: int, patience_seconds: float) -> bool:
+        """Whether ``peer`` has been for a while in an operation that this rank is not in."""
+        before = time.monotonic() - min(_ELSEWHERE_SECONDS, patience_seconds)
+        with self._lock:
+            return any(
+                each.peer == peer and each.frame.kind in (Kind.UP, Kind.BEAT) and each.seconds < before
+                for messages in self._early.values()
+                for each in messages
+            )
 
-    def next_generation(self) -> None:
-        """Leave a generation that has failed. Each rank does so once for each: when it has learnt how it ended."""
-        self.close_transport()
-        self.generation += 1
-        self.sequence = 0
-        self._tag = 0
+    def fail_early(self, account: bytes) -> None:
+        """End, for all who are in them, the operations that others are in and this rank is not."""
+        with self._lock:
+            early, self._early = self._early, defaultdict(list)
+            for key in early:
+                self._occurrences[key.operation] = max(self._occurrences[key.operation], key.occurrence + 1)
+        for key, messages in early.items():
+            for peer in {each.peer for each in messages}:
+                self.send(peer, Frame(Kind.FAIL, key.operation, key.occurrence), account)
 
-    def record(self, phase: str, cost: PhaseStats) -> None:
-        if len(self.stats.phases) >= MAX_RECORDED_PHASES and phase not in self.stats.phases:
-            self.stats.phases.pop(next(iter(self.stats.phases)))
-        for stats in (self.stats, *self._recordings):
-            stats.count(phase, cost)
+    def close(self) -> None:
+        """Close all connections."""
+        if self._meeting is not None:
+            self._meeting.closed = True
+        with self._lock:
+            connections, self._connections = self._connections, {}
+        for connection in connections.values():
+            connection.close()
+        self.relay_pipes.interrupt()
 
-    @contextmanager
-    def recording(self) -> Iterator[ExchangeStats]:
-        """Count the exchanges that end within the block."""
-        stats = ExchangeStats()
-        self._recordings.append(stats)
-        try:
-            yield stats
-        finally:
-            self._recordings = [other for other in self._recordings if other is not stats]
+
+class _Clock:
+    """Lets the operations of all links of this process beat, from one thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._links: weakref.WeakSet[Link] = weakref.WeakSet()
+        self._thread: threading.Thread | None = None
+
+    def add(self, link: Link) -> None:
+        with self._lock:
+            self._links.add(link)
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, name="robust_dcp: beats", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(TICK_SECONDS)
+            with self._lock:
+                links = list(self._links)
+            for link in links:
+                for operation in link.operations():
+                    operation.beat()
+            del links
+
+
+TICK_SECONDS = 0.1
+_CLOCK = _Clock()

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["connect", "is_initialised", "members", "name_of", "own_store", "parent_of", "with_prefix"]
+__all__ = ["connect_pair", "is_initialised", "members", "name_of", "parent_of", "store_opener"]
 
 STORE_TIMEOUT_SECONDS = 30.0
 """How long one question to the store may take; it answers in microseconds unless its host is gone."""
@@ -45,18 +48,24 @@ def name_of(parent: Any) -> str:
     return str(parent.group_name)
 
 
-def own_store(parent: Any) -> Any:
-    """The store that the members of ``parent`` share, over a connection of our own where that can be had.
+def store_opener(parent: Any) -> Callable[[], Any]:
+    """What opens the store that the members of ``parent`` share, over a connection of our own where that can be had.
 
-    A client of a ``TCPStore`` serves one call at a time: a thread that waits for a key would keep us waiting too.
+    A client of a ``TCPStore`` serves one call at a time: a thread that waits for a key would keep us waiting too. To
+    connect to a host that is gone can take minutes: open it in a thread that can be left behind.
     """
     store = _store_of(parent)
-    clone = getattr(store, "clone", None)
-    if clone is not None:
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can be cloned
-            store = clone()
-            store.set_timeout(datetime.timedelta(seconds=STORE_TIMEOUT_SECONDS))
-    return store
+
+    def open_store() -> Any:
+        clone = getattr(store, "clone", None)
+        if clone is not None:
+            with contextlib.suppress(NotImplementedError):  # not every store can be cloned
+                own = clone()
+                own.set_timeout(datetime.timedelta(seconds=STORE_TIMEOUT_SECONDS))
+                return own
+        return store
+
+    return open_store
 
 
 def _store_of(parent: Any) -> Any:
@@ -71,18 +80,38 @@ def _store_of(parent: Any) -> Any:
     return distributed_c10d._get_default_store()
 
 
-def with_prefix(store: Any, prefix: str) -> Any:
-    """``store``, with ``prefix`` before every key."""
-    return dist.PrefixStore(prefix, store)
-
-
-def connect(store: Any, prefix: str, rank: int, size: int, timeout: datetime.timedelta) -> Any:
-    """A gloo backend among ``size`` processes that call this with the same ``prefix``; no other process takes part.
+def connect_pair(store: Any, rank: int, timeout: datetime.timedelta) -> Any:
+    """A gloo backend between two processes that call this with the same ``store``, as ``rank`` 0 and 1.
 
     ``GLOO_SOCKET_IFNAME`` chooses the interface, as for every gloo group. It is not registered with
     ``torch.distributed``: no other code can find it, and it ends when its last reference does.
 
     Raises:
-        RuntimeError: some of them did not come within ``timeout``, or cannot be reached.
+        RuntimeError: the other did not come within ``timeout``, or cannot be reached.
     """
-    return dist.ProcessGroupGloo(dist.PrefixStore(prefix, store), rank, size, timeout)
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [_device()]
+    options._timeout = timeout
+    options._threads = 1
+    return dist.ProcessGroupGloo(store, rank, 2, options)
+
+
+def _device() -> Any:
+    """gloo's listening socket and its thread, one for all connections of this process."""
+    pid = os.getpid()
+    with _devices_lock:
+        if pid not in _devices:
+            _devices[pid] = dist.ProcessGroupGloo.create_default_device()
+        return _devices[pid]
+
+
+_devices: dict[int, Any] = {}  # by process: a forked child has no thread of its parent's
+_devices_lock = threading.Lock()
+
+
+def _forget_lock() -> None:
+    global _devices_lock
+    _devices_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_lock)

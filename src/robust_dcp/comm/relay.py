@@ -10,8 +10,11 @@ so nobody waits for a rank that waits for another; and no rank has more under wa
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
@@ -19,17 +22,20 @@ import torch
 import torch.distributed as dist
 
 from robust_dcp.comm.deadline import Deadline
-from robust_dcp.comm.link import Link
+from robust_dcp.comm.pipe import GlooPipe, PipeBroken
 from robust_dcp.comm.stats import PhaseStats
-from robust_dcp.comm.transport import Ends, TransportFailure
 from robust_dcp.errors import ExchangeError
 
-__all__ = ["Cargo", "GroupMover", "Move", "Parcel", "Relay", "carry", "refuse_damage"]
+__all__ = ["GroupMover", "Move", "Parcel", "Relay", "RelayContents", "RelayPipes", "carry", "refuse_damage"]
 
 _POLL_SECONDS = 0.0005
+_TAG = 1
+
+Ends = Sequence[tuple[torch.Tensor, int]]
+"""Tensors, each with the rank of the group that it goes to or comes from."""
 
 Move = Callable[[Ends, Ends, Deadline], None]
-"""Sends the first, receives the second, all at once. Raises :class:`TransportFailure`."""
+"""Sends the first, receives the second, all at once. Raises :class:`PipeBroken`."""
 
 Checksum = Callable[[torch.Tensor], int]
 
@@ -50,7 +56,7 @@ class Parcel(NamedTuple):
     on_device: bool = False
 
 
-class Cargo(Protocol):
+class RelayContents(Protocol):
     """Where the bytes of parcels are, by their number in the list. Called by one thread."""
 
     def outgoing(self, number: int) -> torch.Tensor:
@@ -68,7 +74,7 @@ class Relay(NamedTuple):
     all ranks for those that they share; where their bytes are; and how bytes on devices move."""
 
     parcels: Sequence[Parcel]
-    cargo: Cargo
+    contents: RelayContents
     checksum: Checksum
     move_on_device: Move | None = None
 
@@ -92,7 +98,7 @@ class GroupMover:
             for work in dist.batch_isend_irecv(operations):
                 work.wait(deadline.as_timeout())
         except RuntimeError as error:
-            raise TransportFailure(peer, str(error)) from None
+            raise PipeBroken(f"rank {peer}: {error}") from None
         # For a device "waited" means that its current stream waits.
         for tensor, other in (*outgoing, *incoming):
             if tensor.device.type != "cpu":
@@ -105,40 +111,102 @@ def _await_stream(device: torch.device, peer: int, deadline: Deadline) -> None:
     done.record()
     while not done.query():
         if deadline.has_passed:
-            raise TransportFailure(peer, f"what moves between devices did not come within the timeout ({device})")
+            raise PipeBroken(f"rank {peer}: what moves between devices did not come within the timeout ({device})")
         time.sleep(_POLL_SECONDS)
 
 
-def carry(link: Link, relay: Relay, timeout_seconds: float, cost: PhaseStats) -> list[int]:
+class RelayPipes:
+    """Connections between ranks that pass tensors to each other, made when they are needed and kept for the next time.
+
+    They carry nothing else, so that they can be closed to end a wait without harm to the exchanges.
+
+    Args:
+        connect: to a rank, for the n-th time; waits for it.
+    """
+
+    def __init__(self, connect: Callable[[int, int], GlooPipe]) -> None:
+        self._connect = connect
+        self._generation = 0
+        self._pipes: dict[int, Future[GlooPipe]] = {}
+        self._lock = threading.Lock()
+
+    def move(self, outgoing: Ends, incoming: Ends, deadline: Deadline) -> None:
+        """See :data:`Move`."""
+        pipes = {peer: self._pipe(peer) for _, peer in (*outgoing, *incoming)}
+        opened = {peer: _result(peer, pipe, deadline) for peer, pipe in pipes.items()}
+        sent = [(opened[peer].send(memoryview(tensor.numpy().data), _TAG), peer) for tensor, peer in outgoing]
+        for tensor, peer in incoming:
+            opened[peer].receive_into(tensor, _TAG, deadline.as_timeout())
+        for sending, peer in sent:
+            opened[peer].await_sent(sending, deadline.as_timeout())
+
+    def _pipe(self, peer: int) -> Future[GlooPipe]:
+        with self._lock:
+            if peer not in self._pipes:
+                self._pipes[peer] = found = Future[GlooPipe]()
+                arguments = (found, peer, self._generation)
+                threading.Thread(target=self._open, args=arguments, name="robust_dcp: relay", daemon=True).start()
+            return self._pipes[peer]
+
+    def _open(self, future: Future[GlooPipe], peer: int, generation: int) -> None:
+        try:
+            future.set_result(self._connect(peer, generation))
+        except BaseException as error:
+            future.set_exception(error)
+
+    def interrupt(self) -> None:
+        """End all waits, here and on the other sides; what was under way is lost."""
+        with self._lock:
+            pipes = list(self._pipes.values())
+        for pipe in pipes:
+            if pipe.done() and pipe.exception() is None:
+                pipe.result().close()
+
+    def reset(self) -> None:
+        """After a relay that failed on all ranks: each closes what it has, and the next one connects anew."""
+        self.interrupt()
+        with self._lock:
+            self._pipes = {}
+            self._generation += 1
+
+
+def _result(peer: int, pipe: Future[GlooPipe], deadline: Deadline) -> GlooPipe:
+    try:
+        return pipe.result(deadline.seconds_left)
+    except FutureTimeout:
+        raise PipeBroken(f"rank {peer} did not come to connect") from None
+
+
+def carry(
+    rank: int, relay: Relay, pipes: RelayPipes, timeout_seconds: float, cost: PhaseStats, progress: Callable[[], None]
+) -> list[int]:
     """Move all parcels of this rank.
 
     Args:
+        rank: of this process in the group.
+        relay: what this rank contributes.
+        pipes: to the other ranks.
         timeout_seconds: for each step; a step that takes longer has lost a rank.
+        cost: to be added to.
+        progress: called after each round.
 
     Returns:
         The ranks whose bytes arrived here with another checksum than they were sent with: 0 of them, usually. Bytes
         that stay on devices are not checked, as nothing is that training moves there.
 
     Raises:
-        TransportFailure: a rank is gone, or too slow.
+        PipeBroken: a rank is gone, or too slow.
     """
-    transport = link.transport(Deadline(timeout_seconds))
-    # One tag for all: between two ranks, messages of a tag arrive in the order in which they were sent.
-    tag = link.next_tag()
     checksums: dict[tuple[int, ...], list[int]] = {}
-
-    def move(outgoing: Ends, incoming: Ends, deadline: Deadline) -> None:
-        transport.move_tensors(outgoing, incoming, tag, deadline)
-
-    movers = {False: move, True: relay.move_on_device or move}
+    movers = {False: pipes.move, True: relay.move_on_device or pipes.move}
     numbered = list(enumerate(relay.parcels))
     for _, in_round in groupby(numbered, key=lambda pair: pair[1].round):
-        parcels = list(in_round)
-        _carry_round(link.rank, relay, parcels, movers, timeout_seconds, cost, checksums)
+        _carry_round(rank, relay, list(in_round), movers, timeout_seconds, cost, checksums)
+        progress()
     sent = {ranks: torch.tensor(found, dtype=torch.int64) for ranks, found in checksums.items()}
     received = {ranks: found.clone() for ranks, found in sent.items()}
     tables = [(Parcel(0, ranks, found.nbytes), found.view(torch.uint8)) for ranks, found in received.items()]
-    _pass_down(link.rank, tables, movers, timeout_seconds, cost)
+    _pass_down(rank, tables, movers, timeout_seconds, cost)
     return sorted({ranks[0] for ranks, found in sent.items() if not torch.equal(found, received[ranks])})
 
 
@@ -167,7 +235,7 @@ def _carry_round(
     checksums: dict[tuple[int, ...], list[int]],
 ) -> None:
     tensors = [
-        relay.cargo.outgoing(number) if parcel.ranks[0] == rank else relay.cargo.incoming(number)
+        relay.contents.outgoing(number) if parcel.ranks[0] == rank else relay.contents.incoming(number)
         for number, parcel in parcels
     ]
     pairs = [(parcel, tensor) for (_, parcel), tensor in zip(parcels, tensors, strict=True)]
@@ -178,7 +246,7 @@ def _carry_round(
         if parcel.ranks[0] != rank:
             cost.payload_nbytes_received += parcel.nbytes
             cost.payloads_received += 1
-            relay.cargo.arrived(number, tensor)
+            relay.contents.arrived(number, tensor)
 
 
 def _pass_down(

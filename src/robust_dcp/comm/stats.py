@@ -13,12 +13,12 @@ class PhaseStats:
 
     Attributes:
         exchanges: how many it joined.
-        repeats: rounds and payloads that were asked for once more.
+        repeats: messages that were asked for once more.
         messages_sent: by this rank, of any size.
         messages_received: by this rank.
-        header_nbytes_sent: what it contributed to headers, confirmations and verdicts (64 bytes each).
-        payload_nbytes_sent: what it announced and others took from it, once for each that did; a broadcast once.
-        payload_nbytes_received: what it took from others.
+        header_nbytes_sent: in frames, up and down.
+        payload_nbytes_sent: what it sent to its neighbours in the tree, also of what came from others.
+        payload_nbytes_received: what came from its neighbours.
         payloads_received: how many payloads these were, whatever number of messages each took.
         seconds: from joining, when its own work was done, to the end: most of it is waiting for others.
     """
@@ -33,6 +33,18 @@ class PhaseStats:
     payloads_received: int = 0
     seconds: float = 0.0
 
+    def sent(self, header_nbytes: int, payload: bytes | bytearray | memoryview) -> None:
+        """Count a message that this rank has sent."""
+        self.messages_sent += 2 if payload else 1
+        self.header_nbytes_sent += header_nbytes
+        self.payload_nbytes_sent += len(payload)
+
+    def received(self, payload: bytes | bytearray | memoryview) -> None:
+        """Count a message that this rank has received."""
+        self.messages_received += 2 if payload else 1
+        self.payload_nbytes_received += len(payload)
+        self.payloads_received += 1 if payload else 0
+
     def add(self, other: PhaseStats) -> None:
         for each in fields(PhaseStats):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
@@ -43,6 +55,11 @@ class ExchangeStats(PhaseStats):
     """The sums over all exchanges, and in ``phases`` those of each phase by its name, in order of appearance."""
 
     phases: dict[str, PhaseStats] = field(default_factory=dict)
+
+    def add_payloads(self, phase: str, cost: PhaseStats) -> None:
+        """Add what an exchange has moved beside its messages."""
+        self.add(cost)
+        self.phases.setdefault(phase, PhaseStats()).add(cost)
 
     def count(self, phase: str, cost: PhaseStats) -> None:
         """Add ``cost`` to ``phase`` and to the sums."""

@@ -1,22 +1,19 @@
 """Whether a cached plan still holds on every rank: decided by each rank alone, and alike, from the same bytes.
 
-Owns the offer a rank makes and the decision over all offers. Pure; the exchange itself is ``comm``'s.
+Owns the offer a rank makes, and the decision over what all offers add up to. Pure; the exchange itself is ``comm``'s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from robust_dcp.comm import Offer
+from robust_dcp.comm import Agreement, Offer
 from robust_dcp.plan.cache import CachedPlan, GroupKey, PlanCache
 from robust_dcp.plan.global_plan import combined_digest
 from robust_dcp.plan.local import LocalStructure
-from robust_dcp.plan.structure import plan_id_of
-from robust_dcp.plan.structure.signature import PLAN_ID_NBYTES
 
-__all__ = ["Decision", "PlanOutcome", "decide", "leaders_among", "make_offer"]
+__all__ = ["Decision", "PlanOutcome", "coordinator_of", "decide", "make_offer"]
 
 PlanOutcome = Literal["built", "reused", "patched", "rebuilt"]
 
@@ -29,7 +26,7 @@ HAS_GLOBAL_PLAN = 2
 LEADS = 4
 """Flag of an offer: whoever called the save made this rank its coordinator."""
 
-_NO_PLAN = bytes(PLAN_ID_NBYTES)
+_NO_PLAN = Offer().plan_id
 
 
 @dataclass(frozen=True)
@@ -37,29 +34,28 @@ class Decision:
     """What to do about the plan.
 
     Attributes:
-        outcome: ``reused`` (nothing changed anywhere), ``patched`` (some ranks changed: only they send their
-            structure), ``rebuilt`` (all ranks changed) or ``built`` (the coordinator has no plan to start from).
-        senders: the ranks that send their structure.
+        reuse: nothing has changed anywhere.
         base: the plan that holds, or from which the change is told; ``None`` when building from nothing.
+        sends: whether this rank has to send its structure: it is not the one that ``base`` was made for.
         objects_differ: whether replicated objects have other contents on some ranks, as far as digests tell.
     """
 
-    outcome: PlanOutcome
-    senders: tuple[int, ...]
+    reuse: bool
     base: bytes | None
+    sends: bool
     objects_differ: bool = False
 
 
 def make_offer(
-    cache: PlanCache, group: GroupKey, rank: int, local: LocalStructure, *, leads: bool
+    cache: PlanCache, group: GroupKey, local: LocalStructure, *, leads: bool
 ) -> tuple[Offer, CachedPlan | None]:
     """What this rank says of itself, and the cached plan that it offers (not necessarily one that fits)."""
     signature = local.signature.value
     leads_flag = LEADS if leads else 0
     if local.files is None:
         # Nothing tells us whether another storage writer committed its checkpoint, so no plan is ever kept for it.
-        return Offer(signature=signature, plan_id=_NO_PLAN, flags=leads_flag), None
-    plan = cache.find(group, signature, rank)
+        return Offer(signature=signature, flags=leads_flag), None
+    plan = cache.find(group, signature)
     flags, digest = MATCHES, 0
     if plan is None:
         plan, flags = cache.latest(group), 0
@@ -71,29 +67,32 @@ def make_offer(
     return Offer(signature=signature, plan_id=plan_id, value=digest, flags=flags | leads_flag), plan
 
 
-def leaders_among(offers: Sequence[Offer]) -> list[int]:
-    """The ranks that were told that they are the coordinator.
+def coordinator_of(agreement: Agreement, otherwise: int) -> int:
+    """The rank that plans and commits: the one that was told so, if just one was.
 
     Stock ``save`` tells one rank, not always rank 0; with ``no_dist=True`` it tells all.
     """
-    return [rank for rank, offer in enumerate(offers) if offer.flags & LEADS]
+    leader = agreement.first_rank(LEADS)
+    return leader if leader is not None and agreement.count(LEADS) == 1 else otherwise
 
 
-def decide(offers: Sequence[Offer], coordinator: int) -> Decision:
-    """Compare all offers with the coordinator's.
+def decide(agreement: Agreement, own: Offer, coordinator_rank: int) -> Decision:
+    """What follows from what all ranks offer.
 
     A plan is reused only if every rank offers it, says that its structure matches, and the plan's identity is the
-    hash of exactly the signatures that were just shown.
+    hash of exactly the signatures that were just shown. Otherwise what has changed is told from the plan that rank 0
+    offers, if it is the coordinator and has all of it.
+
+    Args:
+        agreement: of all ranks, under a tree whose root is rank 0.
+        own: what this rank offered.
     """
-    everyone = tuple(range(len(offers)))
-    base = offers[coordinator].plan_id
-    if base == _NO_PLAN or not offers[coordinator].flags & HAS_GLOBAL_PLAN:
-        return Decision("built", everyone, None)
-    changed = tuple(rank for rank, offer in enumerate(offers) if offer.plan_id != base or not offer.flags & MATCHES)
-    if changed == everyone:
-        return Decision("rebuilt", everyone, base)
-    if changed:
-        return Decision("patched", changed, base)
-    if plan_id_of([offer.signature for offer in offers]) != base:
-        return Decision("rebuilt", everyone, base)
-    return Decision("reused", (), base, objects_differ=len({offer.value for offer in offers} - {0}) > 1)
+    base = agreement.plan_id
+    is_known = agreement.same_plan_id or coordinator_rank == 0
+    if base == _NO_PLAN or not is_known or agreement.first_rank(HAS_GLOBAL_PLAN) != coordinator_rank:
+        return Decision(reuse=False, base=None, sends=True)
+    if agreement.same_plan_id and agreement.all_have(MATCHES):
+        if agreement.signature == base:
+            return Decision(reuse=True, base=base, sends=False, objects_differ=not agreement.same_value)
+        return Decision(reuse=False, base=base, sends=True)
+    return Decision(reuse=False, base=base, sends=own.plan_id != base or not own.flags & MATCHES)

@@ -52,6 +52,7 @@ class CoordinatorPlan:
 
     Attributes:
         tables: the structure of each rank.
+        signatures: of each rank's structure, in rank order.
         kept, common_objects: of each rank, as in :class:`RankPlan`.
         nbytes: bytes of tensor data that all ranks write together.
         context: :meth:`PlanContext.encode`, which all ranks share.
@@ -64,6 +65,7 @@ class CoordinatorPlan:
     """
 
     tables: tuple[StructureTable, ...]
+    signatures: tuple[bytes, ...]
     kept: tuple[Places, ...]
     common_objects: tuple[Places, ...]
     nbytes: int
@@ -92,8 +94,8 @@ class CachedPlan:
     """One rank's share of a plan whose save was committed.
 
     Attributes:
-        plan_id: identity of the global plan, a hash over ``signatures``.
-        signatures: of every rank, in rank order.
+        plan_id: identity of the global plan, a hash over the signatures of all ranks.
+        signature: of this rank's structure.
         table: this rank's structure.
         rank_plan: what this rank writes.
         variable_places: int64 ``[v, 2]``, offset and length of this rank's items of variable size in the last save,
@@ -104,7 +106,7 @@ class CachedPlan:
     """
 
     plan_id: bytes
-    signatures: tuple[bytes, ...]
+    signature: bytes
     table: StructureTable
     rank_plan: RankPlan
     variable_places: npt.NDArray[np.int64] | None
@@ -131,9 +133,9 @@ class PlanCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, group: GroupKey, signature: bytes, rank: int) -> CachedPlan | None:
+    def find(self, group: GroupKey, signature: bytes) -> CachedPlan | None:
         """The latest plan in which this rank's structure has ``signature``."""
-        return self._latest(group, lambda plan: plan.signatures[rank] == signature)
+        return self._latest(group, lambda plan: plan.signature == signature)
 
     def latest(self, group: GroupKey) -> CachedPlan | None:
         """The plan that ``group`` used last."""

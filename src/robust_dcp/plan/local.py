@@ -37,7 +37,7 @@ class LocalStructure:
 
     def to_message(self) -> StructureMessage:
         """All of this, for the coordinator."""
-        return StructureMessage.of(self.table, self.object_digests, self.context.encode())
+        return StructureMessage.of(self.table, self.object_digests, self.context.encode(), self.signature.value)
 
     def digests_of(self, items: npt.NDArray[np.intp]) -> npt.NDArray[np.uint64]:
         """Digests of some of the objects, by their places in the table."""

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from robust_dcp.comm import combined_signature
 from robust_dcp.errors import ExchangeError, PlanConflict, StructureChanged
-from robust_dcp.plan.agreement import Decision
 from robust_dcp.plan.cache import CachedPlan, CoordinatorPlan, nbytes_of_columns
 from robust_dcp.plan.global_plan import GlobalPlan, differing_objects, make_global_plan
 from robust_dcp.plan.global_plan.conflicts import ranks_in_words
@@ -45,8 +45,7 @@ _MAX_KEYS = 200
 
 def plan_for_all(
     structures: Sequence[StructureMessage | None],
-    signatures: Sequence[bytes],
-    decision: Decision,
+    agreed_signature: bytes,
     base: CachedPlan | None,
     local: LocalStructure,
     *,
@@ -56,7 +55,7 @@ def plan_for_all(
 
     Args:
         structures: what each rank sent; ``None`` from ranks whose structure is the one in ``base``.
-        signatures: what each rank showed in the agreement.
+        agreed_signature: what the signatures of all ranks combined to in the agreement.
         base: the coordinator's cached plan that the decision refers to, if any.
         local: the coordinator's own structure, for the options that all ranks share.
         refuse_change: whether a structure other than that of ``base`` is an error.
@@ -65,11 +64,12 @@ def plan_for_all(
         PlanConflict, StructureChanged.
     """
     _refuse_other_contexts(structures, base, local)
-    _refuse_unknown(structures, signatures, base)
     known = None if base is None else base.coordinator
+    signatures = _signatures(structures, known, agreed_signature)
+    senders = [rank for rank, message in enumerate(structures) if message is not None]
     decoder = TableDecoder()
     tables = [_table(rank, message, known, decoder) for rank, message in enumerate(structures)]
-    changes = _changes(tables, decision, known)
+    changes = _changes(tables, senders, known)
     if refuse_change and changes:
         raise StructureChanged(
             f"the structure of the state dict is not that of the last committed save: {changes}; "
@@ -81,7 +81,8 @@ def plan_for_all(
     plan = make_global_plan(tables, lowest_rank=local.lowest_rank)
     digests = [_digests(table, message) for table, message in zip(tables, structures, strict=True)]
     shared = {
-        "reason": _reason(decision, changes),
+        "outcome": "built" if known is None else "patched" if len(senders) < len(tables) else "rebuilt",
+        "reason": _reason(senders, changes, is_first=known is None),
         "added": changes.added[:_MAX_KEYS],
         "removed": changes.removed[:_MAX_KEYS],
         "changed": dict(list(changes.changed.items())[:_MAX_KEYS]),
@@ -97,15 +98,17 @@ def plan_for_all(
         )
         for rank, (table, message) in enumerate(zip(tables, structures, strict=True))
     ]
-    return coordinator_plan_of(plan, local.context.encode(), files=local.files, layout=local.layout), replies
+    made = coordinator_plan_of(plan, signatures, local.context.encode(), files=local.files, layout=local.layout)
+    return made, replies
 
 
 def coordinator_plan_of(
-    plan: GlobalPlan, context: bytes, *, files: int | None, layout: Layout = TORCH
+    plan: GlobalPlan, signatures: tuple[bytes, ...], context: bytes, *, files: int | None, layout: Layout = TORCH
 ) -> CoordinatorPlan:
     """What the coordinator keeps of a plan, with the places of all items.
 
     Args:
+        signatures: of each rank's structure.
         files: number of files of each rank; ``None`` where another writer than ours places items.
         layout: of these files.
     """
@@ -114,6 +117,7 @@ def coordinator_plan_of(
         metadata = MetadataTemplate(plan, place_items_of_all(plan, files=files, layout=layout), layout)
     return CoordinatorPlan(
         tables=plan.columns.tables,
+        signatures=signatures,
         kept=plan.kept,
         common_objects=plan.common_objects,
         nbytes=plan.nbytes,
@@ -158,17 +162,23 @@ def _refuse_other_contexts(
         )
 
 
-def _refuse_unknown(
-    structures: Sequence[StructureMessage | None], signatures: Sequence[bytes], base: CachedPlan | None
-) -> None:
-    """A rank that sent nothing must have shown the signature of the structure that the coordinator has of it."""
-    for rank, message in enumerate(structures):
-        if message is None and (base is None or base.signatures[rank] != signatures[rank]):
-            raise ExchangeError(
-                f"rank {rank} did not send its structure, and the coordinator's plan is for another one",
-                phase="structures",
-                ranks=[rank],
-            )
+def _signatures(
+    structures: Sequence[StructureMessage | None], known: CoordinatorPlan | None, agreed: bytes
+) -> tuple[bytes, ...]:
+    """The signature of each rank's structure: a rank that sent nothing must have shown the one that is known of it."""
+    found = tuple(
+        message.signature if message is not None else b"" if known is None else known.signatures[rank]
+        for rank, message in enumerate(structures)
+    )
+    if combined_signature(found) != agreed:
+        silent = [rank for rank, message in enumerate(structures) if message is None]
+        raise ExchangeError(
+            f"the structures that the coordinator has are not those that the ranks hold; {len(silent)} ranks did not "
+            f"send theirs: {silent[:16]}; save again",
+            phase="structures",
+            ranks=silent,
+        )
+    return found
 
 
 def _table(
@@ -187,18 +197,18 @@ def _digests(table: StructureTable, message: StructureMessage | None) -> npt.NDA
     return np.zeros(int((table.kinds == ItemKind.BYTES).sum()), dtype=np.uint64)
 
 
-def _changes(tables: Sequence[StructureTable], decision: Decision, known: CoordinatorPlan | None) -> StructureDiff:
+def _changes(tables: Sequence[StructureTable], senders: Sequence[int], known: CoordinatorPlan | None) -> StructureDiff:
     if known is None:
         return StructureDiff()
-    return merge_diffs(diff_tables(known.tables[rank], tables[rank]) for rank in decision.senders)
+    return merge_diffs(diff_tables(known.tables[rank], tables[rank]) for rank in senders)
 
 
-def _reason(decision: Decision, changes: StructureDiff) -> str:
-    if decision.base is None:
+def _reason(senders: Sequence[int], changes: StructureDiff, *, is_first: bool) -> str:
+    if is_first:
         return "the coordinator has no plan of a committed save of this group"
     if not changes:
         return "options, versions or the group have changed"
-    return f"on {ranks_in_words(list(decision.senders))}: {changes}"
+    return f"on {ranks_in_words(list(senders))}: {changes}"
 
 
 def _unless_known(kept: npt.NDArray[np.intp], n_items: int, known: npt.NDArray[np.intp] | None) -> bytes | None:

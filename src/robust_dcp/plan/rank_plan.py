@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -32,6 +33,8 @@ class RankPlanMessage(msgspec.Struct, frozen=True):
     Attributes:
         kept: bits over the rank's items: those it writes. ``None``: as in the plan that it has cached.
         common_objects: bits over the rank's items: objects that every rank of the group holds.
+        outcome: ``built`` (the coordinator had no plan to start from), ``patched`` (some ranks had changed: only they
+            sent their structure) or ``rebuilt`` (all ranks had).
         reason: why the plan was made anew, in words.
         added, removed, changed: the keys that differ from the last plan, over all ranks (bounded).
         differing_objects: replicated objects whose contents differ, with the ranks that hold them (bounded).
@@ -39,6 +42,7 @@ class RankPlanMessage(msgspec.Struct, frozen=True):
 
     kept: bytes | None
     common_objects: bytes
+    outcome: Literal["built", "patched", "rebuilt"]
     reason: str
     added: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()

@@ -7,40 +7,61 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from robust_dcp.errors import ExchangeError, PlanConflict
 from robust_dcp.plan.global_plan.conflicts import ranks_in_words
 
-__all__ = ["ObjectDigests", "differing_digests", "report_differing"]
+__all__ = ["ObjectDigests", "report_differing"]
 
 logger = logging.getLogger(__name__)
+
+_UNKNOWN = np.iinfo(np.uint64).max
 
 _reported: set[str] = set()
 """Names that this process has warned of: an object that differs by design (a rank's RNG state) is told once."""
 
 
 class ObjectDigests(msgspec.Struct, frozen=True):
-    """uint64 for each object that every rank of the group holds, in the order of their names."""
+    """uint64 for each object that every rank of the group holds, in the order of their names: of one rank, or the lowest
+    and the highest of several. 0 is unknown, and equals everything."""
 
-    digests: bytes
+    lowest: bytes
+    highest: bytes
 
+    @classmethod
+    def of(cls, digests: npt.NDArray[np.uint64]) -> ObjectDigests:
+        """Those of one rank."""
+        known = np.where(digests == 0, _UNKNOWN, digests)
+        return cls(known.astype("<u8").tobytes(), digests.astype("<u8").tobytes())
 
-def differing_digests(names: Sequence[str], gathered: Sequence[ObjectDigests]) -> dict[str, tuple[int, ...]]:
-    """Names whose digests differ between ranks, with all ranks; a digest of 0 is unknown and equals everything.
+    def with_other(self, other: ObjectDigests) -> ObjectDigests:
+        """Those of the ranks of both.
 
-    Raises:
-        ExchangeError: if a rank did not send one digest for each name.
-    """
-    short = [rank for rank, message in enumerate(gathered) if len(message.digests) != 8 * len(names)]
-    if short:
-        raise ExchangeError(
-            f"{ranks_in_words(short)} did not send one digest for each of the {len(names)} objects that all ranks hold",
-            ranks=short,
+        Raises:
+            ExchangeError: they are not for the same objects.
+        """
+        if len(self.lowest) != len(other.lowest) or len(self.highest) != len(other.highest):
+            raise ExchangeError("some ranks did not send one digest for each of the objects that all ranks hold")
+        return ObjectDigests(
+            np.minimum(_array(self.lowest), _array(other.lowest)).tobytes(),
+            np.maximum(_array(self.highest), _array(other.highest)).tobytes(),
         )
-    digests = np.stack([np.frombuffer(message.digests, dtype="<u8") for message in gathered])
-    low = np.where(digests == 0, np.iinfo(np.uint64).max, digests).min(axis=0)
-    differs = np.flatnonzero(low < digests.max(axis=0))
-    return {names[place]: tuple(range(len(gathered))) for place in differs.tolist()}
+
+    def differing(self, names: Sequence[str], n_ranks: int) -> dict[str, tuple[int, ...]]:
+        """Names whose digests differ between ranks, with all ranks.
+
+        Raises:
+            ExchangeError: they are not one digest for each name.
+        """
+        if len(self.lowest) != 8 * len(names) or len(self.highest) != 8 * len(names):
+            raise ExchangeError(f"{len(self.highest)} bytes of digests came for {len(names)} objects")
+        differs = np.flatnonzero(_array(self.lowest) < _array(self.highest))
+        return {names[place]: tuple(range(n_ranks)) for place in differs.tolist()}
+
+
+def _array(data: bytes) -> npt.NDArray[np.uint64]:
+    return np.frombuffer(data, dtype="<u8")
 
 
 def report_differing(differing: Mapping[str, tuple[int, ...]], mode: str, *, is_reporter: bool) -> None:

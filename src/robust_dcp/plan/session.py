@@ -15,17 +15,17 @@ import numpy as np
 import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from robust_dcp.comm import Channel, Offer
+from robust_dcp.comm import Agreement, Channel, Offer
 from robust_dcp.errors import ExchangeError, RobustCheckpointError, StorageError
-from robust_dcp.plan.agreement import Decision, PlanOutcome, decide, leaders_among, make_offer
+from robust_dcp.plan.agreement import LEADS, Decision, PlanOutcome, coordinator_of, decide, make_offer
 from robust_dcp.plan.cache import PLANS, CachedPlan, CoordinatorPlan
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.planning import apply_plan, plan_for_all
 from robust_dcp.plan.rank_plan import RankPlan, RankPlanMessage
-from robust_dcp.plan.replicated_objects import ObjectDigests, differing_digests, report_differing
+from robust_dcp.plan.replicated_objects import ObjectDigests, report_differing
 from robust_dcp.plan.stored_plan import LOADED, encode_plan
-from robust_dcp.plan.structure import StructureDiff, StructureMessage, plan_id_of
-from robust_dcp.plan.written import WrittenMessage, news_of, word_of, written_by_all
+from robust_dcp.plan.structure import StructureDiff, StructureMessage
+from robust_dcp.plan.written import GenerationMessage, WrittenMessage, news_of, offer_of, written_by_all
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.writer import MetadataToPublish
 from robust_dcp.storage.writing.commit import BEFORE_RENAME
@@ -67,10 +67,11 @@ class SaveSession:
     rank_plan: RankPlan = field(init=False)
     coordinator: CoordinatorPlan | None = field(default=None, init=False)
     written: WrittenFiles | None = field(default=None, init=False)
-    _signatures: tuple[bytes, ...] = field(default=(), init=False)
+    _plan_id: bytes = field(default=b"", init=False)
     _cached: CachedPlan | None = field(default=None, init=False)
     _messages: Sequence[WrittenMessage | None] = field(default=(), init=False)
-    _words: Sequence[int] = field(default=(), init=False)
+    _generations: Sequence[int] = field(default=(), init=False)
+    _written_agreement: Agreement | None = field(default=None, init=False)
     _written_by_all: tuple[WrittenFiles, ...] = field(default=(), init=False)
 
     @property
@@ -101,21 +102,22 @@ class SaveSession:
             ExchangeError: a rank is missing, late, or in another operation.
         """
 
+        own = Offer()
+
         def offer_own() -> Offer:
+            nonlocal own
             self.local = describe()
             self._look_into_loaded_checkpoints(leads=leads)
-            offer, self._cached = make_offer(PLANS, self.channel.ranks, self.channel.rank, self.local, leads=leads)
-            return offer
+            own, self._cached = make_offer(PLANS, self.channel.ranks, self.local, leads=leads)
+            return own
 
-        offers = self.channel.agree(self._named("agree"), offer_own)
-        self._signatures = tuple(offer.signature for offer in offers)
-        leaders = leaders_among(offers)
-        self.n_leaders = len(leaders)
-        if self.n_leaders == 1:
-            self.channel = self.channel.led_by(leaders[0])
-        decision = decide(offers, self.channel.coordinator_rank)
-        self.outcome = decision.outcome
-        if decision.outcome == "reused" and self._cached is not None:
+        agreement = self.channel.agree(self._named("agree"), offer_own)
+        self._plan_id = agreement.signature
+        self.n_leaders = agreement.count(LEADS)
+        self.channel = self.channel.led_by(coordinator_of(agreement, self.channel.coordinator_rank))
+        decision = decide(agreement, own, self.channel.coordinator_rank)
+        if decision.reuse and self._cached is not None:
+            self.outcome = "reused"
             self.rank_plan = self._cached.rank_plan
             self.coordinator = self._cached.coordinator
             self.reason = "no rank's structure has changed"
@@ -124,24 +126,23 @@ class SaveSession:
             if decision.objects_differ and self.on_object_mismatch != "ignore":
                 self._compare_objects(self._cached)
         else:
-            self._make_plan(decision)
+            self._make_plan(decision, agreement)
         report_differing(self.differing_objects, self.on_object_mismatch, is_reporter=self.channel.is_coordinator)
         return self.rank_plan
 
     def _look_into_loaded_checkpoints(self, *, leads: bool) -> None:
         """Without a plan of this process for what there is to save, one may lie in the checkpoint that was loaded."""
         ranks, rank = self.channel.ranks, self.channel.rank
-        if self.local.files is None or PLANS.find(ranks, self.local.signature.value, rank) is not None:
+        if self.local.files is None or PLANS.find(ranks, self.local.signature.value) is not None:
             return
         plan = LOADED.find_plan(ranks, rank, self.local, leads=leads)
         if plan is not None:
             PLANS.put(ranks, plan)
 
-    def _make_plan(self, decision: Decision) -> None:
-        is_sender = self.channel.rank in decision.senders
+    def _make_plan(self, decision: Decision, agreement: Agreement) -> None:
         structures = self.channel.gather(
             self._named("structures"),
-            lambda: self.local.to_message() if is_sender else None,
+            lambda: self.local.to_message() if decision.sends else None,
             StructureMessage,
         )
 
@@ -149,7 +150,7 @@ class SaveSession:
             base = None if decision.base is None else self._cached
             refuse = self.on_structure_change == "error"
             self.coordinator, replies = plan_for_all(
-                structures or [], self._signatures, decision, base, self.local, refuse_change=refuse
+                structures or [], agreement.signature, base, self.local, refuse_change=refuse
             )
             return replies
 
@@ -157,21 +158,21 @@ class SaveSession:
         if reply is None:
             raise ExchangeError(f"{self.checkpoint}: the coordinator sent this rank no plan", phase="plan")
         self.rank_plan = apply_plan(reply, self.local, self._cached)
-        self.reason = reply.reason
+        self.outcome, self.reason = reply.outcome, reply.reason
         self.differing_objects = reply.differing_objects
         if decision.base is not None:
             self.changes = StructureDiff(reply.added, reply.removed, reply.changed)
             if self.channel.is_coordinator and self.on_structure_change != "quiet":
-                logger.warning("%s: plan %s, %s", self.checkpoint, decision.outcome, reply.reason)
+                logger.warning("%s: plan %s, %s", self.checkpoint, reply.outcome, reply.reason)
 
     def _compare_objects(self, cached: CachedPlan) -> None:
         """Name the replicated objects that differ: only digests of the common ones travel, and only if some differ."""
         digests = self.local.digests_of(cached.rank_plan.common_objects)
-        gathered = self.channel.all_gather(
-            self._named("objects"), lambda: ObjectDigests(digests.tobytes()), ObjectDigests
+        found = self.channel.combine(
+            self._named("objects"), lambda: ObjectDigests.of(digests), ObjectDigests.with_other, ObjectDigests
         )
         names = [self.local.table.names[self.local.table.name_ids[i]] for i in cached.rank_plan.common_objects]
-        self.differing_objects = differing_digests(names, gathered)
+        self.differing_objects = found.differing(names, self.channel.size)
 
     def settle(self, write: Callable[[], WrittenFiles], discard: Callable[[WrittenFiles], None]) -> None:
         """Write this rank's files, and learn that all ranks have written theirs.
@@ -187,33 +188,54 @@ class SaveSession:
             self.written = write()
             return news_of(self.written.variable_places, self.known_places)
 
-        def word(_: WrittenMessage | None) -> int:
-            return 0 if self.written is None else word_of(self.written)
-
         try:
-            messages = self.channel.gather(self._named("write"), write_own, WrittenMessage, value=word)
+            messages = self.channel.gather(
+                self._named("write"), write_own, WrittenMessage, offer=lambda _: offer_of(self.written)
+            )
         except RobustCheckpointError as error:
             if self.written is not None and not isinstance(error, ExchangeError):
                 discard(self.written)
             raise
-        self._words = self.channel.last_values
         self._messages = messages or []
+        self._written_agreement = self.channel.last_agreement
+        self._generations = self._agreed_generations(self._written_agreement)
+
+    def _agreed_generations(self, agreement: Agreement) -> Sequence[int]:
+        """The generation of each rank's file names, on the coordinator: in a directory of other saves they may differ."""
+        if agreement.same_value:
+            return [agreement.lowest - 1] * self.channel.size
+
+        def tell() -> GenerationMessage:
+            return GenerationMessage(0 if self.written is None else self.written.generation)
+
+        told = self.channel.gather(self._named("file names"), tell, GenerationMessage)
+        return [0 if each is None else each.generation for each in told or []]
 
     def check_stop(self) -> None:
-        """Raise if another rank has announced that this save failed; cheap, for calls between blocks of data."""
+        """Between blocks of data: say that this rank gets on, and raise if another has said that this save failed."""
+        self.channel.note_progress()
         self.channel.stop_if_announced()
 
     def encoded_metadata(self, storage_meta: StorageMeta) -> MetadataToPublish:
         """On the coordinator, after :meth:`settle`: the bytes of ``.metadata`` of this checkpoint."""
         if self.coordinator is None or self.coordinator.metadata is None:
             raise ValueError("only the coordinator has the metadata, of a plan for RobustWriter")
-        self._written_by_all = written_by_all(self._words, self._messages, self.coordinator.variable_places)
+        if self._written_agreement is None:
+            raise ValueError("settle comes before the metadata")
+        self._written_by_all = written_by_all(
+            self._generations,
+            self._messages,
+            self.coordinator.variable_places,
+            self._written_agreement.signature,
+            self.channel.combined_signature,
+        )
         return self.coordinator.metadata.encode(self._written_by_all, storage_meta)
 
     def commit(
         self,
         publish: Callable[[], None],
         discard: Callable[[WrittenFiles], None],
+        clean_up: Callable[[], None],
         keep_plan: Callable[[bytes], None],
     ) -> None:
         """Make the checkpoint visible, on the coordinator, and keep the plan for the next save.
@@ -221,27 +243,31 @@ class SaveSession:
         Args:
             publish: writes ``.metadata``; called on the coordinator only.
             discard: undoes what :meth:`settle` wrote; called when it is certain that nothing was committed.
+            clean_up: removes what the new checkpoint replaces; called on the coordinator only, once all ranks know that
+                the checkpoint is committed, so that nobody waits for it. It must not raise.
             keep_plan: puts the plan beside the checkpoint, for a job that resumes from it; called on the coordinator
                 only, once the checkpoint is committed. If it fails, nothing is lost.
         """
 
-        def publish_and_keep() -> None:
+        def publish_on_coordinator() -> None:
             if self.channel.is_coordinator:
                 publish()
-                self._keep_beside(keep_plan)
 
         try:
             if self.commits_together:
-                self.channel.barrier(self._named("commit"), publish_and_keep)
+                self.channel.barrier(self._named("commit"), publish_on_coordinator)
             else:
-                publish_and_keep()
+                publish_on_coordinator()
         except BaseException as error:
             # Ranks may have learnt of the commit or not: with the plan gone they agree on what they know again.
-            PLANS.forget(self.channel.ranks, plan_id_of(self._signatures))
+            PLANS.forget(self.channel.ranks, self._plan_id)
             if self.written is not None and isinstance(error, StorageError) and error.operation in BEFORE_RENAME:
                 discard(self.written)
             raise
         self._keep_plan(confirmed=self.commits_together)
+        if self.channel.is_coordinator:
+            clean_up()
+            self._keep_beside(keep_plan)
 
     def _keep_beside(self, keep_plan: Callable[[bytes], None]) -> None:
         try:
@@ -251,7 +277,7 @@ class SaveSession:
             logger.warning("%s: a job that resumes from it plans anew: %s", self.checkpoint, error)
 
     def _stored_plan(self, plan: CoordinatorPlan) -> bytes:
-        return plan.stored.get(lambda: encode_plan(self.channel.ranks, self._signatures, plan))
+        return plan.stored.get(lambda: encode_plan(self.channel.ranks, plan))
 
     def leave_commit_to_stock(self) -> None:
         """After :meth:`settle` on a rank whose ``commit`` stock will not call: it commits on the coordinator alone.
@@ -271,8 +297,8 @@ class SaveSession:
         PLANS.put(
             self.channel.ranks,
             CachedPlan(
-                plan_id=plan_id_of(self._signatures),
-                signatures=self._signatures,
+                plan_id=self._plan_id,
+                signature=self.local.signature.value,
                 table=self.local.table,
                 rank_plan=self.rank_plan,
                 variable_places=places if confirmed else None,

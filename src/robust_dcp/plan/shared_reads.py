@@ -41,11 +41,13 @@ class ReadColumns(msgspec.Struct, frozen=True):
     """What a rank needs and could get from another: little-endian columns, ascending by (item, box).
 
     Attributes:
+        node: the number of the rank's node.
         items: int32 ``[n]``, the place of the stored item in ``.metadata``.
         boxes: uint64 ``[n]``, which part of it; ``ON_DEVICE`` is set if its bytes stay on devices. Empty if all are 0.
         nbytes: int64 ``[n]``, of the tensor that is to be filled.
     """
 
+    node: int
     items: bytes
     boxes: bytes
     nbytes: bytes
@@ -108,7 +110,7 @@ class _Stream(NamedTuple):
 
 
 def deal_reads(
-    columns: Sequence[ReadColumns | None], place_of_item: Int64, nodes: Sequence[int] | None = None
+    columns: Sequence[ReadColumns | None], place_of_item: Int64, *, across_nodes: bool = False
 ) -> list[ReadShare | None]:
     """A share for each rank.
 
@@ -117,7 +119,7 @@ def deal_reads(
     Args:
         columns: of each rank; ``None`` for one that shares nothing.
         place_of_item: int64, where each stored item lies: files and places in them in ascending order.
-        nodes: of each rank; ranks that are all on one node then share nothing. ``None`` to share wherever ranks can.
+        across_nodes: ranks that are all on one node share nothing.
 
     Returns:
         In rank order; ``None`` for a rank that has nothing in common with others.
@@ -129,11 +131,12 @@ def deal_reads(
     load = np.zeros(len(columns), dtype=np.int64)
     alone = needs.counts == 1
     np.add.at(load, needs.ranks[needs.starts[:-1][alone]], needs.nbytes[alone])
+    nodes = [0 if each is None else each.node for each in columns]
     groups: list[tuple[int, ...]] = []
     streams: list[_Stream] = []
     stream_of_need = np.full(len(needs.counts), -1, dtype=np.int32)
     for members, ranks in by_holders(needs.ranks, needs.starts, np.flatnonzero(needs.is_shared)):
-        if nodes is not None and len({nodes[rank] for rank in ranks.tolist()}) == 1:
+        if across_nodes and len({nodes[rank] for rank in ranks.tolist()}) == 1:
             load[ranks] += needs.nbytes[members].sum()
             continue
         members = np.sort(members)

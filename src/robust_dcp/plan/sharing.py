@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
-from robust_dcp.comm import Channel, GroupMover, Offer, Parcel, Relay
+from robust_dcp.comm import Agreement, Channel, GroupMover, Offer, Parcel, Relay, node_of
 from robust_dcp.errors import PlanConflict
 from robust_dcp.plan.shared_reads import Piece, ReadColumns, ReadShare, deal_reads, pieces_of
 from robust_dcp.storage.reader import RobustReader
@@ -24,46 +24,49 @@ from robust_dcp.storage.records.checksum import crc32
 
 __all__ = ["SharedReads", "deal_out", "ranks_share", "sharing_offer"]
 
-_WORDS: Final = {1: "False", 2: "True", 3: "None"}
 _CAN: Final = 1
-_READS_BY_ITSELF: Final = 0
-_VALUES: Final = {False: 1, True: 2, None: 3}
+_WISHES: Final = {True: 2, False: 4, None: 8}
+"""Flags of an offer; a rank without any of them reads by itself."""
 
 
-def sharing_offer(share_reads: bool | None, *, can_share: bool) -> Offer:
+def sharing_offer(share_reads: bool | None, rank: int, *, can_share: bool) -> Offer:
     """What a rank with a ``RobustReader(share_reads=…)`` tells the others.
 
     Args:
+        rank: of this process in the group.
         can_share: whether its planner lets others fill its tensors.
+
+    Raises:
+        ValueError: the environment says something meaningless of nodes.
     """
-    return Offer(value=_VALUES[share_reads], flags=_CAN if can_share else 0)
+    return Offer(value=node_of(rank), flags=_WISHES[share_reads] | (_CAN if can_share else 0))
 
 
-def ranks_share(channel: Channel, offers: Sequence[Offer]) -> bool:
+def ranks_share(agreement: Agreement) -> bool:
     """Whether this load reads for replicas once; the same on all ranks.
 
     With ``None`` it does if they are on several nodes. Ranks on one node read through one page cache, or from one
     drive, faster than they can pass bytes on to each other (docs/performance.md).
 
     Args:
-        offers: of all ranks; one without value reads by itself.
+        agreement: of the offers of all ranks.
 
     Raises:
-        PlanConflict: the ranks want different things; names them.
+        PlanConflict: the ranks want different things; names the first of each kind.
     """
-    wish = offers[channel.coordinator_rank].value
-    others = [rank for rank, offer in enumerate(offers) if offer.value not in (wish, _READS_BY_ITSELF)]
-    if wish != _READS_BY_ITSELF and others:
-        found = ", ".join(f"rank {rank} {_WORDS.get(offers[rank].value)}" for rank in others[:8])
-        raise PlanConflict(
-            f"share_reads is {_WORDS[wish]} on the coordinator, rank {channel.coordinator_rank}, and another on ranks "
-            f"{others}: {found}; pass the same to RobustReader on all ranks of a load",
-            key="share_reads",
-            ranks=others,
+    wishes = {wish: agreement.first_rank(flag) for wish, flag in _WISHES.items() if agreement.count(flag)}
+    if len(wishes) > 1:
+        found = ", ".join(
+            f"{wish} on rank {rank}" for wish, rank in sorted(wishes.items(), key=lambda each: each[1] or 0)
         )
-    if len(offers) == 1 or not all(offer.value and offer.flags & _CAN for offer in offers):
+        raise PlanConflict(
+            f"share_reads is {found}; pass the same to RobustReader on all ranks of a load",
+            key="share_reads",
+            ranks=sorted(rank for rank in wishes.values() if rank is not None),
+        )
+    if agreement.n_ranks == 1 or not agreement.all_have(_CAN):
         return False
-    return wish == _VALUES[True] or (wish == _VALUES[None] and len(set(channel.nodes)) > 1)
+    return True in wishes or (None in wishes and not agreement.same_value)
 
 
 def deal_out(
@@ -89,10 +92,10 @@ def deal_out(
 
     def tell() -> ReadColumns | None:
         needed.append(reader.common_reads(plan, planner, lambda device: device.type in devices))
-        return _columns_of(needed[0]) if len(needed[0].places) else None
+        return _columns_of(needed[0], node_of(channel.rank)) if len(needed[0].places) else None
 
     def deal() -> list[ReadShare | None]:
-        return deal_reads(told or [], reader.places_in_files(), channel.nodes if reader.share_reads is None else None)
+        return deal_reads(told or [], reader.places_in_files(), across_nodes=reader.share_reads is None)
 
     told = channel.gather(f"load {checkpoint}: reads", tell, ReadColumns)
     share = channel.scatter(f"load {checkpoint}: shares", deal, ReadShare)
@@ -108,8 +111,9 @@ def _device_mover(process_group: dist.ProcessGroup | None) -> tuple[GroupMover |
     return (GroupMover(group), direct) if direct else (None, direct)
 
 
-def _columns_of(needed: CommonReads) -> ReadColumns:
+def _columns_of(needed: CommonReads, node: int) -> ReadColumns:
     return ReadColumns(
+        node=node,
         items=needed.items.astype("<i4").tobytes(),
         boxes=needed.boxes.astype("<u8").tobytes() if needed.boxes.any() else b"",
         nbytes=needed.nbytes.astype("<i8").tobytes(),
@@ -162,7 +166,7 @@ class SharedReads:
         return Relay(self._parcels, self, _checksum, self._move_on_device)
 
     def outgoing(self, number: int) -> torch.Tensor:
-        """The bytes of a parcel, as ``comm.relay.Cargo`` says: one piece of a target, or several packed."""
+        """The bytes of a parcel, as ``comm.relay.RelayContents`` says: one piece of a target, or several packed."""
         parts = self._parts(number)
         buffer = self._buffer(number, parts)
         if buffer is parts[0]:

@@ -11,20 +11,19 @@ import logging
 import os
 import struct
 from collections import OrderedDict
-from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
-from robust_dcp.comm import decode, encode
-from robust_dcp.comm.bundle import Bundler, Unbundler
-from robust_dcp.errors import RobustCheckpointError
+from robust_dcp.comm import combined_signature, decode, encode
+from robust_dcp.comm.bundle import Bundler, open_bundle
+from robust_dcp.errors import ExchangeError, RobustCheckpointError
 from robust_dcp.plan.cache import CachedPlan, CoordinatorPlan, GroupKey
 from robust_dcp.plan.global_plan import plan_of_kept
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.planning import coordinator_plan_of
 from robust_dcp.plan.rank_plan import RankPlan, pack_places, place_items, unpack_places
-from robust_dcp.plan.structure import ItemKind, StructureMessage, TableDecoder, plan_id_of
+from robust_dcp.plan.structure import ItemKind, StructureMessage, TableDecoder
 from robust_dcp.plan.structure.signature import SIGNATURE_NBYTES
 from robust_dcp.storage.files.disk import Disk, PosixDisk
 from robust_dcp.storage.files.paths import PLAN_NAME
@@ -37,7 +36,7 @@ logger = logging.getLogger(__name__)
 _HEAD = struct.Struct("<8sII")
 """Magic, length of the index, its CRC-32."""
 
-_MAGIC = b"RDCPPLN1"
+_MAGIC = b"RDCPPLN2"
 _MAX_INDEX_NBYTES = 64 << 20
 
 
@@ -63,13 +62,13 @@ class _Share(msgspec.Struct, frozen=True):
     common_objects: bytes
 
 
-def encode_plan(group: GroupKey, signatures: Sequence[bytes], plan: CoordinatorPlan) -> bytes:
+def encode_plan(group: GroupKey, plan: CoordinatorPlan) -> bytes:
     """The bytes of the file; on the coordinator."""
     bundler = Bundler(StructureMessage)
     for rank, table in enumerate(plan.tables):
         n_objects = int((table.kinds == ItemKind.BYTES).sum())
         unknown = np.zeros(n_objects, dtype=np.uint64)
-        bundler.add_message(rank, StructureMessage.of(table, unknown, plan.context))
+        bundler.add(rank, StructureMessage.of(table, unknown, plan.context))
     sections = [
         encode(_Share(pack_places(kept, len(table)), pack_places(common, len(table))))
         for table, kept, common in zip(plan.tables, plan.kept, plan.common_objects, strict=True)
@@ -78,7 +77,7 @@ def encode_plan(group: GroupKey, signatures: Sequence[bytes], plan: CoordinatorP
     index = encode(
         _Index(
             group=group,
-            signatures=b"".join(signatures),
+            signatures=b"".join(plan.signatures),
             nbytes=tuple(map(len, sections)),
             crc32=tuple(map(crc32, sections)),
         )
@@ -116,14 +115,14 @@ def read_plan(
         signatures = tuple(
             index.signatures[at : at + SIGNATURE_NBYTES] for at in range(0, len(index.signatures), SIGNATURE_NBYTES)
         )
-        coordinator = _coordinator_plan(file, local, len(group)) if leads else None
+        coordinator = _coordinator_plan(file, local, signatures) if leads else None
         share = decode(file.section(rank), _Share)
     finally:
         file.close()
     kept = unpack_places(share.kept, len(local.table))
     return CachedPlan(
-        plan_id=plan_id_of(signatures),
-        signatures=signatures,
+        plan_id=combined_signature(signatures),
+        signature=local.signature.value,
         table=local.table,
         rank_plan=RankPlan(
             kept=kept,
@@ -136,13 +135,16 @@ def read_plan(
     )
 
 
-def _coordinator_plan(file: _PlanFile, local: LocalStructure, n_ranks: int) -> CoordinatorPlan:
-    messages = Unbundler(StructureMessage).messages(file.section(n_ranks), 0, range(n_ranks))
+def _coordinator_plan(file: _PlanFile, local: LocalStructure, signatures: tuple[bytes, ...]) -> CoordinatorPlan:
+    n_ranks = len(signatures)
+    messages = open_bundle(file.section(n_ranks), StructureMessage)
+    if sorted(messages) != list(range(n_ranks)):
+        raise ExchangeError(f"it has the structures of ranks {sorted(messages)[:16]}, not of {n_ranks} ranks")
     decoder = TableDecoder()
     tables = [decoder.decode(messages[rank]) for rank in range(n_ranks)]
     kept = [unpack_places(decode(file.section(rank), _Share).kept, len(table)) for rank, table in enumerate(tables)]
     return coordinator_plan_of(
-        plan_of_kept(tables, kept), local.context.encode(), files=local.files, layout=local.layout
+        plan_of_kept(tables, kept), signatures, local.context.encode(), files=local.files, layout=local.layout
     )
 
 

@@ -1,27 +1,31 @@
 """What a rank tells of the files it has written: only what the plan did not determine.
 
-Owns the 64-bit word that stands in its header, the message with the places that are new, and the check that rank and
-coordinator mean the same places.
+Owns what each rank offers, the message with the places that are new, and the check that ranks and coordinator mean the
+same places.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from robust_dcp.comm import Offer
 from robust_dcp.errors import ExchangeError
 from robust_dcp.storage.writing.engine import WrittenFiles
 
-__all__ = ["WrittenMessage", "news_of", "word_of", "written_by_all"]
+__all__ = ["GenerationMessage", "WrittenMessage", "news_of", "offer_of", "written_by_all"]
 
 Places = npt.NDArray[np.int64]
 
-_DIGEST_BITS = 40
-_MAX_GENERATION = (1 << (64 - _DIGEST_BITS)) - 1
+
+class GenerationMessage(msgspec.Struct, frozen=True):
+    """The generation of a rank's file names, where ranks have different ones."""
+
+    generation: int
 
 
 class WrittenMessage(msgspec.Struct, frozen=True):
@@ -36,14 +40,14 @@ class WrittenMessage(msgspec.Struct, frozen=True):
     places: bytes
 
 
-def word_of(written: WrittenFiles) -> int:
-    """64 bits for the header: the generation of the file names, and a digest of all places of variable items.
+def offer_of(written: WrittenFiles | None) -> Offer:
+    """A digest of the places of all variable items, and the generation of the file names, counted from 1.
 
-    With it the coordinator never fills in places that the rank did not mean.
+    With them the coordinator never fills in places that a rank did not mean.
     """
-    if written.generation > _MAX_GENERATION:
-        raise ValueError(f"more than {_MAX_GENERATION} saves have left files in one directory: clean it up")
-    return written.generation << _DIGEST_BITS | _digest(written.variable_places)
+    if written is None:
+        return Offer()
+    return Offer(signature=_digest(written.variable_places), value=written.generation + 1)
 
 
 def news_of(places: Places, known: Places | None) -> WrittenMessage | None:
@@ -61,34 +65,35 @@ def news_of(places: Places, known: Places | None) -> WrittenMessage | None:
 
 
 def written_by_all(
-    words: Sequence[int], messages: Sequence[WrittenMessage | None], known: Sequence[Places] | None
+    generations: Sequence[int],
+    messages: Sequence[WrittenMessage | None],
+    known: Sequence[Places] | None,
+    digest: bytes,
+    combined: Callable[[Sequence[bytes]], bytes],
 ) -> tuple[WrittenFiles, ...]:
     """What every rank has written; on the coordinator.
 
     Args:
-        words: from the header of each rank, :func:`word_of`.
+        generations: of the file names of each rank.
         messages: from each rank, :func:`news_of`.
         known: the places of each rank in the last committed save by the same plan.
+        digest: what the digests of all ranks (:func:`offer_of`) were combined to.
+        combined: combines digests in rank order in the same way.
 
     Raises:
-        ExchangeError: if a rank's places are not those that it means.
+        ExchangeError: if the ranks' places are not those that they mean.
     """
-    return tuple(
-        _written(rank, word, message, None if known is None else known[rank])
-        for rank, (word, message) in enumerate(zip(words, messages, strict=True))
-    )
-
-
-def _written(rank: int, word: int, message: WrittenMessage | None, known: Places | None) -> WrittenFiles:
-    places = np.empty((0, 2), dtype=np.int64) if known is None else known
-    if message is not None:
-        places = _updated(places, message)
-    if _digest(places) != word & ((1 << _DIGEST_BITS) - 1):
+    none = np.empty((0, 2), dtype=np.int64)
+    places = [none if known is None else known[rank] for rank in range(len(messages))]
+    places = [each if news is None else _updated(each, news) for each, news in zip(places, messages, strict=True)]
+    if combined([_digest(each) for each in places]) != digest:
         raise ExchangeError(
-            f"the places of the objects that rank {rank} wrote are out of step with the coordinator's; save again",
-            ranks=[rank],
+            "the places of the objects that ranks wrote are not those that the coordinator has; save again"
         )
-    return WrittenFiles(generation=word >> _DIGEST_BITS, variable_places=places, names=(), nbytes=0)
+    return tuple(
+        WrittenFiles(generation=generation, variable_places=each, names=(), nbytes=0)
+        for generation, each in zip(generations, places, strict=True)
+    )
 
 
 def _updated(places: Places, message: WrittenMessage) -> Places:
@@ -105,6 +110,5 @@ def _updated(places: Places, message: WrittenMessage) -> Places:
     return updated
 
 
-def _digest(places: Places) -> int:
-    data = places.astype("<i8").tobytes()
-    return int.from_bytes(hashlib.blake2b(data, digest_size=_DIGEST_BITS // 8).digest(), "little")
+def _digest(places: Places) -> bytes:
+    return hashlib.blake2b(places.astype("<i8").tobytes(), digest_size=16).digest()

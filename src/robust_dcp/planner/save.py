@@ -111,7 +111,7 @@ class RobustPlanner(DefaultSavePlanner):
         """The start of a save: nothing has been exchanged yet. What is not given here is as this planner says."""
         channel = Channel.for_group(
             self.process_group if process_group is None else process_group,
-            purpose="save",
+            operation=f"save {checkpoint}",
             timeout_seconds=self.timeout_seconds if timeout_seconds is None else timeout_seconds,
             no_dist=self.no_dist or no_dist,
         )

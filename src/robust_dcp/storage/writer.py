@@ -6,6 +6,7 @@ come from the plan; with another planner than ours it makes them itself. Called 
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import uuid
@@ -34,6 +35,8 @@ from robust_dcp.storage.writing.stripes import remove_targets
 from robust_dcp.storage.writing.write_options import WriteOptions
 
 __all__ = ["MetadataToPublish", "RobustWriter", "SaveInProgress", "WriterMeta"]
+
+logger = logging.getLogger(__name__)
 
 _FILES_PER_RANK: Final = 2
 """Threads share a file where I/O is direct; writes through the page cache take turns in one file."""
@@ -79,6 +82,7 @@ class SaveInProgress(Protocol):
         self,
         publish: Callable[[], None],
         discard: Callable[[WrittenFiles], None],
+        clean_up: Callable[[], None],
         keep_plan: Callable[[bytes], None],
     ) -> None: ...
 
@@ -155,6 +159,7 @@ class RobustWriter(StorageWriter):
         self._disk: Disk = disk or PosixDisk()
         self.save_id = str(uuid.uuid4())
         self._superseded: tuple[str, ...] = ()
+        self._committed: Collection[str] = ()
         self._rank: int | None = None
         self._alone = False
         self._is_coordinator = False
@@ -230,11 +235,20 @@ class RobustWriter(StorageWriter):
         self._remove(written.uncommitted_names)
 
     def publish(self, metadata: MetadataToPublish) -> None:
-        """Commit: make ``metadata`` the checkpoint's, durably and in one step, then remove what it supersedes."""
+        """Commit: make ``metadata`` the checkpoint's, durably and in one step."""
         if not self.layout.may_share_directory:  # what a killed save has left is none of the new checkpoint
             self._remove(self._superseded)
         commit_metadata(self._disk, self.path, metadata.fragments, name=self._metadata_name, renames=metadata.renames)
-        self._remove(self._superseded, keep=metadata.files)
+        self._committed = metadata.files
+
+    def clean_up(self) -> None:
+        """Remove what the committed checkpoint supersedes; what cannot be removed is logged, and stays."""
+        try:
+            self._remove(self._superseded, keep=self._committed)
+        except Exception as error:  # the checkpoint is committed: whatever this is, the save has succeeded
+            logger.warning(
+                "%s: files of an older checkpoint stay, which costs space and nothing else: %s", self.path, error
+            )
 
     def _remove(self, names: Collection[str], keep: Collection[str] = ()) -> None:
         remove_targets(self._disk, self.path, set(names) - set(keep))
@@ -255,6 +269,7 @@ class RobustWriter(StorageWriter):
             self.path = os.fspath(checkpoint_id)
         self.save_id = str(uuid.uuid4())
         self._superseded = ()
+        self._committed = ()
         self._rank = None
         self._alone = False
         self._begun = False
@@ -329,13 +344,17 @@ class RobustWriter(StorageWriter):
         session = getattr(metadata, "session", None)
         if isinstance(session, SaveInProgress):
             session.commit(
-                lambda: self.publish(session.encoded_metadata(self.plain_meta())), self.discard, self.keep_plan
+                lambda: self.publish(session.encoded_metadata(self.plain_meta())),
+                self.discard,
+                self.clean_up,
+                self.keep_plan,
             )
             return
         metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         metadata.storage_meta = self.plain_meta()
         metadata.version = FORMAT_VERSION
         self.publish(MetadataToPublish((encode_metadata(metadata),), referenced_files(metadata)))
+        self.clean_up()
 
     def plain_meta(self) -> StorageMeta:
         """What goes into ``.metadata``: stock's class, and nothing of this process."""

@@ -6,7 +6,6 @@ by ``saving`` and ``loading``, and by the replacements of Megatron's own functio
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from robust_dcp.comm import Channel, Offer
+from robust_dcp.comm import Agreement, Channel, Offer
 from robust_dcp.megatron.checks.access import AccessColumns, columns_of, find_violation, keys_of
 from robust_dcp.megatron.checks.common_state import LeafDigests, leaf_digests, report_differences
 from robust_dcp.megatron.failures import InvalidAccess
@@ -89,29 +88,28 @@ class AccessCheck:
 
     def offer(self, group: tuple[int, ...], value: int = 0) -> Offer:
         """What to put into the header: the own signature, and the identity under which it was found right."""
-        return Offer(signature=self.signature, plan_id=KNOWN.find(group, self.signature) or bytes(8), value=value)
+        return Offer(signature=self.signature, plan_id=KNOWN.find(group, self.signature) or bytes(16), value=value)
 
-    def is_known(self, offers: Sequence[Offer]) -> bool:
+    def is_known(self, agreement: Agreement) -> bool:
         """Whether what all ranks hold has been validated before; the same answer on all ranks."""
-        identity = _identity(offers)
-        return all(offer.plan_id == identity for offer in offers)
+        return agreement.same_plan_id and agreement.plan_id == agreement.signature
 
-    def finish(self, channel: Channel, phase: str, offers: Sequence[Offer]) -> None:
+    def finish(self, channel: Channel, phase: str, agreement: Agreement) -> None:
         """Gather the columns, let the coordinator check them, and hear its verdict.
 
         Raises:
             InvalidAccess: some shard is not accessed exactly once; on all ranks.
         """
         _raise_if_wrong(self._verdict(channel, phase, with_keys=False))
-        self.remember(channel, offers)
+        self.remember(channel, agreement)
 
     def keys_of_all(self, channel: Channel, phase: str) -> GlobalMetadata:
         """The keys that any rank holds, and the verdict, which is for the caller to raise."""
         return GlobalMetadata(self._verdict(channel, phase, with_keys=True))
 
-    def remember(self, channel: Channel, offers: Sequence[Offer]) -> None:
-        """Note that what the ranks hold, by ``offers``, was found right."""
-        KNOWN.put(channel.ranks, self.signature, _identity(offers))
+    def remember(self, channel: Channel, agreement: Agreement) -> None:
+        """Note that what the ranks hold, by ``agreement``, was found right."""
+        KNOWN.put(channel.ranks, self.signature, agreement.signature)
 
     def _verdict(self, channel: Channel, phase: str, *, with_keys: bool) -> _Verdict:
         gathered = channel.gather(f"{phase}: shards", lambda: self.columns, AccessColumns)
@@ -149,7 +147,7 @@ class GlobalMetadata(list[list[KeyOnly]]):
 
 def agree_on_access(
     channel: Channel, phase: str, shards: Callable[[], Sequence[Any]], *, value: Callable[[], int] = lambda: 0
-) -> tuple[AccessCheck, list[Offer]]:
+) -> tuple[AccessCheck, Agreement]:
     """The first exchange of a save or load: every rank prepares, and shows the signature of what it holds.
 
     Args:
@@ -162,12 +160,8 @@ def agree_on_access(
         checks.append(AccessCheck.of(shards()))
         return checks[0].offer(channel.ranks, value())
 
-    offers = channel.agree(phase, prepare)
-    return checks[0], offers
-
-
-def _identity(offers: Sequence[Offer]) -> Identity:
-    return hashlib.blake2b(b"".join(offer.signature for offer in offers), digest_size=8).digest()
+    agreement = channel.agree(phase, prepare)
+    return checks[0], agreement
 
 
 def _raise_if_wrong(verdict: _Verdict) -> None:
@@ -187,7 +181,7 @@ def exchange_metadata(
         RobustCheckpointError: on every rank, whichever of them failed.
     """
     channel = Channel.for_group(
-        process_group, purpose="save", timeout_seconds=current_options().exchange_timeout_seconds
+        process_group, operation="determine_global_metadata", timeout_seconds=current_options().exchange_timeout_seconds
     )
     local: list[Any] = []
 
@@ -202,13 +196,15 @@ def exchange_metadata(
 
 def compare_common_state(common: dict[str, Any]) -> None:
     """In place of Megatron's ``_validate_common_state_dict``: digests in a header; keys that differ are logged."""
-    channel = Channel.for_group(None, purpose="save", timeout_seconds=current_options().exchange_timeout_seconds)
+    channel = Channel.for_group(
+        None, operation="compare common state", timeout_seconds=current_options().exchange_timeout_seconds
+    )
     digests: list[LeafDigests] = []
 
     def digest() -> Offer:
         digests.append(leaf_digests(common))
         return Offer(value=digests[0].whole())
 
-    offers = channel.agree("compare common state", digest)
-    if any(offer.value != offers[0].value for offer in offers):
+    agreement = channel.agree("compare common state", digest)
+    if not agreement.same_value:
         report_differences(channel, "common state of rank 0", digests[0])

@@ -106,7 +106,9 @@ def read_sharded(
         targets, restore = versions.to_dcp_targets(resharding)
         wanted = _tensors_in(resharding.sharded_state_dict)
 
-    channel = Channel.for_group(process_group, purpose="load", timeout_seconds=timeout_seconds, no_dist=no_dist)
+    channel = Channel.for_group(
+        process_group, operation=f"translate {name}", timeout_seconds=timeout_seconds, no_dist=no_dist
+    )
     with as_megatron_raises():
         channel.barrier(f"load {name}: translate", translate)
         planner = MegatronLoadPlanner(

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from robust_dcp.comm import Channel, Offer
+from robust_dcp.comm import Agreement, Channel
 from robust_dcp.megatron import versions
 from robust_dcp.megatron.checks import common_state, integrity
 from robust_dcp.megatron.checks.validation import AccessCheck, GlobalMetadata, agree_on_access
@@ -122,8 +122,8 @@ def load_torch_dist(call: LoadCall, options: MegatronOptions, stock: Callable[[]
     timeout = options.exchange_timeout_seconds
     if isinstance(call.sharded_strategy, RobustLoadStrategy):
         timeout = call.sharded_strategy.timeout_seconds
-    channel = Channel.for_group(call.process_group, purpose="load", timeout_seconds=timeout)
     phase = f"load {checkpoint_name(call.checkpoint_dir)}"
+    channel = Channel.for_group(call.process_group, operation=f"Megatron: {phase}", timeout_seconds=timeout)
     with as_megatron_raises():
         if call.verify_integrity:
             integrity.verify_files(channel, phase, call.checkpoint_dir)
@@ -162,8 +162,8 @@ class _Load:
 
     def run(self) -> Any:
         strict, needs_checkpoint_keys, needs_global_keys, returns_mismatch = versions.strictness(self._call.strict)
-        check, offers = agree_on_access(self._channel, f"{self._phase}: prepare", self._prepare)
-        global_metadata = self._validate(check, offers, needs_keys=needs_global_keys)
+        check, agreement = agree_on_access(self._channel, f"{self._phase}: prepare", self._prepare)
+        global_metadata = self._validate(check, agreement, needs_keys=needs_global_keys)
         if needs_checkpoint_keys:
             self._check_keys(strict, global_metadata)
         loaded = self._read()
@@ -179,16 +179,16 @@ class _Load:
         versions.merge(self._result, not_persistent)
         return list(versions.nested_values(self._sharded))
 
-    def _validate(self, check: AccessCheck, offers: list[Offer], *, needs_keys: bool) -> GlobalMetadata | None:
+    def _validate(self, check: AccessCheck, agreement: Agreement, *, needs_keys: bool) -> GlobalMetadata | None:
         phase = f"{self._phase}: validate"
         if needs_keys:
             found = check.keys_of_all(self._channel, phase)
             if self._call.validate_access_integrity:
                 found.raise_if_wrong()
-                check.remember(self._channel, offers)
+                check.remember(self._channel, agreement)
             return found
-        if self._call.validate_access_integrity and not check.is_known(offers):
-            check.finish(self._channel, phase, offers)
+        if self._call.validate_access_integrity and not check.is_known(agreement):
+            check.finish(self._channel, phase, agreement)
         return None
 
     def _check_keys(self, strict: Any, global_metadata: GlobalMetadata | None) -> None:

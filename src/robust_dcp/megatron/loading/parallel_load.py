@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from robust_dcp.comm import Channel
+from robust_dcp.comm import Channel, Offer
 from robust_dcp.errors import ExchangeError, PlanConflict
 from robust_dcp.megatron import versions
 from robust_dcp.megatron.failures import as_megatron_raises, told_by_who_failed
@@ -73,7 +73,7 @@ def load_in_parallel(
         RobustCheckpointError: on every rank of the group, whichever of them failed.
     """
     group = wrapper.parallelization_group
-    channel = Channel.for_group(group, purpose="parallel load", timeout_seconds=timeout_seconds)
+    channel = Channel.for_group(group, operation="parallel load", timeout_seconds=timeout_seconds)
     with as_megatron_raises():
         return _ParallelLoad(wrapper, sharded_state_dict, os.fspath(checkpoint_dir), channel).run()
 
@@ -208,9 +208,12 @@ class _ParallelLoad:
             else:
                 n_wanted += 1
         gathered = self._channel.gather(
-            f"{self._phase}: objects", lambda: _Objects(mine) if mine else None, _Objects, value=n_wanted
+            f"{self._phase}: objects",
+            lambda: _Objects(mine) if mine else None,
+            _Objects,
+            offer=lambda _: Offer(value=n_wanted),
         )
-        if not any(self._channel.last_values):
+        if not self._channel.last_agreement.highest:
             return
 
         def all_objects() -> _Objects:

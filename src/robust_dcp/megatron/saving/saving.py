@@ -123,8 +123,8 @@ def save_torch_dist(call: SaveCall, options: MegatronOptions) -> Any:
     group = None
     if isinstance(strategy, RobustSaveStrategy):
         options, group = strategy.options, strategy.process_group
-    channel = Channel.for_group(group, purpose="save", timeout_seconds=options.exchange_timeout_seconds)
     phase = f"save {checkpoint_name(call.checkpoint_dir)}"
+    channel = Channel.for_group(group, operation=f"Megatron: {phase}", timeout_seconds=options.exchange_timeout_seconds)
     request = versions.finished_request(call.async_strategy) if call.is_async else None
     with as_megatron_raises():
         prepared = _prepare_and_validate(call, strategy, channel, phase)
@@ -163,18 +163,18 @@ def _prepare_and_validate(call: SaveCall, strategy: Any, channel: Channel, phase
             prepared.common_file = common_state.encode_common(common)
         return shards
 
-    check, offers = agree_on_access(
+    check, agreement = agree_on_access(
         channel,
         f"{phase}: prepare",
         prepare,
         value=lambda: prepared.digests.whole() if call.validate_access_integrity else 0,
     )
-    if any(offer.value != offers[0].value for offer in offers):
+    if not agreement.same_value:
         common_state.report_differences(channel, f"{phase}: common state", prepared.digests)
     # "Constant structure" is the user's word for it; where the structure has changed all the same, it is validated.
     is_wanted = call.validate_access_integrity or getattr(strategy, "use_cached_ckpt_structure", False)
-    if is_wanted and not check.is_known(offers):
-        check.finish(channel, f"{phase}: validate", offers)
+    if is_wanted and not check.is_known(agreement):
+        check.finish(channel, f"{phase}: validate", agreement)
     return prepared
 
 

@@ -111,7 +111,7 @@ def _asked(part: LocalPart, mesh: Any, timeout_seconds: float) -> tuple[int, ...
     for mesh_dim in spread.order:
         dim = spread.shard_dims[mesh_dim]
         group = mesh.get_group(mesh_dim)
-        channel = Channel.for_group(group, purpose="uneven DTensors", timeout_seconds=timeout_seconds)
+        channel = Channel.for_group(group, operation="parts of a DTensor", timeout_seconds=timeout_seconds)
         extent = partial(_Extent, global_shape, shard_dims, list(sizes))
         phase = f"the parts of a DTensor of shape {global_shape}"
         extents = channel.all_gather(phase, extent, _Extent)

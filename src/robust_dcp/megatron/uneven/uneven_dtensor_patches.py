@@ -48,7 +48,7 @@ def _timeout_seconds() -> float:
 def _channel() -> Any:
     from robust_dcp.comm import Channel
 
-    return Channel.for_group(purpose="uneven DTensors", timeout_seconds=_timeout_seconds())
+    return Channel.for_group(operation="uneven DTensors", timeout_seconds=_timeout_seconds())
 
 
 def _when_chosen(make: Callable[[Function], Function]) -> Callable[[Function], Function]:

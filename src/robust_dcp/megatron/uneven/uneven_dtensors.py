@@ -28,7 +28,6 @@ from robust_dcp.megatron.uneven.uneven_shards import (
     columns_of,
     describe,
 )
-from robust_dcp.plan.structure import plan_id_of
 
 __all__ = [
     "check_part",
@@ -125,10 +124,10 @@ def place_chunks(state_dict: Mapping[Any, Any], channel: Channel) -> None:
         known = _MEMORY.find(signature)
         return Offer(signature=signature) if known is None else Offer(signature=signature, plan_id=known[0])
 
-    offers = channel.agree(PHASE, offer)
-    made_for = plan_id_of([each.signature for each in offers])
+    agreement = channel.agree(PHASE, offer)
+    made_for = agreement.signature
     known = _MEMORY.find(signature)
-    if known is not None and all(each.plan_id == made_for for each in offers):
+    if known is not None and agreement.same_plan_id and agreement.plan_id == made_for:
         offsets = known[1]
     else:
         offsets = _exchanged(columns, channel)

@@ -4,7 +4,7 @@ from robust_dcp.plan.structure.attributes import Attributes, attributes_of, enco
 from robust_dcp.plan.structure.diff import StructureDiff, diff_tables, merge_diffs
 from robust_dcp.plan.structure.message import StructureMessage, TableDecoder
 from robust_dcp.plan.structure.paths import Path, Paths
-from robust_dcp.plan.structure.signature import PlanContext, StructureSignature, plan_id_of
+from robust_dcp.plan.structure.signature import PlanContext, StructureSignature
 from robust_dcp.plan.structure.table import Form, ItemKind, ItemStructure, StructureTable, sorted_places, table_of
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "diff_tables",
     "encode_attributes",
     "merge_diffs",
-    "plan_id_of",
     "sorted_places",
     "table_of",
 ]

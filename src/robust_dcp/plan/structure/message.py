@@ -38,6 +38,8 @@ class StructureMessage(msgspec.Struct, frozen=True):
     ``context``: :meth:`PlanContext.encode`, compared with the coordinator's.
 
     ``attributes``: of :class:`StructureTable`.
+
+    ``signature``: 16 bytes, :class:`StructureSignature` of the table and the context.
     """
 
     names: bytes
@@ -58,13 +60,16 @@ class StructureMessage(msgspec.Struct, frozen=True):
     object_digests: bytes
     context: bytes
     attributes: bytes = NO_ATTRIBUTES
+    signature: bytes = b""
 
     @classmethod
-    def of(cls, table: StructureTable, object_digests: npt.NDArray[np.uint64], context: bytes) -> StructureMessage:
+    def of(
+        cls, table: StructureTable, object_digests: npt.NDArray[np.uint64], context: bytes, signature: bytes = b""
+    ) -> StructureMessage:
         """The message for ``table``.
 
         Args:
-            object_digests, context: as above.
+            object_digests, context, signature: as above.
         """
         paths = table.paths
         return cls(
@@ -86,6 +91,7 @@ class StructureMessage(msgspec.Struct, frozen=True):
             object_digests=_to_bytes(object_digests, np.uint64),
             context=context,
             attributes=table.attributes,
+            signature=signature,
         )
 
     def digests(self) -> npt.NDArray[np.uint64]:

@@ -7,17 +7,16 @@ holds. Made on every save by every rank, compared by ``plan.agreement``.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from robust_dcp.plan.structure.table import StructureTable
 
-__all__ = ["PLAN_ID_NBYTES", "SIGNATURE_NBYTES", "PlanContext", "StructureSignature", "plan_id_of"]
+__all__ = ["SIGNATURE_NBYTES", "PlanContext", "StructureSignature"]
 
 SIGNATURE_NBYTES = 16
-PLAN_ID_NBYTES = 8
 
 OptionValue = str | int | float | bool | None
 
@@ -104,13 +103,6 @@ class StructureSignature:
             _feed(digest, [column.tobytes()])
         _feed(digest, [table.attributes])
         return cls(digest.digest())
-
-
-def plan_id_of(signatures: Sequence[bytes]) -> bytes:
-    """The identity of a global plan: a hash over the signatures of all ranks, in rank order."""
-    digest = hashlib.blake2b(digest_size=PLAN_ID_NBYTES, person=b"rdcp-plan")
-    _feed(digest, signatures)
-    return digest.digest()
 
 
 def _feed(digest: hashlib.blake2b, parts: Iterable[bytes]) -> None:

@@ -1,0 +1,138 @@
+"""What ranks say while they work: who has given no sign of progress for longest, and how far the slowest has come.
+
+Pure values. A beat stands for all ranks that its receiver hears of only from its sender; it is a few bytes, whatever
+their number.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+__all__ = ["Beat", "Progress"]
+
+_LAYOUT = struct.Struct("<idIiQQd")
+_NOBODY = -1
+
+
+@dataclass(frozen=True)
+class Beat:
+    """See the module.
+
+    Attributes:
+        silent_rank: who has given no sign of progress for longest; -1 if everybody is done.
+        silent_seconds: for how long, when this was sent.
+        n_at_work: how many ranks are not done, as far as the sender knows.
+        slow_rank: of those that have said how much they have to do, the one that has done the smallest part; or -1.
+        slow_done_nbytes, slow_total_nbytes: how much that is.
+        slow_seconds: how long it has been at it.
+        arrived_seconds: monotonic, when this was received.
+    """
+
+    silent_rank: int = _NOBODY
+    silent_seconds: float = 0.0
+    n_at_work: int = 0
+    slow_rank: int = _NOBODY
+    slow_done_nbytes: int = 0
+    slow_total_nbytes: int = 0
+    slow_seconds: float = 0.0
+    arrived_seconds: float = 0.0
+
+    @classmethod
+    def of_silent(cls, rank: int, seconds: float, said: Beat | None, n_ranks: int) -> Beat:
+        """For a neighbour that has not come: who is silent behind it, and what it last ``said``."""
+        return replace(said or cls(n_at_work=n_ranks), silent_rank=rank, silent_seconds=seconds)
+
+    @classmethod
+    def slowest(cls, beats: Sequence[Beat]) -> Beat:
+        """What these add up to."""
+        silent = max(beats, key=lambda beat: beat.silent_seconds, default=cls())
+        slow = min((beat for beat in beats if beat.slow_rank >= 0), key=lambda beat: beat.part_done, default=silent)
+        return cls(
+            silent_rank=silent.silent_rank,
+            silent_seconds=silent.silent_seconds,
+            n_at_work=sum(beat.n_at_work for beat in beats),
+            slow_rank=slow.slow_rank,
+            slow_done_nbytes=slow.slow_done_nbytes,
+            slow_total_nbytes=slow.slow_total_nbytes,
+            slow_seconds=slow.slow_seconds,
+        )
+
+    @property
+    def part_done(self) -> float:
+        """0 to 1, of the slowest."""
+        return self.slow_done_nbytes / self.slow_total_nbytes if self.slow_total_nbytes else 0.0
+
+    def encode(self) -> bytes:
+        """As it stands in the body of a frame."""
+        return _LAYOUT.pack(
+            self.silent_rank,
+            self.silent_seconds,
+            self.n_at_work,
+            self.slow_rank,
+            self.slow_done_nbytes,
+            self.slow_total_nbytes,
+            self.slow_seconds,
+        )
+
+    @classmethod
+    def decode(cls, body: bytes) -> Beat:
+        """What :meth:`encode` made, received now."""
+        silent_rank, silent_seconds, n_at_work, slow_rank, done, total, seconds = _LAYOUT.unpack_from(body)
+        now = time.monotonic()
+        return cls(silent_rank, silent_seconds, n_at_work, slow_rank, done, total, seconds, now)
+
+    def __str__(self) -> str:
+        """For people: who is waited for, how far it has come, how fast."""
+        if self.slow_rank < 0:
+            return f"{self.n_at_work} ranks are at work; rank {self.silent_rank} for {self.silent_seconds:.0f} seconds"
+        rate = self.slow_done_nbytes / max(self.slow_seconds, 1e-3)
+        return (
+            f"{self.n_at_work} ranks are at work; the slowest is rank {self.slow_rank}: "
+            f"{100 * self.part_done:.0f} % of {self.slow_total_nbytes / 2**30:.2f} GiB, {rate / 2**20:.1f} MiB/s"
+        )
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far this rank's own work has come.
+
+    Attributes:
+        began_seconds, moved_seconds: monotonic; when it began, and when it last got on.
+        done_nbytes, total_nbytes: how much it has done of how much; 0 while it is not known.
+    """
+
+    began_seconds: float
+    moved_seconds: float
+    done_nbytes: int = 0
+    total_nbytes: int = 0
+
+    @classmethod
+    def now(cls) -> Progress:
+        """The work begins."""
+        now = time.monotonic()
+        return cls(now, now)
+
+    def moved(self, done_nbytes: int | None, total_nbytes: int | None) -> Progress:
+        """The work has got on."""
+        return Progress(
+            self.began_seconds,
+            time.monotonic(),
+            self.done_nbytes if done_nbytes is None else done_nbytes,
+            self.total_nbytes if total_nbytes is None else total_nbytes,
+        )
+
+    def beat(self, rank: int, now: float) -> Beat:
+        """What ``rank``, whose progress this is, says."""
+        knows = self.total_nbytes > 0
+        return Beat(
+            silent_rank=rank,
+            silent_seconds=now - self.moved_seconds,
+            n_at_work=1,
+            slow_rank=rank if knows else _NOBODY,
+            slow_done_nbytes=self.done_nbytes,
+            slow_total_nbytes=self.total_nbytes,
+            slow_seconds=now - self.began_seconds,
+        )

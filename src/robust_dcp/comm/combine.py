@@ -1,0 +1,188 @@
+"""What ranks say of themselves in a few bytes, and what that adds up to on the way up the tree.
+
+Owns the offer of a rank and the combination of offers: a hash over all signatures in rank order, equality, counts,
+extremes with their ranks. Combining is associative over neighbouring ranges of ranks, so a rank combines its own offer
+with what its children have combined, and no rank ever sees all offers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from robust_dcp.comm.tree import Tree
+
+__all__ = ["N_FLAGS", "SIGNATURE_NBYTES", "Agreement", "Offer", "combined_signature"]
+
+SIGNATURE_NBYTES = 16
+N_FLAGS = 4
+
+_NOTHING = bytes(SIGNATURE_NBYTES)
+_LAYOUT = struct.Struct(f"<{SIGNATURE_NBYTES}s{SIGNATURE_NBYTES}s?QIQI{N_FLAGS}I{N_FLAGS}II")
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a rank says of itself, without any payload.
+
+    Attributes:
+        signature: 16 bytes, of what the rank holds.
+        plan_id: 16 bytes, the cached plan that it could use; zeros for none.
+        value: 64 bits, free for the phase; 0 says nothing.
+        flags: ``N_FLAGS`` bits, free for the phase.
+    """
+
+    signature: bytes = _NOTHING
+    plan_id: bytes = _NOTHING
+    value: int = 0
+    flags: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.signature) != SIGNATURE_NBYTES or len(self.plan_id) != SIGNATURE_NBYTES:
+            raise ValueError(
+                f"signature and plan_id have {len(self.signature)} and {len(self.plan_id)} bytes, not "
+                f"{SIGNATURE_NBYTES} each"
+            )
+        if not 0 <= self.value < 1 << 64 or not 0 <= self.flags < 1 << N_FLAGS:
+            raise ValueError(f"value {self.value} does not fit 64 bits, or flags {self.flags} not {N_FLAGS}")
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the offers of a range of ranks add up to; in the end that of all ranks, the same on each of them.
+
+    Attributes:
+        n_ranks: how many ranks.
+        signature: of one rank its own; of several the hash :func:`combined_signature`.
+        plan_id: what the first rank of the range offered.
+        same_plan_id: whether all of them did.
+        lowest, highest: of the values that say something; 0 if none does.
+        lowest_rank, highest_rank: the first rank that said so.
+        counts: for each flag, how many ranks have it.
+        first_ranks: for each flag, the first rank that has it; 0 if none does.
+    """
+
+    n_ranks: int
+    signature: bytes
+    plan_id: bytes
+    same_plan_id: bool
+    lowest: int
+    lowest_rank: int
+    highest: int
+    highest_rank: int
+    counts: tuple[int, ...]
+    first_ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, rank: int, offer: Offer) -> Agreement:
+        """That of one rank with itself."""
+        counts = tuple(offer.flags >> bit & 1 for bit in range(N_FLAGS))
+        return cls(
+            n_ranks=1,
+            signature=offer.signature,
+            plan_id=offer.plan_id,
+            same_plan_id=True,
+            lowest=offer.value,
+            lowest_rank=rank,
+            highest=offer.value,
+            highest_rank=rank,
+            counts=counts,
+            first_ranks=tuple(rank if count else 0 for count in counts),
+        )
+
+    def with_children(self, children: Sequence[Agreement]) -> Agreement:
+        """This rank's, combined with those of its children in the order of their places."""
+        if not children:
+            return self
+        total = self
+        for child in children:
+            total = total._joined(child)
+        return replace(total, signature=_hash([self.signature, *(child.signature for child in children)]))
+
+    def _joined(self, other: Agreement) -> Agreement:
+        lowest = min((each for each in (self, other) if each.lowest), key=lambda each: each.lowest, default=self)
+        highest = max((self, other), key=lambda each: each.highest)
+        firsts = (
+            first if count else other_first
+            for count, first, other_first in zip(self.counts, self.first_ranks, other.first_ranks, strict=True)
+        )
+        return Agreement(
+            n_ranks=self.n_ranks + other.n_ranks,
+            signature=self.signature,
+            plan_id=self.plan_id,
+            same_plan_id=self.same_plan_id and other.same_plan_id and self.plan_id == other.plan_id,
+            lowest=lowest.lowest,
+            lowest_rank=lowest.lowest_rank,
+            highest=highest.highest,
+            highest_rank=highest.highest_rank,
+            counts=tuple(a + b for a, b in zip(self.counts, other.counts, strict=True)),
+            first_ranks=tuple(firsts),
+        )
+
+    def all_have(self, flag: int) -> bool:
+        """Whether every rank has ``flag`` (one bit)."""
+        return self.counts[flag.bit_length() - 1] == self.n_ranks
+
+    def count(self, flag: int) -> int:
+        """How many ranks have ``flag`` (one bit)."""
+        return self.counts[flag.bit_length() - 1]
+
+    def first_rank(self, flag: int) -> int | None:
+        """The first rank that has ``flag`` (one bit)."""
+        return self.first_ranks[flag.bit_length() - 1] if self.count(flag) else None
+
+    @property
+    def same_value(self) -> bool:
+        """Whether all values that say something are equal."""
+        return self.lowest == self.highest
+
+    def encode(self) -> bytes:
+        """As it stands in the body of a frame."""
+        return _LAYOUT.pack(
+            self.signature,
+            self.plan_id,
+            self.same_plan_id,
+            self.lowest,
+            self.lowest_rank,
+            self.highest,
+            self.highest_rank,
+            *self.counts,
+            *self.first_ranks,
+            self.n_ranks,
+        )
+
+    @classmethod
+    def decode(cls, body: bytes) -> Agreement:
+        """What :meth:`encode` made, from the body of a frame."""
+        signature, plan_id, same, lowest, low_rank, highest, high_rank, *rest = _LAYOUT.unpack_from(body)
+        return cls(
+            n_ranks=rest[-1],
+            signature=signature,
+            plan_id=plan_id,
+            same_plan_id=same,
+            lowest=lowest,
+            lowest_rank=low_rank,
+            highest=highest,
+            highest_rank=high_rank,
+            counts=tuple(rest[:N_FLAGS]),
+            first_ranks=tuple(rest[N_FLAGS : 2 * N_FLAGS]),
+        )
+
+
+def combined_signature(signatures: Sequence[bytes]) -> bytes:
+    """The hash over the signatures of all ranks, in rank order, that :class:`Agreement` has for a tree under rank 0.
+
+    A Merkle hash: of a rank that has children in the tree it is BLAKE2b over its own signature and their hashes.
+    """
+    hashes: list[bytes] = list(signatures)
+    for rank in reversed(range(len(hashes))):
+        children = Tree(rank, len(hashes)).children
+        if children:
+            hashes[rank] = _hash([hashes[rank], *(hashes[child] for child in children)])
+    return hashes[0]
+
+
+def _hash(parts: Sequence[bytes]) -> bytes:
+    return hashlib.blake2b(b"".join(parts), digest_size=SIGNATURE_NBYTES, person=b"rdcp-plan").digest()

@@ -1,0 +1,135 @@
+"""Why an operation ended out of step, in words: who is missing, gone or elsewhere.
+
+Owns what a rank has found (a :class:`Problem`) and the exception that is made of it and of a survey of all ranks that
+can be reached. It never sends anything itself. Called by the operation, after a failure only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from robust_dcp.comm.survey import Whereabouts
+from robust_dcp.errors import ExchangeError, ExchangeTimeout, RobustCheckpointError, error_from_fields, failure_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from robust_dcp.comm.operation import Operation
+
+__all__ = ["Problem", "as_told_to", "conclude"]
+
+SURVEY_SECONDS = 1.0
+"""How long ranks have to say where they are, once something has gone wrong."""
+
+_MAX_RANKS_DESCRIBED = 16
+
+
+class Problem(Exception):
+    """What keeps this rank from going on. Internal to :mod:`robust_dcp.comm`.
+
+    Attributes:
+        what: what happened, to be read after the name of the exchange.
+        cause: what this rank raised itself, if that is the problem.
+        missing: ranks that are gone or silent, each with what is known of it.
+        damaged_by: the rank whose messages arrive damaged.
+        is_elsewhere: some ranks are in another operation or phase.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        cause: BaseException | None = None,
+        *,
+        missing: dict[int, str] | None = None,
+        damaged_by: int | None = None,
+        is_elsewhere: bool = False,
+    ) -> None:
+        super().__init__(what)
+        self.what = what
+        self.cause = cause
+        self.missing = missing or {}
+        self.damaged_by = damaged_by
+        self.is_elsewhere = is_elsewhere
+
+    @classmethod
+    def of_lost(cls, rank: int, peer: int, detail: str, *, damaged: bool) -> Problem:
+        """``rank`` has lost its connection to ``peer``."""
+        if damaged:
+            return cls(f"what rank {peer} sent to rank {rank} arrived damaged {detail}", damaged_by=peer)
+        return cls("broke off: connection lost", missing={peer: f"rank {peer}: {detail}"})
+
+    @classmethod
+    def of_silent(cls, rank: int, seconds: float, *, is_heard: bool) -> Problem:
+        """``rank`` has shown no progress for as long as it may."""
+        what = "is there, but its work has not got on" if is_heard else "no sign of life"
+        return cls(f"did not finish: no progress for {seconds:g} seconds", missing={rank: f"rank {rank}: {what}"})
+
+    @classmethod
+    def of_deadline(cls, ranks: Sequence[int], seconds: float) -> Problem:
+        """The exchange has taken longer than it may."""
+        missing = {rank: f"rank {rank}, or a rank behind it, is not done" for rank in ranks}
+        return cls(f"did not finish within its deadline of {seconds:g} seconds", missing=missing)
+
+
+def conclude(problem: Problem, operation: Operation) -> RobustCheckpointError:
+    """The exception for all ranks."""
+    what, phase, link = operation.what, operation.phase, operation.link
+    if problem.cause is not None:
+        return ExchangeError(
+            f"{what} {problem.what}",
+            failures=[failure_of(link.rank, problem.cause)],
+            phase=phase,
+            ranks=[link.rank],
+        )
+    if problem.damaged_by is not None:
+        return ExchangeError(f"{what}: {problem.what}", phase=phase, ranks=[problem.damaged_by])
+    found = link.surveyor.ask(min(SURVEY_SECONDS, operation.timeout_seconds))
+    if problem.is_elsewhere:
+        return _elsewhere(phase, found, link.rank)
+    return _missing(problem, operation, found)
+
+
+def _elsewhere(phase: str, found: Whereabouts, rank: int) -> ExchangeError:
+    # Most ranks are taken to be right; if no operation has more, the one that this rank is in.
+    counts = Counter({text: len(ranks) for text, ranks in found.doing.items()})
+    expected = max(counts, key=lambda text: (counts[text], rank in found.doing[text]))
+    where = "; ".join(f"{_ranks(found.doing[text])} in {text}" for text, _ in counts.most_common(_MAX_RANKS_DESCRIBED))
+    return ExchangeError(
+        f"the ranks are in different operations: {where}",
+        phase=phase,
+        ranks=sorted(each for text, ranks in found.doing.items() if text != expected for each in ranks),
+    )
+
+
+def _missing(problem: Problem, operation: Operation, found: Whereabouts) -> ExchangeTimeout:
+    size = operation.link.size
+    missing = {**problem.missing, **found.missing}
+    for rank, text in problem.missing.items():
+        # A rank that answers is there all the same: its work does not get on.
+        doing = next((each for each, ranks in found.doing.items() if rank in ranks), None)
+        if doing is not None:
+            missing[rank] = f"{text}; it says that it is in {doing}"
+    described = [missing[rank] for rank in sorted(missing)[:_MAX_RANKS_DESCRIBED]]
+    if len(missing) > len(described):
+        described.append(f"and {len(missing) - len(described)} more: {sorted(missing)[_MAX_RANKS_DESCRIBED:]}")
+    return ExchangeTimeout(
+        f"{operation.what} {problem.what}; {len(missing)} of {size} ranks missing: {'; '.join(described)}",
+        phase=operation.phase,
+        ranks=sorted(missing),
+        missing_ranks=sorted(missing),
+        timeout_seconds=operation.timeout_seconds,
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {list(ranks)} are"
+
+
+def as_told_to(rank: int, error: RobustCheckpointError) -> RobustCheckpointError:
+    """The exception, with a word for a rank that comes after the others have given it up."""
+    if not isinstance(error, ExchangeTimeout) or rank not in (error.missing_ranks or ()):
+        return error
+    fields = error.to_fields()
+    fields["message"] = f"this rank ({rank}) came after the others had given up on it: {error.message}"
+    return error_from_fields(type(error).__name__, fields, error.rank_failures)

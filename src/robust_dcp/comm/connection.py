@@ -1,0 +1,211 @@
+"""One connection to one other rank: frames and payloads in order, each once, whole or not at all.
+
+Owns the thread that connects and then reads, the serial numbers, and the one repetition of what arrives damaged. It
+never knows what a frame means: whole messages go to ``deliver``, and ``lost`` is told when the other rank is gone.
+Sending never waits: what cannot go yet is kept until the other side has acknowledged it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import zlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from robust_dcp.comm.frames import Frame, FrameError, Kind
+from robust_dcp.comm.pipe import Payload, Pipe, PipeBroken
+
+__all__ = ["Connection", "Damaged", "Receiver"]
+
+logger = logging.getLogger(__name__)
+
+_FRAME_TAG = 0
+_MAX_TAG = 0x7FFFFFF0
+
+
+class Receiver(Protocol):
+    """Who uses the connection. Both are called from its thread, and must not wait for anything."""
+
+    def deliver(self, peer: int, frame: Frame, payload: Payload) -> None:
+        """A whole message has come from ``peer``."""
+
+    def lost(self, peer: int, detail: str, *, damaged: bool) -> None:
+        """Nothing will come any more. ``damaged``: the other rank lives, but what it sends arrives damaged."""
+
+
+class Damaged(Exception):
+    """Something arrived damaged twice."""
+
+
+@dataclass(eq=False)
+class _Sent:
+    frame: Frame
+    payload: Payload
+    kept: object = None
+
+
+class Connection:
+    """To the rank ``peer``; made when the first message is to go there or is expected from there.
+
+    Args:
+        peer: rank of the group.
+        open_pipe: connects; waits for the other rank as long as that takes. Called in the connection's thread.
+        receiver: see there.
+        previous_loss: how the connection before this one ended, if its other side just went away.
+
+    Attributes:
+        is_lost: nothing comes any more, and the receiver knows.
+        is_excused: the other rank has reason to close it: an operation has ended out of step.
+    """
+
+    def __init__(
+        self, peer: int, open_pipe: Callable[[], Pipe], receiver: Receiver, *, previous_loss: str | None = None
+    ) -> None:
+        self.peer = peer
+        self.process = ""  # host and process of the other rank, once it has said so
+        self.previous_loss = previous_loss
+        self.loss: str | None = None
+        self.is_lost = False
+        self.is_excused = False
+        self.repeats = 0
+        self._open_pipe = open_pipe
+        self._receiver = receiver
+        self._lock = threading.Lock()
+        self._pipe: Pipe | None = None
+        self._is_closed = False
+        self._sent: deque[_Sent] = deque()  # and not acknowledged yet
+        self._n_sent = 0
+        self._n_received = 0
+        self._tag = 0
+        self._asked_for = -1
+        self.send(Frame(Kind.HELLO, body=f"host {socket.gethostname()[:64]}, pid {os.getpid()}".encode()))
+        self._thread = threading.Thread(target=self._run, name=f"robust_dcp: connection to rank {peer}", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the other rank has come, and nothing is wrong."""
+        return self._pipe is not None and not self.is_lost and not self._is_closed
+
+    def send(self, frame: Frame, payload: Payload = b"") -> None:
+        """Send a message, now or when there is a connection. To a rank that is gone, nothing is sent."""
+        with self._lock:
+            if self._is_closed:
+                return
+            sent = _Sent(replace(frame, serial=self._n_sent), payload)
+            self._n_sent += 1
+            self._sent.append(sent)
+            self._post(sent)
+
+    @property
+    def n_unacknowledged(self) -> int:
+        """Messages that the other side has not said to have."""
+        return len(self._sent)
+
+    def pipe(self) -> Pipe | None:
+        """What lies below, for those who send more than messages; ``None`` before it is there and after its end."""
+        return self._pipe
+
+    def close(self) -> None:
+        """End the connection, on both sides."""
+        with self._lock:
+            self._is_closed = True
+            pipe, self._pipe = self._pipe, None
+            self._sent.clear()
+        if pipe is not None:
+            pipe.close()
+
+    def _post(self, sent: _Sent) -> None:
+        if self._pipe is None:
+            return
+        payload = sent.payload
+        if len(payload):
+            self._tag = self._tag % _MAX_TAG + 1
+        frame = replace(
+            sent.frame,
+            acknowledged=self._n_received,
+            payload_nbytes=len(payload),
+            payload_crc32=zlib.crc32(payload),
+            payload_tag=self._tag if len(payload) else 0,
+        )
+        try:
+            kept = [self._pipe.send(frame.encode(), _FRAME_TAG)]
+            if len(payload):
+                kept.append(self._pipe.send(payload, self._tag))
+            sent.kept = kept
+        except PipeBroken:
+            pass  # the reading thread finds the same, and tells
+
+    def _run(self) -> None:
+        detail, damaged = "", False
+        try:
+            pipe = self._open_pipe()
+            with self._lock:
+                if not self._is_closed:
+                    self._pipe = pipe
+                    for sent in self._sent:
+                        self._post(sent)
+            while not self._is_closed:
+                self._read_message(pipe)
+        except PipeBroken as error:
+            detail = str(error)
+        except Damaged as error:
+            detail, damaged = str(error), True  # what is to be sent may still arrive: whoever made this closes it
+        except Exception as error:
+            logger.exception("the connection to rank %d ends", self.peer)
+            detail = f"{type(error).__name__}: {error}"
+        if not self._is_closed:
+            self.loss = None if damaged or self.is_excused else detail
+            self._receiver.lost(self.peer, detail, damaged=damaged)
+        self.is_lost = True
+
+    def _read_message(self, pipe: Pipe) -> None:
+        try:
+            frame = Frame.decode(pipe.next_frame())
+        except FrameError as error:
+            self._ask_again(f"a frame arrived damaged: {error}")
+            return
+        if frame.serial < self._n_received:
+            return  # it was here already
+        if frame.serial > self._n_received:
+            self._ask_again(f"frame {frame.serial} arrived instead of frame {self._n_received}", patient=True)
+            return
+        payload: Payload = b""
+        if frame.payload_nbytes:
+            payload = pipe.receive(frame.payload_nbytes, frame.payload_tag)
+            found = zlib.crc32(payload)
+            if found != frame.payload_crc32:
+                self._ask_again(
+                    f"a payload of {frame.payload_nbytes} bytes arrived damaged: its CRC-32 is {found:#010x}, "
+                    f"announced was {frame.payload_crc32:#010x}"
+                )
+                return
+        with self._lock:
+            self._n_received += 1
+            while self._sent and self._sent[0].frame.serial < frame.acknowledged:
+                self._sent.popleft()
+            if frame.kind == Kind.AGAIN:
+                self.repeats += 1
+                for sent in self._sent:
+                    if sent.frame.serial >= frame.exchange:
+                        self._post(sent)
+                return
+        if frame.kind == Kind.HELLO:
+            self.process = frame.body.rstrip(b"\0").decode(errors="replace")
+            return
+        self._receiver.deliver(self.peer, frame, payload)
+
+    def _ask_again(self, what: str, *, patient: bool = False) -> None:
+        """Ask once for all from the next serial on; ``patient``: what came does not prove that the repetition failed."""
+        if self._asked_for == self._n_received:
+            if patient:
+                return
+            raise Damaged(f"twice: {what}")
+        self._asked_for = self._n_received
+        logger.info("asking rank %d again: %s", self.peer, what)
+        self.send(Frame(Kind.AGAIN, exchange=self._n_received))

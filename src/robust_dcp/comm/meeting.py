@@ -1,0 +1,144 @@
+"""What ranks tell each other through the store of their process group: where they listen, and how an operation ended.
+
+Owns the keys and the deadlines. A store answers in microseconds, or never again if its host is gone or frozen; so each
+question is asked by a thread that can be left behind. While all goes well nothing is asked once ranks are connected.
+"""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from robust_dcp.comm import process_group
+from robust_dcp.comm.pipe import GlooPipe, PipeBroken
+
+__all__ = ["Meeting", "StoreLost"]
+
+T = TypeVar("T")
+
+ANSWER_SECONDS = 2.0
+"""How long a question after a failure may take."""
+
+_CONNECT_TIMEOUT = datetime.timedelta(seconds=30)
+_FIRST_POLL_SECONDS = 0.002
+_LAST_POLL_SECONDS = 0.25
+_POLL_GROWTH = 1.3
+
+
+class StoreLost(Exception):
+    """The store does not answer: the process that hosts it is gone or frozen. Internal to :mod:`robust_dcp.comm`."""
+
+
+class Meeting:
+    """Where the ranks of a group meet.
+
+    Args:
+        open_store: the store that they share; called once, in a thread that may wait for it.
+        name: of the group; the same on all ranks, and of no other group that uses the store.
+        rank: of this process in the group.
+    """
+
+    def __init__(self, open_store: Callable[[], Any], name: str, rank: int) -> None:
+        self._open_store = open_store
+        self._name = name
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._store: Any = None
+        self.closed = False
+
+    def connect(self, peer: int, generation: int, purpose: str = "exchanges") -> GlooPipe:
+        """Connect to ``peer`` for ``purpose``, for the ``generation``-th time; waits for it until this is closed.
+
+        Raises:
+            PipeBroken: it has come and gone, the store is gone, or this was closed.
+        """
+        first, second = sorted((self._rank, peer))
+        try:
+            store = dist.PrefixStore(f"{purpose}/{first}-{second}/{generation}", self._shared())
+            side = 0 if self._rank == first else 1
+            group = process_group.connect_pair(_PairStore(store, self), side, _CONNECT_TIMEOUT)
+        except RuntimeError as error:
+            raise PipeBroken(f"connecting failed: {_first_line(error)}") from None
+        return GlooPipe(group, 1 - side)
+
+    def settle(self, operation: str, account: bytes) -> bytes:
+        """Make ``account`` the one of how ``operation`` ended, unless there is one; return the one that counts.
+
+        Raises:
+            StoreLost: see there.
+        """
+        return self._ask(lambda store: bytes(store.compare_set(f"ended/{operation}", "", account)))
+
+    def _shared(self) -> Any:
+        """The store with the prefix of this life of the group.
+
+        A store can outlive a process group, which is then made again under the same name. All its members count alike
+        how often they came, so nobody reads what an earlier life left behind.
+        """
+        with self._lock:
+            if self._store is None:
+                store = self._open_store()
+                life = store.add(f"{self._name}/lives/{self._rank}", 1)
+                self._store = dist.PrefixStore(f"{self._name}/{life}", store)
+            return self._store
+
+    def _ask(self, question: Callable[[Any], T]) -> T:
+        answers: list[T] = []
+        problems: list[str] = []
+
+        def ask() -> None:
+            try:
+                answers.append(question(self._shared()))
+            except RuntimeError as error:
+                problems.append(_first_line(error))
+
+        thread = threading.Thread(target=ask, name="robust_dcp: question to the store", daemon=True)
+        thread.start()
+        thread.join(ANSWER_SECONDS)
+        if answers:
+            return answers[0]
+        raise StoreLost(problems[0] if problems else f"no answer within {ANSWER_SECONDS:g} seconds")
+
+
+class _PairStore(dist.Store):
+    """The store of one pair, as gloo asks it: what it waits for is polled, so that no wait holds up other questions."""
+
+    def __init__(self, store: Any, meeting: Meeting) -> None:
+        super().__init__()
+        self._shared = store
+        self._meeting = meeting
+        self._known: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._known[key] = value.encode() if isinstance(value, str) else bytes(value)
+        self._shared.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._known[key]
+
+    def wait(self, keys: Iterable[str], timeout: datetime.timedelta | None = None) -> None:
+        """Wait for ``keys``. gloo's ``timeout`` is no limit: who is late is for the operations to say."""
+        for key in keys:
+            pause_seconds = _FIRST_POLL_SECONDS
+            while key not in self._known:
+                if self._shared.check([key]):
+                    self._known[key] = bytes(self._shared.get(key))
+                    break
+                if self._meeting.closed:
+                    raise RuntimeError("closed while connecting")
+                # The longer it has taken, the longer it may take, and the less the store should suffer for it.
+                time.sleep(pause_seconds)
+                pause_seconds = min(_LAST_POLL_SECONDS, pause_seconds * _POLL_GROWTH)
+
+    def check(self, keys: Iterable[str]) -> bool:
+        return all(key in self._known or self._shared.check([key]) for key in keys)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).partition("\n")[0][:500]

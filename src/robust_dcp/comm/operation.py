@@ -1,0 +1,481 @@
+"""One operation on one rank, a save or a load: exchanges over the tree, in order, each with one verdict for all ranks.
+
+Owns the rules by which all ranks stay in step: what goes up, what comes down, the beats while ranks work, and both ways
+to fail. In step, all ranks raise the same and go on. Out of step (a rank is gone, silent, or elsewhere), the operation
+ends on all ranks with one account of why. It never knows what a payload means; the channel does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from robust_dcp.comm import wire
+from robust_dcp.comm.beats import Beat, Progress
+from robust_dcp.comm.combine import Agreement, Offer
+from robust_dcp.comm.conclusion import Problem, as_told_to, conclude
+from robust_dcp.comm.failures import ErrorMessage, FailuresBelow, Stopped
+from robust_dcp.comm.frames import FRAME_NBYTES, Frame, Kind, Status, phase_id
+from robust_dcp.comm.link import Link, OperationKey
+from robust_dcp.comm.meeting import StoreLost
+from robust_dcp.comm.pipe import Payload
+from robust_dcp.comm.stats import ExchangeStats, PhaseStats
+from robust_dcp.comm.tree import Tree
+from robust_dcp.errors import RobustCheckpointError
+
+__all__ = ["Contribution", "Operation", "Work"]
+
+BEAT_SECONDS = 1.0
+"""How often ranks that work or wait say so."""
+
+RECONNECT_SECONDS = 5.0
+"""How long a rank whose connection broke between two operations has to come back."""
+
+_Arrived = tuple[Frame, Payload]
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a rank says of itself in an exchange, and the payload that it sends up (none if empty)."""
+
+    offer: Offer = field(default_factory=Offer)
+    payload: Payload = b""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one exchange does on a rank.
+
+    Attributes:
+        contribute: this rank's own work.
+        merge: on the way up, the payload of this rank and those of its children, ``(child, payload)`` in the order of
+            places, become one. Called only if there is any.
+        reply: on the root, from what all ranks agree on and the merged payload: the payload that goes down.
+        share: on the way down, what of the payload ``child`` is to get.
+    """
+
+    contribute: Callable[[], Contribution]
+    merge: Callable[[Payload, list[tuple[int, Payload]]], Payload] = lambda own, below: own
+    reply: Callable[[Agreement, Payload], Payload] = lambda agreement, payload: b""
+    share: Callable[[Payload, int], Payload] = lambda payload, child: payload
+
+
+class _Ended(Exception):
+    """The operation is over on this rank: another has sent the account."""
+
+
+class Operation:
+    """The exchanges of one caller with all ranks of a group. After one that ended out of step, the next begins anew.
+
+    Args:
+        link: of the group.
+        name: what is done, ``"save /ckpt/step_3"`` say; the same on all ranks.
+        timeout_seconds: how long a rank may go without any sign of progress.
+        deadline_seconds: for each exchange as a whole; ``None`` for no such limit.
+
+    Attributes:
+        interrupt: ends the wait of work that cannot be asked to stop; called when the exchange will fail.
+        what, phase: the exchange that is under way or was last, in full and by the caller's name.
+    """
+
+    key = OperationKey(0, 0)
+
+    def __init__(self, link: Link, name: str, timeout_seconds: float, deadline_seconds: float | None = None) -> None:
+        self.link = link
+        self.name = name
+        self.timeout_seconds = timeout_seconds
+        self.deadline_seconds = deadline_seconds
+        self.stats = ExchangeStats()
+        self.tree = Tree(link.rank, link.size)
+        self.what = self.phase = ""
+        self.interrupt: Callable[[], None] | None = None
+        self._recordings: list[ExchangeStats] = []
+        self._busy = threading.Lock()
+        self._holder: int | None = None
+        self._changed = threading.Condition()
+        self._has_begun = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._exchange = 0
+        self._arrived: dict[tuple[int, Kind, int], _Arrived] = {}
+        self._stops: dict[int, str] = {}
+        self._account: bytes | None = None
+        self._lost: dict[int, tuple[str, bool]] = {}
+        self._heard: dict[int, float] = {}
+        self._beats: dict[int, Beat] = {}
+        self._absent: tuple[int, ...] = ()
+        self._runs = False
+        self._is_working = False
+        self._progress = Progress.now()
+        self._last_beat = self._waiting_since = self._began = time.monotonic()
+
+    # What the channel calls.
+
+    def run(self, verb: str, phase: str, root: int, work: Work) -> tuple[Agreement, Payload]:
+        """One exchange: this rank's work, then up the tree under ``root`` and down again.
+
+        Args:
+            verb: what kind of exchange it is.
+            phase: the caller's name for it. Ranks with another verb or phase are in different operations.
+            root: rank of the group.
+            work: see there.
+
+        Returns:
+            What all ranks agree on, and what the root replied to this rank and those below it.
+
+        Raises:
+            ExchangeError: the ranks fell out of step; the same on all of them.
+            RobustCheckpointError: some rank's work failed; the same on all of them, and the next exchange works.
+        """
+        with self._held(phase):
+            cost = PhaseStats(exchanges=1)
+            own_error: list[BaseException] = []
+            try:
+                self._start(verb, phase, root)
+                return self._sweep(phase, work, cost, own_error)
+            except _Ended:
+                error = self._told()
+            except Problem as problem:
+                error = self._conclude(problem)
+            except BaseException as interrupt:
+                if self._runs:
+                    self._conclude(Problem(f"was left by rank {self.link.rank}: {type(interrupt).__name__}", interrupt))
+                raise
+            finally:
+                with self._changed:
+                    self._runs = self._is_working = False
+                for stats in (self.stats, *self._recordings):
+                    stats.count(phase, cost)
+        self._raise(error, own_error)
+
+    def _raise(self, error: RobustCheckpointError, own_error: list[BaseException]) -> NoReturn:
+        if own_error and isinstance(own_error[0], KeyboardInterrupt | SystemExit | GeneratorExit):
+            raise own_error[0]
+        raise error from (own_error[0] if own_error else None)
+
+    def stopped(self) -> str | None:
+        """What another rank has said of the exchange that is under way, or comes next; ``None`` if it may succeed."""
+        if self._account is not None:
+            return self._told().message
+        return self._stops.get(self._exchange)
+
+    def note_progress(self, done_nbytes: int | None = None, total_nbytes: int | None = None) -> None:
+        """This rank has got on with its work; how far, if it can be said."""
+        self._progress = self._progress.moved(done_nbytes, total_nbytes)
+
+    @contextmanager
+    def recording(self) -> Iterator[ExchangeStats]:
+        """Count the exchanges that end within the block."""
+        stats = ExchangeStats()
+        self._recordings.append(stats)
+        try:
+            yield stats
+        finally:
+            self._recordings = [other for other in self._recordings if other is not stats]
+
+    # One exchange.
+
+    @contextmanager
+    def _held(self, phase: str) -> Iterator[None]:
+        """One exchange at a time."""
+        if self._holder == threading.get_ident():
+            raise RobustCheckpointError(
+                f"{phase} was called within the work of another exchange of the same channel: "
+                "finish that one first, or use a channel of another operation"
+            )
+        with self._busy:
+            self._holder = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._holder = None
+
+    def _start(self, verb: str, phase: str, root: int) -> None:
+        tree = Tree(self.link.rank, self.link.size, root)
+        what = f"{verb} {phase!r}" + (f" with coordinator {root}" if root else "")
+        with self._changed:
+            self.what, self.phase, self.tree = what, phase, tree
+        if not self._has_begun:
+            self._reset()
+            self.link.begin(self.name, self, tree.neighbours)
+            self._has_begun = True
+        for peer in tree.neighbours:
+            self.link.connection(peer)
+        with self._changed:
+            self._began = self._last_beat = time.monotonic()
+            self._beats.clear()
+            self._progress = Progress.now()
+            self._runs = self._is_working = True
+
+    def _sweep(
+        self, phase: str, work: Work, cost: PhaseStats, own_error: list[BaseException]
+    ) -> tuple[Agreement, Payload]:
+        tree = self.tree
+        own, payload, failures = self._do_own_work(work, own_error)
+        began = time.monotonic()
+        try:
+            arrived = self._await(tree.children, Kind.UP)
+            total = own.with_children([Agreement.decode(frame.body) for frame, _ in arrived])
+            below = [(child, arrived[i][1], arrived[i][0].status) for i, child in enumerate(tree.children)]
+            for child, data, status in below:
+                cost.received(data)
+                if status != Status.OK:
+                    failures = failures.merged(wire.decode(data, FailuresBelow))
+            if not failures:
+                try:
+                    sent = [(child, data) for child, data, _ in below if data]
+                    payload = work.merge(payload, sent) if sent or payload else b""
+                    if tree.parent is None:
+                        payload = work.reply(total, payload)
+                except BaseException as error:
+                    failures = self._failed(error, own_error)
+            status = failures.status
+            if tree.parent is not None:
+                up = payload if status == Status.OK else wire.encode(failures)
+                self._send(tree.parent, Kind.UP, status, total, up, cost)
+                ((frame, payload),) = self._await((tree.parent,), Kind.DOWN)
+                cost.received(payload)
+                total, status = Agreement.decode(frame.body), frame.status
+            elif status != Status.OK:
+                payload = wire.encode(ErrorMessage.of(failures.joint_error(phase)))
+            for child in reversed(tree.children):
+                share = payload
+                if status == Status.OK and payload:
+                    share = work.share(payload, child)
+                self._send(child, Kind.DOWN, status, total, share, cost)
+        finally:
+            cost.seconds = time.monotonic() - began
+        with self._changed:
+            self._runs = False
+            self._exchange += 1
+            self._stops.pop(self._exchange - 1, None)
+        if status != Status.OK:
+            self._raise(wire.decode(payload, ErrorMessage).to_error(), own_error)
+        return total, payload
+
+    def _do_own_work(self, work: Work, own_error: list[BaseException]) -> tuple[Agreement, Payload, FailuresBelow]:
+        failures = FailuresBelow()
+        contribution = Contribution()
+        try:
+            contribution = work.contribute()
+        except BaseException as error:
+            failures = self._failed(error, own_error)
+        with self._changed:
+            self._is_working = False
+        return Agreement.of(self.link.rank, contribution.offer), contribution.payload, failures
+
+    def _failed(self, error: BaseException, own_error: list[BaseException]) -> FailuresBelow:
+        """Keep what failed on this rank, and tell those that still work."""
+        own_error.append(error)
+        if isinstance(error, Stopped):
+            return FailuresBelow.stopped_on(self.link.rank, str(error))
+        line = str(error).partition("\n")[0][:500]
+        text = f"rank {self.link.rank}: {type(error).__name__}: {line}"
+        self._pass_on(Kind.STOP, text.encode(errors="replace"), but=None)
+        return FailuresBelow.on(self.link.rank, error)
+
+    def _send(
+        self, peer: int, kind: Kind, status: Status, agreement: Agreement, payload: Payload, cost: PhaseStats
+    ) -> None:
+        self.link.send(peer, self._frame(kind, status, agreement.encode()), payload)
+        cost.sent(FRAME_NBYTES, payload)
+
+    def _frame(self, kind: Kind, status: Status = Status.OK, body: bytes = b"") -> Frame:
+        return Frame(kind, *self.key, self._exchange, phase_id(self.what), status, body=body)
+
+    def _pass_on(self, kind: Kind, payload: bytes, but: int | None) -> None:
+        for peer in self.tree.neighbours:
+            if peer != but:
+                self.link.send(peer, self._frame(kind), payload)
+
+    # Waiting, and what arrives meanwhile.
+
+    def _await(self, peers: Sequence[int], kind: Kind) -> list[_Arrived]:
+        """The messages of ``peers``, once all have come.
+
+        Raises:
+            Problem: some will not.
+            _Ended: another rank has ended the operation.
+        """
+        with self._changed:
+            self._waiting_since = time.monotonic()
+            while True:
+                if self._account is not None:
+                    raise _Ended
+                places = [(self._exchange, kind, peer) for peer in peers]
+                self._absent = tuple(place[2] for place in places if place not in self._arrived)
+                self._refuse_other_phases(places)
+                if not self._absent:
+                    return [self._arrived.pop(place) for place in places]
+                self._changed.wait(self._seconds_to_wait())
+
+    def _refuse_other_phases(self, places: Sequence[tuple[int, Kind, int]]) -> None:
+        own = phase_id(self.what)
+        for place in places:
+            if place in self._arrived and self._arrived[place][0].phase != own:
+                raise Problem("in different operations", is_elsewhere=True)
+
+    def _seconds_to_wait(self) -> float:
+        """How long nothing has to be looked at again.
+
+        Raises:
+            Problem: it is too late for that.
+        """
+        now = time.monotonic()
+        for peer in self.tree.neighbours:
+            if peer in self._lost:
+                detail, damaged = self._lost[peer]
+                raise Problem.of_lost(self.link.rank, peer, detail, damaged=damaged)
+        left = BEAT_SECONDS
+        for peer in self._absent:
+            connection = self.link.connection(peer)
+            if connection.previous_loss is not None and not connection.is_open:
+                left = min(left, self._began + RECONNECT_SECONDS - now)
+                if left <= 0:
+                    raise Problem.of_lost(self.link.rank, peer, connection.previous_loss, damaged=False)
+            silence, rank = self._silence_behind(peer, now)
+            left = min(left, self.timeout_seconds - silence if rank == peer else left)
+            # Those next to a silent rank say so first; the others wait for their word a little longer.
+            patience = self.timeout_seconds if rank == peer else self.timeout_seconds + 2 * BEAT_SECONDS
+            if silence >= patience:
+                raise Problem.of_silent(rank, self.timeout_seconds, is_heard=rank == peer and peer in self._beats)
+            if peer not in self._heard and self.link.is_elsewhere(peer, self.timeout_seconds / 2):
+                raise Problem("in different operations", is_elsewhere=True)
+        if self.deadline_seconds is not None:
+            left = min(left, self._began + self.deadline_seconds - now)
+            if left <= 0:
+                raise Problem.of_deadline(self._absent, self.deadline_seconds)
+        return max(left, 0.001)
+
+    def _silence_behind(self, peer: int, now: float) -> tuple[float, int]:
+        """How long, and which rank, ``peer`` or one behind it, has given no sign of progress."""
+        silence = now - max(self._waiting_since, self._heard.get(peer, 0.0))
+        beat = self._beats.get(peer)
+        if beat is None or beat.silent_rank < 0:
+            return silence, peer
+        behind = beat.silent_seconds + now - beat.arrived_seconds
+        return (behind, beat.silent_rank) if behind > silence else (silence, peer)
+
+    def deliver(self, peer: int, frame: Frame, payload: Payload) -> None:
+        with self._changed:
+            if self._account is not None:
+                return
+            self._heard[peer] = time.monotonic()
+            if frame.kind == Kind.BEAT:
+                if frame.exchange == self._exchange:
+                    self._beats[peer] = Beat.decode(frame.body)
+                return
+            if frame.kind in (Kind.UP, Kind.DOWN):
+                self._arrived[frame.exchange, frame.kind, peer] = frame, payload
+            elif frame.kind == Kind.STOP:
+                is_news = frame.exchange not in self._stops and frame.exchange >= self._exchange
+                if is_news:
+                    self._stops[frame.exchange] = bytes(payload).decode(errors="replace")
+                    self._pass_on(Kind.STOP, bytes(payload), but=peer)
+                    self._interrupt_work()
+            elif frame.kind == Kind.FAIL:
+                self.link.connection(peer).is_excused = True
+                self._end(bytes(payload), but=peer)
+            self._changed.notify_all()
+
+    def lost(self, peer: int, detail: str, *, damaged: bool) -> None:
+        with self._changed:
+            self._lost[peer] = detail, damaged
+            self._interrupt_work()
+            self._changed.notify_all()
+
+    # Beats.
+
+    def beat(self) -> None:
+        """Say to the neighbours that this rank is here, and how far the slowest behind it has come."""
+        with self._changed:
+            now = time.monotonic()
+            if not self._runs or now - self._last_beat < min(BEAT_SECONDS, self.timeout_seconds / 4):
+                return
+            self._last_beat = now
+            waits_for = {peer: self._beats.get(peer) for peer in self._absent} if not self._is_working else {}
+            for peer in self.tree.neighbours:
+                is_done = peer == self.tree.parent and self._absent == (peer,) and not self._is_working
+                if not is_done and self.link.connection(peer).n_unacknowledged < _MAX_UNHEARD_BEATS:
+                    body = self._beat_for(peer, now).encode()
+                    self.link.send(peer, self._frame(Kind.BEAT, body=body))
+
+    def _beat_for(self, receiver: int, now: float) -> Beat:
+        """What ``receiver`` is to know of this rank and of all others it hears of only from here."""
+        own = [self._progress.beat(self.link.rank, now)] if self._is_working else []
+        behind = []
+        children = [child for child in self.tree.children if (self._exchange, Kind.UP, child) not in self._arrived]
+        for peer in self._absent if not self._is_working else children:
+            if peer != receiver:
+                silence, rank = self._silence_behind(peer, now)
+                behind.append(Beat.of_silent(rank, silence, self._beats.get(peer), len(self.tree.places_below(peer))))
+        return Beat.slowest([*own, *behind])
+
+    # The end, out of step.
+
+    def _conclude(self, problem: Problem) -> RobustCheckpointError:
+        """End the operation on all ranks, and return what they are to raise."""
+        with self._changed:
+            if self._account is not None:
+                return self._told()
+        error = conclude(problem, self)
+        account = wire.encode(ErrorMessage.of(error))
+        try:
+            account = self.link.settle(self.key, account)
+        except StoreLost:
+            pass  # the ranks still tell each other
+        with self._changed:
+            if self._account is None:
+                self._end(account, but=None)
+        self.link.fail_early(account) if problem.is_elsewhere else None
+        return self._told()
+
+    def _end(self, account: bytes, but: int | None) -> None:
+        self._account = account
+        self._pass_on(Kind.FAIL, account, but=but)
+        self._has_begun = False
+        self._interrupt_work()
+        self._changed.notify_all()
+        self.link.end(self)
+
+    def _interrupt_work(self) -> None:
+        if self.interrupt is not None and self._is_working:
+            threading.Thread(target=self.interrupt, name="robust_dcp: interrupt", daemon=True).start()
+
+    def _told(self) -> RobustCheckpointError:
+        return as_told_to(self.link.rank, wire.decode(self._account or b"", ErrorMessage).to_error())
+
+    # What other ranks are told when something has gone wrong.
+
+    def whereabouts(self) -> str:
+        """Where this rank is, for people."""
+        if not self._runs:
+            return f"{self.name} (between exchanges, {self._exchange} done)"
+        at = "at its own work" if self._is_working else f"waiting for ranks {list(self._absent)}"
+        return f"{self.what} of {self.name} ({at})"
+
+    def missing(self) -> dict[int, str]:
+        """The neighbours that this rank has lost, or has not heard of for most of the timeout, and what it knows."""
+        now, found = time.monotonic(), {}
+        with self._changed:
+            for peer in self.tree.neighbours:
+                if peer in self._lost:
+                    found[peer] = f"{self._called(peer)}: {self._lost[peer][0]}"
+            for peer in self._absent:
+                silence, rank = self._silence_behind(peer, now)
+                if peer not in found and rank == peer and silence > 0.7 * self.timeout_seconds:
+                    what = "no sign of life" if peer in self._heard else "has not come"
+                    found[peer] = f"{self._called(peer)}: {what} for {silence:.1f} seconds"
+        return found
+
+    def _called(self, peer: int) -> str:
+        process = self.link.connection(peer).process
+        return f"rank {peer} ({process})" if process else f"rank {peer}"
+
+
+_MAX_UNHEARD_BEATS = 16

@@ -1,0 +1,111 @@
+"""Who is where, asked along the tree after something has gone wrong: each rank answers for itself and those behind it.
+
+Owns the question, its way from rank to rank and the merging of answers. Draws no conclusions. A rank asks all ranks
+that it is connected to but the one that asked it; a question that comes
+another way round is answered for the rank alone.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+import threading
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from robust_dcp.comm import wire
+from robust_dcp.comm.frames import Frame, Kind
+from robust_dcp.comm.pipe import Payload
+from robust_dcp.errors import ExchangeError
+
+if TYPE_CHECKING:
+    from robust_dcp.comm.link import Link
+
+__all__ = ["Surveyor", "Whereabouts"]
+
+_QUESTION = struct.Struct("<QH")  # a number that nobody else asks under, and how many milliseconds there are
+_SHARE_FOR_OTHERS = 0.8
+_MAX_RANKS = 4096
+
+
+class Whereabouts(msgspec.Struct, array_like=True, frozen=True):
+    """What was found out.
+
+    Attributes:
+        doing: what ranks are in: each text with the ranks that say so.
+        missing: ranks that a rank has lost or not heard of, each with what that rank knows of it.
+    """
+
+    doing: dict[str, list[int]]
+    missing: dict[int, str]
+
+    def merged(self, others: list[Whereabouts]) -> Whereabouts:
+        doing = {text: list(ranks) for text, ranks in self.doing.items()}
+        missing = dict(self.missing)
+        for other in others:
+            for text, ranks in other.doing.items():
+                doing[text] = sorted({*doing.get(text, []), *ranks})[:_MAX_RANKS]
+            for rank, detail in other.missing.items():
+                missing.setdefault(rank, detail)
+        answered = {rank for ranks in doing.values() for rank in ranks}
+        return Whereabouts(doing, {rank: detail for rank, detail in sorted(missing.items()) if rank not in answered})
+
+
+class Surveyor:
+    """Asks and answers for one link."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._changed = threading.Condition()
+        self._answers: dict[int, dict[int, Whereabouts | None]] = {}
+
+    def ask(self, seconds: float, *, number: int | None = None, but: int | None = None) -> Whereabouts:
+        """Ask all ranks that can be reached, and wait for at most ``seconds``.
+
+        Args:
+            number: of the question; a new one if ``None``.
+            but: the rank that asked this one.
+        """
+        if number is None:
+            number = secrets.randbits(64)
+        peers = [peer for peer in self._link.peers() if peer != but]
+        with self._changed:
+            self._answers[number] = dict.fromkeys(peers)
+        body = _QUESTION.pack(number, int(seconds * _SHARE_FOR_OTHERS * 1000))
+        for peer in peers:
+            self._link.send(peer, Frame(Kind.ASK, body=body))
+        with self._changed:
+            self._changed.wait_for(lambda: all(self._answers[number].values()), seconds)
+            answers = [answer for answer in self._answers.pop(number).values() if answer is not None]
+        return self._own().merged(answers)
+
+    def deliver(self, peer: int, frame: Frame, payload: Payload) -> None:
+        number, milliseconds = _QUESTION.unpack_from(frame.body)
+        if frame.kind == Kind.ASK:
+            threading.Thread(
+                target=self._answer, args=(peer, number, milliseconds / 1000), name="robust_dcp: answer", daemon=True
+            ).start()
+            return
+        try:
+            answer = wire.decode(payload, Whereabouts)
+        except ExchangeError:
+            return
+        with self._changed:
+            if number in self._answers:
+                self._answers[number][peer] = answer
+                self._changed.notify_all()
+
+    def _answer(self, peer: int, number: int, seconds: float) -> None:
+        with self._changed:
+            is_known = number in self._answers
+        found = self._own() if is_known else self.ask(seconds, number=number, but=peer)
+        self._link.send(peer, Frame(Kind.ANSWER, body=_QUESTION.pack(number, 0)), wire.encode(found))
+
+    def _own(self) -> Whereabouts:
+        operations = self._link.operations()
+        missing: dict[int, str] = {}
+        for operation in operations:
+            missing.update(operation.missing())
+        text = "; ".join(sorted(operation.whereabouts() for operation in operations)) or "no operation"
+        return Whereabouts({text: [self._link.rank]}, missing)
