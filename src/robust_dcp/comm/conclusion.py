@@ -53,17 +53,19 @@ class Problem(Exception):
         self.is_elsewhere = is_elsewhere
 
     @classmethod
-    def of_lost(cls, rank: int, peer: int, detail: str, *, damaged: bool) -> Problem:
-        """``rank`` has lost its connection to ``peer``."""
-        if damaged:
-            return cls(f"what rank {peer} sent to rank {rank} arrived damaged {detail}", damaged_by=peer)
-        return cls("broke off: connection lost", missing={peer: f"rank {peer}: {detail}"})
+    def of_damage(cls, rank: int, peer: int, detail: str) -> Problem:
+        """What ``peer`` sends to ``rank`` arrives damaged."""
+        return cls(f"what rank {peer} sent to rank {rank} arrived damaged {detail}", damaged_by=peer)
 
     @classmethod
-    def of_silent(cls, rank: int, seconds: float, *, is_heard: bool) -> Problem:
-        """``rank`` has shown no progress for as long as it may."""
-        what = "is there, but its work has not got on" if is_heard else "no sign of life"
-        return cls(f"did not finish: no progress for {seconds:g} seconds", missing={rank: f"rank {rank}: {what}"})
+    def of_lost(cls, peer: int, text: str) -> Problem:
+        """The connection to ``peer`` has broken; ``text`` says what is known."""
+        return cls("broke off: connection lost", missing={peer: text})
+
+    @classmethod
+    def of_silent(cls, rank: int, seconds: float, text: str) -> Problem:
+        """``rank`` has shown no progress for as long as it may; ``text`` says what is known."""
+        return cls(f"did not finish: no progress for {seconds:g} seconds", missing={rank: text})
 
     @classmethod
     def of_deadline(cls, ranks: Sequence[int], seconds: float) -> Problem:
@@ -108,8 +110,8 @@ def _missing(problem: Problem, operation: Operation, found: Whereabouts) -> Exch
     for rank, text in problem.missing.items():
         # A rank that answers is there all the same: its work does not get on.
         doing = next((each for each, ranks in found.doing.items() if rank in ranks), None)
-        if doing is not None:
-            missing[rank] = f"{text}; it says that it is in {doing}"
+        if doing is not None and operation.what not in doing:
+            missing[rank] = f"{text}: it is in {doing}"
     described = [missing[rank] for rank in sorted(missing)[:_MAX_RANKS_DESCRIBED]]
     if len(missing) > len(described):
         described.append(f"and {len(missing) - len(described)} more: {sorted(missing)[_MAX_RANKS_DESCRIBED:]}")

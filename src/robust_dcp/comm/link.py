@@ -20,9 +20,13 @@ from robust_dcp.comm.pipe import GlooPipe, Payload, Pipe
 from robust_dcp.comm.relay import RelayPipes
 from robust_dcp.comm.survey import Surveyor
 
-__all__ = ["Link", "MeetingPlace", "OperationKey", "RunningOperation"]
+__all__ = ["SKIP", "Link", "MeetingPlace", "OperationKey", "RunningOperation"]
+
+SKIP = 1
+"""Flag of a frame that ends an operation: ranks that are not in it will not be."""
 
 _ELSEWHERE_SECONDS = 3.0
+"""How long a rank may be in another operation before that is taken for a mistake: its threads may have started two."""
 
 
 class OperationKey(NamedTuple):
@@ -168,10 +172,23 @@ class Link:
         with self._lock:
             operation = self._operations.get(key)
             if operation is None:
-                if frame.occurrence >= self._occurrences.get(frame.operation, 0):
+                if frame.occurrence < self._occurrences.get(frame.operation, 0):
+                    return  # it is over here
+                if frame.kind != Kind.FAIL or not frame.flags & SKIP:
                     self._keep_early(key, _Early(peer, frame, payload, time.monotonic()))
-                return
-        operation.deliver(peer, frame, payload)
+                    return
+                self._skip(key)
+        if operation is not None:
+            operation.deliver(peer, frame, payload)
+            return
+        for other in self.peers():
+            if other != peer:
+                self.send(other, frame, payload)
+
+    def _skip(self, key: OperationKey) -> None:
+        """Never be in the operation ``key``: all ranks have been told that it is over."""
+        self._early.pop(key, None)
+        self._occurrences[key.operation] = max(self._occurrences[key.operation], key.occurrence + 1)
 
     def _keep_early(self, key: OperationKey, message: _Early) -> None:
         waiting = self._early[key]
@@ -198,20 +215,24 @@ class Link:
         before = time.monotonic() - min(_ELSEWHERE_SECONDS, patience_seconds)
         with self._lock:
             return any(
-                each.peer == peer and each.frame.kind in (Kind.UP, Kind.BEAT) and each.seconds < before
+                each.peer == peer and each.seconds < before
                 for messages in self._early.values()
+                if not any(each.frame.kind == Kind.FAIL for each in messages)
                 for each in messages
             )
 
-    def fail_early(self, account: bytes) -> None:
-        """End, for all who are in them, the operations that others are in and this rank is not."""
+    def fail_elsewhere(self, account: bytes) -> None:
+        """End the operations that other ranks are in and this rank is not, for all ranks.
+
+        Those that were not in one of them skip it, so that all go on with the same numbers.
+        """
         with self._lock:
-            early, self._early = self._early, defaultdict(list)
-            for key in early:
-                self._occurrences[key.operation] = max(self._occurrences[key.operation], key.occurrence + 1)
-        for key, messages in early.items():
-            for peer in {each.peer for each in messages}:
-                self.send(peer, Frame(Kind.FAIL, key.operation, key.occurrence), account)
+            keys = [key for key, early in self._early.items() if not any(e.frame.kind == Kind.FAIL for e in early)]
+            for key in keys:
+                self._skip(key)
+        for key in keys:
+            for peer in self.peers():
+                self.send(peer, Frame(Kind.FAIL, key.operation, key.occurrence, flags=SKIP), account)
 
     def close(self) -> None:
         """Close all connections."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from robust_dcp.comm import process_group
-from robust_dcp.comm.pipe import GlooPipe, PipeBroken
+from robust_dcp.comm.pipe import GlooPipe, PipeBroken, short
 
 __all__ = ["Meeting", "StoreLost"]
 
@@ -141,4 +141,4 @@ class _PairStore(dist.Store):
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).partition("\n")[0][:500]
+    return short(str(error) or type(error).__name__)

@@ -7,6 +7,7 @@ ends on all ranks with one account of why. It never knows what a payload means; 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from robust_dcp.comm.combine import Agreement, Offer
 from robust_dcp.comm.conclusion import Problem, as_told_to, conclude
 from robust_dcp.comm.failures import ErrorMessage, FailuresBelow, Stopped
 from robust_dcp.comm.frames import FRAME_NBYTES, Frame, Kind, Status, phase_id
-from robust_dcp.comm.link import Link, OperationKey
+from robust_dcp.comm.link import SKIP, Link, OperationKey
 from robust_dcp.comm.meeting import StoreLost
 from robust_dcp.comm.pipe import Payload
 from robust_dcp.comm.stats import ExchangeStats, PhaseStats
@@ -222,7 +223,7 @@ class Operation:
             arrived = self._await(tree.children, Kind.UP)
             total = own.with_children([Agreement.decode(frame.body) for frame, _ in arrived])
             below = [(child, arrived[i][1], arrived[i][0].status) for i, child in enumerate(tree.children)]
-            for child, data, status in below:
+            for _, data, status in below:
                 cost.received(data)
                 if status != Status.OK:
                     failures = failures.merged(wire.decode(data, FailuresBelow))
@@ -282,16 +283,16 @@ class Operation:
     def _send(
         self, peer: int, kind: Kind, status: Status, agreement: Agreement, payload: Payload, cost: PhaseStats
     ) -> None:
-        self.link.send(peer, self._frame(kind, status, agreement.encode()), payload)
+        self.link.send(peer, self._frame(kind, status, body=agreement.encode()), payload)
         cost.sent(FRAME_NBYTES, payload)
 
-    def _frame(self, kind: Kind, status: Status = Status.OK, body: bytes = b"") -> Frame:
-        return Frame(kind, *self.key, self._exchange, phase_id(self.what), status, body=body)
+    def _frame(self, kind: Kind, status: Status = Status.OK, flags: int = 0, body: bytes = b"") -> Frame:
+        return Frame(kind, *self.key, self._exchange, phase_id(self.what), status, flags, body)
 
-    def _pass_on(self, kind: Kind, payload: bytes, but: int | None) -> None:
+    def _pass_on(self, kind: Kind, payload: bytes, but: int | None, flags: int = 0) -> None:
         for peer in self.tree.neighbours:
             if peer != but:
-                self.link.send(peer, self._frame(kind), payload)
+                self.link.send(peer, self._frame(kind, flags=flags), payload)
 
     # Waiting, and what arrives meanwhile.
 
@@ -330,20 +331,22 @@ class Operation:
         for peer in self.tree.neighbours:
             if peer in self._lost:
                 detail, damaged = self._lost[peer]
-                raise Problem.of_lost(self.link.rank, peer, detail, damaged=damaged)
+                if damaged:
+                    raise Problem.of_damage(self.link.rank, peer, detail)
+                raise Problem.of_lost(peer, self._words_for_lost(peer, detail))
         left = BEAT_SECONDS
         for peer in self._absent:
             connection = self.link.connection(peer)
             if connection.previous_loss is not None and not connection.is_open:
                 left = min(left, self._began + RECONNECT_SECONDS - now)
                 if left <= 0:
-                    raise Problem.of_lost(self.link.rank, peer, connection.previous_loss, damaged=False)
+                    raise Problem.of_lost(peer, self._words_for_lost(peer, connection.previous_loss))
             silence, rank = self._silence_behind(peer, now)
             left = min(left, self.timeout_seconds - silence if rank == peer else left)
             # Those next to a silent rank say so first; the others wait for their word a little longer.
             patience = self.timeout_seconds if rank == peer else self.timeout_seconds + 2 * BEAT_SECONDS
             if silence >= patience:
-                raise Problem.of_silent(rank, self.timeout_seconds, is_heard=rank == peer and peer in self._beats)
+                raise Problem.of_silent(rank, self.timeout_seconds, self._words_for_silent(rank, silence))
             if peer not in self._heard and self.link.is_elsewhere(peer, self.timeout_seconds / 2):
                 raise Problem("in different operations", is_elsewhere=True)
         if self.deadline_seconds is not None:
@@ -380,7 +383,7 @@ class Operation:
                     self._interrupt_work()
             elif frame.kind == Kind.FAIL:
                 self.link.connection(peer).is_excused = True
-                self._end(bytes(payload), but=peer)
+                self._end(bytes(payload), but=peer, flags=frame.flags)
             self._changed.notify_all()
 
     def lost(self, peer: int, detail: str, *, damaged: bool) -> None:
@@ -398,7 +401,6 @@ class Operation:
             if not self._runs or now - self._last_beat < min(BEAT_SECONDS, self.timeout_seconds / 4):
                 return
             self._last_beat = now
-            waits_for = {peer: self._beats.get(peer) for peer in self._absent} if not self._is_working else {}
             for peer in self.tree.neighbours:
                 is_done = peer == self.tree.parent and self._absent == (peer,) and not self._is_working
                 if not is_done and self.link.connection(peer).n_unacknowledged < _MAX_UNHEARD_BEATS:
@@ -425,19 +427,18 @@ class Operation:
                 return self._told()
         error = conclude(problem, self)
         account = wire.encode(ErrorMessage.of(error))
-        try:
+        with contextlib.suppress(StoreLost):  # the ranks still tell each other
             account = self.link.settle(self.key, account)
-        except StoreLost:
-            pass  # the ranks still tell each other
         with self._changed:
             if self._account is None:
-                self._end(account, but=None)
-        self.link.fail_early(account) if problem.is_elsewhere else None
+                self._end(account, but=None, flags=SKIP if problem.is_elsewhere else 0)
+        if problem.is_elsewhere:
+            self.link.fail_elsewhere(account)
         return self._told()
 
-    def _end(self, account: bytes, but: int | None) -> None:
+    def _end(self, account: bytes, but: int | None, flags: int) -> None:
         self._account = account
-        self._pass_on(Kind.FAIL, account, but=but)
+        self._pass_on(Kind.FAIL, account, but=but, flags=flags)
         self._has_begun = False
         self._interrupt_work()
         self._changed.notify_all()
@@ -454,28 +455,36 @@ class Operation:
 
     def whereabouts(self) -> str:
         """Where this rank is, for people."""
-        if not self._runs:
-            return f"{self.name} (between exchanges, {self._exchange} done)"
-        at = "at its own work" if self._is_working else f"waiting for ranks {list(self._absent)}"
-        return f"{self.what} of {self.name} ({at})"
+        return f"{self.what} of {self.name}" if self._runs else f"{self.name}, after {self._exchange} exchanges"
 
     def missing(self) -> dict[int, str]:
         """The neighbours that this rank has lost, or has not heard of for most of the timeout, and what it knows."""
         now, found = time.monotonic(), {}
         with self._changed:
             for peer in self.tree.neighbours:
-                if peer in self._lost:
-                    found[peer] = f"{self._called(peer)}: {self._lost[peer][0]}"
+                if peer in self._lost and not self._lost[peer][1]:
+                    found[peer] = self._words_for_lost(peer, self._lost[peer][0])
             for peer in self._absent:
                 silence, rank = self._silence_behind(peer, now)
                 if peer not in found and rank == peer and silence > 0.7 * self.timeout_seconds:
-                    what = "no sign of life" if peer in self._heard else "has not come"
-                    found[peer] = f"{self._called(peer)}: {what} for {silence:.1f} seconds"
+                    found[peer] = self._words_for_silent(peer, silence)
         return found
 
-    def _called(self, peer: int) -> str:
-        process = self.link.connection(peer).process
-        return f"rank {peer} ({process})" if process else f"rank {peer}"
+    def _words_for_lost(self, peer: int, detail: str) -> str:
+        return f"{self._called(peer)} closed its connection: its process has ended, or was cut off ({detail})"
+
+    def _words_for_silent(self, rank: int, seconds: float) -> str:
+        if rank in self._beats:
+            return f"{self._called(rank)} is still at its own work for {self.what}, which has not got on for {seconds:.1f} s"
+        if rank in self._heard:
+            return f"{self._called(rank)} has given no sign of life for {seconds:.1f} seconds"
+        if rank in self.tree.neighbours:
+            return f"{self._called(rank)} has not come"
+        return f"rank {rank} has shown no progress for {seconds:.1f} seconds"
+
+    def _called(self, rank: int) -> str:
+        process = self.link.connection(rank).process if rank in self.tree.neighbours else ""
+        return f"rank {rank} ({process})" if process else f"rank {rank}"
 
 
 _MAX_UNHEARD_BEATS = 16

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import re
 from collections import deque
 from typing import Any, Protocol, cast
 
@@ -20,7 +21,7 @@ import torch
 
 from robust_dcp.comm.frames import FRAME_NBYTES
 
-__all__ = ["CHUNK_NBYTES", "GlooPipe", "Payload", "Pipe", "PipeBroken"]
+__all__ = ["CHUNK_NBYTES", "GlooPipe", "Payload", "Pipe", "PipeBroken", "short"]
 
 CHUNK_NBYTES = 64 << 20
 """Payloads travel in pieces of at most this."""
@@ -137,7 +138,14 @@ def _call(function: Any, *args: Any) -> Any:
     try:
         return function(*args)
     except RuntimeError as error:
-        raise PipeBroken(str(error)) from None
+        raise PipeBroken(short(str(error))) from None
+
+
+def short(text: str) -> str:
+    """The part of gloo's message that says something: without the place in its source and the advice."""
+    line = text.partition("\n")[0]
+    line = re.sub(r"^\[[^\]]*\]\s*", "", line).partition(". This is typically")[0]
+    return line[:300]
 
 
 def _bytes_of(data: Payload) -> np.ndarray[Any, np.dtype[np.uint8]]:
