@@ -36,8 +36,6 @@ def _lose_the_verdict(directory: str) -> tuple[Verdict, str]:
     dist.barrier()
     loaded = {"w0": torch.zeros(5), "w1": torch.zeros(5)}
     dcp.load(loaded, checkpoint_id=directory)
-    if dist.get_rank() == 1:  # the first that it hears of the others is that they have given it up
-        assert verdict_of(robust_dcp.save, _state(3.0), checkpoint_id=directory).type_name == "ExchangeTimeout"
     again = robust_dcp.save(_state(3.0), checkpoint_id=directory).plan
     assert loaded["w0"].tolist() == loaded["w1"].tolist() == [2.0] * 5
     return verdict, again

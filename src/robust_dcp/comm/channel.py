@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 import msgspec
@@ -120,11 +120,11 @@ class Channel:
 
     @property
     def stats(self) -> ExchangeStats:
-        """What all exchanges of this operation have cost this rank so far."""
-        return self._operation.stats
+        """What all exchanges of this group have cost this rank so far, whatever operation they belonged to."""
+        return self._link.stats
 
     def recording(self) -> AbstractContextManager[ExchangeStats]:
-        """``with channel.recording() as stats:`` counts the exchanges within the block."""
+        """``with channel.recording() as stats:`` counts the exchanges of this operation within the block."""
         return self._operation.recording()
 
     def agree(self, phase: str, produce: Callable[[], Offer]) -> Agreement:
@@ -179,7 +179,7 @@ class Channel:
             return Contribution(payload=payload) if offer is None else Contribution(offer(own), payload)
 
         def open_all(agreement: Agreement, payload: Payload) -> Payload:
-            messages = open_bundle(payload, message_type) if payload else {}
+            messages = self._opened(phase, payload, message_type) if payload else {}
             messages.update({} if own is None else {self.rank: own})
             gathered.extend(messages.get(rank) for rank in range(self.size))
             return b""
@@ -262,7 +262,7 @@ class Channel:
         _, payload = self._run("all_gather", phase, work)
 
         def take() -> list[M]:
-            messages = open_bundle(payload, message_type) if payload else {self.rank: own[0]}
+            messages = self._opened(phase, payload, message_type) if payload else {self.rank: own[0]}
             return [messages[rank] for rank in range(self.size)]
 
         return self._arrived(phase, take)
@@ -305,9 +305,7 @@ class Channel:
 
         def move() -> None:
             try:
-                damaged = carry(
-                    self.rank, relayed, pipes, self.timeout_seconds, cost, lambda: operation.note_progress()
-                )
+                damaged = carry(self.rank, relayed, pipes, self.timeout_seconds, cost, operation.note_progress)
             except PipeBroken as error:
                 self.stop_if_announced()
                 raise ExchangeTimeout(
@@ -325,7 +323,17 @@ class Channel:
             raise
         finally:
             operation.interrupt = None
-            operation.stats.add_payloads(phase, cost)
+            operation.add_cost(phase, cost)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Around all exchanges of an operation: if this rank leaves it between two of them by an exception, the others
+        raise an ``ExchangeError`` that says so, instead of waiting for it."""
+        try:
+            yield
+        except BaseException as error:
+            self._operation.leave(error)
+            raise
 
     def note_progress(self, done_nbytes: int | None = None, total_nbytes: int | None = None) -> None:
         """Say that this rank's work has got on, and how far: others wait for a rank that does. From any thread."""
@@ -368,6 +376,12 @@ class Channel:
             return take()
         self.barrier(f"{phase}: arrived", work)
         return taken[0]
+
+    def _opened(self, phase: str, payload: Payload, message_type: type[M]) -> dict[int, M]:
+        try:
+            return open_bundle(payload, message_type)
+        except ExchangeError as error:
+            raise ExchangeError(f"{phase!r}: {error.message}", phase=phase, ranks=error.ranks) from None
 
     def _bundled(self, message: M | None, message_type: type[M]) -> Payload:
         """The coordinator's own message is handed to it as it is, unless all are to get it."""

@@ -18,6 +18,7 @@ from robust_dcp.comm.frames import Frame, Kind, operation_id
 from robust_dcp.comm.open_files import ensure_open_files
 from robust_dcp.comm.pipe import GlooPipe, Payload, Pipe
 from robust_dcp.comm.relay import RelayPipes
+from robust_dcp.comm.stats import ExchangeStats
 from robust_dcp.comm.survey import Surveyor
 
 __all__ = ["SKIP", "Link", "MeetingPlace", "OperationKey", "RunningOperation"]
@@ -83,6 +84,7 @@ class Link:
     def __init__(self, *, rank: int, ranks: tuple[int, ...], meeting: MeetingPlace | None) -> None:
         self.rank = rank
         self.ranks = ranks
+        self.stats = ExchangeStats()
         self.surveyor = Surveyor(self)
         self.relay_pipes = RelayPipes(self._connect_for_relay)
         self._meeting = meeting
@@ -124,12 +126,8 @@ class Link:
         """The connection to ``peer``, made now if there is none."""
         with self._lock:
             found = self._connections.get(peer)
-            if found is None or found.is_lost:
-                loss = None
-                if found is not None:
-                    found.close()
-                    loss = found.loss
-                self._connections[peer] = found = Connection(peer, self._connects(peer), self, previous_loss=loss)
+            if found is None or found.is_over:
+                self._connections[peer] = found = Connection(peer, self._connects(peer), self, previous=found)
             return found
 
     def _connects(self, peer: int) -> Callable[[], Pipe]:
