@@ -12,7 +12,8 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
-from torture.schedules import KINDS, Run, complaints, make_schedule, quick, run_schedule
+from tests.support.rank_threads import quick
+from torture.schedules import KINDS, Run, complaints, make_schedule, run_schedule
 
 __all__ = ["run_many"]
 
@@ -40,10 +41,10 @@ def main() -> int:
         found = complaints(run)
         if found:
             n_broken += 1
-            print(f"seed {run.schedule.seed}: {run.schedule}\n  happened: {run.happened}")
+            print(f"seed {run.schedule.seed}: {run.schedule}\n  happened: {run.network.happened}")
             print("".join(f"  {each}\n" for each in found))
     kinds = Counter(run.schedule.kind for run in runs)
-    struck = Counter(fault.kind.value for run in runs for fault in run.happened)
+    struck = Counter(fault.kind.value for run in runs for fault in run.network.happened)
     raised = Counter(run.schedule.kind for run in runs if any(outcome.error for outcome in run.outcomes))
     print(f"{len(runs)} schedules in {seconds:.1f} s, CPU {cpu:.1f} s: {dict(kinds)}; raised {dict(raised)}")
     print(f"faults that struck: {dict(struck)}")

@@ -7,23 +7,22 @@ are depends on threads as well; so a seed that fails may pass once and fail agai
 
 from __future__ import annotations
 
-import contextlib
 import random
-import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
-from robust_dcp.comm import Channel, Offer, conclusion, link, operation
+from robust_dcp.comm import Channel, Offer
 from robust_dcp.comm.link import Link
 from robust_dcp.comm.operation import Operation
 from robust_dcp.comm.tree import Tree
 from robust_dcp.errors import ExchangeError, ExchangeTimeout, RobustCheckpointError
+from tests.support.rank_threads import run_threads
 from tests.support.simulated_network import Fault, FaultKind, SimulatedNetwork
 
-__all__ = ["KINDS", "Outcome", "Schedule", "Step", "complaints", "make_schedule", "quick", "run_schedule"]
+__all__ = ["KINDS", "Outcome", "Schedule", "Step", "complaints", "make_schedule", "run_schedule"]
 
 KINDS = ("harmless", "killed", "cut", "frozen", "anything")
 VERBS = ("agree", "barrier", "gather", "broadcast", "scatter", "all_gather", "combine")
@@ -31,6 +30,9 @@ VERBS = ("agree", "barrier", "gather", "broadcast", "scatter", "all_gather", "co
 _REPAIRED = (FaultKind.DUPLICATE, FaultKind.DROP, FaultKind.REORDER, FaultKind.DAMAGE_FRAME, FaultKind.DAMAGE_PAYLOAD)
 _TIMEOUT_SECONDS = 30.0
 _SHORT_TIMEOUT_SECONDS = 0.6
+_KILL_TIMEOUT_SECONDS = 3.0
+"""Whoever dies before it has connected is missed only then."""
+
 _LIMIT_SECONDS = 10.0
 """No rank may take longer, though nothing but a frozen rank makes it wait; most of it is patience with a busy machine."""
 
@@ -94,7 +96,6 @@ class Outcome:
     wrong: str = ""
     seconds: float = 0.0
     next_error: BaseException | None = None
-    is_done: bool = False
 
 
 @dataclass
@@ -103,20 +104,8 @@ class Run:
 
     schedule: Schedule
     outcomes: list[Outcome]
-    happened: list[Fault] = field(default_factory=list)
-    killed: set[int] = field(default_factory=set)
-
-
-@contextlib.contextmanager
-def quick() -> Iterator[None]:
-    """Beats every 50 ms, and all other times in proportion: within the block, for all links of the process."""
-    before = operation.BEAT_SECONDS, operation.RECONNECT_SECONDS, link.TICK_SECONDS, conclusion.SURVEY_SECONDS
-    operation.BEAT_SECONDS, operation.RECONNECT_SECONDS = 0.05, 0.5
-    link.TICK_SECONDS, conclusion.SURVEY_SECONDS = 0.01, 0.25
-    try:
-        yield
-    finally:
-        operation.BEAT_SECONDS, operation.RECONNECT_SECONDS, link.TICK_SECONDS, conclusion.SURVEY_SECONDS = before
+    network: SimulatedNetwork
+    hang: str = ""
 
 
 def make_schedule(seed: int, kind: str | None = None) -> Schedule:
@@ -133,6 +122,7 @@ def make_schedule(seed: int, kind: str | None = None) -> Schedule:
         # One repetition mends one fault of each pair of ranks.
         faults = [_fault(rng, rng.choice(_REPAIRED), *edge) for edge in edges if rng.random() < 0.7]
     elif kind == "killed":
+        fields["timeout_seconds"] = _KILL_TIMEOUT_SECONDS
         fields["store_host"] = rng.choice([None, None, 0, rng.randrange(size)])
         if rng.random() < 0.4:
             fields["killed_at_work"] = (rng.randrange(size), rng.randrange(len(steps)))
@@ -169,31 +159,21 @@ def run_schedule(schedule: Schedule) -> Run:
     """Let all ranks run, each in a thread of its own; returns when all have ended, or when one should have long ago."""
     network = SimulatedNetwork(schedule.size, schedule.faults, schedule.store_host)
     outcomes = [Outcome() for _ in range(schedule.size)]
-    ranks = tuple(range(schedule.size))
-    links = [Link(rank=rank, ranks=ranks, meeting=network.meeting(rank)) for rank in ranks]
-    threads = [
-        threading.Thread(target=_be_rank, args=(schedule, network, links[rank], outcomes[rank]), daemon=True)
-        for rank in ranks
-    ]
-    for thread in threads:
-        thread.start()
-    end = time.monotonic() + 2 * _LIMIT_SECONDS
-    for rank, thread in enumerate(threads):
-        if rank not in network.killed:
-            thread.join(max(0.0, end - time.monotonic()))
-    killed = set(network.killed)
-    run = Run(schedule, outcomes, list(network.happened), killed)
-    network.close()
-    for each in links:
-        each.close()
-    for thread in threads:
-        thread.join(_LIMIT_SECONDS)
-    return run
+    hang = ""
+    try:
+        run_threads(
+            network,
+            lambda link: _be_rank(schedule, network, link, outcomes[link.rank]),
+            timeout_seconds=2 * _LIMIT_SECONDS,
+        )
+    except AssertionError as error:
+        hang = str(error).partition(";")[0]
+    return Run(schedule, outcomes, network, hang)
 
 
-def _be_rank(schedule: Schedule, network: SimulatedNetwork, own_link: Link, outcome: Outcome) -> None:
+def _be_rank(schedule: Schedule, network: SimulatedNetwork, link: Link, outcome: Outcome) -> None:
     began = time.monotonic()
-    channel = Channel(Operation(own_link, "save", schedule.timeout_seconds), 0)
+    channel = Channel(Operation(link, "save", schedule.timeout_seconds), 0)
     try:
         for number, step in enumerate(schedule.steps):
             outcome.wrong = outcome.wrong or _take_step(channel.led_by(step.root), schedule, number, network)
@@ -203,10 +183,9 @@ def _be_rank(schedule: Schedule, network: SimulatedNetwork, own_link: Link, outc
     outcome.seconds = time.monotonic() - began
     if not network.killed and schedule.kind in ("cut", "frozen"):
         try:
-            Channel(Operation(own_link, "next save", _TIMEOUT_SECONDS), 0).barrier("next")
+            Channel(Operation(link, "next save", _TIMEOUT_SECONDS), 0).barrier("next")
         except BaseException as error:
             outcome.next_error = error
-    outcome.is_done = own_link.rank not in network.killed
 
 
 def _take_step(channel: Channel, schedule: Schedule, number: int, network: SimulatedNetwork) -> str:
@@ -278,14 +257,13 @@ def _exchange(channel: Channel, step: Step, number: int, own_work: Callable[[], 
 
 def complaints(run: Run) -> list[str]:
     """What should not have happened."""
-    schedule, found = run.schedule, []
-    survivors = {rank: outcome for rank, outcome in enumerate(run.outcomes) if rank not in run.killed}
+    schedule, killed = run.schedule, run.network.killed
+    found = [run.hang] if run.hang else []
+    survivors = {rank: outcome for rank, outcome in enumerate(run.outcomes) if rank not in killed}
     for rank, outcome in survivors.items():
         if outcome.wrong:
             found.append(f"rank {rank} has a wrong result: {outcome.wrong}")
-        if not outcome.is_done:
-            found.append(f"rank {rank} hangs in step {outcome.n_steps}")
-        elif outcome.seconds > _LIMIT_SECONDS:
+        if outcome.seconds > _LIMIT_SECONDS:
             found.append(f"rank {rank} took {outcome.seconds:.1f} s")
         if outcome.error is not None and not isinstance(outcome.error, ExchangeError):
             found.append(f"rank {rank} raised {outcome.error!r}")
@@ -294,7 +272,7 @@ def complaints(run: Run) -> list[str]:
     errors = {rank: outcome.error for rank, outcome in survivors.items() if outcome.error is not None}
     if schedule.kind == "harmless" and errors:
         found.append(f"raised, though nothing stays broken: {_shown(errors)}")
-    has_store = schedule.store_host not in run.killed
+    has_store = schedule.store_host not in killed
     if len({_verdict(error) for error in errors.values()}) > 1 and has_store:
         found.append(f"more than one verdict: {_shown(errors)}")
     # The last exchange can be over on one rank, and then break on others: that is so with every protocol.
@@ -306,8 +284,8 @@ def complaints(run: Run) -> list[str]:
             found.append("some have finished, others have not")
     if schedule.kind == "killed" and has_store:
         for rank, error in errors.items():
-            if not isinstance(error, ExchangeTimeout) or error.missing_ranks != sorted(run.killed):
-                found.append(f"rank {rank} names others than {sorted(run.killed)}: {error!r}"[:600])
+            if not isinstance(error, ExchangeTimeout) or error.missing_ranks != sorted(killed):
+                found.append(f"rank {rank} names others than {sorted(killed)}: {error!r}"[:600])
     return found
 
 

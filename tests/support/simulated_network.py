@@ -187,6 +187,7 @@ class SimulatedNetwork:
         self.killed: set[int] = set()
         self._faults = {(fault.sender, fault.receiver, fault.message): fault for fault in faults}
         self._store_host = store_host
+        self._is_closed = False
         self._n_sent: dict[tuple[int, int], int] = defaultdict(int)
         self._ways: list[_OneWay] = []
         self._came: dict[tuple[object, ...], set[int]] = defaultdict(set)
@@ -210,7 +211,9 @@ class SimulatedNetwork:
                 self._ways += [there, back]
                 self._pipes[pair] = {rank: SimulatedPipe(self, there, back), peer: SimulatedPipe(self, back, there)}
                 self._met.notify_all()
-            self._met.wait_for(lambda: pair in self._pipes or meeting.closed or rank in self.killed)
+            self._met.wait_for(
+                lambda: pair in self._pipes or meeting.closed or rank in self.killed or self._is_closed
+            )
             if pair not in self._pipes:
                 raise PipeBroken("connecting failed: closed while connecting")
             return self._pipes[pair][rank]
@@ -256,13 +259,18 @@ class SimulatedNetwork:
 
     def pause_of(self, way: _OneWay) -> float:
         """How long nothing moves on ``way``. Called with the lock."""
+        if self._is_closed:
+            return 0.0
         thaw = max(self._thaws.get(way.sender, 0.0), self._thaws.get(way.receiver, 0.0))
         return max(0.0, thaw - time.monotonic())
 
     def close(self) -> None:
-        """End everything: all ranks are killed."""
-        for rank in range(self.size):
-            self.kill(rank)
+        """End all waits, for good."""
+        with self.lock:
+            self._is_closed = True
+            for way in self._ways:
+                _break(way)
+            self._met.notify_all()
 
 
 def _break(way: _OneWay) -> None:

@@ -412,8 +412,8 @@ class Operation:
                 return
             self._last_beat = now
             for peer in self.tree.neighbours:
-                is_done = peer == self.tree.parent and self._absent == (peer,) and not self._is_working
-                if not is_done and self.link.connection(peer).n_unacknowledged < _MAX_UNHEARD_BEATS:
+                # Also to a parent that only it waits for: else that could not tell whether its own beats are heard.
+                if self.link.connection(peer).n_unacknowledged < _MAX_UNHEARD_BEATS:
                     body = self._beat_for(peer, now).encode()
                     self.link.send(peer, self._frame(Kind.BEAT, body=body))
 
