@@ -182,6 +182,7 @@ def _be_rank(schedule: Schedule, network: SimulatedNetwork, link: Link, outcome:
         outcome.error = error
     outcome.seconds = time.monotonic() - began
     if not network.killed and schedule.kind in ("cut", "frozen"):
+        network.heal()
         try:
             Channel(Operation(link, "next save", _TIMEOUT_SECONDS), 0).barrier("next")
         except BaseException as error:
@@ -267,7 +268,7 @@ def complaints(run: Run) -> list[str]:
             found.append(f"rank {rank} took {outcome.seconds:.1f} s")
         if outcome.error is not None and not isinstance(outcome.error, ExchangeError):
             found.append(f"rank {rank} raised {outcome.error!r}")
-        if outcome.next_error is not None:
+        if outcome.next_error is not None and any(each.error for each in survivors.values()):
             found.append(f"rank {rank} raised in the next operation: {outcome.next_error!r}")
     errors = {rank: outcome.error for rank, outcome in survivors.items() if outcome.error is not None}
     if schedule.kind == "harmless" and errors:

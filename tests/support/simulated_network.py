@@ -264,6 +264,11 @@ class SimulatedNetwork:
         thaw = max(self._thaws.get(way.sender, 0.0), self._thaws.get(way.receiver, 0.0))
         return max(0.0, thaw - time.monotonic())
 
+    def heal(self) -> None:
+        """No fault strikes any more. What has struck already stays as it is."""
+        with self.lock:
+            self._faults = {}
+
     def close(self) -> None:
         """End all waits, for good."""
         with self.lock:

@@ -299,10 +299,10 @@ class Operation:
     def _frame(self, kind: Kind, status: Status = Status.OK, flags: int = 0, body: bytes = b"") -> Frame:
         return Frame(kind, *self.key, self._exchange, phase_id(self.what), status, flags, body)
 
-    def _pass_on(self, kind: Kind, payload: bytes, but: int | None, flags: int = 0) -> None:
+    def _pass_on(self, kind: Kind, payload: bytes, but: int | None) -> None:
         for peer in self.tree.neighbours:
             if peer != but:
-                self.link.send(peer, self._frame(kind, flags=flags), payload)
+                self.link.send(peer, self._frame(kind), payload)
 
     # Waiting, and what arrives meanwhile.
 
@@ -448,7 +448,9 @@ class Operation:
 
     def _end(self, account: bytes, but: int | None, flags: int) -> None:
         self._account = account
-        self._pass_on(Kind.FAIL, account, but=but, flags=flags)
+        # Not only along this tree: a rank that is still in the exchange before may be in another one.
+        for peer in {*self.tree.neighbours, *self.link.peers()} - {but}:
+            self.link.send(peer, self._frame(Kind.FAIL, flags=flags), account)
         self._has_begun = False
         self._interrupt_work()
         self._changed.notify_all()
