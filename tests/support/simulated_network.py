@@ -211,9 +211,7 @@ class SimulatedNetwork:
                 self._ways += [there, back]
                 self._pipes[pair] = {rank: SimulatedPipe(self, there, back), peer: SimulatedPipe(self, back, there)}
                 self._met.notify_all()
-            self._met.wait_for(
-                lambda: pair in self._pipes or meeting.closed or rank in self.killed or self._is_closed
-            )
+            self._met.wait_for(lambda: pair in self._pipes or meeting.closed or rank in self.killed or self._is_closed)
             if pair not in self._pipes:
                 raise PipeBroken("connecting failed: closed while connecting")
             return self._pipes[pair][rank]

@@ -82,6 +82,7 @@ class Connection:
         self._lock = threading.Lock()
         self._pipe: Pipe | None = None
         self._is_closed = False
+        self._is_receiving = False  # a payload, which may take long
         self._sent: deque[_Sent] = deque()  # and not acknowledged yet
         self._n_sent = 0
         self._n_received = 0
@@ -119,6 +120,11 @@ class Connection:
     def pipe(self) -> Pipe | None:
         """What lies below, for those who send more than messages; ``None`` before it is there and after its end."""
         return self._pipe
+
+    def ask_for_lost(self) -> None:
+        """Ask for what may have been lost on the way: nothing has come for a while, so nothing later can show it."""
+        if self.is_open and not self._is_receiving:
+            self.send(Frame(Kind.AGAIN, exchange=self._n_received))
 
     def close(self) -> None:
         """End the connection, on both sides."""
@@ -189,7 +195,9 @@ class Connection:
             return
         payload: Payload = b""
         if frame.payload_nbytes:
+            self._is_receiving = True
             payload = pipe.receive(frame.payload_nbytes, frame.payload_tag)
+            self._is_receiving = False
             found = zlib.crc32(payload)
             if found != frame.payload_crc32:
                 self._ask_again(

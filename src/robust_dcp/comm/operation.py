@@ -412,10 +412,16 @@ class Operation:
                 return
             self._last_beat = now
             for peer in self.tree.neighbours:
+                connection = self.link.connection(peer)
                 # Also to a parent that only it waits for: else that could not tell whether its own beats are heard.
-                if self.link.connection(peer).n_unacknowledged < _MAX_UNHEARD_BEATS:
+                if connection.n_unacknowledged < _MAX_UNHEARD_BEATS:
                     body = self._beat_for(peer, now).encode()
                     self.link.send(peer, self._frame(Kind.BEAT, body=body))
+                    if (
+                        peer in self._absent
+                        and now - max(self._waiting_since, self._heard.get(peer, 0.0)) > 2 * BEAT_SECONDS
+                    ):
+                        connection.ask_for_lost()
 
     def _beat_for(self, receiver: int, now: float) -> Beat:
         """What ``receiver`` is to know of this rank and of all others it hears of only from here."""
