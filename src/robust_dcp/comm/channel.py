@@ -179,12 +179,13 @@ class Channel:
             return Contribution(payload=payload) if offer is None else Contribution(offer(own), payload)
 
         def open_all(agreement: Agreement, payload: Payload) -> Payload:
-            messages = self._opened(phase, payload, message_type) if payload else {}
+            with _naming(phase):
+                messages = open_bundle(payload, message_type) if payload else {}
             messages.update({} if own is None else {self.rank: own})
             gathered.extend(messages.get(rank) for rank in range(self.size))
             return b""
 
-        self._run("gather", phase, Work(contribute, _merging(message_type), open_all))
+        self._run("gather", phase, Work(contribute, _merging(phase, message_type), open_all))
         return gathered if self.is_coordinator else None
 
     def broadcast(self, phase: str, produce: Callable[[], M], message_type: type[M]) -> M:
@@ -258,11 +259,11 @@ class Channel:
             own.append(produce())
             return Contribution(payload=self._bundled(own[0], message_type))
 
-        work = Work(contribute, _merging(message_type), reply=lambda agreement, payload: payload)
+        work = Work(contribute, _merging(phase, message_type), reply=lambda agreement, payload: payload)
         _, payload = self._run("all_gather", phase, work)
 
         def take() -> list[M]:
-            messages = self._opened(phase, payload, message_type) if payload else {self.rank: own[0]}
+            messages = open_bundle(payload, message_type) if payload else {self.rank: own[0]}
             return [messages[rank] for rank in range(self.size)]
 
         return self._arrived(phase, take)
@@ -377,12 +378,6 @@ class Channel:
         self.barrier(f"{phase}: arrived", work)
         return taken[0]
 
-    def _opened(self, phase: str, payload: Payload, message_type: type[M]) -> dict[int, M]:
-        try:
-            return open_bundle(payload, message_type)
-        except ExchangeError as error:
-            raise ExchangeError(f"{phase!r}: {error.message}", phase=phase, ranks=error.ranks) from None
-
     def _bundled(self, message: M | None, message_type: type[M]) -> Payload:
         """The coordinator's own message is handed to it as it is, unless all are to get it."""
         if message is None or self.size == 1:
@@ -395,17 +390,27 @@ class Channel:
 R = TypeVar("R")
 
 
-def _merging(message_type: type[M]) -> Callable[[Payload, list[tuple[int, Payload]]], Payload]:
+def _merging(phase: str, message_type: type[M]) -> Callable[[Payload, list[tuple[int, Payload]]], Payload]:
     def merge(own: Payload, below: list[tuple[int, Payload]]) -> Payload:
         payloads = [payload for payload in (own, *(payload for _, payload in below)) if payload]
         if len(payloads) == 1:
             return payloads[0]
         bundler = Bundler(message_type)
-        for payload in payloads:
-            bundler.add_bundle(payload)
+        with _naming(phase):
+            for payload in payloads:
+                bundler.add_bundle(payload)
         return bundler.encode()
 
     return merge
+
+
+@contextmanager
+def _naming(phase: str) -> Iterator[None]:
+    """What cannot be used is told with the name of the exchange that it came in."""
+    try:
+        yield
+    except ExchangeError as error:
+        raise ExchangeError(f"{phase!r}: {error.message}", phase=phase, ranks=error.ranks) from None
 
 
 def _packed(payloads: Sequence[Payload], first_place: int) -> bytes:

@@ -75,6 +75,7 @@ class Connection:
         self.is_lost = False
         self.is_excused = False
         self.is_left = False
+        self._has_said_goodbye = False
         self.repeats = 0
         self._open_pipe = open_pipe
         self._receiver = receiver
@@ -125,6 +126,13 @@ class Connection:
         """Ask for what may have been lost on the way: nothing has come for a while, so nothing later can show it."""
         if self.is_open and not self._is_receiving:
             self.send(Frame(Kind.AGAIN, exchange=self._n_received))
+
+    def say_goodbye(self) -> None:
+        """Tell the other rank that nothing more comes from here. It answers, and is lost then."""
+        with self._lock:
+            has_said, self._has_said_goodbye = self._has_said_goodbye, True
+        if not has_said:
+            self.send(Frame(Kind.GONE))
 
     def close(self) -> None:
         """End the connection, on both sides."""
@@ -216,6 +224,9 @@ class Connection:
                 previous.close()
         elif frame.kind == Kind.LEAVE:
             self.is_left = True
+        elif frame.kind == Kind.GONE:
+            self.say_goodbye()
+            raise PipeBroken("it has left the group, or its process has ended")
         elif frame.kind != Kind.AGAIN:
             self._receiver.deliver(self.peer, frame, payload)
 

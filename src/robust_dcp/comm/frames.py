@@ -41,7 +41,8 @@ class Kind(IntEnum):
     ASK = 7  # which operations are you in, and whom do you miss?
     ANSWER = 8
     LEAVE = 9  # nothing more is read over this connection; the next one is to be made
-    HELLO = 10  # the first over a connection; the body says which process sends it
+    GONE = 10  # the process ends, or its group does; answered alike, so that nothing sent before is lost
+    HELLO = 11  # the first over a connection; the body says which process sends it
 
 
 class Status(IntEnum):

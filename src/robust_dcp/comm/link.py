@@ -26,6 +26,9 @@ __all__ = ["SKIP", "Link", "MeetingPlace", "OperationKey", "RunningOperation"]
 SKIP = 1
 """Flag of a frame that ends an operation: ranks that are not in it will not be."""
 
+_GOODBYE_SECONDS = 1.0
+"""How long other ranks have to answer when this one leaves."""
+
 _ELSEWHERE_SECONDS = 3.0
 """How long a rank may be in another operation before that is taken for a mistake: its threads may have started two."""
 
@@ -233,12 +236,19 @@ class Link:
                 self.send(peer, Frame(Kind.FAIL, key.operation, key.occurrence, flags=SKIP), account)
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections, once what was sent over them has arrived, or has had time to."""
         if self._meeting is not None:
             self._meeting.closed = True
         with self._lock:
-            connections, self._connections = self._connections, {}
-        for connection in connections.values():
+            connections = [each for each in self._connections.values() if each.is_open]
+        for connection in connections:
+            connection.say_goodbye()
+        until = time.monotonic() + _GOODBYE_SECONDS
+        while time.monotonic() < until and any(connection.is_open for connection in connections):
+            time.sleep(0.001)
+        with self._lock:
+            remaining, self._connections = self._connections, {}
+        for connection in remaining.values():
             connection.close()
         self.relay_pipes.interrupt()
 
