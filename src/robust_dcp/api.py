@@ -95,23 +95,24 @@ def save(
         planner.raise_set_up_error()
         return planner.describe(session.channel, writer)
 
-    with clock.phase("plan"):
-        plan = session.agree(describe, leads=session.channel.is_coordinator)
-        source, placements = planner.source(session), plan.placements
-        if placements is None:
-            raise ValueError("the plan has no places for RobustWriter")
-    with clock.phase("write"):
-        session.settle(
-            lambda: writer.write(session.rank, source, placements, session.check_stop, session.known_places),
-            writer.discard,
-        )
-    with clock.phase("commit"):
-        session.commit(
-            lambda: writer.publish(session.encoded_metadata(writer.plain_meta())),
-            writer.discard,
-            writer.clean_up,
-            writer.keep_plan,
-        )
+    with session.channel.together():
+        with clock.phase("plan"):
+            plan = session.agree(describe, leads=session.channel.is_coordinator)
+            source, placements = planner.source(session), plan.placements
+            if placements is None:
+                raise ValueError("the plan has no places for RobustWriter")
+        with clock.phase("write"):
+            session.settle(
+                lambda: writer.write(session.rank, source, placements, session.check_stop, session.known_places),
+                writer.discard,
+            )
+        with clock.phase("commit"):
+            session.commit(
+                lambda: writer.publish(session.encoded_metadata(writer.plain_meta())),
+                writer.discard,
+                writer.clean_up,
+                writer.keep_plan,
+            )
     return _save_report(session, clock, writer, n_items=len(plan.kept))
 
 
@@ -180,18 +181,19 @@ def load(
             else:
                 state_dict[key] = value
 
-    with clock.phase("plan"):
-        metadata_file = _shared_metadata_file(channel, reader, checkpoint)
-        agreement = channel.agree(f"load {checkpoint}: plan", prepare)
-        if isinstance(reader, RobustReader) and ranks_share(agreement):
-            shared = deal_out(channel, checkpoint, reader, plan, planner, process_group)
-    with clock.phase("read"):
-        channel.barrier(f"load {checkpoint}: read", read)
-    if shared is not None:
-        with clock.phase("share"):
-            channel.relay(f"load {checkpoint}: share", shared.relay())
-    with clock.phase("apply"):
-        channel.barrier(f"load {checkpoint}: apply", apply)
+    with channel.together():
+        with clock.phase("plan"):
+            metadata_file = _shared_metadata_file(channel, reader, checkpoint)
+            agreement = channel.agree(f"load {checkpoint}: plan", prepare)
+            if isinstance(reader, RobustReader) and ranks_share(agreement):
+                shared = deal_out(channel, checkpoint, reader, plan, planner, process_group)
+        with clock.phase("read"):
+            channel.barrier(f"load {checkpoint}: read", read)
+        if shared is not None:
+            with clock.phase("share"):
+                channel.relay(f"load {checkpoint}: share", shared.relay())
+        with clock.phase("apply"):
+            channel.barrier(f"load {checkpoint}: apply", apply)
     if isinstance(reader, RobustReader):
         LOADED.add(reader.path)
     return LoadReport(

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from robust_dcp import Channel, ExchangeTimeout
+from robust_dcp.comm.operation import Operation
 from tests.api.verdicts import Verdict, verdict_of
 from tests.support.ranks import run_ranks, values
 
@@ -32,12 +33,11 @@ def _lose_the_verdict(directory: str) -> tuple[Verdict, str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Channel, "gather", gather_and_lose)
+        patch.setattr(Operation, "leave", lambda self, error: None)  # nobody is told: the connection is lost
         verdict = verdict_of(robust_dcp.save, _state(2.0), checkpoint_id=directory, timeout_seconds=3)
     dist.barrier()
     loaded = {"w0": torch.zeros(5), "w1": torch.zeros(5)}
     dcp.load(loaded, checkpoint_id=directory)
-    if dist.get_rank() == 1:  # the first that it hears of the others is that they have given it up
-        assert verdict_of(robust_dcp.save, _state(3.0), checkpoint_id=directory).type_name == "ExchangeTimeout"
     again = robust_dcp.save(_state(3.0), checkpoint_id=directory).plan
     assert loaded["w0"].tolist() == loaded["w1"].tolist() == [2.0] * 5
     return verdict, again

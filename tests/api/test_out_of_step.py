@@ -35,6 +35,6 @@ def _disagree(directory: str) -> tuple[list[str], Verdict, int]:
 
 def test_places_that_are_out_of_step_are_refused_once_and_planned_anew(tmp_path: Path) -> None:
     for plans, verdict, loaded in values(run_ranks(2, _disagree, str(tmp_path))):
-        assert verdict.type_name == "ExchangeError" and "rank 1" in verdict.message
-        assert verdict.fields["ranks"] == [1]
+        assert verdict.type_name == "ExchangeError"
+        assert "the places of the objects that ranks wrote are not those that the coordinator has" in verdict.message
         assert (plans, loaded) == (["built", "reused"], 3)

@@ -232,8 +232,8 @@ def test_ranks_with_another_switch_than_the_coordinator_are_named(tmp_path: Path
     robust_dcp.save(full(1), checkpoint_id=tmp_path, no_dist=True)
     for verdict in values(run_ranks(4, load_with_other_switches, str(tmp_path))):
         assert verdict.type_name == "PlanConflict"
-        assert verdict.fields == {"key": "share_reads", "ranks": [1, 3]}
-        assert "rank 1 True, rank 3 False" in verdict.message
+        assert verdict.fields == {"key": "share_reads", "ranks": [0, 1, 3]}
+        assert "share_reads is None on rank 0, True on rank 1, False on rank 3" in verdict.message
 
 
 # Failures.

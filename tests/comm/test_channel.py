@@ -11,8 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from robust_dcp.comm import Channel, ExchangeStats, Offer, transport
+from robust_dcp.comm import Channel, ExchangeStats, Offer, combined_signature, pipe
+from robust_dcp.comm.frames import FRAME_NBYTES
+from robust_dcp.comm.operation import Operation
 from robust_dcp.comm.registry import _make_link
+from robust_dcp.comm.tree import Tree
 from robust_dcp.errors import RobustCheckpointError
 from tests.comm.messages import Note
 from tests.support.ranks import run_ranks, values
@@ -23,14 +26,18 @@ def _random_bytes(rank: int, nbytes: int) -> bytes:
 
 
 def _all_verbs(nbytes: int, chunk_nbytes: int) -> dict[str, Any]:
-    transport.CHUNK_NBYTES = chunk_nbytes
+    pipe.CHUNK_NBYTES = chunk_nbytes
     channel = Channel.for_group(timeout_seconds=50)
     rank, size = channel.rank, channel.size
     own = Note(rank, _random_bytes(rank, nbytes))
-    offers = channel.agree("agree", lambda: Offer(bytes([rank]) * 16, bytes([rank]) * 8, rank << 40, rank))
+    agreement = channel.agree(
+        "agree", lambda: Offer(bytes([rank]) * 16, bytes([rank]) * 16, (rank + 1) << 40, rank % 2)
+    )
     gathered = channel.gather("gather", lambda: own, Note)
-    sparse = channel.gather("sparse", lambda: own if rank % 2 else None, Note, value=lambda m: m.rank if m else 99)
-    sparse_values = channel.last_values
+    sparse = channel.gather(
+        "sparse", lambda: own if rank % 2 else None, Note, offer=lambda m: Offer(value=m.rank if m else 99)
+    )
+    sparse_values = channel.last_agreement.lowest, channel.last_agreement.highest
     silent = channel.gather("silent", lambda: None, Note)
     told = channel.broadcast("broadcast", lambda: own, Note)
     part = channel.scatter(
@@ -38,9 +45,10 @@ def _all_verbs(nbytes: int, chunk_nbytes: int) -> dict[str, Any]:
     )
     nothing = channel.scatter("nothing", lambda: [None] * size, Note)
     everything = channel.all_gather("all_gather", lambda: own, Note)
+    combined = channel.combine("combine", lambda: Note(rank + 1), _sum, Note)
     channel.barrier("barrier")
     return {
-        "offers": offers,
+        "agreement": agreement,
         "gathered": gathered,
         "sparse": sparse,
         "sparse_values": sparse_values,
@@ -49,24 +57,34 @@ def _all_verbs(nbytes: int, chunk_nbytes: int) -> dict[str, Any]:
         "part": part,
         "nothing": nothing,
         "everything": everything,
+        "combined": combined.rank,
     }
 
 
+def _sum(one: Note, other: Note) -> Note:
+    return Note(one.rank + other.rank)
+
+
 @pytest.mark.parametrize(
-    ("world_size", "nbytes", "chunk_nbytes"), [(1, 10, 64), (2, 0, 64), (3, 3000, 1000), (5, 100_000, 4096)]
+    ("world_size", "nbytes", "chunk_nbytes"), [(1, 10, 256), (2, 0, 256), (3, 3000, 1000), (5, 100_000, 4096)]
 )
 def test_every_verb_delivers_what_was_sent_and_to_whom(world_size: int, nbytes: int, chunk_nbytes: int) -> None:
     notes = [Note(rank, _random_bytes(rank, nbytes)) for rank in range(world_size)]
     for rank, seen in enumerate(values(run_ranks(world_size, _all_verbs, nbytes, chunk_nbytes))):
-        assert seen["offers"] == [Offer(bytes([r]) * 16, bytes([r]) * 8, r << 40, r) for r in range(world_size)]
+        agreement = seen["agreement"]
+        assert agreement.signature == combined_signature([bytes([r]) * 16 for r in range(world_size)])
+        assert (agreement.n_ranks, agreement.same_plan_id) == (world_size, world_size == 1)
+        assert (agreement.lowest >> 40, agreement.highest >> 40) == (1, world_size)
+        assert agreement.count(1) == world_size // 2
         assert seen["gathered"] == (notes if rank == 0 else None)
         assert seen["sparse"] == ([note if note.rank % 2 else None for note in notes] if rank == 0 else None)
-        assert seen["sparse_values"] == tuple(r if r % 2 else 99 for r in range(world_size))
+        assert seen["sparse_values"] == (99 if world_size == 1 else 1, 99)
         assert seen["silent"] == ([None] * world_size if rank == 0 else None)
         assert seen["told"] == notes[0]
         assert seen["part"] == (notes[rank] if rank != 1 else None)
         assert seen["nothing"] is None
         assert seen["everything"] == notes
+        assert seen["combined"] == world_size * (world_size + 1) // 2
 
 
 def _verbs_to_a_coordinator(coordinator_rank: int) -> tuple[bool, Any, int, int]:
@@ -96,52 +114,50 @@ def _cost_of_verbs() -> list[ExchangeStats]:
             channel.gather("silent", lambda: None, Note)
             channel.broadcast("broadcast", note, Note)
         costs.append(stats)
-    assert channel.stats.exchanges == 9
+    assert channel.stats.exchanges == 11
     return costs
 
 
-def test_an_exchange_without_payload_costs_128_bytes_a_rank_and_logarithmically_many_messages() -> None:
-    for small, large in values(run_ranks(4, _cost_of_verbs)):
+def test_an_exchange_without_payload_is_one_frame_up_and_one_down() -> None:
+    for rank, (small, large) in enumerate(values(run_ranks(4, _cost_of_verbs))):
+        neighbours = len(Tree(rank, 4).neighbours)
         for phase in ("agree", "silent"):
             for stats in (small, large):
                 cost = stats.phases[phase]
                 assert (cost.exchanges, cost.repeats) == (1, 0)
-                assert cost.header_nbytes_sent == 128
+                assert cost.header_nbytes_sent == neighbours * FRAME_NBYTES
                 assert cost.payload_nbytes_sent == cost.payload_nbytes_received == 0
-                assert cost.messages_sent == cost.messages_received == 2 * 2  # two rounds of log2(4) steps
+                assert cost.messages_sent == cost.messages_received == neighbours
 
 
-def test_a_payload_adds_its_own_bytes_and_one_verdict() -> None:
-    costs = values(run_ranks(3, _cost_of_verbs))
+def test_a_payload_adds_its_own_bytes_and_equal_columns_go_once() -> None:
+    costs = values(run_ranks(4, _cost_of_verbs))
     for rank, (small, large) in enumerate(costs):
         for phase in ("gather", "broadcast"):
-            assert small.phases[phase].header_nbytes_sent == large.phases[phase].header_nbytes_sent == 256
+            assert small.phases[phase].header_nbytes_sent == large.phases[phase].header_nbytes_sent
             assert small.phases[phase].messages_sent == large.phases[phase].messages_sent
         sent = large.phases["gather"].payload_nbytes_sent
         received = large.phases["gather"].payload_nbytes_received
-        if rank == 0:
-            assert sent == 0
-            assert 200_000 < received < 200_100
-        else:
-            assert received == 0
-            assert 100_000 < sent < 100_050
+        # Ranks 1 and 2 send to 0, 3 to 2: what 2 and 3 hold is equal, so 2 sends it once.
+        assert (sent == 0) == (rank == 0)
+        assert rank == 0 or 100_000 < sent < 100_100
+        assert received // 100_000 == {0: 2, 1: 0, 2: 1, 3: 0}[rank]
         assert (large.phases["broadcast"].payload_nbytes_received > 100_000) == (rank != 0)
-        assert large.exchanges == 4
-        assert large.header_nbytes_sent == 2 * 128 + 2 * 256
+        assert large.exchanges == 5  # a broadcast ends with a barrier: it has arrived on all ranks
 
 
 def _repeated_views() -> bool:
     first = Channel.for_group(timeout_seconds=50)
-    second = Channel.for_group(timeout_seconds=5, coordinator_rank=1)
-    assert first._link is second._link
-    assert Channel.for_group(purpose="other")._link is not first._link
-    assert (first.timeout_seconds, second.timeout_seconds) == (50, 5)
+    second = Channel.for_group(timeout_seconds=5, coordinator_rank=1, operation="another")
     first.barrier("a")
+    connections = dict(first._link._connections)
     second.barrier("b")
-    return first._link.sequence == 2 and first._link.generation == 0
+    first.barrier("c")
+    assert (first.timeout_seconds, second.timeout_seconds) == (50, 5)
+    return first._link is second._link and dict(first._link._connections) == connections
 
 
-def test_channels_of_one_group_and_purpose_share_connections_but_not_timeouts() -> None:
+def test_all_operations_of_a_group_share_its_connections() -> None:
     assert values(run_ranks(2, _repeated_views)) == [True, True]
 
 
@@ -151,8 +167,8 @@ def _in_sub_groups() -> tuple[Any, ...]:
     if world_rank in (0, 2):
         # The other two never know about this group's exchanges, and are in a collective of their own meanwhile.
         channel = Channel.for_group(groups[1], timeout_seconds=50)
-        total = [channel.agree(f"sub {i}", lambda: Offer(value=world_rank)) for i in range(3)]
-        seen = [offer.value for offer in total[-1]]
+        total = [channel.agree(f"sub {i}", lambda: Offer(value=world_rank + 1)) for i in range(3)]
+        seen = [total[-1].lowest, total[-1].highest]
     else:
         channel = Channel.for_group(groups[0], timeout_seconds=50)
         tensor = torch.ones(1)
@@ -169,7 +185,7 @@ def test_a_sub_group_exchanges_while_other_ranks_do_something_else() -> None:
     ranks_of_13 = values(run_ranks(2, _group_order_of_new_group))[0]
     outcomes = values(run_ranks(4, _in_sub_groups))
     for outcome in (outcomes[0], outcomes[2]):
-        assert outcome[1:] == (2, (0, 2), [0, 2])
+        assert outcome[1:] == (2, (0, 2), [1, 3])
     for outcome in (outcomes[1], outcomes[3]):
         assert outcome[2] == ((1, 3) if ranks_of_13 == [0, 1] else (3, 1))
         assert outcome[3] == [outcome[2][0], 2]
@@ -183,7 +199,7 @@ def _from_two_threads() -> list[list[int]]:
     results: dict[str, list[int]] = {}
 
     def work(purpose: str) -> None:
-        channel = Channel.for_group(purpose=purpose, timeout_seconds=50)
+        channel = Channel.for_group(operation=purpose, timeout_seconds=50)
         notes: list[Note] = []
         for i in range(20):
             notes = channel.all_gather(f"{purpose} {i}", lambda: Note(channel.rank, purpose.encode()), Note)
@@ -206,13 +222,13 @@ def test_two_threads_exchange_on_channels_of_their_own_while_training_goes_on() 
 
 def _exchange_after_reinitialising() -> list[int]:
     rank, size = dist.get_rank(), dist.get_world_size()
-    seen = [len(Channel.for_group(timeout_seconds=50).agree("first", Offer))]
+    seen = [Channel.for_group(timeout_seconds=50).agree("first", Offer).n_ranks]
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
     dist.destroy_process_group()
     seen.append(Channel.for_group().size)
     dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=size)
-    seen.append(len(Channel.for_group(timeout_seconds=50).agree("second", Offer)))
+    seen.append(Channel.for_group(timeout_seconds=50).agree("second", Offer).n_ranks)
     return seen
 
 
@@ -222,8 +238,8 @@ def test_a_channel_works_again_after_the_group_was_destroyed_and_made_again() ->
 
 def _exchange_in_two_lives() -> list[int]:
     # As if the group had been made again under its name in a store that remembers the first one.
-    lives = [Channel(_make_link(dist.group.WORLD, "x"), timeout_seconds=50, coordinator_rank=0) for _ in range(2)]
-    return [len(channel.agree("plan", Offer)) for channel in lives]
+    lives = [Channel(Operation(_make_link(dist.group.WORLD), "x", 50), 0) for _ in range(2)]
+    return [channel.agree("plan", Offer).n_ranks for channel in lives]
 
 
 def test_a_store_that_remembers_an_earlier_group_of_that_name_does_not_confuse() -> None:
@@ -262,7 +278,7 @@ def test_alone_every_verb_hands_back_its_own_message_without_copying_it() -> Non
     assert channel.broadcast("broadcast", lambda: note, Note) is note
     assert channel.scatter("scatter", lambda: [note], Note) is note
     assert channel.all_gather("all_gather", lambda: note, Note)[0] is note
-    assert channel.agree("agree", lambda: Offer(value=3)) == [Offer(value=3)]
+    assert channel.agree("agree", lambda: Offer(value=3)).highest == 3
 
 
 def test_alone_a_failure_has_the_form_that_it_has_among_others() -> None:

@@ -2,176 +2,122 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import pytest
 
 from robust_dcp.comm import Channel, Offer
-from robust_dcp.comm.frames import Frame
 from robust_dcp.errors import ExchangeError
 from tests.comm import faults
 from tests.comm.messages import Note
 from tests.support.ranks import errors, run_ranks, values
 
 Change = Callable[[bytearray], bytearray]
+CHANGES = [faults.zeros, faults.one_bit_flipped, faults.second_half_missing]
 
 
-def _exchange_with_damage(verb: str, rank: int, which: set[int], change: Change, where: str) -> tuple[bool, int]:
+def _exchange_with_damage(verb: str, sender: int, receiver: int, which: set[int], change: Change, where: str) -> bool:
+    """Of what ``sender`` sends to ``receiver``, the arrivals ``which`` are damaged; the first frame is a greeting."""
     channel = Channel.for_group(timeout_seconds=50)
-    if channel.rank == rank:
-        damage = faults.Damage(which, change, frame_of=2)
+    if channel.rank == receiver:
+        damage = faults.Damage(which, change)
         if where == "frames":
-            faults.inject(channel, frames=damage.frames)
+            faults.inject(channel, sender, frames=damage.frame)
         else:
-            faults.inject(channel, payload=damage.payload)
-    with channel.recording() as stats:
-        try:
-            right = _exchange(channel, verb)
-        finally:
-            # Whether it ended well or not, the next one does.
-            assert [offer.value for offer in channel.agree("next", lambda: Offer(value=channel.rank))] == [0, 1, 2]
-    return right, stats.repeats
+            faults.inject(channel, sender, payload=damage.payload)
+    try:
+        right = _exchange(channel, verb)
+    finally:
+        # Whether it ended well or not, the next one does.
+        found = channel.agree("next", lambda: Offer(value=channel.rank + 1))
+        assert (found.lowest, found.highest) == (1, channel.size)
+    return right
 
 
 def _exchange(channel: Channel, verb: str) -> bool:
     ranks = range(channel.size)
     if verb == "agree":
-        return [offer.value for offer in channel.agree("plan", lambda: Offer(value=channel.rank))] == list(ranks)
+        return channel.agree("plan", lambda: Offer(value=channel.rank + 1)).highest == channel.size
     if verb == "gather":
         notes = channel.gather("plan", lambda: Note(channel.rank, b"abc" * 100), Note)
         return notes is None or notes == [Note(rank, b"abc" * 100) for rank in ranks]
     if verb == "all_gather":
         return [note.rank for note in channel.all_gather("plan", lambda: Note(channel.rank), Note)] == list(ranks)
+    if verb == "combine":
+        return channel.combine("plan", lambda: Note(1), lambda a, b: Note(a.rank + b.rank), Note).rank == channel.size
     if verb == "broadcast":
         return channel.broadcast("plan", lambda: Note(7, b"abc" * 100), Note) == Note(7, b"abc" * 100)
     return channel.scatter("plan", lambda: [Note(rank) for rank in ranks], Note) == Note(channel.rank)
 
 
-@pytest.mark.parametrize("change", [faults.zeros, faults.one_bit_flipped, faults.second_half_missing])
-def test_a_bad_header_on_one_rank_only_is_asked_for_once_more_by_all(change: Change) -> None:
-    outcomes = values(run_ranks(3, _exchange_with_damage, "agree", 0, {0}, change, "frames"))
-    assert outcomes == [(True, 1)] * 3
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("sender", "receiver"), [(2, 0), (0, 2)])
+def test_a_damaged_frame_is_asked_for_once_more_on_that_hop(change: Change, sender: int, receiver: int) -> None:
+    assert values(run_ranks(4, _exchange_with_damage, "agree", sender, receiver, {1}, change, "frames")) == [True] * 4
 
 
-def test_a_bad_header_of_an_exchange_with_payload_is_cured() -> None:
-    outcomes = values(run_ranks(3, _exchange_with_damage, "gather", 1, {0}, faults.zeros, "frames"))
-    assert outcomes == [(True, 1)] * 3
+def test_a_damaged_greeting_changes_nothing() -> None:
+    assert values(run_ranks(3, _exchange_with_damage, "gather", 1, 0, {0}, faults.zeros, "frames")) == [True] * 3
 
 
-def test_a_bad_confirmation_changes_nothing() -> None:
-    outcomes = values(run_ranks(3, _exchange_with_damage, "agree", 1, {1}, faults.zeros, "frames"))
-    assert outcomes == [(True, 0)] * 3
-
-
-def test_a_rank_that_cannot_read_who_wants_a_repetition_repeats_all_the_same() -> None:
-    outcomes = values(run_ranks(3, _exchange_where_a_complaint_is_lost))
-    assert outcomes == [(True, 1)] * 3
-
-
-def _exchange_where_a_complaint_is_lost() -> tuple[bool, int]:
-    """Rank 2 gets a bad header; its complaint reaches rank 0 as zeros."""
+def _exchange_where_a_request_is_damaged_too() -> bool:
+    """Rank 0 gets a bad frame from rank 2, which gets the request to send it again as zeros."""
     channel = Channel.for_group(timeout_seconds=50)
-    if channel.rank == 2:
-        faults.inject(channel, frames=faults.Damage({0}, faults.zeros, frame_of=1).frames)
     if channel.rank == 0:
-        faults.inject(channel, frames=faults.Damage({1}, faults.zeros, frame_of=2).frames)
-    with channel.recording() as stats:
-        right = _exchange(channel, "agree")
-    return right, stats.repeats
+        faults.inject(channel, 2, frames=faults.Damage({1}, faults.zeros).frame)
+    if channel.rank == 2:
+        faults.inject(channel, 0, frames=faults.Damage({1}, faults.zeros).frame)
+    return _exchange(channel, "gather")
 
 
-def test_a_header_that_is_bad_twice_is_named_on_all_ranks() -> None:
-    outcomes = run_ranks(3, _exchange_with_damage, "gather", 0, {0, 2}, faults.zeros, "frames")
-    for error in errors(outcomes):
-        assert error.type_name == "ExchangeError"
-        assert error.fields == {
-            "message": "gather 'plan': headers were bad twice: that of rank 2 as rank 0 received it: "
-            + ("all zeros" if "all zeros" in error.message else "zeros"),
-            "phase": "plan",
-            "ranks": [2],
-        }
-    assert len({error.message for error in errors(outcomes)}) == 1
+def test_a_damaged_request_for_repetition_is_asked_for_once_more_itself() -> None:
+    assert values(run_ranks(3, _exchange_where_a_request_is_damaged_too)) == [True] * 3
 
 
-@pytest.mark.parametrize("verb", ["gather", "broadcast", "scatter", "all_gather"])
-@pytest.mark.parametrize("change", [faults.zeros, faults.one_bit_flipped, faults.second_half_missing])
-def test_a_damaged_payload_is_asked_for_once_more(verb: str, change: Change) -> None:
-    receiver = 0 if verb == "gather" else 1
-    outcomes = values(run_ranks(3, _exchange_with_damage, verb, receiver, {0}, change, "payload"))
-    assert outcomes == [(True, 1)] * 3
-
-
-def test_several_damaged_payloads_are_each_asked_for_once_more() -> None:
-    outcomes = values(run_ranks(3, _exchange_with_damage, "gather", 0, {0, 1}, faults.one_bit_flipped, "payload"))
-    assert outcomes == [(True, 2)] * 3
-
-
-@pytest.mark.parametrize(("verb", "sender", "which"), [("gather", 1, {0, 2}), ("broadcast", 0, {0, 1})])
-def test_a_payload_that_is_damaged_twice_is_named_on_all_ranks(verb: str, sender: int, which: set[int]) -> None:
-    receiver = 0 if verb == "gather" else 1
-    caught = errors(run_ranks(3, _exchange_with_damage, verb, receiver, which, faults.zeros, "payload"))
+@pytest.mark.parametrize(("sender", "receiver"), [(2, 0), (0, 2)])
+def test_a_frame_that_is_damaged_twice_is_named_on_all_ranks(sender: int, receiver: int) -> None:
+    caught = errors(run_ranks(4, _exchange_with_damage, "gather", sender, receiver, {1, 2}, faults.zeros, "frames"))
     assert len({error.message for error in caught}) == 1
     for error in caught:
         assert error.type_name == "ExchangeError"
-        assert f"rank {sender} in 'plan' arrived damaged twice at rank {receiver}" in error.message
-        assert "expected" in error.message
-        assert "found" in error.message
-        assert error.fields["ranks"] == [sender]
-        assert [failure.rank for failure in error.rank_failures] == [receiver]
-
-
-def test_damage_without_end_ends() -> None:
-    class_names = {
-        error.type_name
-        for error in errors(
-            run_ranks(3, _exchange_with_damage, "all_gather", 1, set(range(1000)), faults.zeros, "payload")
+        assert (
+            f"gather 'plan': what rank {sender} sent to rank {receiver} arrived damaged twice: a frame arrived "
+            "damaged: it is all zeros" in error.message
         )
-    }
-    assert class_names == {"ExchangeError"}
+        assert (error.fields["phase"], error.fields["ranks"]) == ("plan", [sender])
 
 
-def _failure_with_a_damaged_description() -> str:
+@pytest.mark.parametrize("verb", ["gather", "broadcast", "scatter", "all_gather", "combine"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_damaged_payload_is_asked_for_once_more(verb: str, change: Change) -> None:
+    sender, receiver = (1, 0) if verb in ("gather", "all_gather", "combine") else (0, 1)
+    assert values(run_ranks(3, _exchange_with_damage, verb, sender, receiver, {0}, change, "payload")) == [True] * 3
+
+
+def _exchange_with_two_damaged() -> bool:
     channel = Channel.for_group(timeout_seconds=50)
-    if channel.rank == 1:
-        faults.inject(channel, payload=faults.Damage({0, 1}, faults.zeros).payload)
-
-    def work() -> None:
-        if channel.rank == 0:
-            raise OSError("disk gone")
-
-    try:
-        channel.barrier("write", work)
-    except Exception as error:
-        channel.barrier("next")
-        return str(error)
-    return ""
+    if channel.rank == 0:
+        for sender in (1, 2):
+            faults.inject(channel, sender, payload=faults.Damage({0}, faults.one_bit_flipped).payload)
+    return _exchange(channel, "gather")
 
 
-def test_a_failure_whose_description_never_arrives_whole_is_still_a_failure_of_that_rank() -> None:
-    first, second, third = values(run_ranks(3, _failure_with_a_damaged_description))
-    assert first == third
-    assert "disk gone" in first
-    assert "'write' failed on rank 0" in second
-    assert "did not arrive whole" in second
+def test_several_damaged_payloads_are_each_asked_for_once_more() -> None:
+    assert values(run_ranks(3, _exchange_with_two_damaged)) == [True] * 3
 
 
-def _sequence_changed(data: bytearray) -> bytearray:
-    frame = Frame.decode(bytes(data))
-    return bytearray(dataclasses.replace(frame, sequence=frame.sequence + 5).encode())
+@pytest.mark.parametrize(("verb", "sender", "receiver"), [("gather", 1, 0), ("broadcast", 0, 1)])
+def test_a_payload_that_is_damaged_twice_is_named_on_all_ranks(verb: str, sender: int, receiver: int) -> None:
+    caught = errors(run_ranks(3, _exchange_with_damage, verb, sender, receiver, {0, 1}, faults.zeros, "payload"))
+    assert len({error.message for error in caught}) == 1
+    for error in caught:
+        assert error.type_name == "ExchangeError"
+        assert f"rank {sender} sent to rank {receiver} arrived damaged twice: a payload of " in error.message
+        assert "announced was 0x" in error.message
+        assert error.fields["ranks"] == [sender]
 
 
-def test_a_whole_frame_of_another_exchange_is_asked_for_once_more() -> None:
-    outcomes = values(run_ranks(3, _exchange_with_damage, "agree", 0, {0}, _sequence_changed, "frames"))
-    assert outcomes == [(True, 1)] * 3
-
-
-def test_a_whole_frame_of_another_exchange_twice_is_named() -> None:
-    caught = errors(run_ranks(3, _exchange_with_damage, "agree", 0, {0, 2}, _sequence_changed, "frames"))
-    assert {error.fields["ranks"][0] for error in caught} == {2}
-
-
-def _elsewhere() -> int:
+def _other_phase() -> int:
     channel = Channel.for_group(timeout_seconds=50)
     channel.barrier("connect")
     try:
@@ -185,10 +131,34 @@ def _elsewhere() -> int:
     return 0
 
 
+def test_ranks_in_different_phases_of_an_operation_are_listed_by_what_they_do() -> None:
+    caught = errors(run_ranks(4, _other_phase))
+    assert len({error.message for error in caught}) == 1
+    assert caught[0].message.startswith(
+        "the ranks are in different operations: ranks [0, 1, 3] are in gather 'save 3: pl"
+    )
+    assert "rank 2 is in barrier 'load 1: plan' of checkpoint" in caught[0].message
+    assert caught[0].fields["ranks"] == [2]
+
+
+def _other_operation() -> int:
+    rank = Channel.for_group().rank
+    name = "load 1" if rank == 2 else "save 3"
+    channel = Channel.for_group(operation=name, timeout_seconds=50)
+    try:
+        channel.barrier("plan")
+    except ExchangeError:
+        # All go on with the same numbers: of either name, the next one is the next one on every rank.
+        for following in ("load 1", "save 3"):
+            Channel.for_group(operation=following, timeout_seconds=50).barrier("next")
+        raise
+    return 0
+
+
 def test_ranks_in_different_operations_are_listed_by_what_they_do() -> None:
-    caught = errors(run_ranks(4, _elsewhere))
+    caught = errors(run_ranks(4, _other_operation))
     assert {error.message for error in caught} == {
-        "the ranks are in different operations: ranks [0, 1, 3] in gather 'save 3: plan' (exchange 1); "
-        "rank [2] in barrier 'load 1: plan' (exchange 1)"
+        "the ranks are in different operations: ranks [0, 1, 3] are in barrier 'plan' of save 3; "
+        "rank 2 is in barrier 'plan' of load 1"
     }
     assert caught[0].fields["ranks"] == [2]

@@ -32,9 +32,9 @@ def _fail_on(ranks: list[int], verb: str) -> None:
     with pytest.raises(RobustCheckpointError) as caught:
         verbs[verb]()
     assert isinstance(caught.value.__cause__, KeyError) == (channel.rank in ranks)
-    # Still in step, on the same connections.
-    assert len(channel.agree("next", Offer)) == channel.size
-    assert channel._link.generation == 0
+    # Still in step, in the same operation.
+    assert channel.agree("next", Offer).n_ranks == channel.size
+    assert channel._operation.key.occurrence == 0
     raise caught.value
 
 
@@ -109,7 +109,7 @@ def test_a_payload_that_cannot_be_decoded_fails_on_all_ranks_naming_its_sender()
     assert error.type_name == "ExchangeError"
     assert "rank 1" in error.message
     assert "'sizes'" in error.message
-    assert "OtherNote" in error.message
+    assert "have the fields ['rank', 'data'], not ['text']" in error.message
     assert error.fields["ranks"] == [1]
 
 
@@ -182,41 +182,8 @@ def test_others_stop_their_work_when_one_fails_and_are_not_listed_as_failed() ->
     assert max(values(run_ranks(3, _stop_early))) < 20
 
 
-def _announce_between_exchanges() -> list[str | None]:
-    channel = Channel.for_group(timeout_seconds=50)
-    channel.barrier("connect")
-    heard = None
-    error = OSError("disk gone")
-    if channel.rank == 0:
-        channel.announce_failure(error)
-    else:
-        while heard is None:
-            heard = channel.failure_announced()
-
-    def work() -> None:
-        if channel.rank == 0:
-            raise error
-        raise Stopped(heard)
-
-    try:
-        channel.barrier("commit", work)
-    except RobustCheckpointError as joint:
-        return [heard, joint.message]
-    return []
-
-
-def test_a_failure_between_exchanges_can_be_announced() -> None:
-    first, second = values(run_ranks(2, _announce_between_exchanges))
-    assert first == [None, "'commit' failed on rank 0: OSError"]
-    assert second == ["rank 0: OSError: disk gone", "'commit' failed on rank 0: OSError"]
-
-
 def _stopped_for_nothing() -> None:
     channel = Channel.for_group(timeout_seconds=50)
-    channel.barrier("connect")
-    if channel.rank == 0:
-        channel.announce_failure(OSError("false alarm"))
-    channel.barrier("hear")
 
     def work() -> None:
         if channel.rank == 1:
@@ -226,7 +193,10 @@ def _stopped_for_nothing() -> None:
 
 
 def test_a_rank_that_stopped_though_none_failed_fails_all_ranks() -> None:
-    assert "was stopped on ranks [1]" in _the_one_error(errors(run_ranks(2, _stopped_for_nothing))).message
+    assert (
+        "was stopped on ranks [1], as a failure was announced: false alarm"
+        in _the_one_error(errors(run_ranks(2, _stopped_for_nothing))).message
+    )
 
 
 def _everyone_fails() -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 import msgspec
@@ -120,11 +120,11 @@ class Channel:
 
     @property
     def stats(self) -> ExchangeStats:
-        """What all exchanges of this operation have cost this rank so far."""
-        return self._operation.stats
+        """What all exchanges of this group have cost this rank so far, whatever operation they belonged to."""
+        return self._link.stats
 
     def recording(self) -> AbstractContextManager[ExchangeStats]:
-        """``with channel.recording() as stats:`` counts the exchanges within the block."""
+        """``with channel.recording() as stats:`` counts the exchanges of this operation within the block."""
         return self._operation.recording()
 
     def agree(self, phase: str, produce: Callable[[], Offer]) -> Agreement:
@@ -179,12 +179,13 @@ class Channel:
             return Contribution(payload=payload) if offer is None else Contribution(offer(own), payload)
 
         def open_all(agreement: Agreement, payload: Payload) -> Payload:
-            messages = open_bundle(payload, message_type) if payload else {}
+            with _naming(phase):
+                messages = open_bundle(payload, message_type) if payload else {}
             messages.update({} if own is None else {self.rank: own})
             gathered.extend(messages.get(rank) for rank in range(self.size))
             return b""
 
-        self._run("gather", phase, Work(contribute, _merging(message_type), open_all))
+        self._run("gather", phase, Work(contribute, _merging(phase, message_type), open_all))
         return gathered if self.is_coordinator else None
 
     def broadcast(self, phase: str, produce: Callable[[], M], message_type: type[M]) -> M:
@@ -258,7 +259,7 @@ class Channel:
             own.append(produce())
             return Contribution(payload=self._bundled(own[0], message_type))
 
-        work = Work(contribute, _merging(message_type), reply=lambda agreement, payload: payload)
+        work = Work(contribute, _merging(phase, message_type), reply=lambda agreement, payload: payload)
         _, payload = self._run("all_gather", phase, work)
 
         def take() -> list[M]:
@@ -305,9 +306,7 @@ class Channel:
 
         def move() -> None:
             try:
-                damaged = carry(
-                    self.rank, relayed, pipes, self.timeout_seconds, cost, lambda: operation.note_progress()
-                )
+                damaged = carry(self.rank, relayed, pipes, self.timeout_seconds, cost, operation.note_progress)
             except PipeBroken as error:
                 self.stop_if_announced()
                 raise ExchangeTimeout(
@@ -325,7 +324,17 @@ class Channel:
             raise
         finally:
             operation.interrupt = None
-            operation.stats.add_payloads(phase, cost)
+            operation.add_cost(phase, cost)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Around all exchanges of an operation: if this rank leaves it between two of them by an exception, the others
+        raise an ``ExchangeError`` that says so, instead of waiting for it."""
+        try:
+            yield
+        except BaseException as error:
+            self._operation.leave(error)
+            raise
 
     def note_progress(self, done_nbytes: int | None = None, total_nbytes: int | None = None) -> None:
         """Say that this rank's work has got on, and how far: others wait for a rank that does. From any thread."""
@@ -381,17 +390,27 @@ class Channel:
 R = TypeVar("R")
 
 
-def _merging(message_type: type[M]) -> Callable[[Payload, list[tuple[int, Payload]]], Payload]:
+def _merging(phase: str, message_type: type[M]) -> Callable[[Payload, list[tuple[int, Payload]]], Payload]:
     def merge(own: Payload, below: list[tuple[int, Payload]]) -> Payload:
         payloads = [payload for payload in (own, *(payload for _, payload in below)) if payload]
         if len(payloads) == 1:
             return payloads[0]
         bundler = Bundler(message_type)
-        for payload in payloads:
-            bundler.add_bundle(payload)
+        with _naming(phase):
+            for payload in payloads:
+                bundler.add_bundle(payload)
         return bundler.encode()
 
     return merge
+
+
+@contextmanager
+def _naming(phase: str) -> Iterator[None]:
+    """What cannot be used is told with the name of the exchange that it came in."""
+    try:
+        yield
+    except ExchangeError as error:
+        raise ExchangeError(f"{phase!r}: {error.message}", phase=phase, ranks=error.ranks) from None
 
 
 def _packed(payloads: Sequence[Payload], first_place: int) -> bytes:

@@ -56,28 +56,34 @@ class Connection:
         peer: rank of the group.
         open_pipe: connects; waits for the other rank as long as that takes. Called in the connection's thread.
         receiver: see there.
-        previous_loss: how the connection before this one ended, if its other side just went away.
+        previous: the connection before this one. It is closed once the other side has come here.
 
     Attributes:
+        previous_loss: how the connection before this one ended, if its other side just went away.
         is_lost: nothing comes any more, and the receiver knows.
+        is_left: the other rank reads nothing more over this connection, as what arrived there was damaged.
         is_excused: the other rank has reason to close it: an operation has ended out of step.
     """
 
     def __init__(
-        self, peer: int, open_pipe: Callable[[], Pipe], receiver: Receiver, *, previous_loss: str | None = None
+        self, peer: int, open_pipe: Callable[[], Pipe], receiver: Receiver, *, previous: Connection | None = None
     ) -> None:
         self.peer = peer
         self.process = ""  # host and process of the other rank, once it has said so
-        self.previous_loss = previous_loss
+        self.previous_loss = None if previous is None else previous.loss
         self.loss: str | None = None
         self.is_lost = False
         self.is_excused = False
+        self.is_left = False
+        self._has_said_goodbye = False
         self.repeats = 0
         self._open_pipe = open_pipe
         self._receiver = receiver
+        self._previous = previous
         self._lock = threading.Lock()
         self._pipe: Pipe | None = None
         self._is_closed = False
+        self._is_receiving = False  # a payload, which may take long
         self._sent: deque[_Sent] = deque()  # and not acknowledged yet
         self._n_sent = 0
         self._n_received = 0
@@ -90,7 +96,12 @@ class Connection:
     @property
     def is_open(self) -> bool:
         """Whether the other rank has come, and nothing is wrong."""
-        return self._pipe is not None and not self.is_lost and not self._is_closed
+        return self._pipe is not None and not self.is_over and not self._is_closed
+
+    @property
+    def is_over(self) -> bool:
+        """Whether another connection has to be made."""
+        return self.is_lost or self.is_left
 
     def send(self, frame: Frame, payload: Payload = b"") -> None:
         """Send a message, now or when there is a connection. To a rank that is gone, nothing is sent."""
@@ -110,6 +121,18 @@ class Connection:
     def pipe(self) -> Pipe | None:
         """What lies below, for those who send more than messages; ``None`` before it is there and after its end."""
         return self._pipe
+
+    def ask_for_lost(self) -> None:
+        """Ask for what may have been lost on the way: nothing has come for a while, so nothing later can show it."""
+        if self.is_open and not self._is_receiving:
+            self.send(Frame(Kind.AGAIN, exchange=self._n_received))
+
+    def say_goodbye(self) -> None:
+        """Tell the other rank that nothing more comes from here. It answers, and is lost then."""
+        with self._lock:
+            has_said, self._has_said_goodbye = self._has_said_goodbye, True
+        if not has_said:
+            self.send(Frame(Kind.GONE))
 
     def close(self) -> None:
         """End the connection, on both sides."""
@@ -155,11 +178,12 @@ class Connection:
         except PipeBroken as error:
             detail = str(error)
         except Damaged as error:
-            detail, damaged = str(error), True  # what is to be sent may still arrive: whoever made this closes it
+            detail, damaged = str(error), True
+            self.send(Frame(Kind.LEAVE))
         except Exception as error:
             logger.exception("the connection to rank %d ends", self.peer)
             detail = f"{type(error).__name__}: {error}"
-        if not self._is_closed:
+        if not self._is_closed and not self.is_left:
             self.loss = None if damaged or self.is_excused else detail
             self._receiver.lost(self.peer, detail, damaged=damaged)
         self.is_lost = True
@@ -172,12 +196,16 @@ class Connection:
             return
         if frame.serial < self._n_received:
             return  # it was here already
+        if frame.kind == Kind.AGAIN:
+            self._send_again(frame.exchange)  # out of order as well: the other side waits for that before all else
         if frame.serial > self._n_received:
             self._ask_again(f"frame {frame.serial} arrived instead of frame {self._n_received}", patient=True)
             return
         payload: Payload = b""
         if frame.payload_nbytes:
+            self._is_receiving = True
             payload = pipe.receive(frame.payload_nbytes, frame.payload_tag)
+            self._is_receiving = False
             found = zlib.crc32(payload)
             if found != frame.payload_crc32:
                 self._ask_again(
@@ -189,16 +217,25 @@ class Connection:
             self._n_received += 1
             while self._sent and self._sent[0].frame.serial < frame.acknowledged:
                 self._sent.popleft()
-            if frame.kind == Kind.AGAIN:
-                self.repeats += 1
-                for sent in self._sent:
-                    if sent.frame.serial >= frame.exchange:
-                        self._post(sent)
-                return
         if frame.kind == Kind.HELLO:
             self.process = frame.body.rstrip(b"\0").decode(errors="replace")
-            return
-        self._receiver.deliver(self.peer, frame, payload)
+            previous, self._previous = self._previous, None
+            if previous is not None:
+                previous.close()
+        elif frame.kind == Kind.LEAVE:
+            self.is_left = True
+        elif frame.kind == Kind.GONE:
+            self.say_goodbye()
+            raise PipeBroken("it has left the group, or its process has ended")
+        elif frame.kind != Kind.AGAIN:
+            self._receiver.deliver(self.peer, frame, payload)
+
+    def _send_again(self, serial: int) -> None:
+        with self._lock:
+            self.repeats += 1
+            for sent in self._sent:
+                if sent.frame.serial >= serial:
+                    self._post(sent)
 
     def _ask_again(self, what: str, *, patient: bool = False) -> None:
         """Ask once for all from the next serial on; ``patient``: what came does not prove that the repetition failed."""

@@ -40,7 +40,9 @@ class Kind(IntEnum):
     AGAIN = 6  # send once more what you have sent from serial `exchange` on
     ASK = 7  # which operations are you in, and whom do you miss?
     ANSWER = 8
-    HELLO = 9  # the first over a connection; the body says which process sends it
+    LEAVE = 9  # nothing more is read over this connection; the next one is to be made
+    GONE = 10  # the process ends, or its group does; answered alike, so that nothing sent before is lost
+    HELLO = 11  # the first over a connection; the body says which process sends it
 
 
 class Status(IntEnum):

@@ -18,12 +18,16 @@ from robust_dcp.comm.frames import Frame, Kind, operation_id
 from robust_dcp.comm.open_files import ensure_open_files
 from robust_dcp.comm.pipe import GlooPipe, Payload, Pipe
 from robust_dcp.comm.relay import RelayPipes
+from robust_dcp.comm.stats import ExchangeStats
 from robust_dcp.comm.survey import Surveyor
 
 __all__ = ["SKIP", "Link", "MeetingPlace", "OperationKey", "RunningOperation"]
 
 SKIP = 1
 """Flag of a frame that ends an operation: ranks that are not in it will not be."""
+
+_GOODBYE_SECONDS = 1.0
+"""How long other ranks have to answer when this one leaves."""
 
 _ELSEWHERE_SECONDS = 3.0
 """How long a rank may be in another operation before that is taken for a mistake: its threads may have started two."""
@@ -83,6 +87,7 @@ class Link:
     def __init__(self, *, rank: int, ranks: tuple[int, ...], meeting: MeetingPlace | None) -> None:
         self.rank = rank
         self.ranks = ranks
+        self.stats = ExchangeStats()
         self.surveyor = Surveyor(self)
         self.relay_pipes = RelayPipes(self._connect_for_relay)
         self._meeting = meeting
@@ -124,12 +129,8 @@ class Link:
         """The connection to ``peer``, made now if there is none."""
         with self._lock:
             found = self._connections.get(peer)
-            if found is None or found.is_lost:
-                loss = None
-                if found is not None:
-                    found.close()
-                    loss = found.loss
-                self._connections[peer] = found = Connection(peer, self._connects(peer), self, previous_loss=loss)
+            if found is None or found.is_over:
+                self._connections[peer] = found = Connection(peer, self._connects(peer), self, previous=found)
             return found
 
     def _connects(self, peer: int) -> Callable[[], Pipe]:
@@ -235,12 +236,19 @@ class Link:
                 self.send(peer, Frame(Kind.FAIL, key.operation, key.occurrence, flags=SKIP), account)
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections, once what was sent over them has arrived, or has had time to."""
         if self._meeting is not None:
             self._meeting.closed = True
         with self._lock:
-            connections, self._connections = self._connections, {}
-        for connection in connections.values():
+            connections = [each for each in self._connections.values() if each.is_open]
+        for connection in connections:
+            connection.say_goodbye()
+        until = time.monotonic() + _GOODBYE_SECONDS
+        while time.monotonic() < until and any(connection.is_open for connection in connections):
+            time.sleep(0.001)
+        with self._lock:
+            remaining, self._connections = self._connections, {}
+        for connection in remaining.values():
             connection.close()
         self.relay_pipes.interrupt()
 

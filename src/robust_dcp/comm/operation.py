@@ -90,7 +90,6 @@ class Operation:
         self.name = name
         self.timeout_seconds = timeout_seconds
         self.deadline_seconds = deadline_seconds
-        self.stats = ExchangeStats()
         self.tree = Tree(link.rank, link.size)
         self.what = self.phase = ""
         self.interrupt: Callable[[], None] | None = None
@@ -99,6 +98,7 @@ class Operation:
         self._holder: int | None = None
         self._changed = threading.Condition()
         self._has_begun = False
+        self._raised: BaseException | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -150,13 +150,18 @@ class Operation:
             finally:
                 with self._changed:
                     self._runs = self._is_working = False
-                for stats in (self.stats, *self._recordings):
-                    stats.count(phase, cost)
+                self.add_cost(phase, cost)
         self._raise(error, own_error)
 
+    def leave(self, error: BaseException) -> None:
+        """This rank ends the operation between two exchanges: tell the others, unless they know."""
+        if self._has_begun and error is not self._raised:
+            self._conclude(Problem(f"was left by rank {self.link.rank}: {type(error).__name__}", error))
+
     def _raise(self, error: RobustCheckpointError, own_error: list[BaseException]) -> NoReturn:
-        if own_error and isinstance(own_error[0], KeyboardInterrupt | SystemExit | GeneratorExit):
-            raise own_error[0]
+        self._raised = own_error[0] if own_error and is_interrupt(own_error[0]) else error
+        if self._raised is not error:
+            raise self._raised
         raise error from (own_error[0] if own_error else None)
 
     def stopped(self) -> str | None:
@@ -168,6 +173,11 @@ class Operation:
     def note_progress(self, done_nbytes: int | None = None, total_nbytes: int | None = None) -> None:
         """This rank has got on with its work; how far, if it can be said."""
         self._progress = self._progress.moved(done_nbytes, total_nbytes)
+
+    def add_cost(self, phase: str, cost: PhaseStats) -> None:
+        """Count what ``phase`` has cost this rank."""
+        for stats in (self.link.stats, *self._recordings):
+            stats.count(phase, cost)
 
     @contextmanager
     def recording(self) -> Iterator[ExchangeStats]:
@@ -289,10 +299,10 @@ class Operation:
     def _frame(self, kind: Kind, status: Status = Status.OK, flags: int = 0, body: bytes = b"") -> Frame:
         return Frame(kind, *self.key, self._exchange, phase_id(self.what), status, flags, body)
 
-    def _pass_on(self, kind: Kind, payload: bytes, but: int | None, flags: int = 0) -> None:
+    def _pass_on(self, kind: Kind, payload: bytes, but: int | None) -> None:
         for peer in self.tree.neighbours:
             if peer != but:
-                self.link.send(peer, self._frame(kind, flags=flags), payload)
+                self.link.send(peer, self._frame(kind), payload)
 
     # Waiting, and what arrives meanwhile.
 
@@ -402,10 +412,16 @@ class Operation:
                 return
             self._last_beat = now
             for peer in self.tree.neighbours:
-                is_done = peer == self.tree.parent and self._absent == (peer,) and not self._is_working
-                if not is_done and self.link.connection(peer).n_unacknowledged < _MAX_UNHEARD_BEATS:
+                connection = self.link.connection(peer)
+                # Also to a parent that only it waits for: else that could not tell whether its own beats are heard.
+                if connection.n_unacknowledged < _MAX_UNHEARD_BEATS:
                     body = self._beat_for(peer, now).encode()
                     self.link.send(peer, self._frame(Kind.BEAT, body=body))
+                    if (
+                        peer in self._absent
+                        and now - max(self._waiting_since, self._heard.get(peer, 0.0)) > 2 * BEAT_SECONDS
+                    ):
+                        connection.ask_for_lost()
 
     def _beat_for(self, receiver: int, now: float) -> Beat:
         """What ``receiver`` is to know of this rank and of all others it hears of only from here."""
@@ -438,7 +454,9 @@ class Operation:
 
     def _end(self, account: bytes, but: int | None, flags: int) -> None:
         self._account = account
-        self._pass_on(Kind.FAIL, account, but=but, flags=flags)
+        # Not only along this tree: a rank that is still in the exchange before may be in another one.
+        for peer in {*self.tree.neighbours, *self.link.peers()} - {but}:
+            self.link.send(peer, self._frame(Kind.FAIL, flags=flags), account)
         self._has_begun = False
         self._interrupt_work()
         self._changed.notify_all()
@@ -488,3 +506,8 @@ class Operation:
 
 
 _MAX_UNHEARD_BEATS = 16
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether ``error`` is to be raised as itself where it came, whatever the other ranks raise."""
+    return isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit)

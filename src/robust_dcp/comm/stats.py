@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, fields
 
 __all__ = ["ExchangeStats", "PhaseStats"]
 
+MAX_PHASES = 1000
+
 
 @dataclass
 class PhaseStats:
@@ -56,12 +58,9 @@ class ExchangeStats(PhaseStats):
 
     phases: dict[str, PhaseStats] = field(default_factory=dict)
 
-    def add_payloads(self, phase: str, cost: PhaseStats) -> None:
-        """Add what an exchange has moved beside its messages."""
-        self.add(cost)
-        self.phases.setdefault(phase, PhaseStats()).add(cost)
-
     def count(self, phase: str, cost: PhaseStats) -> None:
-        """Add ``cost`` to ``phase`` and to the sums."""
+        """Add ``cost`` to ``phase`` and to the sums. Of very many phases the oldest are forgotten."""
         self.add(cost)
+        if len(self.phases) >= MAX_PHASES and phase not in self.phases:
+            self.phases.pop(next(iter(self.phases)))
         self.phases.setdefault(phase, PhaseStats()).add(cost)

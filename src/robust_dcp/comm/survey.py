@@ -71,6 +71,8 @@ class Surveyor:
             number = secrets.randbits(64)
         peers = [peer for peer in self._link.peers() if peer != but]
         with self._changed:
+            if number in self._answers:  # it has come another way round, and is being asked already
+                return self._own()
             self._answers[number] = dict.fromkeys(peers)
         body = _QUESTION.pack(number, int(seconds * _SHARE_FOR_OTHERS * 1000))
         for peer in peers:
@@ -97,9 +99,7 @@ class Surveyor:
                 self._changed.notify_all()
 
     def _answer(self, peer: int, number: int, seconds: float) -> None:
-        with self._changed:
-            is_known = number in self._answers
-        found = self._own() if is_known else self.ask(seconds, number=number, but=peer)
+        found = self.ask(seconds, number=number, but=peer)
         self._link.send(peer, Frame(Kind.ANSWER, body=_QUESTION.pack(number, 0)), wire.encode(found))
 
     def _own(self) -> Whereabouts:

@@ -252,6 +252,7 @@ class SaveSession:
         def publish_on_coordinator() -> None:
             if self.channel.is_coordinator:
                 publish()
+                self._keep_beside(keep_plan)
 
         try:
             if self.commits_together:
@@ -267,7 +268,6 @@ class SaveSession:
         self._keep_plan(confirmed=self.commits_together)
         if self.channel.is_coordinator:
             clean_up()
-            self._keep_beside(keep_plan)
 
     def _keep_beside(self, keep_plan: Callable[[bytes], None]) -> None:
         try:

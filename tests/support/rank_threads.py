@@ -1,0 +1,64 @@
+"""Ranks that are threads of this process, on a simulated network: the real channel, with beats of milliseconds."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from robust_dcp.comm import conclusion, link, operation
+from robust_dcp.comm.link import Link
+from tests.support.simulated_network import SimulatedNetwork
+
+__all__ = ["quick", "run_threads"]
+
+
+@contextlib.contextmanager
+def quick() -> Iterator[None]:
+    """Beats every 50 ms, and all other times in proportion: within the block, for all links of the process."""
+    before = operation.BEAT_SECONDS, operation.RECONNECT_SECONDS, link.TICK_SECONDS, conclusion.SURVEY_SECONDS
+    operation.BEAT_SECONDS, operation.RECONNECT_SECONDS = 0.05, 0.5
+    link.TICK_SECONDS, conclusion.SURVEY_SECONDS = 0.01, 0.25
+    try:
+        yield
+    finally:
+        operation.BEAT_SECONDS, operation.RECONNECT_SECONDS, link.TICK_SECONDS, conclusion.SURVEY_SECONDS = before
+
+
+def run_threads(
+    network: SimulatedNetwork, function: Callable[[Link], Any], *, timeout_seconds: float = 30.0
+) -> list[Any]:
+    """What ``function(link)`` returned on each rank, in rank order, or the exception that it raised.
+
+    Raises:
+        AssertionError: a rank that was not killed has not ended within ``timeout_seconds``.
+    """
+    ranks = tuple(range(network.size))
+    links = [Link(rank=rank, ranks=ranks, meeting=network.meeting(rank)) for rank in ranks]
+    results: dict[int, Any] = {}
+
+    def be_rank(rank: int) -> None:
+        try:
+            results[rank] = function(links[rank])
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=be_rank, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + timeout_seconds
+    for rank, thread in enumerate(threads):
+        while thread.is_alive() and rank not in network.killed and time.monotonic() < end:
+            thread.join(0.05)
+    found = [results.get(rank) for rank in ranks]
+    late = [rank for rank in ranks if rank not in results and rank not in network.killed]
+    network.close()
+    for each in links:
+        each.close()
+    for thread in threads:
+        thread.join(timeout_seconds)
+    if late:
+        raise AssertionError(f"ranks {late} had not ended after {timeout_seconds:g} seconds; the others: {results}")
+    return found

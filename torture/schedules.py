@@ -1,0 +1,300 @@
+"""Random exchanges over a simulated network that goes wrong in random ways, and what has to be true of each of them.
+
+A schedule follows from its seed alone: what the ranks do, and which faults strike which message. Which messages there
+are depends on threads as well; so a seed that fails may pass once and fail again. :func:`run_schedule` runs one,
+:func:`complaints` judges what came of it. It uses the real channel on the simulated network of the tests.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from robust_dcp.comm import Channel, Offer
+from robust_dcp.comm.link import Link
+from robust_dcp.comm.operation import Operation
+from robust_dcp.comm.tree import Tree
+from robust_dcp.errors import ExchangeError, ExchangeTimeout, RobustCheckpointError
+from tests.support.rank_threads import run_threads
+from tests.support.simulated_network import Fault, FaultKind, SimulatedNetwork
+
+__all__ = ["KINDS", "Outcome", "Schedule", "Step", "complaints", "make_schedule", "run_schedule"]
+
+KINDS = ("harmless", "killed", "cut", "frozen", "anything")
+VERBS = ("agree", "barrier", "gather", "broadcast", "scatter", "all_gather", "combine")
+
+_REPAIRED = (FaultKind.DUPLICATE, FaultKind.DROP, FaultKind.REORDER, FaultKind.DAMAGE_FRAME, FaultKind.DAMAGE_PAYLOAD)
+_TIMEOUT_SECONDS = 30.0
+_SHORT_TIMEOUT_SECONDS = 0.6
+_KILL_TIMEOUT_SECONDS = 3.0
+"""Whoever dies before it has connected is missed only then."""
+
+_LIMIT_SECONDS = 10.0
+"""No rank may take longer, though nothing but a frozen rank makes it wait; most of it is patience with a busy machine."""
+
+
+class Text(msgspec.Struct, frozen=True):
+    """What ranks send."""
+
+    rank: int
+    step: int
+    data: bytes
+
+
+class Total(msgspec.Struct, frozen=True):
+    """What adds up."""
+
+    count: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One exchange.
+
+    Attributes:
+        verb: of the channel.
+        root: the coordinator.
+        nbytes: of each message.
+        failing: the rank whose own work raises, or ``None``.
+    """
+
+    verb: str
+    root: int
+    nbytes: int
+    failing: int | None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What is going to happen.
+
+    Attributes:
+        killed_at_work: a rank, and the step in whose work it is killed.
+        store_host: the rank that takes the store along when it is killed, or ``None``.
+    """
+
+    seed: int
+    kind: str
+    size: int
+    timeout_seconds: float
+    steps: tuple[Step, ...]
+    faults: tuple[Fault, ...] = ()
+    killed_at_work: tuple[int, int] | None = None
+    store_host: int | None = None
+
+
+@dataclass
+class Outcome:
+    """What became of one rank: how many steps it made, how it ended, and what it was told that is not so."""
+
+    n_steps: int = 0
+    error: BaseException | None = None
+    wrong: str = ""
+    seconds: float = 0.0
+    next_error: BaseException | None = None
+
+
+@dataclass
+class Run:
+    """What became of a schedule."""
+
+    schedule: Schedule
+    outcomes: list[Outcome]
+    network: SimulatedNetwork
+    hang: str = ""
+
+
+def make_schedule(seed: int, kind: str | None = None) -> Schedule:
+    """The schedule number ``seed``, of any of :data:`KINDS` if none is given."""
+    rng = random.Random(f"schedule {seed} {kind}")
+    kind = kind or rng.choice(KINDS)
+    size = rng.randint(2, 9)
+    steps = tuple(_step(rng, size) for _ in range(rng.randint(2, 6)))
+    schedule = Schedule(seed, kind, size, _TIMEOUT_SECONDS, steps)
+    edges = [(rank, child) for rank in range(size) for child in Tree(rank, size).children]
+    fields = {name: getattr(schedule, name) for name in ("seed", "kind", "size", "timeout_seconds", "steps")}
+    delays = [_fault(rng, FaultKind.DELAY, *rng.choice(edges), rng.uniform(0, 0.01)) for _ in range(rng.randint(0, 4))]
+    if kind == "harmless":
+        # One repetition mends one fault of each pair of ranks.
+        faults = [_fault(rng, rng.choice(_REPAIRED), *edge) for edge in edges if rng.random() < 0.7]
+    elif kind == "killed":
+        fields["timeout_seconds"] = _KILL_TIMEOUT_SECONDS
+        fields["store_host"] = rng.choice([None, None, 0, rng.randrange(size)])
+        if rng.random() < 0.4:
+            fields["killed_at_work"] = (rng.randrange(size), rng.randrange(len(steps)))
+            faults = []
+        else:
+            faults = [_fault(rng, rng.choice([FaultKind.KILL_SENDER, FaultKind.KILL_RECEIVER]), *rng.choice(edges))]
+    elif kind == "cut":
+        faults = [_fault(rng, FaultKind.CUT, *rng.choice(edges))]
+    elif kind == "frozen":
+        fields["timeout_seconds"] = _SHORT_TIMEOUT_SECONDS
+        which = rng.choice([FaultKind.FREEZE_SENDER, FaultKind.FREEZE_RECEIVER])
+        faults = [_fault(rng, which, *rng.choice(edges), rng.choice([0.2, 3 * _SHORT_TIMEOUT_SECONDS]))]
+    else:
+        fields["timeout_seconds"] = 2 * _SHORT_TIMEOUT_SECONDS
+        kinds = [each for each in FaultKind if each is not FaultKind.DELAY]
+        faults = [
+            _fault(rng, rng.choice(kinds), *rng.choice(edges), rng.uniform(0, 1.5)) for _ in range(rng.randint(1, 8))
+        ]
+    return Schedule(**{**fields, "faults": (*faults, *delays)})
+
+
+def _step(rng: random.Random, size: int) -> Step:
+    root = rng.choice([0, 0, 0, rng.randrange(size)])
+    failing = rng.randrange(size) if rng.random() < 0.1 else None
+    return Step(rng.choice(VERBS), root, rng.choice([0, 10, 3000, 100_000]), failing)
+
+
+def _fault(rng: random.Random, kind: FaultKind, rank: int, peer: int, seconds: float = 0.0) -> Fault:
+    sender, receiver = rng.choice([(rank, peer), (peer, rank)])
+    return Fault(kind, sender, receiver, rng.randint(0, 8), seconds)
+
+
+def run_schedule(schedule: Schedule) -> Run:
+    """Let all ranks run, each in a thread of its own; returns when all have ended, or when one should have long ago."""
+    network = SimulatedNetwork(schedule.size, schedule.faults, schedule.store_host)
+    outcomes = [Outcome() for _ in range(schedule.size)]
+    hang = ""
+    try:
+        run_threads(
+            network,
+            lambda link: _be_rank(schedule, network, link, outcomes[link.rank]),
+            timeout_seconds=2 * _LIMIT_SECONDS,
+        )
+    except AssertionError as error:
+        hang = str(error).partition(";")[0]
+    return Run(schedule, outcomes, network, hang)
+
+
+def _be_rank(schedule: Schedule, network: SimulatedNetwork, link: Link, outcome: Outcome) -> None:
+    began = time.monotonic()
+    channel = Channel(Operation(link, "save", schedule.timeout_seconds), 0)
+    try:
+        for number, step in enumerate(schedule.steps):
+            outcome.wrong = outcome.wrong or _take_step(channel.led_by(step.root), schedule, number, network)
+            outcome.n_steps += 1
+    except BaseException as error:
+        outcome.error = error
+    outcome.seconds = time.monotonic() - began
+    if not network.killed and schedule.kind in ("cut", "frozen"):
+        network.heal()
+        try:
+            Channel(Operation(link, "next save", _TIMEOUT_SECONDS), 0).barrier("next")
+        except BaseException as error:
+            outcome.next_error = error
+
+
+def _take_step(channel: Channel, schedule: Schedule, number: int, network: SimulatedNetwork) -> str:
+    """One exchange; says what is wrong with its result, if anything."""
+    step = schedule.steps[number]
+
+    def own_work() -> None:
+        if schedule.killed_at_work == (channel.rank, number):
+            network.kill(channel.rank)
+        if step.failing == channel.rank:
+            raise ValueError(f"step {number}")
+
+    try:
+        found, expected = _exchange(channel, step, number, own_work)
+    except ExchangeError:
+        raise
+    except RobustCheckpointError as error:
+        if step.failing is None or [each.rank for each in error.rank_failures] != [step.failing]:
+            raise
+        return ""
+    # Of a broadcast or a scatter only the coordinator does work that may fail.
+    works = step.verb not in ("broadcast", "scatter") or step.failing == step.root
+    if step.failing is not None and works:
+        return f"step {number} succeeded, though rank {step.failing} failed"
+    return "" if found == expected else f"step {number}: {str(found)[:300]} instead of {str(expected)[:300]}"
+
+
+def _exchange(channel: Channel, step: Step, number: int, own_work: Callable[[], None]) -> tuple[object, object]:
+    """What the exchange gave this rank, and what it should have given."""
+    phase, rank, size = f"step {number}", channel.rank, channel.size
+
+    def text(of: int) -> Text:
+        return Text(of, number, bytes([of % 7, number]) * (step.nbytes // 2))
+
+    def own() -> Text:
+        own_work()
+        return text(rank)
+
+    def offer() -> Offer:
+        own_work()
+        return Offer(bytes([rank]) * 16, bytes(16), rank + 1, 1)
+
+    def total() -> Total:
+        own_work()
+        return Total(rank + 1)
+
+    if step.verb == "agree":
+        found = channel.agree(phase, offer)
+        signature = channel.combined_signature([bytes([each]) * 16 for each in range(size)])
+        return (found.signature, found.lowest, found.highest, found.counts[0]), (signature, 1, size, size)
+    if step.verb == "barrier":
+        return channel.barrier(phase, own_work), None
+    if step.verb == "gather":
+        return channel.gather(phase, own, Text), [*map(text, range(size))] if rank == step.root else None
+    if step.verb == "broadcast":
+        return channel.broadcast(phase, own, Text), text(step.root)
+    if step.verb == "scatter":
+
+        def all_texts() -> list[Text | None]:
+            own_work()
+            return [text(each) if each % 3 else None for each in range(size)]
+
+        return channel.scatter(phase, all_texts, Text), text(rank) if rank % 3 else None
+    if step.verb == "all_gather":
+        return channel.all_gather(phase, own, Text), [*map(text, range(size))]
+    found = channel.combine(phase, total, lambda a, b: Total(a.count + b.count), Total)
+    return found.count, size * (size + 1) // 2
+
+
+def complaints(run: Run) -> list[str]:
+    """What should not have happened."""
+    schedule, killed = run.schedule, run.network.killed
+    found = [run.hang] if run.hang else []
+    survivors = {rank: outcome for rank, outcome in enumerate(run.outcomes) if rank not in killed}
+    for rank, outcome in survivors.items():
+        if outcome.wrong:
+            found.append(f"rank {rank} has a wrong result: {outcome.wrong}")
+        if outcome.seconds > _LIMIT_SECONDS:
+            found.append(f"rank {rank} took {outcome.seconds:.1f} s")
+        if outcome.error is not None and not isinstance(outcome.error, ExchangeError):
+            found.append(f"rank {rank} raised {outcome.error!r}")
+        if outcome.next_error is not None and any(each.error for each in survivors.values()):
+            found.append(f"rank {rank} raised in the next operation: {outcome.next_error!r}")
+    errors = {rank: outcome.error for rank, outcome in survivors.items() if outcome.error is not None}
+    if schedule.kind == "harmless" and errors:
+        found.append(f"raised, though nothing stays broken: {_shown(errors)}")
+    has_store = schedule.store_host not in killed
+    if len({_verdict(error) for error in errors.values()}) > 1 and has_store:
+        found.append(f"more than one verdict: {_shown(errors)}")
+    # The last exchange can be over on one rank, and then break on others: that is so with every protocol.
+    if errors and any(outcome.error is None for outcome in survivors.values()):
+        early = [rank for rank in errors if survivors[rank].n_steps < len(schedule.steps) - 1]
+        if early:
+            found.append(f"some have finished, but ranks {early} have not: {_shown(errors)}")
+        elif schedule.kind == "harmless":
+            found.append("some have finished, others have not")
+    if schedule.kind == "killed" and has_store:
+        for rank, error in errors.items():
+            if not isinstance(error, ExchangeTimeout) or error.missing_ranks != sorted(killed):
+                found.append(f"rank {rank} names others than {sorted(killed)}: {error!r}"[:600])
+    return found
+
+
+def _verdict(error: BaseException) -> str:
+    """What is the same on all ranks: not the word for those whom the others have given up."""
+    text = str(error)
+    return text.partition("came after the others had given up on it: ")[2] or text
+
+
+def _shown(errors: dict[int, BaseException]) -> str:
+    return "; ".join(f"rank {rank}: {str(error)[:250]}" for rank, error in errors.items())
