@@ -26,8 +26,8 @@ class PhaseReport:
         name: ``plan``, ``write``, ``commit``; or ``plan``, ``read``, ``share`` and ``apply``.
         seconds: wall time, waiting for other ranks included.
         exchanges: exchanges between ranks.
-        messages: messages that this rank sent: one header for each exchange, and its payload chunks.
-        header_nbytes, payload_nbytes: bytes that this rank sent.
+        messages: that this rank sent to its neighbours in the tree of ranks: frames, and payloads where there are any.
+        header_nbytes, payload_nbytes: bytes that this rank sent, in frames and in payloads.
     """
 
     name: str

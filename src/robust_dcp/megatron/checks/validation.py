@@ -47,8 +47,8 @@ class _Verdict(msgspec.Struct, frozen=True):
 class _KnownStructures:
     """Structures that were validated with success: by group and own signature, the identity of all ranks' signatures.
 
-    A rank offers the identity that it knows; only if all ranks offer the same one, and it is that of the signatures in
-    these very headers, is nothing validated anew. What is remembered here is never believed by itself.
+    A rank offers the identity that it knows; only if all ranks offer the same one, and it is that of the signatures that
+    go with it, is nothing validated anew. What is remembered here is never believed by itself.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ KNOWN = _KnownStructures()
 
 @dataclass(eq=False)
 class AccessCheck:
-    """One validation on one rank: offered in the header of an exchange, and finished after it if need be.
+    """One validation on one rank: offered in an exchange, and finished after it if need be.
 
     Args:
         shards: the ShardedTensors and ShardedObjects of this rank.
@@ -87,7 +87,7 @@ class AccessCheck:
         return cls(columns, columns.signature())
 
     def offer(self, group: tuple[int, ...], value: int = 0) -> Offer:
-        """What to put into the header: the own signature, and the identity under which it was found right."""
+        """What to tell all ranks: the own signature, and the identity under which it was found right."""
         return Offer(signature=self.signature, plan_id=KNOWN.find(group, self.signature) or bytes(16), value=value)
 
     def is_known(self, agreement: Agreement) -> bool:
@@ -195,7 +195,7 @@ def exchange_metadata(
 
 
 def compare_common_state(common: dict[str, Any]) -> None:
-    """In place of Megatron's ``_validate_common_state_dict``: digests in a header; keys that differ are logged."""
+    """In place of Megatron's ``_validate_common_state_dict``: digests are compared, keys that differ logged."""
     channel = Channel.for_group(
         None, operation="compare common state", timeout_seconds=current_options().exchange_timeout_seconds
     )

@@ -7,7 +7,7 @@ Owns the order of the steps: common state, prepare, validate, strictness, read, 
 | --- | --- |
 | verify files | only with ``verify_integrity``: a broadcast of the manifest, and a barrier |
 | common state | a broadcast: rank 0 reads ``metadata.json`` and the common state, once |
-| prepare | ``agree``: one header a rank, with the signature of what it asks for |
+| prepare | ``agree``: each rank offers the signature of what it asks for |
 | validate | none, if all ranks show that this structure was found right before, and no strictness asks for keys |
 | strictness | a broadcast of ``.metadata`` and a barrier, for the modes that look at the checkpoint's keys |
 | read | those of :func:`robust_dcp.load`; with ``FullyParallelLoadStrategyWrapper`` those of ``parallel_load`` |

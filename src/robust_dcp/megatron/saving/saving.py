@@ -6,7 +6,7 @@ Called by the replacement in ``save_patches``.
 
 | step | exchanges |
 | --- | --- |
-| prepare | ``agree``: one header a rank, with the signature of what it accesses and the digest of its common state |
+| prepare | ``agree``: each rank offers the signature of what it accesses and the digest of its common state |
 | validate | none, if all ranks show that this structure was found right before; else a gather and a broadcast |
 | write, commit | those of :func:`robust_dcp.save` |
 | finish | a barrier, in whose work rank 0 writes ``common.pt`` and ``metadata.json`` |

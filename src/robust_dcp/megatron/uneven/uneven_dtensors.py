@@ -2,7 +2,8 @@
 
 Megatron-FSDP asks the ranks of each mesh dimension of each DTensor in turn, in the order of its own keys. Here every
 rank tells the coordinator once which DTensors it holds and how large its parts are, and is told where they begin; if
-nothing has changed anywhere since the last time, one header a rank says so. Called by ``uneven_dtensor_patches``.
+nothing has changed anywhere since the last time, one exchange without payloads says so. Called by
+``uneven_dtensor_patches``.
 """
 
 from __future__ import annotations
