@@ -47,8 +47,8 @@ class _Verdict(msgspec.Struct, frozen=True):
 class _KnownStructures:
     """Structures that were validated with success: by group and own signature, the identity of all ranks' signatures.
 
-    A rank offers the identity that it knows; only if all ranks offer the same one, and it is that of the signatures that
-    go with it, is nothing validated anew. What is remembered here is never believed by itself.
+    A rank offers the identity that it knows; only if all ranks offer the same one, and it is that of the signatures
+    that go with it, is nothing validated anew. What is remembered here is never believed by itself.
     """
 
     def __init__(self) -> None:
