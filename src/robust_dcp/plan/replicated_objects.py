@@ -23,8 +23,10 @@ _reported: set[str] = set()
 
 
 class ObjectDigests(msgspec.Struct, frozen=True):
-    """uint64 for each object that every rank of the group holds, in the order of their names: of one rank, or the lowest
-    and the highest of several. 0 is unknown, and equals everything."""
+    """uint64 for each object that every rank of the group holds, in the order of their names.
+
+    Of one rank, or the lowest and the highest of several. 0 is unknown, and equals everything.
+    """
 
     lowest: bytes
     highest: bytes

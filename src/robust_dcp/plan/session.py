@@ -201,7 +201,7 @@ class SaveSession:
         self._generations = self._agreed_generations(self._written_agreement)
 
     def _agreed_generations(self, agreement: Agreement) -> Sequence[int]:
-        """The generation of each rank's file names, on the coordinator: in a directory of other saves they may differ."""
+        """The generation of each rank's file names, on the coordinator: they differ where a save was killed, say."""
         if agreement.same_value:
             return [agreement.lowest - 1] * self.channel.size
 
