@@ -8,6 +8,7 @@ ends on all ranks with one account of why. It never knows what a payload means; 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,8 +31,13 @@ from robust_dcp.errors import RobustCheckpointError
 
 __all__ = ["Contribution", "Operation", "Work"]
 
+logger = logging.getLogger(__name__)
+
 BEAT_SECONDS = 1.0
 """How often ranks that work or wait say so."""
+
+LOG_SECONDS = 10.0
+"""How long ranks are waited for before the log says for whom; then after twice that, and so on."""
 
 RECONNECT_SECONDS = 5.0
 """How long a rank whose connection broke between two operations has to come back."""
@@ -76,11 +82,12 @@ class Operation:
         link: of the group.
         name: what is done, ``"save /ckpt/step_3"`` say; the same on all ranks.
         timeout_seconds: how long a rank may go without any sign of progress.
-        deadline_seconds: for each exchange as a whole; ``None`` for no such limit.
+        deadline_seconds: for the operation as a whole; ``None`` for no such limit.
 
     Attributes:
         interrupt: ends the wait of work that cannot be asked to stop; called when the exchange will fail.
         what, phase: the exchange that is under way or was last, in full and by the caller's name.
+        stragglers: what was logged of ranks that were waited for, on the root.
     """
 
     key = OperationKey(0, 0)
@@ -93,6 +100,7 @@ class Operation:
         self.tree = Tree(link.rank, link.size)
         self.what = self.phase = ""
         self.interrupt: Callable[[], None] | None = None
+        self.stragglers: list[str] = []
         self._recordings: list[ExchangeStats] = []
         self._busy = threading.Lock()
         self._holder: int | None = None
@@ -113,7 +121,8 @@ class Operation:
         self._runs = False
         self._is_working = False
         self._progress = Progress.now()
-        self._last_beat = self._waiting_since = self._began = time.monotonic()
+        self._last_beat = self._waiting_since = self._began = self._begun = time.monotonic()
+        self._next_log_seconds = LOG_SECONDS
 
     # What the channel calls.
 
@@ -219,6 +228,7 @@ class Operation:
             self.link.connection(peer)
         with self._changed:
             self._began = self._last_beat = time.monotonic()
+            self._next_log_seconds = LOG_SECONDS
             self._beats.clear()
             self._progress = Progress.now()
             self._runs = self._is_working = True
@@ -360,7 +370,7 @@ class Operation:
             if peer not in self._heard and self.link.is_elsewhere(peer, self.timeout_seconds / 2):
                 raise Problem("in different operations", is_elsewhere=True)
         if self.deadline_seconds is not None:
-            left = min(left, self._began + self.deadline_seconds - now)
+            left = min(left, self._begun + self.deadline_seconds - now)
             if left <= 0:
                 raise Problem.of_deadline(self._absent, self.deadline_seconds)
         return max(left, 0.001)
@@ -411,6 +421,7 @@ class Operation:
             if not self._runs or now - self._last_beat < min(BEAT_SECONDS, self.timeout_seconds / 4):
                 return
             self._last_beat = now
+            self._log_stragglers(now)
             for peer in self.tree.neighbours:
                 connection = self.link.connection(peer)
                 # Also to a parent that only it waits for: else that could not tell whether its own beats are heard.
@@ -423,7 +434,15 @@ class Operation:
                     ):
                         connection.ask_for_lost()
 
-    def _beat_for(self, receiver: int, now: float) -> Beat:
+    def _log_stragglers(self, now: float) -> None:
+        """On the root: say now and then for whom all are waiting."""
+        waited = now - max(self._began, self._waiting_since)
+        if self.tree.parent is None and not self._is_working and waited >= self._next_log_seconds:
+            self._next_log_seconds *= 2
+            self.stragglers.append(f"{self.what}: after {waited:.0f} seconds, {self._beat_for(None, now)}")
+            logger.warning("%s", self.stragglers[-1])
+
+    def _beat_for(self, receiver: int | None, now: float) -> Beat:
         """What ``receiver`` is to know of this rank and of all others it hears of only from here."""
         own = [self._progress.beat(self.link.rank, now)] if self._is_working else []
         behind = []
