@@ -288,6 +288,7 @@ class Operation:
             failures = self._failed(error, own_error)
         with self._changed:
             self._is_working = False
+            self._progress = self._progress.moved(None, None)
         return Agreement.of(self.link.rank, contribution.offer), contribution.payload, failures
 
     def _failed(self, error: BaseException, own_error: list[BaseException]) -> FailuresBelow:
@@ -444,7 +445,8 @@ class Operation:
 
     def _beat_for(self, receiver: int | None, now: float) -> Beat:
         """What ``receiver`` is to know of this rank and of all others it hears of only from here."""
-        own = [self._progress.beat(self.link.rank, now)] if self._is_working else []
+        is_busy = self._is_working or not self._absent
+        own = [self._progress.beat(self.link.rank, now)] if is_busy else []
         behind = []
         children = [child for child in self.tree.children if (self._exchange, Kind.UP, child) not in self._arrived]
         for peer in self._absent if not self._is_working else children:
