@@ -19,7 +19,6 @@ from robust_dcp.plan.structure import (
     Path,
     PlanContext,
     StructureSignature,
-    plan_id_of,
 )
 from tests.plan.structures import DTYPES, Item, chunk, context_of, obj, rank_items, table, tensor
 
@@ -39,7 +38,7 @@ def _signature(items: list[Item], paths: dict[str, Path] | None, context: PlanCo
 def _signature_of_state_dict(state_dict: dict[str, Any], *, flatten: bool = True) -> StructureSignature:
     planner = RobustPlanner(flatten_state_dict=flatten, no_dist=True)
     planner.set_up_planner(state_dict)
-    return planner.describe(Channel.for_group(None, purpose="save", no_dist=True), None).signature
+    return planner.describe(Channel.for_group(None, no_dist=True), None).signature
 
 
 def _reversed(value: Any) -> Any:
@@ -220,10 +219,3 @@ def test_a_signature_is_128_bits_and_prints_as_hex() -> None:
     assert str(signature) == signature.hex == signature.value.hex()
     with pytest.raises(ValueError, match="16 bytes, got 3"):
         StructureSignature(b"abc")
-
-
-def test_a_plan_id_depends_on_every_signature_and_their_order() -> None:
-    one, two = bytes(16), bytes(15) + b"\1"
-    ids = [plan_id_of(signatures) for signatures in ([one], [two], [one, two], [two, one], [one, one], [])]
-    assert len(set(ids)) == len(ids)
-    assert plan_id_of([one, two]) == plan_id_of((one, two))

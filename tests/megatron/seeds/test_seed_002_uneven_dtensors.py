@@ -158,7 +158,7 @@ def _stock_and_ours() -> dict[str, Any]:
         )
         for case in _CASES:
             found[f"ours{case.__name__}"] = _outcome(preprocess, case(meshes.pop()))
-        stats = Channel.for_group(purpose="uneven DTensors").stats
+        stats = Channel.for_group().stats
         before = stats.exchanges
         with _counting() as called:
             _as_the_splits_do(uneven_dtensor, meshes.pop())
