@@ -421,7 +421,7 @@ class Operation:
             now = time.monotonic()
             if not self._runs:
                 return
-            if now - self._last_tick > 2 * BEAT_SECONDS:
+            if now - self._last_tick > self.timeout_seconds / 2:
                 self._waiting_since = now  # this process stood still itself: what has come is still to be read
             self._last_tick = now
             if self._is_working:
