@@ -121,8 +121,9 @@ class Operation:
         self._runs = False
         self._is_working = False
         self._progress = Progress.now()
-        self._last_beat = self._waiting_since = self._began = self._begun = time.monotonic()
+        self._problem: Problem | None = None
         self._next_log_seconds = LOG_SECONDS
+        self._last_tick = self._last_beat = self._waiting_since = self._began = self._begun = time.monotonic()
 
     # What the channel calls.
 
@@ -227,11 +228,13 @@ class Operation:
         for peer in tree.neighbours:
             self.link.connection(peer)
         with self._changed:
-            self._began = self._last_beat = time.monotonic()
+            self._problem = None
             self._next_log_seconds = LOG_SECONDS
+            self._began = self._last_tick = self._last_beat = self._waiting_since = time.monotonic()
             self._beats.clear()
             self._progress = Progress.now()
             self._runs = self._is_working = True
+            self._refuse_lost()
 
     def _sweep(
         self, phase: str, work: Work, cost: PhaseStats, own_error: list[BaseException]
@@ -329,6 +332,8 @@ class Operation:
             while True:
                 if self._account is not None:
                     raise _Ended
+                if self._problem is not None:
+                    raise self._problem
                 places = [(self._exchange, kind, peer) for peer in peers]
                 self._absent = tuple(place[2] for place in places if place not in self._arrived)
                 self._refuse_other_phases(places)
@@ -342,19 +347,22 @@ class Operation:
             if place in self._arrived and self._arrived[place][0].phase != own:
                 raise Problem("in different operations", is_elsewhere=True)
 
-    def _seconds_to_wait(self) -> float:
-        """How long nothing has to be looked at again.
-
-        Raises:
-            Problem: it is too late for that.
-        """
-        now = time.monotonic()
+    def _refuse_lost(self) -> None:
         for peer in self.tree.neighbours:
             if peer in self._lost:
                 detail, damaged = self._lost[peer]
                 if damaged:
                     raise Problem.of_damage(self.link.rank, peer, detail)
                 raise Problem.of_lost(peer, self._words_for_lost(peer, detail))
+
+    def _seconds_to_wait(self) -> float:
+        """How long nothing has to be looked at again.
+
+        Raises:
+            Problem: it is too late for that.
+        """
+        self._refuse_lost()
+        now = time.monotonic()
         left = BEAT_SECONDS
         for peer in self._absent:
             connection = self.link.connection(peer)
@@ -410,6 +418,9 @@ class Operation:
     def lost(self, peer: int, detail: str, *, damaged: bool) -> None:
         with self._changed:
             self._lost[peer] = detail, damaged
+            if self._is_working and peer in self.tree.neighbours and not damaged:
+                text = self._words_for_lost(peer, detail)
+                self._stop_work(Problem.of_lost(peer, text), text)
             self._interrupt_work()
             self._changed.notify_all()
 
@@ -419,7 +430,14 @@ class Operation:
         """Say to the neighbours that this rank is here, and how far the slowest behind it has come."""
         with self._changed:
             now = time.monotonic()
-            if not self._runs or now - self._last_beat < min(BEAT_SECONDS, self.timeout_seconds / 4):
+            if not self._runs:
+                return
+            if now - self._last_tick > self.timeout_seconds / 2:
+                self._waiting_since = now  # this process stood still itself: what has come is still to be read
+            self._last_tick = now
+            if self._is_working:
+                self._watch_neighbours(now)
+            if now - self._last_beat < min(BEAT_SECONDS, self.timeout_seconds / 4):
                 return
             self._last_beat = now
             self._log_stragglers(now)
@@ -442,6 +460,22 @@ class Operation:
             self._next_log_seconds *= 2
             self.stragglers.append(f"{self.what}: after {waited:.0f} seconds, {self._beat_for(None, now)}")
             logger.warning("%s", self.stragglers[-1])
+
+    def _watch_neighbours(self, now: float) -> None:
+        """While this rank works, nobody waits here who would miss a rank that is silent."""
+        for peer in self.tree.neighbours:
+            silence = now - max(self._waiting_since, self._heard.get(peer, 0.0))
+            if silence >= self.timeout_seconds:
+                text = self._words_for_silent(peer, silence)
+                self._stop_work(Problem.of_silent(peer, self.timeout_seconds, text), text)
+
+    def _stop_work(self, problem: Problem, text: str) -> None:
+        """Let the work of all ranks stop: the exchange will fail with ``problem``."""
+        if self._problem is None:
+            self._problem = problem
+            self._stops.setdefault(self._exchange, text)
+            self._pass_on(Kind.STOP, text.encode(errors="replace"), but=None)
+            self._interrupt_work()
 
     def _beat_for(self, receiver: int | None, now: float) -> Beat:
         """What ``receiver`` is to know of this rank and of all others it hears of only from here."""
