@@ -49,6 +49,7 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     timeout_seconds: float | None = None,
+    deadline_seconds: float | None = None,
 ) -> SaveReport:
     """Save a state dict from all ranks of a group into one checkpoint.
 
@@ -64,7 +65,9 @@ def save(
         planner: a :class:`RobustPlanner`, if its options matter.
         process_group: the ranks that save together; ``None`` for all.
         no_dist: save from this process alone although ``torch.distributed`` is initialised.
-        timeout_seconds: for every exchange; the planner's (300 by default) if ``None``.
+        timeout_seconds: how long a rank may give no sign of progress; the planner's (300 by default) if ``None``. A rank
+            that writes slowly but steadily is waited for.
+        deadline_seconds: how long the save may take as a whole; ``None`` for as long as there is progress.
 
     Returns:
         What was done; the DCP ``Metadata`` is its ``metadata``.
@@ -83,7 +86,11 @@ def save(
     writer = _robust_writer(storage_writer, checkpoint_id)
     planner = _robust_planner(planner)
     session = planner.open_session(
-        checkpoint_name(writer.path), process_group=process_group, timeout_seconds=timeout_seconds, no_dist=no_dist
+        checkpoint_name(writer.path),
+        process_group=process_group,
+        timeout_seconds=timeout_seconds,
+        deadline_seconds=deadline_seconds,
+        no_dist=no_dist,
     )
     session.commits_together = True
     clock = PhaseClock(session.channel)
@@ -131,6 +138,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     timeout_seconds: float = _DEFAULT_TIMEOUT_SECONDS,
+    deadline_seconds: float | None = None,
 ) -> LoadReport:
     """Load a checkpoint into a state dict, in place, on all ranks of a group.
 
@@ -146,7 +154,8 @@ def load(
         planner: a :class:`RobustLoadPlanner`, if its options matter, or another ``LoadPlanner``.
         process_group: the ranks that load together; ``None`` for all.
         no_dist: load into this process alone although ``torch.distributed`` is initialised.
-        timeout_seconds: for every exchange.
+        timeout_seconds: how long a rank may give no sign of progress.
+        deadline_seconds: how long the load may take as a whole; ``None`` for as long as there is progress.
 
     Raises:
         RobustCheckpointError: or one of its subclasses, see :mod:`robust_dcp.errors`.
@@ -155,7 +164,11 @@ def load(
     planner = RobustLoadPlanner() if planner is None else planner
     checkpoint = checkpoint_name(getattr(reader, "checkpoint_id", None))
     channel = Channel.for_group(
-        process_group, operation=f"load {checkpoint}", timeout_seconds=timeout_seconds, no_dist=no_dist
+        process_group,
+        operation=f"load {checkpoint}",
+        timeout_seconds=timeout_seconds,
+        deadline_seconds=deadline_seconds,
+        no_dist=no_dist,
     )
     clock = PhaseClock(channel)
     values: dict[str, Any] = {}
@@ -207,6 +220,7 @@ def load(
         unread_keys=getattr(planner, "unread_keys", ()),
         shared_nbytes=0 if shared is None else shared.received_nbytes,
         peak_buffer_nbytes=getattr(reader, "peak_buffer_nbytes", 0),
+        stragglers=channel.stragglers,
     )
 
 
@@ -309,6 +323,7 @@ def _save_report(session: SaveSession, clock: PhaseClock, writer: RobustWriter, 
         files=() if written is None else written.names,
         how=() if written is None else written.how,
         peak_buffer_nbytes=0 if written is None else written.peak_buffer_nbytes,
+        stragglers=session.channel.stragglers,
         _read_metadata=lambda: RobustReader(path).read_metadata(),
     )
 

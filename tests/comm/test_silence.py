@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from robust_dcp.comm.link import Link
 from robust_dcp.comm.operation import Operation
 from robust_dcp.errors import ExchangeTimeout
 from tests.support.rank_threads import quick, run_threads
-from tests.support.simulated_network import Fault, FaultKind, SimulatedNetwork
+from tests.support.simulated_network import SimulatedNetwork
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,70 @@ def test_a_straggler_that_gets_on_is_waited_for_longer_than_the_timeout(straggle
     def save(link: Link) -> str:
         channel = channel_of(link)
         channel.barrier("plan")
-        channel.barrier("write", lambda: works_for(channel, 2.5, says_so=True) if link.rank == straggler else None)
+        channel.barrier("write", lambda: works_for(channel, 2.0, says_so=True) if link.rank == straggler else None)
         return "saved"
 
     assert run_threads(SimulatedNetwork(4), save) == ["saved"] * 4
+
+
+def test_a_rank_that_does_not_get_on_fails_at_the_timeout_and_is_named() -> None:
+    def save(link: Link) -> Any:
+        channel = channel_of(link)
+        channel.barrier("plan")
+        began = time.monotonic()
+        with pytest.raises(ExchangeTimeout) as caught:
+            channel.barrier("write", lambda: works_for(channel, 20, says_so=False) if link.rank == 5 else None)
+        return caught.value.missing_ranks, "barrier 'write'" in str(caught.value), time.monotonic() - began
+
+    for missing, says_where, seconds in run_threads(SimulatedNetwork(9), save):
+        assert missing == [5]
+        assert says_where
+        assert 0.5 < seconds < 5
+
+
+@pytest.mark.parametrize("killed", [0, 3, 4])
+def test_all_ranks_that_still_write_stop_when_another_dies(killed: int) -> None:
+    network, all_write = SimulatedNetwork(6), threading.Barrier(6)
+
+    def save(link: Link) -> float:
+        channel = channel_of(link, timeout_seconds=30)
+        channel.barrier("plan")
+
+        def write() -> None:
+            all_write.wait()
+            if link.rank == killed:
+                network.kill(killed)
+            works_for(channel, 20, says_so=True)
+
+        began = time.monotonic()
+        with pytest.raises(ExchangeTimeout) as caught:
+            channel.barrier("write", write)
+        assert caught.value.missing_ranks == [killed] or link.rank == killed
+        return time.monotonic() - began
+
+    for rank, seconds in enumerate(run_threads(network, save)):
+        assert rank == killed or seconds < 5
+
+
+@pytest.mark.parametrize("frozen", [0, 3])
+def test_all_ranks_that_still_write_stop_when_another_is_silent(frozen: int) -> None:
+    network, all_write = SimulatedNetwork(6), threading.Barrier(6)
+
+    def save(link: Link) -> float:
+        channel = channel_of(link)
+        channel.barrier("plan")
+
+        def write() -> None:
+            all_write.wait()
+            if link.rank == frozen:
+                network.freeze(frozen, 4)
+            works_for(channel, 20, says_so=True)
+
+        began = time.monotonic()
+        with pytest.raises(ExchangeTimeout) as caught:
+            channel.barrier("write", write)
+        assert caught.value.missing_ranks == [frozen]
+        return time.monotonic() - began
+
+    for rank, seconds in enumerate(run_threads(network, save)):
+        assert rank == frozen or seconds < 3.5

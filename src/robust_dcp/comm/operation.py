@@ -8,6 +8,7 @@ ends on all ranks with one account of why. It never knows what a payload means; 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,8 +31,13 @@ from robust_dcp.errors import RobustCheckpointError
 
 __all__ = ["Contribution", "Operation", "Work"]
 
+logger = logging.getLogger(__name__)
+
 BEAT_SECONDS = 1.0
 """How often ranks that work or wait say so."""
+
+LOG_SECONDS = 10.0
+"""How long ranks are waited for before the log says for whom; then after twice that, and so on."""
 
 RECONNECT_SECONDS = 5.0
 """How long a rank whose connection broke between two operations has to come back."""
@@ -76,11 +82,12 @@ class Operation:
         link: of the group.
         name: what is done, ``"save /ckpt/step_3"`` say; the same on all ranks.
         timeout_seconds: how long a rank may go without any sign of progress.
-        deadline_seconds: for each exchange as a whole; ``None`` for no such limit.
+        deadline_seconds: for the operation as a whole; ``None`` for no such limit.
 
     Attributes:
         interrupt: ends the wait of work that cannot be asked to stop; called when the exchange will fail.
         what, phase: the exchange that is under way or was last, in full and by the caller's name.
+        stragglers: what was logged of ranks that were waited for, on the root.
     """
 
     key = OperationKey(0, 0)
@@ -93,6 +100,7 @@ class Operation:
         self.tree = Tree(link.rank, link.size)
         self.what = self.phase = ""
         self.interrupt: Callable[[], None] | None = None
+        self.stragglers: list[str] = []
         self._recordings: list[ExchangeStats] = []
         self._busy = threading.Lock()
         self._holder: int | None = None
@@ -113,7 +121,9 @@ class Operation:
         self._runs = False
         self._is_working = False
         self._progress = Progress.now()
-        self._last_beat = self._waiting_since = self._began = time.monotonic()
+        self._problem: Problem | None = None
+        self._next_log_seconds = LOG_SECONDS
+        self._last_tick = self._last_beat = self._waiting_since = self._began = self._begun = time.monotonic()
 
     # What the channel calls.
 
@@ -218,10 +228,13 @@ class Operation:
         for peer in tree.neighbours:
             self.link.connection(peer)
         with self._changed:
-            self._began = self._last_beat = time.monotonic()
+            self._problem = None
+            self._next_log_seconds = LOG_SECONDS
+            self._began = self._last_tick = self._last_beat = self._waiting_since = time.monotonic()
             self._beats.clear()
             self._progress = Progress.now()
             self._runs = self._is_working = True
+            self._refuse_lost()
 
     def _sweep(
         self, phase: str, work: Work, cost: PhaseStats, own_error: list[BaseException]
@@ -278,6 +291,7 @@ class Operation:
             failures = self._failed(error, own_error)
         with self._changed:
             self._is_working = False
+            self._progress = self._progress.moved(None, None)
         return Agreement.of(self.link.rank, contribution.offer), contribution.payload, failures
 
     def _failed(self, error: BaseException, own_error: list[BaseException]) -> FailuresBelow:
@@ -318,6 +332,8 @@ class Operation:
             while True:
                 if self._account is not None:
                     raise _Ended
+                if self._problem is not None:
+                    raise self._problem
                 places = [(self._exchange, kind, peer) for peer in peers]
                 self._absent = tuple(place[2] for place in places if place not in self._arrived)
                 self._refuse_other_phases(places)
@@ -331,19 +347,22 @@ class Operation:
             if place in self._arrived and self._arrived[place][0].phase != own:
                 raise Problem("in different operations", is_elsewhere=True)
 
-    def _seconds_to_wait(self) -> float:
-        """How long nothing has to be looked at again.
-
-        Raises:
-            Problem: it is too late for that.
-        """
-        now = time.monotonic()
+    def _refuse_lost(self) -> None:
         for peer in self.tree.neighbours:
             if peer in self._lost:
                 detail, damaged = self._lost[peer]
                 if damaged:
                     raise Problem.of_damage(self.link.rank, peer, detail)
                 raise Problem.of_lost(peer, self._words_for_lost(peer, detail))
+
+    def _seconds_to_wait(self) -> float:
+        """How long nothing has to be looked at again.
+
+        Raises:
+            Problem: it is too late for that.
+        """
+        self._refuse_lost()
+        now = time.monotonic()
         left = BEAT_SECONDS
         for peer in self._absent:
             connection = self.link.connection(peer)
@@ -360,7 +379,7 @@ class Operation:
             if peer not in self._heard and self.link.is_elsewhere(peer, self.timeout_seconds / 2):
                 raise Problem("in different operations", is_elsewhere=True)
         if self.deadline_seconds is not None:
-            left = min(left, self._began + self.deadline_seconds - now)
+            left = min(left, self._begun + self.deadline_seconds - now)
             if left <= 0:
                 raise Problem.of_deadline(self._absent, self.deadline_seconds)
         return max(left, 0.001)
@@ -399,6 +418,9 @@ class Operation:
     def lost(self, peer: int, detail: str, *, damaged: bool) -> None:
         with self._changed:
             self._lost[peer] = detail, damaged
+            if self._is_working and peer in self.tree.neighbours and not damaged:
+                text = self._words_for_lost(peer, detail)
+                self._stop_work(Problem.of_lost(peer, text), text)
             self._interrupt_work()
             self._changed.notify_all()
 
@@ -408,9 +430,17 @@ class Operation:
         """Say to the neighbours that this rank is here, and how far the slowest behind it has come."""
         with self._changed:
             now = time.monotonic()
-            if not self._runs or now - self._last_beat < min(BEAT_SECONDS, self.timeout_seconds / 4):
+            if not self._runs:
+                return
+            if now - self._last_tick > self.timeout_seconds / 2:
+                self._waiting_since = now  # this process stood still itself: what has come is still to be read
+            self._last_tick = now
+            if self._is_working:
+                self._watch_neighbours(now)
+            if now - self._last_beat < min(BEAT_SECONDS, self.timeout_seconds / 4):
                 return
             self._last_beat = now
+            self._log_stragglers(now)
             for peer in self.tree.neighbours:
                 connection = self.link.connection(peer)
                 # Also to a parent that only it waits for: else that could not tell whether its own beats are heard.
@@ -423,9 +453,34 @@ class Operation:
                     ):
                         connection.ask_for_lost()
 
-    def _beat_for(self, receiver: int, now: float) -> Beat:
+    def _log_stragglers(self, now: float) -> None:
+        """On the root: say now and then for whom all are waiting."""
+        waited = now - max(self._began, self._waiting_since)
+        if self.tree.parent is None and not self._is_working and waited >= self._next_log_seconds:
+            self._next_log_seconds *= 2
+            self.stragglers.append(f"{self.what}: after {waited:.0f} seconds, {self._beat_for(None, now)}")
+            logger.warning("%s", self.stragglers[-1])
+
+    def _watch_neighbours(self, now: float) -> None:
+        """While this rank works, nobody waits here who would miss a rank that is silent."""
+        for peer in self.tree.neighbours:
+            silence = now - max(self._waiting_since, self._heard.get(peer, 0.0))
+            if silence >= self.timeout_seconds:
+                text = self._words_for_silent(peer, silence)
+                self._stop_work(Problem.of_silent(peer, self.timeout_seconds, text), text)
+
+    def _stop_work(self, problem: Problem, text: str) -> None:
+        """Let the work of all ranks stop: the exchange will fail with ``problem``."""
+        if self._problem is None:
+            self._problem = problem
+            self._stops.setdefault(self._exchange, text)
+            self._pass_on(Kind.STOP, text.encode(errors="replace"), but=None)
+            self._interrupt_work()
+
+    def _beat_for(self, receiver: int | None, now: float) -> Beat:
         """What ``receiver`` is to know of this rank and of all others it hears of only from here."""
-        own = [self._progress.beat(self.link.rank, now)] if self._is_working else []
+        is_busy = self._is_working or not self._absent
+        own = [self._progress.beat(self.link.rank, now)] if is_busy else []
         behind = []
         children = [child for child in self.tree.children if (self._exchange, Kind.UP, child) not in self._arrived]
         for peer in self._absent if not self._is_working else children:

@@ -49,7 +49,7 @@ class RobustPlanner(DefaultSavePlanner):
         dedup_replicated_tensors, enable_plan_caching: accepted so that this class can take the place of
             ``DefaultSavePlanner``; replicas are always deduplicated and plans always cached.
         process_group: the ranks that save together; ``None`` for all.
-        timeout_seconds: for every exchange of a save.
+        timeout_seconds: how long a rank may give no sign of progress.
         on_structure_change: when the structure is not that of the last committed save: ``"rebuild"`` the plan and
             log which keys changed, ``"quiet"`` without the log, ``"error"``: raise ``StructureChanged``.
         on_object_mismatch: when an object that several ranks hold differs between them: ``"warn"``, ``"error"``
@@ -106,6 +106,7 @@ class RobustPlanner(DefaultSavePlanner):
         *,
         process_group: dist.ProcessGroup | None = None,
         timeout_seconds: float | None = None,
+        deadline_seconds: float | None = None,
         no_dist: bool = False,
     ) -> SaveSession:
         """The start of a save: nothing has been exchanged yet. What is not given here is as this planner says."""
@@ -113,6 +114,7 @@ class RobustPlanner(DefaultSavePlanner):
             self.process_group if process_group is None else process_group,
             operation=f"save {checkpoint}",
             timeout_seconds=self.timeout_seconds if timeout_seconds is None else timeout_seconds,
+            deadline_seconds=deadline_seconds,
             no_dist=self.no_dist or no_dist,
         )
         return SaveSession(channel, checkpoint, self.on_structure_change, self.on_object_mismatch)
