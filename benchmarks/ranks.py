@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["run", "show", "use_loopback"]
+__all__ = ["run", "show"]
 
 
 def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -24,7 +24,7 @@ def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     Raises:
         EOFError: a rank ended without a result; its output says why.
     """
-    use_loopback()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as directory:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
@@ -39,11 +39,6 @@ def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         for process in processes:
             process.join()
     return results
-
-
-def use_loopback() -> None:
-    """Let gloo connect within this machine, whatever its host name resolves to."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
 
 
 def _be_rank(
