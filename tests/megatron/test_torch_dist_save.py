@@ -132,7 +132,8 @@ def test_a_repeated_save_reuses_the_plan_though_megatron_makes_the_state_dict_an
     found: dict[str, list[Any]],
 ) -> None:
     for reports in found["_repeated"]:
-        assert [plan for plan, _ in reports] == ["built", "reused"] or [plan for plan, _ in reports] == ["reused"] * 2
+        assert reports[0][0] in ("built", "rebuilt")  # with the wrapper's group it is another plan
+        assert reports[1][0] == "reused"
         assert reports[1][1] <= 256
 
 

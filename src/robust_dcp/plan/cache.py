@@ -61,6 +61,8 @@ class CoordinatorPlan:
             one.
         stored: the plan as it is put beside each checkpoint.
         columns_nbytes: memory of all tables and places.
+        replicated, n_classes: of each rank, as in ``ReplicaChecks``; empty if replicas are not compared.
+        is_contested: whether several ranks claim the main replica of some chunk.
     """
 
     tables: tuple[StructureTable, ...]
@@ -73,6 +75,9 @@ class CoordinatorPlan:
     variable_places: tuple[npt.NDArray[np.int64], ...] | None = None
     stored: MadeOnce = field(default_factory=MadeOnce)
     columns_nbytes: int = 0
+    replicated: tuple[Places, ...] = ()
+    n_classes: int = 1
+    is_contested: bool = False
 
     @property
     def memory_nbytes(self) -> int:

@@ -22,6 +22,8 @@ from robust_dcp.plan.cache import PLANS, CachedPlan, CoordinatorPlan
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.planning import apply_plan, plan_for_all
 from robust_dcp.plan.rank_plan import RankPlan, RankPlanMessage
+from robust_dcp.plan.replica_checks import DigestItems, Differing, VerifyReplicas, compare, digest_columns
+from robust_dcp.plan.replica_checks import report as report_replicas
 from robust_dcp.plan.replicated_objects import ObjectDigests, differing_digests, report_differing
 from robust_dcp.plan.stored_plan import LOADED, encode_plan
 from robust_dcp.plan.structure import StructureDiff, StructureMessage, plan_id_of
@@ -50,6 +52,8 @@ class SaveSession:
         on_object_mismatch: what to do when an object that several ranks hold differs between them.
         commits_together: whether all ranks call ``commit``. Inside stock ``save`` with collectives only the
             coordinator's does, and stock tells the others.
+        verify_replicas: which replicas are compared with those of other ranks.
+        digest_items: gives the digests of this rank's items; ``None`` if nothing can be compared.
     """
 
     channel: Channel
@@ -57,12 +61,15 @@ class SaveSession:
     on_structure_change: OnStructureChange = "rebuild"
     on_object_mismatch: OnObjectMismatch = "warn"
     commits_together: bool = False
+    verify_replicas: VerifyReplicas = "off"
+    digest_items: DigestItems | None = None
 
     n_leaders: int = field(default=0, init=False)
     outcome: PlanOutcome = field(default="built", init=False)
     reason: str = field(default="", init=False)
     changes: StructureDiff | None = field(default=None, init=False)
     differing_objects: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False)
+    differing_replicas: tuple[Differing, ...] = field(default=(), init=False)
     local: LocalStructure = field(init=False)
     rank_plan: RankPlan = field(init=False)
     coordinator: CoordinatorPlan | None = field(default=None, init=False)
@@ -185,7 +192,7 @@ class SaveSession:
 
         def write_own() -> WrittenMessage | None:
             self.written = write()
-            return news_of(self.written.variable_places, self.known_places)
+            return news_of(self.written.variable_places, self.known_places, self._replica_digests())
 
         def word(_: WrittenMessage | None) -> int:
             return 0 if self.written is None else word_of(self.written)
@@ -198,6 +205,27 @@ class SaveSession:
             raise
         self._words = self.channel.last_values
         self._messages = messages or []
+
+    def _replica_digests(self) -> bytes:
+        """What this rank holds of the chunks that this save compares; no bytes if it compares none of them."""
+        checks = self.rank_plan.checks
+        if self.digest_items is None or self.channel.size == 1:
+            return b""
+        return digest_columns(
+            *(self.local.table, checks, self.verify_replicas, self.checkpoint, self.digest_items),
+            is_new=self.outcome != "reused",
+        )
+
+    def _compare_replicas(self) -> None:
+        sent = [b"" if message is None else message.replicas for message in self._messages]
+        if self.coordinator is None or not any(sent):
+            return
+        try:
+            self.differing_replicas = compare(sent, self.coordinator.tables, contested=False)
+            contested = compare(sent, self.coordinator.tables, contested=True)
+            report_replicas(self.differing_replicas, contested, self.checkpoint)
+        except Exception as error:  # the checkpoint is committed: whatever this is, the save has succeeded
+            logger.warning("%s: its replicas could not be compared: %s", self.checkpoint, error)
 
     def check_stop(self) -> None:
         """Raise if another rank has announced that this save failed; cheap, for calls between blocks of data."""
@@ -229,6 +257,7 @@ class SaveSession:
             if self.channel.is_coordinator:
                 publish()
                 self._keep_beside(keep_plan)
+                self._compare_replicas()
 
         try:
             if self.commits_together:
@@ -245,7 +274,8 @@ class SaveSession:
 
     def _keep_beside(self, keep_plan: Callable[[bytes], None]) -> None:
         try:
-            if self.coordinator is not None:
+            # A resumed job shall plan anew, and warn again, where several ranks claim to hold the main replica.
+            if self.coordinator is not None and not self.coordinator.is_contested:
                 keep_plan(self._stored_plan(self.coordinator))
         except Exception as error:  # the checkpoint is committed: whatever this is, the save has succeeded
             logger.warning("%s: a job that resumes from it plans anew: %s", self.checkpoint, error)

@@ -25,15 +25,17 @@ _MAX_GENERATION = (1 << (64 - _DIGEST_BITS)) - 1
 
 
 class WrittenMessage(msgspec.Struct, frozen=True):
-    """Places of items of variable size that the coordinator does not know yet.
+    """Places of items of variable size that the coordinator does not know yet, and digests of replicas.
 
     Attributes:
         items: int64 ``[n]``, which of the rank's items of variable size, in plan order.
         places: int64 ``[n, 2]``, offset and length of each.
+        replicas: what this rank holds of chunks that others hold too (``replica_checks.digest_columns``).
     """
 
     items: bytes
     places: bytes
+    replicas: bytes = b""
 
 
 def word_of(written: WrittenFiles) -> int:
@@ -46,18 +48,21 @@ def word_of(written: WrittenFiles) -> int:
     return written.generation << _DIGEST_BITS | _digest(written.variable_places)
 
 
-def news_of(places: Places, known: Places | None) -> WrittenMessage | None:
-    """The places that the coordinator has to be told; ``None`` if it knows all.
+def news_of(places: Places, known: Places | None, replicas: bytes = b"") -> WrittenMessage | None:
+    """The places that the coordinator has to be told, and the digests of replicas; ``None`` if there are neither.
 
     Args:
         known: this rank's places in the last committed save by the same plan, as the coordinator has them.
+        replicas: as in :class:`WrittenMessage`.
     """
     new = np.arange(len(places))
     if known is not None and len(known) == len(places):
         new = np.flatnonzero((known != places).any(axis=1))
-    if not len(new):
+    if not len(new) and not replicas:
         return None
-    return WrittenMessage(items=new.astype("<i8").tobytes(), places=places[new].astype("<i8").tobytes())
+    return WrittenMessage(
+        items=new.astype("<i8").tobytes(), places=places[new].astype("<i8").tobytes(), replicas=replicas
+    )
 
 
 def written_by_all(

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from robust_dcp.comm import Channel, Offer
 from robust_dcp.megatron.checks.access import AccessColumns, columns_of, find_violation, keys_of
 from robust_dcp.megatron.checks.common_state import LeafDigests, leaf_digests, report_differences
+from robust_dcp.megatron.checks.shard_facts import ShardFacts
 from robust_dcp.megatron.failures import InvalidAccess
 from robust_dcp.megatron.hooks.options import current_options
 from robust_dcp.megatron.versions import nested_values
@@ -71,7 +72,7 @@ class _KnownStructures:
 KNOWN = _KnownStructures()
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class AccessCheck:
     """One validation on one rank: offered in the header of an exchange, and finished after it if need be.
 
@@ -83,7 +84,9 @@ class AccessCheck:
     signature: bytes
 
     @classmethod
-    def of(cls, shards: Sequence[Any]) -> AccessCheck:
+    def of(cls, shards: Sequence[Any] | ShardFacts) -> AccessCheck:
+        if isinstance(shards, ShardFacts):
+            return shards.once(_check_of_facts)
         columns = columns_of(shards)
         return cls(columns, columns.signature())
 
@@ -125,6 +128,10 @@ class AccessCheck:
         return channel.broadcast(f"{phase}: verdict", judge, _Verdict)
 
 
+def _check_of_facts(facts: ShardFacts) -> AccessCheck:
+    return AccessCheck.of(facts.shards)
+
+
 class KeyOnly:
     """Stands for a ShardedTensor or ShardedObject of some rank, of which only the key is known here."""
 
@@ -148,7 +155,11 @@ class GlobalMetadata(list[list[KeyOnly]]):
 
 
 def agree_on_access(
-    channel: Channel, phase: str, shards: Callable[[], Sequence[Any]], *, value: Callable[[], int] = lambda: 0
+    channel: Channel,
+    phase: str,
+    shards: Callable[[], Sequence[Any] | ShardFacts],
+    *,
+    value: Callable[[], int] = lambda: 0,
 ) -> tuple[AccessCheck, list[Offer]]:
     """The first exchange of a save or load: every rank prepares, and shows the signature of what it holds.
 

@@ -37,7 +37,9 @@ def save_dcp(state_dict: dict[str, Any], path: Path, options: MegatronOptions) -
     report = api.save(
         state_dict,
         storage_writer=writer_for(path, options),
-        planner=RobustPlanner(on_structure_change=options.on_structure_change),
+        planner=RobustPlanner(
+            on_structure_change=options.on_structure_change, verify_replicas=options.verify_replicas
+        ),
         timeout_seconds=options.exchange_timeout_seconds,
     )
     log_report(report)

@@ -28,6 +28,7 @@ Planner = Literal["default", "robust_dcp"]
 Layout = Literal["torch", "safetensors"]
 OnStructureChange = Literal["rebuild", "error", "quiet"]
 SaveFailure = Literal["raise", "warn"]
+VerifyReplicas = Literal["off", "sample", "all"]
 
 
 class Option(NamedTuple):
@@ -117,6 +118,14 @@ OPTIONS: tuple[Option, ...] = (
         str,
         "when a save fails on any rank: raise on all of them, or log why and go on with training",
     ),
+    Option(
+        "verify_replicas",
+        "--ckpt-verify-replicas",
+        "ROBUST_DCP_VERIFY_REPLICAS",
+        ("off", "sample", "all"),
+        str,
+        "whether ranks that hold copies of one tensor compare checksums of them in each save, and name what differs",
+    ),
 )
 
 
@@ -145,6 +154,7 @@ class MegatronOptions:
         exchange_timeout_seconds: of each exchange between ranks.
         on_structure_change: ``"rebuild"`` (log the keys and plan anew), ``"error"`` or ``"quiet"``.
         save_failure: ``"raise"``, or ``"warn"``: a failed save is logged and training goes on.
+        verify_replicas: ``"off"``, ``"sample"`` (some of them in each save) or ``"all"``.
     """
 
     planner: Planner = field(default_factory=default_planner)
@@ -154,6 +164,7 @@ class MegatronOptions:
     exchange_timeout_seconds: float = 300.0
     on_structure_change: OnStructureChange = "rebuild"
     save_failure: SaveFailure = "raise"
+    verify_replicas: VerifyReplicas = "off"
 
 
 def options_from_environment(environment: Mapping[str, str] = os.environ) -> MegatronOptions:

@@ -55,16 +55,54 @@ def _async_save(original: Replaced) -> Replaced:
     return async_save
 
 
-def _apply_saving_parallelization(original: Replaced) -> Replaced:
-    """``FullyParallelSaveStrategyWrapper.apply_saving_parallelization``: the global plan spreads the work over all
-    ranks that hold a shard, for what is there now. Replica ids stay as they are."""
+def _parallel_save(original: Replaced) -> Replaced:
+    """``FullyParallelSaveStrategyWrapper.save``, around a strategy that writes ``torch_dist``: the global plan spreads
+    the work over the ranks of the wrapper's group, for what is there now. Replica ids stay as they are."""
 
     @functools.wraps(original)
-    def apply_saving_parallelization(self: Any, sharded_state_dict: dict[str, Any]) -> None:
-        if not is_chosen():
-            original(self, sharded_state_dict)
+    def save(self: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: Any) -> Any:
+        if not is_chosen() or not _writes_in_parallel(self, sharded_state_dict, checkpoint_dir):
+            return original(self, sharded_state_dict, checkpoint_dir)
+        return None
 
-    return apply_saving_parallelization
+    return save
+
+
+def _parallel_async_save(original: Replaced) -> Replaced:
+    """``FullyParallelSaveStrategyWrapper.async_save``, as above."""
+
+    @functools.wraps(original)
+    def async_save(
+        self: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not is_chosen():
+            return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        from robust_dcp.megatron.versions import finished_request
+
+        request = finished_request(args[0] if args else kwargs.get("async_strategy"))
+        if _writes_in_parallel(self, sharded_state_dict, checkpoint_dir):
+            return request
+        return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
+
+    return async_save
+
+
+def _writes_in_parallel(wrapper: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: Any) -> bool:
+    """Write for the strategy within ``wrapper``; ``False``, and nothing is done, if that one saves in its own way."""
+    from robust_dcp.megatron.hooks.options import current_options
+    from robust_dcp.megatron.saving.save_strategy import write_sharded
+    from robust_dcp.megatron.versions import writes_torch_dist
+
+    strategy = wrapper.base_strategy
+    if not writes_torch_dist(strategy):
+        return False
+    strategy.last_report = write_sharded(
+        sharded_state_dict,
+        checkpoint_dir,
+        current_options(),
+        parallelization_group=wrapper.parallelization_group,
+    )
+    return True
 
 
 def _determine_global_metadata(original: Replaced) -> Replaced:
@@ -117,6 +155,7 @@ def _save_checkpoint(original: Replaced) -> Replaced:
 
 
 _DIST_CHECKPOINTING = "megatron.core.dist_checkpointing"
+_FULLY_PARALLEL = f"{_DIST_CHECKPOINTING}.strategies.fully_parallel"
 
 # By way of the package, which is loaded after the modules in it: patched one by one while they are imported, some would
 # already hold the replacements of others.
@@ -129,11 +168,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(_DIST_CHECKPOINTING, "validation.validate_sharding_integrity", _validate_sharding_integrity),
     Patch(_DIST_CHECKPOINTING, "state_dict_utils.validate_sharding_integrity", _validate_sharding_integrity),
     Patch(f"{_DIST_CHECKPOINTING}.strategies.torch", "TorchDistSaveShardedStrategy.async_save", _async_save),
-    Patch(
-        f"{_DIST_CHECKPOINTING}.strategies.fully_parallel",
-        "FullyParallelSaveStrategyWrapper.apply_saving_parallelization",
-        _apply_saving_parallelization,
-    ),
+    Patch(_FULLY_PARALLEL, "FullyParallelSaveStrategyWrapper.save", _parallel_save),
+    Patch(_FULLY_PARALLEL, "FullyParallelSaveStrategyWrapper.async_save", _parallel_async_save),
     Patch("megatron.training.checkpointing", "save_checkpoint", _save_checkpoint, optional=True),
     Patch("megatron.training.training", "save_checkpoint", _save_checkpoint, optional=True),
 )

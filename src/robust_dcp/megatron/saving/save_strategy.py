@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from robust_dcp import api
 from robust_dcp.megatron import versions
+from robust_dcp.megatron.checks.shard_facts import ShardFacts
 from robust_dcp.megatron.failures import as_megatron_raises
 from robust_dcp.megatron.hooks.options import MegatronOptions, current_options
 from robust_dcp.megatron.saving.planner import MegatronPlanner
@@ -35,15 +36,20 @@ def write_sharded(
     checkpoint_dir: CheckpointDir,
     options: MegatronOptions,
     process_group: dist.ProcessGroup | None = None,
+    *,
+    parallelization_group: dist.ProcessGroup | None = None,
+    facts: ShardFacts | None = None,
 ) -> SaveReport:
     """Write and commit the shards of a sharded state dict; all ranks of the group call it.
 
     Args:
-        sharded_state_dict: nested dicts and lists of ShardedTensor and ShardedObject, factories applied. The shards in
-            it are changed (detached, made contiguous), as by Megatron's own strategy.
+        sharded_state_dict: nested dicts and lists of ShardedTensor and ShardedObject, factories applied.
         checkpoint_dir: a directory of a mounted file system.
         options: of writer and planner.
         process_group: ``None`` for all ranks.
+        parallelization_group: that of ``FullyParallelSaveStrategyWrapper``: this rank's part of the job, in which any
+            rank may write what is the main replica of another. ``None`` without it: the main replica is written.
+        facts: of the shards of ``sharded_state_dict``, if they are known.
 
     Raises:
         RobustCheckpointError: on every rank, whichever of them failed.
@@ -54,7 +60,12 @@ def write_sharded(
         report = api.save(
             sharded_state_dict,
             storage_writer=writer,
-            planner=MegatronPlanner(on_structure_change=options.on_structure_change),
+            planner=MegatronPlanner(
+                peers=() if parallelization_group is None else dist.get_process_group_ranks(parallelization_group),
+                facts=facts,
+                on_structure_change=options.on_structure_change,
+                verify_replicas=options.verify_replicas,
+            ),
             process_group=process_group,
             timeout_seconds=options.exchange_timeout_seconds,
         )
