@@ -99,7 +99,9 @@ def _main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         ranks = run(_RANKS, measure, directory, arguments.tensors, arguments.profile)
-    rows = [{**row, "what": f"rank {rank}, {row['what']}"} for rank, (of_rank, _) in enumerate(ranks) for row in of_rank]
+    rows = [
+        {**row, "what": f"rank {rank}, {row['what']}"} for rank, (of_rank, _) in enumerate(ranks) for row in of_rank
+    ]
     show(_COLUMNS, rows, arguments.json)
     print(ranks[0][1], end="")
 

@@ -154,8 +154,8 @@ def coordinator_plan_of(
 def _warn_of_unclaimed(plan: GlobalPlan) -> None:
     if plan.unclaimed:
         logger.warning(
-            "%d tensor(s) have shards of which no rank holds the main replica (replica_id 0): %s%s. One copy of each is "
-            "saved; stock Megatron would leave them out. validate_access_integrity=True refuses such a state dict",
+            "%d tensor(s) have shards of which no rank holds the main replica (replica_id 0): %s%s. One copy of each "
+            "is saved; stock Megatron leaves them out. validate_access_integrity=True refuses such a state dict",
             len(plan.unclaimed),
             ", ".join(map(repr, plan.unclaimed[:8])),
             f" and {len(plan.unclaimed) - 8} more" if len(plan.unclaimed) > 8 else "",

@@ -29,8 +29,8 @@ from robust_dcp.plan.structure import StructureTable
 
 __all__ = [
     "SAMPLE_NBYTES",
-    "DigestItems",
     "Differing",
+    "DigestItems",
     "ReplicaChecks",
     "VerifyReplicas",
     "compare",
@@ -47,7 +47,7 @@ UInt64 = npt.NDArray[np.uint64]
 VerifyReplicas = Literal["off", "sample", "all"]
 
 DigestItems = Callable[[list[int], UInt64, int | None], list[int]]
-"""Digests of some items: (places in the table, identities, limit in bytes or ``None``) -> 64 bits each, 0 if unknown."""
+"""Digests of items: (places in the table, identities, limit in bytes or ``None``) -> 64 bits each, 0 if unknown."""
 
 SAMPLE_NBYTES = 1 << 20
 """Of a sampled chunk at most so many bytes are compared."""
@@ -141,9 +141,7 @@ def digest_columns(
     return np.concatenate(rows).astype("<u8").tobytes()
 
 
-def compare(
-    of_ranks: Sequence[bytes], tables: Sequence[StructureTable], *, contested: bool
-) -> tuple[Differing, ...]:
+def compare(of_ranks: Sequence[bytes], tables: Sequence[StructureTable], *, contested: bool) -> tuple[Differing, ...]:
     """On the coordinator: the chunks that differ between ranks, or with ``contested`` all that several ranks claim.
 
     Args:

@@ -22,7 +22,7 @@ from robust_dcp.plan.cache import PLANS, CachedPlan, CoordinatorPlan
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.planning import apply_plan, plan_for_all
 from robust_dcp.plan.rank_plan import RankPlan, RankPlanMessage
-from robust_dcp.plan.replica_checks import DigestItems, Differing, VerifyReplicas, compare, digest_columns
+from robust_dcp.plan.replica_checks import Differing, DigestItems, VerifyReplicas, compare, digest_columns
 from robust_dcp.plan.replica_checks import report as report_replicas
 from robust_dcp.plan.replicated_objects import ObjectDigests, differing_digests, report_differing
 from robust_dcp.plan.stored_plan import LOADED, encode_plan

@@ -16,6 +16,7 @@ import msgspec
 import torch.distributed as dist
 
 from robust_dcp.comm import Channel, Offer
+from robust_dcp.megatron.checkpoint_call import meet_before_saving
 from robust_dcp.megatron.checks.access import AccessColumns, columns_of, find_violation, keys_of
 from robust_dcp.megatron.checks.common_state import LeafDigests, leaf_digests, report_differences
 from robust_dcp.megatron.checks.shard_facts import ShardFacts
@@ -201,6 +202,7 @@ def exchange_metadata(
         process_group, purpose="save", timeout_seconds=current_options().exchange_timeout_seconds
     )
     local: list[Any] = []
+    meet_before_saving(is_last=False)
 
     def shards() -> list[Any]:
         local.extend(shard.without_data() for shard in nested_values(sharded_state_dict))

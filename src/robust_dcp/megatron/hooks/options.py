@@ -21,6 +21,7 @@ __all__ = [
     "choose_planner",
     "current_options",
     "default_planner",
+    "megatron_arguments",
     "options_from_environment",
 ]
 
@@ -207,7 +208,7 @@ def current_options() -> MegatronOptions:
         ValueError: an environment variable has no meaning, see :func:`options_from_environment`.
     """
     options = options_from_environment()
-    arguments = _megatron_arguments()
+    arguments = megatron_arguments()
     if arguments is None:
         return options
     found = {option.field: getattr(arguments, option.dest, None) for option in OPTIONS}
@@ -217,7 +218,7 @@ def current_options() -> MegatronOptions:
     return dataclasses.replace(options, **given)
 
 
-def _megatron_arguments() -> Any:
+def megatron_arguments() -> Any:
     """The namespace that ``megatron.training.get_args()`` returns, if that is imported and arguments are parsed."""
     global_vars = sys.modules.get("megatron.training.global_vars")
     if global_vars is None or not hasattr(global_vars, "get_args"):

@@ -31,6 +31,7 @@ from robust_dcp.megatron.checks import common_state, integrity
 from robust_dcp.megatron.checks.validation import AccessCheck, GlobalMetadata, agree_on_access
 from robust_dcp.megatron.failures import as_megatron_raises, told_by_who_failed
 from robust_dcp.megatron.hooks.options import MegatronOptions
+from robust_dcp.megatron.hooks.stock_paths import say_stays_stock
 from robust_dcp.megatron.loading.load_strategy import (
     ReaderOfKnownMetadata,
     RobustLoadStrategy,
@@ -129,6 +130,7 @@ def load_torch_dist(call: LoadCall, options: MegatronOptions, stock: Callable[[]
             integrity.verify_files(channel, phase, call.checkpoint_dir)
         opened = channel.broadcast(f"{phase}: common state", lambda: _open(call), _Opened)
         if opened.backend != "torch_dist":
+            say_stays_stock(f"loads of {opened.backend} checkpoints", "only torch_dist is taken over")
             return stock()
         return _Load(call, channel, phase, opened).run()
 

@@ -144,7 +144,9 @@ def _with_translated(
         value = values[index.fqn]
         if hasattr(value, "__get_tensor_shard__"):
             return value.__get_tensor_shard__(index)
-        return next(shard.tensor for shard in value.local_shards() if tuple(shard.metadata.shard_offsets) == index.offset)
+        return next(
+            shard.tensor for shard in value.local_shards() if tuple(shard.metadata.shard_offsets) == index.offset
+        )
 
     found = describe_items(values, lookup)
     replicas = [_replica_of(shards[number]) for key in saved.translated for number in saved.by_key[key]]
@@ -277,10 +279,7 @@ def _claimed_twice(shard: ShardedBase) -> PlanConflict:
     if isinstance(shard, ShardedObject):
         what = f"two ShardedObjects under the key {shard.unique_key!r}, and both claim to be its main replica"
     else:
-        what = (
-            f"two tensors that claim to be the main replica of {shard.key!r} at offset "
-            f"{list(shard.global_offset)}"
-        )
+        what = f"two tensors that claim to be the main replica of {shard.key!r} at offset {list(shard.global_offset)}"
     return PlanConflict(
         f"the sharded state dict of this rank has {what}; give them different keys or replica ids",
         key=shard.unique_key if isinstance(shard, ShardedObject) else shard.key,

@@ -7,7 +7,6 @@ with robust_dcp as the planner, ``saving`` and ``save_patches`` write Megatron's
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import replace
 from typing import Any
@@ -16,17 +15,16 @@ import torch.distributed as dist
 
 from robust_dcp import api
 from robust_dcp.megatron import versions
+from robust_dcp.megatron.checkpoint_call import meet_before_saving
 from robust_dcp.megatron.checks.shard_facts import ShardFacts
 from robust_dcp.megatron.failures import as_megatron_raises
 from robust_dcp.megatron.hooks.options import MegatronOptions, current_options
 from robust_dcp.megatron.saving.planner import MegatronPlanner
-from robust_dcp.megatron.writing import log_report, writer_for
+from robust_dcp.megatron.writing import log_report, say_saves_at_once, writer_for
 from robust_dcp.plan.session import OnStructureChange
 from robust_dcp.report import SaveReport
 
 __all__ = ["RobustSaveStrategy", "write_sharded"]
-
-logger = logging.getLogger(__name__)
 
 CheckpointDir = str | os.PathLike[str]
 
@@ -56,6 +54,7 @@ def write_sharded(
         ValueError: for a ``checkpoint_dir`` of NVIDIA's Multi-Storage Client.
     """
     writer = writer_for(checkpoint_dir, options)
+    meet_before_saving()
     with as_megatron_raises():
         report = api.save(
             sharded_state_dict,
@@ -147,7 +146,7 @@ class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):
             sharded_state_dict, checkpoint_dir: as in :meth:`save`.
             async_strategy: whose queue the request goes into (Megatron-Core 0.17 and newer).
         """
-        logger.info("robust_dcp saves %s synchronously, though an asynchronous save was asked for", checkpoint_dir)
+        say_saves_at_once()
         request = versions.finished_request(async_strategy)  # first: it raises if that queue is not installed
         self.save(sharded_state_dict, checkpoint_dir)
         return request

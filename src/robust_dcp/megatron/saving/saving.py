@@ -24,12 +24,14 @@ from typing import Any
 
 from robust_dcp.comm import Channel
 from robust_dcp.megatron import versions
+from robust_dcp.megatron.checkpoint_call import meet_before_saving
 from robust_dcp.megatron.checks import common_state, integrity
 from robust_dcp.megatron.checks.shard_facts import ShardFacts
 from robust_dcp.megatron.checks.validation import agree_on_access
 from robust_dcp.megatron.failures import as_megatron_raises
 from robust_dcp.megatron.hooks.options import MegatronOptions
 from robust_dcp.megatron.saving.save_strategy import RobustSaveStrategy, write_sharded
+from robust_dcp.megatron.writing import say_saves_at_once
 from robust_dcp.planner.save import checkpoint_name
 
 __all__ = ["SaveCall", "base_strategy_of", "is_ours", "save_torch_dist"]
@@ -91,6 +93,12 @@ def base_strategy_of(strategy: Any) -> Any:
     return strategy
 
 
+def name_of_strategy(strategy: Any) -> str:
+    """For the log: the backend, or the class of the strategy within a wrapper."""
+    strategy = base_strategy_of(strategy)
+    return str(strategy[0]) if isinstance(strategy, tuple) else type(strategy).__name__
+
+
 def parallelization_group_of(strategy: Any) -> Any:
     """The group over which ``FullyParallelSaveStrategyWrapper`` spreads the work; ``None`` for another strategy."""
     return getattr(strategy, "parallelization_group", None)
@@ -132,7 +140,10 @@ def save_torch_dist(call: SaveCall, options: MegatronOptions) -> Any:
         options, group = strategy.options, strategy.process_group
     channel = Channel.for_group(group, purpose="save", timeout_seconds=options.exchange_timeout_seconds)
     phase = f"save {checkpoint_name(call.checkpoint_dir)}"
+    if call.is_async:
+        say_saves_at_once()
     request = versions.finished_request(call.async_strategy) if call.is_async else None
+    meet_before_saving()
     with as_megatron_raises():
         prepared = _prepare_and_validate(call, strategy, channel, phase)
         report = write_sharded(
@@ -155,7 +166,6 @@ def save_torch_dist(call: SaveCall, options: MegatronOptions) -> Any:
     if request is None:
         finish()
     else:
-        logger.info("robust_dcp has saved %s synchronously, though asynchronously was asked for", call.checkpoint_dir)
         request.finalize_fns.append(finish)
     return request
 

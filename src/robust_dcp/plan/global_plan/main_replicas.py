@@ -55,9 +55,7 @@ def may_write(columns: GlobalColumns, groups: Replicas) -> tuple[Replicas, Mask]
 def _teams(columns: GlobalColumns) -> npt.NDArray[np.intp]:
     """For each rank a number that it shares with its peers. A rank without peers has one of its own."""
     numbers: dict[tuple[int, ...], int] = {}
-    teams = [
-        numbers.setdefault(table.peers or (-1 - rank,), len(numbers)) for rank, table in enumerate(columns.tables)
-    ]
+    teams = [numbers.setdefault(table.peers or (-1 - rank,), len(numbers)) for rank, table in enumerate(columns.tables)]
     return np.array(teams, dtype=np.intp)
 
 
