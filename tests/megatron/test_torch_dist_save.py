@@ -32,6 +32,7 @@ from tests.megatron.torch_dist import (
     chosen,
     cut,
     failures_of,
+    made,
     per_rank_object,
     replicated,
     replicated_object,
@@ -347,6 +348,59 @@ def test_with_warn_a_failed_save_is_logged_the_tracker_stays_and_the_job_goes_on
         assert old == 1
         assert len(messages) == (1 if rank == 0 else 0)
         assert all("Invalid access pattern" in message for message in messages)
+
+
+def _training_that_fails_on_rank_1(directory: Path) -> types.ModuleType:
+    """As above, but making the state dict fails on rank 1 at iteration 2, as ``model.sharded_state_dict()`` may."""
+    module = types.ModuleType("megatron.training.checkpointing")
+
+    def save_checkpoint(iteration: int) -> str:
+        if iteration == 2 and dist.get_rank() == 1:
+            raise ValueError("no state dict of the optimizer")
+        dist_checkpointing.save(_state(iteration), str(directory / str(iteration)))
+        if iteration == 4 and dist.get_rank() == 1:
+            raise ValueError("after the save")
+        return "saved"
+
+    save_checkpoint.__module__ = module.__name__
+    module.save_checkpoint = save_checkpoint  # type: ignore[attr-defined]
+    return module
+
+
+@SCENARIOS.add
+def _failing_state_dict(directory: Path) -> Any:
+    training = _training_that_fails_on_rank_1(directory)
+    sys.modules[training.__name__] = training
+    found: list[Any] = []
+    for iteration in (1, 2, 3, 4):
+        made(directory / str(iteration))
+    try:
+        with chosen(save_failure="warn"), warnings_of("robust_dcp.megatron.failures") as messages:
+            found += [training.save_checkpoint(iteration) for iteration in (1, 2, 3)]
+        with chosen():
+            error, failures = failures_of(lambda: training.save_checkpoint(2))
+            found += [failures, str(error)]
+            late = None
+            try:
+                training.save_checkpoint(4)
+            except ValueError as raised:
+                late = str(raised)
+            found.append(late)
+    finally:
+        del sys.modules[training.__name__]
+    return found, messages
+
+
+def test_a_rank_that_fails_before_the_save_is_heard_of_by_all_and_with_warn_the_job_goes_on(
+    found: dict[str, list[Any]],
+) -> None:
+    for rank, (results, messages) in enumerate(found["_failing_state_dict"]):
+        saved, failed, again, failures, message, late = results
+        assert (saved, failed, again) == ("saved", None, "saved")
+        assert failures == [(1, "no state dict of the optimizer")]
+        assert "no state dict of the optimizer" in message
+        assert late == (None if rank == 0 else "after the save")
+        assert any("training goes on" in text and "no state dict of the optimizer" in text for text in messages)
 
 
 def _save_without_rank_1(directory: Path) -> Any:
