@@ -18,7 +18,7 @@ pytest.importorskip("megatron.core")
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
@@ -401,6 +401,46 @@ def test_a_rank_that_fails_before_the_save_is_heard_of_by_all_and_with_warn_the_
         assert "no state dict of the optimizer" in message
         assert late == (None if rank == 0 else "after the save")
         assert any("training goes on" in text and "no state dict of the optimizer" in text for text in messages)
+
+
+@SCENARIOS.add
+def _claimed_by_two_ranks(directory: Path) -> Any:
+    rank = dist.get_rank()
+
+    def state() -> dict[str, Any]:
+        return {
+            "differs": replicated("differs", torch.full((3,), float(rank)), replica_id=0),
+            "equal": replicated("equal", torch.ones(3), replica_id=0),
+            "object": ShardedObject("object", {"rank": rank}, (1,), (0,), replica_id=0),
+            "unclaimed": replicated("unclaimed", torch.ones(3), replica_id=1),
+            "right": replicated("right", torch.ones(3)),
+        }
+
+    with chosen(), warnings_of("robust_dcp.plan") as messages:
+        for step in ("1", "2"):
+            save(state(), directory / step, validate_access_integrity=False)
+        error, _ = failures_of(lambda: save(state(), directory / "3"))
+    template = {"differs": replicated("differs", torch.zeros(3)), "unclaimed": replicated("unclaimed", torch.zeros(3))}
+    loaded = dist_checkpointing.load(template, str(directory / "2"), validate_access_integrity=False)
+    told = [message for message in messages if "main replica" in message]
+    return told, type(error).__name__, loaded["differs"].tolist(), loaded["unclaimed"].tolist()
+
+
+def test_main_replicas_that_two_ranks_claim_are_named_with_what_differs(found: dict[str, list[Any]]) -> None:
+    for rank, (told, error, differs, unclaimed) in enumerate(found["_claimed_by_two_ranks"]):
+        assert error == "InvalidAccess"
+        assert (differs, unclaimed) == ([0.0] * 3, [1.0] * 3)
+        if rank:
+            assert told == []
+            continue
+        without, claimed = told  # once, though both saves are of such a state dict
+        assert "1 tensor(s) have shards of which no rank holds the main replica (replica_id 0): 'unclaimed'." in without
+        assert "3 shard(s) have more than one main replica" in claimed
+        assert "the contents of 2 of them differ" in claimed
+        assert "'differs' (rank 0 / rank 1)" in claimed
+        assert "'equal' (ranks 0-1)" in claimed
+        assert "'object/shard_0_1' (rank 0 / rank 1)" in claimed
+        assert "right" not in claimed
 
 
 def _save_without_rank_1(directory: Path) -> Any:
