@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any, TypeVar
 
+import torch
+
 from robust_dcp.megatron.versions import ShardedBase, ShardedObject, ShardedTensor
 
 __all__ = ["ShardFacts", "forget_facts"]
@@ -56,8 +58,8 @@ class ShardFacts:
 
     Attributes:
         shards: as given.
-        facts: for each shard its properties. For a ShardedTensor those of its data follow: its class, what a record of
-            it depends on, pending negation and conjugation; ``None`` where there is no data.
+        facts: for each shard its properties. For a ShardedTensor those of its data follow: its class and, of a plain
+            tensor, what a record of it depends on; ``None`` where there is no data.
     """
 
     def __init__(self, shards: Iterable[ShardedBase]) -> None:
@@ -100,7 +102,10 @@ def _facts_of(shard: ShardedBase) -> Any:
     data: Any = shard.data
     if data is None:
         return _OF_TENSOR(shard), None
-    return _OF_TENSOR(shard), type(data), _OF_DATA(data), data.is_neg(), data.is_conj()
+    kind = type(data)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return _OF_TENSOR(shard), kind, _OF_DATA(data), data.is_neg(), data.is_conj()
+    return _OF_TENSOR(shard), kind  # FP8 classes and the like: Megatron describes them, in every save
 
 
 def _can_be_kept(facts: Facts) -> bool:
