@@ -88,7 +88,7 @@ def _samples(directory: Path) -> tuple[list[int], str]:
     warnings = _Warnings()
     drifted = {f"layer{n:03}": 1 for n in range(100)}
     payloads, told = [], []
-    for step in range(24):
+    for step in range(50):
         payloads.append(max(_saved(directory / f"step{step}", drifted, "sample")))
         told += warnings.take()
     return payloads[1:], "".join(told)
