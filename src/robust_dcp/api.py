@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from robust_dcp.comm import Channel, Offer
+from robust_dcp.errors import entry_point
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.phases import PhaseClock, PhaseRecord
 from robust_dcp.plan.session import SaveSession
@@ -40,6 +41,7 @@ CheckpointId = str | os.PathLike[str]
 _DEFAULT_TIMEOUT_SECONDS = 300.0
 
 
+@entry_point
 def save(
     state_dict: dict[str, Any],
     *,
@@ -118,6 +120,7 @@ class _MetadataFile(msgspec.Struct, frozen=True):
     data: bytes
 
 
+@entry_point
 def load(
     state_dict: dict[str, Any],
     *,

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from robust_dcp.errors import ExchangeError, PlanConflict, StructureChanged
+from robust_dcp.errors import ExchangeError, PlanConflict, StructureChanged, ranks_in_words
 from robust_dcp.plan.agreement import Decision
 from robust_dcp.plan.cache import CachedPlan, CoordinatorPlan, nbytes_of_columns
 from robust_dcp.plan.global_plan import GlobalPlan, differing_objects, make_global_plan
-from robust_dcp.plan.global_plan.conflicts import ranks_in_words
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.metadata import MetadataTemplate, stock_metadata
 from robust_dcp.plan.rank_plan import (

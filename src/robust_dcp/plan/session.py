@@ -58,6 +58,7 @@ class SaveSession:
     on_object_mismatch: OnObjectMismatch = "warn"
     commits_together: bool = False
 
+    leads: bool = field(default=True, init=False)
     n_leaders: int = field(default=0, init=False)
     outcome: PlanOutcome = field(default="built", init=False)
     reason: str = field(default="", init=False)
@@ -107,6 +108,15 @@ class SaveSession:
             offer, self._cached = make_offer(PLANS, self.channel.ranks, self.channel.rank, self.local, leads=leads)
             return offer
 
+        self.leads = leads
+        try:
+            return self._agree(offer_own)
+        except RobustCheckpointError as error:
+            if self._others_tell(error):
+                raise error.in_brief() from error
+            raise
+
+    def _agree(self, offer_own: Callable[[], Offer]) -> RankPlan:
         offers = self.channel.agree(self._named("agree"), offer_own)
         self._signatures = tuple(offer.signature for offer in offers)
         leaders = leaders_among(offers)
@@ -195,9 +205,16 @@ class SaveSession:
         except RobustCheckpointError as error:
             if self.written is not None and not isinstance(error, ExchangeError):
                 discard(self.written)
+            if self._others_tell(error):
+                raise error.in_brief() from error
             raise
         self._words = self.channel.last_values
         self._messages = messages or []
+
+    def _others_tell(self, error: RobustCheckpointError) -> bool:
+        """Whether stock prints this error once for each rank: within its ``save`` with collectives, the coordinator's
+        has all that they know together."""
+        return not self.leads and not self.commits_together and not isinstance(error, ExchangeError)
 
     def check_stop(self) -> None:
         """Raise if another rank has announced that this save failed; cheap, for calls between blocks of data."""

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
-from robust_dcp.errors import CorruptCheckpoint, PlanConflict
+from robust_dcp.errors import CorruptCheckpoint, PlanConflict, entry_point
 from robust_dcp.planner.load_items import PlannedReads, plan_reads
 from robust_dcp.storage.files.garbage import without_garbage_collection
 from robust_dcp.storage.records.objects import check_object
@@ -79,6 +79,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         with without_garbage_collection():
             super().set_up_planner(state_dict, metadata, is_coordinator)
 
+    @entry_point
     def create_local_plan(self) -> LoadPlan:
         if self.metadata is None:
             raise ValueError("set_up_planner was not given the checkpoint's metadata")

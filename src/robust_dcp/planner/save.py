@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from robust_dcp.comm import Channel
-from robust_dcp.errors import PlanConflict, RobustCheckpointError
+from robust_dcp.errors import PlanConflict, RobustCheckpointError, entry_point
 from robust_dcp.plan.global_plan import object_digest
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.session import OnObjectMismatch, OnStructureChange, SaveSession
@@ -251,6 +251,7 @@ class RobustPlanner(DefaultSavePlanner):
         if self._set_up_error is not None:
             raise self._set_up_error
 
+    @entry_point
     def create_local_plan(self) -> SavePlan:
         """Agree with all ranks on the plan. What stock gathers from here on is an empty stub."""
         session = self.open_session(self._checkpoint)
@@ -271,6 +272,7 @@ class RobustPlanner(DefaultSavePlanner):
         self._session = session
         return SavePlan([])
 
+    @entry_point
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """The plan is made already: hand stock a stub for each rank, and the metadata to commit."""
         session = self._begun()
@@ -287,6 +289,7 @@ class RobustPlanner(DefaultSavePlanner):
             raise RobustCheckpointError("this plan was made for RobustWriter, not for another storage writer")
         return list(all_plans), metadata
 
+    @entry_point
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """This rank's share; RobustWriter finds the places of its items, and the session, in ``planner_data``."""
         session = self._begun()

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from robust_dcp.errors import CorruptCheckpoint, StorageError
+from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.storage.files.disk import Disk, PosixDisk
 from robust_dcp.storage.files.paths import metadata_name
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
@@ -32,6 +32,19 @@ from robust_dcp.storage.reading.read_options import BLOCK_NBYTES, ReadOptions
 from robust_dcp.storage.writing.write_options import default_threads
 
 __all__ = ["RobustReader"]
+
+
+class UnreadMetadata(Metadata):
+    """Stands for metadata that could not be read: whoever looks at what it holds gets the reason."""
+
+    def __init__(self, error: RobustCheckpointError) -> None:
+        self.error = error
+
+    def __getattr__(self, name: str) -> Any:
+        # Called for what the instance and its class do not have: `state_dict_metadata` has no default.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self.error
 
 
 class RobustReader(StorageReader):
@@ -152,14 +165,29 @@ class RobustReader(StorageReader):
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
+    @entry_point
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        rank = kwargs.get("rank")
-        if rank is not None and not self._disk.exists(self._metadata_path(rank)):
-            # Stock asks for a rank's own file when it could not read the common one: what is wrong with that matters.
-            rank = None
-        return self.decode_metadata(self.metadata_bytes(rank), rank)
+        """Read ``.metadata``; with ``rank=`` the ``__{rank}.metadata`` of a stock save without collectives.
 
+        Stock ``load`` asks with ``rank`` when it could not read the common file. It makes an ``AssertionError`` of what
+        is then raised, and the class is lost; so where that rank has no file either, what is returned raises the error
+        of the common file when it is used.
+
+        Raises:
+            StorageError, CorruptCheckpoint, UnsafeCheckpoint: as :meth:`metadata_bytes` and :meth:`decode_metadata`.
+        """
+        rank = kwargs.get("rank")
+        if rank is None or self._disk.exists(self._metadata_path(rank)):
+            return self.decode_metadata(self.metadata_bytes(rank), rank)
+        try:
+            return self.decode_metadata(self.metadata_bytes())
+        except RobustCheckpointError as error:
+            return UnreadMetadata(error)
+
+    @entry_point
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if isinstance(metadata, UnreadMetadata):
+            raise metadata.error
         if not isinstance(metadata.storage_data, dict):
             raise CorruptCheckpoint(
                 f"the metadata of {self.path} does not say where its items lie: no save was finished there",
@@ -175,6 +203,7 @@ class RobustReader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
+    @entry_point
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read every item of ``plan``; returns when that is done.
 
