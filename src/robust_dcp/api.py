@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from robust_dcp.comm import Channel, Offer
-from robust_dcp.errors import entry_point
+from robust_dcp.errors import RobustCheckpointError, entry_point
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.phases import PhaseClock, PhaseRecord
 from robust_dcp.plan.session import SaveSession
@@ -91,6 +91,7 @@ def save(
     clock = PhaseClock(session.channel)
 
     def describe() -> LocalStructure:
+        _refuse_other_than_dict(state_dict)
         is_coordinator = session.channel.is_coordinator
         writer.begin(is_coordinator=is_coordinator)
         planner.set_up_planner(_state_dicts_of(state_dict), writer.storage_meta(), is_coordinator)
@@ -161,6 +162,7 @@ def load(
 
     def prepare() -> Offer:
         nonlocal plan
+        _refuse_other_than_dict(state_dict)
         values.update(_state_dicts_of(dict(sorted(state_dict.items()))))
         plan = _local_load_plan(values, reader, planner, metadata_file, channel)
         if not isinstance(reader, RobustReader):
@@ -235,6 +237,16 @@ def _local_load_plan(
     plan = reader.prepare_local_plan(planner.create_local_plan())
     (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
     return planner.finish_plan(plan)
+
+
+def _refuse_other_than_dict(state_dict: Any) -> None:
+    if isinstance(state_dict, Mapping):
+        return
+    if _is_stateful(state_dict):
+        what_to_do = 'give it a name, {"model": model}, or pass its state dict, model.state_dict()'
+    else:
+        what_to_do = 'give it a name, {"name": value}'
+    raise RobustCheckpointError(f"a state dict is a dict, and a {type(state_dict).__name__} was passed: {what_to_do}")
 
 
 def _state_dicts_of(state_dict: dict[str, Any]) -> dict[str, Any]:

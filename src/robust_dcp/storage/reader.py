@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable
-from errno import ENOENT
+from errno import ENOENT, ENOTDIR
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.futures import Future
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.storage.files.disk import Disk, PosixDisk
 from robust_dcp.storage.files.paths import metadata_name
+from robust_dcp.storage.files.what_is_there import what_is_there
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
 from robust_dcp.storage.metadata.shard_metadata import metadata_of_shards, shards_in
 from robust_dcp.storage.reading.common_reads import CommonReads, common_reads, places_in_files
@@ -139,13 +140,14 @@ class RobustReader(StorageReader):
         try:
             opened = self._disk.open_read(path)
         except StorageError as error:
-            if error.errno != ENOENT:
+            if error.errno not in (ENOENT, ENOTDIR):
                 raise
-            shards = [] if rank is not None else shards_in(self._disk, self.path)
+            shards = [] if rank is not None or error.errno == ENOTDIR else shards_in(self._disk, self.path)
             if shards:
                 return encode_metadata(metadata_of_shards(self._disk, self.path, shards))
             message = f"no {metadata_name(rank)} in {self.path}: no checkpoint was committed there"
-            raise StorageError(message, path=path, errno=ENOENT, operation="open") from error
+            message += f"\n  {what_is_there(self._disk, self.path)}"
+            raise StorageError(message, path=path, errno=error.errno, operation="open") from error
         try:
             buffer = bytearray(self._disk.size(path))
             found = self._disk.pread_into(opened, buffer, 0)
