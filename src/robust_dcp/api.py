@@ -51,6 +51,7 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     timeout_seconds: float | None = None,
+    kind: str | None = None,
 ) -> SaveReport:
     """Save a state dict from all ranks of a group into one checkpoint.
 
@@ -67,6 +68,7 @@ def save(
         process_group: the ranks that save together; ``None`` for all.
         no_dist: save from this process alone although ``torch.distributed`` is initialised.
         timeout_seconds: for every exchange; the planner's (300 by default) if ``None``.
+        kind: what is saved, in a word, for a job that saves several state dicts in turn; the planner's if ``None``.
 
     Returns:
         What was done; the DCP ``Metadata`` is its ``metadata``.
@@ -85,7 +87,11 @@ def save(
     writer = _robust_writer(storage_writer, checkpoint_id)
     planner = _robust_planner(planner)
     session = planner.open_session(
-        checkpoint_name(writer.path), process_group=process_group, timeout_seconds=timeout_seconds, no_dist=no_dist
+        checkpoint_name(writer.path),
+        process_group=process_group,
+        timeout_seconds=timeout_seconds,
+        no_dist=no_dist,
+        kind=kind,
     )
     session.commits_together = True
     clock = PhaseClock(session.channel)

@@ -194,7 +194,7 @@ def _changes(tables: Sequence[StructureTable], decision: Decision, known: Coordi
 
 def _reason(decision: Decision, changes: StructureDiff) -> str:
     if decision.base is None:
-        return "the coordinator has no plan of a committed save of this group"
+        return "the coordinator has no plan of a committed save of this kind by this group"
     if not changes:
         return "options, versions or the group have changed"
     return f"on {ranks_in_words(list(decision.senders))}: {changes}"

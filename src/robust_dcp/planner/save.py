@@ -52,6 +52,9 @@ class RobustPlanner(DefaultSavePlanner):
         timeout_seconds: for every exchange of a save.
         on_structure_change: when the structure is not that of the last committed save: ``"rebuild"`` the plan and
             log which keys changed, ``"quiet"`` without the log, ``"error"``: raise ``StructureChanged``.
+        kind: what is saved, in a word, for a job that saves several state dicts in turn: ``"model"``, ``"loader"``. A
+            changed structure is compared with the last save of the same kind. Without it names tell: two state dicts
+            are of one kind if they share half of the names of the larger, or nearly all of the smaller.
         on_object_mismatch: when an object that several ranks hold differs between them: ``"warn"``, ``"error"``
             (raise ``PlanConflict``), ``"ignore"``.
         no_dist: plan for this process alone although ``torch.distributed`` is initialised.
@@ -77,6 +80,7 @@ class RobustPlanner(DefaultSavePlanner):
         on_structure_change: OnStructureChange = "rebuild",
         on_object_mismatch: OnObjectMismatch = "warn",
         no_dist: bool = False,
+        kind: str | None = None,
     ) -> None:
         super().__init__(
             flatten_state_dict=flatten_state_dict,
@@ -92,6 +96,7 @@ class RobustPlanner(DefaultSavePlanner):
         self.on_structure_change: OnStructureChange = on_structure_change
         self.on_object_mismatch: OnObjectMismatch = on_object_mismatch
         self.no_dist = no_dist
+        self.kind = kind
         self._items = DescribedItems([], [], [])
         self._structure: KnownStructure | None = None
         self._writer: RobustWriter | None = None
@@ -107,6 +112,7 @@ class RobustPlanner(DefaultSavePlanner):
         process_group: dist.ProcessGroup | None = None,
         timeout_seconds: float | None = None,
         no_dist: bool = False,
+        kind: str | None = None,
     ) -> SaveSession:
         """The start of a save: nothing has been exchanged yet. What is not given here is as this planner says."""
         channel = Channel.for_group(
@@ -115,7 +121,13 @@ class RobustPlanner(DefaultSavePlanner):
             timeout_seconds=self.timeout_seconds if timeout_seconds is None else timeout_seconds,
             no_dist=self.no_dist or no_dist,
         )
-        return SaveSession(channel, checkpoint, self.on_structure_change, self.on_object_mismatch)
+        return SaveSession(
+            channel,
+            checkpoint,
+            self.on_structure_change,
+            self.on_object_mismatch,
+            kind=self.kind if kind is None else kind,
+        )
 
     def describe(self, channel: Channel, writer: RobustWriter | None) -> LocalStructure:
         """The structure of the state dict that :meth:`set_up_planner` was given.
