@@ -122,7 +122,7 @@ class RobustCheckpointError(CheckpointException, RuntimeError):
         is_own = (first.type_name, first.message) == (type(self).__name__, self.message)
         if not is_own and _type_and_message(first) not in self.message:
             lines.append(_indented(2, f"{where}{same}: {_type_and_message(first)}"))
-        elif where not in self.message or same:
+        elif where not in self.message:
             lines.append(f"  raised on {where}{same}")
         if first.traceback_text:
             lines.append(_indented(4, first.traceback_text.rstrip()))
