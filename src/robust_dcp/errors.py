@@ -59,6 +59,7 @@ _MAX_KINDS_SHOWN = 8
 """Failures that are not alike, of different ranks, that a message spells out."""
 
 _BRIEF_CHARS = 80
+_DIGIT = re.compile(r"\d")
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,9 @@ def alike(failures: Sequence[RankFailure]) -> list[list[RankFailure]]:
     with numbers in them (``__3_0.distcp``, ``layers.7``, a checksum)."""
     groups: dict[tuple[str, str], list[RankFailure]] = {}
     for failure in failures:
-        groups.setdefault((failure.type_name, re.sub(r"\w*\d\w*", "#", failure.message)), []).append(failure)
+        # Word by word: a pattern with a digit somewhere in a word would take the square of a long word's length.
+        kind = re.sub(r"\w+", lambda word: "#" if _DIGIT.search(word[0]) else word[0], failure.message)
+        groups.setdefault((failure.type_name, kind), []).append(failure)
     return list(groups.values())
 
 
