@@ -18,6 +18,7 @@ from benchmarks.simulation.payloads import Payloads
 from benchmarks.simulation.stopwatch import Stopwatch
 from robust_dcp.comm import Offer, encode
 from robust_dcp.comm.frames import FRAME_NBYTES, Frame
+from robust_dcp.plan.kinds import KindVote
 from robust_dcp.plan.structure import StructureMessage
 
 __all__ = ["SimulatedChannel"]
@@ -70,6 +71,9 @@ class SimulatedChannel:
         value: Callable[[M | None], int] | int = 0,
     ) -> list[M | None]:
         own = produce()
+        if message_type is KindVote:  # the others hold what this rank holds, or nearly so
+            self._count_headers()
+            return [own] * self.size
         own_value = value(own) if callable(value) else value
         with self._watch.paused():
             if message_type is StructureMessage:
@@ -84,6 +88,9 @@ class SimulatedChannel:
         self.last_values = (own_value, *values[1:])
         self._watch.lap("structures" if message_type is StructureMessage else "places")
         return [own, *messages[1:]]
+
+    def broadcast(self, phase: str, produce: Callable[[], M], message_type: type[M]) -> M:
+        return produce()
 
     def scatter(self, phase: str, produce: Callable[[], Sequence[M]], message_type: type[M]) -> M:
         made = produce()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from robust_dcp.comm import Channel, Offer
+from robust_dcp.errors import RobustCheckpointError, entry_point
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.phases import PhaseClock, PhaseRecord
 from robust_dcp.plan.session import SaveSession
@@ -40,6 +41,7 @@ CheckpointId = str | os.PathLike[str]
 _DEFAULT_TIMEOUT_SECONDS = 300.0
 
 
+@entry_point
 def save(
     state_dict: dict[str, Any],
     *,
@@ -49,6 +51,7 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     timeout_seconds: float | None = None,
+    kind: str | None = None,
 ) -> SaveReport:
     """Save a state dict from all ranks of a group into one checkpoint.
 
@@ -65,6 +68,7 @@ def save(
         process_group: the ranks that save together; ``None`` for all.
         no_dist: save from this process alone although ``torch.distributed`` is initialised.
         timeout_seconds: for every exchange; the planner's (300 by default) if ``None``.
+        kind: what is saved, in a word, for a job that saves several state dicts in turn; the planner's if ``None``.
 
     Returns:
         What was done; the DCP ``Metadata`` is its ``metadata``.
@@ -83,12 +87,17 @@ def save(
     writer = _robust_writer(storage_writer, checkpoint_id)
     planner = _robust_planner(planner)
     session = planner.open_session(
-        checkpoint_name(writer.path), process_group=process_group, timeout_seconds=timeout_seconds, no_dist=no_dist
+        checkpoint_name(writer.path),
+        process_group=process_group,
+        timeout_seconds=timeout_seconds,
+        no_dist=no_dist,
+        kind=kind,
     )
     session.commits_together = True
     clock = PhaseClock(session.channel)
 
     def describe() -> LocalStructure:
+        _refuse_other_than_dict(state_dict)
         is_coordinator = session.channel.is_coordinator
         writer.begin(is_coordinator=is_coordinator)
         planner.set_up_planner(_state_dicts_of(state_dict), writer.storage_meta(), is_coordinator)
@@ -118,6 +127,7 @@ class _MetadataFile(msgspec.Struct, frozen=True):
     data: bytes
 
 
+@entry_point
 def load(
     state_dict: dict[str, Any],
     *,
@@ -158,6 +168,7 @@ def load(
 
     def prepare() -> Offer:
         nonlocal plan
+        _refuse_other_than_dict(state_dict)
         values.update(_state_dicts_of(dict(sorted(state_dict.items()))))
         plan = _local_load_plan(values, reader, planner, metadata_file, channel)
         if not isinstance(reader, RobustReader):
@@ -232,6 +243,16 @@ def _local_load_plan(
     plan = reader.prepare_local_plan(planner.create_local_plan())
     (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
     return planner.finish_plan(plan)
+
+
+def _refuse_other_than_dict(state_dict: Any) -> None:
+    if isinstance(state_dict, Mapping):
+        return
+    if _is_stateful(state_dict):
+        what_to_do = 'give it a name, {"model": model}, or pass its state dict, model.state_dict()'
+    else:
+        what_to_do = 'give it a name, {"name": value}'
+    raise RobustCheckpointError(f"a state dict is a dict, and a {type(state_dict).__name__} was passed: {what_to_do}")
 
 
 def _state_dicts_of(state_dict: dict[str, Any]) -> dict[str, Any]:

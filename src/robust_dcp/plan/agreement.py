@@ -16,7 +16,7 @@ from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.structure import plan_id_of
 from robust_dcp.plan.structure.signature import PLAN_ID_NBYTES
 
-__all__ = ["Decision", "PlanOutcome", "decide", "leaders_among", "make_offer"]
+__all__ = ["Decision", "PlanOutcome", "decide", "is_settled", "leaders_among", "make_offer", "offer_of"]
 
 PlanOutcome = Literal["built", "reused", "patched", "rebuilt"]
 
@@ -54,21 +54,35 @@ def make_offer(
     cache: PlanCache, group: GroupKey, rank: int, local: LocalStructure, *, leads: bool
 ) -> tuple[Offer, CachedPlan | None]:
     """What this rank says of itself, and the cached plan that it offers (not necessarily one that fits)."""
-    signature = local.signature.value
-    leads_flag = LEADS if leads else 0
-    if local.files is None:
+    plan = None
+    if local.files is not None:
         # Nothing tells us whether another storage writer committed its checkpoint, so no plan is ever kept for it.
-        return Offer(signature=signature, plan_id=_NO_PLAN, flags=leads_flag), None
-    plan = cache.find(group, signature, rank)
-    flags, digest = MATCHES, 0
+        plan = cache.find(group, local.signature.value, rank) or cache.latest(group)
+    return offer_of(plan, rank, local, leads=leads), plan
+
+
+def offer_of(plan: CachedPlan | None, rank: int, local: LocalStructure, *, leads: bool) -> Offer:
+    """What this rank says of itself and of ``plan``."""
+    signature = local.signature.value
+    flags = LEADS if leads else 0
     if plan is None:
-        plan, flags = cache.latest(group), 0
-    else:
+        return Offer(signature=signature, plan_id=_NO_PLAN, flags=flags)
+    digest = 0
+    if plan.signatures[rank] == signature:
+        flags |= MATCHES
         digest = combined_digest(local.digests_of(plan.rank_plan.common_objects))
-    if plan is not None and plan.coordinator is not None:
+    if plan.coordinator is not None:
         flags |= HAS_GLOBAL_PLAN
-    plan_id = _NO_PLAN if plan is None else plan.plan_id
-    return Offer(signature=signature, plan_id=plan_id, value=digest, flags=flags | leads_flag), plan
+    return Offer(signature=signature, plan_id=plan.plan_id, value=digest, flags=flags)
+
+
+def is_settled(decision: Decision, offers: Sequence[Offer]) -> bool:
+    """Whether ``decision`` stands: the plan holds, or no rank has any that could be of another kind.
+
+    Else ranks have to agree on the kind first: one that holds the same in two kinds, or nothing, cannot tell them
+    apart by itself.
+    """
+    return decision.outcome == "reused" or all(offer.plan_id == _NO_PLAN for offer in offers)
 
 
 def leaders_among(offers: Sequence[Offer]) -> list[int]:

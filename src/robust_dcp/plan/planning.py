@@ -12,11 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from robust_dcp.errors import ExchangeError, PlanConflict, StructureChanged
+from robust_dcp.errors import ExchangeError, PlanConflict, StructureChanged, ranks_in_words
 from robust_dcp.plan.agreement import Decision
 from robust_dcp.plan.cache import CachedPlan, CoordinatorPlan, nbytes_of_columns
 from robust_dcp.plan.global_plan import GlobalPlan, differing_objects, make_global_plan
-from robust_dcp.plan.global_plan.conflicts import ranks_in_words
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.metadata import MetadataTemplate, stock_metadata
 from robust_dcp.plan.rank_plan import (
@@ -234,7 +233,7 @@ def _changes(tables: Sequence[StructureTable], decision: Decision, known: Coordi
 
 def _reason(decision: Decision, changes: StructureDiff) -> str:
     if decision.base is None:
-        return "the coordinator has no plan of a committed save of this group"
+        return "the coordinator has no plan of a committed save of this kind by this group"
     if not changes:
         return "options, versions or the group have changed"
     return f"on {ranks_in_words(list(decision.senders))}: {changes}"

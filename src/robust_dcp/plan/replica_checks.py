@@ -23,8 +23,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from robust_dcp.errors import ExchangeError
-from robust_dcp.plan.global_plan.conflicts import ranks_in_words
+from robust_dcp.errors import ExchangeError, ranks_in_words
 from robust_dcp.plan.structure import StructureTable
 
 __all__ = [

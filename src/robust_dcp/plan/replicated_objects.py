@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from robust_dcp.errors import ExchangeError, PlanConflict
-from robust_dcp.plan.global_plan.conflicts import ranks_in_words
+from robust_dcp.errors import ExchangeError, PlanConflict, ranks_in_words
 
 __all__ = ["ObjectDigests", "differing_digests", "report_differing"]
 

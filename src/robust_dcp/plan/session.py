@@ -17,8 +17,17 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from robust_dcp.comm import Channel, Offer
 from robust_dcp.errors import ExchangeError, RobustCheckpointError, StorageError
-from robust_dcp.plan.agreement import Decision, PlanOutcome, decide, leaders_among, make_offer
+from robust_dcp.plan.agreement import (
+    Decision,
+    PlanOutcome,
+    decide,
+    is_settled,
+    leaders_among,
+    make_offer,
+    offer_of,
+)
 from robust_dcp.plan.cache import PLANS, CachedPlan, CoordinatorPlan
+from robust_dcp.plan.kinds import ChosenBase, KindVote, choose_base, kind_of, vote
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.planning import apply_plan, plan_for_all
 from robust_dcp.plan.rank_plan import RankPlan, RankPlanMessage
@@ -50,6 +59,7 @@ class SaveSession:
         checkpoint: what is saved where; part of every phase's name, so ranks that save to different places are told.
         on_structure_change: what to do when the structure is not that of the last committed save.
         on_object_mismatch: what to do when an object that several ranks hold differs between them.
+        kind: the caller's word for what is saved, where a job saves several state dicts in turn; the same on all ranks.
         commits_together: whether all ranks call ``commit``. Inside stock ``save`` with collectives only the
             coordinator's does, and stock tells the others.
         verify_replicas: which replicas are compared with those of other ranks.
@@ -63,7 +73,9 @@ class SaveSession:
     commits_together: bool = False
     verify_replicas: VerifyReplicas = "off"
     digest_items: DigestItems | None = None
+    kind: str | None = None
 
+    leads: bool = field(default=True, init=False)
     n_leaders: int = field(default=0, init=False)
     outcome: PlanOutcome = field(default="built", init=False)
     reason: str = field(default="", init=False)
@@ -76,6 +88,7 @@ class SaveSession:
     written: WrittenFiles | None = field(default=None, init=False)
     _signatures: tuple[bytes, ...] = field(default=(), init=False)
     _cached: CachedPlan | None = field(default=None, init=False)
+    _base_kind: str = field(default="", init=False)
     _messages: Sequence[WrittenMessage | None] = field(default=(), init=False)
     _words: Sequence[int] = field(default=(), init=False)
     _written_by_all: tuple[WrittenFiles, ...] = field(default=(), init=False)
@@ -114,6 +127,15 @@ class SaveSession:
             offer, self._cached = make_offer(PLANS, self.channel.ranks, self.channel.rank, self.local, leads=leads)
             return offer
 
+        self.leads = leads
+        try:
+            return self._agree(offer_own)
+        except RobustCheckpointError as error:
+            if self._others_tell(error):
+                raise error.in_brief() from error
+            raise
+
+    def _agree(self, offer_own: Callable[[], Offer]) -> RankPlan:
         offers = self.channel.agree(self._named("agree"), offer_own)
         self._signatures = tuple(offer.signature for offer in offers)
         leaders = leaders_among(offers)
@@ -121,6 +143,10 @@ class SaveSession:
         if self.n_leaders == 1:
             self.channel = self.channel.led_by(leaders[0])
         decision = decide(offers, self.channel.coordinator_rank)
+        if not is_settled(decision, offers):
+            decision = self._decide_by_kind()
+        elif self._cached is not None:
+            self._base_kind = self._cached.kind
         self.outcome = decision.outcome
         if decision.outcome == "reused" and self._cached is not None:
             self.rank_plan = self._cached.rank_plan
@@ -135,6 +161,25 @@ class SaveSession:
         report_differing(self.differing_objects, self.on_object_mismatch, is_reporter=self.channel.is_coordinator)
         return self.rank_plan
 
+    def _decide_by_kind(self) -> Decision:
+        """Agree once more, on the last plan of the kind that is saved now."""
+        ranks = self.channel.ranks
+        votes = self.channel.gather(
+            self._named("kind"), lambda: vote(PLANS, ranks, self.kind, self.local.table), KindVote
+        )
+        base = self.channel.broadcast(
+            self._named("kind found"),
+            lambda: choose_base(PLANS, ranks, self.kind, votes or []) or ChosenBase(),
+            ChosenBase,
+        )
+        self._base_kind = base.kind
+        self._cached = PLANS.get(ranks, base.plan_id)
+
+        def offer_again() -> Offer:
+            return offer_of(self._cached, self.rank, self.local, leads=self.leads)
+
+        return decide(self.channel.agree(self._named("agree on kind"), offer_again), self.channel.coordinator_rank)
+
     def _look_into_loaded_checkpoints(self, *, leads: bool) -> None:
         """Without a plan of this process for what there is to save, one may lie in the checkpoint that was loaded."""
         ranks, rank = self.channel.ranks, self.channel.rank
@@ -142,7 +187,7 @@ class SaveSession:
             return
         plan = LOADED.find_plan(ranks, rank, self.local, leads=leads)
         if plan is not None:
-            PLANS.put(ranks, plan)
+            PLANS.put(ranks, replace(plan, kind=kind_of(None, plan.plan_id, "")))
 
     def _make_plan(self, decision: Decision) -> None:
         is_sender = self.channel.rank in decision.senders
@@ -202,6 +247,8 @@ class SaveSession:
         except RobustCheckpointError as error:
             if self.written is not None and not isinstance(error, ExchangeError):
                 discard(self.written)
+            if self._others_tell(error):
+                raise error.in_brief() from error
             raise
         self._words = self.channel.last_values
         self._messages = messages or []
@@ -226,6 +273,11 @@ class SaveSession:
             report_replicas(self.differing_replicas, contested, self.checkpoint)
         except Exception as error:  # the checkpoint is committed: whatever this is, the save has succeeded
             logger.warning("%s: its replicas could not be compared: %s", self.checkpoint, error)
+
+    def _others_tell(self, error: RobustCheckpointError) -> bool:
+        """Whether stock prints this error once for each rank: within its ``save`` with collectives, the coordinator's
+        has all that they know together."""
+        return not self.leads and not self.commits_together and not isinstance(error, ExchangeError)
 
     def check_stop(self) -> None:
         """Raise if another rank has announced that this save failed; cheap, for calls between blocks of data."""
@@ -294,6 +346,7 @@ class SaveSession:
     def _keep_plan(self, *, confirmed: bool) -> None:
         """Put the plan into the cache; ``confirmed`` says that this rank knows that the checkpoint was committed."""
         places = None if self.written is None else self.written.variable_places
+        plan_id = plan_id_of(self._signatures)
         coordinator = self.coordinator
         if coordinator is not None:
             places_of_all = tuple(files.variable_places for files in self._written_by_all)
@@ -301,12 +354,13 @@ class SaveSession:
         PLANS.put(
             self.channel.ranks,
             CachedPlan(
-                plan_id=plan_id_of(self._signatures),
+                plan_id=plan_id,
                 signatures=self._signatures,
                 table=self.local.table,
                 rank_plan=self.rank_plan,
                 variable_places=places if confirmed else None,
                 coordinator=coordinator,
+                kind=kind_of(self.kind, plan_id, self._base_kind),
             ),
         )
 

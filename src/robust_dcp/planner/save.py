@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from robust_dcp.comm import Channel
-from robust_dcp.errors import PlanConflict, RobustCheckpointError
+from robust_dcp.errors import PlanConflict, RobustCheckpointError, entry_point
 from robust_dcp.plan.global_plan import object_digest
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.replica_checks import VerifyReplicas
@@ -55,6 +55,9 @@ class RobustPlanner(DefaultSavePlanner):
         timeout_seconds: for every exchange of a save.
         on_structure_change: when the structure is not that of the last committed save: ``"rebuild"`` the plan and
             log which keys changed, ``"quiet"`` without the log, ``"error"``: raise ``StructureChanged``.
+        kind: what is saved, in a word, for a job that saves several state dicts in turn: ``"model"``, ``"loader"``. A
+            changed structure is compared with the last save of the same kind. Without it names tell: two state dicts
+            are of one kind if they share half of the names of the larger, or nearly all of the smaller.
         on_object_mismatch: when an object that several ranks hold differs between them: ``"warn"``, ``"error"``
             (raise ``PlanConflict``), ``"ignore"``.
         verify_replicas: whether the copies of a tensor on several ranks are compared, by checksums, and those that
@@ -84,6 +87,7 @@ class RobustPlanner(DefaultSavePlanner):
         on_object_mismatch: OnObjectMismatch = "warn",
         verify_replicas: VerifyReplicas = "off",
         no_dist: bool = False,
+        kind: str | None = None,
     ) -> None:
         super().__init__(
             flatten_state_dict=flatten_state_dict,
@@ -102,6 +106,7 @@ class RobustPlanner(DefaultSavePlanner):
         self.on_object_mismatch: OnObjectMismatch = on_object_mismatch
         self.verify_replicas: VerifyReplicas = verify_replicas
         self.no_dist = no_dist
+        self.kind = kind
         self._items = DescribedItems([], [], [])
         self._structure: KnownStructure | None = None
         self._writer: RobustWriter | None = None
@@ -117,6 +122,7 @@ class RobustPlanner(DefaultSavePlanner):
         process_group: dist.ProcessGroup | None = None,
         timeout_seconds: float | None = None,
         no_dist: bool = False,
+        kind: str | None = None,
     ) -> SaveSession:
         """The start of a save: nothing has been exchanged yet. What is not given here is as this planner says."""
         channel = Channel.for_group(
@@ -132,6 +138,7 @@ class RobustPlanner(DefaultSavePlanner):
             self.on_object_mismatch,
             verify_replicas=self.verify_replicas,
             digest_items=self._digests_of,
+            kind=self.kind if kind is None else kind,
         )
 
     def describe(self, channel: Channel, writer: RobustWriter | None) -> LocalStructure:
@@ -291,6 +298,7 @@ class RobustPlanner(DefaultSavePlanner):
         if self._set_up_error is not None:
             raise self._set_up_error
 
+    @entry_point
     def create_local_plan(self) -> SavePlan:
         """Agree with all ranks on the plan. What stock gathers from here on is an empty stub."""
         session = self.open_session(self._checkpoint)
@@ -311,6 +319,7 @@ class RobustPlanner(DefaultSavePlanner):
         self._session = session
         return SavePlan([])
 
+    @entry_point
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """The plan is made already: hand stock a stub for each rank, and the metadata to commit."""
         session = self._begun()
@@ -327,6 +336,7 @@ class RobustPlanner(DefaultSavePlanner):
             raise RobustCheckpointError("this plan was made for RobustWriter, not for another storage writer")
         return list(all_plans), metadata
 
+    @entry_point
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """This rank's share; RobustWriter finds the places of its items, and the session, in ``planner_data``."""
         session = self._begun()

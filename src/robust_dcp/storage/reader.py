@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable
-from errno import ENOENT
+from errno import ENOENT, ENOTDIR
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from robust_dcp.errors import CorruptCheckpoint, StorageError
+from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.storage.files.disk import Disk, PosixDisk
 from robust_dcp.storage.files.paths import metadata_name
+from robust_dcp.storage.files.what_is_there import what_is_there
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
 from robust_dcp.storage.metadata.shard_metadata import metadata_of_shards, shards_in
 from robust_dcp.storage.reading.common_reads import CommonReads, common_reads, places_in_files
@@ -32,6 +33,19 @@ from robust_dcp.storage.reading.read_options import BLOCK_NBYTES, ReadOptions
 from robust_dcp.storage.writing.write_options import default_threads
 
 __all__ = ["RobustReader"]
+
+
+class UnreadMetadata(Metadata):
+    """Stands for metadata that could not be read: whoever looks at what it holds gets the reason."""
+
+    def __init__(self, error: RobustCheckpointError) -> None:
+        self.error = error
+
+    def __getattr__(self, name: str) -> Any:
+        # Called for what the instance and its class do not have: `state_dict_metadata` has no default.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self.error
 
 
 class RobustReader(StorageReader):
@@ -126,13 +140,14 @@ class RobustReader(StorageReader):
         try:
             opened = self._disk.open_read(path)
         except StorageError as error:
-            if error.errno != ENOENT:
+            if error.errno not in (ENOENT, ENOTDIR):
                 raise
-            shards = [] if rank is not None else shards_in(self._disk, self.path)
+            shards = [] if rank is not None or error.errno == ENOTDIR else shards_in(self._disk, self.path)
             if shards:
                 return encode_metadata(metadata_of_shards(self._disk, self.path, shards))
             message = f"no {metadata_name(rank)} in {self.path}: no checkpoint was committed there"
-            raise StorageError(message, path=path, errno=ENOENT, operation="open") from error
+            message += f"\n  {what_is_there(self._disk, self.path)}"
+            raise StorageError(message, path=path, errno=error.errno, operation="open") from error
         try:
             buffer = bytearray(self._disk.size(path))
             found = self._disk.pread_into(opened, buffer, 0)
@@ -152,14 +167,29 @@ class RobustReader(StorageReader):
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
+    @entry_point
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        rank = kwargs.get("rank")
-        if rank is not None and not self._disk.exists(self._metadata_path(rank)):
-            # Stock asks for a rank's own file when it could not read the common one: what is wrong with that matters.
-            rank = None
-        return self.decode_metadata(self.metadata_bytes(rank), rank)
+        """Read ``.metadata``; with ``rank=`` the ``__{rank}.metadata`` of a stock save without collectives.
 
+        Stock ``load`` asks with ``rank`` when it could not read the common file. It makes an ``AssertionError`` of what
+        is then raised, and the class is lost; so where that rank has no file either, what is returned raises the error
+        of the common file when it is used.
+
+        Raises:
+            StorageError, CorruptCheckpoint, UnsafeCheckpoint: as :meth:`metadata_bytes` and :meth:`decode_metadata`.
+        """
+        rank = kwargs.get("rank")
+        if rank is None or self._disk.exists(self._metadata_path(rank)):
+            return self.decode_metadata(self.metadata_bytes(rank), rank)
+        try:
+            return self.decode_metadata(self.metadata_bytes())
+        except RobustCheckpointError as error:
+            return UnreadMetadata(error)
+
+    @entry_point
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if isinstance(metadata, UnreadMetadata):
+            raise metadata.error
         if not isinstance(metadata.storage_data, dict):
             raise CorruptCheckpoint(
                 f"the metadata of {self.path} does not say where its items lie: no save was finished there",
@@ -175,6 +205,7 @@ class RobustReader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
+    @entry_point
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read every item of ``plan``; returns when that is done.
 

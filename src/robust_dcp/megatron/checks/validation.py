@@ -16,6 +16,7 @@ import msgspec
 import torch.distributed as dist
 
 from robust_dcp.comm import Channel, Offer
+from robust_dcp.errors import entry_point
 from robust_dcp.megatron.checkpoint_call import meet_before_saving
 from robust_dcp.megatron.checks.access import AccessColumns, columns_of, find_violation, keys_of
 from robust_dcp.megatron.checks.common_state import LeafDigests, leaf_digests, report_differences
@@ -150,6 +151,7 @@ class GlobalMetadata(list[list[KeyOnly]]):
         super().__init__([[KeyOnly(key) for key in verdict.keys]])
         self._verdict = verdict
 
+    @entry_point
     def raise_if_wrong(self) -> None:
         """Raises InvalidAccess, on all ranks alike."""
         _raise_if_wrong(self._verdict)
@@ -187,6 +189,7 @@ def _raise_if_wrong(verdict: _Verdict) -> None:
         raise InvalidAccess(verdict.message, key=verdict.key, ranks=list(verdict.ranks))
 
 
+@entry_point
 def exchange_metadata(
     sharded_state_dict: dict[str, Any], process_group: dist.ProcessGroup | None = None
 ) -> tuple[list[Any], GlobalMetadata]:

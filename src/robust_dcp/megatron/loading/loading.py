@@ -26,6 +26,7 @@ import msgspec
 import torch.distributed as dist
 
 from robust_dcp.comm import Channel, Offer
+from robust_dcp.errors import entry_point
 from robust_dcp.megatron import versions
 from robust_dcp.megatron.checks import common_state, integrity
 from robust_dcp.megatron.checks.validation import AccessCheck, GlobalMetadata, agree_on_access
@@ -105,6 +106,7 @@ class _MetadataFile(msgspec.Struct, frozen=True):
     data: bytes
 
 
+@entry_point
 def load_torch_dist(call: LoadCall, options: MegatronOptions, stock: Callable[[], Any]) -> Any:
     """Load a checkpoint of Megatron's, saved by robust_dcp or by stock.
 
@@ -135,6 +137,7 @@ def load_torch_dist(call: LoadCall, options: MegatronOptions, stock: Callable[[]
         return _Load(call, channel, phase, opened).run()
 
 
+@entry_point
 def load_common_state(checkpoint_dir: str | os.PathLike[str]) -> Any:
     """``dist_checkpointing.load_common_state_dict``: local to this rank, and without running code from the file.
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from robust_dcp import api
+from robust_dcp.errors import entry_point
 from robust_dcp.megatron import versions
 from robust_dcp.megatron.checkpoint_call import meet_before_saving
 from robust_dcp.megatron.checks.shard_facts import ShardFacts
@@ -29,6 +30,7 @@ __all__ = ["RobustSaveStrategy", "write_sharded"]
 CheckpointDir = str | os.PathLike[str]
 
 
+@entry_point
 def write_sharded(
     sharded_state_dict: dict[str, Any],
     checkpoint_dir: CheckpointDir,
@@ -125,6 +127,7 @@ class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):
         given = {name: value for name, value in self._given.items() if value is not None}
         return replace(current_options(), **given)
 
+    @entry_point
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: CheckpointDir) -> None:
         """Save and commit; ``last_report`` says what was done.
 
@@ -134,6 +137,7 @@ class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):
         """
         self.last_report = write_sharded(sharded_state_dict, checkpoint_dir, self.options, self.process_group)
 
+    @entry_point
     def async_save(
         self,
         sharded_state_dict: dict[str, Any],

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from robust_dcp.comm import Channel
+from robust_dcp.errors import entry_point
 from robust_dcp.megatron import versions
 from robust_dcp.megatron.checkpoint_call import meet_before_saving
 from robust_dcp.megatron.checks import common_state, integrity
@@ -124,6 +125,7 @@ class _Prepared:
     digests: common_state.LeafDigests = field(default_factory=lambda: common_state.LeafDigests({}))
 
 
+@entry_point
 def save_torch_dist(call: SaveCall, options: MegatronOptions) -> Any:
     """Save a checkpoint that Megatron loads; ``metadata.json`` is there only if all of it is.
 
@@ -157,6 +159,7 @@ def save_torch_dist(call: SaveCall, options: MegatronOptions) -> Any:
         if strategy is not None and not isinstance(strategy, tuple):
             strategy.last_report = report
 
+    @entry_point
     def finish() -> None:
         with as_megatron_raises():
             channel.barrier(f"{phase}: finish", lambda: _finish(call, strategy, channel, prepared))
