@@ -149,6 +149,9 @@ class SimulatedDisk:
         view[: len(found)] = found
         return len(found)
 
+    def cached_nbytes(self, file: OpenFile, offset: int, nbytes: int) -> int:
+        return nbytes  # all of it is in memory
+
     def preallocate(self, file: OpenFile, nbytes: int) -> bool:
         cached = self._open[file.fd].cached
         cached.extend(bytes(max(0, nbytes - len(cached))))

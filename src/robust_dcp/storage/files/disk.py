@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.alignment import Alignment, alignment_of
+from robust_dcp.storage.files.page_cache import cached_nbytes
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -99,6 +100,10 @@ class Disk(Protocol):
     def pread_into(self, file: OpenFile, buffer: Buffer, offset: int) -> int:
         """Fill ``buffer`` from ``offset``; returns the bytes read, which are fewer only at the end of the file."""
 
+    def cached_nbytes(self, file: OpenFile, offset: int, nbytes: int) -> int:
+        """How many of these bytes need not come from the device, asked without reading them; all of them where the
+        system does not tell."""
+
     def preallocate(self, file: OpenFile, nbytes: int) -> bool:
         """Reserve space for bytes 0 to ``nbytes``; returns False where the file system cannot. Sets the file's size."""
 
@@ -174,6 +179,9 @@ class PosixDisk:
                 break
             done += nbytes
         return done
+
+    def cached_nbytes(self, file: OpenFile, offset: int, nbytes: int) -> int:
+        return cached_nbytes(file.fd, offset, nbytes)
 
     def preallocate(self, file: OpenFile, nbytes: int) -> bool:
         if nbytes == 0:

@@ -6,14 +6,14 @@ what the bytes mean. Called by ``stored_item``, ``read_pieces`` and ``read_items
 Direct I/O is the faster way to bytes that are not in the page cache: they go from the device into memory by DMA,
 instead of being copied by the processor, and no other pages are pushed out for them. For bytes that are in the cache
 (a save without direct I/O has just put them there, or another rank has read them) the copy is faster than the device.
-So unless told otherwise, each large read looks first.
+So unless told otherwise, each large read asks first what the cache holds. To ask leaves the cache as it is: a load that
+reads past the cache leaves nothing there, and the next load of the same files finds what this one found.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import threading
 from typing import Final
 
@@ -39,7 +39,7 @@ class ReadFile:
 
     Args:
         direct: read past the page cache: ``True`` always (but for small reads), ``False`` never, ``None`` where the
-            file system can and the bytes are not in the cache.
+            file system can and the cache holds less than half of what is to be read at once.
 
     Raises:
         StorageError: the file cannot be opened.
@@ -150,7 +150,7 @@ class ReadFile:
         """The file open for direct I/O, if the bytes are to be read by that."""
         if not self._may_be_direct:
             return None
-        if not self._must_be_direct and _is_cached(self._opened, offset + nbytes // 2):
+        if not self._must_be_direct and 2 * self._disk.cached_nbytes(self._opened, offset, nbytes) >= nbytes:
             return None
         with self._lock:
             if self._opened_direct is None:
@@ -172,13 +172,3 @@ class ReadFile:
 
 class _Refused(Exception):
     """The file system takes no direct read here."""
-
-
-def _is_cached(opened: OpenFile, offset: int) -> bool:
-    """Whether the page cache holds the byte at ``offset``: asked by reading it, if that needs no waiting."""
-    if not hasattr(os, "RWF_NOWAIT"):
-        return False
-    try:
-        return os.preadv(opened.fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
-    except OSError:  # it would have to wait; or the file system cannot say
-        return False
