@@ -97,8 +97,9 @@ class Disk(Protocol):
     def pwrite(self, file: OpenFile, data: Buffer | Sequence[Buffer], offset: int) -> None:
         """Write all of ``data`` (one buffer, or several one after the other) at ``offset`` bytes."""
 
-    def pread_into(self, file: OpenFile, buffer: Buffer, offset: int) -> int:
-        """Fill ``buffer`` from ``offset``; returns the bytes read, which are fewer only at the end of the file."""
+    def pread_into(self, file: OpenFile, buffer: Buffer | Sequence[Buffer], offset: int) -> int:
+        """Fill ``buffer`` (or several, one after the other) from ``offset``; returns the bytes read, which are fewer
+        only at the end of the file."""
 
     def cached_nbytes(self, file: OpenFile, offset: int, nbytes: int) -> int:
         """How many of these bytes need not come from the device, asked without reading them; all of them where the
@@ -170,14 +171,15 @@ class PosixDisk:
             offset += written
             pending = _after(pending, written)
 
-    def pread_into(self, file: OpenFile, buffer: Buffer, offset: int) -> int:
-        view = memoryview(buffer).cast("B")
+    def pread_into(self, file: OpenFile, buffer: Buffer | Sequence[Buffer], offset: int) -> int:
+        pending = _byte_views(buffer)
         done = 0
-        while done < view.nbytes:
-            nbytes: int = _call("read", file.path, os.preadv, file.fd, [view[done:]], offset + done)
+        while pending:
+            nbytes: int = _call("read", file.path, os.preadv, file.fd, pending[:_BUFFERS_PER_CALL], offset + done)
             if nbytes == 0:
                 break
             done += nbytes
+            pending = _after(pending, nbytes)
         return done
 
     def cached_nbytes(self, file: OpenFile, offset: int, nbytes: int) -> int:
