@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import robust_dcp
 from robust_dcp.storage.files import page_cache
@@ -141,3 +142,23 @@ def test_the_third_load_finds_no_more_in_the_cache_than_the_first(tmp_path: Path
         robust_dcp.load(state_dict, checkpoint_id=tmp_path / "step", no_dist=True)
         assert [value[-1].item() for value in state_dict.values()] == [0.0, 1.0, 2.0, 3.0]
         assert cached_share(tmp_path / "step") <= before + 0.2
+
+
+def load_on_a_rank(path: str, names: list[str]) -> None:
+    mine = names if len(names) == 1 else [names[dist.get_rank()]]
+    state_dict = {name: torch.zeros(3 << 20) for name in mine}
+    robust_dcp.load(state_dict, checkpoint_id=path)
+    assert all(bool((value == 7).all()) for value in state_dict.values())
+
+
+@pytest.mark.parametrize(("names", "is_kept"), [(["a"], True), (["a", "b"], False)])
+def test_what_several_ranks_of_a_node_read_goes_through_the_cache(
+    tmp_path: Path, names: list[str], is_kept: bool
+) -> None:
+    path = tmp_path / "step"
+    robust_dcp.save({name: torch.full((3 << 20,), 7.0) for name in names}, checkpoint_id=path, no_dist=True)
+    for file in path.iterdir():
+        forget(file)
+    in_memory = cached_share(path) == 1.0
+    values(run_ranks(2, load_on_a_rank, str(path), names))
+    assert (cached_share(path) > 0.9) == (is_kept or in_memory)

@@ -10,6 +10,7 @@ import io
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from errno import ENOENT
 from typing import Any, Final, NamedTuple
 
@@ -53,7 +54,9 @@ def read_items(
     into a target. Targets may hold parts of the data then. Every file has been closed in any case.
     """
     load = _Load(reads_of(items, metadata, directory), planner, directory, disk, options)
-    load.run()
+    # What a DTensor holds is asked for once an item, and autograd would note each time that it was.
+    with torch.no_grad() if may_ask_early(planner) else nullcontext():
+        load.run()
     return load.peak_nbytes
 
 
