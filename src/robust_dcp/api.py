@@ -25,7 +25,13 @@ from robust_dcp.errors import RobustCheckpointError, entry_point
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.phases import PhaseClock, PhaseRecord
 from robust_dcp.plan.session import SaveSession
-from robust_dcp.plan.sharing import SharedReads, deal_out, ranks_share, sharing_offer
+from robust_dcp.plan.sharing import (
+    SharedReads,
+    deal_out,
+    ranks_share,
+    reads_as_another_on_its_node,
+    sharing_offer,
+)
 from robust_dcp.plan.stored_plan import LOADED
 from robust_dcp.planner import RobustLoadPlanner, RobustPlanner
 from robust_dcp.planner.save import checkpoint_name
@@ -173,7 +179,7 @@ def load(
         plan = _local_load_plan(values, reader, planner, metadata_file, channel)
         if not isinstance(reader, RobustReader):
             return Offer()
-        return sharing_offer(reader.share_reads, can_share=may_ask_early(planner))
+        return sharing_offer(reader.share_reads, plan.items, can_share=may_ask_early(planner))
 
     def read() -> None:
         reader.read_data(plan if shared is None else LoadPlan(shared.left_to_read(plan.items)), planner).wait()
@@ -191,6 +197,8 @@ def load(
         offers = channel.agree(f"load {checkpoint}: plan", prepare)
         if isinstance(reader, RobustReader) and ranks_share(channel, offers):
             shared = deal_out(channel, checkpoint, reader, plan, planner, process_group)
+        elif isinstance(reader, RobustReader):
+            reader.node_reads_the_same = reads_as_another_on_its_node(channel, offers)
     with clock.phase("read"):
         channel.barrier(f"load {checkpoint}: read", read)
     if shared is not None:

@@ -6,7 +6,10 @@ Owns the decision whether to, the exchange that deals the reads, and the bytes o
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -16,13 +19,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from robust_dcp.comm import Channel, GroupMover, Offer, Parcel, Relay
+from robust_dcp.comm.frames import NO_SIGNATURE
 from robust_dcp.errors import PlanConflict
 from robust_dcp.plan.shared_reads import Piece, ReadColumns, ReadShare, deal_reads, pieces_of
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.reading.common_reads import CommonReads
 from robust_dcp.storage.records.checksum import crc32
 
-__all__ = ["SharedReads", "deal_out", "ranks_share", "sharing_offer"]
+__all__ = ["SharedReads", "deal_out", "ranks_share", "reads_as_another_on_its_node", "sharing_offer"]
 
 _WORDS: Final = {1: "False", 2: "True", 3: "None"}
 _CAN: Final = 1
@@ -30,13 +34,37 @@ _READS_BY_ITSELF: Final = 0
 _VALUES: Final = {False: 1, True: 2, None: 3}
 
 
-def sharing_offer(share_reads: bool | None, *, can_share: bool) -> Offer:
+def sharing_offer(share_reads: bool | None, items: Sequence[ReadItem], *, can_share: bool) -> Offer:
     """What a rank with a ``RobustReader(share_reads=…)`` tells the others.
 
     Args:
+        items: all that it reads; the same ones in the same order give the same offer.
         can_share: whether its planner lets others fill its tensors.
     """
-    return Offer(value=_VALUES[share_reads], flags=_CAN if can_share else 0)
+    return Offer(signature=_digest(items), value=_VALUES[share_reads], flags=_CAN if can_share else 0)
+
+
+def reads_as_another_on_its_node(channel: Channel, offers: Sequence[Offer]) -> bool:
+    """Whether another rank on this rank's node reads exactly what this one does, as those of data parallelism do."""
+    mine = offers[channel.rank]
+    if len(offers) == 1 or not all(offer.value for offer in offers) or mine.signature == NO_SIGNATURE:
+        return False
+    nodes = channel.nodes
+    return any(
+        rank != channel.rank and nodes[rank] == nodes[channel.rank] and offer.signature == mine.signature
+        for rank, offer in enumerate(offers)
+    )
+
+
+def _digest(items: Sequence[ReadItem]) -> bytes:
+    if not items:
+        return NO_SIGNATURE
+    indices = [item.storage_index for item in items]
+    names = "\n".join([index.fqn for index in indices]).encode()
+    boxes = [box for item in items for box in (item.storage_index.offset or (), item.storage_offsets, item.lengths)]
+    numbers = array("q", chain.from_iterable(boxes)).tobytes()
+    lengths = array("q", map(len, (names, *boxes))).tobytes()
+    return hashlib.blake2b(lengths + names + numbers, digest_size=len(NO_SIGNATURE)).digest()
 
 
 def ranks_share(channel: Channel, offers: Sequence[Offer]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from errno import ENOENT, ENOTDIR
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,9 @@ class RobustReader(StorageReader):
         trusted: let items that are no tensors run code when they are loaded, as stock does.
         buffer_bytes: limit for what has been read and not yet handed over. One item may exceed it.
         block_bytes: size of a read.
-        direct: read past the page cache (``O_DIRECT``). ``None``: where the file system can do that and the bytes are
-            not in the cache, which each large read finds out first. ``True``: always, or it is an error; ``False``:
-            never. Small reads always go through the cache.
+        direct: read past the page cache (``O_DIRECT``). ``None``: where the file system can do that, the bytes are not
+            in the cache (each large read asks first, which changes nothing there), and no other rank of the node reads
+            the same. ``True``: always, or it is an error; ``False``: never. Small reads always go through the cache.
         share_reads: of what several ranks of a load need, each byte is read by one of them and passed on to the others
             over the network. ``None``: where these ranks are on several nodes. The same on all ranks. Only
             ``robust_dcp.load`` does that, and only for planners whose ``commit_tensor`` is ``DefaultLoadPlanner``'s;
@@ -77,6 +78,8 @@ class RobustReader(StorageReader):
 
     Attributes:
         peak_buffer_nbytes: the most memory that data passed through at any time in the last ``read_data``.
+        node_reads_the_same: another rank on this node reads just what this one reads. Then ``direct=None`` reads
+            through the page cache, so that the device is read once. ``robust_dcp.load`` finds that out and sets it.
     """
 
     def __init__(
@@ -103,10 +106,12 @@ class RobustReader(StorageReader):
         self._metadata: Metadata | None = None
         self.share_reads = share_reads
         self.peak_buffer_nbytes = 0
+        self.node_reads_the_same = False
         self.load_id = str(uuid.uuid4())
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._metadata = None
+        self.node_reads_the_same = False
         if checkpoint_id:
             self.path = os.fspath(checkpoint_id)
         self.load_id = str(uuid.uuid4())
@@ -215,8 +220,11 @@ class RobustReader(StorageReader):
             StorageError: a read failed.
             ValueError: the planner gives a tensor of another size than it asked for.
         """
+        options = self._options
+        if self.node_reads_the_same and options.direct is None:
+            options = replace(options, direct=False)
         self.peak_buffer_nbytes = read_items(
-            plan.items, planner, self._known_metadata(), self.path, self._disk, self._options
+            plan.items, planner, self._known_metadata(), self.path, self._disk, options
         )
         done: Future[None] = Future()
         done.set_result(None)
