@@ -22,7 +22,7 @@ from torch.futures import Future
 
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk, PosixDisk
-from robust_dcp.storage.files.paths import PLAN_NAME, metadata_name
+from robust_dcp.storage.files.paths import PLAN_NAME, directory_path, is_url, metadata_name
 from robust_dcp.storage.layouts import FileName, layout_named
 from robust_dcp.storage.layouts.places import Placements, place_as_they_come
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, StorageInfo, encode_metadata, referenced_files
@@ -118,6 +118,7 @@ class RobustWriter(StorageWriter):
         disk: the file system.
 
     Raises:
+        ValueError: an option is out of range, or a path is a URL (``scheme://…``).
         StorageError: from :meth:`begin` on, when the file system refuses.
     """
 
@@ -143,14 +144,14 @@ class RobustWriter(StorageWriter):
             block_bytes=block_bytes,
             buffer_bytes=buffer_bytes,
             direct=direct,
-            stripe_paths=tuple(os.fspath(stripe) for stripe in stripe_paths),
+            stripe_paths=tuple(directory_path(stripe) for stripe in stripe_paths),
             checksums=checksums,
         )
         # Part of the plan, so no guess from the machine: ranks on different machines must agree.
         self.files_per_rank = next(n for n in (files_per_rank, threads, _FILES_PER_RANK) if n is not None)
         if self.files_per_rank < 1:
             raise ValueError(f"files_per_rank must be at least 1, got {files_per_rank}")
-        self.path = os.fspath(path)
+        self.path = directory_path(path)
         self.overwrite = overwrite
         self._disk: Disk = disk or PosixDisk()
         self.save_id = str(uuid.uuid4())
@@ -252,7 +253,7 @@ class RobustWriter(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:
-            self.path = os.fspath(checkpoint_id)
+            self.path = directory_path(checkpoint_id)
         self.save_id = str(uuid.uuid4())
         self._superseded = ()
         self._rank = None
@@ -348,7 +349,7 @@ class RobustWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether ``checkpoint_id`` is a path on a mounted file system, rather than a URL."""
-        return "://" not in os.fspath(checkpoint_id)
+        return not is_url(checkpoint_id)
 
 
 def _chunk_nbytes(item: WriteItem) -> int:

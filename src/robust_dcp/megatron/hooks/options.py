@@ -22,6 +22,7 @@ __all__ = [
     "current_options",
     "default_planner",
     "options_from_environment",
+    "save_argument",
 ]
 
 Planner = Literal["default", "robust_dcp"]
@@ -204,6 +205,11 @@ def current_options() -> MegatronOptions:
     if given.get("planner", "robust_dcp") != "robust_dcp":
         given["planner"] = "default"  # Megatron's own argument of that name may know other planners, all its own
     return dataclasses.replace(options, **given)
+
+
+def save_argument() -> Any:
+    """Megatron's ``--save``, the directory of all its checkpoints; ``None`` where there is no such argument."""
+    return getattr(_megatron_arguments(), "save", None)
 
 
 def _megatron_arguments() -> Any:

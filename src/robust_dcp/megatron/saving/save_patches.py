@@ -7,6 +7,7 @@ Owns the replacements; each does what Megatron does where robust_dcp is not the 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -103,14 +104,19 @@ def _validate_sharding_integrity(original: Replaced) -> Replaced:
 
 
 def _save_checkpoint(original: Replaced) -> Replaced:
-    """Megatron-LM's ``save_checkpoint``, for ``--ckpt-save-failure warn``."""
+    """Megatron-LM's ``save_checkpoint``, for ``--ckpt-save-failure warn``. It makes directories before it saves, so a
+    ``--save`` that is none is refused here."""
 
     @functools.wraps(original)
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
         if not is_chosen():
             return original(*args, **kwargs)
         from robust_dcp.megatron.failures import or_warn
+        from robust_dcp.megatron.hooks.options import save_argument
+        from robust_dcp.storage.files.paths import directory_path
 
+        if isinstance(save := save_argument(), (str, os.PathLike)):
+            directory_path(save)
         return or_warn(lambda: original(*args, **kwargs), original.__module__)
 
     return save_checkpoint

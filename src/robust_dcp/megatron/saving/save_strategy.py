@@ -47,7 +47,7 @@ def write_sharded(
 
     Raises:
         RobustCheckpointError: on every rank, whichever of them failed.
-        ValueError: for a ``checkpoint_dir`` of NVIDIA's Multi-Storage Client.
+        ValueError: ``checkpoint_dir`` is a URL.
     """
     writer = writer_for(checkpoint_dir, options)
     with as_megatron_raises():
@@ -120,7 +120,7 @@ class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):
 
         Raises:
             RobustCheckpointError: on every rank, whichever of them failed.
-            ValueError: for a ``checkpoint_dir`` of NVIDIA's Multi-Storage Client.
+            ValueError: ``checkpoint_dir`` is a URL.
         """
         self.last_report = write_sharded(sharded_state_dict, checkpoint_dir, self.options, self.process_group)
 

@@ -19,7 +19,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from robust_dcp.comm import Channel
@@ -30,6 +30,7 @@ from robust_dcp.megatron.failures import as_megatron_raises
 from robust_dcp.megatron.hooks.options import MegatronOptions
 from robust_dcp.megatron.saving.save_strategy import RobustSaveStrategy, write_sharded
 from robust_dcp.planner.save import checkpoint_name
+from robust_dcp.storage.files.paths import directory_path
 
 __all__ = ["SaveCall", "base_strategy_of", "is_ours", "save_torch_dist"]
 
@@ -51,7 +52,7 @@ class SaveCall:
     """
 
     sharded_state_dict: dict[str, Any]
-    checkpoint_dir: str
+    checkpoint_dir: str | os.PathLike[str]
     sharded_strategy: Any
     validate_access_integrity: bool
     is_async: bool
@@ -72,7 +73,7 @@ class SaveCall:
         given = bound.arguments
         return cls(
             sharded_state_dict=given["sharded_state_dict"],
-            checkpoint_dir=str(given["checkpoint_dir"]),
+            checkpoint_dir=given["checkpoint_dir"],
             sharded_strategy=given["sharded_strategy"],
             validate_access_integrity=given["validate_access_integrity"],
             is_async=given["async_sharded_save"],
@@ -116,9 +117,12 @@ def save_torch_dist(call: SaveCall, options: MegatronOptions) -> Any:
         ``None``, or for an asynchronous save a request whose finalizer writes ``metadata.json``.
 
     Raises:
+        ValueError: ``checkpoint_dir`` is a URL.
         InvalidAccess: the ranks do not access each shard exactly once.
         RobustCheckpointError: whatever failed on whichever rank; the same on all ranks.
     """
+    directory = directory_path(call.checkpoint_dir)
+    call = replace(call, checkpoint_dir=directory)
     strategy = base_strategy_of(call.sharded_strategy)
     group = None
     if isinstance(strategy, RobustSaveStrategy):
@@ -136,7 +140,7 @@ def save_torch_dist(call: SaveCall, options: MegatronOptions) -> Any:
         with as_megatron_raises():
             channel.barrier(f"{phase}: finish", lambda: _finish(call, strategy, channel, prepared))
             if call.verify_integrity:
-                integrity.save_manifest(channel, phase, call.checkpoint_dir, report.files)
+                integrity.save_manifest(channel, phase, directory, report.files)
 
     if request is None:
         finish()
@@ -197,7 +201,7 @@ def _finish(call: SaveCall, strategy: Any, channel: Channel, prepared: _Prepared
     common_state.write_durably(call.checkpoint_dir, common_state.CONFIG_FILE, config)
 
 
-def _warn_of_what_is_there(checkpoint_dir: str) -> None:
+def _warn_of_what_is_there(checkpoint_dir: str | os.PathLike[str]) -> None:
     """As stock, whose reason holds here too: in a queue of jobs nobody is there to clear it away."""
     if os.path.isdir(checkpoint_dir) and os.listdir(checkpoint_dir):
         logger.warning("Overwriting old incomplete / corrupted checkpoint...")

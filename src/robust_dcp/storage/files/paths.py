@@ -1,7 +1,7 @@
 """Names of the files of a checkpoint, and the proof that a name stays in its directory.
 
-Owns which names data files have and which paths out of ``.metadata`` may be opened. Never opens anything. The writer
-takes names from here; the reader and the metadata decoder check what they were given.
+Owns which checkpoint ids are directories, which names data files have and which paths out of ``.metadata`` may be
+opened. Never opens anything. Readers and writers are given paths by users, and names by ``.metadata``: both come here.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ __all__ = [
     "check_relative_path",
     "committed_name",
     "data_file_name",
+    "directory_path",
     "holds_raw_bytes",
     "is_data_file",
+    "is_url",
     "locate",
     "metadata_name",
     "parse_data_file_name",
@@ -45,6 +47,52 @@ _DATA_FILE: Final = re.compile(
 # Names of torch's HuggingFaceStorageWriter, and of a file that will be called so once it is committed.
 _SHARD_FILE: Final = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors")
 _TEMPORARY: Final = re.compile(r"(?P<name>.+\.safetensors)\.\d+\.part")
+
+
+_URL: Final = re.compile(r"\s*(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]*)://")
+
+# pathlib makes one slash of two: Path("s3://bucket") is "s3:/bucket". Directories may have such names, so of paths with
+# one slash only those count that begin like a store which people have.
+_COLLAPSED_URL: Final = re.compile(
+    r"(?P<scheme>abfss?|adl|az|cos|dbfs|file|ftp|gcs|gs|hdfs|hf|https?|memory|msc|oci|oss|s3[an]?|sftp|ssh|swift|wasbs?|webhdfs)"
+    r":/(?!/)"
+)
+
+
+def is_url(checkpoint_id: str | os.PathLike[str]) -> bool:
+    """Whether ``checkpoint_id`` names a place in an object store or on another machine, not a local directory.
+
+    ``scheme://…`` does, and so does a ``Path`` that was made of one. ``a:b``, ``x:/y`` and ``runs/s3://x`` are legal
+    names of directories, and stay possible.
+    """
+    return _scheme_of(checkpoint_id) is not None
+
+
+def _scheme_of(checkpoint_id: str | os.PathLike[str]) -> str | None:
+    path = os.fsdecode(checkpoint_id)
+    match = _URL.match(path)
+    if match is None and not isinstance(checkpoint_id, (str, bytes)):
+        match = _COLLAPSED_URL.match(path)
+    return None if match is None else match["scheme"]
+
+
+def directory_path(path: str | os.PathLike[str]) -> str:
+    """``path`` as a string, if it can be a local directory. Every entry point calls this before it touches a disk.
+
+    Raises:
+        ValueError: it is a URL; the message says what to do instead.
+    """
+    scheme = _scheme_of(path)
+    if scheme is None:
+        return os.fsdecode(path)
+    if scheme.lower() == "file":
+        what_to_do = "pass the path itself, without file://"
+    else:
+        what_to_do = "save to a local or mounted directory and copy it there, or copy it from there and load the copy"
+    raise ValueError(
+        f"{os.fsdecode(path)!r} is a URL ({scheme}://), and robust_dcp reads and writes directories of mounted file "
+        f"systems only: {what_to_do}"
+    )
 
 
 class DataFileName(NamedTuple):
