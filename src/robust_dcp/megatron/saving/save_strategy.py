@@ -22,6 +22,7 @@ from robust_dcp.megatron.saving.planner import MegatronPlanner
 from robust_dcp.megatron.writing import log_report, writer_for
 from robust_dcp.plan.session import OnStructureChange
 from robust_dcp.report import SaveReport
+from robust_dcp.storage import RobustWriter
 
 __all__ = ["RobustSaveStrategy", "write_sharded"]
 
@@ -35,6 +36,7 @@ def write_sharded(
     checkpoint_dir: CheckpointDir,
     options: MegatronOptions,
     process_group: dist.ProcessGroup | None = None,
+    writer: RobustWriter | None = None,
 ) -> SaveReport:
     """Write and commit the shards of a sharded state dict; all ranks of the group call it.
 
@@ -44,12 +46,13 @@ def write_sharded(
         checkpoint_dir: a directory of a mounted file system.
         options: of writer and planner.
         process_group: ``None`` for all ranks.
+        writer: of ``writer_for``, for a caller that has to take the commit back if what follows fails.
 
     Raises:
         RobustCheckpointError: on every rank, whichever of them failed.
         ValueError: ``checkpoint_dir`` is a URL.
     """
-    writer = writer_for(checkpoint_dir, options)
+    writer = writer_for(checkpoint_dir, options) if writer is None else writer
     with as_megatron_raises():
         report = api.save(
             sharded_state_dict,

@@ -15,10 +15,12 @@ from robust_dcp.storage.files.disk import Disk
 
 __all__ = [
     "DATA_SUFFIX",
+    "JOURNAL_PREFIX",
     "METADATA_NAME",
     "PLAN_NAME",
     "SAFETENSORS_SUFFIX",
     "DataFileName",
+    "WriterOfFile",
     "check_relative_path",
     "committed_name",
     "data_file_name",
@@ -31,6 +33,7 @@ __all__ = [
     "parse_data_file_name",
     "shard_file_name",
     "temporary_name",
+    "writer_of",
 ]
 
 METADATA_NAME: Final = ".metadata"
@@ -39,14 +42,17 @@ SAFETENSORS_SUFFIX: Final = ".safetensors"
 PLAN_NAME: Final = ".robust_dcp.plan"
 """The plan that a checkpoint was saved by; no part of the checkpoint, and nothing that stock looks for."""
 
+JOURNAL_PREFIX: Final = ".robust_dcp.saving."
+"""Followed by the id of a save: the file that says that this save is under way, and which files it may make."""
+
 # Stock DCP: __{rank}_{number}.distcp. Megatron-Core may put its separation hint before that; ours have a generation.
 _DATA_FILE: Final = re.compile(
     r"(?P<hint>[\w.\-]*?)__(?P<rank>\d+)_(?P<number>\d+)(?:\.(?P<generation>[1-9]\d*))?\.distcp"
 )
 
 # Names of torch's HuggingFaceStorageWriter, and of a file that will be called so once it is committed.
-_SHARD_FILE: Final = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors")
-_TEMPORARY: Final = re.compile(r"(?P<name>.+\.safetensors)\.\d+\.part")
+_SHARD_FILE: Final = re.compile(r"shard-(?P<shard>\d{5,})-model-(?P<number>\d{5,})-of-\d{5,}\.safetensors")
+_TEMPORARY: Final = re.compile(r"(?P<name>.+\.safetensors)\.(?P<generation>\d+)\.part")
 
 
 _URL: Final = re.compile(r"\s*(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]*)://")
@@ -140,6 +146,28 @@ def committed_name(name: str) -> str:
 def is_data_file(name: str) -> bool:
     """Whether a file of this name holds items of a checkpoint, or will. Other programs than ours may have made it."""
     return parse_data_file_name(name) is not None or _SHARD_FILE.fullmatch(committed_name(name)) is not None
+
+
+class WriterOfFile(NamedTuple):
+    """Which rank would give a data file its name, which of its files it would be (from 0 on), and of which generation.
+    The generation of a committed safetensors file is not in its name."""
+
+    rank: int
+    number: int
+    generation: int
+
+
+def writer_of(name: str) -> WriterOfFile | None:
+    """Read a name that ours may be, in either layout; ``None`` if a save of ours gives no file such a name."""
+    records = parse_data_file_name(name)
+    if records is not None:
+        return None if records.hint else WriterOfFile(records.rank, records.number, records.generation)
+    shard = _SHARD_FILE.fullmatch(committed_name(name))
+    if shard is None:
+        return None
+    temporary = _TEMPORARY.fullmatch(name)
+    generation = 0 if temporary is None else int(temporary["generation"])
+    return WriterOfFile(int(shard["shard"]) - 1, int(shard["number"]) - 1, generation)
 
 
 def holds_raw_bytes(path: str) -> bool:
