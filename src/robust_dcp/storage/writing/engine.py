@@ -67,26 +67,30 @@ def write_files(
     check_stop: Callable[[], None],
     known_places: npt.NDArray[np.int64] | None = None,
     layout: Layout = TORCH,
+    not_removed: list[str] | None = None,
 ) -> WrittenFiles:
     """Write the files of one rank and make them durable.
 
     Args:
+        directory: of the checkpoint; it and those on the stripes are there.
         source: the items, in the order of ``placements``; their data is asked for in several threads.
         check_stop: called between blocks; raises when the save is given up elsewhere.
         known_places: int64 ``[v, 2]``, offset and length of the items of variable size in an earlier save by the same
             plan. An item that still fits keeps its offset, so that one that grows does not move all others.
         layout: that made ``placements``.
+        not_removed: gets the paths of files that this call made, failed to complete and could not remove.
 
     Raises:
-        StorageError: if the file system refuses; nothing that this call made stays behind.
+        StorageError: if the file system refuses.
         PlanConflict: if an item is not what was planned.
         RobustCheckpointError: if an item cannot be resolved; names the item.
     """
     stripes = stripe_directories(disk, directory, options.stripe_paths) if options.stripe_paths else []
-    for stripe in stripes:
-        disk.mkdirs(stripe)
+    not_removed = [] if not_removed is None else not_removed
     direct = options.direct is not False
-    files = create_data_files(disk, directory, rank, placements, layout, direct=direct, stripes=stripes)
+    files = create_data_files(
+        disk, directory, rank, placements, layout, direct=direct, stripes=stripes, not_removed=not_removed
+    )
     try:
         page_nbytes = _page_nbytes(files, options)
         threads, block_nbytes = options.fitted(page_nbytes)
@@ -106,7 +110,7 @@ def write_files(
         for place in (directory, *stripes):
             disk.fsync_directory(place)
     except BaseException:
-        discard(disk, files)
+        not_removed += discard(disk, files)
         raise
     return WrittenFiles(
         generation=files[0].generation if files else 0,
