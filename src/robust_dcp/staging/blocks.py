@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["POOL", "Block", "BlockLease", "BlockPool", "aligned_bytes", "copy_bytes"]
+__all__ = ["POOL", "Block", "BlockLease", "BlockPool", "aligned_bytes", "copy_bytes", "memory_at"]
 
 
 def aligned_bytes(nbytes: int) -> npt.NDArray[np.uint8]:
@@ -33,6 +33,18 @@ def copy_bytes(target: int, source: int, nbytes: int) -> None:
 
 
 _memmove: Any = ctypes.memmove
+
+
+def memory_at(address: int, nbytes: int) -> memoryview:
+    """The bytes at an address, without a copy. Who calls sees to it that they are there as long as the view is used."""
+    view: memoryview = _view_of_memory(address, nbytes, _FOR_WRITING)
+    return view
+
+
+_FOR_WRITING = 0x200  # PyBUF_WRITE
+_view_of_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_view_of_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_view_of_memory.restype = ctypes.py_object
 
 
 def _block_memory(nbytes: int, *, stays_at_fork: bool) -> mmap.mmap:
