@@ -94,7 +94,7 @@ def write_files(
     try:
         page_nbytes = _page_nbytes(files, options)
         threads, block_nbytes = options.fitted(page_nbytes)
-        orders = write_orders(placements, source, block_nbytes, layout)
+        orders = write_orders(placements, source, block_nbytes, page_nbytes, layout)
         crew = _Crew(check_stop)
         with POOL.lease(block_nbytes, threads * BLOCKS_PER_THREAD) as lease:
             around = Surroundings(source, slots_of(placements, known_places), crew.stop_if_told)
@@ -188,7 +188,7 @@ class _Crew:
             while True:
                 self.stop_if_told()
                 taken = queue.take()
-                goes_on = taken is not None and taken[1].prepare()
+                goes_on = taken is not None and _prepare(taken[1])
                 if copying is not None:
                     before, copying = copying, None
                     _write(*before)
@@ -201,6 +201,14 @@ class _Crew:
         finally:
             if copying is not None:
                 copying[1].drop()
+
+
+def _prepare(step: Step) -> bool:
+    try:
+        return step.prepare()
+    except BaseException:
+        step.drop()
+        raise
 
 
 def _write(file: FileSteps, step: Step) -> None:
