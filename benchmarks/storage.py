@@ -60,7 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             from robust_dcp.storage import tune
 
             print(tune(directory), end="\n\n")
-        found = run(directory, options.shapes, int(options.gib * _GIB), options.rounds, options.who)
+        found = run(
+            directory,
+            options.shapes,
+            int(options.gib * _GIB),
+            options.rounds,
+            options.who,
+            loads=not options.saves_only,
+        )
     found["machine"]["drive"] = options.name or os.path.abspath(options.path)
     show(_COLUMNS, [_readable(row) for row in found["rows"]], None)
     for who, why in found["not_run"].items():
@@ -77,7 +84,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(
-    directory: str, shapes: Sequence[str], nbytes: int, rounds: int, who: Sequence[str] = tuple(WRITERS)
+    directory: str,
+    shapes: Sequence[str],
+    nbytes: int,
+    rounds: int,
+    who: Sequence[str] = tuple(WRITERS),
+    *,
+    loads: bool = True,
 ) -> dict[str, Any]:
     """All measurements.
 
@@ -87,6 +100,7 @@ def run(
         nbytes: about the size of each checkpoint; at most two of them lie there at a time.
         rounds: how often each is measured.
         who: some of ``WRITERS``.
+        loads: whether to measure loads as well as saves.
 
     Returns:
         ``machine``, ``rows`` (see ``drive.figures``), ``not_run`` (who, or "reader < writer", to why) and ``notes``
@@ -111,9 +125,9 @@ def run(
             print(f"round {number + 1} of {rounds}: {shape}", file=sys.stderr)
             for each in order[first:] + order[:first]:
                 if isinstance(each, Probe):
-                    _measure_probe(measured, shape, nbytes, directory, each)
+                    _measure_probe(measured, shape, nbytes, directory, each, loads=loads)
                 else:
-                    _measure_writer(measured, shape, nbytes, directory, each, not_run)
+                    _measure_writer(measured, shape, nbytes, directory, each, not_run, loads=loads)
     return {
         "machine": _machine(directory, nbytes, rounds),
         "rows": rows_of(_in_order(measured)),
@@ -122,17 +136,22 @@ def run(
     }
 
 
-def _measure_probe(measured: dict[Case, list[Figures]], shape: str, nbytes: int, directory: str, chosen: Probe) -> None:
+def _measure_probe(
+    measured: dict[Case, list[Figures]], shape: str, nbytes: int, directory: str, chosen: Probe, *, loads: bool
+) -> None:
+    if chosen.one_buffer and not loads:
+        return
     path = os.path.join(directory, "probe")
     nbytes = nbytes_of(shape, nbytes)
     try:
         saved = in_new_process(measurement.probe_save, chosen, nbytes, path)
-        loaded = in_new_process(measurement.probe_load, chosen, nbytes, path)
+        loaded = in_new_process(measurement.probe_load, chosen, nbytes, path) if loads else None
     finally:
         shutil.rmtree(path, ignore_errors=True)
     if not chosen.one_buffer:
         measured[Case(shape, "save", chosen.name)].append(saved)
-    measured[Case(shape, "load", chosen.name)].append(loaded)
+    if loaded is not None:
+        measured[Case(shape, "load", chosen.name)].append(loaded)
 
 
 def _measure_writer(
@@ -142,6 +161,8 @@ def _measure_writer(
     directory: str,
     writer: str,
     not_run: Container[str],
+    *,
+    loads: bool,
 ) -> None:
     has_ranks = ranks_of(shape) > 1
     if has_ranks and not WRITERS[writer].takes_ranks:
@@ -150,7 +171,7 @@ def _measure_writer(
     measure = measurement.measure
     try:
         measured[Case(shape, "save", writer)].append(measure(measurement.save, writer, shape, nbytes, path))
-        for reader in WRITERS[writer].readers:
+        for reader in WRITERS[writer].readers if loads else ():
             if f"{reader} < {writer}" in not_run or (has_ranks and not READERS[reader].takes_ranks):
                 continue
             case = Case(shape, "load", reader, writer)
@@ -209,6 +230,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--shapes", default=",".join(SHAPE_NAMES), help="default: %(default)s")
     parser.add_argument("--who", help="a part of the names of those to measure; several with commas (default: all)")
+    parser.add_argument("--saves-only", action="store_true", help="no loads")
     parser.add_argument("--tune", action="store_true", help="print what robust_dcp.storage.tuning.tune finds, first")
     parser.add_argument("--json", help="write all figures there as well")
     parser.add_argument("--plot", help="draw the rates there (.svg or .png)")

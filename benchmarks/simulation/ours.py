@@ -99,9 +99,6 @@ class OurCoordinator:
             writer.publish(metadata)
             watch.lap("commit")
 
-        def discard(written: WrittenFiles) -> None:
-            raise AssertionError(f"a simulated save has failed, {written.nbytes} bytes would be discarded")
-
         def keep_plan(data: bytes) -> None:
             writer.keep_plan(data)
             watch.lap("plan file")
@@ -109,8 +106,8 @@ class OurCoordinator:
         watch.start()
         session.agree(describe, leads=True)
         watch.lap("own share")
-        session.settle(write, discard)
-        session.commit(publish, discard, writer.clean_up, keep_plan)
+        session.settle(write)
+        session.commit(publish, writer.clean_up, keep_plan)
         watch.lap("cache")
         made.sent_nbytes, made.arrived_nbytes = channel.sent_nbytes, channel.arrived_nbytes
         made.returned_nbytes, made.outcome = channel.returned_nbytes, session.outcome

@@ -39,6 +39,7 @@ from robust_dcp.report import LoadReport, PhaseReport, SaveReport
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.reading.targets import may_ask_early
 from robust_dcp.storage.writer import RobustWriter
+from robust_dcp.storage.writing.engine import WrittenFiles
 
 __all__ = ["load", "save"]
 
@@ -63,8 +64,8 @@ def save(
     """Save a state dict from all ranks of a group into one checkpoint.
 
     The arguments are those of ``torch.distributed.checkpoint.save``. The checkpoint is committed, durably, when this
-    returns, on every rank; if it raises, the same exception is raised on every rank and what the directory held
-    before is untouched.
+    returns, on every rank; if it raises, the same exception is raised on every rank, what the directory held before
+    is untouched, and what the save has made is removed or named in the exception.
 
     Args:
         state_dict: names to tensors (plain, ``DTensor``, ``ShardedTensor``), nested dicts and lists, ``Stateful``
@@ -104,33 +105,31 @@ def save(
         kind=kind,
     )
     session.commits_together = True
+    session.undo = lambda: writer.directory
     clock = PhaseClock(session.channel)
 
     def describe() -> LocalStructure:
         _refuse_other_than_dict(state_dict)
         is_coordinator = session.channel.is_coordinator
-        writer.begin(is_coordinator=is_coordinator)
+        writer.begin(is_coordinator=is_coordinator, ranks=session.channel.size)
         planner.set_up_planner(_state_dicts_of(state_dict), writer.storage_meta(), is_coordinator)
         planner.raise_set_up_error()
         return planner.describe(session.channel, writer)
 
+    def write() -> WrittenFiles:
+        source, placements = planner.source(session), session.placements
+        if placements is None:
+            raise ValueError("the plan has no places for RobustWriter")
+        return writer.write(session.rank, source, placements, session.check_stop, session.known_places)
+
     with session.channel.together():
         with clock.phase("plan"):
             plan = session.agree(describe, leads=session.channel.is_coordinator)
-            source, placements = planner.source(session), plan.placements
-            if placements is None:
-                raise ValueError("the plan has no places for RobustWriter")
         with clock.phase("write"):
-            session.settle(
-                lambda: writer.write(session.rank, source, placements, session.check_stop, session.known_places),
-                writer.discard,
-            )
+            session.settle(write)
         with clock.phase("commit"):
             session.commit(
-                lambda: writer.publish(session.encoded_metadata(writer.plain_meta())),
-                writer.discard,
-                writer.clean_up,
-                writer.keep_plan,
+                lambda: writer.publish(session.encoded_metadata(writer.plain_meta())), writer.clean_up, writer.keep_plan
             )
     return _save_report(session, clock, writer, n_items=len(plan.kept))
 

@@ -98,6 +98,14 @@ def test_ranks_of_fsdp2_are_measured_together_and_without_those_who_save_alone(t
     assert nbytes_of(FSDP2, 64 * _KIB) < ours["nbytes"] < 1.01 * nbytes_of(FSDP2, 64 * _KIB)  # and Adam's steps
 
 
+def test_saves_are_measured_without_loads_where_that_is_asked_for(tmp_path: Path) -> None:
+    found = storage.run(str(tmp_path), ["moe"], 64 * _KIB, 1, [OURS], loads=False)
+
+    assert {(row["what"], row["who"]) for row in found["rows"]} == {
+        ("save", name) for name in (OURS, *(each.name for each in probe.PROBES))
+    }
+
+
 def test_ratios_are_of_medians_within_the_run() -> None:
     def figures(*seconds: float) -> list[Figures]:
         return [Figures(_GIB, 7, each, 2 * each, round(each * 10)) for each in seconds]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import os
 import sys
 import types
 from pathlib import Path
@@ -170,11 +171,14 @@ def _failing_finish(directory: Path) -> Any:
     with chosen():
         (directory / "1" / "metadata.json" / "x").mkdir(parents=True, exist_ok=True)
         error, failures = failures_of(lambda: dist_checkpointing.save(_state(1), str(directory / "1")))
-    return isinstance(error, StorageError), [rank for rank, _ in failures]
+    dist.barrier()
+    return isinstance(error, StorageError), [rank for rank, _ in failures], os.listdir(directory / "1")
 
 
-def test_a_failure_to_write_metadata_json_on_rank_0_is_an_error_on_all_ranks(found: dict[str, list[Any]]) -> None:
-    assert found["_failing_finish"] == [(True, [0])] * 2
+def test_a_failure_to_write_metadata_json_is_an_error_on_all_ranks_and_nothing_that_was_saved_stays(
+    found: dict[str, list[Any]],
+) -> None:
+    assert found["_failing_finish"] == [(True, [0], ["metadata.json"])] * 2
 
 
 @SCENARIOS.add

@@ -95,5 +95,7 @@ def _meet(error: BaseException | None) -> None:
         if error is not None:
             raise error
 
-    channel = Channel.for_group(None, operation="save_checkpoint", timeout_seconds=current_options().exchange_timeout_seconds)
+    channel = Channel.for_group(
+        None, operation="save_checkpoint", timeout_seconds=current_options().exchange_timeout_seconds
+    )
     channel.barrier(_PHASE, tell)

@@ -22,10 +22,8 @@ def writer_for(path: str | os.PathLike[str], options: MegatronOptions) -> Robust
     """The writer of one checkpoint.
 
     Raises:
-        ValueError: ``path`` is one of NVIDIA's Multi-Storage Client.
+        ValueError: ``path`` is a URL, as those of NVIDIA's Multi-Storage Client.
     """
-    if os.fspath(path).startswith("msc://"):
-        raise ValueError(f"robust_dcp writes to file systems that are mounted, not to {path}")
     return RobustWriter(
         path, layout=options.layout, threads=options.writer_threads, buffer_bytes=options.writer_buffer_bytes
     )

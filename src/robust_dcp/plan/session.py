@@ -16,7 +16,7 @@ import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from robust_dcp.comm import Agreement, Channel, Offer
-from robust_dcp.errors import ExchangeError, RobustCheckpointError, StorageError
+from robust_dcp.errors import ExchangeError, RobustCheckpointError
 from robust_dcp.plan.agreement import (
     LEADS,
     Decision,
@@ -28,6 +28,7 @@ from robust_dcp.plan.agreement import (
     offer_of,
 )
 from robust_dcp.plan.cache import PLANS, CachedPlan, CoordinatorPlan
+from robust_dcp.plan.clean_up import Undo, clean_up, failed_in_step, nothing_is_committed
 from robust_dcp.plan.kinds import ChosenBase, KindVote, choose_base, kind_of, vote
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.planning import apply_plan, plan_for_all
@@ -40,7 +41,6 @@ from robust_dcp.plan.structure import StructureDiff, StructureMessage
 from robust_dcp.plan.written import GenerationMessage, WrittenMessage, news_of, written_by_all, written_offer
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.writer import MetadataToPublish
-from robust_dcp.storage.writing.commit import BEFORE_RENAME
 from robust_dcp.storage.writing.engine import WrittenFiles
 
 __all__ = ["OnObjectMismatch", "OnStructureChange", "SaveSession"]
@@ -76,6 +76,8 @@ class SaveSession:
     digest_items: DigestItems | None = None
     kind: str | None = None
 
+    undo: Callable[[], Undo] | None = field(default=None, init=False)
+    """What can take back what this save makes, on each rank. Set before :meth:`agree`, on all ranks or on none."""
     leads: bool = field(default=True, init=False)
     n_leaders: int = field(default=0, init=False)
     outcome: PlanOutcome = field(default="built", init=False)
@@ -93,6 +95,8 @@ class SaveSession:
     _messages: Sequence[WrittenMessage | None] = field(default=(), init=False)
     _generations: Sequence[int] = field(default=(), init=False)
     _written_agreement: Agreement | None = field(default=None, init=False)
+    _may_be_writing: bool = field(default=False, init=False)
+    """Whether some rank may have got so far, wherever the others are."""
     _written_by_all: tuple[WrittenFiles, ...] = field(default=(), init=False)
 
     @property
@@ -122,18 +126,20 @@ class SaveSession:
             StructureChanged: with ``on_structure_change="error"``.
             ExchangeError: a rank is missing, late, or in another operation.
         """
+        self.leads = leads
 
         def offer_own() -> Offer:
             self.local = describe()
             self._look_into_loaded_checkpoints(leads=leads)
             offer, self._cached = make_offer(PLANS, self.channel.ranks, self.local, leads=leads)
+            self._may_be_writing = self._cached is not None
             return offer
 
-        self.leads = leads
         try:
             return self._agree(offer_own)
-        except RobustCheckpointError as error:
-            if self._others_tell(error):
+        except BaseException as error:
+            self._clean_up(error)
+            if isinstance(error, RobustCheckpointError) and self._others_tell(error):
                 raise error.in_brief() from error
             raise
 
@@ -215,6 +221,7 @@ class SaveSession:
             )
             return replies
 
+        self._may_be_writing = True
         reply = self.channel.scatter(self._named("plan"), reply_to_all, RankPlanMessage)
         if reply is None:
             raise ExchangeError(f"{self.checkpoint}: the coordinator sent this rank no plan", phase="plan")
@@ -235,14 +242,12 @@ class SaveSession:
         names = [self.local.table.names[self.local.table.name_ids[i]] for i in cached.rank_plan.common_objects]
         self.differing_objects = found.differing(names, self.channel.size)
 
-    def settle(self, write: Callable[[], WrittenFiles], discard: Callable[[WrittenFiles], None]) -> None:
+    def settle(self, write: Callable[[], WrittenFiles]) -> None:
         """Write this rank's files, and learn that all ranks have written theirs.
 
         Args:
             write: writes and makes durable; a failure in it is announced to the other ranks while they still write
                 (:meth:`check_stop`), and raised on all of them.
-            discard: undoes ``write`` when another rank failed. Not when the ranks fell out of step: the coordinator may
-                have heard from all of them, and be committing what this rank wrote.
         """
 
         def write_own() -> WrittenMessage | None:
@@ -253,10 +258,9 @@ class SaveSession:
             messages = self.channel.gather(
                 self._named("write"), write_own, WrittenMessage, offer=lambda _: written_offer(self.written)
             )
-        except RobustCheckpointError as error:
-            if self.written is not None and not isinstance(error, ExchangeError):
-                discard(self.written)
-            if self._others_tell(error):
+        except BaseException as error:
+            self._clean_up(error)
+            if isinstance(error, RobustCheckpointError) and self._others_tell(error):
                 raise error.in_brief() from error
             raise
         self._messages = messages or []
@@ -300,6 +304,19 @@ class SaveSession:
         has all that they know together."""
         return not self.leads and not self.commits_together and not isinstance(error, ExchangeError)
 
+    def _clean_up(self, error: BaseException) -> None:
+        """Remove what this save has made. Not when the ranks fell out of step and some may write: the coordinator may
+        have heard from all of them, and be committing; if it is not, the next save into the directory removes what
+        they wrote."""
+        if self.undo is None:
+            return
+        if failed_in_step(error):
+            clean_up(self.channel, self._named("clean up"), self.undo(), error)
+        elif self._may_be_writing:
+            self.undo().let_go()
+        else:
+            self.undo().take_back(error)
+
     def check_stop(self) -> None:
         """Between blocks of data: say that this rank gets on, and raise if another has said that this save failed."""
         self.channel.note_progress()
@@ -321,17 +338,12 @@ class SaveSession:
         return self.coordinator.metadata.encode(self._written_by_all, storage_meta)
 
     def commit(
-        self,
-        publish: Callable[[], None],
-        discard: Callable[[WrittenFiles], None],
-        clean_up: Callable[[], None],
-        keep_plan: Callable[[bytes], None],
+        self, publish: Callable[[], None], clean_up: Callable[[], None], keep_plan: Callable[[bytes], None]
     ) -> None:
         """Make the checkpoint visible, on the coordinator, and keep the plan for the next save.
 
         Args:
             publish: writes ``.metadata``; called on the coordinator only.
-            discard: undoes what :meth:`settle` wrote; called when it is certain that nothing was committed.
             clean_up: removes what the new checkpoint replaces; called on the coordinator only, once all ranks know that
                 the checkpoint is committed, so that nobody waits for it. It must not raise.
             keep_plan: puts the plan beside the checkpoint, for a job that resumes from it; called on the coordinator
@@ -352,12 +364,23 @@ class SaveSession:
         except BaseException as error:
             # Ranks may have learnt of the commit or not: with the plan gone they agree on what they know again.
             PLANS.forget(self.channel.ranks, self._plan_id)
-            if self.written is not None and isinstance(error, StorageError) and error.operation in BEFORE_RENAME:
-                discard(self.written)
+            self._clean_up_commit(error)
             raise
         self._keep_plan(confirmed=self.commits_together)
         if self.channel.is_coordinator:
             clean_up()
+
+    def _clean_up_commit(self, error: BaseException) -> None:
+        """As :meth:`_clean_up`, if the coordinator knows that nothing was committed."""
+        if self.undo is None:
+            return
+        undo = self.undo()
+        if not self.commits_together:  # the coordinator is alone here, and knows the files of all
+            undo.take_back(error)
+        elif failed_in_step(error) and nothing_is_committed(self.channel, self._named("clean up"), undo, error):
+            clean_up(self.channel, self._named("clean up"), undo, error)
+        else:
+            undo.let_go()
 
     def _keep_beside(self, keep_plan: Callable[[bytes], None]) -> None:
         try:

@@ -304,11 +304,16 @@ class RobustPlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Agree with all ranks on the plan. What stock gathers from here on is an empty stub."""
         session = self.open_session(self._checkpoint)
+        writer = self._writer
+        if writer is not None:
+            session.undo = lambda: writer.directory
 
         def describe() -> LocalStructure:
             self.raise_set_up_error()
             if self._writer is not None:
-                self._writer.begin(is_coordinator=self._told_coordinator)
+                # Where stock tells every rank that it is the coordinator (no_dist=True), rank 0 is.
+                ranks = session.channel.size if session.channel.rank == 0 else None
+                self._writer.begin(is_coordinator=self._told_coordinator, ranks=ranks)
             return self.describe(session.channel, self._writer)
 
         session.agree(describe, leads=self._told_coordinator)
@@ -318,6 +323,8 @@ class RobustPlanner(DefaultSavePlanner):
                 "writer each rank would write its own .metadata over those of the others; pass "
                 "storage_writer=RobustWriter(path), or RobustPlanner(no_dist=True) to save on one rank alone"
             )
+        if self._writer is not None and session.channel.is_coordinator:
+            self._writer.announce(ranks=session.channel.size)
         self._session = session
         return SavePlan([])
 

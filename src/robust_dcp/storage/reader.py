@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from errno import ENOENT, ENOTDIR
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from torch.futures import Future
 
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.storage.files.disk import Disk, PosixDisk
-from robust_dcp.storage.files.paths import metadata_name
+from robust_dcp.storage.files.paths import directory_path, is_url, metadata_name
 from robust_dcp.storage.files.what_is_there import what_is_there
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
 from robust_dcp.storage.metadata.shard_metadata import metadata_of_shards, shards_in
@@ -76,6 +75,9 @@ class RobustReader(StorageReader):
     thread that called it, and by no other. A planner with a ``commit_tensor`` of its own gets it called right after
     the ``resolve_tensor`` of the same item, as Megatron-Core's planner requires.
 
+    Raises:
+        ValueError: ``path`` is a URL (``scheme://…``).
+
     Attributes:
         peak_buffer_nbytes: the most memory that data passed through at any time in the last ``read_data``.
         node_reads_the_same: another rank on this node reads just what this one reads. Then ``direct=None`` reads
@@ -98,7 +100,7 @@ class RobustReader(StorageReader):
     ) -> None:
         super().__init__()
         threads = default_threads(least=4, most=8) if threads is None else threads
-        self.path = os.fspath(path)
+        self.path = directory_path(path)
         self._options = ReadOptions(
             threads, verify_checksums, trusted, buffer_bytes, extension_registry, direct, block_bytes
         )
@@ -113,7 +115,7 @@ class RobustReader(StorageReader):
         self._metadata = None
         self.node_reads_the_same = False
         if checkpoint_id:
-            self.path = os.fspath(checkpoint_id)
+            self.path = directory_path(checkpoint_id)
         self.load_id = str(uuid.uuid4())
 
     @property
@@ -122,12 +124,8 @@ class RobustReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this is a path of this machine (and no URL)."""
-        if isinstance(checkpoint_id, Path):
-            return True
-        if "://" in os.fspath(checkpoint_id):
-            return False
-        return any(parent.is_dir() for parent in Path(checkpoint_id).absolute().parents)
+        """Whether this is a path of a mounted file system, rather than a URL."""
+        return not is_url(checkpoint_id)
 
     def metadata_bytes(self, rank: int | None = None) -> bytes:
         """The raw ``.metadata`` file, to be sent to other ranks and decoded there by :meth:`decode_metadata`.

@@ -32,7 +32,7 @@ def save_dcp(state_dict: dict[str, Any], path: Path, options: MegatronOptions) -
     """Save a state dict of tensors, DTensors and objects from all ranks.
 
     Raises:
-        ValueError: ``path`` is one of NVIDIA's Multi-Storage Client.
+        ValueError: ``path`` is a URL.
         RobustCheckpointError: whatever failed on whichever rank; the same on all ranks.
     """
     meet_before_saving()

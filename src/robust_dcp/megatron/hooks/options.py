@@ -23,6 +23,7 @@ __all__ = [
     "default_planner",
     "megatron_arguments",
     "options_from_environment",
+    "save_argument",
 ]
 
 Planner = Literal["default", "robust_dcp"]
@@ -216,6 +217,11 @@ def current_options() -> MegatronOptions:
     if given.get("planner", "robust_dcp") != "robust_dcp":
         given["planner"] = "default"  # Megatron's own argument of that name may know other planners, all its own
     return dataclasses.replace(options, **given)
+
+
+def save_argument() -> Any:
+    """Megatron's ``--save``, the directory of all its checkpoints; ``None`` where there is no such argument."""
+    return getattr(megatron_arguments(), "save", None)
 
 
 def megatron_arguments() -> Any:

@@ -42,6 +42,7 @@ from robust_dcp.megatron.loading.load_strategy import (
 )
 from robust_dcp.megatron.loading.parallel_load import load_in_parallel
 from robust_dcp.planner.save import checkpoint_name
+from robust_dcp.storage.files.paths import directory_path
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.records.objects import load_object
 
@@ -73,6 +74,7 @@ class LoadCall:
 
         Raises:
             TypeError: it does not take these arguments.
+            ValueError: ``checkpoint_dir`` is a URL.
         """
         bound = inspect.signature(load).bind(*args, **kwargs)
         bound.apply_defaults()
@@ -83,7 +85,7 @@ class LoadCall:
             group = strategy.process_group
         return cls(
             sharded_state_dict=given["sharded_state_dict"],
-            checkpoint_dir=str(given["checkpoint_dir"]),
+            checkpoint_dir=directory_path(given["checkpoint_dir"]),
             sharded_strategy=strategy,
             strict=given["strict"],
             validate_access_integrity=given["validate_access_integrity"],
@@ -142,11 +144,12 @@ def load_common_state(checkpoint_dir: str | os.PathLike[str]) -> Any:
     """``dist_checkpointing.load_common_state_dict``: local to this rank, and without running code from the file.
 
     Raises:
+        ValueError: ``checkpoint_dir`` is a URL.
         CheckpointingException: there is no checkpoint.
         UnsafeCheckpoint: the common state holds an object of a class that is not known to be data.
         CorruptCheckpoint: it is damaged.
     """
-    directory = os.fspath(checkpoint_dir)
+    directory = directory_path(checkpoint_dir)
     versions.backend_of(directory)
     return _decoded(_read_common(directory), directory)
 

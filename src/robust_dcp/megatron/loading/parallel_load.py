@@ -23,6 +23,7 @@ from robust_dcp.megatron.loading.load_strategy import ReaderOfKnownMetadata, rea
 from robust_dcp.megatron.loading.tensor_exchange import Transfer, exchange_tensors
 from robust_dcp.megatron.versions import ShardedBase, ShardedObject
 from robust_dcp.planner.save import checkpoint_name
+from robust_dcp.storage.files.paths import directory_path
 from robust_dcp.storage.records.objects import load_object
 
 __all__ = ["ShardId", "distribute", "load_in_parallel"]
@@ -76,7 +77,7 @@ def load_in_parallel(
     group = wrapper.parallelization_group
     channel = Channel.for_group(group, operation="parallel load", timeout_seconds=timeout_seconds)
     with as_megatron_raises():
-        return _ParallelLoad(wrapper, sharded_state_dict, os.fspath(checkpoint_dir), channel).run()
+        return _ParallelLoad(wrapper, sharded_state_dict, directory_path(checkpoint_dir), channel).run()
 
 
 def distribute(

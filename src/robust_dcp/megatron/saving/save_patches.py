@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -150,7 +151,8 @@ def _validate_sharding_integrity(original: Replaced) -> Replaced:
 
 
 def _save_checkpoint(original: Replaced) -> Replaced:
-    """Megatron-LM's ``save_checkpoint``: failures before the save are shared, and for ``--ckpt-save-failure warn``."""
+    """Megatron-LM's ``save_checkpoint``: failures before the save are shared, and for ``--ckpt-save-failure warn``. It
+    makes directories before it saves, so a ``--save`` that is none is refused here."""
 
     @functools.wraps(original)
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
@@ -158,7 +160,11 @@ def _save_checkpoint(original: Replaced) -> Replaced:
             return original(*args, **kwargs)
         from robust_dcp.megatron.checkpoint_call import call_save_checkpoint
         from robust_dcp.megatron.failures import or_warn
+        from robust_dcp.megatron.hooks.options import save_argument
+        from robust_dcp.storage.files.paths import directory_path
 
+        if isinstance(save := save_argument(), (str, os.PathLike)):
+            directory_path(save)
         return or_warn(lambda: call_save_checkpoint(lambda: original(*args, **kwargs)), original.__module__)
 
     return save_checkpoint

@@ -24,6 +24,7 @@ from robust_dcp.megatron.saving.planner import MegatronPlanner
 from robust_dcp.megatron.writing import log_report, say_saves_at_once, writer_for
 from robust_dcp.plan.session import OnStructureChange
 from robust_dcp.report import SaveReport
+from robust_dcp.storage import RobustWriter
 
 __all__ = ["RobustSaveStrategy", "write_sharded"]
 
@@ -36,6 +37,7 @@ def write_sharded(
     checkpoint_dir: CheckpointDir,
     options: MegatronOptions,
     process_group: dist.ProcessGroup | None = None,
+    writer: RobustWriter | None = None,
     *,
     parallelization_group: dist.ProcessGroup | None = None,
     facts: ShardFacts | None = None,
@@ -50,12 +52,13 @@ def write_sharded(
         parallelization_group: that of ``FullyParallelSaveStrategyWrapper``: this rank's part of the job, in which any
             rank may write what is the main replica of another. ``None`` without it: the main replica is written.
         facts: of the shards of ``sharded_state_dict``, if they are known.
+        writer: of ``writer_for``, for a caller that has to take the commit back if what follows fails.
 
     Raises:
         RobustCheckpointError: on every rank, whichever of them failed.
-        ValueError: for a ``checkpoint_dir`` of NVIDIA's Multi-Storage Client.
+        ValueError: ``checkpoint_dir`` is a URL.
     """
-    writer = writer_for(checkpoint_dir, options)
+    writer = writer_for(checkpoint_dir, options) if writer is None else writer
     meet_before_saving()
     with as_megatron_raises():
         report = api.save(
@@ -133,7 +136,7 @@ class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):
 
         Raises:
             RobustCheckpointError: on every rank, whichever of them failed.
-            ValueError: for a ``checkpoint_dir`` of NVIDIA's Multi-Storage Client.
+            ValueError: ``checkpoint_dir`` is a URL.
         """
         self.last_report = write_sharded(sharded_state_dict, checkpoint_dir, self.options, self.process_group)
 

@@ -19,11 +19,13 @@ import inspect
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from robust_dcp.comm import Channel
-from robust_dcp.errors import entry_point
+from robust_dcp.errors import RobustCheckpointError, entry_point
 from robust_dcp.megatron import versions
 from robust_dcp.megatron.checkpoint_call import meet_before_saving
 from robust_dcp.megatron.checks import common_state, integrity
@@ -32,8 +34,12 @@ from robust_dcp.megatron.checks.validation import agree_on_access
 from robust_dcp.megatron.failures import as_megatron_raises
 from robust_dcp.megatron.hooks.options import MegatronOptions
 from robust_dcp.megatron.saving.save_strategy import RobustSaveStrategy, write_sharded
-from robust_dcp.megatron.writing import say_saves_at_once
+from robust_dcp.megatron.writing import say_saves_at_once, writer_for
+from robust_dcp.plan.clean_up import clean_up, failed_in_step
 from robust_dcp.planner.save import checkpoint_name
+from robust_dcp.storage import RobustWriter
+from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.paths import directory_path
 
 __all__ = ["SaveCall", "base_strategy_of", "is_ours", "save_torch_dist"]
 
@@ -55,7 +61,7 @@ class SaveCall:
     """
 
     sharded_state_dict: dict[str, Any]
-    checkpoint_dir: str
+    checkpoint_dir: str | os.PathLike[str]
     sharded_strategy: Any
     validate_access_integrity: bool
     is_async: bool
@@ -76,7 +82,7 @@ class SaveCall:
         given = bound.arguments
         return cls(
             sharded_state_dict=given["sharded_state_dict"],
-            checkpoint_dir=str(given["checkpoint_dir"]),
+            checkpoint_dir=given["checkpoint_dir"],
             sharded_strategy=given["sharded_strategy"],
             validate_access_integrity=given["validate_access_integrity"],
             is_async=given["async_sharded_save"],
@@ -133,9 +139,12 @@ def save_torch_dist(call: SaveCall, options: MegatronOptions) -> Any:
         ``None``, or for an asynchronous save a request whose finalizer writes ``metadata.json``.
 
     Raises:
+        ValueError: ``checkpoint_dir`` is a URL.
         InvalidAccess: the ranks do not access each shard exactly once.
         RobustCheckpointError: whatever failed on whichever rank; the same on all ranks.
     """
+    directory = directory_path(call.checkpoint_dir)
+    call = replace(call, checkpoint_dir=directory)
     strategy = base_strategy_of(call.sharded_strategy)
     group = None
     if isinstance(strategy, RobustSaveStrategy):
@@ -145,14 +154,16 @@ def save_torch_dist(call: SaveCall, options: MegatronOptions) -> Any:
     if call.is_async:
         say_saves_at_once()
     request = versions.finished_request(call.async_strategy) if call.is_async else None
+    writer = writer_for(directory, options)
     meet_before_saving()
     with as_megatron_raises():
         prepared = _prepare_and_validate(call, strategy, channel, phase)
         report = write_sharded(
             prepared.sharded,
-            call.checkpoint_dir,
+            directory,
             options,
             group,
+            writer,
             parallelization_group=parallelization_group_of(call.sharded_strategy),
             facts=prepared.facts,
         )
@@ -161,10 +172,16 @@ def save_torch_dist(call: SaveCall, options: MegatronOptions) -> Any:
 
     @entry_point
     def finish() -> None:
+        files = _CommonFiles(directory)
         with as_megatron_raises():
-            channel.barrier(f"{phase}: finish", lambda: _finish(call, strategy, channel, prepared))
-            if call.verify_integrity:
-                integrity.save_manifest(channel, phase, call.checkpoint_dir, report.files)
+            try:
+                channel.barrier(f"{phase}: finish", lambda: _finish(strategy, channel, prepared, files))
+                if call.verify_integrity:
+                    integrity.save_manifest(channel, phase, directory, report.files)
+            except RobustCheckpointError as error:
+                if failed_in_step(error):
+                    _withdraw(channel, phase, writer, files, error)
+                raise
 
     if request is None:
         finish()
@@ -217,16 +234,62 @@ def _common_object(common: dict[str, Any], channel: Channel) -> Any:
     )
 
 
-def _finish(call: SaveCall, strategy: Any, channel: Channel, prepared: _Prepared) -> None:
+class _CommonFiles:
+    """What rank 0 puts beside the shards, and which of it was not there before."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._new: list[str] = []
+
+    def write(self, name: str, data: bytes) -> None:
+        path = os.path.join(self._directory, name)
+        is_new = not os.path.lexists(path)
+        common_state.write_durably(self._directory, name, data)
+        if is_new:
+            self._new.append(path)
+
+    def remove(self) -> None:
+        """Remove what was not there before: ``metadata.json``, which says that the checkpoint is whole, first."""
+        disk = PosixDisk()
+        while self._new:
+            disk.unlink(self._new[-1])
+            self._new.pop()
+
+
+def _finish(strategy: Any, channel: Channel, prepared: _Prepared, files: _CommonFiles) -> None:
     if not channel.is_coordinator:
         return
     if prepared.common_file is not None:
-        common_state.write_durably(call.checkpoint_dir, common_state.COMMON_FILE, prepared.common_file)
-    config = versions.checkpoint_config(strategy)
-    common_state.write_durably(call.checkpoint_dir, common_state.CONFIG_FILE, config)
+        files.write(common_state.COMMON_FILE, prepared.common_file)
+    files.write(common_state.CONFIG_FILE, versions.checkpoint_config(strategy))
 
 
-def _warn_of_what_is_there(checkpoint_dir: str) -> None:
+class _Withdrawn(msgspec.Struct, frozen=True):
+    """Whether the shards count no more."""
+
+    is_done: bool
+
+
+def _withdraw(
+    channel: Channel, phase: str, writer: RobustWriter, files: _CommonFiles, error: RobustCheckpointError
+) -> None:
+    """Take back the shards, which are committed, of a checkpoint that is not whole. Where they have replaced others
+    those are gone, so the new ones stay. Never raises."""
+
+    def take_back() -> _Withdrawn:
+        files.remove()
+        return _Withdrawn(writer.directory.withdraw())
+
+    try:
+        is_withdrawn = channel.broadcast(f"{phase}: withdraw", take_back, _Withdrawn).is_done
+    except RobustCheckpointError as lost:
+        error.message = f"{error.message}; its shards could not be removed: {lost.message}"
+        return
+    if is_withdrawn:
+        clean_up(channel, phase, writer.directory, error)
+
+
+def _warn_of_what_is_there(checkpoint_dir: str | os.PathLike[str]) -> None:
     """As stock, whose reason holds here too: in a queue of jobs nobody is there to clear it away."""
     if os.path.isdir(checkpoint_dir) and os.listdir(checkpoint_dir):
         logger.warning("Overwriting old incomplete / corrupted checkpoint...")

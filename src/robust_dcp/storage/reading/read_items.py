@@ -86,7 +86,7 @@ class _Load:
         self._limit_nbytes = options.buffer_bytes - options.threads * self._block_nbytes
         # A direct read takes whole pages: part of one more at either end.
         nbytes = -(-self._block_nbytes // PAGE_NBYTES) * PAGE_NBYTES + 2 * PAGE_NBYTES
-        self._pool = BlockPool()
+        self._pool = BlockPool(stay_at_fork=True)
         self._blocks = self._pool.lease(nbytes, 2 * options.threads)
         self._items = BlockItems(verify_checksum=options.verify_checksums, trusted=options.trusted)
         self._tasks = ReadTasks(options, self._blocks, self._block_nbytes, self._items)
