@@ -75,8 +75,8 @@ def save(
         planner: a :class:`RobustPlanner`, if its options matter.
         process_group: the ranks that save together; ``None`` for all.
         no_dist: save from this process alone although ``torch.distributed`` is initialised.
-        timeout_seconds: how long a rank may give no sign of progress; the planner's (300 by default) if ``None``. A rank
-            that writes slowly but steadily is waited for.
+        timeout_seconds: how long a rank may give no sign of progress; the planner's (300 by default) if ``None``. A
+            rank that writes slowly but steadily is waited for.
         deadline_seconds: how long the save may take as a whole; ``None`` for as long as there is progress.
         kind: what is saved, in a word, for a job that saves several state dicts in turn; the planner's if ``None``.
 

@@ -90,7 +90,7 @@ def _lose_the_verdict() -> None:
     channel = Channel.for_group(timeout_seconds=50)
     if channel.rank == 2:
         faults.inject(channel, 0, frames=faults.Damage({1, 2}, faults.zeros).frame)
-    # For the root the first exchange is over when the verdict has left: it hears in the next one that it did not arrive.
+    # For the root the first exchange is over when the verdict has left: that it was lost it hears in the next one.
     channel.barrier("plan")
     channel.barrier("write")
 

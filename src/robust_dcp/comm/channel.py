@@ -1,7 +1,7 @@
 """Channel: what the ranks of a group say to each other during a save or load, one verb for each way to say it.
 
-It owns the verbs, and leaves to the operation how ranks stay in step. Called by ``api``, the planner, the writer and the
-Megatron integration; one for each operation, used by one thread at a time.
+It owns the verbs, and leaves to the operation how ranks stay in step. Called by ``api``, the planner, the writer and
+the Megatron integration; one for each operation, used by one thread at a time.
 """
 
 from __future__ import annotations

@@ -250,7 +250,7 @@ class Connection:
                     self._post(sent)
 
     def _ask_again(self, what: str, *, patient: bool = False) -> None:
-        """Ask once for all from the next serial on; ``patient``: what came does not prove that the repetition failed."""
+        """Ask once for all from the next serial on; ``patient``: what came does not prove that asking was in vain."""
         if self._asked_for == self._n_received:
             if patient:
                 return

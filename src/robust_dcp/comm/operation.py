@@ -39,7 +39,10 @@ BEAT_SECONDS = 1.0
 LOG_SECONDS = 10.0
 """How long ranks are waited for before the log says for whom; then after twice that, and so on."""
 
-PARENT_LOST_SECONDS = 0.5
+TOGETHER_SECONDS = 0.2
+"""How long a rank that has lost another waits for others to be lost as well, before it says who is."""
+
+PARENT_LOST_SECONDS = 0.8
 """How long a rank that has lost its parent waits for what others have to say of it."""
 
 RECONNECT_SECONDS = 5.0
@@ -116,6 +119,7 @@ class Operation:
     def _reset(self) -> None:
         self._exchange = 0
         self._arrived: dict[tuple[int, Kind, int], _Arrived] = {}
+        self._arrived_seconds: dict[tuple[int, Kind, int], float] = {}
         self._stops: dict[int, str] = {}
         self._account: bytes | None = None
         self._lost: dict[int, tuple[str, bool]] = {}
@@ -152,7 +156,7 @@ class Operation:
             own_error: list[BaseException] = []
             try:
                 self._start(verb, phase, root)
-                return self._sweep(phase, work, cost, own_error)
+                result = self._sweep(phase, work, cost, own_error)
             except _Ended:
                 error = self._told()
             except Problem as problem:
@@ -161,11 +165,13 @@ class Operation:
                 if self._runs:
                     self._conclude(Problem(f"was left by rank {self.link.rank}: {type(interrupt).__name__}", interrupt))
                 raise
+            else:
+                return result
             finally:
                 with self._changed:
                     self._runs = self._is_working = False
                 self.add_cost(phase, cost)
-        self._raise(error, own_error)
+            self._raise(error, own_error)
 
     def leave(self, error: BaseException) -> None:
         """This rank ends the operation between two exchanges: tell the others, unless they know."""
@@ -344,8 +350,21 @@ class Operation:
                 self._absent = tuple(place[2] for place in places if place not in self._arrived)
                 self._refuse_other_phases(places)
                 if not self._absent:
-                    return [self._arrived.pop(place) for place in places]
+                    break
                 self._changed.wait(self._seconds_to_wait())
+        if any(time.monotonic() - self._arrived_seconds.pop(place) > self.timeout_seconds for place in places):
+            self._refuse_if_given_up()
+        return [self._arrived.pop(place) for place in places]
+
+    def _refuse_if_given_up(self) -> None:
+        """Some have waited for this rank so long that they may have given up, and the word of it be on its way."""
+        with contextlib.suppress(StoreLost):
+            account = self.link.account_of(self.key)
+            if account is not None:
+                with self._changed:
+                    if self._account is None:
+                        self._end(account, but=None, flags=0)
+                raise _Ended
 
     def _refuse_other_phases(self, places: Sequence[tuple[int, Kind, int]]) -> None:
         own = phase_id(self.what)
@@ -409,7 +428,8 @@ class Operation:
                     self._beats[peer] = Beat.decode(frame.body)
                 return
             if frame.kind in (Kind.UP, Kind.DOWN):
-                self._arrived[frame.exchange, frame.kind, peer] = frame, payload
+                place = (frame.exchange, frame.kind, peer)
+                self._arrived[place], self._arrived_seconds[place] = (frame, payload), time.monotonic()
             elif frame.kind == Kind.STOP:
                 is_news = frame.exchange not in self._stops and frame.exchange >= self._exchange
                 if is_news:
@@ -502,9 +522,10 @@ class Operation:
         with self._changed:
             if self._account is not None:
                 return self._told()
-            if self.tree.parent in problem.missing:
-                # Those above the parent see more ranks than this one: they have the first word.
-                self._changed.wait_for(lambda: self._account is not None, PARENT_LOST_SECONDS)
+            if problem.missing:
+                # Ranks die together. And those above a lost parent see more than this one: they have the first word.
+                seconds = PARENT_LOST_SECONDS if self.tree.parent in problem.missing else TOGETHER_SECONDS
+                self._changed.wait_for(lambda: self._account is not None, min(seconds, self.timeout_seconds))
         with contextlib.suppress(StoreLost):
             known = self.link.account_of(self.key)
             if known is not None:
@@ -566,7 +587,8 @@ class Operation:
 
     def _words_for_silent(self, rank: int, seconds: float) -> str:
         if rank in self._beats:
-            return f"{self._called(rank)} is still at its own work for {self.what}, which has not got on for {seconds:.1f} s"
+            work = f"its own work for {self.what}"
+            return f"{self._called(rank)} is still at {work}, which has not got on for {seconds:.1f} seconds"
         if rank in self._heard:
             return f"{self._called(rank)} has given no sign of life for {seconds:.1f} seconds"
         if rank in self.tree.neighbours:

@@ -188,7 +188,7 @@ class SaveSession:
         return decide(agreement, own, self.channel.coordinator_rank)
 
     def _offers_of_all(self, phase: str, offer: Callable[[], Offer]) -> tuple[Agreement, Offer]:
-        """What all ranks agree on, under the tree that the identity of a plan is a hash over, and what this one offers."""
+        """What all ranks agree on, under the tree whose hash is the identity of a plan, and what this one offers."""
         own: list[Offer] = []
 
         def contribute() -> Offer:
