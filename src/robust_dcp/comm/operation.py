@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 from robust_dcp.comm import wire
 from robust_dcp.comm.beats import Beat, Progress
@@ -171,18 +170,21 @@ class Operation:
                 with self._changed:
                     self._runs = self._is_working = False
                 self.add_cost(phase, cost)
-            self._raise(error, own_error)
+            raise self._as_raised(error, own_error)
 
     def leave(self, error: BaseException) -> None:
         """This rank ends the operation between two exchanges: tell the others, unless they know."""
         if self._has_begun and error is not self._raised:
             self._conclude(Problem(f"was left by rank {self.link.rank}: {type(error).__name__}", error))
 
-    def _raise(self, error: RobustCheckpointError, own_error: list[BaseException]) -> NoReturn:
-        self._raised = own_error[0] if own_error and is_interrupt(own_error[0]) else error
-        if self._raised is not error:
-            raise self._raised
-        raise error from (own_error[0] if own_error else None)
+    def _as_raised(self, error: RobustCheckpointError, own_error: list[BaseException]) -> BaseException:
+        """What this rank raises: ``error``, unless its own work was interrupted."""
+        if own_error and is_interrupt(own_error[0]):
+            self._raised = own_error[0]
+        else:
+            error.__cause__ = own_error[0] if own_error else None
+            self._raised = error
+        return self._raised
 
     def stopped(self) -> str | None:
         """What another rank has said of the exchange that is under way, or comes next; ``None`` if it may succeed."""
@@ -291,7 +293,7 @@ class Operation:
             self._exchange += 1
             self._stops.pop(self._exchange - 1, None)
         if status != Status.OK:
-            self._raise(wire.decode(payload, ErrorMessage).to_error(), own_error)
+            raise self._as_raised(wire.decode(payload, ErrorMessage).to_error(), own_error)
         return total, payload
 
     def _do_own_work(self, work: Work, own_error: list[BaseException]) -> tuple[Agreement, Payload, FailuresBelow]:
