@@ -25,7 +25,7 @@ from robust_dcp.storage.layouts.places import PAGE_NBYTES
 from robust_dcp.storage.reading.read_block import BlockItems, Stretch
 from robust_dcp.storage.reading.read_file import ReadFile
 from robust_dcp.storage.reading.read_options import ReadOptions
-from robust_dcp.storage.reading.read_order import Read, ReadGroup, in_groups, reads_of
+from robust_dcp.storage.reading.read_order import Read, ReadGroup, check_end, in_groups, reads_of
 from robust_dcp.storage.reading.read_tasks import ReadTasks, Stopped
 from robust_dcp.storage.reading.targets import is_flat, may_ask_early, target_of
 
@@ -124,6 +124,8 @@ class _Load:
             self._finish_first()
         self._make_room(self._block_nbytes)
         file = self._open(group.reads[0])
+        for read in group.reads:
+            check_end(read, file)
         block = self._blocks.take()
         result = self._tasks.read_group(group, block, file)
         self._append(_Pending(group.reads, result, self._block_nbytes, block=block))
@@ -137,6 +139,7 @@ class _Load:
         nbytes = 0 if is_straight else read.nbytes
         self._make_room(nbytes)
         file = self._open(read)
+        check_end(read, file)
         self._append(_Pending([read], self._tasks.read_single(read, target, file), nbytes, target))
 
     def _make_room(self, nbytes: int) -> None:
