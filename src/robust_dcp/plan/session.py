@@ -6,6 +6,7 @@ Owns the protocol of a save, whoever calls it: ``api.save`` phase by phase, or s
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,9 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem
 
 from robust_dcp.comm import Channel, Offer
 from robust_dcp.errors import ExchangeError, RobustCheckpointError, StorageError
@@ -25,6 +28,7 @@ from robust_dcp.plan.rank_plan import RankPlan, RankPlanMessage
 from robust_dcp.plan.replicated_objects import ObjectDigests, differing_digests, report_differing
 from robust_dcp.plan.stored_plan import LOADED, encode_plan
 from robust_dcp.plan.structure import StructureDiff, StructureMessage, plan_id_of
+from robust_dcp.plan.unloadable import UnloadableObjects, report_unloadable
 from robust_dcp.plan.written import WrittenMessage, news_of, word_of, written_by_all
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.writer import MetadataToPublish
@@ -35,6 +39,8 @@ __all__ = ["OnObjectMismatch", "OnStructureChange", "SaveSession"]
 
 OnStructureChange = Literal["rebuild", "error", "quiet"]
 OnObjectMismatch = Literal["warn", "error", "ignore"]
+
+Data = torch.Tensor | io.BytesIO
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +54,7 @@ class SaveSession:
         checkpoint: what is saved where; part of every phase's name, so ranks that save to different places are told.
         on_structure_change: what to do when the structure is not that of the last committed save.
         on_object_mismatch: what to do when an object that several ranks hold differs between them.
+        unloadable: what this rank finds that a load would refuse, and what is to be done about it.
         commits_together: whether all ranks call ``commit``. Inside stock ``save`` with collectives only the
             coordinator's does, and stock tells the others.
     """
@@ -56,6 +63,7 @@ class SaveSession:
     checkpoint: str
     on_structure_change: OnStructureChange = "rebuild"
     on_object_mismatch: OnObjectMismatch = "warn"
+    unloadable: UnloadableObjects = field(default_factory=UnloadableObjects)
     commits_together: bool = False
 
     n_leaders: int = field(default=0, init=False)
@@ -67,6 +75,7 @@ class SaveSession:
     rank_plan: RankPlan = field(init=False)
     coordinator: CoordinatorPlan | None = field(default=None, init=False)
     written: WrittenFiles | None = field(default=None, init=False)
+    unloadable_objects: dict[str, str] = field(default_factory=dict, init=False)
     _signatures: tuple[bytes, ...] = field(default=(), init=False)
     _cached: CachedPlan | None = field(default=None, init=False)
     _messages: Sequence[WrittenMessage | None] = field(default=(), init=False)
@@ -174,7 +183,7 @@ class SaveSession:
         self.differing_objects = differing_digests(names, gathered)
 
     def settle(self, write: Callable[[], WrittenFiles], discard: Callable[[WrittenFiles], None]) -> None:
-        """Write this rank's files, and learn that all ranks have written theirs.
+        """Write this rank's files, and learn whether all ranks have written theirs, and what a load would refuse.
 
         Args:
             write: writes and makes durable; a failure in it is announced to the other ranks while they still write
@@ -185,7 +194,8 @@ class SaveSession:
 
         def write_own() -> WrittenMessage | None:
             self.written = write()
-            return news_of(self.written.variable_places, self.known_places)
+            self.unloadable.raise_if_forbidden(self.checkpoint)
+            return news_of(self.written.variable_places, self.known_places, self.unloadable.found)
 
         def word(_: WrittenMessage | None) -> int:
             return 0 if self.written is None else word_of(self.written)
@@ -198,6 +208,20 @@ class SaveSession:
             raise
         self._words = self.channel.last_values
         self._messages = messages or []
+        if self.channel.is_coordinator:
+            told = [(rank, message.unloadable) for rank, message in enumerate(self._messages) if message is not None]
+            self.unloadable_objects = report_unloadable(self.checkpoint, told)
+
+    def watched(self, resolve: Callable[[WriteItem], Data]) -> Callable[[WriteItem], Data]:
+        """A planner's ``resolve_data``, with a look at each object on its way to the writer: would a load take it?"""
+
+        def resolved(write_item: WriteItem) -> Data:
+            data = resolve(write_item)
+            if isinstance(data, io.BytesIO):
+                self.unloadable.look_at(write_item.index.fqn, data)
+            return data
+
+        return resolved
 
     def check_stop(self) -> None:
         """Raise if another rank has announced that this save failed; cheap, for calls between blocks of data."""

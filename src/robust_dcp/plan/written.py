@@ -7,7 +7,7 @@ coordinator mean the same places.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -30,10 +30,12 @@ class WrittenMessage(msgspec.Struct, frozen=True):
     Attributes:
         items: int64 ``[n]``, which of the rank's items of variable size, in plan order.
         places: int64 ``[n, 2]``, offset and length of each.
+        unloadable: objects that a load would refuse, and why, by key.
     """
 
     items: bytes
     places: bytes
+    unloadable: dict[str, str] = {}
 
 
 def word_of(written: WrittenFiles) -> int:
@@ -46,18 +48,23 @@ def word_of(written: WrittenFiles) -> int:
     return written.generation << _DIGEST_BITS | _digest(written.variable_places)
 
 
-def news_of(places: Places, known: Places | None) -> WrittenMessage | None:
-    """The places that the coordinator has to be told; ``None`` if it knows all.
+def news_of(places: Places, known: Places | None, unloadable: Mapping[str, str]) -> WrittenMessage | None:
+    """What the coordinator has to be told; ``None`` if it knows all.
 
     Args:
         known: this rank's places in the last committed save by the same plan, as the coordinator has them.
+        unloadable: objects that a load would refuse, and why.
     """
     new = np.arange(len(places))
     if known is not None and len(known) == len(places):
         new = np.flatnonzero((known != places).any(axis=1))
-    if not len(new):
+    if not len(new) and not unloadable:
         return None
-    return WrittenMessage(items=new.astype("<i8").tobytes(), places=places[new].astype("<i8").tobytes())
+    return WrittenMessage(
+        items=new.astype("<i8").tobytes(),
+        places=places[new].astype("<i8").tobytes(),
+        unloadable=dict(unloadable),
+    )
 
 
 def written_by_all(

@@ -27,6 +27,7 @@ __all__ = [
 Planner = Literal["default", "robust_dcp"]
 Layout = Literal["torch", "safetensors"]
 OnStructureChange = Literal["rebuild", "error", "quiet"]
+OnUnloadableObject = Literal["warn", "error", "ignore"]
 SaveFailure = Literal["raise", "warn"]
 
 
@@ -58,6 +59,12 @@ def _positive_seconds(text: str) -> float:
     if not (value > 0 and math.isfinite(value)):
         raise ValueError
     return value
+
+
+def _switch(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError
+    return text == "1"
 
 
 OPTIONS: tuple[Option, ...] = (
@@ -110,6 +117,22 @@ OPTIONS: tuple[Option, ...] = (
         "when the state dict is not what it was in the last save: plan anew and log the keys, fail, or plan anew",
     ),
     Option(
+        "on_unloadable_object",
+        "--ckpt-on-unloadable-object",
+        "ROBUST_DCP_ON_UNLOADABLE_OBJECT",
+        ("warn", "error", "ignore"),
+        str,
+        "when a save holds an object that a load would refuse: warn once, fail, or say nothing",
+    ),
+    Option(
+        "trusted",
+        "--ckpt-trusted",
+        "ROBUST_DCP_TRUSTED",
+        (),
+        _switch,
+        "1: load objects of any class, which runs whatever code the checkpoint names; 0: refuse what is not plain data",
+    ),
+    Option(
         "save_failure",
         "--ckpt-save-failure",
         "ROBUST_DCP_SAVE_FAILURE",
@@ -144,6 +167,8 @@ class MegatronOptions:
         layout: format of the files; Megatron itself reads ``"torch"`` only.
         exchange_timeout_seconds: of each exchange between ranks.
         on_structure_change: ``"rebuild"`` (log the keys and plan anew), ``"error"`` or ``"quiet"``.
+        on_unloadable_object: ``"warn"`` of objects that a load would refuse, ``"error"`` or ``"ignore"``.
+        trusted: whether objects may run code when they are loaded.
         save_failure: ``"raise"``, or ``"warn"``: a failed save is logged and training goes on.
     """
 
@@ -153,6 +178,8 @@ class MegatronOptions:
     layout: Layout = "torch"
     exchange_timeout_seconds: float = 300.0
     on_structure_change: OnStructureChange = "rebuild"
+    on_unloadable_object: OnUnloadableObject = "warn"
+    trusted: bool = False
     save_failure: SaveFailure = "raise"
 
 
@@ -179,7 +206,8 @@ def _value(option: Option, text: str) -> Any:
     try:
         value = option.parse(text)
     except ValueError:
-        raise ValueError(f"{option.variable}={text!r} in the environment: expected a positive number") from None
+        expected = "0 or 1" if option.parse is _switch else "a positive number"
+        raise ValueError(f"{option.variable}={text!r} in the environment: expected {expected}") from None
     if option.choices and value not in option.choices:
         expected = ", ".join(option.choices)
         raise ValueError(f"{option.variable}={text!r} in the environment: expected one of {expected}")

@@ -7,6 +7,7 @@ each save; the plan cache is robust_dcp's, so a planner that lives for one save 
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -16,6 +17,7 @@ from robust_dcp.megatron.saving.translation import to_dcp_state_dict
 from robust_dcp.megatron.versions import metadata_attributes_of
 from robust_dcp.plan.structure import Attributes
 from robust_dcp.planner import RobustPlanner
+from robust_dcp.storage.records.objects import Refusal
 
 __all__ = ["MegatronPlanner"]
 
@@ -25,11 +27,15 @@ class MegatronPlanner(RobustPlanner):
 
     Keys are Megatron's own and global, so nothing is flattened by path and ``Metadata.planner_data`` stays empty, as
     with ``MCoreSavePlanner``. Takes the keyword arguments of :class:`robust_dcp.RobustPlanner` but those about
-    flattening.
+    flattening, and
+
+    Args:
+        refused: what of ``common.pt`` a load would refuse, to be told together with what the shards hold.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, refused: Mapping[str, Refusal] | None = None, **options: Any) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, **options)
+        self._refused = refused or {}
         self._translation_error: Exception | None = None
         self._translated: dict[str, Any] = {}
 
@@ -53,6 +59,9 @@ class MegatronPlanner(RobustPlanner):
     def metadata_attributes(self) -> Attributes:
         """What stock Megatron-Core looks for when it loads flattened ranges (0.14)."""
         return metadata_attributes_of(self._translated)
+
+    def refused_before(self) -> Mapping[str, Refusal]:
+        return self._refused
 
     def object_data(self, write_item: WriteItem, value: Any) -> io.BytesIO:
         """Objects come as ``io.BytesIO`` that hold what ``torch.save`` made of them: they are written as they are."""

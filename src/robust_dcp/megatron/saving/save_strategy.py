@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from robust_dcp.megatron.saving.planner import MegatronPlanner
 from robust_dcp.megatron.writing import log_report, writer_for
 from robust_dcp.plan.session import OnStructureChange
 from robust_dcp.report import SaveReport
+from robust_dcp.storage.records.objects import Refusal
 
 __all__ = ["RobustSaveStrategy", "write_sharded"]
 
@@ -35,6 +37,7 @@ def write_sharded(
     checkpoint_dir: CheckpointDir,
     options: MegatronOptions,
     process_group: dist.ProcessGroup | None = None,
+    refused: Mapping[str, Refusal] | None = None,
 ) -> SaveReport:
     """Write and commit the shards of a sharded state dict; all ranks of the group call it.
 
@@ -44,6 +47,7 @@ def write_sharded(
         checkpoint_dir: a directory of a mounted file system.
         options: of writer and planner.
         process_group: ``None`` for all ranks.
+        refused: what else of this checkpoint a load would refuse, by key.
 
     Raises:
         RobustCheckpointError: on every rank, whichever of them failed.
@@ -54,7 +58,11 @@ def write_sharded(
         report = api.save(
             sharded_state_dict,
             storage_writer=writer,
-            planner=MegatronPlanner(on_structure_change=options.on_structure_change),
+            planner=MegatronPlanner(
+                refused=refused,
+                on_structure_change=options.on_structure_change,
+                on_unloadable_object=options.on_unloadable_object,
+            ),
             process_group=process_group,
             timeout_seconds=options.exchange_timeout_seconds,
         )

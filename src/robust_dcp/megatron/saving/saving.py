@@ -30,6 +30,7 @@ from robust_dcp.megatron.failures import as_megatron_raises
 from robust_dcp.megatron.hooks.options import MegatronOptions
 from robust_dcp.megatron.saving.save_strategy import RobustSaveStrategy, write_sharded
 from robust_dcp.planner.save import checkpoint_name
+from robust_dcp.storage.records.objects import Refusal
 
 __all__ = ["SaveCall", "base_strategy_of", "is_ours", "save_torch_dist"]
 
@@ -106,6 +107,7 @@ class _Prepared:
 
     sharded: dict[str, Any] = field(default_factory=dict)
     common_file: bytes | None = None
+    refused: dict[str, Refusal] = field(default_factory=dict)
     digests: common_state.LeafDigests = field(default_factory=lambda: common_state.LeafDigests({}))
 
 
@@ -128,7 +130,7 @@ def save_torch_dist(call: SaveCall, options: MegatronOptions) -> Any:
     request = versions.finished_request(call.async_strategy) if call.is_async else None
     with as_megatron_raises():
         prepared = _prepare_and_validate(call, strategy, channel, phase)
-        report = write_sharded(prepared.sharded, call.checkpoint_dir, options, group)
+        report = write_sharded(prepared.sharded, call.checkpoint_dir, options, group, prepared.refused)
         if strategy is not None and not isinstance(strategy, tuple):
             strategy.last_report = report
 
@@ -161,6 +163,7 @@ def _prepare_and_validate(call: SaveCall, strategy: Any, channel: Channel, phase
             prepared.sharded[versions.COMMON_STATE_KEY] = _common_object(common, channel)
         elif channel.is_coordinator:
             prepared.common_file = common_state.encode_common(common)
+            prepared.refused = common_state.refused_in(common, prepared.common_file)
         return shards
 
     check, offers = agree_on_access(

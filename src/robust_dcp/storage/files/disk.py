@@ -86,8 +86,8 @@ class Disk(Protocol):
         such thing the file is open all the same, and has no ``alignment``."""
 
     def open_read(self, path: str, *, direct: bool = False) -> OpenFile:
-        """Open an existing regular file for reading; ``direct`` as for :meth:`open_new`. A FIFO, a device or a directory
-        is refused at once."""
+        """Open an existing regular file for reading; ``direct`` as for :meth:`open_new`. A FIFO, a device or a
+        directory is refused at once."""
 
     def use_page_cache(self, file: OpenFile, why: str) -> None:
         """Go on without O_DIRECT: writes that its ``alignment`` would not allow are allowed from here on."""

@@ -338,7 +338,9 @@ def check_members(stored: ItemBytes, data: bytes) -> None:
     for name, member in members.items():
         found = crc32(view[member.offset : member.offset + member.nbytes])
         if member.crc32 not in (0, found):  # 0 where torch.serialization.set_crc32_options(False) was set
-            raise _corrupt(stored, f"an intact zip archive: {name!r:.60} with CRC-32 {member.crc32:08x}", f"{found:08x}")
+            raise _corrupt(
+                stored, f"an intact zip archive: {name!r:.60} with CRC-32 {member.crc32:08x}", f"{found:08x}"
+            )
 
 
 def _read_checked(stored: ItemBytes, view: memoryview, offset: int, expected: int) -> None:

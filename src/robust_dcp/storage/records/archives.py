@@ -5,7 +5,7 @@ Owns where pickle and storages lie, and that each storage has the length that th
 | format | what |
 | --- | --- |
 | zip | members ``data.pkl``, ``byteorder``, ``data/0``, ``data/1``, …; stored, not compressed |
-| legacy | four pickles (magic number, version, system, the value), one of storage keys, the storages; before torch 1.6 |
+| legacy | four pickles (magic number, version, system, value), one of storage keys, the storages; before torch 1.6 |
 """
 
 from __future__ import annotations

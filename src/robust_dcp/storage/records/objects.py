@@ -1,8 +1,8 @@
 """Items that are no tensors (DCP's BYTE_IO): loaded as data, or checked before somebody else loads them.
 
 Owns the verdict: one rule for all that is saved, checked and loaded, and the errors that name file and item. A planner
-that gets the bytes calls ``torch.load`` with ``weights_only=False``, as stock's does: so bytes that would run code, or ask
-for memory that they do not hold, must be found here. Called by the reader, and by the planner when it saves.
+that gets the bytes calls ``torch.load`` with ``weights_only=False``, as stock's does: so bytes that would run code, or
+ask for memory that they do not hold, must be found here. Called by the reader, and by the planner when it saves.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ import torch
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.records.archives import ZIP_MAGIC, OtherFormat, load_data
 from robust_dcp.storage.records.data.limits import NotData
+from robust_dcp.storage.records.data.names import registered_by_user
+from robust_dcp.storage.records.parse_record import zip_members
 from robust_dcp.storage.records.pickle_scan import is_inert
 
-__all__ = ["Refusal", "check_object", "load_object", "not_an_object", "refusal_of"]
+__all__ = ["Refusal", "check_object", "load_object", "not_an_object", "refusal_of", "registered_names"]
 
 _HOW_TO_ALLOW: Final = (
-    "if you trust it, register the class with torch.serialization.add_safe_globals([...]), or pass trusted=True to load "
-    "whatever the checkpoint holds"
+    "if you trust it, register the class with torch.serialization.add_safe_globals([...]), or pass trusted=True to "
+    "load whatever the checkpoint holds"
 )
+_LARGE_NBYTES: Final = 64 << 10
 _ZIP_END_MAGIC: Final = b"PK\x05\x06"
 _ZIP_END_NBYTES: Final = 22
 _TAR_MAGIC_AT: Final = 257
@@ -70,7 +73,7 @@ def load_object(data: bytes | io.BytesIO, *, file: str, item: str, trusted: bool
 
 
 def check_object(data: bytes | io.BytesIO, *, file: str, item: str) -> None:
-    """Make sure that ``torch.load(weights_only=False)`` of ``data`` runs no code, and takes no more than ``data`` holds.
+    """Make sure that ``torch.load(weights_only=False)`` of ``data`` runs no code, and takes no more than it holds.
 
     Bytes that ``torch.load`` cannot read in any of its formats pass: a planner of its own gave them a meaning.
 
@@ -89,7 +92,10 @@ def check_object(data: bytes | io.BytesIO, *, file: str, item: str) -> None:
 
 
 def refusal_of(data: bytes | io.BytesIO) -> Refusal | None:
-    """Why :func:`check_object` would refuse what is about to be saved; ``None`` if it would not."""
+    """Why :func:`check_object` would refuse what a pickler has just made; ``None`` if it would not."""
+    view = _bytes_of(data)
+    if len(view) > _LARGE_NBYTES and _is_plain(view):
+        return None
     try:
         check_object(data, file="", item="")
     except UnsafeCheckpoint as error:
@@ -98,6 +104,20 @@ def refusal_of(data: bytes | io.BytesIO) -> Refusal | None:
     except CorruptCheckpoint as error:
         return Refusal("what was pickled", str(error.found))
     return None
+
+
+def _is_plain(data: bytes) -> bool:
+    """Whether an archive's pickle names nothing at all: numbers, text, lists, dicts. Found without building it."""
+    try:
+        pickled = zip_members(data)["data.pkl"]
+    except (ValueError, KeyError):
+        return False
+    return is_inert(data[pickled.offset : pickled.offset + pickled.nbytes])
+
+
+def registered_names() -> frozenset[str]:
+    """Full names of what the user has registered with ``torch.serialization.add_safe_globals``."""
+    return frozenset(registered_by_user())
 
 
 def _bytes_of(data: bytes | io.BytesIO) -> bytes:

@@ -121,7 +121,9 @@ def zip_members(data: bytes) -> dict[str, ZipMember]:
     end = 0
     for member in sorted(members.values()):
         if member.offset < end or member.offset + member.nbytes > len(data):
-            raise ValueError("no zip archive as torch.save writes it: its members lie over each other, or outside of it")
+            raise ValueError(
+                "no zip archive as torch.save writes it: its members lie over each other, or outside of it"
+            )
         end = member.offset + member.nbytes
     return members
 
@@ -194,9 +196,7 @@ def _unread(members: dict[str, _Member], data_offset: int) -> tuple[tuple[int, i
     return tuple(sorted((start, start + 4) for start in starts))
 
 
-def _members(
-    window: _Window, max_directory_nbytes: int = _MAX_DIRECTORY_NBYTES
-) -> tuple[dict[str, _Member], int]:
+def _members(window: _Window, max_directory_nbytes: int = _MAX_DIRECTORY_NBYTES) -> tuple[dict[str, _Member], int]:
     """The archive's directory, by name without the archive's own folder, and where it begins."""
     end_at = window.nbytes - _END.size
     magic, count, directory_nbytes, directory_at, comment = _END.unpack(window.bytes_at(end_at, _END.size))

@@ -1,7 +1,7 @@
 """A look through a pickle before anything unpickles it: opcode by opcode, most of them a run at a time.
 
-Owns the walk. Never builds anything of what it walks over. Called by ``metadata_file`` for ``.metadata``, which Python's
-own unpickler builds, and by ``objects`` for bytes that may be no pickle.
+Owns the walk. Never builds anything of what it walks over. Called by ``metadata_file`` for ``.metadata``, which
+Python's own unpickler builds, and by ``objects`` for bytes that may be no pickle.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class _EndsThere(ValueError):
 def check_lengths(pickled: bytes) -> None:
     """Refuse lengths and memo indexes that no pickle of this length can have.
 
-    Python's unpickler would believe them: for a memo index of 4 billion, which one damaged byte makes, it allocates, and
-    fills, tens of GiB.
+    Python's unpickler would believe them: for a memo index of 4 billion, which one damaged byte makes, it allocates,
+    and fills, tens of GiB.
 
     Raises:
         ValueError: there is such a thing, or this is no pickle.

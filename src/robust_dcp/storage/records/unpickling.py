@@ -42,7 +42,7 @@ _PLAIN: Final = (
 
 
 class _Bounded:
-    """Stands for a plain class: builds its objects as ``data`` does, of exact types and within the budget of the file."""
+    """Stands for a plain class: builds its objects as ``data`` does, of exact types and within the budget."""
 
     def __init__(self, kind: Any, budget: Budget) -> None:
         self.kind = kind
@@ -52,6 +52,7 @@ class _Bounded:
         given = tuple(argument.kind if isinstance(argument, _Bounded) else argument for argument in arguments)
         build = python_kinds.BUILT_BY_CALL.get(self.kind) or tensors.BUILT_BY_CALL[self.kind]
         return build(given, self._budget)
+
 
 # Values of these are named in a pickle like classes, but can neither be called nor changed.
 _CONSTANT_TYPES: Final = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)

@@ -1,7 +1,7 @@
 """NumPy's arrays, scalars and dtypes, rebuilt from a dtype string and bytes of exactly the right length.
 
-Owns which dtypes there are in checkpoints. NumPy's own unpickling is never called: it believes what a pickled dtype says
-of itself, so that bytes can become pointers to objects.
+Owns which dtypes there are in checkpoints. NumPy's own unpickling is never called: it believes what a pickled dtype
+says of itself, so that bytes can become pointers to objects.
 """
 
 from __future__ import annotations
@@ -138,8 +138,10 @@ _FROM_BUFFER: Final[Any] = np.zeros(1).__reduce_ex__(5)[0]
 
 # Scalar types are named where a dtype is chosen by one: {"dtype": numpy.float32}.
 _SCALAR_TYPES: Final = (
-    *("bool_ float16 float32 float64 longdouble complex64 complex128 clongdouble str_ bytes_ datetime64 timedelta64".split()),
-    *("int8 int16 int32 int64 uint8 uint16 uint32 uint64 intc uintc longlong ulonglong".split()),
+    *("bool_", "float16", "float32", "float64", "longdouble", "complex64", "complex128", "clongdouble"),
+    *("int8", "int16", "int32", "int64", "intc", "longlong"),
+    *("uint8", "uint16", "uint32", "uint64", "uintc", "ulonglong"),
+    *("str_", "bytes_", "datetime64", "timedelta64"),
 )
 
 BUILT_BY_CALL: Final[dict[Any, Builder]] = {

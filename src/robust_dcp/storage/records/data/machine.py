@@ -33,6 +33,7 @@ class Naming(Protocol):
     def new(self, kind: type, arguments: tuple[Any, ...], budget: Budget) -> Any: ...
     def with_state(self, target: Any, state: Any, budget: Budget) -> Any: ...
 
+
 _DICTS: Final = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 _MAX_DIGITS: Final = 4300  # of a number in text, as Python limits them
 
@@ -264,9 +265,7 @@ class Machine:
     def _extend(self, items: list[Any]) -> None:
         target = self._stack[-1]
         kind = type(target)
-        if kind is list or kind is collections.deque:
-            target.extend(items)
-        elif self._names.is_registered(kind):
+        if kind in (list, collections.deque) or self._names.is_registered(kind):
             target.extend(items)
         else:
             raise NotData(_name(kind), "to which a pickle of data appends nothing")

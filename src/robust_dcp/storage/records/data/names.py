@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import types
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch.serialization import get_safe_globals
@@ -33,7 +33,7 @@ _NO_CODE: Final = "which is not known to be plain data"
 
 
 class Names:
-    """The names of one load. What the user registers later, with ``torch.serialization.add_safe_globals``, is not seen."""
+    """The names of one load. What the user registers later, with torch's ``add_safe_globals``, is not seen."""
 
     def __init__(self) -> None:
         self._registered = registered_by_user()
@@ -81,7 +81,7 @@ class Names:
         if function is _rebuild_from_type():
             return self._tensor_of_type(arguments, budget)
         if isinstance(function, enum.EnumMeta):
-            return user_classes.member_of(function, arguments)
+            return user_classes.member_of(cast("type[enum.Enum]", function), arguments)
         raise NotData(_name(function), _NO_CODE)
 
     def _tensor_of_type(self, arguments: tuple[Any, ...], budget: Budget) -> Any:
@@ -143,7 +143,7 @@ def _set_state(target: Any, state: Any) -> None:
 
 @cache
 def _rebuild_from_type() -> Any:
-    return torch._tensor._rebuild_from_type_v2  # type: ignore[attr-defined]
+    return torch._tensor._rebuild_from_type_v2
 
 
 def _name(found: Any) -> str:

@@ -31,7 +31,9 @@ __all__ = ["BUILT_BY_CALL", "BUILT_BY_NEW", "FACTORIES", "NAMED", "Builder", "ar
 Builder = Callable[[tuple[Any, ...], Budget], Any]
 
 _MAX_EXPONENT: Final = 10_000  # of a decimal: nobody writes 10**3000000 into a checkpoint, and to convert it takes long
-_DECIMAL: Final = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[Ee]([+-]?\d{1,6}))?|[+-]?(?:Infinity|s?NaN\d*)", re.ASCII)
+_DECIMAL: Final = re.compile(
+    r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[Ee]([+-]?\d{1,6}))?|[+-]?(?:Infinity|s?NaN\d*)", re.ASCII
+)
 _FRACTION: Final = re.compile(r"-?\d{1,4000}(?:/\d{1,4000})?", re.ASCII)
 
 FACTORIES: Final = frozenset(
@@ -136,7 +138,9 @@ def _defaultdict(arguments: tuple[Any, ...], budget: Budget) -> Any:
     factory = arguments[0] if arguments else None
     if factory is not None and not (isinstance(factory, type) and factory in FACTORIES):
         name = getattr(factory, "__qualname__", type(factory).__name__)
-        raise NotData(f"collections.defaultdict({name})", "whose factory is none of Python's own containers and numbers")
+        raise NotData(
+            f"collections.defaultdict({name})", "whose factory is none of Python's own containers and numbers"
+        )
     return collections.defaultdict(factory)
 
 
@@ -157,9 +161,8 @@ def _as_bytes(state: Any) -> Any:
 
 def _date(arguments: tuple[Any, ...], budget: Budget) -> datetime.date:
     (packed,) = arguments_of(tuple(map(_as_bytes, arguments)), (bytes,), of="a date")
-    year, month, day = packed[0] * 256 + packed[1], *packed[2:4]
     _expect(len(packed) == 4, "a date")
-    return datetime.date(year, month, day)
+    return datetime.date(packed[0] * 256 + packed[1], packed[2], packed[3])
 
 
 def _time(arguments: tuple[Any, ...], budget: Budget) -> datetime.time:

@@ -51,8 +51,13 @@ def _is_sizes(value: Any) -> bool:
     )
 
 
-def _check_place(storage: Any, offset: Any, size: Any, stride: Any, itemsize: int) -> None:
-    """Whether a tensor lies within its storage: ``set_`` would else make the storage larger."""
+def _check_place(place: tuple[Any, ...], itemsize: int) -> None:
+    """Whether a tensor lies within its storage: ``set_`` would else make the storage larger.
+
+    Args:
+        place: storage, offset, size, strides.
+    """
+    storage, offset, size, stride = place
     if type(storage) is not TypedStorage:
         raise Malformed("a tensor has no storage")
     if not (type(offset) is int and 0 <= offset < _MAX_NUMBER and _is_sizes(size) and _is_sizes(stride)):
@@ -64,7 +69,9 @@ def _check_place(storage: Any, offset: Any, size: Any, stride: Any, itemsize: in
         elements = 1 + offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     held = storage._untyped_storage.nbytes()
     if elements * itemsize > held or math.prod(size) >= _MAX_NUMBER:
-        raise Malformed(f"a tensor of size {list(size)[:8]} needs {elements * itemsize} bytes, and its storage has {held}")
+        raise Malformed(
+            f"a tensor of size {list(size)[:8]} needs {elements * itemsize} bytes, and its storage has {held}"
+        )
 
 
 def _is_plain(requires_grad: Any, hooks: Any) -> bool:
@@ -75,7 +82,7 @@ def _tensor(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
     """``_rebuild_tensor(storage, offset, size, stride)``"""
     if len(arguments) != 4:
         raise Malformed("a tensor is to be made of other than its storage and its place there")
-    _check_place(*arguments, itemsize=_itemsize(arguments[0]))
+    _check_place(arguments, _itemsize(arguments[0]))
     found: torch.Tensor = torch_utils._rebuild_tensor(*arguments)
     return found
 
@@ -83,7 +90,7 @@ def _tensor(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
 def _tensor_v2(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
     if len(arguments) not in (6, 7) or not _is_plain(*arguments[4:6]):
         raise Malformed("a tensor is to be made of other than torch.save writes")
-    _check_place(*arguments[:4], itemsize=_itemsize(arguments[0]))
+    _check_place(arguments[:4], _itemsize(arguments[0]))
     _check_flags(arguments[6:])
     found: torch.Tensor = torch_utils._rebuild_tensor_v2(*arguments)
     return found
@@ -92,7 +99,7 @@ def _tensor_v2(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
 def _tensor_v3(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
     if len(arguments) not in (7, 8) or not _is_plain(*arguments[4:6]) or not isinstance(arguments[6], torch.dtype):
         raise Malformed("a tensor is to be made of other than torch.save writes")
-    _check_place(*arguments[:4], itemsize=arguments[6].itemsize)
+    _check_place(arguments[:4], arguments[6].itemsize)
     _check_flags(arguments[7:])
     found: torch.Tensor = torch_utils._rebuild_tensor_v3(*arguments)
     return found
@@ -114,7 +121,7 @@ def _quantized(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
     if len(arguments) != 7 or not _is_plain(*arguments[5:]) or type(arguments[4]) is not tuple or not arguments[4]:
         raise Malformed("a quantized tensor is to be made of other than torch.save writes")
     storage, offset, size, stride, quantizer = arguments[:5]
-    _check_place(storage, offset, size, stride, _itemsize(storage))
+    _check_place(arguments[:4], _itemsize(storage))
     if math.prod(size) * _itemsize(storage) > storage._untyped_storage.nbytes():  # it is first made as a whole
         raise Malformed("a quantized tensor is larger than its storage")
     scheme, *numbers = quantizer
@@ -132,7 +139,7 @@ def _quantized(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
 
 
 def _sparse(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
-    """``_rebuild_sparse_tensor(layout, (indices…, values, size[, is_coalesced]))``, checked as torch only does if asked."""
+    """``_rebuild_sparse_tensor(layout, (indices…, values, size[, is_coalesced]))``, checked, which torch does not."""
     if len(arguments) != 2 or type(arguments[1]) is not tuple or not 3 <= len(arguments[1]) <= 4:
         raise Malformed("a sparse tensor is to be made of other than torch.save writes")
     layout, parts = arguments
@@ -142,10 +149,12 @@ def _sparse(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
         raise Malformed("a sparse tensor has no indices, values or size")
     if layout is torch.sparse_coo:
         coalesced = rest[0] if rest and type(rest[0]) is bool else None
-        return torch.sparse_coo_tensor(*tensors, size[0], check_invariants=True, is_coalesced=coalesced)
+        indices, values = tensors
+        return torch.sparse_coo_tensor(indices, values, size[0], check_invariants=True, is_coalesced=coalesced)
     if layout not in _SPARSE_COMPRESSED:
         raise NotData("torch._utils._rebuild_sparse_tensor", "with a layout that is not known")
-    return torch.sparse_compressed_tensor(*tensors, size[0], layout=layout, check_invariants=True)
+    compressed, plain, values = tensors
+    return torch.sparse_compressed_tensor(compressed, plain, values, size[0], layout=layout, check_invariants=True)
 
 
 def _meta(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:

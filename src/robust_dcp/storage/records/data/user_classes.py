@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from robust_dcp.storage.records.data.limits import Malformed, NotData
 
-__all__ = ["combined_flags", "find_class", "filled", "member_named", "member_of", "new_object", "why_not"]
+__all__ = ["combined_flags", "filled", "find_class", "member_named", "member_of", "new_object", "why_not"]
 
 _NOT_DATA: Final = "which is not known to be plain data"
 _VALUE_TYPES: Final = frozenset({bool, bytes, float, int, str, type(None), tuple})
