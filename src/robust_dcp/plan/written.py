@@ -48,7 +48,7 @@ def word_of(written: WrittenFiles) -> int:
     return written.generation << _DIGEST_BITS | _digest(written.variable_places)
 
 
-def news_of(places: Places, known: Places | None, unloadable: Mapping[str, str]) -> WrittenMessage | None:
+def news_of(places: Places, known: Places | None, unloadable: Mapping[str, str] | None = None) -> WrittenMessage | None:
     """What the coordinator has to be told; ``None`` if it knows all.
 
     Args:
@@ -63,7 +63,7 @@ def news_of(places: Places, known: Places | None, unloadable: Mapping[str, str])
     return WrittenMessage(
         items=new.astype("<i8").tobytes(),
         places=places[new].astype("<i8").tobytes(),
-        unloadable=dict(unloadable),
+        unloadable=dict(unloadable or {}),
     )
 
 

@@ -144,8 +144,8 @@ def check_end(read: Read, file: ReadFile) -> None:
     """
     if read.offset + read.nbytes > file.nbytes:
         raise CorruptCheckpoint(
-            f"item {read.name!r} in {file.path} is damaged: expected {read.nbytes} bytes at offset {read.offset}, found "
-            f"a file of {file.nbytes} bytes; take another checkpoint, or restore the file",
+            f"item {read.name!r} in {file.path} is damaged: expected {read.nbytes} bytes at offset {read.offset}, "
+            f"found a file of {file.nbytes} bytes; take another checkpoint, or restore the file",
             file=file.path,
             item=read.name,
             expected=f"{read.nbytes} bytes at offset {read.offset}",

@@ -17,10 +17,11 @@ from typing import Any, Final
 import torch
 from torch.storage import TypedStorage, UntypedStorage
 
+from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.data.limits import Malformed, NotData, check_depth
 from robust_dcp.storage.records.data.machine import Machine
 from robust_dcp.storage.records.data.names import Names
-from robust_dcp.storage.records.parse_record import zip_members
+from robust_dcp.storage.records.parse_record import ZipMember, zip_members
 
 __all__ = ["ZIP_MAGIC", "OtherFormat", "is_program", "load_data"]
 
@@ -65,7 +66,7 @@ def _load_zip(data: bytes) -> Any:
     if "data.pkl" not in members:
         raise Malformed("the archive has no data.pkl")
     order = members.get("byteorder")
-    is_swapped = order is not None and data[order.offset : order.offset + order.nbytes] != sys.byteorder.encode()
+    is_swapped = order is not None and _contents(data, order) != sys.byteorder.encode()
     storages: dict[str, TypedStorage] = {}
 
     def storage_of(persistent_id: Any) -> TypedStorage:
@@ -75,15 +76,21 @@ def _load_zip(data: bytes) -> Any:
             if member is None or member.nbytes != nbytes:
                 found = "no such storage" if member is None else f"one of {member.nbytes} bytes"
                 raise Malformed(f"the pickle names storage {key[:40]!r} of {nbytes} bytes, the archive has {found}")
-            untyped = _storage_of(data, member.offset, nbytes)
+            untyped = _storage_of(_contents(data, member))
             if is_swapped:
                 untyped.byteswap(_dtype_of(kind))
             storages[key] = _typed(untyped, kind)
         return storages[key]
 
-    pickled = members["data.pkl"]
-    machine = Machine(data[pickled.offset : pickled.offset + pickled.nbytes], 0, Names(), storage_of)
-    return machine.run()
+    return Machine(bytes(_contents(data, members["data.pkl"])), 0, Names(), storage_of).run()
+
+
+def _contents(data: bytes, member: ZipMember) -> memoryview:
+    """The bytes of a member, compared with their checksum if there is one."""
+    found = memoryview(data)[member.offset : member.offset + member.nbytes]
+    if member.crc32 not in (0, crc32(found)):
+        raise Malformed("a member of the archive does not have the CRC-32 that was written with it")
+    return found
 
 
 def _load_legacy(data: bytes) -> Any:
@@ -128,7 +135,7 @@ def _fill(storages: dict[str, TypedStorage], keys: Any, data: bytes, at: int) ->
         if count * storages[key].dtype.itemsize != storage.nbytes() or at + storage.nbytes() > len(data):
             raise Malformed(f"storage {key[:40]!r} has another length than the pickle says")
         if storage.nbytes():
-            storage.copy_(_storage_of(data, at, storage.nbytes()))
+            storage.copy_(_storage_of(memoryview(data)[at : at + storage.nbytes()]))
         at += storage.nbytes()
 
 
@@ -153,9 +160,8 @@ def _typed(storage: UntypedStorage, kind: Any) -> TypedStorage:
     return TypedStorage(wrap_storage=storage, dtype=_dtype_of(kind), _internal=True)
 
 
-def _storage_of(data: bytes, offset: int, nbytes: int) -> UntypedStorage:
-    if not nbytes:
+def _storage_of(data: memoryview) -> UntypedStorage:
+    """A storage with a copy of ``data``, which is not the checkpoint's to change."""
+    if not data.nbytes:
         return UntypedStorage(0)
-    # The bytes of an object are read-only, and torch has no such tensors: this one is only copied from.
-    copied = torch.frombuffer(bytearray(memoryview(data)[offset : offset + nbytes]), dtype=torch.uint8)
-    return copied.untyped_storage()
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).untyped_storage()

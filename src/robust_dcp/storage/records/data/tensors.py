@@ -120,7 +120,7 @@ def _quantized(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
     """``_rebuild_qtensor(storage, offset, size, stride, quantizer, requires_grad, hooks)``"""
     if len(arguments) != 7 or not _is_plain(*arguments[5:]) or type(arguments[4]) is not tuple or not arguments[4]:
         raise Malformed("a quantized tensor is to be made of other than torch.save writes")
-    storage, offset, size, stride, quantizer = arguments[:5]
+    storage, size, quantizer = arguments[0], arguments[2], arguments[4]
     _check_place(arguments[:4], _itemsize(storage))
     if math.prod(size) * _itemsize(storage) > storage._untyped_storage.nbytes():  # it is first made as a whole
         raise Malformed("a quantized tensor is larger than its storage")
