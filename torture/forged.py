@@ -146,13 +146,15 @@ FORGED: dict[str, Callable[[str], bytes]] = {
     ),
     "fraction exponent": lambda _: _call(_named("fractions", "Fraction"), _text("1e300000000")),
     "text of a list": lambda _: _doubled(b"]", 40) + _call(_named(_BUILTINS, "str"), _get(40)),
-    "copies of a list": lambda _: b"]("
-    + b"K\x01" * 50_000
-    + b"e"
-    + _put(0)
-    + b"("
-    + _call(_named("collections", "deque"), _get(0)) * 4_000
-    + b"t",
+    "copies of a list": lambda _: (
+        b"]("
+        + b"K\x01" * 50_000
+        + b"e"
+        + _put(0)
+        + b"("
+        + _call(_named("collections", "deque"), _get(0)) * 4_000
+        + b"t"
+    ),
     # Nested without end.
     "doubled lists": lambda _: _doubled(b"]", 60),
     "doubled tuples": lambda _: _doubled(b"\x86", 60),
@@ -163,9 +165,8 @@ FORGED: dict[str, Callable[[str], bytes]] = {
     "tuples nested deeply": lambda _: b"N" + b"\x85" * _DEEP,
     "tuples nested deeply as key": lambda _: b"}N" + b"\x85" * _DEEP + b"Ns",
     "dicts nested deeply": lambda _: b"}" + b"N}" * _DEEP + b"s" * _DEEP,
-    "arrays nested deeply": lambda _: b"N"
-    + b"".join(
-        _put(0) + b"0" + _array(_OBJECTS, _ints(1), b"]" + _get(0) + b"a") for _ in range(8_000)
+    "arrays nested deeply": lambda _: (
+        b"N" + b"".join(_put(0) + b"0" + _array(_OBJECTS, _ints(1), b"]" + _get(0) + b"a") for _ in range(8_000))
     ),
     "marks nested deeply": lambda _: b"(" * _DEEP + b"t" * _DEEP,
     "numbers that collide": lambda _: _colliding(60_000),
@@ -181,13 +182,38 @@ FORGED: dict[str, Callable[[str], bytes]] = {
         _named("numpy._core.multiarray", "scalar"), _dtype("O8", _plain_state("|", flags=0)), b"C\x08AAAAAAAA"
     ),
     "structured dtype with objects": lambda _: _array(
-        _dtype("V8", b"(K\x03" + _text("|") + b"N" + b"(" + _text("a") + b"t" + b"}" + _text("a") + b"(" + _OBJECTS + b"K\x00ts" + _int(8) + _int(1) + _int(16) + b"t"),
-        _ints(4), b"C\x20" + b"A" * 32),
+        _dtype(
+            "V8",
+            b"(K\x03"
+            + _text("|")
+            + b"N"
+            + b"("
+            + _text("a")
+            + b"t"
+            + b"}"
+            + _text("a")
+            + b"("
+            + _OBJECTS
+            + b"K\x00ts"
+            + _int(8)
+            + _int(1)
+            + _int(16)
+            + b"t",
+        ),
+        _ints(4),
+        b"C\x20" + b"A" * 32,
+    ),
     "subarray dtype": lambda _: _array(
-        _dtype("V8", b"(K\x03" + _text("|") + b"(" + _OBJECTS + b"(K\x01tt" + b"NN" + _int(8) + _int(1) + _int(0) + b"t"),
-        _ints(4), b"C\x20" + b"A" * 32),
+        _dtype(
+            "V8", b"(K\x03" + _text("|") + b"(" + _OBJECTS + b"(K\x01tt" + b"NN" + _int(8) + _int(1) + _int(0) + b"t"
+        ),
+        _ints(4),
+        b"C\x20" + b"A" * 32,
+    ),
     "dtype of another size": lambda _: _array(_dtype("S8", _plain_state("|", 1 << 40, 1)), _ints(1), b"C\x08AAAAAAAA"),
-    "dtype of a terabyte": lambda _: _array(_dtype("S999999999", _plain_state("|", 999999999, 1)), _ints(1000), b"C\x00"),
+    "dtype of a terabyte": lambda _: _array(
+        _dtype("S999999999", _plain_state("|", 999999999, 1)), _ints(1000), b"C\x00"
+    ),
     "array without its bytes": lambda _: _array(_F8, _ints(1 << 40), b"C\x00"),
     "array with too few bytes": lambda _: _array(_F8, _ints(5), b"C\x20" + b"A" * 32),
     "array of a negative shape": lambda _: _array(_F8, _ints(-1, -4), b"C\x20" + b"A" * 32),
@@ -212,8 +238,12 @@ FORGED: dict[str, Callable[[str], bytes]] = {
     ),
     "quantized tensor of a TiB": lambda _: _call(
         _named("torch._utils", "_rebuild_qtensor"),
-        _storage(16, "QInt8Storage"), _int(0), _ints(1 << 40), _ints(0),
-        b"(" + _named("torch", "per_tensor_affine") + b"G?\xf0\x00\x00\x00\x00\x00\x00K\x00t", b"\x89",
+        _storage(16, "QInt8Storage"),
+        _int(0),
+        _ints(1 << 40),
+        _ints(0),
+        b"(" + _named("torch", "per_tensor_affine") + b"G?\xf0\x00\x00\x00\x00\x00\x00K\x00t",
+        b"\x89",
         _named("collections", "OrderedDict") + b")R",
     ),
     # Code.
@@ -224,13 +254,13 @@ FORGED: dict[str, Callable[[str], bytes]] = {
     "system call behind broken text": lambda canary: b"I0x10\n0" + _call(_named("os", "mkdir"), _text(canary)),
     "system call without protocol": lambda canary: b"(" + _text(canary) + b"tcos\nmkdir\nR",
     "evaluation": lambda canary: _call(_named(_BUILTINS, "eval"), _text(f"__import__('os').mkdir({canary!r})")),
-    "attribute of a module": lambda _: _call(_named(_BUILTINS, "getattr"), _named(_BUILTINS, "int"), _text("__class__")),
+    "attribute of a module": lambda _: _call(
+        _named(_BUILTINS, "getattr"), _named(_BUILTINS, "int"), _text("__class__")
+    ),
     "factory that calls": lambda _: _call(_named("collections", "defaultdict"), _named("os", "getcwd")),
-    "method of a class replaced": lambda _: _named("argparse", "Namespace")
-    + b"N}"
-    + _text("__init__")
-    + _named(_BUILTINS, "list")
-    + b"s\x86b",
+    "method of a class replaced": lambda _: (
+        _named("argparse", "Namespace") + b"N}" + _text("__init__") + _named(_BUILTINS, "list") + b"s\x86b"
+    ),
     "extension registry": lambda _: b"\x82\x01",
     "enum with code": lambda _: _call(_named(__name__, "Careful"), _int(7)),
     "dataclass with code": lambda _: _named(__name__, "Loud") + b")\x81}" + _text("value") + b"K\x01sb",
@@ -243,7 +273,9 @@ FORGED: dict[str, Callable[[str], bytes]] = {
     "list of itself": lambda _: b"]" + _put(0) + _get(0) + b"a",
     "tuple of itself": lambda _: b"](" + _put(0) + _get(0) + b"te",
     "date that is none": lambda _: _call(_named("datetime", "date"), b"C\x04\x07\xe8\x63\x63"),
-    "datetime that is none": lambda _: _call(_named("datetime", "datetime"), b"C\x0a\xff\xff\x0c\xff\xff\xff\xff\xff\xff\xff"),
+    "datetime that is none": lambda _: _call(
+        _named("datetime", "datetime"), b"C\x0a\xff\xff\x0c\xff\xff\xff\xff\xff\xff\xff"
+    ),
     "timedelta that overflows": lambda _: _call(_named("datetime", "timedelta"), _int(1 << 80), _int(0), _int(0)),
     "stream beyond its end": lambda _: _named("_io", "BytesIO") + b")\x81(C\x01x" + _int(1 << 40) + b"Ntb",
     "parameter of a number": lambda _: _call(
@@ -256,7 +288,10 @@ _PIECES = [
     *(bytes([code]) for code in b"(.012NQR]}aebdelo)stu\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x93\x94"),
     *(b"K\x01", b"K\x00", b"J\xff\xff\xff\x7f", b"h\x00", b"h\x01", b"q\x00", b"q\x01", b"M\xff\xff", _int(1 << 70)),
     *(_text(""), _text("a"), b"C\x04abcd", b"G@\x09\x21\xfb\x54\x44\x2d\x18"),
-    *(_named(_BUILTINS, name) for name in ("list", "set", "bytearray", "range", "slice", "complex", "getattr", "frozenset")),
+    *(
+        _named(_BUILTINS, name)
+        for name in ("list", "set", "bytearray", "range", "slice", "complex", "getattr", "frozenset")
+    ),
     *(_named("collections", name) for name in ("OrderedDict", "defaultdict", "deque", "Counter")),
     *(_named("datetime", "datetime"), _named("uuid", "UUID"), _named("decimal", "Decimal"), _named("torch", "Size")),
     *(_named("numpy", "dtype"), _named("numpy", "ndarray"), _F8, _OBJECTS, _named("_io", "BytesIO")),

@@ -5,7 +5,7 @@
 
 A trial is *loaded* if what comes back is what was saved (of a forged pickle: if it was data after all), *refused* if it
 ends in an exception of robust_dcp that names the file, and *lost* in every other case: other data, another exception, a
-crash, code that was run, more than 20 seconds, more than 512 MiB. Ends with 1 if any trial was lost.
+crash, code that was run, more than 20 seconds of a processor, more than 512 MiB. Ends with 1 if any trial was lost.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ def run(inputs: Iterator[Input], root: str) -> list[tuple[str, str, str, str]]:
         finally:
             shutil.rmtree(work)
         outcomes.append((each.group, each.name, verdict, text))
+        if verdict == LOST:
+            print(f"LOST after {len(outcomes)} trials: {each.group}: {each.name}: {text}", file=sys.stderr, flush=True)
     return outcomes
 
 
@@ -89,8 +91,6 @@ def main(arguments: list[str] | None = None) -> int:
     for row in rows:
         print("| " + " | ".join(str(value) for value in row.values()) + " |")
     lost = [outcome for outcome in outcomes if outcome[2] == LOST]
-    for group, name, _, text in lost:
-        print(f"LOST: {group}: {name}: {text}", file=sys.stderr)
     if given.json:
         with open(given.json, "w") as file:
             json.dump({"seed": given.seed, "rows": rows, "lost": lost}, file, indent=1)

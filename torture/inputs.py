@@ -42,8 +42,8 @@ class Input:
     Attributes:
         group, name: for the table, and for what is lost.
         sample: a copy of which is damaged.
-        damage: changes the directory; takes it and the path that must not come to exist, and returns what a refusal has to
-            name.
+        damage: changes the directory; takes it and the path that must not come to exist, and returns what a refusal
+            has to name.
         load: of the directory.
     """
 
@@ -182,17 +182,6 @@ def all_forged() -> Iterator[Input]:
     yield from _forged_heads()
 
 
-_SPECIAL = {
-    "FIFO": os.mkfifo,
-    "directory": os.mkdir,
-    "socket": lambda path: _socket(path),
-    "device": lambda path: os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 5)),
-    "link to a device": lambda path: os.symlink("/dev/zero", path),
-    "link to itself": lambda path: os.symlink(path, path),
-    "no file": lambda path: None,
-}
-
-
 def _socket(path: str) -> None:
     here = os.getcwd()
     os.chdir(os.path.dirname(path))  # the names of sockets are short
@@ -200,6 +189,17 @@ def _socket(path: str) -> None:
         socket.socket(socket.AF_UNIX).bind(os.path.basename(path))
     finally:
         os.chdir(here)
+
+
+_SPECIAL = {
+    "FIFO": os.mkfifo,
+    "directory": os.mkdir,
+    "socket": _socket,
+    "device": lambda path: os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 5)),
+    "link to a device": lambda path: os.symlink("/dev/zero", path),
+    "link to itself": lambda path: os.symlink(path, path),
+    "no file": lambda path: None,
+}
 
 
 def _special_files() -> Iterator[Input]:
@@ -248,7 +248,9 @@ def _forged_heads() -> Iterator[Input]:
     heads["no JSON"] = b"\xff" * 100
     sample = _BY_NAME["safetensors layout"]
     for name, head in heads.items():
-        yield Input("forged head", name, sample, _with_head(struct.pack("<Q", len(head)) + head + bytes(64)), sample.load)
+        yield Input(
+            "forged head", name, sample, _with_head(struct.pack("<Q", len(head)) + head + bytes(64)), sample.load
+        )
     yield Input("forged head", "head of an exabyte", sample, _with_head(struct.pack("<Q", 1 << 60)), sample.load)
     megatron, plan, torchs = _BY_NAME["Megatron"], _BY_NAME["kept plan"], _BY_NAME["torch layout"]
     for name, data in {

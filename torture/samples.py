@@ -1,7 +1,7 @@
 """Sound checkpoints to be damaged, and how each is loaded and compared with what was saved.
 
-Owns what is in them: tensors of several sizes, objects of many kinds, both layouts, by us and by stock, with and without
-Megatron's files.
+Owns what is in them: tensors of several sizes, objects of many kinds, both layouts, by us and by stock, and Megatron's
+files.
 """
 
 from __future__ import annotations

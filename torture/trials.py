@@ -37,7 +37,7 @@ def run_trial(load: Callable[[], None], names: str, *, seconds: float, growth_nb
     Args:
         load: loads, and raises :class:`WrongData` if the outcome is not what it should be.
         names: what a refusal has to name: the path of what was damaged.
-        seconds: that it may take.
+        seconds: of a processor that it may take, and six times that by the clock: the machine may have more to do.
         growth_nbytes: memory that it may take, over that of this process.
         canary: a path that must not come to exist.
 
@@ -48,9 +48,9 @@ def run_trial(load: Callable[[], None], names: str, *, seconds: float, growth_nb
     child = os.fork()
     if child == 0:
         os.close(reader)
-        _run_child(load, names, growth_nbytes, writer)
+        _run_child(load, names, seconds, growth_nbytes, writer)
     os.close(writer)
-    told = _told_by(reader, seconds)
+    told = _told_by(reader, 6 * seconds)
     if told is None:
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
@@ -59,7 +59,7 @@ def run_trial(load: Callable[[], None], names: str, *, seconds: float, growth_nb
         os.rmdir(canary)
         return LOST, "code of the checkpoint was run"
     if told is None:
-        return LOST, f"no end within {seconds} seconds"
+        return LOST, f"no end within {6 * seconds} seconds"
     if os.WIFSIGNALED(status):
         return LOST, f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
     verdict, _, text = told.partition(":")
@@ -80,13 +80,13 @@ def _told_by(reader: int, seconds: float) -> str | None:
         told += data
 
 
-def _run_child(load: Callable[[], None], names: str, growth_nbytes: int, writer: int) -> None:
+def _run_child(load: Callable[[], None], names: str, seconds: float, growth_nbytes: int, writer: int) -> None:
     """In the child; never returns."""
     verdict, text = LOST, ""
     try:
         with suppress(OSError):  # what is printed by libraries belongs to no table
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        before = _rss_nbytes()
+        before, begun = _rss_nbytes(), time.process_time()
         # An allocation that nothing limits fails here, before it takes the machine with it.
         limit = _address_space_nbytes() + growth_nbytes + (2 << 30)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -103,6 +103,9 @@ def _run_child(load: Callable[[], None], names: str, growth_nbytes: int, writer:
             text = f"{type(error).__name__}: {error!s:.300}"
         gc.collect()  # what was built is freed too
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+        used = time.process_time() - begun
+        if used > seconds:
+            verdict, text = LOST, f"took {used:.1f} seconds; {text}"
         if grown > growth_nbytes:
             verdict, text = LOST, f"took {grown >> 20} MiB; {text}"
     finally:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict
 from robust_dcp.planner.load_items import PlannedReads, plan_reads
 from robust_dcp.storage.files.garbage import without_garbage_collection
-from robust_dcp.storage.records.objects import check_object, not_an_object
+from robust_dcp.storage.records.objects import ObjectBytes, check_object, not_an_object
 
 __all__ = ["RobustLoadPlanner", "check_filled", "local_numel"]
 
@@ -162,13 +162,14 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             CorruptCheckpoint: it is not what ``torch.save`` wrote.
         """
         name = read_item.dest_index.fqn
+        file = value.file if isinstance(value, ObjectBytes) else "the checkpoint"
         if not self.trusted:
-            check_object(value, file="the checkpoint", item=name)
+            check_object(value, file=file, item=name)
             value.seek(0)
         try:
             super().load_bytes(read_item, value)
         except Exception as error:  # bytes that no torch.save wrote: torch raises almost anything
-            raise not_an_object(error, file="the checkpoint", item=name) from error
+            raise not_an_object(error, file=file, item=name) from error
         if not self.flatten_state_dict:
             # DefaultLoadPlanner puts it only into the copy that flatten_sharded_tensors made of the state dict.
             key = read_item.dest_index.fqn

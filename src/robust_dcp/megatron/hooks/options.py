@@ -178,9 +178,9 @@ class MegatronOptions:
     layout: Layout = "torch"
     exchange_timeout_seconds: float = 300.0
     on_structure_change: OnStructureChange = "rebuild"
+    save_failure: SaveFailure = "raise"
     on_unloadable_object: OnUnloadableObject = "warn"
     trusted: bool = False
-    save_failure: SaveFailure = "raise"
 
 
 def options_from_environment(environment: Mapping[str, str] = os.environ) -> MegatronOptions:

@@ -6,7 +6,7 @@ Never reads or decodes an item itself (``read_tasks``, ``read_block``). Called b
 
 from __future__ import annotations
 
-import io
+import os
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -28,6 +28,7 @@ from robust_dcp.storage.reading.read_options import ReadOptions
 from robust_dcp.storage.reading.read_order import Read, ReadGroup, check_end, in_groups, reads_of
 from robust_dcp.storage.reading.read_tasks import ReadTasks, Stopped
 from robust_dcp.storage.reading.targets import is_flat, may_ask_early, target_of
+from robust_dcp.storage.records.objects import ObjectBytes
 
 __all__ = ["read_items"]
 
@@ -175,7 +176,8 @@ class _Load:
 
     def _hand_over(self, read: Read, target: torch.Tensor | None, result: Any) -> None:
         if read.item.type == LoadItemType.BYTE_IO:
-            self._planner.load_bytes(read.item, io.BytesIO(result))
+            path = os.path.join(self._directory, read.relative_path)
+            self._planner.load_bytes(read.item, ObjectBytes(result, path))
             return
         if target is None:
             target = self._resolve(read.item)

@@ -19,7 +19,7 @@ from robust_dcp.storage.records.data.names import registered_by_user
 from robust_dcp.storage.records.parse_record import zip_members
 from robust_dcp.storage.records.pickle_scan import is_inert
 
-__all__ = ["Refusal", "check_object", "load_object", "not_an_object", "refusal_of", "registered_names"]
+__all__ = ["ObjectBytes", "Refusal", "check_object", "load_object", "not_an_object", "refusal_of", "registered_names"]
 
 _HOW_TO_ALLOW: Final = (
     "if you trust it, register the class with torch.serialization.add_safe_globals([...]), or pass trusted=True to "
@@ -30,6 +30,14 @@ _ZIP_END_MAGIC: Final = b"PK\x05\x06"
 _ZIP_END_NBYTES: Final = 22
 _TAR_MAGIC_AT: Final = 257
 _TAR: Final = "a tar archive, PyTorch's format before 0.1.10, which cannot be read safely"
+
+
+class ObjectBytes(io.BytesIO):
+    """The bytes of an object on their way to a planner, and the file that they come from."""
+
+    def __init__(self, data: bytes, file: str) -> None:
+        super().__init__(data)
+        self.file = file
 
 
 class Refusal(NamedTuple):

@@ -17,12 +17,13 @@ __all__ = ["check_lengths", "is_inert"]
 _RUN_LENGTH: Final = 4096
 """Opcodes matched at once. The regular expression engine remembers each until its run has ended."""
 
-# Opcodes with which a pickle imports, calls, or takes memory by what it announces.
+# Opcodes with which a pickle imports, calls, or hashes what it has built.
 _ACTIVE: Final = frozenset(
     code[0]
     for code in (
         *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.INST, pickle.OBJ, pickle.REDUCE, pickle.BUILD, pickle.NEWOBJ),
         *(pickle.NEWOBJ_EX, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.BINPERSID),
+        *(pickle.DICT, pickle.SETITEM, pickle.SETITEMS, pickle.ADDITEMS, pickle.FROZENSET),
     )
 )
 _STOP: Final = pickle.STOP[0]
@@ -57,7 +58,7 @@ def check_lengths(pickled: bytes) -> None:
 
 def is_inert(data: bytes) -> bool:
     """Whether an unrestricted unpickler of ``data``, and of what follows the first pickle, stops before it could
-    import, call or take more memory than there is data."""
+    import, call, hash, or take more memory than there is data."""
     run = _run_of(_ACTIVE)
     at = 0
     try:

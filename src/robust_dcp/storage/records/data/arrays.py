@@ -111,6 +111,8 @@ def _array(data: Any, dtype: Any, shape: Any, order: Any, budget: Budget) -> np.
         if type(data) is not list or len(data) != count:
             raise Malformed("an array of objects does not come as a list of them")
         budget.spend(count)
+        if any(isinstance(value, np.ndarray) and value.dtype.hasobject for value in data):
+            budget.nest()
         found = np.empty(count, dtype=object)
         for place, value in enumerate(data):
             found[place] = value

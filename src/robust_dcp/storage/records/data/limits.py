@@ -28,6 +28,8 @@ _UNITS: Final = 1_000_000
 _UNITS_PER_BYTE: Final = 16
 """A pickle of n bytes may make copies of, or hash, so many elements beyond those that stand in it."""
 
+_MAX_NESTED: Final = 1_000
+
 _MAX_KEY_NODES: Final = 10_000
 _MAX_KEY_DEPTH: Final = 100
 _LARGE_INT: Final = (1 << 61) - 1  # from here on integers share hashes with smaller ones
@@ -74,6 +76,14 @@ class Budget:
 
     def __init__(self, nbytes: int) -> None:
         self._left = _UNITS + _UNITS_PER_BYTE * nbytes
+        self._nested_left = _MAX_NESTED
+
+    def nest(self) -> None:
+        """Put a value into another of its kind, of a kind that is freed recursively without bound: an array of objects,
+        a ``defaultdict``. There may be so many levels of them as there are of these."""
+        self._nested_left -= 1
+        if self._nested_left < 0:
+            raise Malformed("it nests too many arrays or defaultdicts into each other")
 
     def spend(self, units: int) -> None:
         """Take ``units``, or raise :class:`Malformed`."""

@@ -296,7 +296,10 @@ class Machine:
         values = iter(items)
         for key in values:
             check_key(key, self._budget, len(target))
-            target[key] = next(values)
+            value = next(values)
+            if kind is collections.defaultdict and type(value) is kind:
+                self._budget.nest()
+            target[key] = value
 
     # The memo, which remembers values by number.
 

@@ -108,6 +108,9 @@ def _range(arguments: tuple[Any, ...], budget: Budget) -> range:
 def _slice(arguments: tuple[Any, ...], budget: Budget) -> slice:
     if not 1 <= len(arguments) <= 3:
         raise Malformed("a slice is to be made of other than start, stop and step")
+    for limit in arguments:
+        if type(limit) not in (int, float, str, type(None)):
+            raise NotData("builtins.slice", "of something else than numbers")
     return slice(*arguments)
 
 

@@ -211,7 +211,17 @@ def _set_attributes(tensor: torch.Tensor, state: Any) -> None:
     for name in attributes:
         if hasattr(torch.Tensor, name):
             raise Malformed(f"{name[:60]!r} of a tensor is not the checkpoint's to set")
+        if not _is_plain_value(attributes[name]):
+            raise NotData("torch.Tensor", f"with an attribute {name[:60]!r} that is no plain value")
     tensor.__dict__.update(attributes)
+
+
+def _is_plain_value(value: Any) -> bool:
+    """Whether an attribute of a tensor is a number, a text or the like, or a few of these."""
+    kinds = (bool, bytes, float, int, str, type(None), torch.Size, torch.device, *_CONSTANT_TYPES)
+    if type(value) in (list, tuple):
+        return all(type(each) in kinds for each in value)
+    return type(value) in kinds or (type(value) is dict and all(type(each) in kinds for each in value.values()))
 
 
 def _device(arguments: tuple[Any, ...], budget: Budget) -> torch.device:
