@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Literal
@@ -33,18 +34,26 @@ class _Verdicts:
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, Refusal | None] = OrderedDict()
         self._registered: frozenset[str] = frozenset()
+        self._lock = threading.Lock()
 
-    def of(self, data: bytes) -> Refusal | None:
+    def begin(self) -> None:
+        """A save begins: with other classes registered, what was refused may be allowed now, and the reverse."""
         registered = registered_names()
-        if registered != self._registered:  # what was refused may be allowed now, and the reverse
+        if registered != self._registered:
             self._known.clear()
             self._registered = registered
+
+    def of(self, data: bytes) -> Refusal | None:
         digest = hashlib.blake2b(data, digest_size=16).digest()
-        if digest not in self._known:
-            self._known[digest] = refusal_of(data)
+        with self._lock:  # threads of the writer ask
+            if digest in self._known:
+                return self._known[digest]
+        verdict = refusal_of(data)
+        with self._lock:
+            self._known[digest] = verdict
             if len(self._known) > _MAX_VERDICTS:
                 self._known.popitem(last=False)
-        return self._known[digest]
+        return verdict
 
 
 _VERDICTS = _Verdicts()
@@ -60,6 +69,7 @@ class UnloadableObjects:
 
     def __init__(self, mode: OnUnloadableObject = "warn", known: Mapping[str, Refusal] | None = None) -> None:
         self.mode: OnUnloadableObject = mode
+        _VERDICTS.begin()
         self.found: dict[str, str] = {key: str(refusal) for key, refusal in (known or {}).items()}
 
     def look_at(self, key: str, data: io.BytesIO) -> None:

@@ -152,10 +152,23 @@ def _name(found: Any) -> str:
     return f"{module}.{name}"
 
 
+_last_registered: list[tuple[list[Any], dict[str, Any]]] = []
+"""What torch last said was registered, and what was made of it. Kept, so that an id in it stays what it was."""
+
+
 def registered_by_user() -> dict[str, Any]:
-    """What ``torch.serialization.add_safe_globals`` was given, by full name."""
+    """What ``torch.serialization.add_safe_globals`` was given, by full name. Nobody should modify it."""
+    entries = get_safe_globals()
+    if _last_registered and set(map(id, entries)) == set(map(id, _last_registered[0][0])):
+        return _last_registered[0][1]
+    registered = _named(entries)
+    _last_registered[:] = [(entries, registered)]
+    return registered
+
+
+def _named(entries: list[Any]) -> dict[str, Any]:
     registered: dict[str, Any] = {}
-    for entry in get_safe_globals():
+    for entry in entries:
         found, path = entry if isinstance(entry, tuple) else (entry, f"{entry.__module__}.{entry.__qualname__}")
         registered[path] = found
     return registered
