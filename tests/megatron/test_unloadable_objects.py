@@ -17,9 +17,8 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from demo import megatron_cpu
-from robust_dcp.megatron import RobustLoadStrategy, RobustSaveStrategy
 from tests.api.verdicts import Verdict, verdict_of
-from tests.megatron.torch_dist import replicated
+from tests.megatron.torch_dist import chosen, replicated, save
 from tests.support.ranks import run_ranks, values
 
 
@@ -45,28 +44,27 @@ class Warnings(logging.Handler):
             self.messages.append(record.getMessage())
 
 
-def save(directory: str, mode: str) -> tuple[Verdict, list[str], list[str]]:
+def save_with_warnings(directory: str, mode: str) -> tuple[Verdict, list[str], list[str]]:
     megatron_cpu.install()
-    os.environ["ROBUST_DCP_ON_UNLOADABLE_OBJECT"] = mode
-    if dist.get_rank() == 0:
-        os.makedirs(directory)
-    dist.barrier()
     handler = Warnings()
     logging.getLogger("robust_dcp").addHandler(handler)
-    verdict = verdict_of(lambda: dist_checkpointing.save(state_dict(), directory, RobustSaveStrategy()))
+    with chosen(on_unloadable_object=mode):
+        verdict = verdict_of(save, state_dict(), Path(directory))
     dist.barrier()
     return verdict, handler.messages, sorted(os.listdir(directory))
 
 
-def save_and_load_trusted(directory: str) -> str:
-    save(directory, "ignore")
-    os.environ["ROBUST_DCP_TRUSTED"] = "1"
-    loaded = dist_checkpointing.load(state_dict(), directory, RobustLoadStrategy())
-    return type(loaded["extra"]).__name__ + type(loaded["args"]["deep"]["own"]).__name__
+def save_and_load_trusted(directory: str) -> list[str]:
+    save_with_warnings(directory, "ignore")
+    with chosen():
+        refused = verdict_of(dist_checkpointing.load, state_dict(), directory)
+    with chosen(trusted="1"):
+        loaded = dist_checkpointing.load(state_dict(), directory)
+    return [refused.type_name, type(loaded["extra"]).__name__, type(loaded["args"]["deep"]["own"]).__name__]
 
 
 def test_one_warning_names_common_state_and_objects(tmp_path: Path) -> None:
-    (verdict, messages, _), (_, others, _) = values(run_ranks(2, save, str(tmp_path / "c"), "warn"))
+    (verdict, messages, _), (_, others, _) = values(run_ranks(2, save_with_warnings, str(tmp_path / "c"), "warn"))
     assert verdict.type_name == "" and others == []
     (message,) = messages
     assert "extra/shard_0_1" in message and "Own" in message
@@ -74,10 +72,10 @@ def test_one_warning_names_common_state_and_objects(tmp_path: Path) -> None:
 
 
 def test_as_an_error_nothing_is_left(tmp_path: Path) -> None:
-    (one, _, left), (other, _, _) = values(run_ranks(2, save, str(tmp_path / "c"), "error"))
+    (one, _, left), (other, _, _) = values(run_ranks(2, save_with_warnings, str(tmp_path / "c"), "error"))
     assert (one.type_name, one.message) == (other.type_name, other.message)
     assert one.type_name == "UnsafeCheckpoint" and left == []
 
 
 def test_trusted_objects_are_loaded(tmp_path: Path) -> None:
-    assert values(run_ranks(2, save_and_load_trusted, str(tmp_path / "c"))) == ["OwnOwn"] * 2
+    assert values(run_ranks(2, save_and_load_trusted, str(tmp_path / "c"))) == [["UnsafeCheckpoint", "Own", "Own"]] * 2
