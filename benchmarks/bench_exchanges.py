@@ -31,7 +31,6 @@ import torch.distributed as dist
 
 from benchmarks.ranks import show
 from robust_dcp.comm import Channel, Offer
-from robust_dcp.comm.frames import FRAME_NBYTES
 from robust_dcp.comm.link import Link
 from robust_dcp.comm.meeting import Meeting
 from robust_dcp.comm.operation import Operation

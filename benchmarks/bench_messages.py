@@ -126,18 +126,18 @@ _COLUMNS = {
 }
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--items", type=int, nargs="+", default=[10, 1000, 10000], help="tensors of each rank")
     parser.add_argument("--objects", type=int, nargs="+", default=[0, 10], help="objects that all ranks hold")
     parser.add_argument("--json", help="write all rows there as well")
-    arguments = parser.parse_args()
-    cases = [(items, objects) for items in arguments.items for objects in arguments.objects]
-    rows = [row for world_size in arguments.ranks for row in _measure(world_size, cases)]
+    options = parser.parse_args(arguments)
+    cases = [(items, objects) for items in options.items for objects in options.objects]
+    rows = [row for world_size in options.ranks for row in _measure(world_size, cases)]
     print("What the coordinator sent in each phase, and the most that another rank sent.")
-    show(_COLUMNS, rows, arguments.json)
+    show(_COLUMNS, rows, options.json)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Run it for two tables: ``python -m benchmarks.bench_uneven_dtensors --json uneven.json``. The first is of ranks of this
 machine, in rounds in which ours and stock's alternate, with what both found compared each time; a ratio says how many
-times less time ours takes. The second decodes the messages of ranks that do not exist, and solves them.
+times less time ours takes. The second decodes the merged messages of ranks that do not exist, and solves them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks.collectives import counted_collectives
 from benchmarks.ranks import run, show
 from robust_dcp.comm import Channel, decode, encode
+from robust_dcp.comm.bundle import Bundler, open_bundle
 from robust_dcp.megatron.uneven.uneven_dtensors import place_chunks
 from robust_dcp.megatron.uneven.uneven_offsets import solve
 from robust_dcp.megatron.uneven.uneven_shards import LocalPart, ShardColumns, Spread, columns_of
@@ -64,6 +65,7 @@ _COORDINATOR_COLUMNS = {
     "solve_seconds": "solve s",
     "decode_seconds": "decode s",
     "message_nbytes": "message of a rank B",
+    "arriving_nbytes": "all, merged B",
     "answer_nbytes": "answer B",
 }
 
@@ -164,7 +166,7 @@ def measure(n_tensors: int, rounds: int) -> list[Sample]:
     from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor as stock
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    channel = Channel.for_group(purpose="uneven DTensors")
+    channel = Channel.for_group(operation="uneven DTensors")
     calls: dict[str, Callable[[dict[str, DTensor]], Any]] = {
         "ours": lambda state_dict: place_chunks(state_dict, channel),
         "stock": stock.preprocess_state_dict_for_uneven_dtensor,
@@ -205,7 +207,7 @@ def rows_of(by_rank: list[list[Sample]], n_tensors: int) -> list[dict[str, Any]]
 
 
 def messages_of(n_ranks: int, n_tensors: int) -> list[bytes]:
-    """What each of ``n_ranks`` ranks sends to the coordinator, as it travels."""
+    """What each of ``n_ranks`` ranks has to tell the coordinator, before it is merged with what others tell."""
     cuts = list(cuts_of(n_tensors, n_ranks))
     spreads = {ndim: Spread((n_ranks,), tuple(range(n_ranks)), (0,), (0,), ndim) for ndim in (1, 2)}
     return [
@@ -221,14 +223,18 @@ def messages_of(n_ranks: int, n_tensors: int) -> list[bytes]:
 def measure_coordinator(n_ranks: int, n_tensors: int, rounds: int) -> dict[str, Any]:
     """A row of what the coordinator of ``n_ranks`` ranks with ``n_tensors`` DTensors each does: medians over rounds."""
     messages = messages_of(n_ranks, n_tensors)
+    bundler = Bundler(ShardColumns)
+    for rank, message in enumerate(messages):
+        bundler.add(rank, decode(message, ShardColumns))
+    arriving = bundler.encode()
     answers: list[Any] = []
     decoding, solving = [], []
     for _ in range(rounds):
         gc.collect()
         started = time.perf_counter()
-        columns = [decode(message, ShardColumns) for message in messages]
+        columns = open_bundle(arriving, ShardColumns)
         decoded = time.perf_counter()
-        answers = solve(columns, range(n_ranks))
+        answers = solve([columns[rank] for rank in range(n_ranks)], range(n_ranks))
         decoding.append(decoded - started)
         solving.append(time.perf_counter() - decoded)
     return {
@@ -237,6 +243,7 @@ def measure_coordinator(n_ranks: int, n_tensors: int, rounds: int) -> dict[str, 
         "solve_seconds": statistics.median(solving),
         "decode_seconds": statistics.median(decoding),
         "message_nbytes": max(map(len, messages)),
+        "arriving_nbytes": len(arriving),
         "answer_nbytes": max(len(encode(answer)) for answer in answers),
         "solve_rounds_seconds": solving,
     }

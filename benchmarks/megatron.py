@@ -14,7 +14,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
@@ -39,8 +38,8 @@ _COLUMNS = {
 def _timed(what: str, who: str, call: Callable[[], Any], channels: list[Any]) -> dict[str, Any]:
     """One row of the table, as this rank sees it."""
     dist.barrier()
-    with ExitStack() as recordings, counted_collectives() as calls:
-        totals = [recordings.enter_context(channel.recording()) for channel in channels]
+    before = _sent(channels)
+    with counted_collectives() as calls:
         started = time.perf_counter()
         call()
         dist.barrier()
@@ -51,9 +50,16 @@ def _timed(what: str, who: str, call: Callable[[], Any], channels: list[Any]) ->
         "seconds": seconds,
         "object_collectives": sum(calls[name] for name in OBJECT_COLLECTIVES),
         "collectives": calls.total() - 1,  # the barrier at the end is this benchmark's
-        "exchanges": sum(total.exchanges for total in totals),
-        "header_nbytes": sum(total.header_nbytes_sent for total in totals),
-        "payload_nbytes": sum(total.payload_nbytes_sent for total in totals),
+        **{name: after - before[name] for name, after in _sent(channels).items()},
+    }
+
+
+def _sent(channels: list[Any]) -> dict[str, int]:
+    """What this rank has sent to the ranks of all these groups so far."""
+    return {
+        "exchanges": sum(channel.stats.exchanges for channel in channels),
+        "header_nbytes": sum(channel.stats.header_nbytes_sent for channel in channels),
+        "payload_nbytes": sum(channel.stats.payload_nbytes_sent for channel in channels),
     }
 
 
@@ -78,8 +84,7 @@ def measure(directory: str, layers: int, hidden_size: int) -> list[dict[str, Any
 
     trainer = Trainer(SAVED_LAYOUT, seed=1, n_layers=layers, hidden_size=hidden_size)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    channels = [Channel.for_group(None, purpose=purpose) for purpose in ("save", "load")]
-    channels.append(Channel.for_group(group, purpose="parallel load"))
+    channels = [Channel.for_group(), Channel.for_group(group)]
     rows = []
     for who in ("stock", "ours"):
         if who == "ours":

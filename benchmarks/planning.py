@@ -2,8 +2,9 @@
 
 Run it for a table: ``python -m benchmarks.planning --ranks 128 --items 5000 --kinds fsdp2 --json planning.json``. The
 real code of both coordinators runs on the same items; ``simulation.ours`` and ``simulation.stock`` say step by step
-what is measured. CPU seconds are user and system time; memory is the peak above what the process held before the
-coordinator's work began. ``--growth`` measures over ranks and items, and ``--plot`` draws that.
+what is measured. CPU seconds are user and system time; "merging" is the CPU time of other ranks for which ours waits,
+on the way up to it; memory is the peak above what the process held before the coordinator's work began. ``--growth``
+measures over ranks and items, and ``--plot`` draws that.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ _COSTS = {
     "who": "who",
     "cpu_seconds": "CPU s",
     "wall_seconds": "wall s",
+    "merging_seconds": "merging, s",
     "peak_mib": "peak MiB",
     "sent_per_item": "sent B/item",
     "arrived_per_item": "arrived B/item",

@@ -27,7 +27,7 @@ from benchmarks.drive.contenders import READERS, WRITERS, why_not
 from benchmarks.drive.figures import RATIOS, Case, Row, rows_of
 from benchmarks.drive.measurement import Figures, in_new_process
 from benchmarks.drive.probe import Probe
-from benchmarks.drive.shapes import SHAPES
+from benchmarks.drive.shapes import SHAPE_NAMES, nbytes_of, ranks_of
 from benchmarks.ranks import show
 
 __all__ = ["main", "run"]
@@ -60,7 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             from robust_dcp.storage import tune
 
             print(tune(directory), end="\n\n")
-        found = run(directory, options.shapes, int(options.gib * _GIB), options.rounds, options.who)
+        found = run(
+            directory,
+            options.shapes,
+            int(options.gib * _GIB),
+            options.rounds,
+            options.who,
+            loads=not options.saves_only,
+        )
     found["machine"]["drive"] = options.name or os.path.abspath(options.path)
     show(_COLUMNS, [_readable(row) for row in found["rows"]], None)
     for who, why in found["not_run"].items():
@@ -77,16 +84,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(
-    directory: str, shapes: Sequence[str], nbytes: int, rounds: int, who: Sequence[str] = tuple(WRITERS)
+    directory: str,
+    shapes: Sequence[str],
+    nbytes: int,
+    rounds: int,
+    who: Sequence[str] = tuple(WRITERS),
+    *,
+    loads: bool = True,
 ) -> dict[str, Any]:
     """All measurements.
 
     Args:
         directory: on the drive to measure; empty, and empty again afterwards.
-        shapes: some of ``SHAPES``.
+        shapes: some of ``SHAPE_NAMES``.
         nbytes: about the size of each checkpoint; at most two of them lie there at a time.
         rounds: how often each is measured.
         who: some of ``WRITERS``.
+        loads: whether to measure loads as well as saves.
 
     Returns:
         ``machine``, ``rows`` (see ``drive.figures``), ``not_run`` (who, or "reader < writer", to why) and ``notes``
@@ -111,9 +125,9 @@ def run(
             print(f"round {number + 1} of {rounds}: {shape}", file=sys.stderr)
             for each in order[first:] + order[:first]:
                 if isinstance(each, Probe):
-                    _measure_probe(measured, shape, nbytes, directory, each)
+                    _measure_probe(measured, shape, nbytes, directory, each, loads=loads)
                 else:
-                    _measure_writer(measured, shape, nbytes, directory, each, not_run)
+                    _measure_writer(measured, shape, nbytes, directory, each, not_run, loads=loads)
     return {
         "machine": _machine(directory, nbytes, rounds),
         "rows": rows_of(_in_order(measured)),
@@ -122,17 +136,22 @@ def run(
     }
 
 
-def _measure_probe(measured: dict[Case, list[Figures]], shape: str, nbytes: int, directory: str, chosen: Probe) -> None:
+def _measure_probe(
+    measured: dict[Case, list[Figures]], shape: str, nbytes: int, directory: str, chosen: Probe, *, loads: bool
+) -> None:
+    if chosen.one_buffer and not loads:
+        return
     path = os.path.join(directory, "probe")
-    nbytes = sum(spec.nbytes for spec in SHAPES[shape](nbytes))
+    nbytes = nbytes_of(shape, nbytes)
     try:
         saved = in_new_process(measurement.probe_save, chosen, nbytes, path)
-        loaded = in_new_process(measurement.probe_load, chosen, nbytes, path)
+        loaded = in_new_process(measurement.probe_load, chosen, nbytes, path) if loads else None
     finally:
         shutil.rmtree(path, ignore_errors=True)
     if not chosen.one_buffer:
         measured[Case(shape, "save", chosen.name)].append(saved)
-    measured[Case(shape, "load", chosen.name)].append(loaded)
+    if loaded is not None:
+        measured[Case(shape, "load", chosen.name)].append(loaded)
 
 
 def _measure_writer(
@@ -142,22 +161,32 @@ def _measure_writer(
     directory: str,
     writer: str,
     not_run: Container[str],
+    *,
+    loads: bool,
 ) -> None:
+    has_ranks = ranks_of(shape) > 1
+    if has_ranks and not WRITERS[writer].takes_ranks:
+        return
     path = os.path.join(directory, "checkpoint")
+    measure = measurement.measure
     try:
-        measured[Case(shape, "save", writer)].append(in_new_process(measurement.save, writer, shape, nbytes, path))
-        for reader in WRITERS[writer].readers:
-            if f"{reader} < {writer}" in not_run:
+        measured[Case(shape, "save", writer)].append(measure(measurement.save, writer, shape, nbytes, path))
+        for reader in WRITERS[writer].readers if loads else ():
+            if f"{reader} < {writer}" in not_run or (has_ranks and not READERS[reader].takes_ranks):
                 continue
             case = Case(shape, "load", reader, writer)
-            measured[case].append(in_new_process(measurement.load, reader, shape, nbytes, path))
+            measured[case].append(measure(measurement.load, reader, shape, nbytes, path))
     finally:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _in_order(measured: dict[Case, list[Figures]]) -> dict[Case, list[Figures]]:
     """Shapes, saves before loads, probes first, then as the contenders are listed."""
-    probes, shapes, writers = [each.name for each in (*probe.PROBES, probe.ONE_BUFFER)], list(SHAPES), list(WRITERS)
+    probes, shapes, writers = (
+        [each.name for each in (*probe.PROBES, probe.ONE_BUFFER)],
+        list(SHAPE_NAMES),
+        list(WRITERS),
+    )
 
     def place(case: Case) -> tuple[int, ...]:
         is_load = case.what == "load"
@@ -199,15 +228,16 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--name", help="what to call the drive in JSON and plot (default: the path)")
     parser.add_argument("--gib", type=float, default=2.0, help="of each checkpoint (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--shapes", default=",".join(SHAPES), help="default: %(default)s")
+    parser.add_argument("--shapes", default=",".join(SHAPE_NAMES), help="default: %(default)s")
     parser.add_argument("--who", help="a part of the names of those to measure; several with commas (default: all)")
+    parser.add_argument("--saves-only", action="store_true", help="no loads")
     parser.add_argument("--tune", action="store_true", help="print what robust_dcp.storage.tuning.tune finds, first")
     parser.add_argument("--json", help="write all figures there as well")
     parser.add_argument("--plot", help="draw the rates there (.svg or .png)")
     options = parser.parse_args(arguments)
     options.shapes = options.shapes.split(",")
-    if not set(options.shapes) <= set(SHAPES):
-        parser.error(f"{sorted(set(options.shapes) - set(SHAPES))} is none of {list(SHAPES)}")
+    if not set(options.shapes) <= set(SHAPE_NAMES):
+        parser.error(f"{sorted(set(options.shapes) - set(SHAPE_NAMES))} is none of {list(SHAPE_NAMES)}")
     parts = options.who.split(",") if options.who else [""]
     options.who = [name for name in WRITERS if any(part in name for part in parts)]
     if not options.who or options.rounds < 1:

@@ -125,6 +125,7 @@ def _row(case: Case, name: SaveName, save: SimulatedSave) -> Row:
         "sent_nbytes": save.sent_nbytes,
         "arrived_nbytes": save.arrived_nbytes,
         "returned_nbytes": save.returned_nbytes,
+        "merging_seconds": save.merging_seconds,
         "metadata_nbytes": save.metadata_nbytes,
         "plan_nbytes": save.plan_nbytes,
         "written": save.n_written,

@@ -1,108 +1,142 @@
-"""Stands in for the coordinator's ``Channel``: the other ranks are files, and only the coordinator's part is measured.
+"""The coordinator's ``Channel`` over a simulated operation: other ranks are files, and only its own part is measured.
 
-Owns which part of an exchange is the coordinator's work: headers and payloads are checked and decoded, replies encoded.
-Rounds that confirm an exchange, and the network itself, are left out.
+Owns which part of an exchange is the coordinator's work: what it says itself, the frames and payloads of its children
+in the tree, and what goes down to each of them. Waiting, and the network itself, are left out.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import msgspec
 
-from benchmarks.simulation.mailbox import COORDINATOR
+from benchmarks.simulation.mailbox import COORDINATOR, Mailbox, SimulatedOperation
 from benchmarks.simulation.others import OtherRanks, SaveName
 from benchmarks.simulation.payloads import Payloads
 from benchmarks.simulation.stopwatch import Stopwatch
-from robust_dcp.comm import Offer, encode
-from robust_dcp.comm.frames import FRAME_NBYTES, Frame
-from robust_dcp.plan.structure import StructureMessage
+from robust_dcp.comm import Agreement, Channel, Offer
+from robust_dcp.comm.frames import FRAME_NBYTES, Frame, Kind, operation_id, phase_id
+from robust_dcp.comm.operation import Operation, Work
+from robust_dcp.comm.pipe import Payload
 
 __all__ = ["SimulatedChannel"]
 
 M = TypeVar("M", bound=msgspec.Struct)
 
+_LAPS = {"agree": "headers", "structures": "structures", "write": "places", "plan": "replies", "commit": "commit"}
+"""What the coordinator's part of an exchange is called in the rows, by the end of the exchange's name."""
 
-class SimulatedChannel:
-    """The verbs of ``Channel`` that ``SaveSession`` uses, on the coordinator, for one save.
 
-    Attributes:
-        sent_nbytes: headers and payloads of the other ranks, of all gathers.
-        arrived_nbytes: what of that reached the coordinator, equal columns of a node once.
-        returned_nbytes: payloads that the coordinator sent.
-    """
+class _OnTheCoordinator(SimulatedOperation):
+    """Every exchange of one save, on the coordinator."""
 
     def __init__(self, payloads: Payloads, others: OtherRanks, save: SaveName, watch: Stopwatch) -> None:
-        self.rank = self.coordinator_rank = COORDINATOR
-        self.is_coordinator = True
-        self.size = payloads.ranks
-        self.ranks = tuple(range(payloads.ranks))
-        self.last_values: tuple[int, ...] = ()
+        super().__init__(COORDINATOR, payloads.ranks)
         self.sent_nbytes = self.arrived_nbytes = self.returned_nbytes = 0
+        self.merging_seconds = 0.0
         self._payloads = payloads
         self._others = others
         self._save = save
         self._watch = watch
 
-    def led_by(self, rank: int) -> SimulatedChannel:
-        """This one: rank 0 leads every simulated save."""
-        return self
-
-    def agree(self, phase: str, produce: Callable[[], Offer]) -> list[Offer]:
-        own = produce()
-        self._watch.lap("own offer")
+    def run(self, verb: str, phase: str, root: int, work: Work) -> tuple[Agreement, Payload]:
+        name = phase.rpartition(": ")[2]
+        contribution = work.contribute()
+        if name == "agree":
+            self._watch.lap("own offer")
         with self._watch.paused():
-            headers = self._others.offers(self._save)
-            self._count_headers()
-        frames = [Frame.decode(headers[at : at + FRAME_NBYTES]) for at in range(0, len(headers), FRAME_NBYTES)]
-        offers = [Offer(frame.signature, frame.plan_id, frame.value, frame.flags) for frame in frames]
-        self._watch.lap("headers")
-        return [own, *offers[1:]]
+            arrived = self._arrived(name, phase)
+        own = Agreement.of(COORDINATOR, contribution.offer)
+        total = own.with_children([Agreement.decode(Frame.decode(frame).body) for frame, _ in arrived])
+        below: list[tuple[int, Payload]] = []
+        for child, (_, received) in zip(self.tree.children, arrived, strict=True):
+            zlib.crc32(received)
+            if received:
+                below.append((child, received))
+        payload = contribution.payload
+        if payload or below:
+            payload = work.merge(payload, below)
+        payload = work.reply(total, payload)
+        for child in reversed(self.tree.children):
+            share = work.share(payload, child) if payload else b""
+            zlib.crc32(share)
+            self.returned_nbytes += len(share)
+        if name in _LAPS:
+            self._watch.lap(_LAPS[name])
+        return total, payload
 
-    def gather(
-        self,
-        phase: str,
-        produce: Callable[[], M | None],
-        message_type: type[M],
-        *,
-        value: Callable[[M | None], int] | int = 0,
-    ) -> list[M | None]:
-        own = produce()
-        own_value = value(own) if callable(value) else value
+    def _arrived(self, name: str, phase: str) -> list[tuple[bytes, bytes]]:
+        """The frame and the payload of each child."""
+        n_ranks, mailbox, offers = self.link.size, self._mailbox(name), None
+        if name == "agree":
+            offers = self._others.offers(self._save)
+        elif name == "write":
+            offers = self._others.written
+        payloads = {} if mailbox is None else mailbox.arriving()
+        found = []
+        for child in self.tree.children:
+            agreement = _agreement(child, offers or [Offer()] * n_ranks)
+            frame = Frame(Kind.UP, operation_id("simulated"), phase=phase_id(phase), body=agreement.encode())
+            found.append((frame.encode(), payloads.get(child, b"")))
+        self.sent_nbytes += FRAME_NBYTES * (n_ranks - 1)
+        self.arrived_nbytes += sum(len(frame) + len(payload) for frame, payload in found)
+        if mailbox is not None:
+            self.sent_nbytes += mailbox.said_nbytes
+            self.merging_seconds += mailbox.merging_seconds
+        return found
+
+    def _mailbox(self, name: str) -> Mailbox | None:
+        if name == "structures":
+            return self._payloads.mailbox("patch" if self._save == "patch" else "first")
+        return self._others.write(self._save) if name == "write" else None
+
+
+def _agreement(rank: int, offers: Sequence[Offer]) -> Agreement:
+    """What ``rank`` and all ranks below it offer."""
+    children = SimulatedOperation(rank, len(offers)).tree.children
+    return Agreement.of(rank, offers[rank]).with_children([_agreement(child, offers) for child in children])
+
+
+class SimulatedChannel(Channel):
+    """``Channel`` on the coordinator, for one save."""
+
+    def __init__(self, payloads: Payloads, others: OtherRanks, save: SaveName, watch: Stopwatch) -> None:
+        self._simulated = _OnTheCoordinator(payloads, others, save, watch)
+        self._others = others
+        self._watch = watch
+        super().__init__(cast(Operation, self._simulated), COORDINATOR)
+
+    @property
+    def sent_nbytes(self) -> int:
+        """A frame of each other rank for each exchange, and what they have to say, before any of it is merged."""
+        return self._simulated.sent_nbytes
+
+    @property
+    def arrived_nbytes(self) -> int:
+        """What of that reaches the coordinator, from its children in the tree."""
+        return self._simulated.arrived_nbytes
+
+    @property
+    def returned_nbytes(self) -> int:
+        """Payloads that the coordinator sends down."""
+        return self._simulated.returned_nbytes
+
+    @property
+    def merging_seconds(self) -> float:
+        """CPU time of other ranks for which the coordinator waits: the merges on the longest way up the tree."""
+        return self._simulated.merging_seconds
+
+    def scatter(self, phase: str, produce: Callable[[], Sequence[M | None]], message_type: type[M]) -> M | None:
+        made: list[M | None] = []
+
+        def plan() -> Sequence[M | None]:
+            made.extend(produce())
+            self._watch.lap("plan")
+            return made
+
+        own = super().scatter(phase, plan, message_type)
         with self._watch.paused():
-            if message_type is StructureMessage:
-                mailbox = self._payloads.mailbox("patch" if self._save == "patch" else "first")
-            else:
-                mailbox = self._others.write(self._save)
-            headers = mailbox.headers()
-            self._count_headers()
-            self.sent_nbytes += mailbox.sent_nbytes
-            self.arrived_nbytes += mailbox.arriving_nbytes
-        messages, values = mailbox.collect(headers, message_type)
-        self.last_values = (own_value, *values[1:])
-        self._watch.lap("structures" if message_type is StructureMessage else "places")
-        return [own, *messages[1:]]
-
-    def scatter(self, phase: str, produce: Callable[[], Sequence[M]], message_type: type[M]) -> M:
-        made = produce()
-        self._watch.lap("plan")
-        payloads = [b"" if rank == COORDINATOR else encode(message) for rank, message in enumerate(made)]
-        for payload in payloads:
-            zlib.crc32(payload)
-        self._watch.lap("replies")
-        with self._watch.paused():
-            self.returned_nbytes += sum(map(len, payloads))
-            self._others.take_replies(payloads)
-        return made[COORDINATOR]
-
-    def barrier(self, phase: str, produce: Callable[[], None]) -> None:
-        produce()
-
-    def stop_if_announced(self) -> None:
-        """Nobody fails here."""
-
-    def _count_headers(self) -> None:
-        self.sent_nbytes += FRAME_NBYTES * (self.size - 1)
-        self.arrived_nbytes += FRAME_NBYTES * (self.size - 1)
+            self._others.take_replies(made)
+        return own

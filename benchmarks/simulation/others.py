@@ -15,13 +15,13 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.simulation.mailbox import COORDINATOR, Mailbox, header_of
+from benchmarks.simulation.mailbox import COORDINATOR, Mailbox
 from benchmarks.simulation.payloads import Payloads
-from robust_dcp.comm import decode, encode
+from robust_dcp.comm import Offer, combined_signature
 from robust_dcp.plan.agreement import MATCHES
 from robust_dcp.plan.rank_plan import Places, RankPlanMessage, unpack_places
-from robust_dcp.plan.structure import Form, StructureTable, plan_id_of
-from robust_dcp.plan.written import WrittenMessage, news_of, word_of
+from robust_dcp.plan.structure import Form, StructureTable
+from robust_dcp.plan.written import WrittenMessage, news_of, offer_of
 from robust_dcp.storage.writing.engine import WrittenFiles
 
 __all__ = ["OtherRanks", "SaveName", "written_files"]
@@ -39,50 +39,49 @@ class OtherRanks:
     Attributes:
         kept: for each rank the places of the items that it writes, as the coordinator told it; empty for the
             coordinator itself.
+        written: what each rank offers when it has written; nothing for the coordinator itself.
     """
 
     def __init__(self, payloads: Payloads, tables: Callable[[], Sequence[StructureTable]]) -> None:
         self._payloads = payloads
         self._tables = tables
-        self._plan_id = bytes(8)
+        self._plan_id = Offer().plan_id
         self.signatures = payloads.signatures(patched=False)
         self.kept: list[Places] = [np.empty(0, dtype=np.intp)] * payloads.ranks
+        self.written: list[Offer] = []
 
-    def offers(self, save: SaveName) -> bytes:
-        """The headers with which they agree: all but the first save know of a plan, which may have to be patched."""
+    def offers(self, save: SaveName) -> list[Offer]:
+        """What they offer when they agree: all but the first save know of a plan, which may have to be patched."""
         self.signatures = self._payloads.signatures(patched=save == "patch")
         changed = self._payloads.ranks - 1 if save == "patch" else None
-        return b"".join(
-            header_of(
+        return [
+            Offer(
                 signature=signature,
                 plan_id=self._plan_id,
                 flags=0 if save == "first" or rank == changed else MATCHES,
             )
             for rank, signature in enumerate(self.signatures)
-        )
+        ]
 
-    def take_replies(self, replies: Sequence[bytes]) -> None:
+    def take_replies(self, replies: Sequence[object]) -> None:
         """The coordinator's word to each rank arrives."""
         for rank, reply in enumerate(replies):
-            if rank == COORDINATOR:
-                continue
-            kept = decode(reply, RankPlanMessage).kept
-            if kept is not None:
-                self.kept[rank] = unpack_places(kept, len(self._tables()[rank]))
-        self._plan_id = plan_id_of(self.signatures)
+            if rank != COORDINATOR and isinstance(reply, RankPlanMessage) and reply.kept is not None:
+                self.kept[rank] = unpack_places(reply.kept, len(self._tables()[rank]))
+        self._plan_id = combined_signature(self.signatures)
 
     def write(self, save: SaveName) -> Mailbox:
         """They have written: the gather in which they tell where their objects lie."""
         mailbox = Mailbox(Path(tempfile.mkdtemp(prefix="written-", dir=self._payloads.directory)), self._payloads.ranks)
-        words = {}
+        self.written = [Offer()]
         for rank in range(1, self._payloads.ranks):
             written = written_files(self._tables()[rank], self.kept[rank], rank)
-            words[rank] = word_of(written)
+            self.written.append(offer_of(written))
             places = written.variable_places
             message = news_of(places, places if save == "repeated" else None)
             if message is not None:
-                mailbox.post(rank, encode(message))
-        mailbox.seal(WrittenMessage, words)
+                mailbox.post(rank, message)
+        mailbox.merge(WrittenMessage)
         return mailbox
 
 

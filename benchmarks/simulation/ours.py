@@ -2,12 +2,13 @@
 
 Owns which steps count. In order, named as in the rows:
 
-* ``own offer``, ``headers``: looks into the plan cache, decodes what each rank shows, and decides.
-* ``structures``, only of a plan that is made anew: takes the payloads (bundles of node leaders from 64 ranks on),
-  checks their CRC-32, inflates and decodes them.
+* ``own offer``, ``headers``: looks into the plan cache, combines what its children in the tree have combined, and
+  decides.
+* ``structures``, only of a plan that is made anew: takes what its children have merged, checks their CRC-32, inflates
+  and decodes it.
 * ``plan``: ``plan_for_all``: tables, duplicates, coverage, who writes what and where. ``replies``: encoded, for all.
 * ``own share``: what every rank does with its reply, the coordinator too.
-* ``places``: headers and messages of all ranks after writing. The writing itself is no work of the coordinator's.
+* ``places``: what the ranks tell after writing. The writing itself is no work of the coordinator's.
 * ``metadata``: ``written_by_all``, and the bytes of ``.metadata``. ``commit``: written, fsynced, renamed, fsynced.
 * ``plan file``: the plan, kept beside the committed checkpoint. ``cache``: and in the plan cache.
 """
@@ -17,14 +18,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 from benchmarks.simulation.channel import SimulatedChannel
 from benchmarks.simulation.others import OtherRanks, SaveName, written_files
 from benchmarks.simulation.payloads import Payloads, coordinators_local
 from benchmarks.simulation.stopwatch import Stopwatch
 from benchmarks.virtual_ranks import FILES_PER_RANK
-from robust_dcp.comm import Channel
 from robust_dcp.plan.cache import PLANS
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.session import SaveSession
@@ -44,6 +43,7 @@ class SimulatedSave:
         watch: CPU and wall seconds by step, and memory.
         sent_nbytes: by the other ranks; ``arrived_nbytes``: what of that reached the coordinator.
         returned_nbytes: payloads that the coordinator sent.
+        merging_seconds: CPU time of other ranks on the way up to the coordinator, which waits for it. Not in ``watch``.
         metadata_nbytes: of ``.metadata``; ``plan_nbytes``: of the plan beside it.
         n_written: items that are written, each once.
         outcome: what was done about the plan.
@@ -53,6 +53,7 @@ class SimulatedSave:
     sent_nbytes: int = 0
     arrived_nbytes: int = 0
     returned_nbytes: int = 0
+    merging_seconds: float = 0.0
     metadata_nbytes: int = 0
     plan_nbytes: int = 0
     n_written: int = 0
@@ -83,9 +84,7 @@ class OurCoordinator:
         made = SimulatedSave()
         watch, writer = made.watch, RobustWriter(directory, threads=FILES_PER_RANK)
         channel = SimulatedChannel(self._payloads, self.others, name, watch)
-        session = self.session = SaveSession(
-            cast(Channel, channel), directory, on_structure_change="quiet", commits_together=True
-        )
+        session = self.session = SaveSession(channel, directory, on_structure_change="quiet", commits_together=True)
 
         def describe() -> LocalStructure:
             return self._local
@@ -100,9 +99,6 @@ class OurCoordinator:
             writer.publish(metadata)
             watch.lap("commit")
 
-        def discard(written: WrittenFiles) -> None:
-            raise AssertionError(f"a simulated save has failed, {written.nbytes} bytes would be discarded")
-
         def keep_plan(data: bytes) -> None:
             writer.keep_plan(data)
             watch.lap("plan file")
@@ -110,11 +106,12 @@ class OurCoordinator:
         watch.start()
         session.agree(describe, leads=True)
         watch.lap("own share")
-        session.settle(write, discard)
-        session.commit(publish, discard, keep_plan)
+        session.settle(write)
+        session.commit(publish, writer.clean_up, keep_plan)
         watch.lap("cache")
         made.sent_nbytes, made.arrived_nbytes = channel.sent_nbytes, channel.arrived_nbytes
         made.returned_nbytes, made.outcome = channel.returned_nbytes, session.outcome
+        made.merging_seconds = channel.merging_seconds
         made.metadata_nbytes = os.path.getsize(os.path.join(directory, METADATA_NAME))
         made.plan_nbytes = os.path.getsize(os.path.join(directory, PLAN_NAME))
         made.n_written = 0 if session.coordinator is None else sum(map(len, session.coordinator.kept))

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from benchmarks.simulation.mailbox import COORDINATOR, Mailbox
 from benchmarks.virtual_ranks import NamedItem, items_of, local_of, path_of, table_of_items
-from robust_dcp.comm import encode
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.structure import ItemStructure, StructureMessage
 from robust_dcp.plan.structure.signature import SIGNATURE_NBYTES
@@ -79,7 +78,7 @@ def prepare(
             made = pool.starmap(_make, tasks, chunksize=max(1, min(8, len(tasks) // 4)))
     (directory / "signatures").write_bytes(b"".join(signature for signature, _ in made))
     for name in ("first", "patch"):
-        payloads.mailbox(name).seal(StructureMessage)
+        payloads.mailbox(name).merge(StructureMessage)
     return Payloads(directory, kind, ranks, items, n_items=sum(n_items for _, n_items in made[:-1]))
 
 
@@ -94,7 +93,7 @@ def _make(payloads: Payloads, rank: int, added: bool, stock: bool) -> tuple[byte
     items = items_of(payloads.kind, rank, payloads.ranks, payloads.items, added=added)
     local = local_of(table_of_items(items), payloads.ranks)
     if rank != COORDINATOR:
-        payloads.mailbox("patch" if added else "first").post(rank, encode(local.to_message()))
+        payloads.mailbox("patch" if added else "first").post(rank, local.to_message())
     if stock:
         payloads.stock_plan(rank, added=added).write_bytes(pickle.dumps(_stock_plan(items)))
     return local.signature.value, len(items)

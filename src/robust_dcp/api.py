@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -21,10 +21,17 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from robust_dcp.comm import Channel, Offer
+from robust_dcp.errors import RobustCheckpointError, entry_point
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.phases import PhaseClock, PhaseRecord
 from robust_dcp.plan.session import SaveSession
-from robust_dcp.plan.sharing import SharedReads, deal_out, ranks_share, sharing_offer
+from robust_dcp.plan.sharing import (
+    SharedReads,
+    deal_out,
+    node_reads_the_same,
+    ranks_share,
+    sharing_offer,
+)
 from robust_dcp.plan.stored_plan import LOADED
 from robust_dcp.planner import RobustLoadPlanner, RobustPlanner
 from robust_dcp.planner.save import checkpoint_name
@@ -32,6 +39,7 @@ from robust_dcp.report import LoadReport, PhaseReport, SaveReport
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.reading.targets import may_ask_early
 from robust_dcp.storage.writer import RobustWriter
+from robust_dcp.storage.writing.engine import WrittenFiles
 
 __all__ = ["load", "save"]
 
@@ -40,6 +48,7 @@ CheckpointId = str | os.PathLike[str]
 _DEFAULT_TIMEOUT_SECONDS = 300.0
 
 
+@entry_point
 def save(
     state_dict: dict[str, Any],
     *,
@@ -49,12 +58,14 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     timeout_seconds: float | None = None,
+    deadline_seconds: float | None = None,
+    kind: str | None = None,
 ) -> SaveReport:
     """Save a state dict from all ranks of a group into one checkpoint.
 
     The arguments are those of ``torch.distributed.checkpoint.save``. The checkpoint is committed, durably, when this
-    returns, on every rank; if it raises, the same exception is raised on every rank and what the directory held
-    before is untouched.
+    returns, on every rank; if it raises, the same exception is raised on every rank, what the directory held before
+    is untouched, and what the save has made is removed or named in the exception.
 
     Args:
         state_dict: names to tensors (plain, ``DTensor``, ``ShardedTensor``), nested dicts and lists, ``Stateful``
@@ -64,7 +75,10 @@ def save(
         planner: a :class:`RobustPlanner`, if its options matter.
         process_group: the ranks that save together; ``None`` for all.
         no_dist: save from this process alone although ``torch.distributed`` is initialised.
-        timeout_seconds: for every exchange; the planner's (300 by default) if ``None``.
+        timeout_seconds: how long a rank may give no sign of progress; the planner's (300 by default) if ``None``. A
+            rank that writes slowly but steadily is waited for.
+        deadline_seconds: how long the save may take as a whole; ``None`` for as long as there is progress.
+        kind: what is saved, in a word, for a job that saves several state dicts in turn; the planner's if ``None``.
 
     Returns:
         What was done; the DCP ``Metadata`` is its ``metadata``.
@@ -83,35 +97,39 @@ def save(
     writer = _robust_writer(storage_writer, checkpoint_id)
     planner = _robust_planner(planner)
     session = planner.open_session(
-        checkpoint_name(writer.path), process_group=process_group, timeout_seconds=timeout_seconds, no_dist=no_dist
+        checkpoint_name(writer.path),
+        process_group=process_group,
+        timeout_seconds=timeout_seconds,
+        deadline_seconds=deadline_seconds,
+        no_dist=no_dist,
+        kind=kind,
     )
     session.commits_together = True
+    session.undo = lambda: writer.directory
     clock = PhaseClock(session.channel)
 
     def describe() -> LocalStructure:
+        _refuse_other_than_dict(state_dict)
         is_coordinator = session.channel.is_coordinator
-        writer.begin(is_coordinator=is_coordinator)
+        writer.begin(is_coordinator=is_coordinator, ranks=session.channel.size)
         planner.set_up_planner(_state_dicts_of(state_dict), writer.storage_meta(), is_coordinator)
         planner.raise_set_up_error()
         return planner.describe(session.channel, writer)
 
+    def write() -> WrittenFiles:
+        source, placements = planner.source(session), session.placements
+        if placements is None:
+            raise ValueError("the plan has no places for RobustWriter")
+        return writer.write(session.rank, source, placements, session.check_stop, session.known_places)
+
     with session.channel.together():
         with clock.phase("plan"):
             plan = session.agree(describe, leads=session.channel.is_coordinator)
-            source, placements = planner.source(session), plan.placements
-            if placements is None:
-                raise ValueError("the plan has no places for RobustWriter")
         with clock.phase("write"):
-            session.settle(
-                lambda: writer.write(session.rank, source, placements, session.check_stop, session.known_places),
-                writer.discard,
-            )
+            session.settle(write)
         with clock.phase("commit"):
             session.commit(
-                lambda: writer.publish(session.encoded_metadata(writer.plain_meta())),
-                writer.discard,
-                writer.clean_up,
-                writer.keep_plan,
+                lambda: writer.publish(session.encoded_metadata(writer.plain_meta())), writer.clean_up, writer.keep_plan
             )
     return _save_report(session, clock, writer, n_items=len(plan.kept))
 
@@ -122,6 +140,7 @@ class _MetadataFile(msgspec.Struct, frozen=True):
     data: bytes
 
 
+@entry_point
 def load(
     state_dict: dict[str, Any],
     *,
@@ -131,6 +150,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     timeout_seconds: float = _DEFAULT_TIMEOUT_SECONDS,
+    deadline_seconds: float | None = None,
 ) -> LoadReport:
     """Load a checkpoint into a state dict, in place, on all ranks of a group.
 
@@ -146,7 +166,8 @@ def load(
         planner: a :class:`RobustLoadPlanner`, if its options matter, or another ``LoadPlanner``.
         process_group: the ranks that load together; ``None`` for all.
         no_dist: load into this process alone although ``torch.distributed`` is initialised.
-        timeout_seconds: for every exchange.
+        timeout_seconds: how long a rank may give no sign of progress.
+        deadline_seconds: how long the load may take as a whole; ``None`` for as long as there is progress.
 
     Raises:
         RobustCheckpointError: or one of its subclasses, see :mod:`robust_dcp.errors`.
@@ -155,7 +176,11 @@ def load(
     planner = RobustLoadPlanner() if planner is None else planner
     checkpoint = checkpoint_name(getattr(reader, "checkpoint_id", None))
     channel = Channel.for_group(
-        process_group, operation=f"load {checkpoint}", timeout_seconds=timeout_seconds, no_dist=no_dist
+        process_group,
+        operation=f"load {checkpoint}",
+        timeout_seconds=timeout_seconds,
+        deadline_seconds=deadline_seconds,
+        no_dist=no_dist,
     )
     clock = PhaseClock(channel)
     values: dict[str, Any] = {}
@@ -164,11 +189,12 @@ def load(
 
     def prepare() -> Offer:
         nonlocal plan
+        _refuse_other_than_dict(state_dict)
         values.update(_state_dicts_of(dict(sorted(state_dict.items()))))
         plan = _local_load_plan(values, reader, planner, metadata_file, channel)
         if not isinstance(reader, RobustReader):
             return Offer()
-        return sharing_offer(reader.share_reads, channel.rank, can_share=may_ask_early(planner))
+        return sharing_offer(reader.share_reads, channel.rank, plan.items, can_share=may_ask_early(planner))
 
     def read() -> None:
         reader.read_data(plan if shared is None else LoadPlan(shared.left_to_read(plan.items)), planner).wait()
@@ -187,6 +213,8 @@ def load(
             agreement = channel.agree(f"load {checkpoint}: plan", prepare)
             if isinstance(reader, RobustReader) and ranks_share(agreement):
                 shared = deal_out(channel, checkpoint, reader, plan, planner, process_group)
+            elif isinstance(reader, RobustReader):
+                reader.node_reads_the_same = node_reads_the_same(agreement)
         with clock.phase("read"):
             channel.barrier(f"load {checkpoint}: read", read)
         if shared is not None:
@@ -207,6 +235,7 @@ def load(
         unread_keys=getattr(planner, "unread_keys", ()),
         shared_nbytes=0 if shared is None else shared.received_nbytes,
         peak_buffer_nbytes=getattr(reader, "peak_buffer_nbytes", 0),
+        stragglers=channel.stragglers,
     )
 
 
@@ -239,6 +268,16 @@ def _local_load_plan(
     plan = reader.prepare_local_plan(planner.create_local_plan())
     (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
     return planner.finish_plan(plan)
+
+
+def _refuse_other_than_dict(state_dict: Any) -> None:
+    if isinstance(state_dict, Mapping):
+        return
+    if _is_stateful(state_dict):
+        what_to_do = 'give it a name, {"model": model}, or pass its state dict, model.state_dict()'
+    else:
+        what_to_do = 'give it a name, {"name": value}'
+    raise RobustCheckpointError(f"a state dict is a dict, and a {type(state_dict).__name__} was passed: {what_to_do}")
 
 
 def _state_dicts_of(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -309,6 +348,7 @@ def _save_report(session: SaveSession, clock: PhaseClock, writer: RobustWriter, 
         files=() if written is None else written.names,
         how=() if written is None else written.how,
         peak_buffer_nbytes=0 if written is None else written.peak_buffer_nbytes,
+        stragglers=session.channel.stragglers,
         _read_metadata=lambda: RobustReader(path).read_metadata(),
     )
 

@@ -5,7 +5,7 @@ Owns the report types and how they read as text; made by ``api`` at the end of e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -26,8 +26,8 @@ class PhaseReport:
         name: ``plan``, ``write``, ``commit``; or ``plan``, ``read``, ``share`` and ``apply``.
         seconds: wall time, waiting for other ranks included.
         exchanges: exchanges between ranks.
-        messages: messages that this rank sent: one header for each exchange, and its payload chunks.
-        header_nbytes, payload_nbytes: bytes that this rank sent.
+        messages: that this rank sent to its neighbours in the tree of ranks: frames, and payloads where there are any.
+        header_nbytes, payload_nbytes: bytes that this rank sent, in frames and in payloads.
     """
 
     name: str
@@ -62,13 +62,13 @@ class _Report:
         """Wall time of the whole call, in seconds."""
         return sum(phase.seconds for phase in self.phases)
 
-    def _lines(self, headline: str) -> str:
+    def _lines(self, headline: str, stragglers: Sequence[str]) -> str:
         rows = [headline, f"  {'phase':<8}{'seconds':>9}{'exchanges':>11}{'messages':>10}{'bytes sent':>12}"]
         rows += [
             f"  {p.name:<8}{p.seconds:>9.3f}{p.exchanges:>11}{p.messages:>10}{p.header_nbytes + p.payload_nbytes:>12}"
             for p in self.phases
         ]
-        return "\n".join(rows)
+        return "\n".join([*rows, *(f"  waited: {each}" for each in stragglers)])
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ class SaveReport(_Report):
     """What a save did. Printed, it is a table.
 
     Attributes:
-        plan: ``built`` (nothing was cached), ``reused``, ``patched`` (some ranks changed) or ``rebuilt`` (all did).
+        plan: ``built`` (no plan of this kind was cached), ``reused``, ``patched`` (some ranks changed) or ``rebuilt``
+            (all did).
         reason: why, in words.
         changes: the keys that differ from the plan before, over all ranks; ``None`` if there was none to compare.
         differing_objects: objects of one name whose contents differ between ranks, with the ranks that hold them.
@@ -85,6 +86,7 @@ class SaveReport(_Report):
         files: the files of this rank.
         how: how this rank's files were written: ``direct``, or ``buffered`` and why.
         peak_buffer_nbytes: the most memory that data of this rank passed through at any time.
+        stragglers: on the coordinator, whom all ranks have waited for, and how far those had come: as it was logged.
     """
 
     plan: PlanOutcome = "built"
@@ -95,6 +97,7 @@ class SaveReport(_Report):
     files: tuple[str, ...] = ()
     how: tuple[str, ...] = ()
     peak_buffer_nbytes: int = 0
+    stragglers: tuple[str, ...] = ()
     _read_metadata: Callable[[], Metadata] | None = field(default=None, repr=False, compare=False)
 
     @cached_property
@@ -111,7 +114,8 @@ class SaveReport(_Report):
         return self._lines(
             f"saved {self.checkpoint_id} (rank {self.rank} of {self.world_size}): {self.items} items, "
             f"{sizes_in_words(self.nbytes)} in {self.seconds:.3f} s"
-            f"{''.join(f', {how}' for how in self.how)}; plan {self.plan}: {self.reason}"
+            f"{''.join(f', {how}' for how in self.how)}; plan {self.plan}: {self.reason}",
+            self.stragglers,
         )
 
 
@@ -124,18 +128,21 @@ class LoadReport(_Report):
         unread_keys: keys of the checkpoint that the state dict did not ask for.
         shared_nbytes: of ``nbytes``, what another rank has read for this one.
         peak_buffer_nbytes: the most memory that data of this rank passed through on its way from the files.
+        stragglers: as in :class:`SaveReport`.
     """
 
     missing_keys: tuple[str, ...] = ()
     unread_keys: tuple[str, ...] = ()
     shared_nbytes: int = 0
     peak_buffer_nbytes: int = 0
+    stragglers: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self._lines(
             f"loaded {self.checkpoint_id} (rank {self.rank} of {self.world_size}): {self.items} items, "
             f"{sizes_in_words(self.nbytes)} in {self.seconds:.3f} s"
-            f"{f', {sizes_in_words(self.shared_nbytes)} of it by way of other ranks' if self.shared_nbytes else ''}"
+            f"{f', {sizes_in_words(self.shared_nbytes)} of it by way of other ranks' if self.shared_nbytes else ''}",
+            self.stragglers,
         )
 
 

@@ -13,8 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from robust_dcp.comm import Channel, Offer
-from robust_dcp.comm.deadline import Deadline
-from robust_dcp.comm.post_mortem import GRACE_SECONDS
+from robust_dcp.comm.frames import Frame, Kind
 from robust_dcp.errors import ExchangeError, ExchangeTimeout
 from tests.comm.messages import Note
 from tests.support.ranks import Outcome, RankError, errors, run_ranks, values
@@ -29,7 +28,7 @@ def _signal(key: str) -> None:
 
 
 def _one_comes_late(connected: bool, late: int) -> tuple[float, str]:
-    channel = Channel.for_group(timeout_seconds=1.5 if dist.get_rank() != late else 40)
+    channel = Channel.for_group(timeout_seconds=1.5)
     if connected:
         channel.barrier("connect")
     if channel.rank == late:
@@ -53,19 +52,18 @@ def _one_comes_late(connected: bool, late: int) -> tuple[float, str]:
 def test_a_late_rank_is_named_on_both_sides_and_the_next_exchange_works(connected: bool, late: int) -> None:
     outcomes = values(run_ranks(4, _one_comes_late, connected, late))
     for rank, (seconds, message) in enumerate(outcomes):
-        assert "1 of 4 ranks missing: rank " + str(late) in message
-        assert "did not finish within 1.5 seconds" in message
+        assert f"1 of 4 ranks missing: rank {late}" in message
+        assert "did not finish: no progress for 1.5 seconds" in message
         if rank == late:
             assert message.startswith(f"this rank ({late}) came after the others had given up on it")
-            assert seconds < 1.5
+            assert seconds < 5
         else:
-            assert 1.4 < seconds < 3
-            where = "finished barrier 'connect'" if connected else "never came"
-            assert where in message
+            assert 1.4 < seconds < 9
+            assert "has not come" in message or "no sign of life" in message
 
 
 def _slow_work() -> str:
-    channel = Channel.for_group(timeout_seconds=1 if dist.get_rank() else 40)
+    channel = Channel.for_group(timeout_seconds=6 if dist.get_rank() else 40)
     channel.barrier("connect")
 
     def work() -> None:
@@ -81,7 +79,7 @@ def _slow_work() -> str:
 def test_a_rank_that_is_still_at_work_is_told_from_one_that_never_came() -> None:
     for message in values(run_ranks(3, _slow_work)):
         assert "rank 0 (host" in message
-        assert "began its own work for barrier 'save 3: write'" in message
+        assert "is still at its own work for barrier 'save 3: write', which has not got on for " in message
 
 
 def _killed(when: str) -> float:
@@ -110,8 +108,15 @@ def _work(channel: Channel, when: str, i: int) -> Note:
 
 
 def _die_after_header(channel: Channel) -> None:
-    transport = channel._link.transport(Deadline(1))
-    transport.send = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    """Killed when it has sent its part up the tree, and waits for the verdict."""
+    send = channel._link.send
+
+    def send_and_die(peer: int, frame: Frame, payload: bytes = b"") -> None:
+        send(peer, frame, payload)
+        if frame.kind == Kind.UP:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    channel._link.send = send_and_die  # type: ignore[method-assign]
 
 
 def _errors_of_survivors(outcomes: list[Outcome], killed: int) -> list[RankError]:
@@ -127,14 +132,15 @@ def test_a_killed_rank_is_named_at_once_by_all_others(when: str) -> None:
         assert error.type_name == "ExchangeTimeout"
         assert error.is_a(TimeoutError)
         assert error.fields["missing_ranks"] == [2]
-        assert "broke off: connection lost; 1 of 5 ranks missing: rank 2 (host " in error.message
+        assert "broke off: connection lost; 1 of 5 ranks missing: rank 2" in error.message
+        assert "closed its connection: its process has ended, or was cut off" in error.message
 
 
 def _two_killed() -> None:
     channel = Channel.for_group(timeout_seconds=30)
     channel.barrier("connect")
     if channel.rank in (1, 4):
-        _die_after_header(channel)
+        os.kill(os.getpid(), signal.SIGKILL)
     channel.gather("step", lambda: Note(channel.rank, bytes(1000)), Note)
 
 
@@ -154,7 +160,7 @@ def _killed_before_it_connects() -> None:
 def test_a_rank_that_ended_before_the_first_exchange_is_named_after_the_timeout() -> None:
     for error in _errors_of_survivors(run_ranks(3, _killed_before_it_connects), 1):
         assert error.fields["missing_ranks"] == [1]
-        assert "rank 1 never came" in error.message
+        assert "rank 1 has not come" in error.message
 
 
 def _store_host_killed() -> None:
@@ -178,31 +184,36 @@ def test_a_rank_that_is_killed_with_the_store_that_it_hosts_ends_the_exchange_to
     outcomes = run_ranks(3, _store_host_killed, init=False, env={"STORE_PORT": str(port)})
     for error in _errors_of_survivors(outcomes, 0):
         assert error.type_name == "ExchangeTimeout"
-        assert "the store of the process group does not answer either" in error.message
-    assert any(error.fields["missing_ranks"] == [0] for error in errors(outcomes, [1, 2]))
+        assert error.fields["missing_ranks"] == [0]
 
 
 def _stopped_within() -> float:
     channel = Channel.for_group(timeout_seconds=1.5)
     channel.barrier("connect")
     if channel.rank == 1:
-        transport = channel._link.transport(Deadline(1))
-        transport.send = lambda *_: _wait_for("done")  # type: ignore[method-assign]
+        send = channel._link.send
+        # Its work is done, but it hangs before it says so; its beats go on.
+        channel._link.send = lambda peer, frame, payload=b"": (  # type: ignore[method-assign]
+            _wait_for("done") if frame.kind == Kind.UP else None,
+            send(peer, frame, payload),
+        )
     began = time.monotonic()
     with pytest.raises(ExchangeTimeout) as caught:
         channel.gather("step", lambda: Note(channel.rank, bytes(1000)), Note)
     _signal("done")
     assert caught.value.missing_ranks == [1]
+    if channel.rank == 1:
+        channel._link.send = send  # type: ignore[method-assign]
     channel.barrier("next")
     return time.monotonic() - began
 
 
 def test_a_rank_that_hangs_within_an_exchange_is_named_and_can_come_back() -> None:
-    assert max(values(run_ranks(3, _stopped_within))) < 20
+    assert max(values(run_ranks(3, _stopped_within))) < 30
 
 
 def _fail_often() -> int:
-    channel = Channel.for_group(timeout_seconds=0.7)
+    channel = Channel.for_group(timeout_seconds=2)
     for turn in range(4):
         late = turn % channel.size
         if channel.rank == late:
@@ -212,11 +223,12 @@ def _fail_often() -> int:
         assert caught.value.missing_ranks == [late]
         _signal(f"given up {turn}")
         Channel.for_group(timeout_seconds=30).barrier(f"all {turn}")
-    return channel._link.generation
+    return channel._operation.key.occurrence
 
 
 def test_a_channel_survives_any_number_of_failures() -> None:
-    assert values(run_ranks(3, _fail_often)) == [4, 4, 4]
+    # Each failure ends an operation, and so does each of the channels in between.
+    assert values(run_ranks(3, _fail_often)) == [6, 6, 6]
 
 
 def _interrupted_while_waiting() -> tuple[str, float]:
@@ -227,7 +239,6 @@ def _interrupted_while_waiting() -> tuple[str, float]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         store.set("pid", str(os.getpid()))
     else:
-        # Rank 0 waits in C++ meanwhile: Python sees the signal when the wait ends, in the middle of the exchange.
         _wait_for("pid")
         time.sleep(0.3)
         os.kill(int(store.get("pid").decode()), signal.SIGINT)
@@ -242,6 +253,5 @@ def _interrupted_while_waiting() -> tuple[str, float]:
 def test_an_interrupt_while_waiting_ends_the_exchange_on_all_ranks_at_once() -> None:
     (first, _), (second, seconds) = values(run_ranks(2, _interrupted_while_waiting))
     assert first == "KeyboardInterrupt()"
-    assert "broke off on rank 0: KeyboardInterrupt" in second
-    # Not even the grace for ranks that do not answer was needed: closing the connections woke the other rank.
-    assert seconds < GRACE_SECONDS
+    assert "was left by rank 0: KeyboardInterrupt" in second
+    assert seconds < 10

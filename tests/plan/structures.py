@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
+from robust_dcp.comm import Agreement, Offer
+from robust_dcp.comm.tree import Tree
 from robust_dcp.plan.global_plan import GlobalPlan
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.structure import (
@@ -34,6 +36,7 @@ __all__ = [
     "Box",
     "Item",
     "World",
+    "agreement_of",
     "chunk",
     "context_of",
     "local_of",
@@ -145,6 +148,12 @@ def local_of(
         files=files,
         lowest_rank=lowest_rank,
     )
+
+
+def agreement_of(offers: Sequence[Offer], rank: int = 0) -> Agreement:
+    """What ``rank`` of the tree under rank 0 has combined: its own offer and those of all ranks below it."""
+    children = Tree(rank, len(offers)).children
+    return Agreement.of(rank, offers[rank]).with_children([agreement_of(offers, child) for child in children])
 
 
 def written_items(plan: GlobalPlan) -> list[list[tuple[str, tuple[int, ...], tuple[int, ...]]]]:

@@ -6,36 +6,35 @@ import threading
 
 import numpy as np
 
+from robust_dcp.comm import combined_signature
 from robust_dcp.plan.cache import CachedPlan, CoordinatorPlan, PlanCache
 from robust_dcp.plan.rank_plan import RankPlan
-from robust_dcp.plan.structure import plan_id_of
 from tests.plan.structures import table, tensor
 
 GROUP = (0, 1)
 
 
-def _plan(*signatures: bytes, nbytes: int | None = None) -> CachedPlan:
-    """A plan; the coordinator's if it takes ``nbytes`` of memory."""
+def _plan(*signatures: bytes, rank: int = 0, nbytes: int | None = None) -> CachedPlan:
+    """What ``rank`` keeps of a plan for these signatures; the coordinator's part too if it takes ``nbytes``."""
     none = np.array([], dtype=np.intp)
     return CachedPlan(
-        plan_id=plan_id_of(signatures),
-        signatures=signatures,
+        plan_id=combined_signature(signatures),
+        signature=signatures[rank],
         table=table(tensor("w")),
         rank_plan=RankPlan(none, none, None),
         variable_places=None,
-        coordinator=None if nbytes is None else CoordinatorPlan((), (), (), 0, b"", None, columns_nbytes=nbytes),
+        coordinator=None if nbytes is None else CoordinatorPlan((), (), (), (), 0, b"", None, columns_nbytes=nbytes),
     )
 
 
 def test_a_plan_is_found_by_this_ranks_signature() -> None:
     cache, plan = PlanCache(), _plan(b"a0", b"a1")
-    assert cache.find(GROUP, b"a0", 0) is None
+    assert cache.find(GROUP, b"a0") is None
     assert cache.latest(GROUP) is None
     cache.put(GROUP, plan)
-    assert cache.find(GROUP, b"a0", 0) is plan
-    assert cache.find(GROUP, b"a1", 1) is plan
-    assert cache.find(GROUP, b"a0", 1) is None
-    assert cache.find(GROUP, b"other", 0) is None
+    assert cache.find(GROUP, b"a0") is plan
+    assert cache.find(GROUP, b"a1") is None
+    assert cache.find(GROUP, b"other") is None
     assert cache.latest(GROUP) is plan
 
 
@@ -43,35 +42,38 @@ def test_plans_that_take_too_much_memory_together_go_and_the_latest_stays() -> N
     cache = PlanCache(max_nbytes=100)
     for name, nbytes in ((b"a", 60), (b"b", 40), (b"c", 1)):
         cache.put(GROUP, _plan(name, nbytes=nbytes))
-    assert [cache.find(GROUP, name, 0) is not None for name in (b"a", b"b", b"c")] == [False, True, True]
+    assert [cache.find(GROUP, name) is not None for name in (b"a", b"b", b"c")] == [False, True, True]
     cache.put(GROUP, _plan(b"large", nbytes=1000))
     assert len(cache) == 1
-    assert cache.find(GROUP, b"large", 0) is not None
+    assert cache.find(GROUP, b"large") is not None
 
 
 def test_two_models_that_are_saved_in_turn_both_hit() -> None:
-    cache, model, ema = PlanCache(max_entries=2), _plan(b"m0", b"m1"), _plan(b"e0", b"e1")
+    cache, model, ema = PlanCache(max_entries=2), _plan(b"m0", b"m1", rank=1), _plan(b"e0", b"e1", rank=1)
     for _ in range(3):
         for plan in (model, ema):
             cache.put(GROUP, plan)
         for plan in (model, ema):
-            assert cache.find(GROUP, plan.signatures[1], 1) is plan
+            assert cache.find(GROUP, plan.signature) is plan
     assert len(cache) == 2
 
 
 def test_the_plan_used_last_is_the_latest_and_the_one_used_least_goes() -> None:
     cache = PlanCache(max_entries=3)
-    plans = [_plan(bytes([n]), b"same") for n in range(3)]
+    plans = [_plan(bytes([n]), b"same", rank=1) for n in range(3)]
     for plan in plans:
         cache.put(GROUP, plan)
     cache.put(GROUP, plans[0])
     assert cache.latest(GROUP) is plans[0]
-    assert cache.find(GROUP, b"same", 1) is plans[0]
-    cache.put(GROUP, _plan(b"new", b"same"))
+    assert cache.find(GROUP, b"same") is plans[0]
+    new = _plan(b"new", b"same", rank=1)
+    cache.put(GROUP, new)
     assert len(cache) == 3
-    assert cache.find(GROUP, plans[1].signatures[0], 0) is None
-    assert cache.find(GROUP, plans[0].signatures[0], 0) is plans[0]
-    assert cache.find(GROUP, plans[2].signatures[0], 0) is plans[2]
+    left = []
+    while (latest := cache.latest(GROUP)) is not None:
+        left.append(latest)
+        cache.forget(GROUP, latest.plan_id)
+    assert left == [new, plans[0], plans[2]]
 
 
 def test_the_bound_holds_over_all_groups() -> None:
@@ -87,7 +89,7 @@ def test_groups_do_not_see_each_others_plans() -> None:
     cache, plan = PlanCache(), _plan(b"a0", b"a1")
     cache.put(GROUP, plan)
     for other in ((1, 0), (0,), (0, 1, 2), (2, 3)):
-        assert cache.find(other, b"a0", 0) is None
+        assert cache.find(other, b"a0") is None
         assert cache.latest(other) is None
 
 
@@ -96,7 +98,7 @@ def test_a_newer_plan_of_the_same_signatures_takes_the_place_of_the_older() -> N
     cache.put(GROUP, old)
     cache.put(GROUP, new)
     assert len(cache) == 1
-    assert cache.find(GROUP, b"a0", 0) is new
+    assert cache.find(GROUP, b"a0") is new
     cache.clear()
     assert len(cache) == 0
     assert cache.latest(GROUP) is None
@@ -111,7 +113,7 @@ def test_threads_may_save_at_the_same_time() -> None:
             for n in range(200):
                 plan = _plan(bytes([thread, n % 6]), b"x")
                 cache.put(GROUP, plan)
-                cache.find(GROUP, plan.signatures[0], 0)
+                cache.find(GROUP, plan.signature)
                 cache.latest((thread,))
         except BaseException as error:
             failures.append(error)

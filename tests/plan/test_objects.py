@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import threading
@@ -9,11 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from robust_dcp.comm import encode
 from robust_dcp.errors import ExchangeError, PlanConflict
 from robust_dcp.plan import replicated_objects
 from robust_dcp.plan.global_plan import combined_digest, differing_objects, merge_tables, object_digest
-from robust_dcp.plan.replicated_objects import ObjectDigests, differing_digests, report_differing
+from robust_dcp.plan.replicated_objects import ObjectDigests, report_differing
 from tests.plan.structures import local_of, obj, table, tensor
 
 
@@ -84,20 +88,45 @@ def test_differing_objects_are_named_with_the_ranks_that_hold_them() -> None:
 def test_an_unknown_digest_equals_everything(digests: tuple[int, ...], differ: bool) -> None:
     columns = merge_tables([table(obj("o"))] * 3)
     assert bool(differing_objects(columns, [_uint64(digest) for digest in digests])) == differ
-    messages = [ObjectDigests(_uint64(digest).tobytes()) for digest in digests]
-    assert differing_digests(["o"], messages) == ({"o": (0, 1, 2)} if differ else {})
+    combined = functools.reduce(ObjectDigests.with_other, [ObjectDigests.of(_uint64(digest)) for digest in digests])
+    assert combined.differing(["o"], 3) == ({"o": (0, 1, 2)} if differ else {})
+
+
+_DIGESTS = st.one_of(st.sampled_from([0, 1, 2, 2**64 - 1]), st.integers(0, 2**64 - 1))
+
+
+@given(st.integers(0, 4).flatmap(lambda n: st.lists(st.lists(_DIGESTS, min_size=n, max_size=n), min_size=1)), st.data())
+def test_digests_combined_in_any_order_say_what_one_says_who_sees_all(
+    of_ranks: list[list[int]], data: st.DataObject
+) -> None:
+    names = [f"object {place}" for place in range(len(of_ranks[0]))]
+    left = [ObjectDigests.of(_uint64(*digests)) for digests in of_ranks]
+    while len(left) > 1:
+        left.append(left.pop(data.draw(st.integers(0, len(left) - 1))).with_other(left.pop(0)))
+    known = [{digests[place] for digests in of_ranks} - {0} for place in range(len(names))]
+    expected = {name: tuple(range(len(of_ranks))) for name, each in zip(names, known, strict=True) if len(each) > 1}
+    assert left[0].differing(names, len(of_ranks)) == expected
+
+
+def test_digests_of_many_ranks_take_no_more_room_than_those_of_one() -> None:
+    one = ObjectDigests.of(_uint64(1, 2, 3))
+    many = functools.reduce(ObjectDigests.with_other, [ObjectDigests.of(_uint64(n, 2, 3)) for n in range(100)], one)
+    assert len(encode(many)) <= len(encode(one))
 
 
 def test_without_objects_nothing_differs() -> None:
     assert differing_objects(merge_tables([table(tensor("w")), table()]), [_uint64(), _uint64()]) == {}
-    assert differing_digests([], [ObjectDigests(b"")] * 2) == {}
+    assert ObjectDigests.of(_uint64()).with_other(ObjectDigests.of(_uint64())).differing([], 2) == {}
 
 
 @pytest.mark.parametrize("bad", [b"", b"\1" * 7, b"\1" * 16])
 def test_digests_that_are_not_one_for_each_name_are_an_exchange_error(bad: bytes) -> None:
-    with pytest.raises(ExchangeError) as caught:
-        differing_digests(["o"], [ObjectDigests(bytes(8)), ObjectDigests(bad)])
-    assert caught.value.ranks == [1]
+    one = ObjectDigests.of(_uint64(1))
+    for wrong in (ObjectDigests(bad, bad), ObjectDigests(one.lowest, bad), ObjectDigests(bad, one.highest)):
+        with pytest.raises(ExchangeError, match="digest"):
+            one.with_other(wrong)
+        with pytest.raises(ExchangeError, match="digests came for 1 objects"):
+            wrong.differing(["o"], 2)
 
 
 def test_digests_are_found_by_the_place_of_the_object_in_the_table() -> None:

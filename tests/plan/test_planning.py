@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import StorageMeta
 
+from robust_dcp.comm import combined_signature
 from robust_dcp.errors import ExchangeError, PlanConflict, StructureChanged
-from robust_dcp.plan.agreement import Decision
 from robust_dcp.plan.cache import CachedPlan, CoordinatorPlan
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.planning import apply_plan, plan_for_all
 from robust_dcp.plan.rank_plan import RankPlan, RankPlanMessage
-from robust_dcp.plan.structure import Form, ItemKind, plan_id_of
+from robust_dcp.plan.structure import Form, ItemKind
 from robust_dcp.storage.writing.engine import WrittenFiles
 from tests.plan.structures import World, chunk, local_of, obj, table, tensor, worlds
 
@@ -31,16 +31,12 @@ def plan_of(
     ranks: list[LocalStructure], senders: tuple[int, ...], base: CachedPlan | None, *, refuse_change: bool = False
 ) -> tuple[CoordinatorPlan, list[RankPlanMessage]]:
     structures = [local.to_message() if rank in senders else None for rank, local in enumerate(ranks)]
-    signatures = [local.signature.value for local in ranks]
-    outcome = Decision("built" if base is None else "patched", senders, None if base is None else base.plan_id)
-    return plan_for_all(structures, signatures, outcome, base, ranks[0], refuse_change=refuse_change)
+    agreed = combined_signature([local.signature.value for local in ranks])
+    return plan_for_all(structures, agreed, base, ranks[0], refuse_change=refuse_change)
 
 
-def _cached(
-    local: LocalStructure, share: RankPlan, everyone: list[LocalStructure], plan: CoordinatorPlan
-) -> CachedPlan:
-    signatures = tuple(other.signature.value for other in everyone)
-    return CachedPlan(plan_id_of(signatures), signatures, local.table, share, None, plan)
+def _cached(local: LocalStructure, share: RankPlan, plan: CoordinatorPlan) -> CachedPlan:
+    return CachedPlan(combined_signature(plan.signatures), local.signature.value, local.table, share, None, plan)
 
 
 def metadata_of(plan: CoordinatorPlan) -> bytes:
@@ -53,7 +49,7 @@ def metadata_of(plan: CoordinatorPlan) -> bytes:
 
 def first_save(ranks: list[LocalStructure]) -> list[CachedPlan]:
     plan, replies = plan_of(ranks, tuple(range(len(ranks))), None)
-    return [_cached(r, apply_plan(reply, r, None), ranks, plan) for r, reply in zip(ranks, replies, strict=True)]
+    return [_cached(r, apply_plan(reply, r, None), plan) for r, reply in zip(ranks, replies, strict=True)]
 
 
 @settings(max_examples=30)
@@ -61,7 +57,9 @@ def first_save(ranks: list[LocalStructure]) -> list[CachedPlan]:
 def test_each_rank_takes_its_share_and_places_it_as_the_coordinator_does(world: World) -> None:
     ranks = locals_of(world)
     plan, replies = plan_of(ranks, tuple(range(len(ranks))), None)
+    assert plan.signatures == tuple(local.signature.value for local in ranks)
     for rank, (local, reply) in enumerate(zip(ranks, replies, strict=True)):
+        assert reply.outcome == "built"
         share = apply_plan(reply, local, None)
         assert share.kept.tolist() == plan.kept[rank].tolist()
         assert share.common_objects.tolist() == plan.common_objects[rank].tolist()
@@ -89,7 +87,9 @@ def test_a_patched_plan_is_the_plan_that_would_be_built_anew(world: World, chang
     built, _ = plan_of(after, (0, 1, 2), None)
     assert [k.tolist() for k in patched.kept] == [k.tolist() for k in built.kept]
     assert metadata_of(patched) == metadata_of(built)
+    assert patched.signatures == built.signatures
     for rank, (local, reply) in enumerate(zip(after, replies, strict=True)):
+        assert reply.outcome == "patched"
         assert (reply.kept is None) <= (rank not in changed)
         share = apply_plan(reply, local, cached[rank])
         assert share.kept.tolist() == built.kept[rank].tolist()
@@ -114,6 +114,8 @@ def test_a_changed_structure_is_refused_with_the_keys_if_asked() -> None:
         plan_of(after, (0, 1), cached[0], refuse_change=True)
     assert (caught.value.added, caught.value.removed, caught.value.changed) == (["c"], ["gone"], ["a"])
     assert "a (float32[4] -> float32[9])" in str(caught.value)
+    _, replies = plan_of(after, (0, 1), cached[0])
+    assert {reply.outcome for reply in replies} == {"rebuilt"}
 
 
 def test_a_lost_cache_is_no_change_of_structure() -> None:
@@ -164,9 +166,33 @@ def test_a_coordinator_whose_options_changed_alone_names_all_others() -> None:
         plan_of([changed, before[1]], (0,), base[0])
 
 
-def test_a_silent_rank_must_hold_what_the_coordinator_has_of_it() -> None:
-    before = [local_of(table(tensor("w")), ranks=range(2)), local_of(table(tensor("v")), ranks=range(2))]
+@settings(max_examples=30)
+@given(worlds(min_ranks=2, max_ranks=4), st.data())
+def test_a_silent_rank_must_hold_what_the_coordinator_has_of_it(world: World, data: st.DataObject) -> None:
+    before = locals_of(world)
     base = first_save(before)
-    other = local_of(table(tensor("v"), tensor("x")), ranks=range(2))
-    with pytest.raises(ExchangeError, match="rank 1 did not send its structure"):
-        plan_of([before[0], other], (0,), base[0])
+    silent = data.draw(st.integers(0, len(before) - 1))
+    senders = data.draw(st.sets(st.integers(0, len(before) - 1))) - {silent}
+    after = list(before)
+    after[silent] = locals_of(World((*world.ranks[:silent], (*world.ranks[silent], tensor("new")))))[silent]
+    after[silent] = local_of(after[silent].table, ranks=range(len(before)))
+    with pytest.raises(ExchangeError, match="did not send theirs") as caught:
+        plan_of(after, tuple(senders), base[0])
+    assert silent in caught.value.ranks
+    assert not senders.intersection(caught.value.ranks)
+    plan_of(before, tuple(senders), base[0])  # and if it does hold that, there is a plan
+
+
+def test_a_structure_that_does_not_fit_the_signature_that_its_rank_showed_is_refused() -> None:
+    ranks = locals_of(World(((tensor("a"),), (tensor("b"),))))
+    other = locals_of(World(((tensor("a"),), (tensor("c"),))))
+    agreed = combined_signature([local.signature.value for local in ranks])
+    structures = [ranks[0].to_message(), other[1].to_message()]
+    with pytest.raises(ExchangeError, match="not those that the ranks hold"):
+        plan_for_all(structures, agreed, None, ranks[0], refuse_change=False)
+
+
+def test_a_rank_that_is_silent_where_nothing_is_known_is_named() -> None:
+    with pytest.raises(ExchangeError, match=r"1 ranks did not send theirs: \[1\]") as caught:
+        plan_of(locals_of(World(((tensor("a"),), (tensor("b"),)))), (0,), None)
+    assert caught.value.ranks == [1]

@@ -24,12 +24,13 @@ Need = tuple[int, int]
 """(stored item, box)."""
 
 
-def columns_of(needs: dict[Need, int]) -> ReadColumns | None:
+def columns_of(needs: dict[Need, int], node: int = 0) -> ReadColumns | None:
     if not needs:
         return None
     rows = sorted((item, box, nbytes) for (item, box), nbytes in needs.items())
     items, boxes, nbytes = (np.array(column, dtype=np.uint64) for column in zip(*rows, strict=True))
     return ReadColumns(
+        node,
         items.astype("<i4").tobytes(),
         boxes.astype("<u8").tobytes() if boxes.any() else b"",
         nbytes.astype("<i8").tobytes(),
@@ -137,21 +138,25 @@ def test_bytes_are_balanced_also_against_what_a_rank_reads_alone() -> None:
 
 def test_ranks_on_one_node_share_nothing_if_nodes_count() -> None:
     needs = {(0, 0): 1000}
-    columns = [columns_of(needs)] * 2 + [columns_of({(1, 0): 7})] * 2
-    assert deal_reads(columns, np.arange(2), nodes=[0, 0, 1, 1]) == [None] * 4
-    assert [share is not None for share in deal_reads(columns, np.arange(2), nodes=[0, 0, 1, 2])] == [False] * 2 + [
-        True
-    ] * 2
+
+    def deal(nodes: list[int], *, across_nodes: bool) -> list[bool]:
+        each = [needs, needs, {(1, 0): 7}, {(1, 0): 7}]
+        columns = [columns_of(needs, node) for needs, node in zip(each, nodes, strict=True)]
+        return [share is not None for share in deal_reads(columns, np.arange(2), across_nodes=across_nodes)]
+
+    assert deal([5, 5, 1, 1], across_nodes=True) == [False] * 4
+    assert deal([5, 5, 1, 2], across_nodes=True) == [False, False, True, True]
+    assert deal([5, 5, 1, 1], across_nodes=False) == [True] * 4
 
 
 def test_a_rank_that_asks_for_one_thing_twice_reads_it_itself() -> None:
-    twice = ReadColumns(np.zeros(2, "<i4").tobytes(), b"", np.full(2, 9, "<i8").tobytes())
+    twice = ReadColumns(0, np.zeros(2, "<i4").tobytes(), b"", np.full(2, 9, "<i8").tobytes())
     assert deal_reads([twice, columns_of({(0, 0): 9})], np.arange(1)) == [None, None]
 
 
 @pytest.mark.parametrize(("items", "nbytes"), [([3], [1]), ([-1], [1]), ([0], [0]), ([0, 1], [1])])
 def test_columns_that_cannot_be_are_refused_with_their_rank(items: list[int], nbytes: list[int]) -> None:
-    wrong = ReadColumns(np.array(items, "<i4").tobytes(), b"", np.array(nbytes, "<i8").tobytes())
+    wrong = ReadColumns(0, np.array(items, "<i4").tobytes(), b"", np.array(nbytes, "<i8").tobytes())
     with pytest.raises(ExchangeError, match="rank 1") as caught:
         deal_reads([columns_of({(0, 0): 5}), wrong], np.arange(3))
     assert caught.value.ranks == [1]

@@ -31,7 +31,7 @@ _WORLD = World(
 def _stored(ranks: list[LocalStructure]) -> tuple[CoordinatorPlan, bytes]:
     plan, _ = plan_of(ranks, tuple(range(len(ranks))), None)
     group = tuple(range(len(ranks)))
-    return plan, encode_plan(group, [local.signature.value for local in ranks], plan)
+    return plan, encode_plan(group, plan)
 
 
 def _put(directory: Path, data: bytes) -> str:
@@ -53,7 +53,7 @@ def test_every_rank_finds_its_share_and_the_coordinator_all_of_it(
         found = read_plan(directory, group, rank, local, leads=rank == 0)
         assert found is not None
         assert found.plan_id == made[rank].plan_id
-        assert found.signatures == made[rank].signatures
+        assert found.signature == made[rank].signature
         assert found.rank_plan.kept.tolist() == made[rank].rank_plan.kept.tolist()
         assert found.rank_plan.common_objects.tolist() == made[rank].rank_plan.common_objects.tolist()
         assert found.rank_plan.placements is not None
@@ -63,6 +63,7 @@ def test_every_rank_finds_its_share_and_the_coordinator_all_of_it(
         if found.coordinator is not None:
             assert metadata_of(found.coordinator) == metadata_of(plan)
             assert found.coordinator.nbytes == plan.nbytes
+            assert found.coordinator.signatures == plan.signatures
 
 
 def test_a_plan_for_another_group_or_structure_is_passed_over(tmp_path: Path) -> None:
@@ -126,7 +127,7 @@ def test_the_checkpoint_that_was_loaded_last_is_asked_first_and_once(tmp_path: P
 def test_a_damaged_plan_is_told_of_once_and_planned_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ranks = locals_of(_WORLD)
     loaded = LoadedCheckpoints()
-    loaded.add(_put(tmp_path, b"RDCPPLN1 and nothing that belongs there"))
+    loaded.add(_put(tmp_path, b"RDCPPLN2 and nothing that belongs there"))
     assert loaded.find_plan((0, 1), 0, ranks[0], leads=True) is None
     assert loaded.find_plan((0, 1), 0, ranks[0], leads=True) is None
     assert [record.message for record in caplog.records if "planning anew" in record.message] == [

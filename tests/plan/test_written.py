@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from robust_dcp.comm import Offer, combined_signature
 from robust_dcp.errors import ExchangeError
-from robust_dcp.plan.written import WrittenMessage, news_of, word_of, written_by_all
+from robust_dcp.plan.written import WrittenMessage, news_of, offer_of, written_by_all
 from robust_dcp.storage.writing.engine import WrittenFiles
+from tests.plan.structures import agreement_of
 
 _PLACES = [[0, 100], [128, 7]]
 
@@ -25,26 +27,45 @@ def _written(rows: list[Any], generation: int = 0) -> WrittenFiles:
     return WrittenFiles(generation, _places(rows), ("file",), 1)
 
 
-def _told(written: WrittenFiles, known: npt.NDArray[np.int64] | None) -> WrittenFiles:
-    """What the coordinator makes of what a rank tells it, if both know the same places."""
-    message = news_of(written.variable_places, known)
-    (found,) = written_by_all([word_of(written)], [message], None if known is None else [known])
-    return found
+def _told(
+    ranks: list[WrittenFiles], messages: list[WrittenMessage | None], known: list[npt.NDArray[np.int64]] | None
+) -> tuple[WrittenFiles, ...]:
+    """What the coordinator makes of what all ranks offer and send."""
+    digest = agreement_of([offer_of(written) for written in ranks]).signature
+    return written_by_all([written.generation for written in ranks], messages, known, digest, combined_signature)
 
 
 _ROWS = st.tuples(st.integers(0, 2**40), st.integers(0, 2**40))
 
 
+_MOVES = st.lists(st.tuples(_ROWS, _ROWS, st.booleans()), max_size=12)
+
+
 @settings(max_examples=50)
-@given(st.lists(st.tuples(_ROWS, _ROWS, st.booleans()), max_size=12), st.integers(0, 2**24 - 1), st.booleans())
-def test_the_coordinator_learns_the_places_and_the_generation(
-    rows: list[tuple[Any, Any, bool]], generation: int, first_save: bool
+@given(st.lists(st.tuples(_MOVES, st.integers(0, 2**40)), min_size=1, max_size=5), st.booleans())
+def test_the_coordinator_learns_the_places_and_the_generation_of_every_rank(
+    ranks: list[tuple[list[tuple[Any, Any, bool]], int]], first_save: bool
 ) -> None:
-    known = None if first_save else _places([old for old, _, _ in rows])
-    now = [new if moved else old for old, new, moved in rows]
-    told = _told(_written(now, generation), known)
-    assert told.variable_places.tolist() == _places(now).tolist()
-    assert told.generation == generation
+    known = None if first_save else [_places([old for old, _, _ in rows]) for rows, _ in ranks]
+    now = [_written([new if moved else old for old, new, moved in rows], generation) for rows, generation in ranks]
+    messages = [news_of(each.variable_places, known and known[rank]) for rank, each in enumerate(now)]
+    for found, written in zip(_told(now, messages, known), now, strict=True):
+        assert found.variable_places.tolist() == written.variable_places.tolist()
+        assert found.generation == written.generation
+
+
+@given(st.lists(st.one_of(st.none(), st.integers(0, 2**32)), min_size=1, max_size=9))
+def test_ranks_see_in_the_agreement_whether_their_generations_are_equal(generations: list[int | None]) -> None:
+    ranks = [None if each is None else _written(_PLACES, each) for each in generations]
+    agreement = agreement_of([offer_of(written) for written in ranks])
+    found = {each for each in generations if each is not None}
+    assert agreement.same_value == (len(found) < 2)
+    if found:
+        assert (agreement.lowest - 1, agreement.highest - 1) == (min(found), max(found))
+
+
+def test_a_rank_that_has_written_nothing_offers_nothing() -> None:
+    assert offer_of(None) == Offer()
 
 
 def test_a_rank_whose_places_are_known_sends_no_message() -> None:
@@ -63,11 +84,17 @@ def test_only_the_places_that_moved_are_sent() -> None:
 
 @pytest.mark.parametrize("known", [None, [[0, 100], [128, 8]], [[0, 100]], []])
 def test_the_coordinator_never_fills_in_places_that_the_rank_did_not_mean(known: list[Any] | None) -> None:
-    """The rank believes that the coordinator knows its places; it does not."""
-    words = [word_of(_written([])), word_of(_written(_PLACES))]
-    with pytest.raises(ExchangeError, match="rank 1 wrote are out of step") as caught:
-        written_by_all(words, [None, None], None if known is None else [_places([]), _places(known)])
-    assert caught.value.ranks == [1]
+    """Rank 1 believes that the coordinator knows its places; it does not."""
+    ranks = [_written([]), _written(_PLACES), _written([[5, 6]])]
+    with pytest.raises(ExchangeError, match="not those that the coordinator has"):
+        _told(ranks, [None] * 3, None if known is None else [_places([]), _places(known), _places([[5, 6]])])
+
+
+def test_the_places_of_one_rank_are_never_taken_for_those_of_another() -> None:
+    ranks = [_written([[5, 6]]), _written(_PLACES)]
+    messages = [news_of(each.variable_places, None) for each in ranks]
+    with pytest.raises(ExchangeError):
+        _told(ranks, messages[::-1], None)
 
 
 @settings(max_examples=60)
@@ -76,7 +103,7 @@ def test_messages_of_any_bytes_give_the_places_that_were_meant_or_an_exchange_er
     items: bytes, places: bytes
 ) -> None:
     try:
-        (found,) = written_by_all([word_of(_written(_PLACES))], [WrittenMessage(items, places)], None)
+        (found,) = _told([_written(_PLACES)], [WrittenMessage(items, places)], None)
     except ExchangeError:
         return
     assert found.variable_places.tolist() == _PLACES
@@ -94,10 +121,4 @@ def test_messages_of_any_bytes_give_the_places_that_were_meant_or_an_exchange_er
 )
 def test_places_that_do_not_fit_their_items_are_an_exchange_error(items: bytes, places: bytes) -> None:
     with pytest.raises(ExchangeError):
-        written_by_all([word_of(_written(_PLACES))], [WrittenMessage(items, places)], [_places(_PLACES)])
-
-
-def test_more_generations_than_the_word_holds_are_refused() -> None:
-    assert word_of(_written(_PLACES, 2**24 - 1)) < 2**64
-    with pytest.raises(ValueError, match="clean it up"):
-        word_of(_written(_PLACES, 2**24))
+        _told([_written(_PLACES)], [WrittenMessage(items, places)], [_places(_PLACES)])

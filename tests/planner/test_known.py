@@ -21,7 +21,7 @@ def _describe(state_dict: StateDict, **options: Any) -> LocalStructure:
     planner = RobustPlanner(**options)
     planner.set_up_planner(state_dict, is_coordinator=True)
     planner.raise_set_up_error()
-    channel = Channel.for_group(None, purpose="save", timeout_seconds=10, no_dist=True)
+    channel = Channel.for_group(None, timeout_seconds=10, no_dist=True)
     return planner.describe(channel, None)
 
 

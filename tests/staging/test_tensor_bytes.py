@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_dcp.staging import Block, TensorBytes
+from robust_dcp.staging import Block, TensorBytes, memory_at
 from robust_dcp.storage.records.torch_zip import payload_view
 from tests.storage.test_engine import tensors
 
@@ -23,12 +26,21 @@ def test_any_range_is_copied_to_anywhere(tensor: torch.Tensor, data: st.DataObje
     block.data[:] = 0xA5
     found.copy(begin, end, block, at)
     assert bytes(block.data) == b"\xa5" * at + expected[begin:end] + b"\xa5"
-    in_place = found.in_place()
-    assert in_place is None or bytes(in_place) == expected
+    assert found.address is None or bytes(memory_at(found.address, found.nbytes)) == expected
 
 
-def test_a_contiguous_tensor_is_not_copied() -> None:
+def test_a_contiguous_tensor_is_where_it_is_and_another_nowhere() -> None:
     tensor = torch.arange(10.0)[2:]
-    in_place = TensorBytes(tensor).in_place()
-    assert in_place is not None
-    assert in_place.ctypes.data == tensor.data_ptr()
+    assert TensorBytes(tensor).address == tensor.data_ptr()
+    assert TensorBytes(torch.nn.Parameter(tensor)).address == tensor.data_ptr()
+    for elsewhere in (tensor[::2], torch.zeros(3, 2).t(), torch.zeros(2, dtype=torch.complex64).conj()):
+        assert TensorBytes(elsewhere).address is None
+
+
+@pytest.mark.parametrize("view", [lambda tensor: tensor, lambda tensor: tensor[3:], lambda tensor: tensor[:, ::2]])
+def test_memory_that_was_freed_is_not_read(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    tensor = view(torch.zeros(100, 100))
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"holds 0 bytes where its data ends at byte \d+: its memory was freed"):
+        TensorBytes(tensor)
+    assert TensorBytes(torch.zeros(0, 7)).nbytes == 0

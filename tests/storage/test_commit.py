@@ -23,7 +23,7 @@ from robust_dcp.storage.files.paths import data_file_name
 from robust_dcp.storage.metadata.metadata_file import StorageInfo, decode_metadata, encode_metadata, referenced_files
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.records.torch_zip import payload_view, record_template
-from robust_dcp.storage.writing.commit import commit_metadata, remove_superseded, unreferenced_files
+from robust_dcp.storage.writing.commit import commit_metadata, remove_superseded
 from tests.support.simulated_disk import SimulatedDisk, WatchedDisk, runs_with_each_call_failing
 
 DIRECTORY = "/checkpoint"
@@ -174,10 +174,3 @@ def test_what_the_committed_checkpoint_names_is_never_removed() -> None:
     assert loaded_step(disk) == 1
     with pytest.raises(UnsafeCheckpoint):
         remove_superseded(disk, DIRECTORY, ["../other/__0_0.distcp"])
-
-
-def test_left_overs_of_killed_saves_are_found_and_other_files_are_not(tmp_path: Path) -> None:
-    left_over = ["__0_0.distcp", "__7_1.2.distcp", ".metadata.0123456789abcdef.tmp", ".metadata.tmp"]
-    for name in [*left_over, ".metadata", "__0_0.1.distcp", "common.pt", "notes.tmp", "model.safetensors"]:
-        (tmp_path / name).write_bytes(b"")
-    assert unreferenced_files(PosixDisk(), str(tmp_path), {"__0_0.1.distcp"}) == sorted(left_over)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from robust_dcp.errors import StorageError
-from robust_dcp.staging import Block, DeviceCopies, TensorBytes
+from robust_dcp.staging import Block, DeviceCopies, TensorBytes, tensor_bytes
 from robust_dcp.storage.files.disk import OpenFile, PosixDisk, storage_error
 from robust_dcp.storage.layouts.places import LARGE_NBYTES
 from robust_dcp.storage.writing import engine
@@ -156,11 +156,14 @@ class _RunAhead(DeviceCopies):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_copies_that_run_while_earlier_blocks_are_written(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("block_bytes", [40_960, 8 << 20])
+def test_copies_that_run_while_earlier_blocks_are_written(
+    threads: int, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engine, "DeviceCopies", _RunAhead)
-    monkeypatch.setattr(TensorBytes, "in_place", lambda self: None)
+    monkeypatch.setattr(tensor_bytes, "host_address", lambda tensor: None)
     _, contents = written_to(
-        "/checkpoint", [*MIX, b"object"], threads=threads, block_bytes=40_960, disk=SimulatedDisk()
+        "/checkpoint", [*MIX, b"object"], threads=threads, block_bytes=block_bytes, disk=SimulatedDisk()
     )
     assert contents[:2] == framed_one_by_one(MIX, placed(MIX, files=2))
     assert contents[2] == b"object"

@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from robust_dcp.errors import PlanConflict
+from robust_dcp.storage.files.alignment import Alignment
+from robust_dcp.storage.files.disk import OpenFile
 from robust_dcp.storage.layouts.places import LARGE_NBYTES, place_as_they_come
 from robust_dcp.storage.writing import write_order
 from robust_dcp.storage.writing.item_source import WriteItemSource
@@ -107,6 +109,56 @@ def test_thousands_of_small_tensors_go_out_in_a_few_writes() -> None:
     assert [content_of(disk, name) for name in written.names] == framed_one_by_one(values, placements)
     # Of each file: two blocks, the page that they share, and the last page.
     assert disk.operations.count("pwrite") <= 2 * 4
+
+
+class NotesAddresses(SimulatedDisk):
+    """Notes where in memory each part of a write was."""
+
+    def __init__(self) -> None:
+        super().__init__(Alignment(memory=512, offset=512))
+        self.writes: list[list[tuple[int, int]]] = []
+
+    def pwrite(self, file: OpenFile, data: Any, offset: int) -> None:
+        parts = [memoryview(part) for part in (data if isinstance(data, list) else [data])]
+        self.writes.append([(np.frombuffer(part, np.uint8).ctypes.data, part.nbytes) for part in parts])
+        super().pwrite(file, data, offset)
+
+
+def at_page_offset(offset: int, nbytes: int) -> torch.Tensor:
+    """A tensor whose data begins at ``offset`` modulo 4096 in memory: a view, as a part of a flat buffer is."""
+    memory = torch.arange(nbytes + 4096, dtype=torch.int64).to(torch.uint8)
+    return memory[(offset - memory.data_ptr()) % 4096 :][:nbytes]
+
+
+@pytest.mark.parametrize("page_offset", [64, 192, 1])
+def test_tensors_of_some_mib_share_writes_wherever_they_lie_in_memory(page_offset: int) -> None:
+    values = [at_page_offset(page_offset, LARGE_NBYTES + 4096 * n + 7 * n) for n in range(14)]
+    placements = placed(values, files=1)
+    disk = NotesAddresses()
+    written = write(ListSource(values), placements, disk)
+    assert [content_of(disk, name) for name in written.names] == framed_one_by_one(values, placements)
+    # 14.4 MiB in blocks of 8 MiB of whole records: two blocks, the page that they share, the first and the last.
+    assert len([parts for parts in disk.writes if sum(nbytes for _, nbytes in parts) > LARGE_NBYTES]) == 2
+    assert len(disk.writes) <= 5
+    of_tensors = [(value.data_ptr(), value.data_ptr() + value.nbytes) for value in values]
+    in_place = sum(
+        nbytes
+        for parts in disk.writes
+        for address, nbytes in parts
+        if any(begin <= address and address + nbytes <= end for begin, end in of_tensors)
+    )
+    total = sum(value.nbytes for value in values)
+    # Of tensors that lie where their place in the file does, all but the pages at both ends; of others nothing.
+    assert in_place >= total - 2 * 4096 * len(values) if page_offset == 64 else in_place == 0
+
+
+def test_file_systems_that_want_larger_pages_get_them() -> None:
+    values = [torch.full((300,), float(n)) for n in range(1000)]
+    placements = placed(values, files=1)
+    disk = SimulatedDisk(alignment=Alignment(512, 65_536))
+    written = write(ListSource(values), placements, disk, block_bytes=65_536)
+    assert [content_of(disk, name) for name in written.names] == framed_one_by_one(values, placements)
+    assert written.how == ("direct",)
 
 
 def test_objects_and_tensors_of_unknown_length_are_placed_as_they_come() -> None:

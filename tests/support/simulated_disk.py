@@ -79,6 +79,7 @@ class SimulatedDisk:
         self._alignment = alignment
         self._directories: dict[str, _Directory] = {"/": _Directory()}
         self._open: dict[int, _Inode] = {}
+        self._locked: set[int] = set()
         self._next_fd = 1000
 
     def crashes(self) -> Iterator[SimulatedDisk]:
@@ -124,6 +125,7 @@ class SimulatedDisk:
 
     def close(self, file: OpenFile) -> None:
         self._open.pop(file.fd, None)
+        self._locked.discard(file.fd)
         file.fd = -1
 
     def pwrite(self, file: OpenFile, data: Any, offset: int) -> None:
@@ -144,10 +146,16 @@ class SimulatedDisk:
             raise self._error("write", file.path, errno.EINVAL)
 
     def pread_into(self, file: OpenFile, buffer: Any, offset: int) -> int:
-        view = memoryview(buffer).cast("B")
-        found = self._open[file.fd].cached[offset : offset + view.nbytes]
-        view[: len(found)] = found
-        return len(found)
+        done = 0
+        for each in buffer if isinstance(buffer, (list, tuple)) else [buffer]:
+            view = memoryview(each).cast("B")
+            found = self._open[file.fd].cached[offset + done : offset + done + view.nbytes]
+            view[: len(found)] = found
+            done += len(found)
+        return done
+
+    def cached_nbytes(self, file: OpenFile, offset: int, nbytes: int) -> int:
+        return nbytes  # all of it is in memory
 
     def preallocate(self, file: OpenFile, nbytes: int) -> bool:
         cached = self._open[file.fd].cached
@@ -177,8 +185,16 @@ class SimulatedDisk:
         self._inode(path, "remove")
         directory.pending.append(lambda names: names.__delitem__(name))
 
-    def mkdirs(self, path: str) -> None:
-        self._directories.setdefault(path, _Directory())
+    def mkdirs(self, path: str) -> list[str]:
+        if path in self._directories:
+            return []
+        self._directories[path] = _Directory()
+        return [path]
+
+    def rmdir(self, path: str) -> None:
+        if self._directory(path).names:
+            raise self._error("remove directory", path, errno.ENOTEMPTY)
+        del self._directories[path]
 
     def symlink(self, target: str, path: str) -> None:
         raise self._error("link", path, errno.EPERM)
@@ -195,6 +211,20 @@ class SimulatedDisk:
 
     def size(self, path: str) -> int:
         return len(self._inode(path, "look at").cached)
+
+    def modified_seconds(self, path: str) -> float:
+        self._inode(path, "look at")
+        return 0.0
+
+    def lock(self, file: OpenFile, *, shared: bool = False) -> bool | None:
+        inode = self._open[file.fd]
+        if any(self._open.get(fd) is inode for fd in self._locked - {file.fd}):
+            return False
+        self._locked.add(file.fd)
+        return True
+
+    def is_of_this_machine(self, path: str) -> bool:
+        return True
 
     def _opened(self, path: str, inode: _Inode) -> OpenFile:
         self._next_fd += 1

@@ -101,28 +101,27 @@ def open_bundle(payload: Payload, message_type: type[M]) -> dict[int, M]:
     for field, column in zip(fields, bundle.columns, strict=True):
         decoder = msgspec.msgpack.Decoder(field.type)
         decoded: list[Any] = []
-        for place, value in enumerate(column.values):
-            try:
-                decoded.append(decoder.decode(value))
-            except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-                ranks = [rank for rank, which in zip(bundle.ranks, column.which, strict=True) if which == place]
-                raise _useless(ranks, message_type, f"{field.name!r}: {error}") from None
+        try:
+            decoded.extend(map(decoder.decode, column.values))
+        except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+            ranks = [rank for rank, which in zip(bundle.ranks, column.which, strict=True) if which == len(decoded)]
+            raise _useless(ranks, message_type, f"{field.name!r}: {error}") from None
         for of_rank, place in zip(values, column.which, strict=True):
             of_rank[field.name] = decoded[place]
     messages: dict[int, M] = {}
-    for rank, of_rank in zip(bundle.ranks, values, strict=True):
-        try:
+    try:
+        for rank, of_rank in zip(bundle.ranks, values, strict=True):
             messages[rank] = message_type(**of_rank)
-        except (TypeError, ValueError) as error:  # the type's own check failed
-            raise _useless([rank], message_type, str(error)) from None
+    except (TypeError, ValueError) as error:  # the type's own check failed
+        raise _useless([bundle.ranks[len(messages)]], message_type, str(error)) from None
     return messages
 
 
 def _check(bundle: Bundle, names: tuple[str, ...]) -> None:
     if bundle.fields != names or len(bundle.columns) != len(names):
         raise ExchangeError(
-            f"the messages of {_some(bundle.ranks)} have the fields {list(bundle.fields)}, not {list(names)}: the ranks "
-            "run different versions of the package, or are in different operations",
+            f"the messages of {_some(bundle.ranks)} have the fields {list(bundle.fields)}, not {list(names)}: the "
+            "ranks run different versions of the package, or are in different operations",
             ranks=list(bundle.ranks),
         )
     for name, column in zip(names, bundle.columns, strict=True):

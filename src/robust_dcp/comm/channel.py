@@ -1,7 +1,7 @@
 """Channel: what the ranks of a group say to each other during a save or load, one verb for each way to say it.
 
-It owns the verbs, and leaves to the operation how ranks stay in step. Called by ``api``, the planner, the writer and the
-Megatron integration; one for each operation, used by one thread at a time.
+It owns the verbs, and leaves to the operation how ranks stay in step. Called by ``api``, the planner, the writer and
+the Megatron integration; one for each operation, used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Channel:
             operation: what is going to be done, the same on all ranks. Several operations may run at the same time,
                 each in a thread of its own; ranks may start those of different names in any order.
             timeout_seconds: how long a rank may go without any sign of progress. A rank that works is waited for.
-            deadline_seconds: how long an exchange may take as a whole; ``None`` for as long as there is progress.
+            deadline_seconds: how long the operation may take as a whole; ``None`` for as long as there is progress.
             coordinator_rank: a rank of the group, not a global one.
             no_dist: talk to nobody. So it is also without ``torch.distributed``, and in a group of one.
 
@@ -325,6 +325,11 @@ class Channel:
         finally:
             operation.interrupt = None
             operation.add_cost(phase, cost)
+
+    @property
+    def stragglers(self) -> tuple[str, ...]:
+        """Whom the others have waited for, and how far those had come: what the coordinator has logged of it."""
+        return tuple(self._operation.stragglers)
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -108,10 +108,22 @@ class Connection:
         with self._lock:
             if self._is_closed:
                 return
+            if frame.kind == Kind.FAIL and self._pipe is None:
+                self._forget(frame)
             sent = _Sent(replace(frame, serial=self._n_sent), payload)
             self._n_sent += 1
             self._sent.append(sent)
             self._post(sent)
+
+    def _forget(self, end: Frame) -> None:
+        """Of an operation that has ended before the other rank came, it is to hear of the end and of nothing before."""
+        kept = [
+            sent
+            for sent in self._sent
+            if (sent.frame.operation, sent.frame.occurrence) != (end.operation, end.occurrence)
+        ]
+        self._sent = deque(_Sent(replace(sent.frame, serial=i), sent.payload) for i, sent in enumerate(kept))
+        self._n_sent = len(self._sent)
 
     @property
     def n_unacknowledged(self) -> int:
@@ -238,7 +250,7 @@ class Connection:
                     self._post(sent)
 
     def _ask_again(self, what: str, *, patient: bool = False) -> None:
-        """Ask once for all from the next serial on; ``patient``: what came does not prove that the repetition failed."""
+        """Ask once for all from the next serial on; ``patient``: what came does not prove that asking was in vain."""
         if self._asked_for == self._n_received:
             if patient:
                 return

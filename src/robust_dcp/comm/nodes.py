@@ -1,7 +1,7 @@
 """Which node this rank is on: ranks that share one share its page cache and its drives.
 
-``ROBUST_DCP_RANKS_PER_NODE=8`` sets nodes by hand: ranks 0 to 7 of a group are then one node, 8 to 15 the next, wherever
-they run. Without it, two ranks are on one node if they report the same host name and boot id.
+``ROBUST_DCP_RANKS_PER_NODE=8`` sets nodes by hand: ranks 0 to 7 of a group are then one node, 8 to 15 the next,
+wherever they run. Without it, two ranks are on one node if they report the same host name and boot id.
 """
 
 from __future__ import annotations

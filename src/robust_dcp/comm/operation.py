@@ -8,12 +8,12 @@ ends on all ranks with one account of why. It never knows what a payload means; 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 from robust_dcp.comm import wire
 from robust_dcp.comm.beats import Beat, Progress
@@ -30,8 +30,19 @@ from robust_dcp.errors import RobustCheckpointError
 
 __all__ = ["Contribution", "Operation", "Work"]
 
+logger = logging.getLogger(__name__)
+
 BEAT_SECONDS = 1.0
 """How often ranks that work or wait say so."""
+
+LOG_SECONDS = 10.0
+"""How long ranks are waited for before the log says for whom; then after twice that, and so on."""
+
+TOGETHER_SECONDS = 0.2
+"""How long a rank that has lost another waits for others to be lost as well, before it says who is."""
+
+PARENT_LOST_SECONDS = 0.8
+"""How long a rank that has lost its parent waits for what others have to say of it."""
 
 RECONNECT_SECONDS = 5.0
 """How long a rank whose connection broke between two operations has to come back."""
@@ -76,11 +87,12 @@ class Operation:
         link: of the group.
         name: what is done, ``"save /ckpt/step_3"`` say; the same on all ranks.
         timeout_seconds: how long a rank may go without any sign of progress.
-        deadline_seconds: for each exchange as a whole; ``None`` for no such limit.
+        deadline_seconds: for the operation as a whole; ``None`` for no such limit.
 
     Attributes:
         interrupt: ends the wait of work that cannot be asked to stop; called when the exchange will fail.
         what, phase: the exchange that is under way or was last, in full and by the caller's name.
+        stragglers: what was logged of ranks that were waited for, on the root.
     """
 
     key = OperationKey(0, 0)
@@ -93,17 +105,20 @@ class Operation:
         self.tree = Tree(link.rank, link.size)
         self.what = self.phase = ""
         self.interrupt: Callable[[], None] | None = None
+        self.stragglers: list[str] = []
         self._recordings: list[ExchangeStats] = []
         self._busy = threading.Lock()
         self._holder: int | None = None
         self._changed = threading.Condition()
         self._has_begun = False
         self._raised: BaseException | None = None
+        self._is_untold = False
         self._reset()
 
     def _reset(self) -> None:
         self._exchange = 0
         self._arrived: dict[tuple[int, Kind, int], _Arrived] = {}
+        self._arrived_seconds: dict[tuple[int, Kind, int], float] = {}
         self._stops: dict[int, str] = {}
         self._account: bytes | None = None
         self._lost: dict[int, tuple[str, bool]] = {}
@@ -114,7 +129,8 @@ class Operation:
         self._is_working = False
         self._progress = Progress.now()
         self._problem: Problem | None = None
-        self._last_tick = self._last_beat = self._waiting_since = self._began = time.monotonic()
+        self._next_log_seconds = LOG_SECONDS
+        self._last_tick = self._last_beat = self._waiting_since = self._began = self._begun = time.monotonic()
 
     # What the channel calls.
 
@@ -139,7 +155,7 @@ class Operation:
             own_error: list[BaseException] = []
             try:
                 self._start(verb, phase, root)
-                return self._sweep(phase, work, cost, own_error)
+                result = self._sweep(phase, work, cost, own_error)
             except _Ended:
                 error = self._told()
             except Problem as problem:
@@ -148,27 +164,32 @@ class Operation:
                 if self._runs:
                     self._conclude(Problem(f"was left by rank {self.link.rank}: {type(interrupt).__name__}", interrupt))
                 raise
+            else:
+                return result
             finally:
                 with self._changed:
                     self._runs = self._is_working = False
                 self.add_cost(phase, cost)
-        self._raise(error, own_error)
+            raise self._as_raised(error, own_error)
 
     def leave(self, error: BaseException) -> None:
         """This rank ends the operation between two exchanges: tell the others, unless they know."""
         if self._has_begun and error is not self._raised:
             self._conclude(Problem(f"was left by rank {self.link.rank}: {type(error).__name__}", error))
 
-    def _raise(self, error: RobustCheckpointError, own_error: list[BaseException]) -> NoReturn:
-        self._raised = own_error[0] if own_error and is_interrupt(own_error[0]) else error
-        if self._raised is not error:
-            raise self._raised
-        raise error from (own_error[0] if own_error else None)
+    def _as_raised(self, error: RobustCheckpointError, own_error: list[BaseException]) -> BaseException:
+        """What this rank raises: ``error``, unless its own work was interrupted."""
+        if own_error and is_interrupt(own_error[0]):
+            self._raised = own_error[0]
+        else:
+            error.__cause__ = own_error[0] if own_error else None
+            self._raised = error
+        return self._raised
 
     def stopped(self) -> str | None:
         """What another rank has said of the exchange that is under way, or comes next; ``None`` if it may succeed."""
         if self._account is not None:
-            return self._told().message
+            return wire.decode(self._account, ErrorMessage).to_error().message
         return self._stops.get(self._exchange)
 
     def note_progress(self, done_nbytes: int | None = None, total_nbytes: int | None = None) -> None:
@@ -212,6 +233,8 @@ class Operation:
         what = f"{verb} {phase!r}" + (f" with coordinator {root}" if root else "")
         with self._changed:
             self.what, self.phase, self.tree = what, phase, tree
+        if self._is_untold:
+            raise _Ended  # it ended for all ranks while this one was between two exchanges
         if not self._has_begun:
             self._reset()
             self.link.begin(self.name, self, tree.neighbours)
@@ -220,6 +243,7 @@ class Operation:
             self.link.connection(peer)
         with self._changed:
             self._problem = None
+            self._next_log_seconds = LOG_SECONDS
             self._began = self._last_tick = self._last_beat = self._waiting_since = time.monotonic()
             self._beats.clear()
             self._progress = Progress.now()
@@ -269,7 +293,7 @@ class Operation:
             self._exchange += 1
             self._stops.pop(self._exchange - 1, None)
         if status != Status.OK:
-            self._raise(wire.decode(payload, ErrorMessage).to_error(), own_error)
+            raise self._as_raised(wire.decode(payload, ErrorMessage).to_error(), own_error)
         return total, payload
 
     def _do_own_work(self, work: Work, own_error: list[BaseException]) -> tuple[Agreement, Payload, FailuresBelow]:
@@ -281,6 +305,7 @@ class Operation:
             failures = self._failed(error, own_error)
         with self._changed:
             self._is_working = False
+            self._progress = self._progress.moved(None, None)
         return Agreement.of(self.link.rank, contribution.offer), contribution.payload, failures
 
     def _failed(self, error: BaseException, own_error: list[BaseException]) -> FailuresBelow:
@@ -327,8 +352,21 @@ class Operation:
                 self._absent = tuple(place[2] for place in places if place not in self._arrived)
                 self._refuse_other_phases(places)
                 if not self._absent:
-                    return [self._arrived.pop(place) for place in places]
+                    break
                 self._changed.wait(self._seconds_to_wait())
+        if any(time.monotonic() - self._arrived_seconds.pop(place) > self.timeout_seconds for place in places):
+            self._refuse_if_given_up()
+        return [self._arrived.pop(place) for place in places]
+
+    def _refuse_if_given_up(self) -> None:
+        """Some have waited for this rank so long that they may have given up, and the word of it be on its way."""
+        with contextlib.suppress(StoreLost):
+            account = self.link.account_of(self.key)
+            if account is not None:
+                with self._changed:
+                    if self._account is None:
+                        self._end(account, but=None, flags=0)
+                raise _Ended
 
     def _refuse_other_phases(self, places: Sequence[tuple[int, Kind, int]]) -> None:
         own = phase_id(self.what)
@@ -367,7 +405,7 @@ class Operation:
             if peer not in self._heard and self.link.is_elsewhere(peer, self.timeout_seconds / 2):
                 raise Problem("in different operations", is_elsewhere=True)
         if self.deadline_seconds is not None:
-            left = min(left, self._began + self.deadline_seconds - now)
+            left = min(left, self._begun + self.deadline_seconds - now)
             if left <= 0:
                 raise Problem.of_deadline(self._absent, self.deadline_seconds)
         return max(left, 0.001)
@@ -391,7 +429,8 @@ class Operation:
                     self._beats[peer] = Beat.decode(frame.body)
                 return
             if frame.kind in (Kind.UP, Kind.DOWN):
-                self._arrived[frame.exchange, frame.kind, peer] = frame, payload
+                place = (frame.exchange, frame.kind, peer)
+                self._arrived[place], self._arrived_seconds[place] = (frame, payload), time.monotonic()
             elif frame.kind == Kind.STOP:
                 is_news = frame.exchange not in self._stops and frame.exchange >= self._exchange
                 if is_news:
@@ -428,6 +467,7 @@ class Operation:
             if now - self._last_beat < min(BEAT_SECONDS, self.timeout_seconds / 4):
                 return
             self._last_beat = now
+            self._log_stragglers(now)
             for peer in self.tree.neighbours:
                 connection = self.link.connection(peer)
                 # Also to a parent that only it waits for: else that could not tell whether its own beats are heard.
@@ -439,6 +479,14 @@ class Operation:
                         and now - max(self._waiting_since, self._heard.get(peer, 0.0)) > 2 * BEAT_SECONDS
                     ):
                         connection.ask_for_lost()
+
+    def _log_stragglers(self, now: float) -> None:
+        """On the root: say now and then for whom all are waiting."""
+        waited = now - max(self._began, self._waiting_since)
+        if self.tree.parent is None and not self._is_working and waited >= self._next_log_seconds:
+            self._next_log_seconds *= 2
+            self.stragglers.append(f"{self.what}: after {waited:.0f} seconds, {self._beat_for(None, now)}")
+            logger.warning("%s", self.stragglers[-1])
 
     def _watch_neighbours(self, now: float) -> None:
         """While this rank works, nobody waits here who would miss a rank that is silent."""
@@ -456,9 +504,10 @@ class Operation:
             self._pass_on(Kind.STOP, text.encode(errors="replace"), but=None)
             self._interrupt_work()
 
-    def _beat_for(self, receiver: int, now: float) -> Beat:
+    def _beat_for(self, receiver: int | None, now: float) -> Beat:
         """What ``receiver`` is to know of this rank and of all others it hears of only from here."""
-        own = [self._progress.beat(self.link.rank, now)] if self._is_working else []
+        is_busy = self._is_working or not self._absent
+        own = [self._progress.beat(self.link.rank, now)] if is_busy else []
         behind = []
         children = [child for child in self.tree.children if (self._exchange, Kind.UP, child) not in self._arrived]
         for peer in self._absent if not self._is_working else children:
@@ -474,6 +523,17 @@ class Operation:
         with self._changed:
             if self._account is not None:
                 return self._told()
+            if problem.missing:
+                # Ranks die together. And those above a lost parent see more than this one: they have the first word.
+                seconds = PARENT_LOST_SECONDS if self.tree.parent in problem.missing else TOGETHER_SECONDS
+                self._changed.wait_for(lambda: self._account is not None, min(seconds, self.timeout_seconds))
+        with contextlib.suppress(StoreLost):
+            known = self.link.account_of(self.key)
+            if known is not None:
+                with self._changed:
+                    if self._account is None:
+                        self._end(known, but=None, flags=0)
+                return self._told()
         error = conclude(problem, self)
         account = wire.encode(ErrorMessage.of(error))
         with contextlib.suppress(StoreLost):  # the ranks still tell each other
@@ -487,6 +547,7 @@ class Operation:
 
     def _end(self, account: bytes, but: int | None, flags: int) -> None:
         self._account = account
+        self._is_untold = True
         # Not only along this tree: a rank that is still in the exchange before may be in another one.
         for peer in {*self.tree.neighbours, *self.link.peers()} - {but}:
             self.link.send(peer, self._frame(Kind.FAIL, flags=flags), account)
@@ -500,6 +561,7 @@ class Operation:
             threading.Thread(target=self.interrupt, name="robust_dcp: interrupt", daemon=True).start()
 
     def _told(self) -> RobustCheckpointError:
+        self._is_untold = False
         return as_told_to(self.link.rank, wire.decode(self._account or b"", ErrorMessage).to_error())
 
     # What other ranks are told when something has gone wrong.
@@ -526,7 +588,8 @@ class Operation:
 
     def _words_for_silent(self, rank: int, seconds: float) -> str:
         if rank in self._beats:
-            return f"{self._called(rank)} is still at its own work for {self.what}, which has not got on for {seconds:.1f} s"
+            work = f"its own work for {self.what}"
+            return f"{self._called(rank)} is still at {work}, which has not got on for {seconds:.1f} seconds"
         if rank in self._heard:
             return f"{self._called(rank)} has given no sign of life for {seconds:.1f} seconds"
         if rank in self.tree.neighbours:

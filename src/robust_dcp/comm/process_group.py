@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -90,28 +90,14 @@ def connect_pair(store: Any, rank: int, timeout: datetime.timedelta) -> Any:
         RuntimeError: the other did not come within ``timeout``, or cannot be reached.
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [_device()]
+    options._devices = [_device_of(os.getpid())]
     options._timeout = timeout
     options._threads = 1
     return dist.ProcessGroupGloo(store, rank, 2, options)
 
 
-def _device() -> Any:
-    """gloo's listening socket and its thread, one for all connections of this process."""
-    pid = os.getpid()
-    with _devices_lock:
-        if pid not in _devices:
-            _devices[pid] = dist.ProcessGroupGloo.create_default_device()
-        return _devices[pid]
-
-
-_devices: dict[int, Any] = {}  # by process: a forked child has no thread of its parent's
-_devices_lock = threading.Lock()
-
-
-def _forget_lock() -> None:
-    global _devices_lock
-    _devices_lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget_lock)
+@functools.cache
+def _device_of(process: int) -> Any:
+    """gloo's listening socket and its thread, one for all connections of a process: a forked child has no thread of its
+    parent's."""
+    return dist.ProcessGroupGloo.create_default_device()

@@ -9,8 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from robust_dcp.errors import ExchangeError, PlanConflict
-from robust_dcp.plan.global_plan.conflicts import ranks_in_words
+from robust_dcp.errors import ExchangeError, PlanConflict, ranks_in_words
 
 __all__ = ["ObjectDigests", "report_differing"]
 
@@ -23,8 +22,10 @@ _reported: set[str] = set()
 
 
 class ObjectDigests(msgspec.Struct, frozen=True):
-    """uint64 for each object that every rank of the group holds, in the order of their names: of one rank, or the lowest
-    and the highest of several. 0 is unknown, and equals everything."""
+    """uint64 for each object that every rank of the group holds, in the order of their names.
+
+    Of one rank, or the lowest and the highest of several. 0 is unknown, and equals everything.
+    """
 
     lowest: bytes
     highest: bytes

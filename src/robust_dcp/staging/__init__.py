@@ -1,9 +1,9 @@
 """Between devices and files: blocks of memory, and the bytes of tensors."""
 
-from robust_dcp.staging.blocks import POOL, Block, BlockLease, BlockPool, aligned_bytes, copy_bytes
+from robust_dcp.staging.blocks import POOL, Block, BlockLease, BlockPool, aligned_bytes, copy_bytes, memory_at
 from robust_dcp.staging.device import CopiesToDevice, DeviceCopies
 from robust_dcp.staging.host import to_host
-from robust_dcp.staging.tensor_bytes import TensorBytes
+from robust_dcp.staging.tensor_bytes import TensorBytes, host_address
 from robust_dcp.staging.together import flat_bytes, to_host_together
 
 __all__ = [
@@ -17,6 +17,8 @@ __all__ = [
     "aligned_bytes",
     "copy_bytes",
     "flat_bytes",
+    "host_address",
+    "memory_at",
     "to_host",
     "to_host_together",
 ]

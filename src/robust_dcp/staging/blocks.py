@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["POOL", "Block", "BlockLease", "BlockPool", "aligned_bytes", "copy_bytes"]
+__all__ = ["POOL", "Block", "BlockLease", "BlockPool", "aligned_bytes", "copy_bytes", "memory_at"]
 
 
 def aligned_bytes(nbytes: int) -> npt.NDArray[np.uint8]:
@@ -35,22 +35,47 @@ def copy_bytes(target: int, source: int, nbytes: int) -> None:
 _memmove: Any = ctypes.memmove
 
 
-def _block_memory(nbytes: int) -> mmap.mmap:
+def memory_at(address: int, nbytes: int) -> memoryview:
+    """The bytes at an address, without a copy. Who calls sees to it that they are there as long as the view is used."""
+    view: memoryview = _view_of_memory(address, nbytes, _FOR_WRITING)
+    return view
+
+
+_FOR_WRITING = 0x200  # PyBUF_WRITE
+_view_of_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_view_of_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_view_of_memory.restype = ctypes.py_object
+
+
+def _block_memory(nbytes: int, *, stays_at_fork: bool) -> mmap.mmap:
     """Memory that starts on a page and is used again and again: in huge pages where the kernel has them, since each
     page costs a fault when it is first touched, and has to be pinned for each direct read or write."""
     memory = _pages(nbytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    _advise(memory, "MADV_HUGEPAGE")
+    if stays_at_fork:
+        _advise(memory, "MADV_DONTFORK")
     return memory
 
 
+def _advise(memory: mmap.mmap, advice: str) -> None:
+    if hasattr(mmap, advice):
+        with contextlib.suppress(OSError):  # a kernel without it
+            memory.madvise(getattr(mmap, advice))
+
+
 def _pages(nbytes: int) -> mmap.mmap:
-    return mmap.mmap(-1, max(nbytes, 1))
+    # Private: a process that is forked has blocks of its own, and does not write into ours. Shared memory, which mmap
+    # takes by default, is also never in huge pages, unless the whole machine is set to that.
+    return mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class Block:
     """One block: the same memory as bytes, as an array and as a tensor.
+
+    Args:
+        nbytes: of it.
+        stays_at_fork: a process that is forked does not have it. For memory that devices read into: where a page is
+            shared with a forked process, older kernels copy it, and what the device brings goes to the old one.
 
     Attributes:
         memory: the memory itself, page-aligned; holds whatever was last in it. A slice of it is ``bytes``, a copy.
@@ -62,8 +87,8 @@ class Block:
 
     __slots__ = ("address", "data", "is_pinned", "memory", "tensor", "view")
 
-    def __init__(self, nbytes: int) -> None:
-        self.memory = _block_memory(nbytes)
+    def __init__(self, nbytes: int, *, stays_at_fork: bool = False) -> None:
+        self.memory = _block_memory(nbytes, stays_at_fork=stays_at_fork)
         self.view = memoryview(self.memory)
         self.data: npt.NDArray[np.uint8] = np.frombuffer(self.memory, dtype=np.uint8)[:nbytes]
         self.tensor = torch.from_numpy(self.data)
@@ -83,9 +108,14 @@ class Block:
 
 
 class BlockPool:
-    """Blocks that nobody uses at the moment. At most one size is kept: that of the last lease that ended."""
+    """Blocks that nobody uses at the moment. At most one size is kept: that of the last lease that ended.
 
-    def __init__(self) -> None:
+    Args:
+        stay_at_fork: see :class:`Block`.
+    """
+
+    def __init__(self, *, stay_at_fork: bool = False) -> None:
+        self._stay_at_fork = stay_at_fork
         self._free: list[Block] = []
         self._lock = threading.Lock()
 
@@ -107,7 +137,7 @@ class BlockPool:
             for number, block in enumerate(self._free):
                 if len(block.data) == nbytes:
                     return self._free.pop(number)
-        return Block(nbytes)
+        return Block(nbytes, stays_at_fork=self._stay_at_fork)
 
     def _keep(self, blocks: list[Block]) -> None:
         """Keep exactly these: what the last save had no use for, the next will not need either."""

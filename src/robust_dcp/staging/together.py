@@ -1,7 +1,7 @@
 """Many small tensors on the host at the cost of one copy: a copy from a device waits for it, however small it is.
 
 Owns the gathering on the device; never keeps a buffer. Called by ``storage.pack`` with no more than a block at once,
-for tensors whose bytes it cannot read where they are.
+for small tensors on a device.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from typing import Final
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from robust_dcp.errors import StorageError
+from robust_dcp.errors import StorageError, entry_point
 from robust_dcp.storage.files.disk import Disk, OpenFile, PosixDisk
-from robust_dcp.storage.files.paths import SAFETENSORS_SUFFIX
+from robust_dcp.storage.files.paths import SAFETENSORS_SUFFIX, directory_path
 from robust_dcp.storage.layouts.safetensors_head import DTYPES, METADATA_KEY
 from robust_dcp.storage.metadata.shard_metadata import shards_in
 from robust_dcp.storage.model_file import ModelTensor, write_model_file
@@ -47,6 +47,7 @@ class ConsolidateReport:
     skipped: tuple[str, ...]
 
 
+@entry_point
 def consolidate(
     path: str | os.PathLike[str],
     output: str | os.PathLike[str],
@@ -71,7 +72,8 @@ def consolidate(
         disk: the file system.
 
     Raises:
-        ValueError: a key is not in the checkpoint, is no tensor, or has a dtype that safetensors does not know.
+        ValueError: a key is not in the checkpoint, is no tensor, or has a dtype that safetensors does not know; or a
+            path is a URL (``scheme://…``).
         StorageError: the file system refuses, or ``output`` holds safetensors files.
         CorruptCheckpoint: the checkpoint is damaged.
 
@@ -87,7 +89,7 @@ def consolidate(
     if max_shard_bytes < 1 or buffer_bytes < 1:
         raise ValueError(f"max_shard_bytes and buffer_bytes must be positive, got {max_shard_bytes}, {buffer_bytes}")
     disk = PosixDisk() if disk is None else disk
-    directory = os.fspath(output)
+    directory = directory_path(output)
     reader = RobustReader(path, disk=disk, buffer_bytes=buffer_bytes)
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, True)

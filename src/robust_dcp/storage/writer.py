@@ -1,6 +1,6 @@
 """``RobustWriter``: DCP's ``StorageWriter`` over ``engine`` and ``commit``.
 
-Owns the life of one checkpoint directory during a save: what was there before, the rank's files, the commit. Places
+Owns DCP's hooks and the options of a save; what is made in the checkpoint's directory is ``save_directory``'s. Places
 come from the plan; with another planner than ours it makes them itself. Called by ``api.save`` and by stock ``save``.
 """
 
@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol, runtime_checkable
 
@@ -21,17 +21,17 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from robust_dcp.errors import StorageError
+from robust_dcp.errors import entry_point
 from robust_dcp.storage.files.disk import Disk, PosixDisk
-from robust_dcp.storage.files.paths import PLAN_NAME, metadata_name
-from robust_dcp.storage.layouts import FileName, layout_named
+from robust_dcp.storage.files.paths import PLAN_NAME, directory_path, is_url
+from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.layouts.places import Placements, place_as_they_come
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, StorageInfo, encode_metadata, referenced_files
-from robust_dcp.storage.metadata.shard_metadata import shards_in
-from robust_dcp.storage.writing.commit import commit_metadata, keep_beside, remove_superseded, unreferenced_files
+from robust_dcp.storage.writing.commit import keep_beside
 from robust_dcp.storage.writing.engine import WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
-from robust_dcp.storage.writing.stripes import remove_targets
+from robust_dcp.storage.writing.save_directory import MetadataToPublish, SaveDirectory
+from robust_dcp.storage.writing.stripes import stripe_directories
 from robust_dcp.storage.writing.write_options import WriteOptions
 
 __all__ = ["MetadataToPublish", "RobustWriter", "SaveInProgress", "WriterMeta"]
@@ -40,21 +40,6 @@ logger = logging.getLogger(__name__)
 
 _FILES_PER_RANK: Final = 2
 """Threads share a file where I/O is direct; writes through the page cache take turns in one file."""
-
-
-@dataclass(frozen=True)
-class MetadataToPublish:
-    """What a commit makes visible.
-
-    Attributes:
-        fragments: the bytes of ``.metadata``, one after the other.
-        files: the data files that it names.
-        renames: those whose names change with the commit.
-    """
-
-    fragments: Sequence[bytes | memoryview]
-    files: Collection[str]
-    renames: Sequence[FileName] = ()
 
 
 @runtime_checkable
@@ -70,7 +55,7 @@ class SaveInProgress(Protocol):
     @property
     def known_places(self) -> npt.NDArray[np.int64] | None: ...
 
-    def settle(self, write: Callable[[], WrittenFiles], discard: Callable[[WrittenFiles], None]) -> None: ...
+    def settle(self, write: Callable[[], WrittenFiles]) -> None: ...
 
     def leave_commit_to_stock(self) -> None: ...
 
@@ -79,11 +64,7 @@ class SaveInProgress(Protocol):
     def encoded_metadata(self, storage_meta: StorageMeta) -> MetadataToPublish: ...
 
     def commit(
-        self,
-        publish: Callable[[], None],
-        discard: Callable[[WrittenFiles], None],
-        clean_up: Callable[[], None],
-        keep_plan: Callable[[bytes], None],
+        self, publish: Callable[[], None], clean_up: Callable[[], None], keep_plan: Callable[[bytes], None]
     ) -> None: ...
 
 
@@ -122,6 +103,7 @@ class RobustWriter(StorageWriter):
         disk: the file system.
 
     Raises:
+        ValueError: an option is out of range, or a path is a URL (``scheme://…``).
         StorageError: from :meth:`begin` on, when the file system refuses.
     """
 
@@ -147,19 +129,18 @@ class RobustWriter(StorageWriter):
             block_bytes=block_bytes,
             buffer_bytes=buffer_bytes,
             direct=direct,
-            stripe_paths=tuple(os.fspath(stripe) for stripe in stripe_paths),
+            stripe_paths=tuple(directory_path(stripe) for stripe in stripe_paths),
             checksums=checksums,
         )
         # Part of the plan, so no guess from the machine: ranks on different machines must agree.
         self.files_per_rank = next(n for n in (files_per_rank, threads, _FILES_PER_RANK) if n is not None)
         if self.files_per_rank < 1:
             raise ValueError(f"files_per_rank must be at least 1, got {files_per_rank}")
-        self.path = os.fspath(path)
+        self.path = directory_path(path)
         self.overwrite = overwrite
         self._disk: Disk = disk or PosixDisk()
         self.save_id = str(uuid.uuid4())
-        self._superseded: tuple[str, ...] = ()
-        self._committed: Collection[str] = ()
+        self._directory: SaveDirectory | None = None
         self._rank: int | None = None
         self._alone = False
         self._is_coordinator = False
@@ -172,41 +153,49 @@ class RobustWriter(StorageWriter):
 
     # One save, as `api.save` calls it.
 
-    def begin(self, *, is_coordinator: bool) -> None:
-        """Before any rank writes: make the directory and note which data files are there already.
+    def begin(self, *, is_coordinator: bool, ranks: int | None, alone: bool = False) -> None:
+        """Before any rank writes: make the directory, look what is there, and say in it that a save begins.
+
+        Args:
+            ranks: how many write; ``None`` where :meth:`announce` will say it.
+            alone: whether this rank commits by itself.
 
         Raises:
             StorageError: a checkpoint is there and ``overwrite`` is false; files are there with which those of the
                 layout cannot share a directory; or the directory cannot be made.
         """
         self._begun = True
+        self._alone = alone
+        self._directory = None
         if not is_coordinator:
             return
-        self._disk.mkdirs(self.path)
-        if not self.overwrite and self._disk.exists(os.path.join(self.path, self._metadata_name)):
-            raise StorageError(
-                f"Checkpoint already exists in {self.path} and overwrite=False: save to another directory",
-                path=self.path,
-                operation="begin",
-            )
-        # Where ranks commit by themselves, the files of the others are not ours to judge.
-        self._superseded = () if self._alone else tuple(unreferenced_files(self._disk, self.path, ()))
-        if not self.layout.may_share_directory:
-            self._refuse_company()
+        try:
+            self.directory.begin(overwrite=self.overwrite)
+            if ranks is not None:
+                self.announce(ranks=ranks)
+        except BaseException:
+            self.directory.remove_directories()
+            raise
 
-    def _refuse_company(self) -> None:
-        """Readers of safetensors take every file of a directory: what they would find there must all be this save's."""
-        present = [name for name in shards_in(self._disk, self.path) if name not in self._superseded]
-        if self._disk.exists(os.path.join(self.path, self._metadata_name)):
-            present = ["a committed checkpoint"]
-        if present:
-            raise StorageError(
-                f"{self.path} holds {present[0]}: readers of safetensors take every file of a directory, so a "
-                f"checkpoint with layout={self.layout.name!r} cannot replace another or lie beside other files of "
-                "theirs, whatever overwrite says; save to another directory",
-                path=self.path,
-                operation="begin",
-            )
+    def announce(self, *, ranks: int) -> None:
+        """On the coordinator, before any rank writes: make sure that what ranks write can be told from what others do.
+
+        Raises:
+            StorageError: as :meth:`begin`.
+        """
+        # Where ranks commit by themselves nobody judges the files of the others.
+        if not self._alone and not self.directory.is_announced:
+            # One more for items of variable size; in the other layout their number depends on the names of tensors.
+            files = None if self.layout.plans_places else self.files_per_rank + 1
+            self.directory.announce(ranks=ranks, files=files)
+
+    @property
+    def directory(self) -> SaveDirectory:
+        """What this save knows of, and has made in, its directory."""
+        if self._directory is None:
+            rank = self._rank if self._alone else None
+            self._directory = SaveDirectory(self._disk, self.path, save_id=self.save_id, layout=self.layout, rank=rank)
+        return self._directory
 
     def write(
         self,
@@ -217,8 +206,9 @@ class RobustWriter(StorageWriter):
         known_places: npt.NDArray[np.int64] | None = None,
     ) -> WrittenFiles:
         """Write this rank's items to their places, durably. Nothing is visible to readers yet."""
-        self._disk.mkdirs(self.path)
-        return write_files(
+        for place in (self.path, *stripe_directories(self._disk, self.path, self.options.stripe_paths)):
+            self.directory.make(place)
+        written = write_files(
             self._disk,
             self.path,
             rank,
@@ -228,48 +218,32 @@ class RobustWriter(StorageWriter):
             check_stop=check_stop,
             known_places=known_places,
             layout=self.layout,
+            not_removed=self.directory.stuck,
         )
-
-    def discard(self, written: WrittenFiles) -> None:
-        """Remove files of a save that failed on another rank."""
-        self._remove(written.uncommitted_names)
+        self.directory.has_written(written)
+        return written
 
     def publish(self, metadata: MetadataToPublish) -> None:
         """Commit: make ``metadata`` the checkpoint's, durably and in one step."""
-        if not self.layout.may_share_directory:  # what a killed save has left is none of the new checkpoint
-            self._remove(self._superseded)
-        commit_metadata(self._disk, self.path, metadata.fragments, name=self._metadata_name, renames=metadata.renames)
-        self._committed = metadata.files
+        self.directory.publish(metadata)
 
     def clean_up(self) -> None:
         """Remove what the committed checkpoint supersedes; what cannot be removed is logged, and stays."""
-        try:
-            self._remove(self._superseded, keep=self._committed)
-        except Exception as error:  # the checkpoint is committed: whatever this is, the save has succeeded
-            logger.warning(
-                "%s: files of an older checkpoint stay, which costs space and nothing else: %s", self.path, error
-            )
-
-    def _remove(self, names: Collection[str], keep: Collection[str] = ()) -> None:
-        remove_targets(self._disk, self.path, set(names) - set(keep))
-        remove_superseded(self._disk, self.path, names, keep=keep)
+        self.directory.tidy_up()
 
     def keep_plan(self, data: bytes) -> None:
         """Put the plan beside the committed checkpoint, for the first save of a job that resumes from it."""
         keep_beside(self._disk, self.path, data, name=PLAN_NAME)
 
-    @property
-    def _metadata_name(self) -> str:
-        return metadata_name(self._rank if self._alone else None)
-
     # The hooks of stock `torch.distributed.checkpoint.save`, in the order in which it calls them.
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:
-            self.path = os.fspath(checkpoint_id)
+            self.path = directory_path(checkpoint_id)
         self.save_id = str(uuid.uuid4())
-        self._superseded = ()
-        self._committed = ()
+        if self._directory is not None:
+            self._directory.let_go()
+            self._directory = None
         self._rank = None
         self._alone = False
         self._begun = False
@@ -285,14 +259,17 @@ class RobustWriter(StorageWriter):
         # Not with a layout that only RobustPlanner plans for: its plans are global, and so is the commit.
         self._alone = not kwargs.get("use_collectives", True) and not self.layout.plans_places
 
+    @entry_point
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if not self._begun:
-            self.begin(is_coordinator=self._is_coordinator)
+            self.begin(is_coordinator=self._is_coordinator, ranks=None, alone=self._alone)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self.announce(ranks=len(plans))
         return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
+    @entry_point
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's share. With ``RobustPlanner`` the results have been told to the coordinator by the time
         this returns, and stock gathers an empty list; with another planner they are returned."""
@@ -302,7 +279,6 @@ class RobustWriter(StorageWriter):
             placements = session.placements
             if placements is None:
                 raise ValueError("this save was planned for another storage writer")
-            self._alone = False  # the plan is global, and so is the commit, whatever `use_collectives` says
             session.settle(
                 lambda: self.write(
                     session.rank,
@@ -310,8 +286,7 @@ class RobustWriter(StorageWriter):
                     placements,
                     session.check_stop,
                     session.known_places,
-                ),
-                self.discard,
+                )
             )
             session.leave_commit_to_stock()
         else:
@@ -340,20 +315,22 @@ class RobustWriter(StorageWriter):
             )
         ]
 
+    @entry_point
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         session = getattr(metadata, "session", None)
         if isinstance(session, SaveInProgress):
             session.commit(
-                lambda: self.publish(session.encoded_metadata(self.plain_meta())),
-                self.discard,
-                self.clean_up,
-                self.keep_plan,
+                lambda: self.publish(session.encoded_metadata(self.plain_meta())), self.clean_up, self.keep_plan
             )
             return
         metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         metadata.storage_meta = self.plain_meta()
         metadata.version = FORMAT_VERSION
-        self.publish(MetadataToPublish((encode_metadata(metadata),), referenced_files(metadata)))
+        try:
+            self.publish(MetadataToPublish((encode_metadata(metadata),), referenced_files(metadata)))
+        except BaseException as error:
+            self.directory.take_back(error)
+            raise
         self.clean_up()
 
     def plain_meta(self) -> StorageMeta:
@@ -367,7 +344,7 @@ class RobustWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether ``checkpoint_id`` is a path on a mounted file system, rather than a URL."""
-        return "://" not in os.fspath(checkpoint_id)
+        return not is_url(checkpoint_id)
 
 
 def _chunk_nbytes(item: WriteItem) -> int:

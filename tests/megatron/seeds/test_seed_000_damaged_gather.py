@@ -69,7 +69,7 @@ def _run(directory: Path) -> dict[str, Any]:
         return faults[0](payload)
 
     if dist.get_rank() == 0:
-        inject(Channel.for_group(None, purpose="save"), payload=damaged_now)
+        inject(Channel.for_group(), sender=1, payload=damaged_now)
 
     def save_damaged(name: str, change: Callable[[bytearray], bytearray], times: int) -> None:
         faults[0] = Damage(set(range(times)), change).payload

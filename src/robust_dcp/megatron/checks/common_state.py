@@ -1,7 +1,7 @@
 """The common state: what a Megatron checkpoint holds that is not sharded, the same on all ranks, saved by rank 0.
 
-Owns its digest, by which ranks find out in a header whether they agree, the account of what differs, and its file
-``common.pt`` (up to 0.18; from 0.19 on it is a ShardedObject like others). Called by ``saving`` and ``loading``.
+Owns its digest, by which ranks find out whether they agree without any payload, the account of what differs, and its
+file ``common.pt`` (up to 0.18; from 0.19 on it is a ShardedObject like others). Called by ``saving`` and ``loading``.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _digest(value: Any) -> int:
 
 
 def report_differences(channel: Channel, phase: str, own: LeafDigests) -> None:
-    """Log on each rank which leaves differ from those of rank 0. All ranks call it, once their headers differed."""
+    """Log on each rank which leaves differ from those of rank 0. All ranks call it, once their digests differed."""
     first = channel.broadcast(phase, lambda: own, LeafDigests).digests
     mine = own.digests
     only_there = sorted(path for path in first.keys() - mine.keys() if not path.endswith("#"))

@@ -15,8 +15,11 @@ import msgspec
 import torch.distributed as dist
 
 from robust_dcp.comm import Agreement, Channel, Offer
+from robust_dcp.errors import entry_point
+from robust_dcp.megatron.checkpoint_call import meet_before_saving
 from robust_dcp.megatron.checks.access import AccessColumns, columns_of, find_violation, keys_of
 from robust_dcp.megatron.checks.common_state import LeafDigests, leaf_digests, report_differences
+from robust_dcp.megatron.checks.shard_facts import ShardFacts
 from robust_dcp.megatron.failures import InvalidAccess
 from robust_dcp.megatron.hooks.options import current_options
 from robust_dcp.megatron.versions import nested_values
@@ -47,8 +50,8 @@ class _Verdict(msgspec.Struct, frozen=True):
 class _KnownStructures:
     """Structures that were validated with success: by group and own signature, the identity of all ranks' signatures.
 
-    A rank offers the identity that it knows; only if all ranks offer the same one, and it is that of the signatures in
-    these very headers, is nothing validated anew. What is remembered here is never believed by itself.
+    A rank offers the identity that it knows; only if all ranks offer the same one, and it is that of the signatures
+    that go with it, is nothing validated anew. What is remembered here is never believed by itself.
     """
 
     def __init__(self) -> None:
@@ -70,9 +73,9 @@ class _KnownStructures:
 KNOWN = _KnownStructures()
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class AccessCheck:
-    """One validation on one rank: offered in the header of an exchange, and finished after it if need be.
+    """One validation on one rank: offered in an exchange, and finished after it if need be.
 
     Args:
         shards: the ShardedTensors and ShardedObjects of this rank.
@@ -82,12 +85,14 @@ class AccessCheck:
     signature: bytes
 
     @classmethod
-    def of(cls, shards: Sequence[Any]) -> AccessCheck:
+    def of(cls, shards: Sequence[Any] | ShardFacts) -> AccessCheck:
+        if isinstance(shards, ShardFacts):
+            return shards.once(_check_of_facts)
         columns = columns_of(shards)
         return cls(columns, columns.signature())
 
     def offer(self, group: tuple[int, ...], value: int = 0) -> Offer:
-        """What to put into the header: the own signature, and the identity under which it was found right."""
+        """What to tell all ranks: the own signature, and the identity under which it was found right."""
         return Offer(signature=self.signature, plan_id=KNOWN.find(group, self.signature) or bytes(16), value=value)
 
     def is_known(self, agreement: Agreement) -> bool:
@@ -123,6 +128,10 @@ class AccessCheck:
         return channel.broadcast(f"{phase}: verdict", judge, _Verdict)
 
 
+def _check_of_facts(facts: ShardFacts) -> AccessCheck:
+    return AccessCheck.of(facts.shards)
+
+
 class KeyOnly:
     """Stands for a ShardedTensor or ShardedObject of some rank, of which only the key is known here."""
 
@@ -140,13 +149,18 @@ class GlobalMetadata(list[list[KeyOnly]]):
         super().__init__([[KeyOnly(key) for key in verdict.keys]])
         self._verdict = verdict
 
+    @entry_point
     def raise_if_wrong(self) -> None:
         """Raises InvalidAccess, on all ranks alike."""
         _raise_if_wrong(self._verdict)
 
 
 def agree_on_access(
-    channel: Channel, phase: str, shards: Callable[[], Sequence[Any]], *, value: Callable[[], int] = lambda: 0
+    channel: Channel,
+    phase: str,
+    shards: Callable[[], Sequence[Any] | ShardFacts],
+    *,
+    value: Callable[[], int] = lambda: 0,
 ) -> tuple[AccessCheck, Agreement]:
     """The first exchange of a save or load: every rank prepares, and shows the signature of what it holds.
 
@@ -169,6 +183,7 @@ def _raise_if_wrong(verdict: _Verdict) -> None:
         raise InvalidAccess(verdict.message, key=verdict.key, ranks=list(verdict.ranks))
 
 
+@entry_point
 def exchange_metadata(
     sharded_state_dict: dict[str, Any], process_group: dist.ProcessGroup | None = None
 ) -> tuple[list[Any], GlobalMetadata]:
@@ -184,6 +199,7 @@ def exchange_metadata(
         process_group, operation="determine_global_metadata", timeout_seconds=current_options().exchange_timeout_seconds
     )
     local: list[Any] = []
+    meet_before_saving(is_last=False)
 
     def shards() -> list[Any]:
         local.extend(shard.without_data() for shard in nested_values(sharded_state_dict))
@@ -195,7 +211,7 @@ def exchange_metadata(
 
 
 def compare_common_state(common: dict[str, Any]) -> None:
-    """In place of Megatron's ``_validate_common_state_dict``: digests in a header; keys that differ are logged."""
+    """In place of Megatron's ``_validate_common_state_dict``: digests are compared, keys that differ logged."""
     channel = Channel.for_group(
         None, operation="compare common state", timeout_seconds=current_options().exchange_timeout_seconds
     )

@@ -7,7 +7,7 @@ Owns the order of the steps: common state, prepare, validate, strictness, read, 
 | --- | --- |
 | verify files | only with ``verify_integrity``: a broadcast of the manifest, and a barrier |
 | common state | a broadcast: rank 0 reads ``metadata.json`` and the common state, once |
-| prepare | ``agree``: one header a rank, with the signature of what it asks for |
+| prepare | ``agree``: each rank offers the signature of what it asks for |
 | validate | none, if all ranks show that this structure was found right before, and no strictness asks for keys |
 | strictness | a broadcast of ``.metadata`` and a barrier, for the modes that look at the checkpoint's keys |
 | read | those of :func:`robust_dcp.load`; with ``FullyParallelLoadStrategyWrapper`` those of ``parallel_load`` |
@@ -26,11 +26,13 @@ import msgspec
 import torch.distributed as dist
 
 from robust_dcp.comm import Agreement, Channel
+from robust_dcp.errors import entry_point
 from robust_dcp.megatron import versions
 from robust_dcp.megatron.checks import common_state, integrity
 from robust_dcp.megatron.checks.validation import AccessCheck, GlobalMetadata, agree_on_access
 from robust_dcp.megatron.failures import as_megatron_raises, told_by_who_failed
 from robust_dcp.megatron.hooks.options import MegatronOptions
+from robust_dcp.megatron.hooks.stock_paths import say_stays_stock
 from robust_dcp.megatron.loading.load_strategy import (
     ReaderOfKnownMetadata,
     RobustLoadStrategy,
@@ -40,6 +42,7 @@ from robust_dcp.megatron.loading.load_strategy import (
 )
 from robust_dcp.megatron.loading.parallel_load import load_in_parallel
 from robust_dcp.planner.save import checkpoint_name
+from robust_dcp.storage.files.paths import directory_path
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.records.objects import load_object
 
@@ -71,6 +74,7 @@ class LoadCall:
 
         Raises:
             TypeError: it does not take these arguments.
+            ValueError: ``checkpoint_dir`` is a URL.
         """
         bound = inspect.signature(load).bind(*args, **kwargs)
         bound.apply_defaults()
@@ -81,7 +85,7 @@ class LoadCall:
             group = strategy.process_group
         return cls(
             sharded_state_dict=given["sharded_state_dict"],
-            checkpoint_dir=str(given["checkpoint_dir"]),
+            checkpoint_dir=directory_path(given["checkpoint_dir"]),
             sharded_strategy=strategy,
             strict=given["strict"],
             validate_access_integrity=given["validate_access_integrity"],
@@ -104,6 +108,7 @@ class _MetadataFile(msgspec.Struct, frozen=True):
     data: bytes
 
 
+@entry_point
 def load_torch_dist(call: LoadCall, options: MegatronOptions, stock: Callable[[], Any]) -> Any:
     """Load a checkpoint of Megatron's, saved by robust_dcp or by stock.
 
@@ -129,19 +134,22 @@ def load_torch_dist(call: LoadCall, options: MegatronOptions, stock: Callable[[]
             integrity.verify_files(channel, phase, call.checkpoint_dir)
         opened = channel.broadcast(f"{phase}: common state", lambda: _open(call), _Opened)
         if opened.backend != "torch_dist":
+            say_stays_stock(f"loads of {opened.backend} checkpoints", "only torch_dist is taken over")
             return stock()
         return _Load(call, channel, phase, opened).run()
 
 
+@entry_point
 def load_common_state(checkpoint_dir: str | os.PathLike[str]) -> Any:
     """``dist_checkpointing.load_common_state_dict``: local to this rank, and without running code from the file.
 
     Raises:
+        ValueError: ``checkpoint_dir`` is a URL.
         CheckpointingException: there is no checkpoint.
         UnsafeCheckpoint: the common state holds an object of a class that is not known to be data.
         CorruptCheckpoint: it is damaged.
     """
-    directory = os.fspath(checkpoint_dir)
+    directory = directory_path(checkpoint_dir)
     versions.backend_of(directory)
     return _decoded(_read_common(directory), directory)
 

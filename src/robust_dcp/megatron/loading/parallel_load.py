@@ -16,13 +16,14 @@ from typing import Any
 import msgspec
 
 from robust_dcp.comm import Channel, Offer
-from robust_dcp.errors import ExchangeError, PlanConflict
+from robust_dcp.errors import ExchangeError, PlanConflict, entry_point
 from robust_dcp.megatron import versions
 from robust_dcp.megatron.failures import as_megatron_raises, told_by_who_failed
 from robust_dcp.megatron.loading.load_strategy import ReaderOfKnownMetadata, read_sharded
 from robust_dcp.megatron.loading.tensor_exchange import Transfer, exchange_tensors
 from robust_dcp.megatron.versions import ShardedBase, ShardedObject
 from robust_dcp.planner.save import checkpoint_name
+from robust_dcp.storage.files.paths import directory_path
 from robust_dcp.storage.records.objects import load_object
 
 __all__ = ["ShardId", "distribute", "load_in_parallel"]
@@ -57,6 +58,7 @@ class _Objects(msgspec.Struct, frozen=True):
     data: dict[str, bytes]
 
 
+@entry_point
 def load_in_parallel(
     wrapper: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str], timeout_seconds: float
 ) -> dict[str, Any]:
@@ -75,7 +77,7 @@ def load_in_parallel(
     group = wrapper.parallelization_group
     channel = Channel.for_group(group, operation="parallel load", timeout_seconds=timeout_seconds)
     with as_megatron_raises():
-        return _ParallelLoad(wrapper, sharded_state_dict, os.fspath(checkpoint_dir), channel).run()
+        return _ParallelLoad(wrapper, sharded_state_dict, directory_path(checkpoint_dir), channel).run()
 
 
 def distribute(

@@ -9,6 +9,7 @@ import logging
 import os
 
 from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.paths import directory_path
 from robust_dcp.storage.metadata.metadata_file import encode_metadata, referenced_files
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.writing.commit import commit_metadata, remove_superseded
@@ -25,9 +26,10 @@ def remove_keys(checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None
     keys. Killed at any instant, the checkpoint loads as before or without the items.
 
     Raises:
+        ValueError: ``checkpoint_dir`` is a URL.
         StorageError, CorruptCheckpoint, UnsafeCheckpoint: there is no checkpoint, or it cannot be read or written.
     """
-    directory = os.fspath(checkpoint_dir)
+    directory = directory_path(checkpoint_dir)
     reader = RobustReader(directory)
     metadata = reader.decode_metadata(reader.metadata_bytes())
     before = set(referenced_files(metadata))

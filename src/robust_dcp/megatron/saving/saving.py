@@ -6,7 +6,7 @@ Called by the replacement in ``save_patches``.
 
 | step | exchanges |
 | --- | --- |
-| prepare | ``agree``: one header a rank, with the signature of what it accesses and the digest of its common state |
+| prepare | ``agree``: each rank offers the signature of what it accesses and the digest of its common state |
 | validate | none, if all ranks show that this structure was found right before; else a gather and a broadcast |
 | write, commit | those of :func:`robust_dcp.save` |
 | finish | a barrier, in whose work rank 0 writes ``common.pt`` and ``metadata.json`` |
@@ -19,17 +19,27 @@ import inspect
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from robust_dcp.comm import Channel
+from robust_dcp.errors import RobustCheckpointError, entry_point
 from robust_dcp.megatron import versions
+from robust_dcp.megatron.checkpoint_call import meet_before_saving
 from robust_dcp.megatron.checks import common_state, integrity
+from robust_dcp.megatron.checks.shard_facts import ShardFacts
 from robust_dcp.megatron.checks.validation import agree_on_access
 from robust_dcp.megatron.failures import as_megatron_raises
 from robust_dcp.megatron.hooks.options import MegatronOptions
 from robust_dcp.megatron.saving.save_strategy import RobustSaveStrategy, write_sharded
+from robust_dcp.megatron.writing import say_saves_at_once, writer_for
+from robust_dcp.plan.clean_up import clean_up, failed_in_step
 from robust_dcp.planner.save import checkpoint_name
+from robust_dcp.storage import RobustWriter
+from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.paths import directory_path
 
 __all__ = ["SaveCall", "base_strategy_of", "is_ours", "save_torch_dist"]
 
@@ -51,7 +61,7 @@ class SaveCall:
     """
 
     sharded_state_dict: dict[str, Any]
-    checkpoint_dir: str
+    checkpoint_dir: str | os.PathLike[str]
     sharded_strategy: Any
     validate_access_integrity: bool
     is_async: bool
@@ -72,7 +82,7 @@ class SaveCall:
         given = bound.arguments
         return cls(
             sharded_state_dict=given["sharded_state_dict"],
-            checkpoint_dir=str(given["checkpoint_dir"]),
+            checkpoint_dir=given["checkpoint_dir"],
             sharded_strategy=given["sharded_strategy"],
             validate_access_integrity=given["validate_access_integrity"],
             is_async=given["async_sharded_save"],
@@ -90,6 +100,17 @@ def base_strategy_of(strategy: Any) -> Any:
     return strategy
 
 
+def name_of_strategy(strategy: Any) -> str:
+    """For the log: the backend, or the class of the strategy within a wrapper."""
+    strategy = base_strategy_of(strategy)
+    return str(strategy[0]) if isinstance(strategy, tuple) else type(strategy).__name__
+
+
+def parallelization_group_of(strategy: Any) -> Any:
+    """The group over which ``FullyParallelSaveStrategyWrapper`` spreads the work; ``None`` for another strategy."""
+    return getattr(strategy, "parallelization_group", None)
+
+
 def is_ours(call: SaveCall, *, chosen: bool) -> bool:
     """Whether robust_dcp does this save: by Megatron's strategy if it is chosen, by its own strategy always."""
     strategy = base_strategy_of(call.sharded_strategy)
@@ -105,10 +126,12 @@ class _Prepared:
     """What one rank has made of its state dict."""
 
     sharded: dict[str, Any] = field(default_factory=dict)
+    facts: ShardFacts = field(default_factory=lambda: ShardFacts([]))
     common_file: bytes | None = None
     digests: common_state.LeafDigests = field(default_factory=lambda: common_state.LeafDigests({}))
 
 
+@entry_point
 def save_torch_dist(call: SaveCall, options: MegatronOptions) -> Any:
     """Save a checkpoint that Megatron loads; ``metadata.json`` is there only if all of it is.
 
@@ -116,32 +139,53 @@ def save_torch_dist(call: SaveCall, options: MegatronOptions) -> Any:
         ``None``, or for an asynchronous save a request whose finalizer writes ``metadata.json``.
 
     Raises:
+        ValueError: ``checkpoint_dir`` is a URL.
         InvalidAccess: the ranks do not access each shard exactly once.
         RobustCheckpointError: whatever failed on whichever rank; the same on all ranks.
     """
+    directory = directory_path(call.checkpoint_dir)
+    call = replace(call, checkpoint_dir=directory)
     strategy = base_strategy_of(call.sharded_strategy)
     group = None
     if isinstance(strategy, RobustSaveStrategy):
         options, group = strategy.options, strategy.process_group
     phase = f"save {checkpoint_name(call.checkpoint_dir)}"
     channel = Channel.for_group(group, operation=f"Megatron: {phase}", timeout_seconds=options.exchange_timeout_seconds)
+    if call.is_async:
+        say_saves_at_once()
     request = versions.finished_request(call.async_strategy) if call.is_async else None
+    writer = writer_for(directory, options)
+    meet_before_saving()
     with as_megatron_raises():
         prepared = _prepare_and_validate(call, strategy, channel, phase)
-        report = write_sharded(prepared.sharded, call.checkpoint_dir, options, group)
+        report = write_sharded(
+            prepared.sharded,
+            directory,
+            options,
+            group,
+            writer,
+            parallelization_group=parallelization_group_of(call.sharded_strategy),
+            facts=prepared.facts,
+        )
         if strategy is not None and not isinstance(strategy, tuple):
             strategy.last_report = report
 
+    @entry_point
     def finish() -> None:
+        files = _CommonFiles(directory)
         with as_megatron_raises():
-            channel.barrier(f"{phase}: finish", lambda: _finish(call, strategy, channel, prepared))
-            if call.verify_integrity:
-                integrity.save_manifest(channel, phase, call.checkpoint_dir, report.files)
+            try:
+                channel.barrier(f"{phase}: finish", lambda: _finish(strategy, channel, prepared, files))
+                if call.verify_integrity:
+                    integrity.save_manifest(channel, phase, directory, report.files)
+            except RobustCheckpointError as error:
+                if failed_in_step(error):
+                    _withdraw(channel, phase, writer, files, error)
+                raise
 
     if request is None:
         finish()
     else:
-        logger.info("robust_dcp has saved %s synchronously, though asynchronously was asked for", call.checkpoint_dir)
         request.finalize_fns.append(finish)
     return request
 
@@ -149,16 +193,18 @@ def save_torch_dist(call: SaveCall, options: MegatronOptions) -> Any:
 def _prepare_and_validate(call: SaveCall, strategy: Any, channel: Channel, phase: str) -> _Prepared:
     prepared = _Prepared()
 
-    def prepare() -> list[Any]:
+    def prepare() -> ShardFacts:
         if channel.is_coordinator:
             _warn_of_what_is_there(call.checkpoint_dir)
         prepared.sharded, common = versions.prepare_to_save(call.sharded_state_dict, call.content_metadata)
-        shards = list(versions.nested_values(prepared.sharded))
+        shards = prepared.facts = ShardFacts(versions.nested_values(prepared.sharded))
         if call.validate_access_integrity:
             compared = call.preprocess_common(common) if call.preprocess_common else common
             prepared.digests = common_state.leaf_digests(compared)
         if versions.common_state_is_a_sharded_object():
-            prepared.sharded[versions.COMMON_STATE_KEY] = _common_object(common, channel)
+            common_object = _common_object(common, channel)
+            prepared.sharded[versions.COMMON_STATE_KEY] = common_object
+            prepared.facts = shards.plus(common_object)
         elif channel.is_coordinator:
             prepared.common_file = common_state.encode_common(common)
         return shards
@@ -188,16 +234,62 @@ def _common_object(common: dict[str, Any], channel: Channel) -> Any:
     )
 
 
-def _finish(call: SaveCall, strategy: Any, channel: Channel, prepared: _Prepared) -> None:
+class _CommonFiles:
+    """What rank 0 puts beside the shards, and which of it was not there before."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._new: list[str] = []
+
+    def write(self, name: str, data: bytes) -> None:
+        path = os.path.join(self._directory, name)
+        is_new = not os.path.lexists(path)
+        common_state.write_durably(self._directory, name, data)
+        if is_new:
+            self._new.append(path)
+
+    def remove(self) -> None:
+        """Remove what was not there before: ``metadata.json``, which says that the checkpoint is whole, first."""
+        disk = PosixDisk()
+        while self._new:
+            disk.unlink(self._new[-1])
+            self._new.pop()
+
+
+def _finish(strategy: Any, channel: Channel, prepared: _Prepared, files: _CommonFiles) -> None:
     if not channel.is_coordinator:
         return
     if prepared.common_file is not None:
-        common_state.write_durably(call.checkpoint_dir, common_state.COMMON_FILE, prepared.common_file)
-    config = versions.checkpoint_config(strategy)
-    common_state.write_durably(call.checkpoint_dir, common_state.CONFIG_FILE, config)
+        files.write(common_state.COMMON_FILE, prepared.common_file)
+    files.write(common_state.CONFIG_FILE, versions.checkpoint_config(strategy))
 
 
-def _warn_of_what_is_there(checkpoint_dir: str) -> None:
+class _Withdrawn(msgspec.Struct, frozen=True):
+    """Whether the shards count no more."""
+
+    is_done: bool
+
+
+def _withdraw(
+    channel: Channel, phase: str, writer: RobustWriter, files: _CommonFiles, error: RobustCheckpointError
+) -> None:
+    """Take back the shards, which are committed, of a checkpoint that is not whole. Where they have replaced others
+    those are gone, so the new ones stay. Never raises."""
+
+    def take_back() -> _Withdrawn:
+        files.remove()
+        return _Withdrawn(writer.directory.withdraw())
+
+    try:
+        is_withdrawn = channel.broadcast(f"{phase}: withdraw", take_back, _Withdrawn).is_done
+    except RobustCheckpointError as lost:
+        error.message = f"{error.message}; its shards could not be removed: {lost.message}"
+        return
+    if is_withdrawn:
+        clean_up(channel, phase, writer.directory, error)
+
+
+def _warn_of_what_is_there(checkpoint_dir: str | os.PathLike[str]) -> None:
     """As stock, whose reason holds here too: in a queue of jobs nobody is there to clear it away."""
     if os.path.isdir(checkpoint_dir) and os.listdir(checkpoint_dir):
         logger.warning("Overwriting old incomplete / corrupted checkpoint...")

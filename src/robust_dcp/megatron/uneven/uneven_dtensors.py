@@ -2,7 +2,8 @@
 
 Megatron-FSDP asks the ranks of each mesh dimension of each DTensor in turn, in the order of its own keys. Here every
 rank tells the coordinator once which DTensors it holds and how large its parts are, and is told where they begin; if
-nothing has changed anywhere since the last time, one header a rank says so. Called by ``uneven_dtensor_patches``.
+nothing has changed anywhere since the last time, one exchange without payloads says so. Called by
+``uneven_dtensor_patches``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from robust_dcp.comm import Channel, Offer
+from robust_dcp.errors import entry_point
 from robust_dcp.megatron.uneven.uneven_chunk import UnevenChunk
 from robust_dcp.megatron.uneven.uneven_offsets import solve
 from robust_dcp.megatron.uneven.uneven_shards import (
@@ -93,6 +95,7 @@ def _walk(value: Mapping[Any, Any], path: tuple[Any, ...]) -> Iterator[tuple[tup
             yield (*path, key), each
 
 
+@entry_point
 def place_chunks(state_dict: Mapping[Any, Any], channel: Channel) -> None:
     """Find the chunk of every DTensor of a state dict, and note it on the local tensors. All of ``channel`` call it.
 

@@ -6,6 +6,7 @@ where. The writer, the commit and the reader call it; tests put a disk behind it
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.alignment import Alignment, alignment_of
+from robust_dcp.storage.files.mounts import is_of_this_machine
+from robust_dcp.storage.files.page_cache import cached_nbytes
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -96,8 +99,13 @@ class Disk(Protocol):
     def pwrite(self, file: OpenFile, data: Buffer | Sequence[Buffer], offset: int) -> None:
         """Write all of ``data`` (one buffer, or several one after the other) at ``offset`` bytes."""
 
-    def pread_into(self, file: OpenFile, buffer: Buffer, offset: int) -> int:
-        """Fill ``buffer`` from ``offset``; returns the bytes read, which are fewer only at the end of the file."""
+    def pread_into(self, file: OpenFile, buffer: Buffer | Sequence[Buffer], offset: int) -> int:
+        """Fill ``buffer`` (or several, one after the other) from ``offset``; returns the bytes read, which are fewer
+        only at the end of the file."""
+
+    def cached_nbytes(self, file: OpenFile, offset: int, nbytes: int) -> int:
+        """How many of these bytes need not come from the device, asked without reading them; all of them where the
+        system does not tell."""
 
     def preallocate(self, file: OpenFile, nbytes: int) -> bool:
         """Reserve space for bytes 0 to ``nbytes``; returns False where the file system cannot. Sets the file's size."""
@@ -117,8 +125,15 @@ class Disk(Protocol):
     def unlink(self, path: str) -> None:
         """Remove a file or a symbolic link (not its target)."""
 
-    def mkdirs(self, path: str) -> None:
-        """Create the directory and its missing parents, durably; one that exists is left as it is."""
+    def mkdirs(self, path: str) -> list[str]:
+        """Create the directory and its missing parents, durably; one that exists is left as it is.
+
+        Returns:
+            the directories that this call made, the outermost first. If it fails, none of them stays.
+        """
+
+    def rmdir(self, path: str) -> None:
+        """Remove a directory, which must be empty."""
 
     def symlink(self, target: str, path: str) -> None:
         """Create the symbolic link ``path`` that points to ``target``; ``path`` must not exist."""
@@ -134,6 +149,19 @@ class Disk(Protocol):
 
     def size(self, path: str) -> int:
         """The size of a file in bytes."""
+
+    def modified_seconds(self, path: str) -> float:
+        """When a file was last written, by the clock of its file system."""
+
+    def lock(self, file: OpenFile, *, shared: bool = False) -> bool | None:
+        """Lock ``file`` until it is closed or this process ends, without waiting.
+
+        Returns:
+            ``True``: it is locked. ``False``: somebody else holds a lock on it. ``None``: there are no locks here.
+        """
+
+    def is_of_this_machine(self, path: str) -> bool:
+        """Whether no other machine can have files of the file system of ``path`` open."""
 
 
 class PosixDisk:
@@ -165,15 +193,19 @@ class PosixDisk:
             offset += written
             pending = _after(pending, written)
 
-    def pread_into(self, file: OpenFile, buffer: Buffer, offset: int) -> int:
-        view = memoryview(buffer).cast("B")
+    def pread_into(self, file: OpenFile, buffer: Buffer | Sequence[Buffer], offset: int) -> int:
+        pending = _byte_views(buffer)
         done = 0
-        while done < view.nbytes:
-            nbytes: int = _call("read", file.path, os.preadv, file.fd, [view[done:]], offset + done)
+        while pending:
+            nbytes: int = _call("read", file.path, os.preadv, file.fd, pending[:_BUFFERS_PER_CALL], offset + done)
             if nbytes == 0:
                 break
             done += nbytes
+            pending = _after(pending, nbytes)
         return done
+
+    def cached_nbytes(self, file: OpenFile, offset: int, nbytes: int) -> int:
+        return cached_nbytes(file.fd, offset, nbytes)
 
     def preallocate(self, file: OpenFile, nbytes: int) -> bool:
         if nbytes == 0:
@@ -220,14 +252,25 @@ class PosixDisk:
     def unlink(self, path: str) -> None:
         _call("remove", path, os.unlink, path)
 
-    def mkdirs(self, path: str) -> None:
-        path = os.path.abspath(path)
+    def mkdirs(self, path: str) -> list[str]:
+        made: list[str] = []
+        try:
+            self._mkdirs(os.path.abspath(path), made)
+        except BaseException:
+            for directory in reversed(made):
+                with contextlib.suppress(OSError):
+                    os.rmdir(directory)
+            raise
+        return made
+
+    def _mkdirs(self, path: str, made: list[str]) -> None:
         parent = os.path.dirname(path)
         if not os.path.isdir(path):
             if not os.path.isdir(parent):
-                self.mkdirs(parent)
+                self._mkdirs(parent, made)
             try:
                 os.mkdir(path)
+                made.append(path)
             except FileExistsError as error:
                 if not os.path.isdir(path):  # else another rank was faster
                     raise storage_error("create directory", path, error) from error
@@ -237,6 +280,9 @@ class PosixDisk:
             return
         # Also where it existed: a process that was killed may have made it and not come to this line.
         self.fsync_directory(parent)
+
+    def rmdir(self, path: str) -> None:
+        _call("remove directory", path, os.rmdir, path)
 
     def symlink(self, target: str, path: str) -> None:
         _call("link", path, os.symlink, target, path)
@@ -260,6 +306,23 @@ class PosixDisk:
     def size(self, path: str) -> int:
         status: os.stat_result = _call("look at", path, os.stat, path)
         return status.st_size
+
+    def modified_seconds(self, path: str) -> float:
+        status: os.stat_result = _call("look at", path, os.stat, path)
+        return status.st_mtime
+
+    def lock(self, file: OpenFile, *, shared: bool = False) -> bool | None:
+        # flock(2): it belongs to the open file, so two saves of one process see each other as those of two do.
+        try:
+            fcntl.flock(file.fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # ENOLCK, ENOSYS, EOPNOTSUPP, EBADF, …: each file system says it in another way
+            return None
+        return True
+
+    def is_of_this_machine(self, path: str) -> bool:
+        return is_of_this_machine(path)
 
 
 def _call(operation: str, path: str, function: Callable[..., Any], *args: Any) -> Any:

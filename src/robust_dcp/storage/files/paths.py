@@ -1,7 +1,7 @@
 """Names of the files of a checkpoint, and the proof that a name stays in its directory.
 
-Owns which names data files have and which paths out of ``.metadata`` may be opened. Never opens anything. The writer
-takes names from here; the reader and the metadata decoder check what they were given.
+Owns which checkpoint ids are directories, which names data files have and which paths out of ``.metadata`` may be
+opened. Never opens anything. Readers and writers are given paths by users, and names by ``.metadata``: both come here.
 """
 
 from __future__ import annotations
@@ -15,20 +15,25 @@ from robust_dcp.storage.files.disk import Disk
 
 __all__ = [
     "DATA_SUFFIX",
+    "JOURNAL_PREFIX",
     "METADATA_NAME",
     "PLAN_NAME",
     "SAFETENSORS_SUFFIX",
     "DataFileName",
+    "WriterOfFile",
     "check_relative_path",
     "committed_name",
     "data_file_name",
+    "directory_path",
     "holds_raw_bytes",
     "is_data_file",
+    "is_url",
     "locate",
     "metadata_name",
     "parse_data_file_name",
     "shard_file_name",
     "temporary_name",
+    "writer_of",
 ]
 
 METADATA_NAME: Final = ".metadata"
@@ -37,14 +42,63 @@ SAFETENSORS_SUFFIX: Final = ".safetensors"
 PLAN_NAME: Final = ".robust_dcp.plan"
 """The plan that a checkpoint was saved by; no part of the checkpoint, and nothing that stock looks for."""
 
+JOURNAL_PREFIX: Final = ".robust_dcp.saving."
+"""Followed by the id of a save: the file that says that this save is under way, and which files it may make."""
+
 # Stock DCP: __{rank}_{number}.distcp. Megatron-Core may put its separation hint before that; ours have a generation.
 _DATA_FILE: Final = re.compile(
     r"(?P<hint>[\w.\-]*?)__(?P<rank>\d+)_(?P<number>\d+)(?:\.(?P<generation>[1-9]\d*))?\.distcp"
 )
 
 # Names of torch's HuggingFaceStorageWriter, and of a file that will be called so once it is committed.
-_SHARD_FILE: Final = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors")
-_TEMPORARY: Final = re.compile(r"(?P<name>.+\.safetensors)\.\d+\.part")
+_SHARD_FILE: Final = re.compile(r"shard-(?P<shard>\d{5,})-model-(?P<number>\d{5,})-of-\d{5,}\.safetensors")
+_TEMPORARY: Final = re.compile(r"(?P<name>.+\.safetensors)\.(?P<generation>\d+)\.part")
+
+
+_URL: Final = re.compile(r"\s*(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]*)://")
+
+# pathlib makes one slash of two: Path("s3://bucket") is "s3:/bucket". Directories may have such names, so of paths with
+# one slash only those count that begin like a store which people have.
+_COLLAPSED_URL: Final = re.compile(
+    r"(?P<scheme>abfss?|adl|az|cos|dbfs|file|ftp|gcs|gs|hdfs|hf|https?|memory|msc|oci|oss|s3[an]?|sftp|ssh|swift|wasbs?|webhdfs)"
+    r":/(?!/)"
+)
+
+
+def is_url(checkpoint_id: str | os.PathLike[str]) -> bool:
+    """Whether ``checkpoint_id`` names a place in an object store or on another machine, not a local directory.
+
+    ``scheme://…`` does, and so does a ``Path`` that was made of one. ``a:b``, ``x:/y`` and ``runs/s3://x`` are legal
+    names of directories, and stay possible.
+    """
+    return _scheme_of(checkpoint_id) is not None
+
+
+def _scheme_of(checkpoint_id: str | os.PathLike[str]) -> str | None:
+    path = os.fsdecode(checkpoint_id)
+    match = _URL.match(path)
+    if match is None and not isinstance(checkpoint_id, (str, bytes)):
+        match = _COLLAPSED_URL.match(path)
+    return None if match is None else match["scheme"]
+
+
+def directory_path(path: str | os.PathLike[str]) -> str:
+    """``path`` as a string, if it can be a local directory. Every entry point calls this before it touches a disk.
+
+    Raises:
+        ValueError: it is a URL; the message says what to do instead.
+    """
+    scheme = _scheme_of(path)
+    if scheme is None:
+        return os.fsdecode(path)
+    if scheme.lower() == "file":
+        what_to_do = "pass the path itself, without file://"
+    else:
+        what_to_do = "save to a local or mounted directory and copy it there, or copy it from there and load the copy"
+    raise ValueError(
+        f"{os.fsdecode(path)!r} is a URL ({scheme}://), and robust_dcp reads and writes directories of mounted file "
+        f"systems only: {what_to_do}"
+    )
 
 
 class DataFileName(NamedTuple):
@@ -92,6 +146,28 @@ def committed_name(name: str) -> str:
 def is_data_file(name: str) -> bool:
     """Whether a file of this name holds items of a checkpoint, or will. Other programs than ours may have made it."""
     return parse_data_file_name(name) is not None or _SHARD_FILE.fullmatch(committed_name(name)) is not None
+
+
+class WriterOfFile(NamedTuple):
+    """Which rank would give a data file its name, which of its files it would be (from 0 on), and of which generation.
+    The generation of a committed safetensors file is not in its name."""
+
+    rank: int
+    number: int
+    generation: int
+
+
+def writer_of(name: str) -> WriterOfFile | None:
+    """Read a name that ours may be, in either layout; ``None`` if a save of ours gives no file such a name."""
+    records = parse_data_file_name(name)
+    if records is not None:
+        return None if records.hint else WriterOfFile(records.rank, records.number, records.generation)
+    shard = _SHARD_FILE.fullmatch(committed_name(name))
+    if shard is None:
+        return None
+    temporary = _TEMPORARY.fullmatch(name)
+    generation = 0 if temporary is None else int(temporary["generation"])
+    return WriterOfFile(int(shard["shard"]) - 1, int(shard["number"]) - 1, generation)
 
 
 def holds_raw_bytes(path: str) -> bool:

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk, OpenFile, PosixDisk
+from robust_dcp.storage.files.paths import directory_path
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.tuning.settings import (
     BLOCKS_NBYTES,
@@ -114,6 +115,7 @@ def tune(path: str | os.PathLike[str], *, seconds: float = 4.0, disk: Disk | Non
         The cheapest settings within 5 % of the fastest: see :func:`choose`.
 
     Raises:
+        ValueError: ``path`` is a URL (``scheme://…``).
         StorageError: the directory cannot be written to, or is too full to measure anything.
 
     Example:
@@ -128,7 +130,7 @@ def tune(path: str | os.PathLike[str], *, seconds: float = 4.0, disk: Disk | Non
     """
     if seconds <= 0:
         raise ValueError(f"seconds must be positive, got {seconds}")
-    directory = _existing_directory(os.path.abspath(path))
+    directory = _existing_directory(os.path.abspath(directory_path(path)))
     device = _Device(PosixDisk() if disk is None else disk, directory)
     share_nbytes = _free_nbytes(directory) // _SHARE_OF_FREE_SPACE
     refused = device.why_not_direct()

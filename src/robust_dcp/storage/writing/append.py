@@ -128,7 +128,7 @@ class _Stream:
         self._check_stop()
         if self.end > self._begin:
             at = self._begin % self._page_nbytes
-            self._outlet.file.write(self._begin, self._block.data[at : at + self.end - self._begin])
+            self._outlet.file.write(self._begin, self._block.view[at : at + self.end - self._begin])
         self._begin = self.end
 
     def close(self) -> None:

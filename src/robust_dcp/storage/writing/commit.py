@@ -9,37 +9,28 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import re
 import secrets
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from robust_dcp.errors import CorruptCheckpoint, StorageError
+from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import (
-    METADATA_NAME,
-    SAFETENSORS_SUFFIX,
-    check_relative_path,
-    is_data_file,
-    parse_data_file_name,
-)
+from robust_dcp.storage.files.paths import METADATA_NAME, check_relative_path
 from robust_dcp.storage.layouts import FileName
-from robust_dcp.storage.layouts.read_head import read_head
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["BEFORE_RENAME", "commit_metadata", "keep_beside", "remove_superseded", "unreferenced_files"]
+__all__ = ["BEFORE_RENAME", "commit_metadata", "keep_beside", "remove_superseded"]
 
 logger = logging.getLogger(__name__)
 
 _RENAME_DATA: Final = "give data files their names"
-BEFORE_RENAME: Final = frozenset({"create", "write", "fsync", "close", _RENAME_DATA})
+_FSYNC_NAMES: Final = "make the names of data files durable"
+BEFORE_RENAME: Final = frozenset({"create", "write", "fsync", "close", _RENAME_DATA, _FSYNC_NAMES})
 """Operations (of a ``StorageError``) whose failure in :func:`commit_metadata` leaves the old checkpoint the only one.
 After any other both may be found later, and the data files of both have to stay."""
-
-# Ours, and stock's .metadata.tmp.
-_TEMPORARY: Final = re.compile(r"(?:(?:__\d+)?\.metadata|\.robust_dcp\.plan)\.(?:[0-9a-f]{16}\.)?tmp")
 
 
 def commit_metadata(
@@ -49,6 +40,7 @@ def commit_metadata(
     *,
     name: str = METADATA_NAME,
     renames: Sequence[FileName] = (),
+    token: str | None = None,
 ) -> None:
     """Make ``encoded`` (in parts that follow each other) the metadata of the checkpoint in ``directory``, wholly or not
     at all.
@@ -56,7 +48,7 @@ def commit_metadata(
     The calls, in this order; killed or powered off between any two, the directory loads as before up to 6 and as the
     new checkpoint after 7, and in between as one of the two:
 
-    1. create ``.metadata.<random>.tmp`` (exclusively: no left-over of a killed save is written to)
+    1. create ``.metadata.<token>.tmp`` (exclusively: no left-over of a killed save is written to)
     2. write it
     3. fsync it: its bytes are durable
     4. close it; give each data file its name, where the layout has another one until then
@@ -66,13 +58,14 @@ def commit_metadata(
 
     Args:
         renames: the data files whose names change with the commit.
+        token: by which the journal of the save knows the temporary file; by default random.
 
     Raises:
         StorageError: a call failed. Up to call 5 the old checkpoint is untouched, and the temporary file and what call
             4 has renamed are removed. If call 6 or 7 failed, either may be found later: both are complete, so keep
             the data files of both.
     """
-    temporary = os.path.join(directory, f"{name}.{secrets.token_hex(8)}.tmp")
+    temporary = os.path.join(directory, f"{name}.{token or secrets.token_hex(8)}.tmp")
     file = disk.open_new(temporary)
     renamed: list[str] = []
     try:
@@ -82,7 +75,8 @@ def commit_metadata(
         finally:
             disk.close(file)
         _rename_data(disk, directory, renames, renamed)
-        disk.fsync_directory(directory)
+        with _as_operation(_FSYNC_NAMES):
+            disk.fsync_directory(directory)
         renamed = []  # from here on they may be a committed checkpoint's
         disk.rename(temporary, os.path.join(directory, name))
     except BaseException:
@@ -99,29 +93,37 @@ def _rename_data(disk: Disk, directory: str, renames: Sequence[FileName], rename
         if name.written == name.committed:
             continue
         path = os.path.join(directory, name.committed)
-        try:
+        with _as_operation(_RENAME_DATA):
             disk.rename(os.path.join(directory, name.written), path)
-        except StorageError as error:
-            raise StorageError(error.message, path=error.path, errno=error.errno, operation=_RENAME_DATA) from error
         renamed.append(path)
 
 
+@contextmanager
+def _as_operation(operation: str) -> Iterator[None]:
+    """Tell a call from the same call after the rename."""
+    try:
+        yield
+    except StorageError as error:
+        raise StorageError(error.message, path=error.path, errno=error.errno, operation=operation) from error
+
+
 def keep_beside(disk: Disk, directory: str, data: bytes, *, name: str) -> None:
-    """Put a file beside a committed checkpoint that it can do without: in one step, but without waiting for the disk.
+    """Put a file beside a committed checkpoint that it can do without, and whose reader notices if it is not whole: not
+    in one step, and without waiting for the disk.
 
     Raises:
-        StorageError: a call failed; the file is as before, or gone.
+        StorageError: a call failed; the file is gone.
     """
-    temporary = os.path.join(directory, f"{name}.{secrets.token_hex(8)}.tmp")
-    file = disk.open_new(temporary)
+    path = os.path.join(directory, name)
+    _remove(disk, path)
+    file = disk.open_new(path)
     try:
         try:
             disk.pwrite(file, data, 0)
         finally:
             disk.close(file)
-        disk.rename(temporary, os.path.join(directory, name))
     except BaseException:
-        _remove(disk, temporary)
+        _remove(disk, path)
         raise
 
 
@@ -131,7 +133,7 @@ def remove_superseded(disk: Disk, directory: str, files: Iterable[str], *, keep:
     A file that cannot be removed is logged and stays: the checkpoint is committed and right, only larger on disk.
 
     Args:
-        files: relative paths, of the old checkpoint and of saves that failed.
+        files: relative paths, of the old checkpoint or of saves that failed.
         keep: relative paths that the committed metadata names; these are never removed.
 
     Returns:
@@ -142,34 +144,6 @@ def remove_superseded(disk: Disk, directory: str, files: Iterable[str], *, keep:
     """
     doomed = sorted({check_relative_path(path, file=directory) for path in files} - set(keep))
     return [path for path in doomed if not _remove(disk, os.path.join(directory, path))]
-
-
-def unreferenced_files(disk: Disk, directory: str, referenced: Collection[str]) -> list[str]:
-    """The data files and temporary metadata files in ``directory`` that ``referenced`` does not list.
-
-    They are of saves that failed or were killed, or of one that is running right now: only the owner of the directory
-    knows that none is. Of safetensors files those count that are marked as ours: torch's writer gives the same names.
-    """
-    return [
-        name
-        for name in disk.list_directory(directory)
-        if name not in referenced and (_TEMPORARY.fullmatch(name) or _is_ours(disk, directory, name))
-    ]
-
-
-def _is_ours(disk: Disk, directory: str, name: str) -> bool:
-    """Whether a file is known to be no other program's."""
-    if not is_data_file(name):
-        return False
-    if parse_data_file_name(name) is not None or not name.endswith(SAFETENSORS_SUFFIX):
-        return True
-    path = os.path.join(directory, name)
-    if not disk.exists(path):  # the link of a stripe whose file is gone
-        return True
-    try:
-        return read_head(disk, path).is_of_checkpoint
-    except CorruptCheckpoint:  # ours have their names only once they are durable
-        return False
 
 
 def _remove(disk: Disk, path: str) -> bool:

@@ -56,6 +56,7 @@ def create_data_files(
     *,
     direct: bool = False,
     stripes: Sequence[str] = (),
+    not_removed: list[str],
 ) -> list[DataFile]:
     """Create the files of ``rank``, all of one generation.
 
@@ -68,6 +69,7 @@ def create_data_files(
         layout: knows their names.
         direct: ask for direct I/O.
         stripes: existing directories that take the files in turn; ``directory`` then gets links to them.
+        not_removed: gets the paths of files that were made and could not be removed.
 
     Raises:
         StorageError: no permission, no space for a name, …; the files made so far are removed.
@@ -77,29 +79,47 @@ def create_data_files(
         files: list[DataFile] = []
         try:
             for number, name in enumerate(layout.file_names(rank, placements.head_nbytes, generation)):
-                place = stripe_of(rank, number, stripes) if stripes else directory
-                opened = disk.open_new(os.path.join(place, name.written), direct=direct)
-                file = DataFile(number, generation, name.committed, opened)
-                files.append(file)
+                path, link = os.path.join(directory, name.written), None
                 if stripes:
-                    link = os.path.join(directory, name.written)
-                    disk.symlink(file.file.path, link)
-                    file.link = link  # only now: one that was there already is not ours to remove
+                    # The link first: killed in between, it is found and removed by the next save, a file without a
+                    # link by nobody.
+                    path, link = os.path.join(stripe_of(rank, number, stripes), name.written), path
+                    disk.symlink(path, link)
+                try:
+                    opened = disk.open_new(path, direct=direct)
+                except BaseException:
+                    if link is not None and not _is_gone(disk, link):
+                        not_removed.append(link)
+                    raise
+                files.append(DataFile(number, generation, name.committed, opened, link))
             return files
         except BaseException as error:
-            discard(disk, files)
+            not_removed.extend(discard(disk, files))
             if not (isinstance(error, StorageError) and error.errno == errno.EEXIST):
                 raise
             generation += 1
 
 
-def discard(disk: Disk, files: Sequence[DataFile]) -> None:
-    """Close and remove the files of a save that failed; what cannot be removed is left for the next commit."""
+def discard(disk: Disk, files: Sequence[DataFile]) -> list[str]:
+    """Close and remove the files of a save that failed.
+
+    Returns:
+        the paths of those that are still there. A link goes after its target, or stays with it.
+    """
+    left: list[str] = []
     for file in files:
         with contextlib.suppress(StorageError):
             disk.close(file.file)
-        with contextlib.suppress(StorageError):
-            disk.unlink(file.file.path)
-        if file.link is not None:
-            with contextlib.suppress(StorageError):
-                disk.unlink(file.link)
+        paths = [file.file.path] if file.link is None else [file.file.path, file.link]
+        while paths and _is_gone(disk, paths[0]):
+            del paths[0]
+        left += paths
+    return left
+
+
+def _is_gone(disk: Disk, path: str) -> bool:
+    try:
+        disk.unlink(path)
+    except StorageError as error:
+        return error.errno == errno.ENOENT
+    return True

@@ -67,30 +67,34 @@ def write_files(
     check_stop: Callable[[], None],
     known_places: npt.NDArray[np.int64] | None = None,
     layout: Layout = TORCH,
+    not_removed: list[str] | None = None,
 ) -> WrittenFiles:
     """Write the files of one rank and make them durable.
 
     Args:
+        directory: of the checkpoint; it and those on the stripes are there.
         source: the items, in the order of ``placements``; their data is asked for in several threads.
         check_stop: called between blocks; raises when the save is given up elsewhere.
         known_places: int64 ``[v, 2]``, offset and length of the items of variable size in an earlier save by the same
             plan. An item that still fits keeps its offset, so that one that grows does not move all others.
         layout: that made ``placements``.
+        not_removed: gets the paths of files that this call made, failed to complete and could not remove.
 
     Raises:
-        StorageError: if the file system refuses; nothing that this call made stays behind.
+        StorageError: if the file system refuses.
         PlanConflict: if an item is not what was planned.
         RobustCheckpointError: if an item cannot be resolved; names the item.
     """
     stripes = stripe_directories(disk, directory, options.stripe_paths) if options.stripe_paths else []
-    for stripe in stripes:
-        disk.mkdirs(stripe)
+    not_removed = [] if not_removed is None else not_removed
     direct = options.direct is not False
-    files = create_data_files(disk, directory, rank, placements, layout, direct=direct, stripes=stripes)
+    files = create_data_files(
+        disk, directory, rank, placements, layout, direct=direct, stripes=stripes, not_removed=not_removed
+    )
     try:
         page_nbytes = _page_nbytes(files, options)
         threads, block_nbytes = options.fitted(page_nbytes)
-        orders = write_orders(placements, source, block_nbytes, layout)
+        orders = write_orders(placements, source, block_nbytes, page_nbytes, layout)
         crew = _Crew(check_stop)
         with POOL.lease(block_nbytes, threads * BLOCKS_PER_THREAD) as lease:
             around = Surroundings(source, slots_of(placements, known_places), crew.stop_if_told)
@@ -106,7 +110,7 @@ def write_files(
         for place in (directory, *stripes):
             disk.fsync_directory(place)
     except BaseException:
-        discard(disk, files)
+        not_removed += discard(disk, files)
         raise
     return WrittenFiles(
         generation=files[0].generation if files else 0,
@@ -184,7 +188,7 @@ class _Crew:
             while True:
                 self.stop_if_told()
                 taken = queue.take()
-                goes_on = taken is not None and taken[1].prepare()
+                goes_on = taken is not None and _prepare(taken[1])
                 if copying is not None:
                     before, copying = copying, None
                     _write(*before)
@@ -197,6 +201,14 @@ class _Crew:
         finally:
             if copying is not None:
                 copying[1].drop()
+
+
+def _prepare(step: Step) -> bool:
+    try:
+        return step.prepare()
+    except BaseException:
+        step.drop()
+        raise
 
 
 def _write(file: FileSteps, step: Step) -> None:

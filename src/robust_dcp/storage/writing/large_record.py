@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from robust_dcp.staging import Block, BlockLease, DeviceCopies, TensorBytes
+from robust_dcp.staging import Block, BlockLease, DeviceCopies, TensorBytes, memory_at
 from robust_dcp.storage.layouts import Frame
 from robust_dcp.storage.records.checksum import crc32, crc32_of_both
+from robust_dcp.storage.writing.copy_checked import copy_checked
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors, planned_tensor
 from robust_dcp.storage.writing.paged_file import PagedFile
 from robust_dcp.storage.writing.write_order import LargeRecord
@@ -86,21 +87,22 @@ class PayloadRange:
 
     def begin_copy(self) -> bool:
         """Begin the copy if it will go on by itself, and say whether it does."""
-        runs = self._outlet.copies.can_run_ahead(self._data)
+        outlet = self._outlet
+        runs = outlet.copies.can_run_ahead(self._data)
         if runs:
-            self._copy()
+            self._block = outlet.lease.take()
+            self._wait = outlet.copies.begin(self._data, self._begin, self._end, self._block, self._at)
         return runs
 
     def write(self) -> int:
         """Write the range; its CRC-32."""
         straight = self._straight()
         if straight is not None:
-            checksum = self._outlet.crc32(straight.data)
+            checksum = self._outlet.crc32(straight)
             self._outlet.file.write(self._offset, straight)
             return checksum
         try:
-            copied = self._copied()
-            checksum = self._outlet.crc32(copied.data)
+            checksum, copied = self._copied()
             self._outlet.file.write(self._offset, copied)
         finally:
             self.drop()
@@ -114,23 +116,22 @@ class PayloadRange:
             self._outlet.lease.give_back(self._block)
             self._block = self._wait = None
 
-    def _straight(self) -> npt.NDArray[np.uint8] | None:
-        array = self._data.in_place()
-        if array is None:
+    def _straight(self) -> memoryview | None:
+        data = self._data
+        if data.address is None or not self._outlet.file.takes(data.address + self._begin, self._offset):
             return None
-        array = array[self._begin : self._end]
-        return array if self._outlet.file.takes(array.ctypes.data, self._offset) else None
+        return memory_at(data.address + self._begin, self._end - self._begin)
 
-    def _copy(self) -> Block:
-        self._block = block = self._outlet.lease.take()
-        self._wait = self._outlet.copies.begin(self._data, self._begin, self._end, block, self._at)
-        return block
-
-    def _copied(self) -> npt.NDArray[np.uint8]:
-        block = self._block or self._copy()
-        if self._wait is not None:
+    def _copied(self) -> tuple[int, memoryview]:
+        """The CRC-32 of the range, and its bytes in the block."""
+        outlet, at, nbytes = self._outlet, self._at, self._end - self._begin
+        if self._block is not None and self._wait is not None:
             self._wait()
-        return block.data[self._at : self._at + self._end - self._begin]
+            copied = self._block.view[at : at + nbytes]
+            return outlet.crc32(copied), copied
+        self._block = block = outlet.lease.take()
+        checksum = copy_checked(self._data, self._begin, self._end, block, at, checksums=outlet.checksums)
+        return checksum, block.view[at : at + nbytes]
 
     @property
     def _at(self) -> int:

@@ -1,26 +1,42 @@
-"""Small records packed into a block of memory that goes out in one write.
+"""Records that go out in one write: the bytes of many tensors, one after the other, in a block of memory.
 
-Owns how the bytes of many tensors come together at little cost for each; never touches a file and keeps no buffer.
-Which records form a block: ``write_order``. Called by ``engine`` from its threads.
+Owns how they come together at little cost for each and for each byte; never touches a file and keeps no buffer. What
+direct I/O takes from where it is does not pass through the block. Which records form a block: ``write_order``. Called
+by ``steps`` from the engine's threads.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from robust_dcp.staging import flat_bytes, to_host_together
+from robust_dcp.staging import Block as Memory
+from robust_dcp.staging import (
+    DeviceCopies,
+    TensorBytes,
+    copy_bytes,
+    flat_bytes,
+    host_address,
+    memory_at,
+    to_host_together,
+)
 from robust_dcp.storage.layouts import Frame
+from robust_dcp.storage.layouts.places import LARGE_NBYTES
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.torch_zip import payload_view
+from robust_dcp.storage.writing.copy_checked import HOT_NBYTES, copy_checked
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors, planned_tensor
+from robust_dcp.storage.writing.paged_file import PagedFile
 
-__all__ = ["Block", "pack"]
+__all__ = ["Block", "Packing"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -37,7 +53,7 @@ _memmove_holding_gil = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p,
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """n consecutive small records of a file, with the gaps between them.
+    """n consecutive records of a file, with the gaps between them.
 
     Attributes:
         offset: of the block in the file, in bytes.
@@ -45,9 +61,13 @@ class Block:
         gap_before: bytes between what comes before it in the file and ``offset``; 0 if that is more than a page away.
         places: int64 ``[n]``, the items' places in the plan.
         templates: of the n records.
+        tails: what stands between each payload and the next record: its trailer without a checksum, and zeros.
         payload: int64 ``[n]``, where each payload begins, in bytes from the start of the block.
         crc: int64 ``[n, c]``, where its CRC-32 stands: c is 2 for records (header, trailer), 0 where the head of the
             file has it.
+        runs: how many records, front to back, are copied before they are checksummed: as many as the processor's cache
+            holds.
+        large: which of the n have so much data that it may go out from where it is.
     """
 
     offset: int
@@ -55,8 +75,11 @@ class Block:
     gap_before: int
     places: Int64
     templates: tuple[Frame, ...]
+    tails: tuple[bytes, ...]
     payload: Int64
     crc: Int64
+    runs: tuple[int, ...]
+    large: tuple[int, ...]
 
     @classmethod
     def of(cls, places: Int64, offsets: Int64, templates: tuple[Frame, ...], gap_before: int) -> Block:
@@ -70,91 +93,202 @@ class Block:
         """
         starts = offsets - offsets[0]
         header = np.array([template.header_nbytes for template in templates], dtype=np.int64)
+        payload = np.array([template.payload_nbytes for template in templates], dtype=np.int64)
+        record = np.array([template.nbytes for template in templates], dtype=np.int64)
         crc_at = np.array([template.crc_at for template in templates], dtype=np.int64)
+        gaps = np.append(starts[1:], starts[-1] + record[-1]) - starts - record
+        cache_fulls = (starts + header + payload) // HOT_NBYTES
         return cls(
             offset=int(offsets[0]),
-            nbytes=int(starts[-1]) + templates[-1].nbytes,
+            nbytes=int(starts[-1] + record[-1]),
             gap_before=gap_before,
             places=places,
             templates=templates,
+            tails=tuple(_tail(one.blank_trailer, gap) for one, gap in zip(templates, gaps.tolist(), strict=True)),
             payload=starts + header,
             crc=starts[:, None] + crc_at,
+            runs=tuple(np.unique(cache_fulls, return_counts=True)[1].tolist()),
+            large=tuple(np.flatnonzero(payload >= LARGE_NBYTES).tolist()),
         )
 
 
-class _Elsewhere(NamedTuple):
-    """A payload that is not in the host's memory, in order: place in the plan, where it goes to, uint8 ``[nbytes]``."""
+@lru_cache(maxsize=4096)
+def _tail(trailer: bytes, gap: int) -> bytes:
+    """One object for all records of a kind."""
+    return trailer + bytes(gap)
 
-    place: int
+
+class _Elsewhere(NamedTuple):
+    """A payload that is on a device: the number of its record, where it goes to, uint8 ``[nbytes]``."""
+
+    number: int
     begin: int
     data: torch.Tensor
 
 
-def pack(
-    block: Block, source: ItemSource, into: npt.NDArray[np.uint8], *, checksums: bool = True
-) -> npt.NDArray[np.uint32]:
-    """Make the bytes of a block.
+class _Begun(NamedTuple):
+    """A large payload that was asked for early: a copy from a device may be under way."""
+
+    data: TensorBytes
+    wait: Callable[[], None] | None
+
+
+class Packing:
+    """The bytes of one block on their way.
 
     Args:
-        into: uint8, contiguous; its first ``block.nbytes`` bytes are overwritten, whatever they hold.
+        block: of records.
+        source: of their data.
+        file: that the block belongs to.
+        memory: with room for the block from where its first page begins, whatever else is in it.
         checksums: whether to compute CRC-32s; 0 stands for them otherwise.
-
-    Returns:
-        uint32 ``[n]``, the CRC-32 of each payload; empty without ``checksums``.
-
-    Raises:
-        PlanConflict: an item is not what was planned.
-        RobustCheckpointError: an item cannot be resolved or read; names it.
     """
-    target = into.data
-    address = into.ctypes.data
-    into[: block.nbytes] = 0  # less than finding the gaps costs
-    elsewhere: list[_Elsewhere] = []
-    with NamedErrors(source, int(block.places[0])) as current:
-        for place, begin, template in zip(block.places.tolist(), block.payload.tolist(), block.templates, strict=True):
+
+    def __init__(self, block: Block, source: ItemSource, file: PagedFile, memory: Memory, *, checksums: bool) -> None:
+        self._block = block
+        self._source = source
+        self._file = file
+        self._memory = memory
+        self._at = block.offset % file.page_nbytes  # pages of the file are pages of the memory
+        self._target = memory.view[self._at : self._at + block.nbytes]
+        self._checksums = checksums
+        self._values = np.zeros(len(block.places), dtype=_CRC_DTYPE)
+        self._begun: dict[int, _Begun] = {}
+        self._elsewhere: list[_Elsewhere] = []
+        self._straight: list[tuple[int, int, memoryview]] = []
+
+    def begin_copies(self, copies: DeviceCopies) -> bool:
+        """Ask for the large tensors, and begin to copy those whose copies go on by themselves; whether any does."""
+        block = self._block
+        with NamedErrors(self._source, int(block.places[0])) as current:
+            for number in block.large:
+                current.place = place = int(block.places[number])
+                template = block.templates[number]
+                data = TensorBytes(planned_tensor(self._source, place, template))
+                wait = None
+                if copies.can_run_ahead(data):
+                    at = self._at + int(block.payload[number])
+                    wait = copies.begin(data, 0, template.payload_nbytes, self._memory, at)
+                self._begun[number] = _Begun(data, wait)
+        return any(begun.wait is not None for begun in self._begun.values())
+
+    def drop(self) -> None:
+        """Wait until no device copies into the memory any more."""
+        for begun in self._begun.values():
+            if begun.wait is not None:
+                begun.wait()
+        self._begun = {}
+
+    def pack(self) -> npt.NDArray[np.uint32]:
+        """Make the bytes of the block.
+
+        Returns:
+            uint32 ``[n]``, the CRC-32 of each payload; 0 without ``checksums``.
+
+        Raises:
+            PlanConflict: an item is not what was planned.
+            RobustCheckpointError: an item cannot be resolved or read; names it.
+        """
+        block = self._block
+        payload = block.payload.tolist()
+        items = zip(block.places.tolist(), payload, block.templates, block.tails, strict=True)
+        deferred: list[int] = []  # what is not there yet
+        first = 0
+        with NamedErrors(self._source, int(block.places[0])) as current:
+            for n_records in block.runs:
+                n_elsewhere = len(self._elsewhere)
+                known = self._copy_run(first, islice(items, n_records), current)
+                numbers: Sequence[int] = range(first, first + n_records)
+                waiting = {item.number for item in self._elsewhere[n_elsewhere:]}
+                if known or waiting:
+                    numbers = [number for number in numbers if number not in known and number not in waiting]
+                    deferred += waiting
+                if self._checksums:
+                    self._checksum(numbers, payload)
+                first += n_records
+            self._fetch(current)
+        if self._checksums:
+            self._checksum(deferred, payload)
+            digits = self._values.view(np.uint8).reshape(-1, 1, _CRC_DTYPE.itemsize)
+            into = self._memory.data[self._at : self._at + block.nbytes]
+            into[block.crc[:, :, None] + np.arange(_CRC_DTYPE.itemsize)] = digits
+        return self._values
+
+    def parts(self) -> list[memoryview]:
+        """What :meth:`pack` made, in the order of the file: the memory, and between its pages those of tensors."""
+        parts: list[memoryview] = []
+        done = 0
+        for begin, end, data in self._straight:
+            parts += [self._target[done:begin], data]
+            done = end
+        return [*parts, self._target[done:]]
+
+    def _copy_run(self, first: int, items: Iterable[tuple[int, int, Frame, bytes]], current: NamedErrors) -> set[int]:
+        """Copy some records; gives the numbers of those that have been checksummed on the way."""
+        target, address, source = self._target, self._memory.address + self._at, self._source
+        known = set()
+        for number, (place, begin, template, tail) in enumerate(items, first):
             current.place = place
-            tensor = planned_tensor(source, place, template)
-            nbytes, header, trailer = template.payload_nbytes, template.blank_header, template.blank_trailer
+            nbytes, header = template.payload_nbytes, template.blank_header
             end = begin + nbytes
             target[begin - len(header) : begin] = header
-            target[end : end + len(trailer)] = trailer
+            target[end : end + len(tail)] = tail
+            if number in self._begun:
+                known.add(number)
+                self._take_large(number, begin, nbytes)
+                continue
+            tensor = planned_tensor(source, place, template)
             if nbytes == 0:
                 continue
-            if not _is_readable(tensor, nbytes):
-                elsewhere.append(_Elsewhere(place, begin, flat_bytes(tensor)))
+            found = host_address(tensor)
+            if found is None:
+                self._take_scattered(number, begin, tensor)
             elif nbytes >= _RELEASE_GIL_NBYTES:
-                ctypes.memmove(address + begin, tensor.data_ptr(), nbytes)
+                copy_bytes(address + begin, found, nbytes)
             else:
-                _memmove_holding_gil(address + begin, tensor.data_ptr(), nbytes)
-        if elsewhere:
-            current.place = elsewhere[0].place
-            copies = to_host_together([item.data for item in elsewhere])
-            for item, copy in zip(elsewhere, copies, strict=True):
-                target[item.begin : item.begin + copy.numel()] = payload_view(copy)
-    return _fill_in_checksums(block, into, target) if checksums else np.zeros(0, dtype=np.uint32)
+                _memmove_holding_gil(address + begin, found, nbytes)
+        return known
 
+    def _take_large(self, number: int, begin: int, nbytes: int) -> None:
+        data, wait = self._begun[number]
+        if wait is not None:
+            wait()
+            checksum = crc32(self._target[begin : begin + nbytes]) if self._checksums else 0
+        elif data.address is not None and self._file.takes(data.address, self._block.offset + begin):
+            checksum = self._take_straight(begin, memory_at(data.address, nbytes))
+        else:
+            checksum = copy_checked(data, 0, nbytes, self._memory, self._at + begin, checksums=self._checksums)
+        self._values[number] = checksum
 
-def _is_readable(tensor: torch.Tensor, nbytes: int) -> bool:
-    """Whether the ``nbytes`` bytes from ``tensor.data_ptr()`` on are its data, in order."""
-    return (
-        # A subclass may keep its data anywhere; lazy conjugation and negation live in a bit of the tensor.
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.is_cpu
-        and tensor.layout == torch.strided
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-        and not tensor.is_conj()
-        # A storage that was freed (FSDP resizes it to 0) leaves the tensor its shape, and an address of nothing.
-        and tensor.untyped_storage().nbytes() >= tensor.storage_offset() * tensor.itemsize + nbytes
-    )
+    def _take_straight(self, begin: int, data: memoryview) -> int:
+        """Of a payload that may go out from where it is, only what shares a page with its neighbours is copied."""
+        page_nbytes = self._file.page_nbytes
+        end = begin + len(data)
+        first = -(-(self._at + begin) // page_nbytes) * page_nbytes - self._at
+        last = (self._at + end) // page_nbytes * page_nbytes - self._at
+        if first >= last:
+            self._target[begin:end] = data
+        else:
+            self._target[begin:first] = data[: first - begin]
+            self._target[last:end] = data[last - begin :]
+            self._straight.append((first, last, data[first - begin : last - begin]))
+        return crc32(data) if self._checksums else 0
 
+    def _take_scattered(self, number: int, begin: int, tensor: torch.Tensor) -> None:
+        if tensor.is_cpu:
+            data = TensorBytes(tensor)
+            data.copy(0, data.nbytes, self._memory, self._at + begin)
+        else:
+            self._elsewhere.append(_Elsewhere(number, begin, flat_bytes(tensor)))
 
-def _fill_in_checksums(block: Block, into: npt.NDArray[np.uint8], target: memoryview) -> npt.NDArray[np.uint32]:
-    checksums = [
-        crc32(target[begin : begin + template.payload_nbytes])
-        for begin, template in zip(block.payload.tolist(), block.templates, strict=True)
-    ]
-    values = np.array(checksums, dtype=_CRC_DTYPE)
-    digits = values.view(np.uint8).reshape(-1, 1, _CRC_DTYPE.itemsize)
-    into[block.crc[:, :, None] + np.arange(_CRC_DTYPE.itemsize)] = digits
-    return values
+    def _fetch(self, current: NamedErrors) -> None:
+        """What is on a device, all at once: a copy from there waits for it, however small it is."""
+        if self._elsewhere:
+            current.place = int(self._block.places[self._elsewhere[0].number])
+            copies = to_host_together([item.data for item in self._elsewhere])
+            for item, copy in zip(self._elsewhere, copies, strict=True):
+                self._target[item.begin : item.begin + copy.numel()] = payload_view(copy)
+
+    def _checksum(self, numbers: Sequence[int], payload: list[int]) -> None:
+        target, templates = self._target, self._block.templates
+        self._values[numbers] = [crc32(target[payload[n] : payload[n] + templates[n].payload_nbytes]) for n in numbers]

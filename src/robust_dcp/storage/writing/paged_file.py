@@ -10,9 +10,6 @@ import errno
 import threading
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
 from robust_dcp.errors import StorageError
 from robust_dcp.staging import aligned_bytes
 from robust_dcp.storage.files.alignment import BUFFERED, Alignment
@@ -54,26 +51,36 @@ class PagedFile:
         """Whether memory from ``address`` on may be handed to :meth:`write` for ``offset``."""
         return (address + -offset % self.page_nbytes) % self.alignment.memory == 0
 
-    def write(self, offset: int, data: npt.NDArray[np.uint8]) -> None:
-        """Write ``data``: the whole pages now and straight from it, what is left at both ends with its neighbours.
+    def write(self, offset: int, *parts: memoryview) -> None:
+        """Write bytes: the whole pages now and straight from where they are, what is left at both ends with its
+        neighbours.
 
         Args:
-            data: uint8 ``[n]``, contiguous, at an address that :meth:`takes` allows.
+            parts: contiguous bytes, which follow each other in the file; each but the last ends with a page of it. Each
+                at an address that :meth:`takes` allows.
 
         Raises:
             StorageError: the file system refuses.
         """
-        begin = -(-offset // self.page_nbytes) * self.page_nbytes - offset
-        end = (offset + len(data)) // self.page_nbytes * self.page_nbytes - offset
-        if begin >= end:
-            self.put(offset, data.data)
+        pages = [part for part in parts if len(part)]
+        end = offset + sum(map(len, pages))
+        before, after = -offset % self.page_nbytes, end % self.page_nbytes
+        if offset + before >= end - after:
+            for part in pages:
+                self.put(offset, part)
+                offset += len(part)
             return
-        self._pwrite(data[begin:end].data, offset + begin)
-        self.put(offset, data[:begin].data)
-        self.put(offset + end, data[end:].data)
+        first, last = pages[0][:before], pages[-1][len(pages[-1]) - after :]
+        pages[0] = pages[0][before:]
+        pages[-1] = pages[-1][: len(pages[-1]) - after]
+        self._pwrite([part for part in pages if len(part)], offset + before)
+        self.put(offset, first)
+        self.put(end - after, last)
 
     def put(self, offset: int, data: Buffer) -> None:
         """Add bytes that are few, from anywhere in memory."""
+        if not memoryview(data):
+            return
         self._seams.put(offset, data)
         self._write_runs(self._seams.take(_RUN_NBYTES // self.page_nbytes or 1))
 
@@ -104,9 +111,10 @@ class PagedFile:
                 some = pages[first : first + per_write]
                 nbytes = len(some) * self.page_nbytes
                 buffer.data[:nbytes] = b"".join(some)
-                self._pwrite(buffer[:nbytes].data, offset + first * self.page_nbytes)
+                self._pwrite([buffer[:nbytes].data], offset + first * self.page_nbytes)
 
-    def _pwrite(self, data: memoryview, offset: int) -> None:
+    def _pwrite(self, parts: list[memoryview], offset: int) -> None:
+        data = parts[0] if len(parts) == 1 else parts
         was_direct = self._file.alignment is not None
         try:
             self._disk.pwrite(self._file, data, offset)

@@ -12,12 +12,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from robust_dcp.staging import Block as Memory
 from robust_dcp.storage.layouts.places import Slot
 from robust_dcp.storage.writing.append import Appended, append_items
 from robust_dcp.storage.writing.data_files import DataFile
 from robust_dcp.storage.writing.item_source import ItemSource
 from robust_dcp.storage.writing.large_record import Outlet, large_pieces
-from robust_dcp.storage.writing.pack import Block, pack
+from robust_dcp.storage.writing.pack import Block, Packing
 from robust_dcp.storage.writing.write_order import WriteOrder
 
 __all__ = ["FileSteps", "Step", "StepQueue", "Surroundings"]
@@ -27,7 +28,7 @@ SMALL_NBYTES: Final = 16 << 10
 
 
 class Step(Protocol):
-    """Done by one thread: :meth:`prepare`, then :meth:`write`, or :meth:`drop` if it comes to nothing."""
+    """Done by one thread: :meth:`prepare`, then :meth:`write`, then :meth:`drop`, also where either failed."""
 
     def prepare(self) -> bool:
         """Begin what goes on by itself, and say whether anything does; the thread does something else meanwhile."""
@@ -132,36 +133,43 @@ class StepQueue:
 
 
 class _PackedBlock:
-    """Small records that go out in one write."""
+    """Records that go out in one write."""
 
     def __init__(self, block: Block, outlet: Outlet, around: Surroundings) -> None:
         self._block = block
         self._outlet = outlet
         self._around = around
+        self._memory: Memory | None = None
+        self._packing: Packing | None = None
 
     def prepare(self) -> bool:
-        return False
+        return bool(self._block.large) and self._begin().begin_copies(self._outlet.copies)
 
     def write(self) -> None:
-        block, file, lease = self._block, self._outlet.file, self._outlet.lease
-        memory = lease.take()
-        try:
-            at = block.offset % file.page_nbytes
-            packed = memory.data[at : at + block.nbytes]
-            # Many small items are work for the interpreter, which runs one thread at a time: two that take turns at
-            # every call that lets go of the GIL need twice the time of one. So one packs while the others write.
-            is_small = block.nbytes < SMALL_NBYTES * len(block.places)
-            with self._around.packing if is_small else nullcontext():
-                checksums = pack(block, self._around.source, packed, checksums=self._outlet.checksums)
-            self._outlet.note(block.places, checksums)
-            self._around.check_stop()
-            file.leave(block.offset - block.gap_before, block.gap_before)
-            file.write(block.offset, packed)
-        finally:
-            lease.give_back(memory)
+        block, file = self._block, self._outlet.file
+        packing = self._packing or self._begin()
+        # Many small items are work for the interpreter, which runs one thread at a time: two that take turns at
+        # every call that lets go of the GIL need twice the time of one. So one packs while the others write.
+        is_small = block.nbytes < SMALL_NBYTES * len(block.places)
+        with self._around.packing if is_small else nullcontext():
+            checksums = packing.pack()
+        self._outlet.note(block.places, checksums)
+        self._around.check_stop()
+        file.leave(block.offset - block.gap_before, block.gap_before)
+        file.write(block.offset, *packing.parts())
 
     def drop(self) -> None:
-        pass
+        if self._packing is not None:
+            self._packing.drop()
+        if self._memory is not None:
+            self._outlet.lease.give_back(self._memory)
+        self._packing = self._memory = None
+
+    def _begin(self) -> Packing:
+        outlet = self._outlet
+        self._memory = outlet.lease.take()
+        self._packing = Packing(self._block, self._around.source, outlet.file, self._memory, checksums=outlet.checksums)
+        return self._packing
 
 
 class _Appended:

@@ -6,7 +6,7 @@ symbolic link of the same name for each file, so that every reader finds it. Cal
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
@@ -33,22 +33,30 @@ def stripe_of(rank: int, number: int, directories: Sequence[str]) -> str:
     return directories[(rank + number) % len(directories)]
 
 
-def remove_targets(disk: Disk, directory: str, names: Iterable[str]) -> None:
+def remove_targets(disk: Disk, directory: str, names: Iterable[str]) -> list[str]:
     """Remove what the links ``names`` in ``directory`` lead to, if it belongs to this checkpoint; the links stay.
 
     Targets go before links: a link without a target is found and removed by the next commit, a target without a link
     by nobody.
+
+    Returns:
+        those of ``names`` whose targets are still there.
     """
+    left = []
     for name in sorted(names):
         if not is_data_file(name):
             continue
-        with contextlib.suppress(StorageError):  # it costs space and nothing else
-            path = os.path.join(directory, name)
+        path = os.path.join(directory, name)
+        try:
             target = disk.resolve(path)
             is_ours = os.path.basename(os.path.dirname(target)) == _name(disk, directory)
             same_name = committed_name(os.path.basename(target)) == committed_name(name)
             if is_ours and same_name and target != path:
                 disk.unlink(target)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                left.append(name)
+    return left
 
 
 def _name(disk: Disk, directory: str) -> str:

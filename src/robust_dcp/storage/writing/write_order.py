@@ -17,7 +17,7 @@ import torch
 
 from robust_dcp.errors import PlanConflict
 from robust_dcp.storage.layouts import TORCH, Frame, Head, Layout, PlacedTensor
-from robust_dcp.storage.layouts.places import LARGE_NBYTES, PAGE_NBYTES, Placements
+from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors
 from robust_dcp.storage.writing.pack import Block
 
@@ -60,19 +60,24 @@ class WriteOrder:
 
 # An entry is immutable, refers to nothing that refers to its key, and so goes with the plan. Where saves by one plan
 # overlap it is made twice at worst.
-_kept: WeakKeyDictionary[Placements, tuple[int, tuple[WriteOrder, ...]]] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[Placements, tuple[tuple[int, int], tuple[WriteOrder, ...]]] = WeakKeyDictionary()
 
 
 def write_orders(
-    placements: Placements, source: ItemSource, block_nbytes: int, layout: Layout = TORCH
+    placements: Placements,
+    source: ItemSource,
+    block_nbytes: int,
+    page_nbytes: int = PAGE_NBYTES,
+    layout: Layout = TORCH,
 ) -> tuple[WriteOrder, ...]:
     """The order of each file, made in the first save by a plan.
 
     Args:
         source: is asked what its items are expected to be when the order is made, and not in later saves: a plan is
             for items of one dtype and size each, and every save checks the data against that.
-        block_nbytes: small records are gathered into blocks that fit into this together with what comes before them
-            in their first page.
+        block_nbytes: records are gathered into blocks that fit into this together with what comes before them in their
+            first page; one that does not is written in pieces.
+        page_nbytes: bytes of a page of the files.
         layout: that made ``placements``.
 
     Raises:
@@ -81,16 +86,19 @@ def write_orders(
     """
     if len(source) != len(placements.offset):
         raise ValueError(f"expected {len(placements.offset)} items, as many as the plan has places, got {len(source)}")
-    made_for, orders = _kept.get(placements, (0, ()))
-    if made_for != block_nbytes:
-        orders = _make(placements, source, block_nbytes, layout)
-        _kept[placements] = (block_nbytes, orders)
+    made_for, orders = _kept.get(placements, ((0, 0), ()))
+    if made_for != (block_nbytes, page_nbytes):
+        orders = _make(placements, source, block_nbytes, page_nbytes, layout)
+        _kept[placements] = ((block_nbytes, page_nbytes), orders)
     return orders
 
 
-def _make(placements: Placements, source: ItemSource, block_nbytes: int, layout: Layout) -> tuple[WriteOrder, ...]:
+def _make(
+    placements: Placements, source: ItemSource, block_nbytes: int, page_nbytes: int, layout: Layout
+) -> tuple[WriteOrder, ...]:
     frames = _frames(placements, source, layout)
-    by_offset = np.argsort(placements.offset, kind="stable")
+    # What is empty comes before what lies at the same place, so that each record ends where the next may begin.
+    by_offset = np.lexsort((placements.nbytes, placements.offset))
     orders = []
     for number, head_nbytes in enumerate(placements.head_nbytes):
         members = by_offset[placements.file[by_offset] == number]
@@ -98,7 +106,7 @@ def _make(placements: Placements, source: ItemSource, block_nbytes: int, layout:
         fixed = members[n_variable:]
         orders.append(
             WriteOrder(
-                fixed=tuple(_pieces(placements, fixed, frames, block_nbytes, head_nbytes)),
+                fixed=tuple(_pieces(placements, fixed, frames, block_nbytes, page_nbytes, head_nbytes)),
                 variable=tuple(members[:n_variable].tolist()),
                 head=_head(placements, fixed, frames, source, layout, head_nbytes) if head_nbytes else None,
             )
@@ -147,9 +155,14 @@ def _head(
 
 
 def _pieces(
-    placements: Placements, places: Int64, templates: dict[int, Frame], block_nbytes: int, begin: int
+    placements: Placements,
+    places: Int64,
+    templates: dict[int, Frame],
+    block_nbytes: int,
+    page_nbytes: int,
+    begin: int,
 ) -> Iterator[Block | LargeRecord]:
-    """Blocks and large records, front to back.
+    """Blocks, and records that are too large for one, front to back.
 
     Args:
         places: int64 ``[n]``, of the items of fixed size in one file, by ascending offset.
@@ -163,8 +176,8 @@ def _pieces(
     gap = start - np.concatenate(([begin], end[:-1]))
     far = gap > PAGE_NBYTES  # such a gap is left out rather than written
     gap[far] = 0
-    room = block_nbytes - start % PAGE_NBYTES
-    large = np.array([one.payload_nbytes >= LARGE_NBYTES for one in template]) | (end - start > room)
+    room = block_nbytes - start % page_nbytes
+    large = end - start > room
     cuts = np.flatnonzero(large[1:] | large[:-1] | far[1:]) + 1
     for first, last in pairwise([0, *cuts.tolist(), len(places)]):
         if large[first]:

@@ -1,0 +1,108 @@
+"""What the ranks of a save that failed in step do together: remove what it has made, and hear what could not be.
+
+Owns the order: first every rank's files, then the journal and the directories, so that at every instant what is left
+has a journal that answers for it. Called by ``session`` and by ``megatron.saving``; knows of files only their names.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final, Protocol
+
+import msgspec
+
+from robust_dcp.comm import Channel
+from robust_dcp.errors import ExchangeError, RobustCheckpointError
+from robust_dcp.storage.writing.save_directory import name_left_over
+
+__all__ = ["Undo", "clean_up", "failed_in_step", "nothing_is_committed"]
+
+logger = logging.getLogger(__name__)
+
+_INTERRUPTS: Final = frozenset({"KeyboardInterrupt", "SystemExit", "GeneratorExit"})
+
+
+class Undo(Protocol):
+    """What a save that failed asks of its directory (``storage.writing.save_directory``), on each rank."""
+
+    @property
+    def may_be_committed(self) -> bool: ...
+
+    def remove_files(self) -> list[str]: ...
+
+    def remove_directories(self) -> list[str]: ...
+
+    def let_go(self) -> None: ...
+
+    def take_back(self, error: BaseException) -> None: ...
+
+
+class _NotRemoved(msgspec.Struct, frozen=True):
+    """Paths of what is still there."""
+
+    paths: tuple[str, ...] = ()
+
+
+def failed_in_step(error: BaseException) -> bool:
+    """Whether all ranks raise ``error``, and none of them can be committing."""
+    return isinstance(error, RobustCheckpointError) and not isinstance(error, ExchangeError)
+
+
+class _State(msgspec.Struct, frozen=True):
+    """What the coordinator knows of its commit."""
+
+    may_be_committed: bool
+
+
+def nothing_is_committed(channel: Channel, phase: str, undo: Undo, error: BaseException) -> bool:
+    """Whether the coordinator knows that its commit, which failed in step, came to nothing; the same on all ranks."""
+    if _was_interrupted(error):
+        return False
+    try:
+        return not channel.broadcast(
+            f"{phase}: is it committed", lambda: _State(undo.may_be_committed), _State
+        ).may_be_committed
+    except RobustCheckpointError as lost:
+        logger.warning("%s: nobody knows whether it is committed: %s", phase, lost.message)
+        return False
+
+
+def clean_up(channel: Channel, phase: str, undo: Undo, error: BaseException) -> None:
+    """Remove what all ranks have made in a save that failed in step; what stays is named in ``error``, on all ranks.
+
+    Never raises: that the save has failed is what the caller has to tell.
+
+    Args:
+        phase: of the save, for the names of exchanges.
+        error: that all ranks are about to raise.
+    """
+    left = undo.remove_files()
+    if not _was_interrupted(error):
+        try:
+            left = _told_to_all(channel, phase, undo, left)
+        except RobustCheckpointError as lost:
+            logger.warning("%s: the ranks have not cleaned up together: %s", phase, lost.message)
+            undo.let_go()
+            name_left_over(error, left)
+            return
+    if left:
+        undo.let_go()
+    else:
+        left = undo.remove_directories()
+    name_left_over(error, left)
+
+
+def _told_to_all(channel: Channel, phase: str, undo: Undo, left: list[str]) -> list[str]:
+    gathered = channel.gather(f"{phase}: remove files", lambda: _NotRemoved(tuple(left)) if left else None, _NotRemoved)
+
+    def remove_directories() -> _NotRemoved:
+        paths = [path for message in gathered or () if message is not None for path in message.paths]
+        return _NotRemoved(tuple(paths or undo.remove_directories()))
+
+    return list(channel.broadcast(f"{phase}: remove directories", remove_directories, _NotRemoved).paths)
+
+
+def _was_interrupted(error: BaseException) -> bool:
+    """Whether a rank raises something else, and joins no more exchanges of this save."""
+    failures = error.rank_failures if isinstance(error, RobustCheckpointError) else ()
+    return any(failure.type_name in _INTERRUPTS for failure in failures)

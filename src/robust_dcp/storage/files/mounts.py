@@ -1,0 +1,61 @@
+"""Whether a file system belongs to this machine alone, by what the kernel says of its mounts.
+
+Owns nothing but that answer. Asked by ``disk``, for who wants to know what a lock that nobody holds is worth.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from typing import Final
+
+__all__ = ["is_of_this_machine", "type_in_mounts"]
+
+_LOCAL_TYPES: Final = frozenset(
+    [
+        "bcachefs",
+        "btrfs",
+        "exfat",
+        "ext2",
+        "ext3",
+        "ext4",
+        "f2fs",
+        "jfs",
+        "nilfs2",
+        "ntfs3",
+        "overlay",
+        "ramfs",
+        "reiserfs",
+        "tmpfs",
+        "vfat",
+        "xfs",
+        "zfs",
+    ]
+)
+
+_MOUNTS: Final = "/proc/self/mountinfo"
+
+
+def is_of_this_machine(path: str) -> bool:
+    """Whether no other machine can have files of the file system of ``path`` open; ``False`` if that is not known."""
+    try:
+        with open(_MOUNTS, encoding="utf-8", errors="surrogateescape") as mounts:
+            return type_in_mounts(mounts, os.path.realpath(path)) in _LOCAL_TYPES
+    except OSError:  # no Linux, or no /proc
+        return False
+
+
+def type_in_mounts(mounts: Iterable[str], path: str) -> str:
+    """The type of the file system that ``path`` lies in, from the lines of ``mountinfo``; empty if none fits.
+
+    A line: ``36 35 98:0 / /mnt/data rw,noatime master:1 - ext4 /dev/root rw``, with octal escapes in names.
+    """
+    longest, found = "", ""
+    for line in mounts:
+        fields, _, rest = line.partition(" - ")
+        place = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields.split(" ")[4])
+        is_above = place == "/" or path == place or path.startswith(f"{place}/")
+        if is_above and len(place) >= len(longest):  # of two mounts in one place, the later one is seen
+            longest, found = place, rest.split(" ")[0]
+    return found

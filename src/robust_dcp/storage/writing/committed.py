@@ -1,0 +1,101 @@
+"""Which data files a committed ``.metadata`` names: what may go once another has taken its place.
+
+Owns that question and a memory of the answers: a save that replaces the last one of this process need not decode what
+that wrote. Called by ``leftovers`` and ``save_directory``.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Final
+
+from robust_dcp.errors import RobustCheckpointError, StorageError
+from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.paths import is_data_file
+from robust_dcp.storage.metadata.metadata_file import decode_metadata, referenced_files
+
+__all__ = ["Committed", "committed_in", "remember"]
+
+logger = logging.getLogger(__name__)
+
+_STAMP_NBYTES: Final = 20
+"""As long as what we put behind the pickle, with its CRC-32; the pickle holds the id of its save."""
+
+_DIRECTORIES_KEPT: Final = 4
+
+_Stamp = tuple[int, bytes]
+"""Length and last bytes of a ``.metadata``."""
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What a ``.metadata`` says.
+
+    Attributes:
+        files: the data files that it names, as names in its directory; no other names.
+        save_id: of the save that wrote it.
+        is_readable: whether it could be decoded; if not, nobody knows which files it needs.
+    """
+
+    files: frozenset[str] = frozenset()
+    save_id: str | None = None
+    is_readable: bool = True
+
+
+_known: OrderedDict[str, tuple[_Stamp, Committed]] = OrderedDict()
+_lock = Lock()
+
+
+def committed_in(disk: Disk, path: str) -> Committed | None:
+    """What the ``.metadata`` at ``path`` names; ``None`` if there is none.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    try:
+        file = disk.open_read(path)
+    except StorageError as error:
+        if error.errno == errno.ENOENT:
+            return None
+        raise
+    try:
+        nbytes = disk.size(path)
+        tail = bytearray(min(_STAMP_NBYTES, nbytes))
+        disk.pread_into(file, tail, nbytes - len(tail))
+        with _lock:
+            known = _known.get(os.path.realpath(path))
+        if known is not None and known[0] == (nbytes, bytes(tail)):
+            return known[1]
+        data = bytearray(nbytes)
+        disk.pread_into(file, data, 0)
+    finally:
+        disk.close(file)
+    try:
+        metadata = decode_metadata(bytes(data), path)
+    except RobustCheckpointError as error:
+        logger.warning("%s cannot be read, so no file that it may name is removed: %s", path, error.message)
+        return Committed(is_readable=False)
+    files = frozenset(name for name in referenced_files(metadata) if is_data_file(name))
+    save_id = getattr(metadata.storage_meta, "save_id", None)
+    return Committed(files, save_id if isinstance(save_id, str) else None)
+
+
+def remember(path: str, fragments: Sequence[bytes | memoryview], files: Collection[str], save_id: str) -> None:
+    """Note what this process has just committed at ``path``."""
+    nbytes, tail = sum(map(len, fragments)), b""
+    for fragment in reversed(fragments):
+        tail = bytes(fragment[-_STAMP_NBYTES:]) + tail
+        if len(tail) >= _STAMP_NBYTES:
+            break
+    with _lock:
+        key = os.path.realpath(path)
+        _known[key] = ((nbytes, tail[-_STAMP_NBYTES:]), Committed(frozenset(files), save_id))
+        _known.move_to_end(key)
+        while len(_known) > _DIRECTORIES_KEPT:
+            _known.popitem(last=False)

@@ -1,0 +1,254 @@
+"""The file that says that a save is under way: ``.robust_dcp.saving.<id>`` in the checkpoint's directory.
+
+Owns what stands in it, which files it answers for, and whether the save that wrote it is over. The coordinator writes
+it, durably, before any rank makes a file, and removes it after the commit or when a failed save has cleaned up. So what
+a killed save has left is told from what others have put there. Called by ``leftovers`` and ``save_directory``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import weakref
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+import msgspec
+
+from robust_dcp.errors import StorageError
+from robust_dcp.storage.files.disk import Disk, OpenFile
+from robust_dcp.storage.files.paths import (
+    JOURNAL_PREFIX,
+    METADATA_NAME,
+    parse_data_file_name,
+    writer_of,
+)
+
+__all__ = ["Journal", "JournalRecord", "OtherSave", "SaveState", "journals_in", "token_of"]
+
+_NAME: Final = re.compile(re.escape(JOURNAL_PREFIX) + r"[0-9a-f]{16}")
+_BOOT_ID: Final = "/proc/sys/kernel/random/boot_id"
+
+_OVER_AFTER_SECONDS: Final = 24 * 3600.0
+"""Where no lock can tell, a save that began longer ago than this is over. None takes so long; what was left waits."""
+
+_MAX_NBYTES: Final = 256 << 20
+
+
+class JournalRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a save says of itself, for other saves and for people: JSON.
+
+    Attributes:
+        save_id: as in the ``.metadata`` that it will write.
+        host, pid, boot_id: of the coordinator's process.
+        layout: which names it gives.
+        ranks: how many write.
+        files: how many each of them may write; ``None`` if that is not known.
+        replaces: data files that the ``.metadata`` named that was there when it began: garbage once it has committed.
+        present: other files that were there already and might be taken for its own.
+    """
+
+    save_id: str
+    host: str
+    pid: int
+    boot_id: str
+    layout: str
+    ranks: int
+    files: int | None
+    replaces: tuple[str, ...]
+    present: tuple[str, ...]
+
+    def may_have_made(self, names: Collection[str]) -> set[str]:
+        """Those of ``names`` that files of this save have: of its ranks, under the names that they would choose."""
+        before = {*self.replaces, *self.present}
+        # A rank takes the first generation whose names are free, so it never goes beyond the one after the last.
+        last: dict[int, int] = {}
+        for name in before:
+            writer = writer_of(name)
+            if writer is not None:
+                last[writer.rank] = max(last.get(writer.rank, 0), writer.generation + 1)
+        found = {f"{METADATA_NAME}.{token_of(self.save_id)}.tmp"} & set(names)
+        for name in set(names) - before:
+            writer = writer_of(name)
+            if writer is None or writer.rank >= self.ranks or writer.generation > last.get(writer.rank, 0):
+                continue
+            if self.files is not None and writer.number >= self.files:
+                continue
+            if self.layout == "safetensors" or parse_data_file_name(name) is not None:
+                found.add(name)
+        return found
+
+
+def token_of(save_id: str) -> str:
+    """16 hexadecimal digits of the id of a save, for names of files."""
+    return save_id.replace("-", "")[:16]
+
+
+def journals_in(names: Collection[str]) -> list[str]:
+    """Those of ``names`` that are journals."""
+    return sorted(name for name in names if _NAME.fullmatch(name))
+
+
+class Journal:
+    """The journal of a save of this process. Whoever drops it lets go of its lock.
+
+    Attributes:
+        record: what stands in it.
+        path: of the file.
+    """
+
+    def __init__(self, disk: Disk, directory: str, record: JournalRecord) -> None:
+        self.record = record
+        self.path = os.path.join(directory, JOURNAL_PREFIX + token_of(record.save_id))
+        self._disk = disk
+        self._directory = directory
+        self._let_go: weakref.finalize[..., Journal] | None = None
+
+    @classmethod
+    def begin(
+        cls,
+        disk: Disk,
+        directory: str,
+        *,
+        save_id: str,
+        layout: str,
+        ranks: int,
+        files: int | None,
+        replaces: Collection[str],
+        present: Collection[str],
+    ) -> Journal:
+        """Write the journal of a save that begins.
+
+        Raises:
+            StorageError: a call failed; nothing is left.
+        """
+        could_be_ours = {name for name in present if writer_of(name) is not None} - set(replaces)
+        record = JournalRecord(
+            save_id=save_id,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            boot_id=_boot_id(),
+            layout=layout,
+            ranks=ranks,
+            files=files,
+            replaces=tuple(sorted(replaces)),
+            present=tuple(sorted(could_be_ours)),
+        )
+        journal = cls(disk, directory, record)
+        journal.write()
+        return journal
+
+    def write(self) -> None:
+        """Make the file, locked and durable.
+
+        Raises:
+            StorageError: a call failed; nothing is left.
+        """
+        file = self._disk.open_new(self.path)
+        self._let_go = weakref.finalize(self, _close, self._disk, file)
+        try:
+            self._disk.lock(file)
+            self._disk.pwrite(file, msgspec.json.format(msgspec.json.encode(self.record)), 0)
+            self._disk.fsync(file)
+            self._disk.fsync_directory(self._directory)
+        except BaseException:
+            with contextlib.suppress(StorageError):
+                self._disk.unlink(self.path)
+            self.let_go()
+            raise
+
+    def let_go(self) -> None:
+        """The save is over, one way or the other; the file stays, and says to the next save what this one may have
+        left."""
+        if self._let_go is not None:
+            self._let_go()
+
+
+def _close(disk: Disk, file: OpenFile) -> None:
+    with contextlib.suppress(StorageError):
+        disk.close(file)
+
+
+class SaveState(Enum):
+    """What is known of a save whose journal was found."""
+
+    RUNNING = "it is running"
+    OVER = "it is over"
+    UNKNOWN = "it may be running on another machine"
+
+
+@dataclass(frozen=True)
+class OtherSave:
+    """A journal that was found in a directory.
+
+    Attributes:
+        name: of the file.
+        record: what stands in it; ``None`` if it is not whole: then its save was killed before any rank wrote.
+        state: of its save.
+    """
+
+    name: str
+    record: JournalRecord | None
+    state: SaveState
+
+    @classmethod
+    def read(cls, disk: Disk, directory: str, name: str, *, now_seconds: float) -> OtherSave:
+        """Read a journal and find out whether its save is over.
+
+        Args:
+            now_seconds: by the clock of the file system.
+
+        Raises:
+            StorageError: it cannot be read; with ENOENT if it has just been removed.
+        """
+        path = os.path.join(directory, name)
+        file = disk.open_read(path)
+        try:
+            nbytes = min(disk.size(path), _MAX_NBYTES)
+            data = bytearray(nbytes)
+            data = data[: disk.pread_into(file, data, 0)]
+            is_free = disk.lock(file, shared=True)
+        finally:
+            disk.close(file)
+        try:
+            record: JournalRecord | None = msgspec.json.decode(data, type=JournalRecord)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            record = None
+        return cls(name, record, _state_of(disk, path, record, is_free, now_seconds))
+
+    @property
+    def description(self) -> str:
+        """Whose save it is, for people."""
+        who = "unknown" if self.record is None else f"process {self.record.pid} on {self.record.host}"
+        return f"{self.name} ({who}; {self.state.value})"
+
+    def may_have_made(self, names: Sequence[str]) -> set[str]:
+        """See :meth:`JournalRecord.may_have_made`."""
+        return set() if self.record is None else self.record.may_have_made(names)
+
+
+def _state_of(
+    disk: Disk, path: str, record: JournalRecord | None, is_free: bool | None, now_seconds: float
+) -> SaveState:
+    """A lock that somebody holds is proof. One that nobody holds is proof only if its owner would have to be on this
+    machine: over a network, locks may be those of each machine alone. Else the age decides.
+    """
+    if is_free is False:
+        return SaveState.RUNNING
+    is_of_this_boot = record is not None and record.boot_id != "" and record.boot_id == _boot_id()
+    if is_free and (is_of_this_boot or disk.is_of_this_machine(path)):
+        return SaveState.OVER
+    is_old = now_seconds - disk.modified_seconds(path) > _OVER_AFTER_SECONDS
+    return SaveState.OVER if is_old else SaveState.UNKNOWN
+
+
+def _boot_id() -> str:
+    try:
+        with open(_BOOT_ID, encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:  # there is none outside Linux
+        return ""

@@ -1,0 +1,161 @@
+"""What earlier saves have left in a directory, told from what is not ours.
+
+Owns the rule: a file may go if the ``.metadata`` that was replaced names it, or if the journal of a save that is over
+answers for it and its bytes may be ours. Everything else stays, and the log says so. Removes nothing itself; called by
+``save_directory``.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from robust_dcp.errors import StorageError
+from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.paths import METADATA_NAME, holds_raw_bytes, is_data_file
+from robust_dcp.storage.layouts.safetensors_head import MARK_KEY
+from robust_dcp.storage.writing.committed import Committed, committed_in
+from robust_dcp.storage.writing.journal import OtherSave, SaveState, journals_in
+
+__all__ = ["LeftOvers", "find_left_overs", "named_by_ranks", "tell_what_stays"]
+
+logger = logging.getLogger(__name__)
+
+_METADATA_OF_A_RANK: Final = re.compile(r"__\d+\.metadata")
+_LOOKED_AT_NBYTES: Final = 4096
+_SHOWN: Final = 5
+
+
+@dataclass(frozen=True)
+class LeftOvers:
+    """What was found in a directory when a save began.
+
+    Attributes:
+        by_journal: for each journal of a save of ours that is over, names of what that save has left.
+        others: saves of ours of which it is not known that they are over.
+        other_files: names of what these may have made.
+    """
+
+    by_journal: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    others: tuple[OtherSave, ...] = ()
+    other_files: frozenset[str] = frozenset()
+
+    @property
+    def files(self) -> frozenset[str]:
+        """What all saves that are over have left."""
+        return frozenset[str]().union(*self.by_journal.values())
+
+
+def find_left_overs(
+    disk: Disk, directory: str, names: Sequence[str], committed: Committed | None, *, now_seconds: float
+) -> LeftOvers:
+    """Sort out what is there.
+
+    Args:
+        names: what lies in ``directory``; without the journal of the save that asks.
+        committed: what is committed there.
+        now_seconds: by the clock of the file system.
+
+    Raises:
+        StorageError: a call failed.
+    """
+    found = [_read(disk, directory, name, now_seconds) for name in journals_in(names)]
+    saves = [save for save in found if save is not None]
+    over = [save for save in saves if save.state is SaveState.OVER]
+    others = tuple(save for save in saves if save.state is not SaveState.OVER)
+    other_files = frozenset[str]().union(*(save.may_have_made(names) for save in others))
+    if committed is not None and not committed.is_readable:
+        return LeftOvers(others=others, other_files=other_files)
+    needed = other_files | (frozenset() if committed is None else committed.files)
+    by_journal = {}
+    for save in over:
+        if save.record is not None and committed is not None and save.record.save_id == committed.save_id:
+            # Killed between its commit and the end: what it replaced is garbage.
+            candidates = set(save.record.replaces) & set(names)
+        else:
+            candidates = save.may_have_made(names)
+        left = (name for name in candidates - needed if _may_be_ours(disk, directory, name))
+        by_journal[save.name] = frozenset(left)
+    return LeftOvers(by_journal, others, other_files)
+
+
+def _read(disk: Disk, directory: str, name: str, now_seconds: float) -> OtherSave | None:
+    try:
+        return OtherSave.read(disk, directory, name, now_seconds=now_seconds)
+    except StorageError as error:
+        if error.errno == errno.ENOENT:  # its save has just ended
+            return None
+        raise
+
+
+def _may_be_ours(disk: Disk, directory: str, name: str) -> bool:
+    """Whether the bytes at the head of a file may be those of a save of ours: nothing yet, zeros, a record, a shard of
+    ours. What somebody else has put there under that name since begins otherwise, as a rule."""
+    if not is_data_file(name):
+        return True
+    path = os.path.join(directory, name)
+    if not disk.exists(path):  # the link of a stripe whose file is gone
+        return True
+    file = disk.open_read(path)
+    try:
+        head = bytearray(_LOOKED_AT_NBYTES)
+        head = head[: disk.pread_into(file, head, 0)]
+    finally:
+        disk.close(file)
+    if not any(head):
+        return True
+    if holds_raw_bytes(name):
+        return f'"{MARK_KEY}"'.encode() in head
+    return head.lstrip(b"\0").startswith(b"PK\x03\x04")  # a gap may come first
+
+
+def named_by_ranks(disk: Disk, directory: str, names: Collection[str]) -> frozenset[str] | None:
+    """The data files that ``__{rank}.metadata`` files name, of saves without collectives; their checkpoint stays beside
+    that of ``.metadata``, and readers may want it.
+
+    Returns:
+        ``None`` if one of them cannot be read: then nobody knows.
+    """
+    files: set[str] = set()
+    for name in names:
+        if _METADATA_OF_A_RANK.fullmatch(name):
+            committed = committed_in(disk, os.path.join(directory, name))
+            if committed is not None and not committed.is_readable:
+                return None
+            files |= frozenset() if committed is None else committed.files
+    return frozenset(files)
+
+
+def tell_what_stays(
+    directory: str, names: Collection[str], left_overs: LeftOvers, of_ranks: Collection[str], known: Collection[str]
+) -> None:
+    """Log which files look like those of a checkpoint and stay, and why.
+
+    Args:
+        names: what was in ``directory`` when the save began.
+        of_ranks: data files that ``__{rank}.metadata`` files name.
+        known: what is not to be told: removed, or part of what was committed.
+    """
+    data_files = {name for name in names if is_data_file(name)} - set(known)
+    others = data_files & left_overs.other_files
+    if left_overs.others:
+        saves = "; ".join(save.description for save in left_overs.others)
+        _tell(directory, "another save is not known to be over: " + saves, others)
+    beside = data_files & set(of_ranks)
+    if beside:
+        reason = f"a save without collectives, whose __{{rank}}{METADATA_NAME} files name them, was made there too"
+        _tell(directory, reason, beside)
+    unknown = data_files - others - beside
+    if unknown:
+        reason = f"neither the {METADATA_NAME} that was replaced names them nor is it known that robust_dcp made them"
+        _tell(directory, reason, unknown)
+
+
+def _tell(directory: str, reason: str, files: Collection[str]) -> None:
+    shown = ", ".join(sorted(files)[:_SHOWN]) + (", …" if len(files) > _SHOWN else "")
+    logger.warning("%s: %d files are kept, as %s: %s", directory, len(files), reason, shown or "none yet")

@@ -1,0 +1,326 @@
+"""One save's hold on its directory: from the first look at it to the commit, or to the clean-up of a save that failed.
+
+Owns what the save has made (directories, journal, data files of this rank, ``.metadata``), and the order in which it is
+announced, committed, tidied up or taken back. Never decides when: ``writer`` calls it, for its rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from robust_dcp.errors import RobustCheckpointError, StorageError
+from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.paths import METADATA_NAME, PLAN_NAME, SAFETENSORS_SUFFIX, metadata_name, writer_of
+from robust_dcp.storage.layouts import FileName, Layout
+from robust_dcp.storage.writing.commit import BEFORE_RENAME, commit_metadata, remove_superseded
+from robust_dcp.storage.writing.committed import Committed, committed_in, remember
+from robust_dcp.storage.writing.engine import WrittenFiles
+from robust_dcp.storage.writing.journal import Journal, journals_in, token_of
+from robust_dcp.storage.writing.leftovers import LeftOvers, find_left_overs, named_by_ranks, tell_what_stays
+from robust_dcp.storage.writing.stripes import remove_targets
+
+__all__ = ["MetadataToPublish", "SaveDirectory", "name_left_over"]
+
+logger = logging.getLogger(__name__)
+
+_NOT_OURS_TO_EMPTY: Final = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT})
+_SHOWN: Final = 20
+
+
+@dataclass(frozen=True)
+class MetadataToPublish:
+    """What a commit makes visible.
+
+    Attributes:
+        fragments: the bytes of ``.metadata``, one after the other.
+        files: the data files that it names.
+        renames: those whose names change with the commit.
+    """
+
+    fragments: Sequence[bytes | memoryview]
+    files: Collection[str]
+    renames: Sequence[FileName] = ()
+
+
+class SaveDirectory:
+    """What one rank knows of, and has made in, the directory of one save.
+
+    Args:
+        disk: the file system.
+        path: the checkpoint's directory.
+        save_id: that will stand in ``.metadata``.
+        layout: of the data files.
+        rank: in a save without collectives, where each rank commits ``__{rank}.metadata``; else ``None``.
+
+    Attributes:
+        may_be_committed: whether ``.metadata`` may have been replaced. From then on nothing is taken back unasked.
+    """
+
+    def __init__(self, disk: Disk, path: str, *, save_id: str, layout: Layout, rank: int | None) -> None:
+        self.path = path
+        self.may_be_committed = False
+        self._disk = disk
+        self._save_id = save_id
+        self._layout = layout
+        self._rank = rank
+        self._metadata_name = metadata_name(rank)
+        self._made: list[str] = []
+        self._names: tuple[str, ...] = ()
+        self._found = LeftOvers()
+        self._journal: Journal | None = None
+        self._own: set[str] = set()
+        self._stuck: list[str] = []
+        self._has_replaced = False
+        self._replaced: Committed | None = None
+        self._committed_files: Collection[str] = ()
+
+    def make(self, path: str) -> None:
+        """Make a directory that the save needs; it goes again if the save fails."""
+        self._made += self._disk.mkdirs(path)
+
+    def begin(self, *, overwrite: bool) -> None:
+        """Make the directory and look what is there; before any rank writes.
+
+        Raises:
+            StorageError: a checkpoint is there and must not be replaced, or the file system refuses.
+        """
+        self.make(self.path)
+        is_committed = self._disk.exists(os.path.join(self.path, self._metadata_name))
+        if is_committed and not overwrite:
+            raise StorageError(
+                f"Checkpoint already exists in {self.path} and overwrite=False: save to another directory",
+                path=self.path,
+                operation="begin",
+            )
+        if is_committed and not self._layout.may_share_directory:
+            raise self._company("a committed checkpoint")
+        self._names = tuple(self._disk.list_directory(self.path))
+
+    def announce(self, *, ranks: int, files: int | None) -> None:
+        """Say durably that a save begins, and find out what others have left; before any rank writes.
+
+        Args:
+            ranks: how many write.
+            files: how many each of them may write; ``None`` if that is not known.
+
+        Raises:
+            StorageError: files are there with which those of the layout cannot share a directory, or the file system
+                refuses.
+        """
+        committed = self._committed()
+        self._journal = Journal.begin(
+            self._disk,
+            self.path,
+            save_id=self._save_id,
+            layout=self._layout.name,
+            ranks=ranks,
+            files=files,
+            replaces=set() if committed is None else committed.files & set(self._names),
+            present=self._names,
+        )
+        if journals_in(self._names):
+            now_seconds = self._disk.modified_seconds(self._journal.path)
+            self._found = find_left_overs(self._disk, self.path, self._names, committed, now_seconds=now_seconds)
+        if not self._layout.may_share_directory:
+            for name in self._names:
+                if name.endswith(SAFETENSORS_SUFFIX) and name not in self._found.files:
+                    raise self._company(name)
+
+    def _company(self, present: str) -> StorageError:
+        """Readers of safetensors take every file of a directory: what they would find there must all be this save's."""
+        return StorageError(
+            f"{self.path} holds {present}: readers of safetensors take every file of a directory, so a checkpoint with "
+            f"layout={self._layout.name!r} cannot replace another or lie beside other files of theirs, whatever "
+            "overwrite says; save to another directory",
+            path=self.path,
+            operation="begin",
+        )
+
+    @property
+    def is_announced(self) -> bool:
+        return self._journal is not None
+
+    def has_written(self, written: WrittenFiles) -> None:
+        """Note the data files of this rank."""
+        self._own |= {*written.uncommitted_names, *written.names}
+
+    @property
+    def stuck(self) -> list[str]:
+        """Paths of files that this rank made and could not remove; whoever finds one adds it."""
+        return self._stuck
+
+    def publish(self, metadata: MetadataToPublish) -> None:
+        """Commit, durably and in one step; :meth:`tidy_up` is to follow.
+
+        Raises:
+            StorageError: a call failed; :attr:`may_be_committed` says what that means.
+        """
+        if self._journal is not None and not self._disk.exists(self._journal.path):
+            raise StorageError(
+                f"{self._journal.path} is gone: another save took this one for one that is over, and may have removed "
+                "files of it; nothing is committed, save again",
+                path=self._journal.path,
+                operation="commit",
+            )
+        self._own |= {*metadata.files, *(name.written for name in metadata.renames)}
+        replaced = self._committed()
+        if not self._layout.may_share_directory:  # what a killed save has left is none of the new checkpoint
+            self._remove(self._found.files)
+        try:
+            commit_metadata(
+                self._disk,
+                self.path,
+                metadata.fragments,
+                name=self._metadata_name,
+                renames=metadata.renames,
+                token=token_of(self._save_id),
+            )
+        except BaseException as error:
+            self.may_be_committed = not (isinstance(error, StorageError) and error.operation in BEFORE_RENAME)
+            raise
+        self.may_be_committed = True
+        self._has_replaced = replaced is not None
+        remember(self._path_of(self._metadata_name), metadata.fragments, metadata.files, self._save_id)
+        self._replaced, self._committed_files = replaced, metadata.files
+
+    def tidy_up(self) -> None:
+        """After the commit: remove what it supersedes, and the journal. What cannot be removed is logged, and stays."""
+        try:
+            self._tidy_up(self._replaced, self._committed_files)
+        except Exception as error:  # the checkpoint is committed: whatever this is, the save has succeeded
+            logger.warning("%s is committed, but not tidied up: %s", self.path, error)
+            self.let_go()
+
+    def _committed(self) -> Committed | None:
+        return committed_in(self._disk, self._path_of(self._metadata_name))
+
+    def _tidy_up(self, replaced: Committed | None, files: Collection[str]) -> None:
+        of_ranks: frozenset[str] | None = frozenset()
+        if self._rank is None:
+            of_ranks = named_by_ranks(self._disk, self.path, self._names)
+        superseded = self._superseded(replaced) if of_ranks is not None else set()
+        superseded -= of_ranks or frozenset()
+        left = self._remove(superseded, keep=files)
+        if self._journal is None:
+            return
+        tell_what_stays(self.path, self._names, self._found, of_ranks or (), known={*files, *superseded})
+        # A journal stays as long as something that it answers for does: the next save tries again.
+        for name, files_left in self._found.by_journal.items():
+            if files_left.isdisjoint(left):
+                self._is_removed(self._path_of(name))
+        if replaced is None or replaced.files.isdisjoint(left):
+            self._is_removed(self._journal.path)
+        self.let_go()
+        # Else a power cut could bring the journal back, which then would answer for the files of this checkpoint.
+        self._disk.fsync_directory(self.path)
+
+    def _superseded(self, replaced: Committed | None) -> set[str]:
+        """What the replaced ``.metadata`` names, and what saves that are over have left."""
+        files = set() if replaced is None else set(replaced.files)
+        if self._rank is None:
+            return files | self._found.files
+        # Ranks that commit by themselves do not judge the files of others.
+        if METADATA_NAME in self._names:
+            return set()
+        return {name for name in files if (writer := writer_of(name)) is not None and writer.rank == self._rank}
+
+    # When the save has failed, and is known not to have been committed.
+
+    def remove_files(self) -> list[str]:
+        """Remove the data files that this rank has made; the paths of those that are still there."""
+        names = set(self._own)
+        if self._journal is not None:
+            names.add(f"{self._metadata_name}.{token_of(self._save_id)}.tmp")
+        left = [self._path_of(name) for name in self._remove(names)]
+        left += [path for path in self._stuck if not self._is_removed(path)]
+        self._stuck = []
+        return left
+
+    def remove_directories(self) -> list[str]:
+        """Remove the journal and the directories that this rank has made, once no rank has files there; the paths of
+        what is still there. A directory in which others have put something stays."""
+        left = []
+        if self._journal is not None and not self._is_removed(self._journal.path):
+            left.append(self._journal.path)
+        self.let_go()
+        self._journal = None
+        left += [path for path in reversed(self._made) if not _is_gone(self._disk.rmdir, path, _NOT_OURS_TO_EMPTY)]
+        self._made = []
+        return left
+
+    def let_go(self) -> None:
+        """The save is over, and may have left files: its journal says which, and the next save removes them."""
+        if self._journal is not None:
+            self._journal.let_go()
+
+    def take_back(self, error: BaseException) -> None:
+        """Remove what all ranks have made, on a coordinator whose commit has failed and who cannot ask them.
+
+        Args:
+            error: that is about to be raised; what stays is named in it.
+        """
+        left = [] if self.may_be_committed else self.remove_files()
+        if left or self.may_be_committed:
+            self.let_go()
+        else:
+            left = self.remove_directories()
+        name_left_over(error, left)
+
+    def withdraw(self) -> bool:
+        """Take back a commit that was not enough, if it has replaced nothing. :meth:`remove_files` is to follow on all
+        ranks.
+
+        Returns:
+            whether there is nothing committed any more.
+
+        Raises:
+            StorageError: ``.metadata`` cannot be removed.
+        """
+        if not self.may_be_committed or self._has_replaced or self._journal is None:
+            return not self.may_be_committed
+        with contextlib.suppress(StorageError):  # the disk may be full, and then a kill would leave files to nobody
+            self._journal.write()
+        self._disk.unlink(self._path_of(self._metadata_name))
+        self._disk.fsync_directory(self.path)
+        self.may_be_committed = False
+        self._own.add(PLAN_NAME)
+        return True
+
+    def _remove(self, names: Collection[str], keep: Collection[str] = ()) -> list[str]:
+        doomed = set(names) - set(keep)
+        left = remove_targets(self._disk, self.path, doomed)
+        return left + remove_superseded(self._disk, self.path, doomed - set(left), keep=keep)
+
+    def _is_removed(self, path: str) -> bool:
+        return _is_gone(self._disk.unlink, path)
+
+    def _path_of(self, name: str) -> str:
+        return os.path.join(self.path, name)
+
+
+def _is_gone(remove: Callable[[str], None], path: str, harmless: Collection[int] = (errno.ENOENT,)) -> bool:
+    """Remove ``path``; whether that worked, or failed as it may."""
+    try:
+        remove(path)
+    except StorageError as error:
+        return error.errno in harmless
+    return True
+
+
+def name_left_over(error: BaseException, paths: Collection[str]) -> None:
+    """Name in the error of a failed save what it has made and could not remove."""
+    if not paths:
+        return
+    named = sorted(set(paths))
+    shown = ", ".join(named[:_SHOWN]) + (f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else "")
+    told = f"what the failed save has made and could not remove: {shown}; the next save into that directory tries again"
+    if isinstance(error, RobustCheckpointError):
+        error.message = f"{error.message}; {told}"
+    else:
+        logger.warning("%s", told)

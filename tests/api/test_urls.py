@@ -1,0 +1,93 @@
+"""URLs are refused on every entry point, before anything is made: robust_dcp reads and writes mounted file systems."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import robust_dcp
+from robust_dcp import RobustReader, RobustWriter
+from robust_dcp.storage import consolidate, tune
+
+URLS: list[Any] = [
+    "s3://bucket/step_1",
+    "GS://bucket",
+    "x://y",
+    " hdfs://host/x",
+    Path("s3://bucket/step_1"),
+    b"az://a/b",
+]
+
+StateDict = dict[str, Any]
+
+
+def state_dict() -> StateDict:
+    return {"w": torch.ones(3)}
+
+
+ENTRY_POINTS: dict[str, Callable[[Any], Any]] = {
+    "save": lambda url: robust_dcp.save(state_dict(), checkpoint_id=url),
+    "load": lambda url: robust_dcp.load(state_dict(), checkpoint_id=url),
+    "writer": RobustWriter,
+    "reader": RobustReader,
+    "writer, reset": lambda url: RobustWriter("here").reset(url),
+    "reader, reset": lambda url: RobustReader("here").reset(url),
+    "save, writer": lambda url: robust_dcp.save(state_dict(), checkpoint_id=url, storage_writer=RobustWriter("here")),
+    "load, reader": lambda url: robust_dcp.load(state_dict(), checkpoint_id=url, storage_reader=RobustReader("here")),
+    "stripes": lambda url: RobustWriter("here", stripe_paths=["there", url]),
+    "stock save": lambda url: dcp.save(state_dict(), checkpoint_id=url, storage_writer=RobustWriter("here")),
+    "stock load": lambda url: dcp.load(state_dict(), checkpoint_id=url, storage_reader=RobustReader("here")),
+    "consolidate": lambda url: consolidate(url, "here"),
+    "tune": lambda url: tune(url, seconds=0.01),
+}
+
+
+@pytest.mark.parametrize("url", URLS, ids=repr)
+@pytest.mark.parametrize("name", ENTRY_POINTS)
+def test_a_url_is_refused_before_anything_is_made(
+    name: str, url: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"is a URL .*mounted file systems only: save to a local or mounted directory"):
+        ENTRY_POINTS[name](url)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_model_is_not_consolidated_into_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    robust_dcp.save(state_dict(), checkpoint_id="checkpoint")
+    with pytest.raises(ValueError, match="'gs://bucket/model' is a URL"):
+        consolidate("checkpoint", "gs://bucket/model")
+    assert os.listdir(tmp_path) == ["checkpoint"]
+
+
+def test_of_a_file_url_the_path_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="pass the path itself, without file://"):
+        robust_dcp.save(state_dict(), checkpoint_id=f"file://{tmp_path}")
+
+
+@pytest.mark.parametrize("name", ["a:b", "x:/y", "step=1/loss:0.3", "runs/s3://x", "c:", "://x", "1s://x", "s3:"])
+@pytest.mark.parametrize("kind", [str, Path])
+def test_odd_names_of_directories_stay_possible(
+    name: str, kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    robust_dcp.save(state_dict(), checkpoint_id=kind(name))
+    found = {"w": torch.zeros(3)}
+    robust_dcp.load(found, checkpoint_id=kind(name))
+    assert found["w"].tolist() == [1.0] * 3
+    assert Path(name, ".metadata").exists()
+
+
+@pytest.mark.parametrize("storage", [RobustWriter, RobustReader])
+def test_callers_that_ask_beforehand_are_told_the_same(storage: Any, tmp_path: Path) -> None:
+    for path in (tmp_path, str(tmp_path), "checkpoint", Path("checkpoint"), "a:b", "x:/y"):
+        assert storage.validate_checkpoint_id(path)
+    for url in URLS:
+        assert not storage.validate_checkpoint_id(url)
