@@ -27,7 +27,7 @@ from benchmarks.drive.contenders import READERS, WRITERS, why_not
 from benchmarks.drive.figures import RATIOS, Case, Row, rows_of
 from benchmarks.drive.measurement import Figures, in_new_process
 from benchmarks.drive.probe import Probe
-from benchmarks.drive.shapes import SHAPES
+from benchmarks.drive.shapes import SHAPE_NAMES, nbytes_of, ranks_of
 from benchmarks.ranks import show
 
 __all__ = ["main", "run"]
@@ -83,7 +83,7 @@ def run(
 
     Args:
         directory: on the drive to measure; empty, and empty again afterwards.
-        shapes: some of ``SHAPES``.
+        shapes: some of ``SHAPE_NAMES``.
         nbytes: about the size of each checkpoint; at most two of them lie there at a time.
         rounds: how often each is measured.
         who: some of ``WRITERS``.
@@ -124,7 +124,7 @@ def run(
 
 def _measure_probe(measured: dict[Case, list[Figures]], shape: str, nbytes: int, directory: str, chosen: Probe) -> None:
     path = os.path.join(directory, "probe")
-    nbytes = sum(spec.nbytes for spec in SHAPES[shape](nbytes))
+    nbytes = nbytes_of(shape, nbytes)
     try:
         saved = in_new_process(measurement.probe_save, chosen, nbytes, path)
         loaded = in_new_process(measurement.probe_load, chosen, nbytes, path)
@@ -143,21 +143,29 @@ def _measure_writer(
     writer: str,
     not_run: Container[str],
 ) -> None:
+    has_ranks = ranks_of(shape) > 1
+    if has_ranks and not WRITERS[writer].takes_ranks:
+        return
     path = os.path.join(directory, "checkpoint")
+    measure = measurement.measure
     try:
-        measured[Case(shape, "save", writer)].append(in_new_process(measurement.save, writer, shape, nbytes, path))
+        measured[Case(shape, "save", writer)].append(measure(measurement.save, writer, shape, nbytes, path))
         for reader in WRITERS[writer].readers:
-            if f"{reader} < {writer}" in not_run:
+            if f"{reader} < {writer}" in not_run or (has_ranks and not READERS[reader].takes_ranks):
                 continue
             case = Case(shape, "load", reader, writer)
-            measured[case].append(in_new_process(measurement.load, reader, shape, nbytes, path))
+            measured[case].append(measure(measurement.load, reader, shape, nbytes, path))
     finally:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _in_order(measured: dict[Case, list[Figures]]) -> dict[Case, list[Figures]]:
     """Shapes, saves before loads, probes first, then as the contenders are listed."""
-    probes, shapes, writers = [each.name for each in (*probe.PROBES, probe.ONE_BUFFER)], list(SHAPES), list(WRITERS)
+    probes, shapes, writers = (
+        [each.name for each in (*probe.PROBES, probe.ONE_BUFFER)],
+        list(SHAPE_NAMES),
+        list(WRITERS),
+    )
 
     def place(case: Case) -> tuple[int, ...]:
         is_load = case.what == "load"
@@ -199,15 +207,15 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--name", help="what to call the drive in JSON and plot (default: the path)")
     parser.add_argument("--gib", type=float, default=2.0, help="of each checkpoint (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--shapes", default=",".join(SHAPES), help="default: %(default)s")
+    parser.add_argument("--shapes", default=",".join(SHAPE_NAMES), help="default: %(default)s")
     parser.add_argument("--who", help="a part of the names of those to measure; several with commas (default: all)")
     parser.add_argument("--tune", action="store_true", help="print what robust_dcp.storage.tuning.tune finds, first")
     parser.add_argument("--json", help="write all figures there as well")
     parser.add_argument("--plot", help="draw the rates there (.svg or .png)")
     options = parser.parse_args(arguments)
     options.shapes = options.shapes.split(",")
-    if not set(options.shapes) <= set(SHAPES):
-        parser.error(f"{sorted(set(options.shapes) - set(SHAPES))} is none of {list(SHAPES)}")
+    if not set(options.shapes) <= set(SHAPE_NAMES):
+        parser.error(f"{sorted(set(options.shapes) - set(SHAPE_NAMES))} is none of {list(SHAPE_NAMES)}")
     parts = options.who.split(",") if options.who else [""]
     options.who = [name for name in WRITERS if any(part in name for part in parts)]
     if not options.who or options.rounds < 1:

@@ -1,6 +1,7 @@
 """Who saves and loads: robust_dcp, what comes with torch, and other packages where they are installed.
 
-Each is used as its documentation says, synchronously, from one process. Packages are imported when they are used:
+Each is used as its documentation says, synchronously, from one process, or from each rank of the default group where
+there is one. Packages are imported when they are used:
 whether one runs here is found out by :func:`why_not`.
 """
 
@@ -21,7 +22,18 @@ from torch.distributed.checkpoint.api import CheckpointException
 import robust_dcp
 from benchmarks.drive.shapes import StateDict
 
-__all__ = ["OURS", "READERS", "STOCK", "STOCK_DEFAULT", "STOCK_READER", "WRITERS", "Reader", "Writer", "why_not"]
+__all__ = [
+    "OURS",
+    "READERS",
+    "STOCK",
+    "STOCK_DEFAULT",
+    "STOCK_READER",
+    "WRITERS",
+    "Reader",
+    "Writer",
+    "remove_checkpoint",
+    "why_not",
+]
 
 
 def _nothing(state_dict: StateDict, path: str) -> None:
@@ -37,12 +49,14 @@ class Writer:
         readers: names in ``READERS`` that load what this writer saved.
         prepare: called before, with the same arguments, and not timed.
         note: what to know of the figures.
+        takes_ranks: whether it is measured with several ranks as well, and with objects in the state dict.
     """
 
     save: Callable[[StateDict, str], Any]
     readers: tuple[str, ...] = ()
     prepare: Callable[[StateDict, str], Any] = _nothing
     note: str = ""
+    takes_ranks: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,20 +65,37 @@ class Reader:
 
     Attributes:
         load: into the tensors of a state dict, in place, from a directory; what is timed.
+        takes_ranks: as for :class:`Writer`.
     """
 
     load: Callable[[StateDict, str], Any]
+    takes_ranks: bool = False
+
+
+def _is_alone() -> bool:
+    return not dist.is_initialized()
+
+
+def remove_checkpoint(path: str) -> None:
+    """Remove what all ranks have saved; returns when it is gone."""
+    if _is_alone() or dist.get_rank() == 0:
+        shutil.rmtree(path)
+    if not _is_alone():
+        dist.barrier()
 
 
 def _ours(**options: Any) -> Callable[[StateDict, str], Any]:
     return lambda state_dict, path: robust_dcp.save(
-        state_dict, storage_writer=robust_dcp.RobustWriter(path, **options), no_dist=True
+        state_dict, storage_writer=robust_dcp.RobustWriter(path, **options), no_dist=_is_alone()
     )
 
 
 def _stock(threads: int, planner: dcp.DefaultSavePlanner | None = None) -> Callable[[StateDict, str], Any]:
     return lambda state_dict, path: dcp.save(
-        state_dict, storage_writer=dcp.FileSystemWriter(path, thread_count=threads), planner=planner, no_dist=True
+        state_dict,
+        storage_writer=dcp.FileSystemWriter(path, thread_count=threads),
+        planner=planner,
+        no_dist=_is_alone(),
     )
 
 
@@ -77,7 +108,7 @@ def _before(save: Callable[[StateDict, str], Any]) -> Callable[[StateDict, str],
 
     def prepare(state_dict: StateDict, path: str) -> None:
         save(state_dict, path)
-        shutil.rmtree(path)
+        remove_checkpoint(path)
 
     return prepare
 
@@ -149,15 +180,22 @@ STOCK_READER = "torch FileSystemReader"
 _DCP_READERS = (OURS, STOCK_READER)
 
 WRITERS: dict[str, Writer] = {
-    OURS: Writer(_ours(), _DCP_READERS),
-    f"{OURS}, repeated save": Writer(_ours(), prepare=_before(_ours()), note="of the structure of an earlier save"),
-    f"{OURS}, no checksums": Writer(_ours(checksums=False)),
-    f"{OURS}, safetensors": Writer(_ours(layout="safetensors"), (OURS, "torch HuggingFaceStorageReader")),
-    STOCK[0]: Writer(_stock(1), _DCP_READERS),
-    STOCK[1]: Writer(_stock(2)),
-    STOCK[2]: Writer(_stock(4)),
+    OURS: Writer(_ours(), _DCP_READERS, takes_ranks=True),
+    f"{OURS}, repeated save": Writer(
+        _ours(), prepare=_before(_ours()), note="of the structure of an earlier save", takes_ranks=True
+    ),
+    f"{OURS}, no checksums": Writer(_ours(checksums=False), takes_ranks=True),
+    f"{OURS}, safetensors": Writer(
+        _ours(layout="safetensors"), (OURS, "torch HuggingFaceStorageReader"), takes_ranks=True
+    ),
+    STOCK[0]: Writer(_stock(1), _DCP_READERS, takes_ranks=True),
+    STOCK[1]: Writer(_stock(2), takes_ranks=True),
+    STOCK[2]: Writer(_stock(4), takes_ranks=True),
     "torch FileSystemWriter, repeated save": Writer(
-        _stock_with_cached_plan, prepare=_before(_stock_with_cached_plan), note="1 thread, enable_plan_caching"
+        _stock_with_cached_plan,
+        prepare=_before(_stock_with_cached_plan),
+        note="1 thread, enable_plan_caching",
+        takes_ranks=True,
     ),
     "torch HuggingFaceStorageWriter": Writer(_save_huggingface, ("torch HuggingFaceStorageReader",)),
     "torch_checkpointing": Writer(
@@ -173,10 +211,14 @@ WRITERS: dict[str, Writer] = {
 
 READERS: dict[str, Reader] = {
     OURS: Reader(
-        lambda state_dict, path: robust_dcp.load(state_dict, storage_reader=robust_dcp.RobustReader(path), no_dist=True)
+        lambda state_dict, path: robust_dcp.load(
+            state_dict, storage_reader=robust_dcp.RobustReader(path), no_dist=_is_alone()
+        ),
+        takes_ranks=True,
     ),
     STOCK_READER: Reader(
-        lambda state_dict, path: dcp.load(state_dict, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+        lambda state_dict, path: dcp.load(state_dict, storage_reader=dcp.FileSystemReader(path), no_dist=_is_alone()),
+        takes_ranks=True,
     ),
     "torch HuggingFaceStorageReader": Reader(_load_huggingface),
     "torch_checkpointing": Reader(

@@ -8,34 +8,40 @@ call of a process imports and starts is no part of either. CPU seconds are those
 children; the kernel's own threads, which write back the page cache and drive loop devices, are not counted for anybody.
 Memory is the most resident memory above that before the call, of the process itself; buffers that a writer keeps from
 an earlier save are not counted again.
+
+Where several ranks save or load together (``shapes.ranks_of``), each is such a process, on one gloo group. All begin at
+once; seconds are those of the last to end, all else is the sum over the ranks.
 """
 
 from __future__ import annotations
 
+import datetime
 import multiprocessing
 import os
-import shutil
+import sys
+import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.drive import probe
-from benchmarks.drive.contenders import OURS, READERS, STOCK_READER, WRITERS
+from benchmarks.drive.contenders import OURS, READERS, STOCK_READER, WRITERS, remove_checkpoint
 from benchmarks.drive.probe import Probe
-from benchmarks.drive.shapes import StateDict, state_dict_of
+from benchmarks.drive.shapes import StateDict, leaves, ranks_of, state_dict_of
 from benchmarks.simulation.stopwatch import Stopwatch
 from robust_dcp.plan.cache import PLANS
 from robust_dcp.storage.records.checksum import crc32
 
-__all__ = ["Figures", "in_new_process", "load", "probe_load", "probe_save", "save"]
+__all__ = ["Figures", "in_new_process", "load", "measure", "probe_load", "probe_save", "save"]
 
 
 class Figures(NamedTuple):
-    """Of one save or load."""
+    """Of one save or load, by one process or by all ranks together."""
 
     nbytes: int
     items: int
@@ -62,6 +68,51 @@ def in_new_process(function: Callable[..., Any], *args: Any) -> Any:
         return pool.submit(_quietly, function, args).result()
 
 
+def measure(function: Callable[..., Figures], who: str, shape: str, nbytes: int, path: str) -> Figures:
+    """:func:`save` or :func:`load` of a shape: in a new process, or on as many new ranks as the shape has.
+
+    Raises:
+        BrokenProcessPool: a process died.
+    """
+    n_ranks = ranks_of(shape)
+    if n_ranks == 1:
+        return Figures(*in_new_process(function, who, shape, nbytes, path))
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        pools = [stack.enter_context(ProcessPoolExecutor(1, mp_context=_CONTEXT)) for _ in range(n_ranks)]
+        futures = [
+            pool.submit(_quietly, _as_rank, (rank, n_ranks, directory, function, who, shape, nbytes, path))
+            for rank, pool in enumerate(pools)
+        ]
+        return _together([future.result() for future in futures])
+
+
+def _as_rank(rank: int, n_ranks: int, directory: str, function: Callable[..., Figures], *args: Any) -> Figures:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    os.environ["LOCAL_WORLD_SIZE"] = str(n_ranks)  # as torchrun says it
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/rendezvous",
+        rank=rank,
+        world_size=n_ranks,
+        timeout=datetime.timedelta(seconds=120),
+    )
+    figures = function(*args)
+    dist.barrier()
+    dist.destroy_process_group()
+    return figures
+
+
+def _together(ranks: Sequence[Figures]) -> Figures:
+    return Figures(
+        nbytes=sum(each.nbytes for each in ranks),
+        items=sum(each.items for each in ranks),
+        seconds=max(each.seconds for each in ranks),
+        cpu_seconds=sum(each.cpu_seconds for each in ranks),
+        peak_nbytes=sum(each.peak_nbytes for each in ranks),
+    )
+
+
 def save(writer: str, shape: str, nbytes: int, path: str) -> Figures:
     """Save into ``path``, which stays."""
     chosen = WRITERS[writer]
@@ -71,11 +122,12 @@ def save(writer: str, shape: str, nbytes: int, path: str) -> Figures:
         chosen.prepare(prepared, path)
         if prepared is warm_up:
             chosen.save(prepared, path)
-            shutil.rmtree(path)
+            remove_checkpoint(path)
             PLANS.clear()
-    with _measured(_nbytes(state_dict), len(state_dict)) as figures:
+    with _measured(_nbytes(state_dict), len(leaves(state_dict))) as figures:
         chosen.save(state_dict, path)
-        make_durable(path)
+        if _is_first():  # when save returns, all ranks have written
+            make_durable(path)
     return figures[0]
 
 
@@ -87,18 +139,17 @@ def load(reader: str, shape: str, nbytes: int, path: str) -> Figures:
     """
     state_dict = state_dict_of(shape, nbytes)
     expected = _checksums(state_dict)
-    for tensor in state_dict.values():
-        tensor.reshape(-1).view(torch.uint8).zero_()
+    _clear(state_dict)
     if reader in _LOAD_PARTS:
-        first = min(state_dict, key=lambda name: state_dict[name].nbytes)
-        READERS[reader].load({first: state_dict[first]}, path)
-        state_dict[first].reshape(-1).view(torch.uint8).zero_()
-    evict(path)
-    with _measured(_nbytes(state_dict), len(state_dict)) as figures:
+        READERS[reader].load(_smallest_part(state_dict), path)
+        _clear(state_dict)
+    if _is_first():
+        evict(path)
+    with _measured(_nbytes(state_dict), len(leaves(state_dict))) as figures:
         READERS[reader].load(state_dict, path)
     found = _checksums(state_dict)
     if found != expected:
-        wrong = [name for name, value in expected.items() if found.get(name) != value]
+        wrong = [".".join(name) for name, value in expected.items() if found.get(name) != value]
         raise ValueError(f"{reader} loaded {len(wrong)} of {len(expected)} tensors wrongly, {wrong[0]} for one")
     return figures[0]
 
@@ -152,7 +203,10 @@ def _sync(path: str) -> None:
 def _measured(nbytes: int, items: int) -> Iterator[list[Figures]]:
     """What is done within; the list has the figures afterwards."""
     found: list[Figures] = []
-    os.sync()
+    if _is_first():
+        os.sync()
+    if dist.is_initialized():
+        dist.barrier()
     watch = Stopwatch()
     children = _cpu_seconds_of_children()
     watch.start()
@@ -167,14 +221,36 @@ def _cpu_seconds_of_children() -> float:
     return times.children_user + times.children_system
 
 
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def _nbytes(state_dict: StateDict) -> int:
-    return sum(tensor.nbytes for tensor in state_dict.values())
+    return sum(tensor.nbytes for tensor in leaves(state_dict).values())
 
 
-def _checksums(state_dict: StateDict) -> dict[str, int]:
+def _clear(state_dict: StateDict) -> None:
+    for tensor in leaves(state_dict).values():
+        tensor.reshape(-1).view(torch.uint8).zero_()
+
+
+def _smallest_part(state_dict: StateDict) -> StateDict:
+    """A state dict of nothing but the smallest tensor; the first of those on all ranks."""
+    found = leaves(state_dict)
+    path = min(found, key=lambda path: found[path].nbytes)
+    value: Any = state_dict
+    for key in path:
+        value = value[key]
+    for key in reversed(path):
+        value = {key: value}
+    part: StateDict = value
+    return part
+
+
+def _checksums(state_dict: StateDict) -> dict[tuple[str, ...], int]:
     return {
-        name: crc32(memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data))
-        for name, tensor in state_dict.items()
+        path: crc32(memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data))
+        for path, tensor in leaves(state_dict).items()
     }
 
 

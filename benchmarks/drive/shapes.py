@@ -1,21 +1,27 @@
 """State dicts to save: what one GPU of a real training job holds, cut down to a number of bytes.
 
-Sizes of single tensors stay real as long as the bytes allow it; there are fewer layers. Without a process group: these
-are the local tensors, since what is measured is a rank's way to its drive.
+Sizes of single tensors stay real as long as the bytes allow it; there are fewer layers. Most are without a process
+group: these are the local tensors, since what is measured is a rank's way to its drive. ``fsdp2`` is what real ranks of
+a real job hold, in memory that a real job left (``fsdp_state``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
-__all__ = ["SHAPES", "StateDict", "state_dict_of"]
+from benchmarks.drive.fsdp_state import fsdp_nbytes, fsdp_state
 
-StateDict = dict[str, torch.Tensor]
+__all__ = ["FSDP2", "SHAPES", "SHAPE_NAMES", "StateDict", "leaves", "nbytes_of", "ranks_of", "state_dict_of"]
+
+StateDict = dict[str, Any]
+"""Tensors by name; of ``fsdp2`` nested, and with objects."""
 
 _MANY = 20_000
 _RANKS = 8
@@ -107,7 +113,33 @@ def _mixed_moe(nbytes: int) -> list[_Spec]:
 
 
 SHAPES: dict[str, Callable[[int], list[_Spec]]] = {"large": _large, "small": _many_small, "moe": _mixed_moe}
-"""Names to what each holds, for a number of bytes."""
+"""Names to what each holds, for a number of bytes: those of one process without a group."""
+
+FSDP2 = "fsdp2"
+_FSDP2_RANKS = 2
+
+SHAPE_NAMES = (*SHAPES, FSDP2)
+
+
+def ranks_of(shape: str) -> int:
+    """How many ranks save and load it together; 1 where there is no process group."""
+    return _FSDP2_RANKS if shape == FSDP2 else 1
+
+
+def nbytes_of(shape: str, nbytes: int) -> int:
+    """The bytes of the tensors of all ranks, where about ``nbytes`` were asked for."""
+    return fsdp_nbytes(nbytes) if shape == FSDP2 else sum(spec.nbytes for spec in SHAPES[shape](nbytes))
+
+
+def leaves(state_dict: StateDict) -> dict[tuple[str, ...], torch.Tensor]:
+    """Path to tensor, for all tensors of a nested state dict; of a DTensor the part that this rank holds."""
+    found: dict[tuple[str, ...], torch.Tensor] = {}
+    for key, value in state_dict.items():
+        if isinstance(value, dict):
+            found |= {(key, *path): tensor for path, tensor in leaves(value).items()}
+        elif isinstance(value, torch.Tensor):
+            found[(key,)] = value.detach().to_local() if isinstance(value, DTensor) else value
+    return found
 
 
 def _cut_down(first: list[_Spec], layer: Callable[[int], list[_Spec]], nbytes: int) -> list[_Spec]:
@@ -123,16 +155,25 @@ def _cut_down(first: list[_Spec], layer: Callable[[int], list[_Spec]], nbytes: i
 
 
 def state_dict_of(shape: str, nbytes: int) -> StateDict:
-    """A state dict of about ``nbytes``, the same bytes in every process.
+    """A state dict of about ``nbytes``, the same bytes in every process of a rank.
 
     Args:
-        shape: one of ``SHAPES``.
+        shape: one of ``SHAPE_NAMES``; those of several ranks are made by all ranks of the default group together.
     """
-    pool = np.frombuffer(np.random.default_rng(20_000).bytes(_POOL_NBYTES), np.uint8)
-    tensors: StateDict = {}
+    if shape == FSDP2:
+        state_dict = fsdp_state(nbytes)
+        # Not what all ranks hold alike (Adam's steps): it must stay alike.
+        _fill([tensor for path, tensor in leaves(state_dict).items() if path[-1] != "step"], dist.get_rank())
+        return state_dict
+    tensors = {spec.name: torch.empty(spec.sizes, dtype=spec.dtype) for spec in SHAPES[shape](nbytes)}
+    _fill(tensors.values(), 0)
+    return tensors
+
+
+def _fill(tensors: Iterable[torch.Tensor], rank: int) -> None:
+    pool = np.frombuffer(np.random.default_rng(20_000 + rank).bytes(_POOL_NBYTES), np.uint8)
     at = 0
-    for spec in SHAPES[shape](nbytes):
-        tensor = tensors[spec.name] = torch.empty(spec.sizes, dtype=spec.dtype)
+    for tensor in tensors:
         target = tensor.reshape(-1).view(torch.uint8).numpy()
         done = 0
         while done < target.size:
@@ -140,4 +181,3 @@ def state_dict_of(shape: str, nbytes: int) -> StateDict:
             target[done : done + part] = pool[at : at + part]
             done += part
             at = (at + part) % pool.size
-    return tensors

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -21,10 +21,17 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from robust_dcp.comm import Channel, Offer
+from robust_dcp.errors import RobustCheckpointError, entry_point
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.phases import PhaseClock, PhaseRecord
 from robust_dcp.plan.session import SaveSession
-from robust_dcp.plan.sharing import SharedReads, deal_out, ranks_share, sharing_offer
+from robust_dcp.plan.sharing import (
+    SharedReads,
+    deal_out,
+    node_reads_the_same,
+    ranks_share,
+    sharing_offer,
+)
 from robust_dcp.plan.stored_plan import LOADED
 from robust_dcp.planner import RobustLoadPlanner, RobustPlanner
 from robust_dcp.planner.save import checkpoint_name
@@ -40,6 +47,7 @@ CheckpointId = str | os.PathLike[str]
 _DEFAULT_TIMEOUT_SECONDS = 300.0
 
 
+@entry_point
 def save(
     state_dict: dict[str, Any],
     *,
@@ -50,6 +58,7 @@ def save(
     no_dist: bool = False,
     timeout_seconds: float | None = None,
     deadline_seconds: float | None = None,
+    kind: str | None = None,
 ) -> SaveReport:
     """Save a state dict from all ranks of a group into one checkpoint.
 
@@ -68,6 +77,7 @@ def save(
         timeout_seconds: how long a rank may give no sign of progress; the planner's (300 by default) if ``None``. A rank
             that writes slowly but steadily is waited for.
         deadline_seconds: how long the save may take as a whole; ``None`` for as long as there is progress.
+        kind: what is saved, in a word, for a job that saves several state dicts in turn; the planner's if ``None``.
 
     Returns:
         What was done; the DCP ``Metadata`` is its ``metadata``.
@@ -91,11 +101,13 @@ def save(
         timeout_seconds=timeout_seconds,
         deadline_seconds=deadline_seconds,
         no_dist=no_dist,
+        kind=kind,
     )
     session.commits_together = True
     clock = PhaseClock(session.channel)
 
     def describe() -> LocalStructure:
+        _refuse_other_than_dict(state_dict)
         is_coordinator = session.channel.is_coordinator
         writer.begin(is_coordinator=is_coordinator)
         planner.set_up_planner(_state_dicts_of(state_dict), writer.storage_meta(), is_coordinator)
@@ -129,6 +141,7 @@ class _MetadataFile(msgspec.Struct, frozen=True):
     data: bytes
 
 
+@entry_point
 def load(
     state_dict: dict[str, Any],
     *,
@@ -177,11 +190,12 @@ def load(
 
     def prepare() -> Offer:
         nonlocal plan
+        _refuse_other_than_dict(state_dict)
         values.update(_state_dicts_of(dict(sorted(state_dict.items()))))
         plan = _local_load_plan(values, reader, planner, metadata_file, channel)
         if not isinstance(reader, RobustReader):
             return Offer()
-        return sharing_offer(reader.share_reads, channel.rank, can_share=may_ask_early(planner))
+        return sharing_offer(reader.share_reads, channel.rank, plan.items, can_share=may_ask_early(planner))
 
     def read() -> None:
         reader.read_data(plan if shared is None else LoadPlan(shared.left_to_read(plan.items)), planner).wait()
@@ -200,6 +214,8 @@ def load(
             agreement = channel.agree(f"load {checkpoint}: plan", prepare)
             if isinstance(reader, RobustReader) and ranks_share(agreement):
                 shared = deal_out(channel, checkpoint, reader, plan, planner, process_group)
+            elif isinstance(reader, RobustReader):
+                reader.node_reads_the_same = node_reads_the_same(agreement)
         with clock.phase("read"):
             channel.barrier(f"load {checkpoint}: read", read)
         if shared is not None:
@@ -253,6 +269,16 @@ def _local_load_plan(
     plan = reader.prepare_local_plan(planner.create_local_plan())
     (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
     return planner.finish_plan(plan)
+
+
+def _refuse_other_than_dict(state_dict: Any) -> None:
+    if isinstance(state_dict, Mapping):
+        return
+    if _is_stateful(state_dict):
+        what_to_do = 'give it a name, {"model": model}, or pass its state dict, model.state_dict()'
+    else:
+        what_to_do = 'give it a name, {"name": value}'
+    raise RobustCheckpointError(f"a state dict is a dict, and a {type(state_dict).__name__} was passed: {what_to_do}")
 
 
 def _state_dicts_of(state_dict: dict[str, Any]) -> dict[str, Any]:

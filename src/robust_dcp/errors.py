@@ -14,16 +14,24 @@
 
 A failure on one rank travels to the others as text (:meth:`RobustCheckpointError.to_fields`) and is raised
 there as the same class with the same fields (:func:`error_from_fields`): no exception object is pickled.
+
+What a user sees: what happened and what to do, the ranks that raised it, and of the stack only the user's own code.
+:func:`entry_point` takes our own frames away, where the user's code calls ours.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+import re
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
+
+from robust_dcp.tracebacks import user_stack
 
 __all__ = [
     "CorruptCheckpoint",
@@ -35,14 +43,35 @@ __all__ = [
     "StorageError",
     "StructureChanged",
     "UnsafeCheckpoint",
+    "alike",
+    "entry_point",
     "error_from_fields",
     "failure_of",
+    "ranks_in_words",
 ]
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_MAX_KINDS_SHOWN = 8
+"""Failures that are not alike, of different ranks, that a message spells out."""
+
+_BRIEF_CHARS = 80
+_DIGIT = re.compile(r"\d")
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """What went wrong on one rank, as text: it can be sent to every other rank and printed there."""
+    """What went wrong on one rank, as text: it can be sent to every other rank and printed there.
+
+    Attributes:
+        rank: the rank of the group that raised.
+        type_name, message: of the exception.
+        traceback_text: the stack as far as it is the user's; all of it if the exception came from our own code, and
+            was not meant to.
+    """
 
     rank: int
     type_name: str
@@ -50,7 +79,7 @@ class RankFailure:
     traceback_text: str = ""
 
     def __str__(self) -> str:
-        return f"rank {self.rank}: {self.type_name}: {self.message}"
+        return f"rank {self.rank}: {_type_and_message(self)}"
 
 
 class RobustCheckpointError(CheckpointException, RuntimeError):
@@ -78,16 +107,38 @@ class RobustCheckpointError(CheckpointException, RuntimeError):
         )
 
     def __str__(self) -> str:
-        if not self.rank_failures:
-            return self.message
-        lines = [self.message]
-        for failure in self.rank_failures:
-            lines.append(f"  {failure}")
-            lines.extend(f"    {line}" for line in failure.traceback_text.rstrip().splitlines())
-        return "\n".join(lines)
+        kinds = alike(self.rank_failures)
+        lines = [line for kind in kinds[:_MAX_KINDS_SHOWN] for line in self._told(kind)]
+        if len(kinds) > _MAX_KINDS_SHOWN:
+            rest = [failure.rank for kind in kinds[_MAX_KINDS_SHOWN:] for failure in kind]
+            lines.append(f"  {ranks_in_words(rest)} failed in other ways: see rank_failures")
+        return "\n".join([self.message, *lines])
+
+    def _told(self, kind: Sequence[RankFailure]) -> list[str]:
+        """What ``message`` does not say yet of failures that are alike."""
+        first = kind[0]
+        where = ranks_in_words([failure.rank for failure in kind])
+        same = "" if all(failure.message == first.message for failure in kind) else f", as rank {first.rank} words it"
+        lines = []
+        is_own = (first.type_name, first.message) == (type(self).__name__, self.message)
+        if not is_own and _type_and_message(first) not in self.message:
+            lines.append(_indented(2, f"{where}{same}: {_type_and_message(first)}"))
+        elif where not in self.message:
+            lines.append(f"  raised on {where}{same}")
+        if first.traceback_text:
+            lines.append(_indented(4, first.traceback_text.rstrip()))
+        return lines
 
     def __reduce__(self) -> tuple[Any, ...]:
         return error_from_fields, (type(self).__name__, self.to_fields(), self.rank_failures)
+
+    def in_brief(self) -> RobustCheckpointError:
+        """The same class and fields in a few words, for callers that print the errors of all ranks."""
+        start = self.message.partition("\n")[0]
+        if len(start) > _BRIEF_CHARS:
+            start = f"{start[:_BRIEF_CHARS]}…"
+        message = f"{start} (the coordinator's error says all of it)"
+        return error_from_fields(type(self).__name__, {**self.to_fields(), "message": message})
 
     def to_fields(self) -> dict[str, Any]:
         """The message and the fields of the class, as plain values that any encoding can carry."""
@@ -187,5 +238,56 @@ def error_from_fields(
 def failure_of(rank: int, error: BaseException) -> RankFailure:
     """Describe ``error``, caught on ``rank``, as text."""
     message = error.message if isinstance(error, RobustCheckpointError) else str(error)
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return RankFailure(rank=rank, type_name=type(error).__name__, message=message, traceback_text=text)
+    stack = user_stack(error, expected=RobustCheckpointError)
+    return RankFailure(rank=rank, type_name=type(error).__name__, message=message, traceback_text=stack)
+
+
+def alike(failures: Sequence[RankFailure]) -> list[list[RankFailure]]:
+    """``failures`` in groups, in order: those of one group have one class, and say the same but for numbers and names
+    with numbers in them (``__3_0.distcp``, ``layers.7``, a checksum)."""
+    groups: dict[tuple[str, str], list[RankFailure]] = {}
+    for failure in failures:
+        # Word by word: a pattern with a digit somewhere in a word would take the square of a long word's length.
+        kind = re.sub(r"\w+", lambda word: "#" if _DIGIT.search(word[0]) else word[0], failure.message)
+        groups.setdefault((failure.type_name, kind), []).append(failure)
+    return list(groups.values())
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """``[0, 1, 2, 5]`` -> ``"ranks 0-2, 5"``."""
+    spans: list[tuple[int, int]] = []
+    for rank in sorted(set(ranks)):
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1] = (spans[-1][0], rank)
+        else:
+            spans.append((rank, rank))
+    words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return f"{'rank' if len(set(ranks)) == 1 else 'ranks'} {words}"
+
+
+def _type_and_message(failure: RankFailure) -> str:
+    return f"{failure.type_name}: {failure.message}" if failure.message else failure.type_name
+
+
+def _indented(n_spaces: int, text: str) -> str:
+    return "\n".join(" " * n_spaces + line for line in text.splitlines())
+
+
+def entry_point(function: Callable[P, R]) -> Callable[P, R]:
+    """A function or method that user code calls: our errors leave it without a stack of ours.
+
+    The error's message has said who, where and why, and the stack of the user's own code. What led to it stays in its
+    ``__context__``; all of the stack goes to this module's logger at DEBUG.
+    """
+
+    @functools.wraps(function)
+    def robust_dcp(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except RobustCheckpointError as error:
+            logger.debug("the whole stack:", exc_info=error)
+            if error.__cause__ is not None:
+                error.__context__ = error.__cause__
+            raise error.with_traceback(None) from None
+
+    return robust_dcp

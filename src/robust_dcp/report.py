@@ -76,7 +76,8 @@ class SaveReport(_Report):
     """What a save did. Printed, it is a table.
 
     Attributes:
-        plan: ``built`` (nothing was cached), ``reused``, ``patched`` (some ranks changed) or ``rebuilt`` (all did).
+        plan: ``built`` (no plan of this kind was cached), ``reused``, ``patched`` (some ranks changed) or ``rebuilt``
+            (all did).
         reason: why, in words.
         changes: the keys that differ from the plan before, over all ranks; ``None`` if there was none to compare.
         differing_objects: objects of one name whose contents differ between ranks, with the ranks that hold them.

@@ -247,6 +247,34 @@ def test_a_rank_that_comes_too_late_is_named_on_both_sides_and_the_next_save_wor
     assert "2" in early.message
 
 
+def pass_what_is_no_dict(directory: str) -> list[list[str]]:
+    module = torch.nn.Linear(2, 2)
+    found = []
+    for value in (module, torch.optim.SGD(module.parameters()), [torch.ones(2)], None, torch.ones(2)):
+        # On one rank only, too: the others are not left waiting.
+        for state_dict in (value, value if dist.get_rank() == 1 else {"model": module}):
+            for call in (robust_dcp.save, robust_dcp.load):
+                verdict = verdict_of(call, state_dict, checkpoint_id=directory, timeout_seconds=20)
+                found.append([call.__name__, type(value).__name__, verdict.type_name, verdict.message])
+    robust_dcp.save({"model": module}, checkpoint_id=directory)  # what the message says works
+    robust_dcp.load({"model": module}, checkpoint_id=directory)
+    return found
+
+
+def test_what_is_no_dict_is_refused_on_all_ranks_with_what_to_pass(tmp_path: Path) -> None:
+    directory = str(tmp_path / "checkpoint")
+    values(run_ranks(1, save_a_module, directory, init=False))
+    first, second = values(run_ranks(2, pass_what_is_no_dict, directory))
+    assert first == second
+    for _, kind, type_name, message in first:
+        assert type_name == "RobustCheckpointError" and f"a {kind} was passed" in message
+        assert ('{"model": model}' if kind in ("Linear", "SGD") else '{"name": value}') in message
+
+
+def save_a_module(directory: str) -> None:
+    robust_dcp.save({"model": torch.nn.Linear(2, 2)}, checkpoint_id=directory)
+
+
 def interrupt_one_rank(directory: str) -> tuple[str, str]:
     class Interrupted(RobustPlanner):
         def resolve_data(self, write_item: WriteItem) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from benchmarks import storage
 from benchmarks.drive import measurement, probe
@@ -26,7 +27,8 @@ from benchmarks.drive.contenders import (
 )
 from benchmarks.drive.figures import RATIOS, Case, rows_of
 from benchmarks.drive.measurement import Figures
-from benchmarks.drive.shapes import SHAPES, state_dict_of
+from benchmarks.drive.shapes import FSDP2, SHAPES, leaves, nbytes_of, ranks_of, state_dict_of
+from tests.support.ranks import run_ranks, values
 
 _KIB = 1 << 10
 _MIB = 1 << 20
@@ -79,6 +81,23 @@ def test_a_run_measures_saves_and_loads_of_ours_and_stocks_beside_the_drive(
     assert titles.index("x raw probe") < titles.index("x stock") < titles.index("GiB/s") < titles.index("CPU-s/GiB")
 
 
+def test_ranks_of_fsdp2_are_measured_together_and_without_those_who_save_alone(tmp_path: Path) -> None:
+    who = f"{OURS},{STOCK_DEFAULT.partition(', ')[2]},HuggingFaceStorageWriter"
+    names = [name for name in WRITERS if any(part in name for part in who.split(","))]
+
+    found = storage.run(str(tmp_path), [FSDP2], 64 * _KIB, 1, names)
+
+    rows = {(row["what"], row["who"], row["checkpoint"]): row for row in found["rows"]}
+    assert {("save", who) for who in names if "HuggingFace" not in who} == {
+        (what, who) for what, who, _ in rows if what == "save" and "probe" not in who
+    }
+    loads = {("load", reader, writer) for reader in (OURS, STOCK_READER) for writer in (OURS, STOCK_DEFAULT)}
+    assert loads <= rows.keys()
+    assert not any("HuggingFace" in reader for _, reader, _ in rows)
+    ours = rows["save", OURS, ""]
+    assert nbytes_of(FSDP2, 64 * _KIB) < ours["nbytes"] < 1.01 * nbytes_of(FSDP2, 64 * _KIB)  # and Adam's steps
+
+
 def test_ratios_are_of_medians_within_the_run() -> None:
     def figures(*seconds: float) -> list[Figures]:
         return [Figures(_GIB, 7, each, 2 * each, round(each * 10)) for each in seconds]
@@ -116,6 +135,35 @@ def test_shapes_have_about_the_bytes_that_were_asked_for(shape: str, nbytes: int
     elif nbytes > _GIB:
         assert math.isclose(found, nbytes, rel_tol=0.15)
     assert len({spec.name for spec in specs}) == len(specs)
+
+
+def _fsdp2_state(nbytes: int) -> tuple[dict[tuple[str, ...], bytes], set[str]]:
+    state_dict = state_dict_of(FSDP2, nbytes)
+    assert {type(value) for value in state_dict["model"].values()} == {DTensor}
+    found = leaves(state_dict)
+    # A view of a larger buffer, memory of its own that the allocator took from its heap, and what it mapped.
+    kinds = set()
+    for tensor in found.values():
+        is_part = tensor.untyped_storage().nbytes() > tensor.nbytes
+        kinds.add("view" if is_part else "mapped" if tensor.data_ptr() % 4096 == 64 else "heap")
+    return {path: bytes(tensor.reshape(-1).view(torch.uint8).numpy()) for path, tensor in found.items()}, kinds
+
+
+def test_fsdp2_is_what_real_ranks_hold_the_same_each_time_and_about_the_bytes_that_were_asked_for() -> None:
+    asked = 24 * _MIB
+    first, again = (values(run_ranks(ranks_of(FSDP2), _fsdp2_state, asked)) for _ in range(2))
+
+    assert [state for state, _ in first] == [state for state, _ in again]
+    assert all(kinds >= {"view", "heap"} for _, kinds in first)
+    ranks = [state for state, _ in first]
+    in_fp8 = {path[1]: len(data) for path, data in ranks[0].items() if path[0] == "fp8"}
+    assert in_fp8 and all(len(ranks[0]["model", name]) == 4 * nbytes for name, nbytes in in_fp8.items())
+    first_rows, last_rows = (len(state["model", "embed_tokens.weight"]) for state in ranks)
+    assert first_rows > last_rows  # the last rank's shard is padded
+    total = sum(len(data) for state in ranks for path, data in state.items() if path[-1] != "step")
+    assert total == nbytes_of(FSDP2, asked)
+    for asked in (64 * _MIB, _GIB, 4 * _GIB):
+        assert math.isclose(nbytes_of(FSDP2, asked), asked, rel_tol=0.15)
 
 
 def test_a_state_dict_is_the_same_bytes_each_time() -> None:

@@ -46,7 +46,7 @@ def _the_one_error(caught: list[RankError]) -> RankError:
 @pytest.mark.parametrize("verb", ["gather", "agree"])
 def test_an_exception_on_one_rank_is_raised_on_all_with_its_traceback(verb: str) -> None:
     error = _the_one_error(errors(run_ranks(3, _fail_on, [1], verb)))
-    assert error.message == "'save 3: plan' failed on rank 1: KeyError"
+    assert error.message == "'save 3: plan' failed on rank 1: KeyError: 'no weight on 1'"
     (failure,) = error.rank_failures
     assert (failure.rank, failure.type_name) == (1, "KeyError")
     assert "no weight on 1" in failure.message
@@ -55,7 +55,7 @@ def test_an_exception_on_one_rank_is_raised_on_all_with_its_traceback(verb: str)
 
 def test_exceptions_on_several_ranks_are_all_told() -> None:
     error = _the_one_error(errors(run_ranks(5, _fail_on, [1, 4], "gather")))
-    assert error.message == "'save 3: plan' failed on ranks 1, 4: KeyError"
+    assert error.message == "'save 3: plan' failed on ranks 1, 4: KeyError: 'no weight on 1'"
     assert [failure.rank for failure in error.rank_failures] == [1, 4]
 
 

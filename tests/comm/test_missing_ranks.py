@@ -59,11 +59,11 @@ def test_a_late_rank_is_named_on_both_sides_and_the_next_exchange_works(connecte
             assert seconds < 5
         else:
             assert 1.4 < seconds < 9
-            assert "has not come" in message
+            assert "has not come" in message or "no sign of life" in message
 
 
 def _slow_work() -> str:
-    channel = Channel.for_group(timeout_seconds=1 if dist.get_rank() else 40)
+    channel = Channel.for_group(timeout_seconds=6 if dist.get_rank() else 40)
     channel.barrier("connect")
 
     def work() -> None:
@@ -213,7 +213,7 @@ def test_a_rank_that_hangs_within_an_exchange_is_named_and_can_come_back() -> No
 
 
 def _fail_often() -> int:
-    channel = Channel.for_group(timeout_seconds=0.7)
+    channel = Channel.for_group(timeout_seconds=2)
     for turn in range(4):
         late = turn % channel.size
         if channel.rank == late:

@@ -129,6 +129,24 @@ def test_with_raise_a_failed_save_is_the_same_exception_on_all_ranks(jobs: _Jobs
     assert jobs.last.of_step(4, "tracker") == ["60", "60"]
 
 
+def test_a_rank_that_cannot_make_its_state_dict_is_heard_of_by_all_and_with_warn_training_goes_on(
+    tmp_path: Path,
+) -> None:
+    warned = run_job(
+        tmp_path / "1",
+        *(*_TORCH_DIST, *_OURS, "--ckpt-save-failure", "warn", "--save", tmp_path / "warned"),
+        steps="save:10 break:20 save:30",
+    )
+    assert warned.of_step(1, "error") == [None, None]
+    assert [warned.of_step(step, "tracker")[0] for step in range(3)] == ["10", "10", "30"]
+    assert "this checkpoint was not saved, and training goes on (--ckpt-save-failure warn)" in warned.output
+    raised = run_job(tmp_path / "2", *_TORCH_DIST, *_OURS, "--save", tmp_path / "raised", steps="break:10")
+    of_rank_0, of_rank_1 = raised.of_step(0, "error")
+    assert of_rank_0 == of_rank_1
+    assert "the optimizer has no state dict" in of_rank_0[1]
+    assert of_rank_0[2] == [1]
+
+
 def test_an_asynchronous_save_is_named_when_megatron_finalizes_it(tmp_path: Path) -> None:
     asynchronous = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore", "--save", tmp_path)
     job = run_job(tmp_path / "job", *_TORCH_DIST, *_OURS, *asynchronous, steps="save:10 finalize save:20 finalize")

@@ -38,7 +38,7 @@ def _megatron_has_parsed(monkeypatch: pytest.MonkeyPatch, **arguments: object) -
 
 
 def test_defaults_leave_megatron_to_itself() -> None:
-    assert current_options() == MegatronOptions("default", None, None, "torch", 300.0, "rebuild", "raise")
+    assert current_options() == MegatronOptions("default", None, None, "torch", 300.0, "rebuild", "raise", "off")
 
 
 def test_every_option_has_a_variable() -> None:
@@ -50,9 +50,10 @@ def test_every_option_has_a_variable() -> None:
         "ROBUST_DCP_EXCHANGE_TIMEOUT_SECONDS": "2.5",
         "ROBUST_DCP_ON_STRUCTURE_CHANGE": "error",
         "ROBUST_DCP_SAVE_FAILURE": "warn",
+        "ROBUST_DCP_VERIFY_REPLICAS": "all",
     }
     assert {option.variable for option in OPTIONS} == set(environment)
-    expected = MegatronOptions("robust_dcp", 4, 1048576, "safetensors", 2.5, "error", "warn")
+    expected = MegatronOptions("robust_dcp", 4, 1048576, "safetensors", 2.5, "error", "warn", "all")
     assert options_from_environment(environment) == expected
 
 

@@ -147,16 +147,22 @@ def test_a_tensor_that_appears_is_saved_though_the_wrapper_has_cached_its_distri
 
 
 @_scenario
-def _balanced(directory: Path) -> int:
-    strategy = RobustSaveStrategy()
-    _save({str(n): _replicated(str(n), torch.ones(1024)) for n in range(8)}, directory / "checkpoint", strategy)
-    items = FileSystemReader(directory / "checkpoint").read_metadata().state_dict_metadata
-    n_others = len(items) - 8 if dist.get_rank() == 0 else 0  # the common state, from 0.19 on
-    return strategy.last_report.items - n_others if strategy.last_report else -1
+def _balanced(directory: Path) -> list[int]:
+    written = []
+    for name in ("alone", "wrapped"):
+        inner = RobustSaveStrategy()
+        strategy = inner if name == "alone" else FullyParallelSaveStrategyWrapper(inner, dist.group.WORLD)
+        _save({str(n): _replicated(str(n), torch.ones(1024)) for n in range(8)}, directory / name, strategy)
+        items = FileSystemReader(directory / name).read_metadata().state_dict_metadata
+        n_others = len(items) - 8 if dist.get_rank() == 0 else 0  # the common state, from 0.19 on
+        written.append(inner.last_report.items - n_others if inner.last_report else -1)
+    return written
 
 
-def test_replicas_are_written_once_and_spread_over_the_ranks_that_hold_them(found: dict[str, list[Any]]) -> None:
-    assert found["_balanced"] == [4, 4]
+def test_the_main_replica_is_written_and_the_fully_parallel_wrapper_spreads_the_work_over_its_group(
+    found: dict[str, list[Any]],
+) -> None:
+    assert found["_balanced"] == [[8, 4], [0, 4]]
 
 
 @_scenario

@@ -59,7 +59,8 @@ def run_job(directory: Path, *arguments: str | Path, steps: str) -> Job:
         directory: an empty one, for what the ranks note.
         arguments: of Megatron-LM.
         steps: ``save:N`` (train a step, save it as iteration N), ``fault:N`` (the same, while no file of rank 1 may
-            grow beyond a few bytes), ``finalize`` (asynchronous saves), ``load:DIRECTORY``, ``load:DIRECTORY@N``.
+            grow beyond a few bytes), ``break:N`` (the same, while the optimizer of rank 1 has no state dict),
+            ``finalize`` (asynchronous saves), ``load:DIRECTORY``, ``load:DIRECTORY@N``.
 
     Raises:
         AssertionError: a rank failed, or was still running after 100 seconds; all have ended then.
@@ -197,7 +198,8 @@ class _Training:
             self.notes.append(self.finalize())
         else:
             self.train(int(value))
-            with _no_room_for_files() if verb == "fault" and self.args.rank == 1 else contextlib.nullcontext():
+            faults = {"fault": _no_room_for_files, "break": self.no_state_dict} if self.args.rank == 1 else {}
+            with faults.get(verb, contextlib.nullcontext)():
                 self.notes.append(self.save(int(value)))
 
     def train(self, iteration: int) -> None:
@@ -215,6 +217,19 @@ class _Training:
                 parameter.main_grad.copy_(gradient)
         self.optimizer.step()
         self.scheduler.step(increment=self.args.global_batch_size)
+
+    @contextlib.contextmanager
+    def no_state_dict(self) -> Iterator[None]:
+        """The optimizer raises when it is asked for its state."""
+
+        def fail(*args: Any, **kwargs: Any) -> None:
+            raise ValueError("the optimizer has no state dict")
+
+        self.optimizer.sharded_state_dict = fail
+        try:
+            yield
+        finally:
+            del self.optimizer.sharded_state_dict
 
     def save(self, iteration: int) -> dict[str, Any]:
         from megatron.training import training

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from robust_dcp import Channel, RobustPlanner
@@ -19,7 +19,9 @@ from robust_dcp.plan.structure import (
     Path,
     PlanContext,
     StructureSignature,
+    StructureTable,
 )
+from robust_dcp.plan.structure.paths import Paths
 from tests.plan.structures import DTYPES, Item, chunk, context_of, obj, rank_items, table, tensor
 
 CONTEXT = context_of()
@@ -145,6 +147,99 @@ def test_a_name_that_is_new_gone_or_another_changes_the_signature(
     assert _signature(without, paths) != expected
     renamed = [*without, replace(items[victim], name="~")]
     assert _signature(renamed, {**paths, "~": ("~",)}) != expected
+
+
+# Fields of a table as they are: none may be left out of what is hashed, and none that will be added.
+
+
+def _draw_other(value: Any, data: st.DataObject) -> Any:
+    """Another value of the same kind: one string, number, byte or part of it is changed."""
+    if isinstance(value, np.ndarray):
+        assume(value.size)
+        changed = value.copy()
+        place = data.draw(st.integers(0, value.size - 1))
+        changed[place] += data.draw(st.sampled_from([1, 2, 100]))
+        return changed
+    if isinstance(value, tuple):
+        assume(value)
+        place = data.draw(st.integers(0, len(value) - 1))
+        return (*value[:place], _draw_other(value[place], data), *value[place + 1 :])
+    if isinstance(value, Mapping):
+        assume(value)
+        key = data.draw(st.sampled_from(sorted(value)))
+        return {**value, key: _draw_other(value[key], data)}
+    if isinstance(value, Paths):
+        column = data.draw(st.sampled_from(["counts", "lengths"]))
+        return replace(value, **{column: _draw_other(getattr(value, column), data)})
+    if isinstance(value, bytes):
+        return value + b"x"
+    if isinstance(value, bool) or value is None:
+        return not value
+    return value + type(value)(1)
+
+
+@settings(max_examples=25)
+@given(rank_items(), st.data())
+@pytest.mark.parametrize("field", [field.name for field in fields(StructureTable)])
+def test_no_field_of_a_table_is_left_out_of_its_signature(
+    field: str, drawn: tuple[list[Item], dict[str, Path]], data: st.DataObject
+) -> None:
+    items, paths = drawn
+    one = table(*items, paths=paths, attributes={"mcore_data": {"w": 1}})
+    other = replace(one, **{field: _draw_other(getattr(one, field), data)})
+    assert StructureSignature.of(other, CONTEXT) != StructureSignature.of(one, CONTEXT)
+
+
+@settings(max_examples=25)
+@given(rank_items())
+@pytest.mark.parametrize("field", [field.name for field in fields(StructureTable)])
+def test_an_empty_field_of_a_table_is_not_a_full_one(field: str, drawn: tuple[list[Item], dict[str, Path]]) -> None:
+    items, paths = drawn
+    one = table(*items, paths=paths, attributes={"mcore_data": {"w": 1}})
+    value = getattr(one, field)
+    empty = None if isinstance(value, Paths) else value[:0]
+    assume(not isinstance(value, np.ndarray) or value.size)
+    assert StructureSignature.of(replace(one, **{field: empty}), CONTEXT) != StructureSignature.of(one, CONTEXT)
+
+
+@settings(max_examples=25)
+@given(st.data())
+@pytest.mark.parametrize("field", [field.name for field in fields(PlanContext)])
+def test_no_field_of_a_context_is_left_out_of_the_signature(field: str, data: st.DataObject) -> None:
+    changes: dict[str, Any] = {field: _draw_other(getattr(CONTEXT, field), data)}
+    assert _signature([tensor("w")], None, replace(CONTEXT, **changes)) != _signature([tensor("w")], None)
+
+
+def test_paths_that_are_none_and_no_paths_are_told_apart() -> None:
+    assert StructureSignature.of(table(paths={}), CONTEXT) != StructureSignature.of(table(paths=None), CONTEXT)
+
+
+_FEW_CHUNKS = st.lists(
+    st.builds(
+        lambda name, at, n, dtype: chunk(name, [8], [at], [n], dtype),
+        st.sampled_from("ab"),
+        st.integers(0, 2),
+        st.integers(1, 2),
+        st.sampled_from([torch.float32, torch.int64]),
+    ),
+    max_size=4,
+    unique_by=lambda item: (item.name, item.offset),
+)
+
+
+@settings(max_examples=300)
+@given(_FEW_CHUNKS, _FEW_CHUNKS)
+@example(
+    [chunk("a", [8], [0], [1]), chunk("a", [8], [1], [1]), chunk("b", [8], [0], [1])],
+    [chunk("a", [8], [0], [1]), chunk("b", [8], [0], [1]), chunk("b", [8], [1], [1])],
+)
+@example(
+    [chunk("a", [8], [0], [1]), chunk("a", [8], [1], [1]), chunk("b", [8], [2], [1])],
+    [chunk("a", [8], [0], [1]), chunk("b", [8], [1], [1]), chunk("b", [8], [2], [1])],
+)
+def test_two_ranks_sign_alike_only_if_they_hold_the_same_chunks(left: list[Item], right: list[Item]) -> None:
+    """Two chunks of ``a`` and one of ``b`` are not one of ``a`` and two of ``b``, with all other columns the same."""
+    assert (_signature(left, None) == _signature(right, None)) == (set(left) == set(right))
 
 
 @pytest.mark.parametrize(

@@ -144,10 +144,16 @@ class SimulatedDisk:
             raise self._error("write", file.path, errno.EINVAL)
 
     def pread_into(self, file: OpenFile, buffer: Any, offset: int) -> int:
-        view = memoryview(buffer).cast("B")
-        found = self._open[file.fd].cached[offset : offset + view.nbytes]
-        view[: len(found)] = found
-        return len(found)
+        done = 0
+        for each in buffer if isinstance(buffer, (list, tuple)) else [buffer]:
+            view = memoryview(each).cast("B")
+            found = self._open[file.fd].cached[offset + done : offset + done + view.nbytes]
+            view[: len(found)] = found
+            done += len(found)
+        return done
+
+    def cached_nbytes(self, file: OpenFile, offset: int, nbytes: int) -> int:
+        return nbytes  # all of it is in memory
 
     def preallocate(self, file: OpenFile, nbytes: int) -> bool:
         cached = self._open[file.fd].cached

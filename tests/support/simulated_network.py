@@ -166,6 +166,9 @@ class _SimulatedMeeting:
     def settle(self, operation: str, account: bytes) -> bytes:
         return self._network.settle(self._rank, operation, account)
 
+    def account_of(self, operation: str) -> bytes | None:
+        return self._network.account_of(self._rank, operation)
+
 
 class SimulatedNetwork:
     """See the module.
@@ -219,11 +222,20 @@ class SimulatedNetwork:
     def settle(self, rank: int, operation: str, account: bytes) -> bytes:
         """Keep the first account of ``operation``."""
         with self.lock:
-            while (pause := self._thaws.get(rank, 0.0) - time.monotonic()) > 0 and rank not in self.killed:
-                self._met.wait(pause)
-            if rank in self.killed or self._store_host in self.killed:
-                raise StoreLost("connection reset by peer")
+            self._await_store(rank)
             return self._accounts.setdefault(operation, account)
+
+    def account_of(self, rank: int, operation: str) -> bytes | None:
+        """What was kept of ``operation``."""
+        with self.lock:
+            self._await_store(rank)
+            return self._accounts.get(operation)
+
+    def _await_store(self, rank: int) -> None:
+        while (pause := self._thaws.get(rank, 0.0) - time.monotonic()) > 0 and rank not in self.killed:
+            self._met.wait(pause)
+        if rank in self.killed or self._store_host in self.killed:
+            raise StoreLost("connection reset by peer")
 
     def next_fault(self, sender: int, receiver: int) -> Fault | None:
         """What is to happen to the frame that is being sent. Called with the lock."""

@@ -13,7 +13,14 @@ import msgspec
 
 from robust_dcp.comm import wire
 from robust_dcp.comm.frames import Status
-from robust_dcp.errors import RankFailure, RobustCheckpointError, error_from_fields, failure_of
+from robust_dcp.errors import (
+    RankFailure,
+    RobustCheckpointError,
+    alike,
+    error_from_fields,
+    failure_of,
+    ranks_in_words,
+)
 
 __all__ = ["MAX_FAILURES_TOLD", "ErrorMessage", "FailuresBelow", "Stopped", "describe", "joint_error"]
 
@@ -154,10 +161,11 @@ def joint_error(phase: str, failed_ranks: Sequence[int], told: Mapping[int, Erro
     lowest = told.get(failed_ranks[0])
     if lowest is not None and lowest.fields is not None:
         return error_from_fields(lowest.type_name, lowest.fields, failures)
-    kinds = sorted({failure.type_name for failure in failures if failure.rank in failed_ranks})
-    ranks = ", ".join(map(str, failed_ranks))
-    word = "rank" if len(failed_ranks) == 1 else "ranks"
-    return RobustCheckpointError(f"{phase!r} failed on {word} {ranks}: {', '.join(kinds)}", failures=failures)
+    own = [failure for failure in failures if failure.rank in failed_ranks]
+    what = ", ".join(sorted({failure.type_name for failure in own}))
+    if len(alike(own)) == 1 and own[0].message:
+        what += ": " + own[0].message
+    return RobustCheckpointError(f"{phase!r} failed on {ranks_in_words(failed_ranks)}: {what}", failures=failures)
 
 
 def _plain_fields(error: RobustCheckpointError) -> dict[str, Any]:

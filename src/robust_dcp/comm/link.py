@@ -65,6 +65,8 @@ class MeetingPlace(Protocol):
 
     def settle(self, operation: str, account: bytes) -> bytes: ...
 
+    def account_of(self, operation: str) -> bytes | None: ...
+
 
 class _Early(NamedTuple):
     """A message for an operation that this rank is not in yet."""
@@ -145,6 +147,16 @@ class Link:
         if self._meeting is None:
             raise ValueError("a group of one has nobody to connect to")
         return cast(GlooPipe, self._meeting.connect(peer, generation, "relay"))
+
+    def account_of(self, operation: OperationKey) -> bytes | None:
+        """What the ranks have made the account of how ``operation`` ended; ``None`` if there is none yet.
+
+        Raises:
+            StoreLost: the ranks have no place to agree on it.
+        """
+        if self._meeting is None:
+            return None
+        return self._meeting.account_of(f"{operation.operation:016x}/{operation.occurrence}")
 
     def settle(self, operation: OperationKey, account: bytes) -> bytes:
         """Make ``account`` the one of how ``operation`` ended, unless there is one; return the one that counts.

@@ -74,6 +74,15 @@ class Meeting:
         """
         return self._ask(lambda store: bytes(store.compare_set(f"ended/{operation}", "", account)))
 
+    def account_of(self, operation: str) -> bytes | None:
+        """What :meth:`settle` has settled; ``None`` if nothing yet.
+
+        Raises:
+            StoreLost: see there.
+        """
+        key = f"ended/{operation}"
+        return self._ask(lambda store: bytes(store.get(key)) if store.check([key]) else None)
+
     def _shared(self) -> Any:
         """The store with the prefix of this life of the group.
 

@@ -39,6 +39,9 @@ BEAT_SECONDS = 1.0
 LOG_SECONDS = 10.0
 """How long ranks are waited for before the log says for whom; then after twice that, and so on."""
 
+PARENT_LOST_SECONDS = 0.5
+"""How long a rank that has lost its parent waits for what others have to say of it."""
+
 RECONNECT_SECONDS = 5.0
 """How long a rank whose connection broke between two operations has to come back."""
 
@@ -107,6 +110,7 @@ class Operation:
         self._changed = threading.Condition()
         self._has_begun = False
         self._raised: BaseException | None = None
+        self._is_untold = False
         self._reset()
 
     def _reset(self) -> None:
@@ -177,7 +181,7 @@ class Operation:
     def stopped(self) -> str | None:
         """What another rank has said of the exchange that is under way, or comes next; ``None`` if it may succeed."""
         if self._account is not None:
-            return self._told().message
+            return wire.decode(self._account, ErrorMessage).to_error().message
         return self._stops.get(self._exchange)
 
     def note_progress(self, done_nbytes: int | None = None, total_nbytes: int | None = None) -> None:
@@ -221,6 +225,8 @@ class Operation:
         what = f"{verb} {phase!r}" + (f" with coordinator {root}" if root else "")
         with self._changed:
             self.what, self.phase, self.tree = what, phase, tree
+        if self._is_untold:
+            raise _Ended  # it ended for all ranks while this one was between two exchanges
         if not self._has_begun:
             self._reset()
             self.link.begin(self.name, self, tree.neighbours)
@@ -496,6 +502,16 @@ class Operation:
         with self._changed:
             if self._account is not None:
                 return self._told()
+            if self.tree.parent in problem.missing:
+                # Those above the parent see more ranks than this one: they have the first word.
+                self._changed.wait_for(lambda: self._account is not None, PARENT_LOST_SECONDS)
+        with contextlib.suppress(StoreLost):
+            known = self.link.account_of(self.key)
+            if known is not None:
+                with self._changed:
+                    if self._account is None:
+                        self._end(known, but=None, flags=0)
+                return self._told()
         error = conclude(problem, self)
         account = wire.encode(ErrorMessage.of(error))
         with contextlib.suppress(StoreLost):  # the ranks still tell each other
@@ -509,6 +525,7 @@ class Operation:
 
     def _end(self, account: bytes, but: int | None, flags: int) -> None:
         self._account = account
+        self._is_untold = True
         # Not only along this tree: a rank that is still in the exchange before may be in another one.
         for peer in {*self.tree.neighbours, *self.link.peers()} - {but}:
             self.link.send(peer, self._frame(Kind.FAIL, flags=flags), account)
@@ -522,6 +539,7 @@ class Operation:
             threading.Thread(target=self.interrupt, name="robust_dcp: interrupt", daemon=True).start()
 
     def _told(self) -> RobustCheckpointError:
+        self._is_untold = False
         return as_told_to(self.link.rank, wire.decode(self._account or b"", ErrorMessage).to_error())
 
     # What other ranks are told when something has gone wrong.

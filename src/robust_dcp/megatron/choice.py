@@ -6,6 +6,7 @@ Asked by every replacement in ``save_patches`` and ``load_patches`` before it do
 from __future__ import annotations
 
 from robust_dcp.megatron.hooks.options import current_options
+from robust_dcp.megatron.hooks.stock_paths import say_stays_stock
 
 __all__ = ["is_chosen"]
 
@@ -17,4 +18,10 @@ def is_chosen() -> bool:
         return False
     from robust_dcp.megatron.versions import uses_multi_storage_client
 
-    return not uses_multi_storage_client()
+    if not uses_multi_storage_client():
+        return True
+    say_stays_stock(
+        "every checkpoint of this job",
+        "--enable-msc: the Multi-Storage Client's storage is no file system that is mounted",
+    )
+    return False

@@ -45,7 +45,8 @@ def as_megatron_raises() -> Iterator[None]:
     except RobustCheckpointError as error:
         name = CheckpointingException.__name__
         if type(error) is RobustCheckpointError and any(each.type_name == name for each in error.rank_failures):
-            raise RefusedByMegatron(error.message, failures=error.rank_failures) from error
+            refused = RefusedByMegatron(error.message, failures=error.rank_failures)
+            raise refused from error.__cause__ or error.__context__
         raise
 
 
@@ -68,12 +69,18 @@ def told_by_who_failed(rank: int) -> Iterator[None]:
             raise
         if rank not in {failure.rank for failure in error.rank_failures}:
             raise Stopped(error.message) from error
-        raise _first_cause(error) from error
+        first = _first_cause(error)
+        if first is error:
+            raise
+        raise first from None
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    while isinstance(error, RobustCheckpointError) and error.rank_failures and error.__cause__ is not None:
-        error = error.__cause__
+    while isinstance(error, RobustCheckpointError) and error.rank_failures:
+        cause = error.__cause__ or error.__context__  # the latter behind an entry point
+        if cause is None:
+            break
+        error = cause
     return error
 
 

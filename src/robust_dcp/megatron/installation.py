@@ -20,6 +20,7 @@ import torch.distributed as dist
 from robust_dcp.megatron.hooks.arguments import PATCHES as ARGUMENT_PATCHES
 from robust_dcp.megatron.hooks.options import Planner, choose_planner, options_from_environment
 from robust_dcp.megatron.hooks.patching import Patch, Patches
+from robust_dcp.megatron.hooks.stock_paths import forget_said
 from robust_dcp.version import __version__
 
 __all__ = ["TABLES", "install", "patches_of", "uninstall"]
@@ -84,6 +85,7 @@ def uninstall() -> None:
         in_place, _installed.patches = _installed.patches, {}
         _installed.announced = False
         choose_planner("default")
+        forget_said()
     for patches in reversed(list(in_place.values())):
         patches.remove()
 

@@ -48,7 +48,6 @@ __all__ = [
     "dequantized",
     "dict_list_map_outplace",
     "finished_request",
-    "group_by_sharded_key",
     "is_main_replica",
     "is_parallel_load_wrapper",
     "load_is_collective",
@@ -76,12 +75,6 @@ COMMON_STATE_KEY = "common_state"
 
 _group: Callable[..., tuple[GroupedShards, Any, Any]] = megatron_torch._replace_state_dict_keys_with_sharded_keys
 _translate: Callable[..., dict[str, Any]] = megatron_torch.mcore_to_pyt_state_dict
-
-
-def group_by_sharded_key(sharded_state_dict: dict[str, Any]) -> GroupedShards:
-    """All shards and objects of this rank, replicas included, by the key that they have in a checkpoint."""
-    grouped, _, _ = _group(sharded_state_dict, keep_only_main_replica=False)
-    return grouped
 
 
 def to_dcp_values(grouped: GroupedShards) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from robust_dcp.plan.cache import CachedPlan, GroupKey, PlanCache
 from robust_dcp.plan.global_plan import combined_digest
 from robust_dcp.plan.local import LocalStructure
 
-__all__ = ["Decision", "PlanOutcome", "coordinator_of", "decide", "make_offer"]
+__all__ = ["Decision", "PlanOutcome", "coordinator_of", "decide", "is_settled", "make_offer", "offer_of"]
 
 PlanOutcome = Literal["built", "reused", "patched", "rebuilt"]
 
@@ -50,21 +50,35 @@ def make_offer(
     cache: PlanCache, group: GroupKey, local: LocalStructure, *, leads: bool
 ) -> tuple[Offer, CachedPlan | None]:
     """What this rank says of itself, and the cached plan that it offers (not necessarily one that fits)."""
-    signature = local.signature.value
-    leads_flag = LEADS if leads else 0
-    if local.files is None:
+    plan = None
+    if local.files is not None:
         # Nothing tells us whether another storage writer committed its checkpoint, so no plan is ever kept for it.
-        return Offer(signature=signature, flags=leads_flag), None
-    plan = cache.find(group, signature)
-    flags, digest = MATCHES, 0
+        plan = cache.find(group, local.signature.value) or cache.latest(group)
+    return offer_of(plan, local, leads=leads), plan
+
+
+def offer_of(plan: CachedPlan | None, local: LocalStructure, *, leads: bool) -> Offer:
+    """What this rank says of itself and of ``plan``."""
+    signature = local.signature.value
+    flags = LEADS if leads else 0
     if plan is None:
-        plan, flags = cache.latest(group), 0
-    else:
+        return Offer(signature=signature, flags=flags)
+    digest = 0
+    if plan.signature == signature:
+        flags |= MATCHES
         digest = combined_digest(local.digests_of(plan.rank_plan.common_objects))
-    if plan is not None and plan.coordinator is not None:
+    if plan.coordinator is not None:
         flags |= HAS_GLOBAL_PLAN
-    plan_id = _NO_PLAN if plan is None else plan.plan_id
-    return Offer(signature=signature, plan_id=plan_id, value=digest, flags=flags | leads_flag), plan
+    return Offer(signature=signature, plan_id=plan.plan_id, value=digest, flags=flags)
+
+
+def is_settled(decision: Decision, agreement: Agreement) -> bool:
+    """Whether ``decision`` stands: the plan holds, or no rank has any that could be of another kind.
+
+    Else ranks have to agree on the kind first: one that holds the same in two kinds, or nothing, cannot tell them
+    apart by itself.
+    """
+    return decision.reuse or (agreement.same_plan_id and agreement.plan_id == _NO_PLAN)
 
 
 def coordinator_of(agreement: Agreement, otherwise: int) -> int:

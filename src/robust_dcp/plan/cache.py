@@ -62,6 +62,8 @@ class CoordinatorPlan:
             one.
         stored: the plan as it is put beside each checkpoint.
         columns_nbytes: memory of all tables and places.
+        replicated, n_classes: of each rank, as in ``ReplicaChecks``; empty if replicas are not compared.
+        is_contested: whether several ranks claim the main replica of some chunk.
     """
 
     tables: tuple[StructureTable, ...]
@@ -75,6 +77,9 @@ class CoordinatorPlan:
     variable_places: tuple[npt.NDArray[np.int64], ...] | None = None
     stored: MadeOnce = field(default_factory=MadeOnce)
     columns_nbytes: int = 0
+    replicated: tuple[Places, ...] = ()
+    n_classes: int = 1
+    is_contested: bool = False
 
     @property
     def memory_nbytes(self) -> int:
@@ -103,6 +108,7 @@ class CachedPlan:
             rank cannot be sure that the coordinator knows them.
         coordinator: on the coordinator only.
         loaded_from: the checkpoint that it was found in; empty for one that this process has made.
+        kind: what it is a plan of, see :mod:`robust_dcp.plan.kinds`; the same on all ranks.
     """
 
     plan_id: bytes
@@ -112,6 +118,7 @@ class CachedPlan:
     variable_places: npt.NDArray[np.int64] | None
     coordinator: CoordinatorPlan | None
     loaded_from: str = ""
+    kind: str = ""
 
 
 class PlanCache:
@@ -128,6 +135,7 @@ class PlanCache:
         self._max_entries = max_entries
         self._max_nbytes = max_nbytes
         self._entries: OrderedDict[tuple[GroupKey, bytes], CachedPlan] = OrderedDict()
+        self._last_of_kind: dict[tuple[GroupKey, str], bytes] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -141,6 +149,17 @@ class PlanCache:
         """The plan that ``group`` used last."""
         return self._latest(group, lambda plan: True)
 
+    def get(self, group: GroupKey, plan_id: bytes) -> CachedPlan | None:
+        """The plan of that identity."""
+        with self._lock:
+            return self._entries.get((group, plan_id))
+
+    def last_of_each_kind(self, group: GroupKey) -> dict[str, CachedPlan]:
+        """For each kind that ``group`` has saved the plan that it used last; the kind saved last comes first."""
+        with self._lock:
+            last = reversed(self._last_of_kind.items())
+            return {kind: self._entries[key, plan_id] for (key, kind), plan_id in last if key == group}
+
     def _latest(self, group: GroupKey, wanted: Callable[[CachedPlan], bool]) -> CachedPlan | None:
         with self._lock:
             matches = (plan for (key, _), plan in reversed(self._entries.items()) if key == group and wanted(plan))
@@ -151,8 +170,23 @@ class PlanCache:
         with self._lock:
             self._entries[group, plan.plan_id] = plan
             self._entries.move_to_end((group, plan.plan_id))
+            self._last_of_kind.pop((group, plan.kind), None)  # so that it comes last
+            self._last_of_kind[group, plan.kind] = plan.plan_id
             while len(self._entries) > 1 and self._is_too_large():
                 self._entries.popitem(last=False)
+            self._mend_kinds()
+
+    def _mend_kinds(self) -> None:
+        """A kind whose last plan has gone goes back to the one before, if there is one."""
+        for (group, kind), plan_id in list(self._last_of_kind.items()):
+            if (group, plan_id) in self._entries:
+                continue
+            entries = reversed(self._entries.items())
+            before = next((entry[1] for entry, plan in entries if entry[0] == group and plan.kind == kind), None)
+            if before is None:
+                del self._last_of_kind[group, kind]
+            else:
+                self._last_of_kind[group, kind] = before
 
     def _is_too_large(self) -> bool:
         nbytes = sum(plan.coordinator.memory_nbytes for plan in self._entries.values() if plan.coordinator is not None)
@@ -162,10 +196,12 @@ class PlanCache:
         """Drop a plan, if it is there."""
         with self._lock:
             self._entries.pop((group, plan_id), None)
+            self._mend_kinds()
 
     def clear(self) -> None:
         with self._lock:
             self._entries.clear()
+            self._last_of_kind.clear()
 
 
 PLANS = PlanCache()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from robust_dcp.plan.replica_checks import VerifyReplicas
 from robust_dcp.plan.structure import ItemKind, PlanContext, StructureMessage, StructureSignature, StructureTable
 from robust_dcp.storage.layouts import TORCH, Layout
 
@@ -25,6 +26,7 @@ class LocalStructure:
         files: number of files for items of fixed size; ``None`` where another writer than ours places them.
         lowest_rank: whether replicas go to the lowest rank that holds them.
         layout: of the files.
+        verify_replicas: which replicas are compared with those of other ranks.
     """
 
     table: StructureTable
@@ -34,6 +36,7 @@ class LocalStructure:
     files: int | None
     lowest_rank: bool
     layout: Layout = TORCH
+    verify_replicas: VerifyReplicas = "off"
 
     def to_message(self) -> StructureMessage:
         """All of this, for the coordinator."""

@@ -5,6 +5,7 @@ Owns the step from gathered structures to one reply for each rank; the exchanges
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -12,20 +13,22 @@ import numpy as np
 import numpy.typing as npt
 
 from robust_dcp.comm import combined_signature
-from robust_dcp.errors import ExchangeError, PlanConflict, StructureChanged
+from robust_dcp.errors import ExchangeError, PlanConflict, StructureChanged, ranks_in_words
 from robust_dcp.plan.cache import CachedPlan, CoordinatorPlan, nbytes_of_columns
 from robust_dcp.plan.global_plan import GlobalPlan, differing_objects, make_global_plan
-from robust_dcp.plan.global_plan.conflicts import ranks_in_words
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.metadata import MetadataTemplate, stock_metadata
 from robust_dcp.plan.rank_plan import (
     RankPlan,
     RankPlanMessage,
+    checks_of,
     pack_places,
+    pack_some,
     place_items,
     place_items_of_all,
     unpack_places,
 )
+from robust_dcp.plan.replica_checks import VerifyReplicas, n_classes_of
 from robust_dcp.plan.structure import (
     ItemKind,
     StructureDiff,
@@ -38,6 +41,8 @@ from robust_dcp.plan.structure import (
 from robust_dcp.storage.layouts import TORCH, Layout
 
 __all__ = ["apply_plan", "coordinator_plan_of", "plan_for_all"]
+
+logger = logging.getLogger(__name__)
 
 _MAX_KEYS = 200
 """Keys of each kind that a reply spells out: a bound on what travels when everything has changed."""
@@ -79,6 +84,8 @@ def plan_for_all(
             changed=list(changes.changed)[:_MAX_KEYS],
         )
     plan = make_global_plan(tables, lowest_rank=local.lowest_rank)
+    _warn_of_unclaimed(plan)
+    verifies = local.verify_replicas != "off"
     digests = [_digests(table, message) for table, message in zip(tables, structures, strict=True)]
     shared = {
         "outcome": "built" if known is None else "patched" if len(senders) < len(tables) else "rebuilt",
@@ -86,6 +93,7 @@ def plan_for_all(
         "added": changes.added[:_MAX_KEYS],
         "removed": changes.removed[:_MAX_KEYS],
         "changed": dict(list(changes.changed.items())[:_MAX_KEYS]),
+        "n_classes": n_classes_of(plan.n_replicated, local.verify_replicas),
         "differing_objects": dict(list(differing_objects(plan.columns, digests).items())[:_MAX_KEYS]),
     }
     replies = [
@@ -94,16 +102,31 @@ def plan_for_all(
                 plan.kept[rank], len(table), None if message is not None or known is None else known.kept[rank]
             ),
             common_objects=pack_places(plan.common_objects[rank], len(table)),
+            replicated=pack_some(plan.replicated[rank], len(table)) if verifies else b"",
+            contested=pack_some(plan.contested[rank], len(table)),
             **shared,  # type: ignore[arg-type]
         )
         for rank, (table, message) in enumerate(zip(tables, structures, strict=True))
     ]
-    made = coordinator_plan_of(plan, signatures, local.context.encode(), files=local.files, layout=local.layout)
+    made = coordinator_plan_of(
+        plan,
+        signatures,
+        local.context.encode(),
+        files=local.files,
+        layout=local.layout,
+        verify_replicas=local.verify_replicas,
+    )
     return made, replies
 
 
 def coordinator_plan_of(
-    plan: GlobalPlan, signatures: tuple[bytes, ...], context: bytes, *, files: int | None, layout: Layout = TORCH
+    plan: GlobalPlan,
+    signatures: tuple[bytes, ...],
+    context: bytes,
+    *,
+    files: int | None,
+    layout: Layout = TORCH,
+    verify_replicas: VerifyReplicas = "off",
 ) -> CoordinatorPlan:
     """What the coordinator keeps of a plan, with the places of all items.
 
@@ -111,6 +134,7 @@ def coordinator_plan_of(
         signatures: of each rank's structure.
         files: number of files of each rank; ``None`` where another writer than ours places items.
         layout: of these files.
+        verify_replicas: what all ranks compare.
     """
     metadata = None
     if files is not None:
@@ -125,7 +149,21 @@ def coordinator_plan_of(
         metadata=metadata,
         stock_metadata=stock_metadata(plan) if metadata is None else None,
         columns_nbytes=nbytes_of_columns(plan.columns.tables, plan.kept, plan.common_objects),
+        replicated=() if verify_replicas == "off" else plan.replicated,
+        n_classes=n_classes_of(plan.n_replicated, verify_replicas),
+        is_contested=any(map(len, plan.contested)),
     )
+
+
+def _warn_of_unclaimed(plan: GlobalPlan) -> None:
+    if plan.unclaimed:
+        logger.warning(
+            "%d tensor(s) have shards of which no rank holds the main replica (replica_id 0): %s%s. One copy of each "
+            "is saved; stock Megatron leaves them out. validate_access_integrity=True refuses such a state dict",
+            len(plan.unclaimed),
+            ", ".join(map(repr, plan.unclaimed[:8])),
+            f" and {len(plan.unclaimed) - 8} more" if len(plan.unclaimed) > 8 else "",
+        )
 
 
 def apply_plan(reply: RankPlanMessage, local: LocalStructure, cached: CachedPlan | None) -> RankPlan:
@@ -140,6 +178,7 @@ def apply_plan(reply: RankPlanMessage, local: LocalStructure, cached: CachedPlan
     return RankPlan(
         kept=kept,
         common_objects=unpack_places(reply.common_objects, len(table)),
+        checks=checks_of(reply.replicated, reply.n_classes, reply.contested, len(table)),
         placements=None if local.files is None else place_items(table, kept, files=local.files, layout=local.layout),
     )
 
@@ -205,7 +244,7 @@ def _changes(tables: Sequence[StructureTable], senders: Sequence[int], known: Co
 
 def _reason(senders: Sequence[int], changes: StructureDiff, *, is_first: bool) -> str:
     if is_first:
-        return "the coordinator has no plan of a committed save of this group"
+        return "the coordinator has no plan of a committed save of this kind by this group"
     if not changes:
         return "options, versions or the group have changed"
     return f"on {ranks_in_words(list(senders))}: {changes}"

@@ -7,7 +7,7 @@ every rank, so that places need not travel.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
@@ -17,12 +17,22 @@ import numpy.typing as npt
 
 from robust_dcp.errors import ExchangeError
 from robust_dcp.plan.global_plan import GlobalPlan
+from robust_dcp.plan.replica_checks import ReplicaChecks
 from robust_dcp.plan.structure import Form, ItemKind, StructureTable
 from robust_dcp.plan.structure.ragged import padded, unique_rows
 from robust_dcp.storage.layouts import TORCH, ItemColumns, Layout
 from robust_dcp.storage.layouts.places import Placements
 
-__all__ = ["RankPlan", "RankPlanMessage", "pack_places", "place_items", "place_items_of_all", "unpack_places"]
+__all__ = [
+    "RankPlan",
+    "RankPlanMessage",
+    "checks_of",
+    "pack_places",
+    "pack_some",
+    "place_items",
+    "place_items_of_all",
+    "unpack_places",
+]
 
 Places = npt.NDArray[np.intp]
 
@@ -38,6 +48,8 @@ class RankPlanMessage(msgspec.Struct, frozen=True):
         reason: why the plan was made anew, in words.
         added, removed, changed: the keys that differ from the last plan, over all ranks (bounded).
         differing_objects: replicated objects whose contents differ, with the ranks that hold them (bounded).
+        replicated, n_classes, contested: of :class:`~robust_dcp.plan.replica_checks.ReplicaChecks`; bits over the
+            rank's items, or empty for none.
     """
 
     kept: bytes | None
@@ -48,6 +60,9 @@ class RankPlanMessage(msgspec.Struct, frozen=True):
     removed: tuple[str, ...] = ()
     changed: dict[str, str] = {}
     differing_objects: dict[str, tuple[int, ...]] = {}
+    replicated: bytes = b""
+    n_classes: int = 1
+    contested: bytes = b""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,11 +73,13 @@ class RankPlan:
         kept: places in the rank's table of the items that it writes, ascending.
         common_objects: places of objects that every rank of the group holds.
         placements: where the kept items lie, or ``None`` where another writer than ours decides that.
+        checks: which replicas are compared with those of other ranks.
     """
 
     kept: Places
     common_objects: Places
     placements: Placements | None
+    checks: ReplicaChecks = field(default_factory=ReplicaChecks)
 
 
 def pack_places(places: Places, n_items: int) -> bytes:
@@ -81,6 +98,27 @@ def unpack_places(bits: bytes, n_items: int) -> Places:
     if len(bits) != (n_items + 7) // 8:
         raise ExchangeError(f"a plan for {len(bits)} x 8 items came for a state dict of {n_items}")
     return np.flatnonzero(np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=n_items, bitorder="little"))
+
+
+def pack_some(places: Places, n_items: int) -> bytes:
+    """:func:`pack_places`, and no bytes at all for no places."""
+    return pack_places(places, n_items) if len(places) else b""
+
+
+def checks_of(replicated: bytes, n_classes: int, contested: bytes, n_items: int) -> ReplicaChecks:
+    """What :func:`pack_some` has packed.
+
+    Raises:
+        ExchangeError: the bits are not for ``n_items``, or the number of classes is none.
+    """
+    if n_classes < 1:
+        raise ExchangeError(f"a plan came with {n_classes} classes of replicas")
+    none = np.empty(0, dtype=np.intp)
+    return ReplicaChecks(
+        replicated=unpack_places(replicated, n_items) if replicated else none,
+        n_classes=n_classes,
+        contested=unpack_places(contested, n_items) if contested else none,
+    )
 
 
 def place_items(table: StructureTable, kept: Places, *, files: int, layout: Layout = TORCH) -> Placements:

@@ -9,8 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from robust_dcp.errors import ExchangeError, PlanConflict
-from robust_dcp.plan.global_plan.conflicts import ranks_in_words
+from robust_dcp.errors import ExchangeError, PlanConflict, ranks_in_words
 
 __all__ = ["ObjectDigests", "report_differing"]
 

@@ -17,15 +17,27 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from robust_dcp.comm import Agreement, Channel, Offer
 from robust_dcp.errors import ExchangeError, RobustCheckpointError, StorageError
-from robust_dcp.plan.agreement import LEADS, Decision, PlanOutcome, coordinator_of, decide, make_offer
+from robust_dcp.plan.agreement import (
+    LEADS,
+    Decision,
+    PlanOutcome,
+    coordinator_of,
+    decide,
+    is_settled,
+    make_offer,
+    offer_of,
+)
 from robust_dcp.plan.cache import PLANS, CachedPlan, CoordinatorPlan
+from robust_dcp.plan.kinds import ChosenBase, KindVote, choose_base, kind_of, vote
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.planning import apply_plan, plan_for_all
 from robust_dcp.plan.rank_plan import RankPlan, RankPlanMessage
+from robust_dcp.plan.replica_checks import Differing, DigestItems, VerifyReplicas, compare, digest_columns
+from robust_dcp.plan.replica_checks import report as report_replicas
 from robust_dcp.plan.replicated_objects import ObjectDigests, report_differing
 from robust_dcp.plan.stored_plan import LOADED, encode_plan
 from robust_dcp.plan.structure import StructureDiff, StructureMessage
-from robust_dcp.plan.written import GenerationMessage, WrittenMessage, news_of, offer_of, written_by_all
+from robust_dcp.plan.written import GenerationMessage, WrittenMessage, news_of, written_by_all, written_offer
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.writer import MetadataToPublish
 from robust_dcp.storage.writing.commit import BEFORE_RENAME
@@ -48,8 +60,11 @@ class SaveSession:
         checkpoint: what is saved where; part of every phase's name, so ranks that save to different places are told.
         on_structure_change: what to do when the structure is not that of the last committed save.
         on_object_mismatch: what to do when an object that several ranks hold differs between them.
+        kind: the caller's word for what is saved, where a job saves several state dicts in turn; the same on all ranks.
         commits_together: whether all ranks call ``commit``. Inside stock ``save`` with collectives only the
             coordinator's does, and stock tells the others.
+        verify_replicas: which replicas are compared with those of other ranks.
+        digest_items: gives the digests of this rank's items; ``None`` if nothing can be compared.
     """
 
     channel: Channel
@@ -57,18 +72,24 @@ class SaveSession:
     on_structure_change: OnStructureChange = "rebuild"
     on_object_mismatch: OnObjectMismatch = "warn"
     commits_together: bool = False
+    verify_replicas: VerifyReplicas = "off"
+    digest_items: DigestItems | None = None
+    kind: str | None = None
 
+    leads: bool = field(default=True, init=False)
     n_leaders: int = field(default=0, init=False)
     outcome: PlanOutcome = field(default="built", init=False)
     reason: str = field(default="", init=False)
     changes: StructureDiff | None = field(default=None, init=False)
     differing_objects: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False)
+    differing_replicas: tuple[Differing, ...] = field(default=(), init=False)
     local: LocalStructure = field(init=False)
     rank_plan: RankPlan = field(init=False)
     coordinator: CoordinatorPlan | None = field(default=None, init=False)
     written: WrittenFiles | None = field(default=None, init=False)
     _plan_id: bytes = field(default=b"", init=False)
     _cached: CachedPlan | None = field(default=None, init=False)
+    _base_kind: str = field(default="", init=False)
     _messages: Sequence[WrittenMessage | None] = field(default=(), init=False)
     _generations: Sequence[int] = field(default=(), init=False)
     _written_agreement: Agreement | None = field(default=None, init=False)
@@ -102,20 +123,30 @@ class SaveSession:
             ExchangeError: a rank is missing, late, or in another operation.
         """
 
-        own = Offer()
-
         def offer_own() -> Offer:
-            nonlocal own
             self.local = describe()
             self._look_into_loaded_checkpoints(leads=leads)
-            own, self._cached = make_offer(PLANS, self.channel.ranks, self.local, leads=leads)
-            return own
+            offer, self._cached = make_offer(PLANS, self.channel.ranks, self.local, leads=leads)
+            return offer
 
-        agreement = self.channel.agree(self._named("agree"), offer_own)
+        self.leads = leads
+        try:
+            return self._agree(offer_own)
+        except RobustCheckpointError as error:
+            if self._others_tell(error):
+                raise error.in_brief() from error
+            raise
+
+    def _agree(self, offer_own: Callable[[], Offer]) -> RankPlan:
+        agreement, own = self._offers_of_all("agree", offer_own)
         self._plan_id = agreement.signature
         self.n_leaders = agreement.count(LEADS)
         self.channel = self.channel.led_by(coordinator_of(agreement, self.channel.coordinator_rank))
         decision = decide(agreement, own, self.channel.coordinator_rank)
+        if not is_settled(decision, agreement):
+            decision = self._decide_by_kind()
+        elif self._cached is not None:
+            self._base_kind = self._cached.kind
         if decision.reuse and self._cached is not None:
             self.outcome = "reused"
             self.rank_plan = self._cached.rank_plan
@@ -130,6 +161,36 @@ class SaveSession:
         report_differing(self.differing_objects, self.on_object_mismatch, is_reporter=self.channel.is_coordinator)
         return self.rank_plan
 
+    def _decide_by_kind(self) -> Decision:
+        """Agree once more, on the last plan of the kind that is saved now."""
+        ranks = self.channel.ranks
+        votes = self.channel.gather(
+            self._named("kind"), lambda: vote(PLANS, ranks, self.kind, self.local.table), KindVote
+        )
+        base = self.channel.broadcast(
+            self._named("kind found"),
+            lambda: choose_base(PLANS, ranks, self.kind, votes or []) or ChosenBase(),
+            ChosenBase,
+        )
+        self._base_kind = base.kind
+        self._cached = PLANS.get(ranks, base.plan_id)
+
+        def offer_again() -> Offer:
+            return offer_of(self._cached, self.local, leads=self.leads)
+
+        agreement, own = self._offers_of_all("agree on kind", offer_again)
+        return decide(agreement, own, self.channel.coordinator_rank)
+
+    def _offers_of_all(self, phase: str, offer: Callable[[], Offer]) -> tuple[Agreement, Offer]:
+        """What all ranks agree on, under the tree that the identity of a plan is a hash over, and what this one offers."""
+        own: list[Offer] = []
+
+        def contribute() -> Offer:
+            own.append(offer())
+            return own[0]
+
+        return self.channel.led_by(0).agree(self._named(phase), contribute), own[0]
+
     def _look_into_loaded_checkpoints(self, *, leads: bool) -> None:
         """Without a plan of this process for what there is to save, one may lie in the checkpoint that was loaded."""
         ranks, rank = self.channel.ranks, self.channel.rank
@@ -137,7 +198,7 @@ class SaveSession:
             return
         plan = LOADED.find_plan(ranks, rank, self.local, leads=leads)
         if plan is not None:
-            PLANS.put(ranks, plan)
+            PLANS.put(ranks, replace(plan, kind=kind_of(None, plan.plan_id, "")))
 
     def _make_plan(self, decision: Decision, agreement: Agreement) -> None:
         structures = self.channel.gather(
@@ -186,15 +247,17 @@ class SaveSession:
 
         def write_own() -> WrittenMessage | None:
             self.written = write()
-            return news_of(self.written.variable_places, self.known_places)
+            return news_of(self.written.variable_places, self.known_places, self._replica_digests())
 
         try:
             messages = self.channel.gather(
-                self._named("write"), write_own, WrittenMessage, offer=lambda _: offer_of(self.written)
+                self._named("write"), write_own, WrittenMessage, offer=lambda _: written_offer(self.written)
             )
         except RobustCheckpointError as error:
             if self.written is not None and not isinstance(error, ExchangeError):
                 discard(self.written)
+            if self._others_tell(error):
+                raise error.in_brief() from error
             raise
         self._messages = messages or []
         self._written_agreement = self.channel.last_agreement
@@ -210,6 +273,32 @@ class SaveSession:
 
         told = self.channel.gather(self._named("file names"), tell, GenerationMessage)
         return [0 if each is None else each.generation for each in told or []]
+
+    def _replica_digests(self) -> bytes:
+        """What this rank holds of the chunks that this save compares; no bytes if it compares none of them."""
+        checks = self.rank_plan.checks
+        if self.digest_items is None or self.channel.size == 1:
+            return b""
+        return digest_columns(
+            *(self.local.table, checks, self.verify_replicas, self.checkpoint, self.digest_items),
+            is_new=self.outcome != "reused",
+        )
+
+    def _compare_replicas(self) -> None:
+        sent = [b"" if message is None else message.replicas for message in self._messages]
+        if self.coordinator is None or not any(sent):
+            return
+        try:
+            self.differing_replicas = compare(sent, self.coordinator.tables, contested=False)
+            contested = compare(sent, self.coordinator.tables, contested=True)
+            report_replicas(self.differing_replicas, contested, self.checkpoint)
+        except Exception as error:  # the checkpoint is committed: whatever this is, the save has succeeded
+            logger.warning("%s: its replicas could not be compared: %s", self.checkpoint, error)
+
+    def _others_tell(self, error: RobustCheckpointError) -> bool:
+        """Whether stock prints this error once for each rank: within its ``save`` with collectives, the coordinator's
+        has all that they know together."""
+        return not self.leads and not self.commits_together and not isinstance(error, ExchangeError)
 
     def check_stop(self) -> None:
         """Between blocks of data: say that this rank gets on, and raise if another has said that this save failed."""
@@ -253,6 +342,7 @@ class SaveSession:
             if self.channel.is_coordinator:
                 publish()
                 self._keep_beside(keep_plan)
+                self._compare_replicas()
 
         try:
             if self.commits_together:
@@ -271,7 +361,8 @@ class SaveSession:
 
     def _keep_beside(self, keep_plan: Callable[[bytes], None]) -> None:
         try:
-            if self.coordinator is not None:
+            # A resumed job shall plan anew, and warn again, where several ranks claim to hold the main replica.
+            if self.coordinator is not None and not self.coordinator.is_contested:
                 keep_plan(self._stored_plan(self.coordinator))
         except Exception as error:  # the checkpoint is committed: whatever this is, the save has succeeded
             logger.warning("%s: a job that resumes from it plans anew: %s", self.checkpoint, error)
@@ -290,6 +381,7 @@ class SaveSession:
     def _keep_plan(self, *, confirmed: bool) -> None:
         """Put the plan into the cache; ``confirmed`` says that this rank knows that the checkpoint was committed."""
         places = None if self.written is None else self.written.variable_places
+        plan_id = self._plan_id
         coordinator = self.coordinator
         if coordinator is not None:
             places_of_all = tuple(files.variable_places for files in self._written_by_all)
@@ -297,12 +389,13 @@ class SaveSession:
         PLANS.put(
             self.channel.ranks,
             CachedPlan(
-                plan_id=self._plan_id,
+                plan_id=plan_id,
                 signature=self.local.signature.value,
                 table=self.local.table,
                 rank_plan=self.rank_plan,
                 variable_places=places if confirmed else None,
                 coordinator=coordinator,
+                kind=kind_of(self.kind, plan_id, self._base_kind),
             ),
         )
 

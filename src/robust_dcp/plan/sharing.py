@@ -6,7 +6,11 @@ Owns the decision whether to, the exchange that deals the reads, and the bytes o
 
 from __future__ import annotations
 
+import hashlib
+import os
+from array import array
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -22,24 +26,49 @@ from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.reading.common_reads import CommonReads
 from robust_dcp.storage.records.checksum import crc32
 
-__all__ = ["SharedReads", "deal_out", "ranks_share", "sharing_offer"]
+__all__ = ["SharedReads", "deal_out", "node_reads_the_same", "ranks_share", "sharing_offer"]
+
+_NOTHING: Final = Offer().plan_id
 
 _CAN: Final = 1
 _WISHES: Final = {True: 2, False: 4, None: 8}
 """Flags of an offer; a rank without any of them reads by itself."""
 
 
-def sharing_offer(share_reads: bool | None, rank: int, *, can_share: bool) -> Offer:
+def sharing_offer(share_reads: bool | None, rank: int, items: Sequence[ReadItem], *, can_share: bool) -> Offer:
     """What a rank with a ``RobustReader(share_reads=…)`` tells the others.
 
     Args:
         rank: of this process in the group.
+        items: all that it reads; the same ones in the same order give the same offer.
         can_share: whether its planner lets others fill its tensors.
 
     Raises:
         ValueError: the environment says something meaningless of nodes.
     """
-    return Offer(value=node_of(rank), flags=_WISHES[share_reads] | (_CAN if can_share else 0))
+    flags = _WISHES[share_reads] | (_CAN if can_share else 0)
+    return Offer(plan_id=_digest(items), value=node_of(rank), flags=flags)
+
+
+def node_reads_the_same(agreement: Agreement) -> bool:
+    """Whether the ranks of a node read exactly the same, as those of data parallelism do.
+
+    Known where all ranks of the load read the same, and there are several on this node.
+    """
+    if agreement.n_ranks == 1 or not agreement.same_plan_id or agreement.plan_id == _NOTHING:
+        return False
+    return agreement.same_value or int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1) > 1
+
+
+def _digest(items: Sequence[ReadItem]) -> bytes:
+    if not items:
+        return _NOTHING
+    indices = [item.storage_index for item in items]
+    names = "\n".join([index.fqn for index in indices]).encode()
+    boxes = [box for item in items for box in (item.storage_index.offset or (), item.storage_offsets, item.lengths)]
+    numbers = array("q", chain.from_iterable(boxes)).tobytes()
+    lengths = array("q", map(len, (names, *boxes))).tobytes()
+    return hashlib.blake2b(lengths + names + numbers, digest_size=len(_NOTHING)).digest()
 
 
 def ranks_share(agreement: Agreement) -> bool:

@@ -22,7 +22,7 @@ from robust_dcp.plan.cache import CachedPlan, CoordinatorPlan, GroupKey
 from robust_dcp.plan.global_plan import plan_of_kept
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.planning import coordinator_plan_of
-from robust_dcp.plan.rank_plan import RankPlan, pack_places, place_items, unpack_places
+from robust_dcp.plan.rank_plan import RankPlan, checks_of, pack_places, pack_some, place_items, unpack_places
 from robust_dcp.plan.structure import ItemKind, StructureMessage, TableDecoder
 from robust_dcp.plan.structure.signature import SIGNATURE_NBYTES
 from robust_dcp.storage.files.disk import Disk, PosixDisk
@@ -56,10 +56,12 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 class _Share(msgspec.Struct, frozen=True):
-    """What one rank writes: bits over its items, as in ``RankPlanMessage``."""
+    """What one rank writes and compares: bits over its items, as in ``RankPlanMessage``."""
 
     kept: bytes
     common_objects: bytes
+    replicated: bytes = b""
+    n_classes: int = 1
 
 
 def encode_plan(group: GroupKey, plan: CoordinatorPlan) -> bytes:
@@ -69,9 +71,19 @@ def encode_plan(group: GroupKey, plan: CoordinatorPlan) -> bytes:
         n_objects = int((table.kinds == ItemKind.BYTES).sum())
         unknown = np.zeros(n_objects, dtype=np.uint64)
         bundler.add(rank, StructureMessage.of(table, unknown, plan.context))
+    none = np.empty(0, dtype=np.intp)
     sections = [
-        encode(_Share(pack_places(kept, len(table)), pack_places(common, len(table))))
-        for table, kept, common in zip(plan.tables, plan.kept, plan.common_objects, strict=True)
+        encode(
+            _Share(
+                kept=pack_places(kept, len(table)),
+                common_objects=pack_places(common, len(table)),
+                replicated=pack_some(replicated, len(table)),
+                n_classes=plan.n_classes,
+            )
+        )
+        for table, kept, common, replicated in zip(
+            plan.tables, plan.kept, plan.common_objects, plan.replicated or [none] * len(plan.tables), strict=True
+        )
     ]
     sections.append(bundler.encode())
     index = encode(
@@ -128,6 +140,7 @@ def read_plan(
             kept=kept,
             common_objects=unpack_places(share.common_objects, len(local.table)),
             placements=place_items(local.table, kept, files=local.files, layout=local.layout),
+            checks=checks_of(share.replicated, share.n_classes, b"", len(local.table)),
         ),
         variable_places=None,
         coordinator=coordinator,
@@ -144,7 +157,12 @@ def _coordinator_plan(file: _PlanFile, local: LocalStructure, signatures: tuple[
     tables = [decoder.decode(messages[rank]) for rank in range(n_ranks)]
     kept = [unpack_places(decode(file.section(rank), _Share).kept, len(table)) for rank, table in enumerate(tables)]
     return coordinator_plan_of(
-        plan_of_kept(tables, kept), signatures, local.context.encode(), files=local.files, layout=local.layout
+        plan_of_kept(tables, kept),
+        signatures,
+        local.context.encode(),
+        files=local.files,
+        layout=local.layout,
+        verify_replicas=local.verify_replicas,
     )
 
 

@@ -17,7 +17,7 @@ from robust_dcp.comm import Offer
 from robust_dcp.errors import ExchangeError
 from robust_dcp.storage.writing.engine import WrittenFiles
 
-__all__ = ["GenerationMessage", "WrittenMessage", "news_of", "offer_of", "written_by_all"]
+__all__ = ["GenerationMessage", "WrittenMessage", "news_of", "written_by_all", "written_offer"]
 
 Places = npt.NDArray[np.int64]
 
@@ -29,18 +29,20 @@ class GenerationMessage(msgspec.Struct, frozen=True):
 
 
 class WrittenMessage(msgspec.Struct, frozen=True):
-    """Places of items of variable size that the coordinator does not know yet.
+    """Places of items of variable size that the coordinator does not know yet, and digests of replicas.
 
     Attributes:
         items: int64 ``[n]``, which of the rank's items of variable size, in plan order.
         places: int64 ``[n, 2]``, offset and length of each.
+        replicas: what this rank holds of chunks that others hold too (``replica_checks.digest_columns``).
     """
 
     items: bytes
     places: bytes
+    replicas: bytes = b""
 
 
-def offer_of(written: WrittenFiles | None) -> Offer:
+def written_offer(written: WrittenFiles | None) -> Offer:
     """A digest of the places of all variable items, and the generation of the file names, counted from 1.
 
     With them the coordinator never fills in places that a rank did not mean.
@@ -50,18 +52,21 @@ def offer_of(written: WrittenFiles | None) -> Offer:
     return Offer(signature=_digest(written.variable_places), value=written.generation + 1)
 
 
-def news_of(places: Places, known: Places | None) -> WrittenMessage | None:
-    """The places that the coordinator has to be told; ``None`` if it knows all.
+def news_of(places: Places, known: Places | None, replicas: bytes = b"") -> WrittenMessage | None:
+    """The places that the coordinator has to be told, and the digests of replicas; ``None`` if there are neither.
 
     Args:
         known: this rank's places in the last committed save by the same plan, as the coordinator has them.
+        replicas: as in :class:`WrittenMessage`.
     """
     new = np.arange(len(places))
     if known is not None and len(known) == len(places):
         new = np.flatnonzero((known != places).any(axis=1))
-    if not len(new):
+    if not len(new) and not replicas:
         return None
-    return WrittenMessage(items=new.astype("<i8").tobytes(), places=places[new].astype("<i8").tobytes())
+    return WrittenMessage(
+        items=new.astype("<i8").tobytes(), places=places[new].astype("<i8").tobytes(), replicas=replicas
+    )
 
 
 def written_by_all(
@@ -77,7 +82,7 @@ def written_by_all(
         generations: of the file names of each rank.
         messages: from each rank, :func:`news_of`.
         known: the places of each rank in the last committed save by the same plan.
-        digest: what the digests of all ranks (:func:`offer_of`) were combined to.
+        digest: what the digests of all ranks (:func:`written_offer`) were combined to.
         combined: combines digests in rank order in the same way.
 
     Raises:

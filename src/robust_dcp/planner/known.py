@@ -43,6 +43,7 @@ class KnownStructure:
         structures: what each is.
         paths: the place of each in the nested state dict; ``None`` where the planner does not flatten.
         attributes: what the planner adds to ``Metadata``, encoded: a planner may change what it gave; 1 is not True.
+        peers: as in :class:`StructureTable`.
 
     Attributes:
         table: the items, sorted.
@@ -59,17 +60,20 @@ class KnownStructure:
         structures: list[ItemStructure],
         paths: list[Path] | None,
         attributes: bytes,
+        peers: tuple[int, ...] = (),
     ) -> None:
         self._names = names
         self._structures = structures
         self._paths = paths
         self._attributes = attributes
+        self._peers = peers
         order = sorted_places(names, structures)
         self.table: StructureTable = table_of(
             [names[place] for place in order],
             [structures[place] for place in order],
             None if paths is None else dict(zip(names, paths, strict=True)),
             attributes,
+            peers,
         )
         self.order: npt.NDArray[np.intp] = np.array(order, dtype=np.intp)
         expected = {structure: _expected(structure) for structure in set(structures)}
@@ -82,6 +86,7 @@ class KnownStructure:
         structures: list[ItemStructure],
         paths: list[Path] | None,
         attributes: bytes,
+        peers: tuple[int, ...] = (),
     ) -> bool:
         """Whether these are the items that this is the table of."""
         return (
@@ -89,6 +94,7 @@ class KnownStructure:
             and self._names == names
             and self._paths == paths
             and self._attributes == attributes
+            and self._peers == peers
         )
 
     def signature(self, context: PlanContext) -> StructureSignature:
@@ -127,6 +133,7 @@ class KnownStructures:
         structures: list[ItemStructure],
         mappings: Mapping[str, Path] | None,
         attributes: Attributes | None = None,
+        peers: tuple[int, ...] = (),
     ) -> KnownStructure:
         """The structure of these items, made if it is not known.
 
@@ -134,6 +141,7 @@ class KnownStructures:
             names, structures: of each item, in the order of the state dict.
             mappings: FQN to place in the nested state dict; ``None`` where the planner does not flatten.
             attributes: what the planner adds to ``Metadata``.
+            peers: as in :class:`StructureTable`.
 
         Raises:
             PlanConflict: a name stands for two items.
@@ -143,9 +151,9 @@ class KnownStructures:
         paths = None if mappings is None else _paths_of(names, mappings)
         told = encode_attributes(attributes or {})
         known = self._known  # never changed, only replaced
-        found = next((one for one in known if one.matches(names, structures, paths, told)), None)
+        found = next((one for one in known if one.matches(names, structures, paths, told, peers)), None)
         if found is None:
-            found = KnownStructure(names, structures, paths, told)
+            found = KnownStructure(names, structures, paths, told, peers)
         with self._lock:
             self._known = [found, *(one for one in self._known if one is not found)][: self._limit]
         return found

@@ -6,7 +6,6 @@ by ``api.load``, and by stock ``torch.distributed.checkpoint.load`` through the 
 
 from __future__ import annotations
 
-import difflib
 import io
 import math
 from collections import defaultdict
@@ -19,14 +18,16 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
-from robust_dcp.errors import CorruptCheckpoint, PlanConflict
+from robust_dcp.errors import CorruptCheckpoint, PlanConflict, entry_point
 from robust_dcp.planner.load_items import PlannedReads, plan_reads
+from robust_dcp.planner.missing_keys import near_names, renamed_in_words, what_is_saved
 from robust_dcp.storage.files.garbage import without_garbage_collection
 from robust_dcp.storage.records.objects import check_object
 
 __all__ = ["RobustLoadPlanner", "check_filled", "local_numel"]
 
 _SHOWN = 10
+_MISSING = "Missing key in checkpoint: "
 
 
 class RobustLoadPlanner(DefaultLoadPlanner):
@@ -79,6 +80,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         with without_garbage_collection():
             super().set_up_planner(state_dict, metadata, is_coordinator)
 
+    @entry_point
     def create_local_plan(self) -> LoadPlan:
         if self.metadata is None:
             raise ValueError("set_up_planner was not given the checkpoint's metadata")
@@ -90,7 +92,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
     def _checked_plan(self, metadata: Metadata) -> PlannedReads:
         before = self.state_dict
         problems = self._problems()
-        if problems and problems[0].startswith("Missing"):
+        if problems and not self.allow_partial_load and self.missing_keys:
             # Checkpoints from before torch 2.4 have other names for nested lists; stock's planner knows them.
             plan = self._stock_plan()
             if self.state_dict is not before:
@@ -98,11 +100,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             if not problems and plan is not None:
                 return PlannedReads(plan.items, set())
         if problems:
-            raise PlanConflict(
-                f"the state dict does not fit the checkpoint, {len(problems)} problem(s): "
-                + "; ".join(problems[:_SHOWN])
-                + (f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else "")
-            )
+            raise PlanConflict(self._in_words(problems))
         if self._may_have_old_names():
             return PlannedReads(super().create_local_plan().items, set())
         return plan_reads(self.state_dict, metadata)
@@ -132,8 +130,25 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         return problems
 
     def _missing(self) -> list[str]:
-        saved = list(self._saved)
-        return [f"Missing key in checkpoint: {key!r}{_hint(key, saved)}" for key in self.missing_keys]
+        return [f"{_MISSING}{key!r}" for key in self.missing_keys]
+
+    def _in_words(self, problems: list[str]) -> str:
+        """What does not fit, a line each, and what there is instead of missing keys."""
+        lines = [f"the state dict does not fit the checkpoint, {len(problems)} problem(s):"]
+        missing = () if self.allow_partial_load else self.missing_keys
+        asked, saved = self.state_dict.keys(), self._saved.keys()
+        renamed = renamed_in_words(missing, asked, saved)
+        near = {} if renamed else near_names(missing[:_SHOWN], asked, saved)
+        if renamed:
+            lines.append(renamed)
+        lines += [f"{_MISSING}{key!r}{f' (it has {near[key]!r})' if key in near else ''}" for key in missing[:_SHOWN]]
+        lines += problems[len(missing) : _SHOWN]
+        if len(problems) > _SHOWN:
+            lines.append(f"and {len(problems) - _SHOWN} more")
+        if missing:
+            lines.append(what_is_saved(asked, saved))
+            lines.append("RobustLoadPlanner(allow_partial_load=True) leaves what the checkpoint does not have as it is")
+        return "\n  ".join(lines)
 
     def _mismatch(self, key: str, value: Any, saved: Any) -> list[str]:
         if not isinstance(saved, TensorStorageMetadata):
@@ -168,15 +183,6 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             # DefaultLoadPlanner puts it only into the copy that flatten_sharded_tensors made of the state dict.
             key = read_item.dest_index.fqn
             self.original_state_dict[key] = self.state_dict[key]
-
-
-def _hint(key: str, saved: list[str]) -> str:
-    """Similar keys of the checkpoint, for a typo or a prefix too many."""
-    if len(saved) > 20_000:  # comparing with each would take longer than the load
-        return ""
-    close = [name for name in saved if name.endswith(f".{key}") or key.endswith(f".{name}")][:1]
-    close = close or difflib.get_close_matches(key, saved, n=1, cutoff=0.8)
-    return f" (it has {close[0]!r})" if close else ""
 
 
 def _wanted(plan: PlannedReads, state_dict: Mapping[str, Any], metadata: Metadata) -> dict[str, int]:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
@@ -20,13 +21,15 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from robust_dcp.comm import Channel
-from robust_dcp.errors import PlanConflict, RobustCheckpointError
+from robust_dcp.errors import PlanConflict, RobustCheckpointError, entry_point
 from robust_dcp.plan.global_plan import object_digest
 from robust_dcp.plan.local import LocalStructure
+from robust_dcp.plan.replica_checks import VerifyReplicas
 from robust_dcp.plan.session import OnObjectMismatch, OnStructureChange, SaveSession
 from robust_dcp.plan.structure import Attributes, ItemKind, PlanContext
 from robust_dcp.planner.committed_metadata import PlannedMetadata
 from robust_dcp.planner.describe import DescribedItems, describe_items, holds_shards
+from robust_dcp.planner.digests import replica_digest
 from robust_dcp.planner.flatten import flatten
 from robust_dcp.planner.known import STRUCTURES, KnownStructure
 from robust_dcp.planner.sources import StateDictSource
@@ -52,8 +55,14 @@ class RobustPlanner(DefaultSavePlanner):
         timeout_seconds: how long a rank may give no sign of progress.
         on_structure_change: when the structure is not that of the last committed save: ``"rebuild"`` the plan and
             log which keys changed, ``"quiet"`` without the log, ``"error"``: raise ``StructureChanged``.
+        kind: what is saved, in a word, for a job that saves several state dicts in turn: ``"model"``, ``"loader"``. A
+            changed structure is compared with the last save of the same kind. Without it names tell: two state dicts
+            are of one kind if they share half of the names of the larger, or nearly all of the smaller.
         on_object_mismatch: when an object that several ranks hold differs between them: ``"warn"``, ``"error"``
             (raise ``PlanConflict``), ``"ignore"``.
+        verify_replicas: whether the copies of a tensor on several ranks are compared, by checksums, and those that
+            differ named in a warning: ``"off"``; ``"sample"``: in each save about 32 of them, of each at most 1 MiB,
+            others in a checkpoint of another name; ``"all"``: all bytes of all of them. With ``RobustWriter`` only.
         no_dist: plan for this process alone although ``torch.distributed`` is initialised.
 
     Example:
@@ -76,7 +85,9 @@ class RobustPlanner(DefaultSavePlanner):
         timeout_seconds: float = 300.0,
         on_structure_change: OnStructureChange = "rebuild",
         on_object_mismatch: OnObjectMismatch = "warn",
+        verify_replicas: VerifyReplicas = "off",
         no_dist: bool = False,
+        kind: str | None = None,
     ) -> None:
         super().__init__(
             flatten_state_dict=flatten_state_dict,
@@ -87,11 +98,15 @@ class RobustPlanner(DefaultSavePlanner):
             raise ValueError(f'on_structure_change is "rebuild", "error" or "quiet", not {on_structure_change!r}')
         if on_object_mismatch not in ("warn", "error", "ignore"):
             raise ValueError(f'on_object_mismatch is "warn", "error" or "ignore", not {on_object_mismatch!r}')
+        if verify_replicas not in ("off", "sample", "all"):
+            raise ValueError(f'verify_replicas is "off", "sample" or "all", not {verify_replicas!r}')
         self.process_group = process_group
         self.timeout_seconds = timeout_seconds
         self.on_structure_change: OnStructureChange = on_structure_change
         self.on_object_mismatch: OnObjectMismatch = on_object_mismatch
+        self.verify_replicas: VerifyReplicas = verify_replicas
         self.no_dist = no_dist
+        self.kind = kind
         self._items = DescribedItems([], [], [])
         self._structure: KnownStructure | None = None
         self._writer: RobustWriter | None = None
@@ -108,6 +123,7 @@ class RobustPlanner(DefaultSavePlanner):
         timeout_seconds: float | None = None,
         deadline_seconds: float | None = None,
         no_dist: bool = False,
+        kind: str | None = None,
     ) -> SaveSession:
         """The start of a save: nothing has been exchanged yet. What is not given here is as this planner says."""
         channel = Channel.for_group(
@@ -117,7 +133,15 @@ class RobustPlanner(DefaultSavePlanner):
             deadline_seconds=deadline_seconds,
             no_dist=self.no_dist or no_dist,
         )
-        return SaveSession(channel, checkpoint, self.on_structure_change, self.on_object_mismatch)
+        return SaveSession(
+            channel,
+            checkpoint,
+            self.on_structure_change,
+            self.on_object_mismatch,
+            verify_replicas=self.verify_replicas,
+            digest_items=self._digests_of,
+            kind=self.kind if kind is None else kind,
+        )
 
     def describe(self, channel: Channel, writer: RobustWriter | None) -> LocalStructure:
         """The structure of the state dict that :meth:`set_up_planner` was given.
@@ -128,15 +152,12 @@ class RobustPlanner(DefaultSavePlanner):
         Raises:
             PlanConflict: a name stands for two items, or a DTensor is a pending reduction (``Partial``).
         """
-        items = describe_items(
-            self.state_dict,
-            self.lookup_object,
-            is_coordinator=channel.is_coordinator,
-            by_lookup=self._overrides("lookup_object"),
-        )
+        items = self.items_of_state_dict(is_coordinator=channel.is_coordinator)
         layout = TORCH if writer is None else writer.layout
         mappings = self.mappings if self.flatten_state_dict else None
-        structure = STRUCTURES.of(items.names, items.structures, mappings, self.metadata_attributes())
+        structure = STRUCTURES.of(
+            items.names, items.structures, mappings, self.metadata_attributes(), self.writing_peers()
+        )
         self._items, self._structure = items, structure
         context = PlanContext(
             ranks=channel.ranks,
@@ -146,6 +167,7 @@ class RobustPlanner(DefaultSavePlanner):
                 "flatten_sharded_tensors": self.flatten_sharded_tensors,
                 "dedup_save_to_lowest_rank": self.dedup_save_to_lowest_rank,
                 "on_object_mismatch": self.on_object_mismatch,
+                "verify_replicas": self.verify_replicas,
             },
             writer_options={} if writer is None else writer.plan_options,
             versions={"torch": str(torch.__version__), "robust_dcp": __version__, "layout": layout.version},
@@ -158,7 +180,21 @@ class RobustPlanner(DefaultSavePlanner):
             files=None if writer is None else writer.files_per_rank,
             lowest_rank=self.dedup_save_to_lowest_rank,
             layout=layout,
+            verify_replicas=self.verify_replicas,
         )
+
+    def items_of_state_dict(self, *, is_coordinator: bool) -> DescribedItems:
+        """What :meth:`set_up_planner` was given, item by item. A planner that knows its items better overrides this."""
+        return describe_items(
+            self.state_dict,
+            self.lookup_object,
+            is_coordinator=is_coordinator,
+            by_lookup=self._overrides("lookup_object"),
+        )
+
+    def writing_peers(self) -> tuple[int, ...]:
+        """The ranks that may write each other's main replicas, for a planner whose items say which replica counts."""
+        return ()
 
     def source(self, session: SaveSession) -> ItemSource:
         """The data of this rank's share of the plan, in plan order, as the writer asks for it.
@@ -178,6 +214,17 @@ class RobustPlanner(DefaultSavePlanner):
         if self._structure is None:
             raise RobustCheckpointError("describe must come before the data of a plan is asked for")
         return self._structure
+
+    def _digests_of(self, places: list[int], identities: npt.NDArray[np.uint64], limit: int | None) -> list[int]:
+        """Digests of items of the table, for ``replica_checks``."""
+        known, items = self._described(), self._items
+        # All items, not only those that this rank writes.
+        source = StateDictSource(items, known, np.array(places, dtype=np.intp), self.lookup_object, self.resolve_data)
+        with torch.no_grad():
+            return [
+                replica_digest(source.resolve(number), identity, limit)
+                for number, identity in enumerate(identities.tolist())
+            ]
 
     def _overrides(self, hook: str) -> bool:
         """Whether a method of this planner is another than :class:`RobustPlanner`'s."""
@@ -253,6 +300,7 @@ class RobustPlanner(DefaultSavePlanner):
         if self._set_up_error is not None:
             raise self._set_up_error
 
+    @entry_point
     def create_local_plan(self) -> SavePlan:
         """Agree with all ranks on the plan. What stock gathers from here on is an empty stub."""
         session = self.open_session(self._checkpoint)
@@ -273,6 +321,7 @@ class RobustPlanner(DefaultSavePlanner):
         self._session = session
         return SavePlan([])
 
+    @entry_point
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """The plan is made already: hand stock a stub for each rank, and the metadata to commit."""
         session = self._begun()
@@ -289,6 +338,7 @@ class RobustPlanner(DefaultSavePlanner):
             raise RobustCheckpointError("this plan was made for RobustWriter, not for another storage writer")
         return list(all_plans), metadata
 
+    @entry_point
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """This rank's share; RobustWriter finds the places of its items, and the session, in ``planner_data``."""
         session = self._begun()

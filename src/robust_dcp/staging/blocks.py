@@ -46,7 +46,8 @@ def _block_memory(nbytes: int) -> mmap.mmap:
 
 
 def _pages(nbytes: int) -> mmap.mmap:
-    return mmap.mmap(-1, max(nbytes, 1))
+    # Private: memory that could be shared with children is a file of the kernel's, which has no huge pages by default.
+    return mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class Block:

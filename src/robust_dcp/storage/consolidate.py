@@ -17,7 +17,7 @@ from typing import Final
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from robust_dcp.errors import StorageError
+from robust_dcp.errors import StorageError, entry_point
 from robust_dcp.storage.files.disk import Disk, OpenFile, PosixDisk
 from robust_dcp.storage.files.paths import SAFETENSORS_SUFFIX
 from robust_dcp.storage.layouts.safetensors_head import DTYPES, METADATA_KEY
@@ -47,6 +47,7 @@ class ConsolidateReport:
     skipped: tuple[str, ...]
 
 
+@entry_point
 def consolidate(
     path: str | os.PathLike[str],
     output: str | os.PathLike[str],

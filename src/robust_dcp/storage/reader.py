@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable
-from errno import ENOENT
+from dataclasses import replace
+from errno import ENOENT, ENOTDIR
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from robust_dcp.errors import CorruptCheckpoint, StorageError
+from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.storage.files.disk import Disk, PosixDisk
 from robust_dcp.storage.files.paths import metadata_name
+from robust_dcp.storage.files.what_is_there import what_is_there
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
 from robust_dcp.storage.metadata.shard_metadata import metadata_of_shards, shards_in
 from robust_dcp.storage.reading.common_reads import CommonReads, common_reads, places_in_files
@@ -32,6 +34,19 @@ from robust_dcp.storage.reading.read_options import BLOCK_NBYTES, ReadOptions
 from robust_dcp.storage.writing.write_options import default_threads
 
 __all__ = ["RobustReader"]
+
+
+class UnreadMetadata(Metadata):
+    """Stands for metadata that could not be read: whoever looks at what it holds gets the reason."""
+
+    def __init__(self, error: RobustCheckpointError) -> None:
+        self.error = error
+
+    def __getattr__(self, name: str) -> Any:
+        # Called for what the instance and its class do not have: `state_dict_metadata` has no default.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self.error
 
 
 class RobustReader(StorageReader):
@@ -47,9 +62,9 @@ class RobustReader(StorageReader):
         trusted: let items that are no tensors run code when they are loaded, as stock does.
         buffer_bytes: limit for what has been read and not yet handed over. One item may exceed it.
         block_bytes: size of a read.
-        direct: read past the page cache (``O_DIRECT``). ``None``: where the file system can do that and the bytes are
-            not in the cache, which each large read finds out first. ``True``: always, or it is an error; ``False``:
-            never. Small reads always go through the cache.
+        direct: read past the page cache (``O_DIRECT``). ``None``: where the file system can do that, the bytes are not
+            in the cache (each large read asks first, which changes nothing there), and no other rank of the node reads
+            the same. ``True``: always, or it is an error; ``False``: never. Small reads always go through the cache.
         share_reads: of what several ranks of a load need, each byte is read by one of them and passed on to the others
             over the network. ``None``: where these ranks are on several nodes. The same on all ranks. Only
             ``robust_dcp.load`` does that, and only for planners whose ``commit_tensor`` is ``DefaultLoadPlanner``'s;
@@ -63,6 +78,8 @@ class RobustReader(StorageReader):
 
     Attributes:
         peak_buffer_nbytes: the most memory that data passed through at any time in the last ``read_data``.
+        node_reads_the_same: another rank on this node reads just what this one reads. Then ``direct=None`` reads
+            through the page cache, so that the device is read once. ``robust_dcp.load`` finds that out and sets it.
     """
 
     def __init__(
@@ -89,10 +106,12 @@ class RobustReader(StorageReader):
         self._metadata: Metadata | None = None
         self.share_reads = share_reads
         self.peak_buffer_nbytes = 0
+        self.node_reads_the_same = False
         self.load_id = str(uuid.uuid4())
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._metadata = None
+        self.node_reads_the_same = False
         if checkpoint_id:
             self.path = os.fspath(checkpoint_id)
         self.load_id = str(uuid.uuid4())
@@ -126,13 +145,14 @@ class RobustReader(StorageReader):
         try:
             opened = self._disk.open_read(path)
         except StorageError as error:
-            if error.errno != ENOENT:
+            if error.errno not in (ENOENT, ENOTDIR):
                 raise
-            shards = [] if rank is not None else shards_in(self._disk, self.path)
+            shards = [] if rank is not None or error.errno == ENOTDIR else shards_in(self._disk, self.path)
             if shards:
                 return encode_metadata(metadata_of_shards(self._disk, self.path, shards))
             message = f"no {metadata_name(rank)} in {self.path}: no checkpoint was committed there"
-            raise StorageError(message, path=path, errno=ENOENT, operation="open") from error
+            message += f"\n  {what_is_there(self._disk, self.path)}"
+            raise StorageError(message, path=path, errno=error.errno, operation="open") from error
         try:
             buffer = bytearray(self._disk.size(path))
             found = self._disk.pread_into(opened, buffer, 0)
@@ -152,14 +172,29 @@ class RobustReader(StorageReader):
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
+    @entry_point
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        rank = kwargs.get("rank")
-        if rank is not None and not self._disk.exists(self._metadata_path(rank)):
-            # Stock asks for a rank's own file when it could not read the common one: what is wrong with that matters.
-            rank = None
-        return self.decode_metadata(self.metadata_bytes(rank), rank)
+        """Read ``.metadata``; with ``rank=`` the ``__{rank}.metadata`` of a stock save without collectives.
 
+        Stock ``load`` asks with ``rank`` when it could not read the common file. It makes an ``AssertionError`` of what
+        is then raised, and the class is lost; so where that rank has no file either, what is returned raises the error
+        of the common file when it is used.
+
+        Raises:
+            StorageError, CorruptCheckpoint, UnsafeCheckpoint: as :meth:`metadata_bytes` and :meth:`decode_metadata`.
+        """
+        rank = kwargs.get("rank")
+        if rank is None or self._disk.exists(self._metadata_path(rank)):
+            return self.decode_metadata(self.metadata_bytes(rank), rank)
+        try:
+            return self.decode_metadata(self.metadata_bytes())
+        except RobustCheckpointError as error:
+            return UnreadMetadata(error)
+
+    @entry_point
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if isinstance(metadata, UnreadMetadata):
+            raise metadata.error
         if not isinstance(metadata.storage_data, dict):
             raise CorruptCheckpoint(
                 f"the metadata of {self.path} does not say where its items lie: no save was finished there",
@@ -175,6 +210,7 @@ class RobustReader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
+    @entry_point
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read every item of ``plan``; returns when that is done.
 
@@ -184,8 +220,11 @@ class RobustReader(StorageReader):
             StorageError: a read failed.
             ValueError: the planner gives a tensor of another size than it asked for.
         """
+        options = self._options
+        if self.node_reads_the_same and options.direct is None:
+            options = replace(options, direct=False)
         self.peak_buffer_nbytes = read_items(
-            plan.items, planner, self._known_metadata(), self.path, self._disk, self._options
+            plan.items, planner, self._known_metadata(), self.path, self._disk, options
         )
         done: Future[None] = Future()
         done.set_result(None)

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from robust_dcp.errors import StorageError
+from robust_dcp.errors import StorageError, entry_point
 from robust_dcp.storage.files.disk import Disk, PosixDisk
 from robust_dcp.storage.files.paths import PLAN_NAME, metadata_name
 from robust_dcp.storage.layouts import FileName, layout_named
@@ -285,6 +285,7 @@ class RobustWriter(StorageWriter):
         # Not with a layout that only RobustPlanner plans for: its plans are global, and so is the commit.
         self._alone = not kwargs.get("use_collectives", True) and not self.layout.plans_places
 
+    @entry_point
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if not self._begun:
             self.begin(is_coordinator=self._is_coordinator)
@@ -293,6 +294,7 @@ class RobustWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
+    @entry_point
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's share. With ``RobustPlanner`` the results have been told to the coordinator by the time
         this returns, and stock gathers an empty list; with another planner they are returned."""
@@ -340,6 +342,7 @@ class RobustWriter(StorageWriter):
             )
         ]
 
+    @entry_point
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         session = getattr(metadata, "session", None)
         if isinstance(session, SaveInProgress):

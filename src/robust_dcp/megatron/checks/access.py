@@ -16,9 +16,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from robust_dcp.errors import ExchangeError
+from robust_dcp.errors import ExchangeError, ranks_in_words
 from robust_dcp.megatron.versions import ShardedBase, ShardedObject, is_main_replica
-from robust_dcp.plan.global_plan.conflicts import ranks_in_words
 
 __all__ = ["AccessColumns", "Violation", "columns_of", "find_violation", "keys_of"]
 

@@ -15,8 +15,11 @@ import msgspec
 import torch.distributed as dist
 
 from robust_dcp.comm import Agreement, Channel, Offer
+from robust_dcp.errors import entry_point
+from robust_dcp.megatron.checkpoint_call import meet_before_saving
 from robust_dcp.megatron.checks.access import AccessColumns, columns_of, find_violation, keys_of
 from robust_dcp.megatron.checks.common_state import LeafDigests, leaf_digests, report_differences
+from robust_dcp.megatron.checks.shard_facts import ShardFacts
 from robust_dcp.megatron.failures import InvalidAccess
 from robust_dcp.megatron.hooks.options import current_options
 from robust_dcp.megatron.versions import nested_values
@@ -70,7 +73,7 @@ class _KnownStructures:
 KNOWN = _KnownStructures()
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class AccessCheck:
     """One validation on one rank: offered in an exchange, and finished after it if need be.
 
@@ -82,7 +85,9 @@ class AccessCheck:
     signature: bytes
 
     @classmethod
-    def of(cls, shards: Sequence[Any]) -> AccessCheck:
+    def of(cls, shards: Sequence[Any] | ShardFacts) -> AccessCheck:
+        if isinstance(shards, ShardFacts):
+            return shards.once(_check_of_facts)
         columns = columns_of(shards)
         return cls(columns, columns.signature())
 
@@ -123,6 +128,10 @@ class AccessCheck:
         return channel.broadcast(f"{phase}: verdict", judge, _Verdict)
 
 
+def _check_of_facts(facts: ShardFacts) -> AccessCheck:
+    return AccessCheck.of(facts.shards)
+
+
 class KeyOnly:
     """Stands for a ShardedTensor or ShardedObject of some rank, of which only the key is known here."""
 
@@ -140,13 +149,18 @@ class GlobalMetadata(list[list[KeyOnly]]):
         super().__init__([[KeyOnly(key) for key in verdict.keys]])
         self._verdict = verdict
 
+    @entry_point
     def raise_if_wrong(self) -> None:
         """Raises InvalidAccess, on all ranks alike."""
         _raise_if_wrong(self._verdict)
 
 
 def agree_on_access(
-    channel: Channel, phase: str, shards: Callable[[], Sequence[Any]], *, value: Callable[[], int] = lambda: 0
+    channel: Channel,
+    phase: str,
+    shards: Callable[[], Sequence[Any] | ShardFacts],
+    *,
+    value: Callable[[], int] = lambda: 0,
 ) -> tuple[AccessCheck, Agreement]:
     """The first exchange of a save or load: every rank prepares, and shows the signature of what it holds.
 
@@ -169,6 +183,7 @@ def _raise_if_wrong(verdict: _Verdict) -> None:
         raise InvalidAccess(verdict.message, key=verdict.key, ranks=list(verdict.ranks))
 
 
+@entry_point
 def exchange_metadata(
     sharded_state_dict: dict[str, Any], process_group: dist.ProcessGroup | None = None
 ) -> tuple[list[Any], GlobalMetadata]:
@@ -184,6 +199,7 @@ def exchange_metadata(
         process_group, operation="determine_global_metadata", timeout_seconds=current_options().exchange_timeout_seconds
     )
     local: list[Any] = []
+    meet_before_saving(is_last=False)
 
     def shards() -> list[Any]:
         local.extend(shard.without_data() for shard in nested_values(sharded_state_dict))

@@ -7,7 +7,6 @@ of Megatron's command line; what is on disk is what stock writes and reads. Call
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -15,16 +14,18 @@ from typing import Any
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 
 from robust_dcp import api
+from robust_dcp.megatron.checkpoint_call import meet_before_saving
 from robust_dcp.megatron.hooks.options import MegatronOptions
-from robust_dcp.megatron.writing import log_report, writer_for
+from robust_dcp.megatron.hooks.stock_paths import say_stays_stock
+from robust_dcp.megatron.writing import log_report, say_saves_at_once, writer_for
 from robust_dcp.planner import RobustLoadPlanner, RobustPlanner
 from robust_dcp.storage.reader import RobustReader
 
 __all__ = ["SynchronousWriter", "load_call", "save_call", "save_dcp"]
 
-logger = logging.getLogger(__name__)
-
 Path = str | os.PathLike[str]
+
+_WHY = "only calls with DCP's own planner, and a directory or DCP's own reader or writer of one, are taken over"
 
 
 def save_dcp(state_dict: dict[str, Any], path: Path, options: MegatronOptions) -> None:
@@ -34,10 +35,11 @@ def save_dcp(state_dict: dict[str, Any], path: Path, options: MegatronOptions) -
         ValueError: ``path`` is one of NVIDIA's Multi-Storage Client.
         RobustCheckpointError: whatever failed on whichever rank; the same on all ranks.
     """
+    meet_before_saving()
     report = api.save(
         state_dict,
         storage_writer=writer_for(path, options),
-        planner=RobustPlanner(on_structure_change=options.on_structure_change),
+        planner=RobustPlanner(on_structure_change=options.on_structure_change, verify_replicas=options.verify_replicas),
         timeout_seconds=options.exchange_timeout_seconds,
     )
     log_report(report)
@@ -56,6 +58,7 @@ def save_call(
     path = _path_of(given.pop("storage_writer", None), given.pop("checkpoint_id", None), FileSystemWriter)
     state_dict = given.pop("state_dict", None)
     if path is None or state_dict is None or given:
+        say_stays_stock("saves by torch.distributed.checkpoint.save with a planner, writer or group of their own", _WHY)
         return stock(*args, **kwargs)
     save_dcp(state_dict, path, options)
     return None
@@ -80,6 +83,7 @@ def load_call(
     state_dict = given.pop("state_dict", None)
     planner = given.pop("planner", None)
     if path is None or state_dict is None or given or not (planner is None or type(planner) is DefaultLoadPlanner):
+        say_stays_stock("loads by torch.distributed.checkpoint.load with a planner, reader or group of their own", _WHY)
         return stock(*args, **kwargs)
     api.load(
         state_dict,
@@ -136,5 +140,5 @@ class SynchronousWriter:
 
     def save(self, state_dict: dict[str, Any], options: MegatronOptions) -> None:
         """As :func:`save_dcp`, and say that it was not done in the background."""
-        logger.info("robust_dcp saves %s synchronously, though an asynchronous save was asked for", self.path)
+        say_saves_at_once()
         save_dcp(state_dict, self.path, options)

@@ -15,6 +15,7 @@ from typing import Any
 from robust_dcp.megatron.choice import is_chosen
 from robust_dcp.megatron.hooks.options import current_options
 from robust_dcp.megatron.hooks.patching import Patch
+from robust_dcp.megatron.hooks.stock_paths import say_stays_stock
 
 __all__ = ["CALLERS", "PATCHES"]
 
@@ -27,16 +28,26 @@ _MARK = "preprocess_state_dict_for_uneven_dtensor"
 """Name that a module has which saves ``fsdp_dtensor`` on its own, as verl's does."""
 
 
-def _is_ours(caller: dict[str, Any]) -> bool:
-    """Whether the module with these globals saves and loads Megatron's checkpoints, and robust_dcp is to do it."""
-    is_megatrons = caller.get("__name__") in CALLERS or _MARK in caller
-    return is_megatrons and is_chosen()
+def _is_ours(caller: dict[str, Any], what: str) -> bool:
+    """Whether the module with these globals saves and loads Megatron's checkpoints, and robust_dcp is to do it.
+
+    Args:
+        caller: the globals.
+        what: it does, for the log.
+    """
+    name = caller.get("__name__")
+    if name in CALLERS or _MARK in caller:
+        return is_chosen()
+    if not str(name).startswith("torch.") and current_options().planner == "robust_dcp":
+        why = "in this job only calls that Megatron's checkpointing makes are taken over; others call robust_dcp.save"
+        say_stays_stock(f"{what} by {name}", why)
+    return False
 
 
 def _save(stock: Function) -> Function:
     @functools.wraps(stock)
     def save(*args: Any, **kwargs: Any) -> Any:
-        if not _is_ours(sys._getframe(1).f_globals):
+        if not _is_ours(sys._getframe(1).f_globals, "torch.distributed.checkpoint.save"):
             return stock(*args, **kwargs)
         from robust_dcp.megatron.formats.dcp_formats import save_call
 
@@ -48,7 +59,7 @@ def _save(stock: Function) -> Function:
 def _load(stock: Function) -> Function:
     @functools.wraps(stock)
     def load(*args: Any, **kwargs: Any) -> Any:
-        if not _is_ours(sys._getframe(1).f_globals):
+        if not _is_ours(sys._getframe(1).f_globals, "torch.distributed.checkpoint.load"):
             return stock(*args, **kwargs)
         from robust_dcp.megatron.formats.dcp_formats import load_call
 
@@ -94,10 +105,23 @@ def _callbacks(stock: Function) -> Function:
     return get_save_and_finalize_callbacks
 
 
+def _async_of_bridge(stock: Function) -> Function:
+    """``save_state_dict_async_plan`` of ``nvidia_resiliency_ext`` as Megatron-Bridge calls it: stock's, and said so."""
+
+    @functools.wraps(stock)
+    def save_state_dict_async_plan(*args: Any, **kwargs: Any) -> Any:
+        if is_chosen():
+            say_stays_stock("asynchronous saves of fsdp_dtensor by Megatron-Bridge", "save without async_save for ours")
+        return stock(*args, **kwargs)
+
+    return save_state_dict_async_plan
+
+
 PATCHES: tuple[Patch, ...] = (
     Patch("torch.distributed.checkpoint", "save", _save),
     Patch("torch.distributed.checkpoint", "load", _load),
     Patch("torch.distributed.checkpoint", "load_state_dict", _load, optional=True),  # deprecated by torch
     Patch("megatron.training.checkpointing", "get_async_strategy", _async_modules, optional=True),  # from 0.17
     Patch("megatron.training.checkpointing", "get_save_and_finalize_callbacks", _callbacks, optional=True),
+    Patch("megatron.bridge.training.checkpointing", "save_state_dict_async_plan", _async_of_bridge, optional=True),
 )

@@ -21,6 +21,7 @@ __all__ = [
     "choose_planner",
     "current_options",
     "default_planner",
+    "megatron_arguments",
     "options_from_environment",
 ]
 
@@ -28,6 +29,7 @@ Planner = Literal["default", "robust_dcp"]
 Layout = Literal["torch", "safetensors"]
 OnStructureChange = Literal["rebuild", "error", "quiet"]
 SaveFailure = Literal["raise", "warn"]
+VerifyReplicas = Literal["off", "sample", "all"]
 
 
 class Option(NamedTuple):
@@ -117,6 +119,14 @@ OPTIONS: tuple[Option, ...] = (
         str,
         "when a save fails on any rank: raise on all of them, or log why and go on with training",
     ),
+    Option(
+        "verify_replicas",
+        "--ckpt-verify-replicas",
+        "ROBUST_DCP_VERIFY_REPLICAS",
+        ("off", "sample", "all"),
+        str,
+        "whether ranks that hold copies of one tensor compare checksums of them in each save, and name what differs",
+    ),
 )
 
 
@@ -145,6 +155,7 @@ class MegatronOptions:
         exchange_timeout_seconds: of each exchange between ranks.
         on_structure_change: ``"rebuild"`` (log the keys and plan anew), ``"error"`` or ``"quiet"``.
         save_failure: ``"raise"``, or ``"warn"``: a failed save is logged and training goes on.
+        verify_replicas: ``"off"``, ``"sample"`` (some of them in each save) or ``"all"``.
     """
 
     planner: Planner = field(default_factory=default_planner)
@@ -154,6 +165,7 @@ class MegatronOptions:
     exchange_timeout_seconds: float = 300.0
     on_structure_change: OnStructureChange = "rebuild"
     save_failure: SaveFailure = "raise"
+    verify_replicas: VerifyReplicas = "off"
 
 
 def options_from_environment(environment: Mapping[str, str] = os.environ) -> MegatronOptions:
@@ -196,7 +208,7 @@ def current_options() -> MegatronOptions:
         ValueError: an environment variable has no meaning, see :func:`options_from_environment`.
     """
     options = options_from_environment()
-    arguments = _megatron_arguments()
+    arguments = megatron_arguments()
     if arguments is None:
         return options
     found = {option.field: getattr(arguments, option.dest, None) for option in OPTIONS}
@@ -206,7 +218,7 @@ def current_options() -> MegatronOptions:
     return dataclasses.replace(options, **given)
 
 
-def _megatron_arguments() -> Any:
+def megatron_arguments() -> Any:
     """The namespace that ``megatron.training.get_args()`` returns, if that is imported and arguments are parsed."""
     global_vars = sys.modules.get("megatron.training.global_vars")
     if global_vars is None or not hasattr(global_vars, "get_args"):

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from robust_dcp.megatron.hooks.import_hook import ImportHook
+from robust_dcp.megatron.hooks.stock_paths import say_stays_stock
 
 __all__ = ["Patch", "Patches"]
 
@@ -107,14 +108,9 @@ class Patches:
     def _apply_or_warn(self, patch: Patch, module: ModuleType) -> None:
         try:
             self._apply_one(patch, module)
-        except Exception:
-            logger.warning(
-                "robust_dcp could not replace %s.%s%s; stock code stays there",
-                patch.module,
-                patch.name,
-                _of_version(),
-                exc_info=True,
-            )
+        except Exception as error:
+            why = f"it could not be replaced{_of_version()}: {type(error).__name__}: {error}"
+            say_stays_stock(f"{patch.module}.{patch.name}", why)
 
     def _apply_one(self, patch: Patch, module: ModuleType) -> None:
         *path, name = patch.name.split(".")
@@ -124,12 +120,7 @@ class Patches:
         current = getattr(owner, name, _ABSENT) if owner is not _ABSENT else _ABSENT
         if current is _ABSENT:
             if not patch.optional:
-                logger.warning(
-                    "%s has no %s%s: robust_dcp cannot take it over there, stock code stays in place",
-                    patch.module,
-                    patch.name,
-                    _of_version(),
-                )
+                say_stays_stock(f"{patch.module}.{patch.name}", f"{patch.module} has no {patch.name}{_of_version()}")
             return
         before = vars(owner).get(name, _ABSENT)
         wrapper = type(before) if isinstance(before, (staticmethod, classmethod)) else None

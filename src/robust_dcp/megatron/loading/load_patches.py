@@ -12,6 +12,7 @@ from typing import Any
 
 from robust_dcp.megatron.choice import is_chosen
 from robust_dcp.megatron.hooks.patching import Patch
+from robust_dcp.megatron.hooks.stock_paths import say_stays_stock
 
 __all__ = ["PATCHES"]
 
@@ -123,6 +124,9 @@ def _parallel_load(original: Replaced) -> Replaced:
             if is_parallel_load_wrapper(self):
                 timeout_seconds = current_options().exchange_timeout_seconds
                 return load_in_parallel(self, sharded_state_dict, checkpoint_dir, timeout_seconds)
+            say_stays_stock(
+                f"loads by {type(self.base_strategy).__name__}", "a strategy that loads in its own way is left to do so"
+            )
         return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
     return load

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from robust_dcp import api
 from robust_dcp.comm import Channel
+from robust_dcp.errors import entry_point
 from robust_dcp.megatron import versions
 from robust_dcp.megatron.failures import as_megatron_raises
 from robust_dcp.megatron.hooks.options import current_options
@@ -70,6 +71,7 @@ class LoadedShards:
     report: LoadReport
 
 
+@entry_point
 def read_sharded(
     sharded_state_dict: dict[str, Any],
     reader: RobustReader,
@@ -208,6 +210,7 @@ class RobustLoadStrategy(versions.TorchDistLoadShardedStrategy):
             return self._timeout_seconds
         return current_options().exchange_timeout_seconds
 
+    @entry_point
     def load(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: CheckpointDir, async_strategy: str | None = None
     ) -> dict[str, Any]:

@@ -26,11 +26,13 @@ import msgspec
 import torch.distributed as dist
 
 from robust_dcp.comm import Agreement, Channel
+from robust_dcp.errors import entry_point
 from robust_dcp.megatron import versions
 from robust_dcp.megatron.checks import common_state, integrity
 from robust_dcp.megatron.checks.validation import AccessCheck, GlobalMetadata, agree_on_access
 from robust_dcp.megatron.failures import as_megatron_raises, told_by_who_failed
 from robust_dcp.megatron.hooks.options import MegatronOptions
+from robust_dcp.megatron.hooks.stock_paths import say_stays_stock
 from robust_dcp.megatron.loading.load_strategy import (
     ReaderOfKnownMetadata,
     RobustLoadStrategy,
@@ -104,6 +106,7 @@ class _MetadataFile(msgspec.Struct, frozen=True):
     data: bytes
 
 
+@entry_point
 def load_torch_dist(call: LoadCall, options: MegatronOptions, stock: Callable[[], Any]) -> Any:
     """Load a checkpoint of Megatron's, saved by robust_dcp or by stock.
 
@@ -129,10 +132,12 @@ def load_torch_dist(call: LoadCall, options: MegatronOptions, stock: Callable[[]
             integrity.verify_files(channel, phase, call.checkpoint_dir)
         opened = channel.broadcast(f"{phase}: common state", lambda: _open(call), _Opened)
         if opened.backend != "torch_dist":
+            say_stays_stock(f"loads of {opened.backend} checkpoints", "only torch_dist is taken over")
             return stock()
         return _Load(call, channel, phase, opened).run()
 
 
+@entry_point
 def load_common_state(checkpoint_dir: str | os.PathLike[str]) -> Any:
     """``dist_checkpointing.load_common_state_dict``: local to this rank, and without running code from the file.
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from robust_dcp.comm import Channel, Offer
-from robust_dcp.errors import ExchangeError, PlanConflict
+from robust_dcp.errors import ExchangeError, PlanConflict, entry_point
 from robust_dcp.megatron import versions
 from robust_dcp.megatron.failures import as_megatron_raises, told_by_who_failed
 from robust_dcp.megatron.loading.load_strategy import ReaderOfKnownMetadata, read_sharded
@@ -57,6 +57,7 @@ class _Objects(msgspec.Struct, frozen=True):
     data: dict[str, bytes]
 
 
+@entry_point
 def load_in_parallel(
     wrapper: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str], timeout_seconds: float
 ) -> dict[str, Any]:

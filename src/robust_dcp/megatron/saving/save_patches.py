@@ -7,11 +7,13 @@ Owns the replacements; each does what Megatron does where robust_dcp is not the 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from robust_dcp.megatron.choice import is_chosen
 from robust_dcp.megatron.hooks.patching import Patch
+from robust_dcp.megatron.hooks.stock_paths import say_stays_stock
 
 __all__ = ["PATCHES"]
 
@@ -24,10 +26,13 @@ def _save(original: Replaced) -> Replaced:
     @functools.wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:
         from robust_dcp.megatron.hooks.options import current_options
-        from robust_dcp.megatron.saving.saving import SaveCall, is_ours, save_torch_dist
+        from robust_dcp.megatron.saving.saving import SaveCall, is_ours, name_of_strategy, save_torch_dist
 
         call = SaveCall.of(original, args, kwargs)
         if not is_ours(call, chosen=is_chosen()):
+            if is_chosen():
+                why = "only torch_dist, saved in Megatron's own way, is taken over"
+                say_stays_stock(f"saves by {name_of_strategy(call.sharded_strategy)}", why)
             return original(*args, **kwargs)
         return save_torch_dist(call, current_options())
 
@@ -55,16 +60,58 @@ def _async_save(original: Replaced) -> Replaced:
     return async_save
 
 
-def _apply_saving_parallelization(original: Replaced) -> Replaced:
-    """``FullyParallelSaveStrategyWrapper.apply_saving_parallelization``: the global plan spreads the work over all
-    ranks that hold a shard, for what is there now. Replica ids stay as they are."""
+def _parallel_save(original: Replaced) -> Replaced:
+    """``FullyParallelSaveStrategyWrapper.save``, around a strategy that writes ``torch_dist``: the global plan spreads
+    the work over the ranks of the wrapper's group, for what is there now. Replica ids stay as they are."""
 
     @functools.wraps(original)
-    def apply_saving_parallelization(self: Any, sharded_state_dict: dict[str, Any]) -> None:
-        if not is_chosen():
-            original(self, sharded_state_dict)
+    def save(self: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: Any) -> Any:
+        if not is_chosen() or not _writes_in_parallel(self, sharded_state_dict, checkpoint_dir):
+            return original(self, sharded_state_dict, checkpoint_dir)
+        return None
 
-    return apply_saving_parallelization
+    return save
+
+
+def _parallel_async_save(original: Replaced) -> Replaced:
+    """``FullyParallelSaveStrategyWrapper.async_save``, as above."""
+
+    @functools.wraps(original)
+    def async_save(
+        self: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not is_chosen():
+            return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        from robust_dcp.megatron.versions import finished_request
+        from robust_dcp.megatron.writing import say_saves_at_once
+
+        request = finished_request(args[0] if args else kwargs.get("async_strategy"))
+        if _writes_in_parallel(self, sharded_state_dict, checkpoint_dir):
+            say_saves_at_once()
+            return request
+        return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
+
+    return async_save
+
+
+def _writes_in_parallel(wrapper: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: Any) -> bool:
+    """Write for the strategy within ``wrapper``; ``False``, and nothing is done, if that one saves in its own way."""
+    from robust_dcp.megatron.hooks.options import current_options
+    from robust_dcp.megatron.saving.save_strategy import write_sharded
+    from robust_dcp.megatron.versions import writes_torch_dist
+
+    strategy = wrapper.base_strategy
+    if not writes_torch_dist(strategy):
+        why = "a strategy that saves in its own way is left to do so"
+        say_stays_stock(f"saves by {type(strategy).__name__}", why)
+        return False
+    strategy.last_report = write_sharded(
+        sharded_state_dict,
+        checkpoint_dir,
+        current_options(),
+        parallelization_group=wrapper.parallelization_group,
+    )
+    return True
 
 
 def _determine_global_metadata(original: Replaced) -> Replaced:
@@ -103,20 +150,59 @@ def _validate_sharding_integrity(original: Replaced) -> Replaced:
 
 
 def _save_checkpoint(original: Replaced) -> Replaced:
-    """Megatron-LM's ``save_checkpoint``, for ``--ckpt-save-failure warn``."""
+    """Megatron-LM's ``save_checkpoint``: failures before the save are shared, and for ``--ckpt-save-failure warn``."""
 
     @functools.wraps(original)
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        if not is_chosen():
+        if not is_chosen() or not _will_be_ours(original, args, kwargs):
             return original(*args, **kwargs)
+        from robust_dcp.megatron.checkpoint_call import call_save_checkpoint
         from robust_dcp.megatron.failures import or_warn
 
-        return or_warn(lambda: original(*args, **kwargs), original.__module__)
+        return or_warn(lambda: call_save_checkpoint(lambda: original(*args, **kwargs)), original.__module__)
 
     return save_checkpoint
 
 
+_FORMATS = ("torch_dist", "torch_dcp", "fsdp_dtensor")
+
+
+def _will_be_ours(original: Replaced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call of ``save_checkpoint`` ends in a save of ours, by Megatron's arguments; else say what it is."""
+    from robust_dcp.megatron.hooks.options import megatron_arguments
+
+    arguments = megatron_arguments()
+    if arguments is None:
+        return True
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    if given.get("non_persistent_ckpt") and getattr(arguments, "non_persistent_ckpt_type", None) == "local":
+        say_stays_stock(_LOCAL, _WHY_LOCAL)
+        return False
+    ckpt_format = getattr(arguments, "ckpt_format", "torch_dist")
+    if not getattr(arguments, "use_dist_ckpt", True) or ckpt_format not in _FORMATS:
+        say_stays_stock(f"saves with --ckpt-format {ckpt_format}", f"ours are {', '.join(_FORMATS)}")
+        return False
+    return True
+
+
+_LOCAL = "local non-persistent checkpoints (--non-persistent-ckpt-type local)"
+_WHY_LOCAL = "nvidia_resiliency_ext keeps them on each node, in a format of its own"
+
+
+def _local_checkpoint(original: Replaced) -> Replaced:
+    """``MCoreTensorAwareStateDict.from_state_dict``: what all frameworks make of a local checkpoint. Stock's."""
+
+    @functools.wraps(original)
+    def from_state_dict(*args: Any, **kwargs: Any) -> Any:
+        if is_chosen():
+            say_stays_stock(_LOCAL, _WHY_LOCAL)
+        return original(*args, **kwargs)
+
+    return from_state_dict
+
+
 _DIST_CHECKPOINTING = "megatron.core.dist_checkpointing"
+_FULLY_PARALLEL = f"{_DIST_CHECKPOINTING}.strategies.fully_parallel"
 
 # By way of the package, which is loaded after the modules in it: patched one by one while they are imported, some would
 # already hold the replacements of others.
@@ -129,11 +215,15 @@ PATCHES: tuple[Patch, ...] = (
     Patch(_DIST_CHECKPOINTING, "validation.validate_sharding_integrity", _validate_sharding_integrity),
     Patch(_DIST_CHECKPOINTING, "state_dict_utils.validate_sharding_integrity", _validate_sharding_integrity),
     Patch(f"{_DIST_CHECKPOINTING}.strategies.torch", "TorchDistSaveShardedStrategy.async_save", _async_save),
+    Patch(f"{_DIST_CHECKPOINTING}.strategies.torch", "is_torch_min_version", functools.cache, optional=True),
     Patch(
-        f"{_DIST_CHECKPOINTING}.strategies.fully_parallel",
-        "FullyParallelSaveStrategyWrapper.apply_saving_parallelization",
-        _apply_saving_parallelization,
+        f"{_DIST_CHECKPOINTING}.tensor_aware_state_dict",
+        "MCoreTensorAwareStateDict.from_state_dict",
+        _local_checkpoint,
+        optional=True,
     ),
+    Patch(_FULLY_PARALLEL, "FullyParallelSaveStrategyWrapper.save", _parallel_save),
+    Patch(_FULLY_PARALLEL, "FullyParallelSaveStrategyWrapper.async_save", _parallel_async_save),
     Patch("megatron.training.checkpointing", "save_checkpoint", _save_checkpoint, optional=True),
     Patch("megatron.training.training", "save_checkpoint", _save_checkpoint, optional=True),
 )

@@ -7,7 +7,6 @@ with robust_dcp as the planner, ``saving`` and ``save_patches`` write Megatron's
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import replace
 from typing import Any
@@ -15,46 +14,59 @@ from typing import Any
 import torch.distributed as dist
 
 from robust_dcp import api
+from robust_dcp.errors import entry_point
 from robust_dcp.megatron import versions
+from robust_dcp.megatron.checkpoint_call import meet_before_saving
+from robust_dcp.megatron.checks.shard_facts import ShardFacts
 from robust_dcp.megatron.failures import as_megatron_raises
 from robust_dcp.megatron.hooks.options import MegatronOptions, current_options
 from robust_dcp.megatron.saving.planner import MegatronPlanner
-from robust_dcp.megatron.writing import log_report, writer_for
+from robust_dcp.megatron.writing import log_report, say_saves_at_once, writer_for
 from robust_dcp.plan.session import OnStructureChange
 from robust_dcp.report import SaveReport
 
 __all__ = ["RobustSaveStrategy", "write_sharded"]
 
-logger = logging.getLogger(__name__)
-
 CheckpointDir = str | os.PathLike[str]
 
 
+@entry_point
 def write_sharded(
     sharded_state_dict: dict[str, Any],
     checkpoint_dir: CheckpointDir,
     options: MegatronOptions,
     process_group: dist.ProcessGroup | None = None,
+    *,
+    parallelization_group: dist.ProcessGroup | None = None,
+    facts: ShardFacts | None = None,
 ) -> SaveReport:
     """Write and commit the shards of a sharded state dict; all ranks of the group call it.
 
     Args:
-        sharded_state_dict: nested dicts and lists of ShardedTensor and ShardedObject, factories applied. The shards in
-            it are changed (detached, made contiguous), as by Megatron's own strategy.
+        sharded_state_dict: nested dicts and lists of ShardedTensor and ShardedObject, factories applied.
         checkpoint_dir: a directory of a mounted file system.
         options: of writer and planner.
         process_group: ``None`` for all ranks.
+        parallelization_group: that of ``FullyParallelSaveStrategyWrapper``: this rank's part of the job, in which any
+            rank may write what is the main replica of another. ``None`` without it: the main replica is written.
+        facts: of the shards of ``sharded_state_dict``, if they are known.
 
     Raises:
         RobustCheckpointError: on every rank, whichever of them failed.
         ValueError: for a ``checkpoint_dir`` of NVIDIA's Multi-Storage Client.
     """
     writer = writer_for(checkpoint_dir, options)
+    meet_before_saving()
     with as_megatron_raises():
         report = api.save(
             sharded_state_dict,
             storage_writer=writer,
-            planner=MegatronPlanner(on_structure_change=options.on_structure_change),
+            planner=MegatronPlanner(
+                peers=() if parallelization_group is None else dist.get_process_group_ranks(parallelization_group),
+                facts=facts,
+                on_structure_change=options.on_structure_change,
+                verify_replicas=options.verify_replicas,
+            ),
             process_group=process_group,
             timeout_seconds=options.exchange_timeout_seconds,
         )
@@ -115,6 +127,7 @@ class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):
         given = {name: value for name, value in self._given.items() if value is not None}
         return replace(current_options(), **given)
 
+    @entry_point
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: CheckpointDir) -> None:
         """Save and commit; ``last_report`` says what was done.
 
@@ -124,6 +137,7 @@ class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):
         """
         self.last_report = write_sharded(sharded_state_dict, checkpoint_dir, self.options, self.process_group)
 
+    @entry_point
     def async_save(
         self,
         sharded_state_dict: dict[str, Any],
@@ -136,7 +150,7 @@ class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):
             sharded_state_dict, checkpoint_dir: as in :meth:`save`.
             async_strategy: whose queue the request goes into (Megatron-Core 0.17 and newer).
         """
-        logger.info("robust_dcp saves %s synchronously, though an asynchronous save was asked for", checkpoint_dir)
+        say_saves_at_once()
         request = versions.finished_request(async_strategy)  # first: it raises if that queue is not installed
         self.save(sharded_state_dict, checkpoint_dir)
         return request

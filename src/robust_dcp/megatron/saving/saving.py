@@ -23,12 +23,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from robust_dcp.comm import Channel
+from robust_dcp.errors import entry_point
 from robust_dcp.megatron import versions
+from robust_dcp.megatron.checkpoint_call import meet_before_saving
 from robust_dcp.megatron.checks import common_state, integrity
+from robust_dcp.megatron.checks.shard_facts import ShardFacts
 from robust_dcp.megatron.checks.validation import agree_on_access
 from robust_dcp.megatron.failures import as_megatron_raises
 from robust_dcp.megatron.hooks.options import MegatronOptions
 from robust_dcp.megatron.saving.save_strategy import RobustSaveStrategy, write_sharded
+from robust_dcp.megatron.writing import say_saves_at_once
 from robust_dcp.planner.save import checkpoint_name
 
 __all__ = ["SaveCall", "base_strategy_of", "is_ours", "save_torch_dist"]
@@ -90,6 +94,17 @@ def base_strategy_of(strategy: Any) -> Any:
     return strategy
 
 
+def name_of_strategy(strategy: Any) -> str:
+    """For the log: the backend, or the class of the strategy within a wrapper."""
+    strategy = base_strategy_of(strategy)
+    return str(strategy[0]) if isinstance(strategy, tuple) else type(strategy).__name__
+
+
+def parallelization_group_of(strategy: Any) -> Any:
+    """The group over which ``FullyParallelSaveStrategyWrapper`` spreads the work; ``None`` for another strategy."""
+    return getattr(strategy, "parallelization_group", None)
+
+
 def is_ours(call: SaveCall, *, chosen: bool) -> bool:
     """Whether robust_dcp does this save: by Megatron's strategy if it is chosen, by its own strategy always."""
     strategy = base_strategy_of(call.sharded_strategy)
@@ -105,10 +120,12 @@ class _Prepared:
     """What one rank has made of its state dict."""
 
     sharded: dict[str, Any] = field(default_factory=dict)
+    facts: ShardFacts = field(default_factory=lambda: ShardFacts([]))
     common_file: bytes | None = None
     digests: common_state.LeafDigests = field(default_factory=lambda: common_state.LeafDigests({}))
 
 
+@entry_point
 def save_torch_dist(call: SaveCall, options: MegatronOptions) -> Any:
     """Save a checkpoint that Megatron loads; ``metadata.json`` is there only if all of it is.
 
@@ -125,13 +142,24 @@ def save_torch_dist(call: SaveCall, options: MegatronOptions) -> Any:
         options, group = strategy.options, strategy.process_group
     phase = f"save {checkpoint_name(call.checkpoint_dir)}"
     channel = Channel.for_group(group, operation=f"Megatron: {phase}", timeout_seconds=options.exchange_timeout_seconds)
+    if call.is_async:
+        say_saves_at_once()
     request = versions.finished_request(call.async_strategy) if call.is_async else None
+    meet_before_saving()
     with as_megatron_raises():
         prepared = _prepare_and_validate(call, strategy, channel, phase)
-        report = write_sharded(prepared.sharded, call.checkpoint_dir, options, group)
+        report = write_sharded(
+            prepared.sharded,
+            call.checkpoint_dir,
+            options,
+            group,
+            parallelization_group=parallelization_group_of(call.sharded_strategy),
+            facts=prepared.facts,
+        )
         if strategy is not None and not isinstance(strategy, tuple):
             strategy.last_report = report
 
+    @entry_point
     def finish() -> None:
         with as_megatron_raises():
             channel.barrier(f"{phase}: finish", lambda: _finish(call, strategy, channel, prepared))
@@ -141,7 +169,6 @@ def save_torch_dist(call: SaveCall, options: MegatronOptions) -> Any:
     if request is None:
         finish()
     else:
-        logger.info("robust_dcp has saved %s synchronously, though asynchronously was asked for", call.checkpoint_dir)
         request.finalize_fns.append(finish)
     return request
 
@@ -149,16 +176,18 @@ def save_torch_dist(call: SaveCall, options: MegatronOptions) -> Any:
 def _prepare_and_validate(call: SaveCall, strategy: Any, channel: Channel, phase: str) -> _Prepared:
     prepared = _Prepared()
 
-    def prepare() -> list[Any]:
+    def prepare() -> ShardFacts:
         if channel.is_coordinator:
             _warn_of_what_is_there(call.checkpoint_dir)
         prepared.sharded, common = versions.prepare_to_save(call.sharded_state_dict, call.content_metadata)
-        shards = list(versions.nested_values(prepared.sharded))
+        shards = prepared.facts = ShardFacts(versions.nested_values(prepared.sharded))
         if call.validate_access_integrity:
             compared = call.preprocess_common(common) if call.preprocess_common else common
             prepared.digests = common_state.leaf_digests(compared)
         if versions.common_state_is_a_sharded_object():
-            prepared.sharded[versions.COMMON_STATE_KEY] = _common_object(common, channel)
+            common_object = _common_object(common, channel)
+            prepared.sharded[versions.COMMON_STATE_KEY] = common_object
+            prepared.facts = shards.plus(common_object)
         elif channel.is_coordinator:
             prepared.common_file = common_state.encode_common(common)
         return shards

@@ -69,8 +69,10 @@ def _when_chosen(make: Callable[[Function], Function]) -> Callable[[Function], F
 @_when_chosen
 def _preprocess(_: Function) -> Function:
     def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[Any, Any]) -> dict[Any, Any]:
+        from robust_dcp.megatron.checkpoint_call import meet_before_saving
         from robust_dcp.megatron.uneven.uneven_dtensors import place_chunks
 
+        meet_before_saving(is_last=False)
         place_chunks(state_dict, _channel())
         return state_dict
 
@@ -82,9 +84,11 @@ def _preprocess_in_hook(_: Function) -> Function:
     """In a hook of ``state_dict()``, which the ranks of that model call: not always all ranks."""
 
     def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[Any, Any]) -> dict[Any, Any]:
+        from robust_dcp.megatron.checkpoint_call import meet_before_saving
         from robust_dcp.megatron.uneven import uneven_dtensors
 
         if uneven_dtensors.spans_the_world(state_dict):
+            meet_before_saving(is_last=False)
             uneven_dtensors.place_chunks(state_dict, _channel())
         else:
             uneven_dtensors.place_chunks_one_by_one(state_dict, _timeout_seconds())
@@ -143,8 +147,10 @@ def _handle_gdn(original: Function) -> Function:
     """Where a fused projection is to be split depends on where its parts begin: found for all of them at once."""
 
     def handle_gdn_in_state_dict(model: Any, model_state_dict: Any, optimizer_state_dict: Any) -> Any:
+        from robust_dcp.megatron.checkpoint_call import meet_before_saving
         from robust_dcp.megatron.uneven.uneven_dtensors import place_chunks
 
+        meet_before_saving(is_last=False)
         place_chunks({"model": model_state_dict, "optimizer": optimizer_state_dict}, _channel())
         return _tell_if_it_fails(original, model, model_state_dict, optimizer_state_dict)
 
@@ -152,13 +158,18 @@ def _handle_gdn(original: Function) -> Function:
 
 
 def _tell_if_it_fails(function: Function, *args: Any, **kwargs: Any) -> Any:
-    """Call ``function``; if it raises here, raise on the ranks too that go on to the next exchange of DTensors."""
+    """Call ``function``; if it raises here, raise on the ranks too that go on to the next exchange of DTensors.
+
+    Within ``save_checkpoint`` of Megatron-LM they meet before that exchange, and hear of it there.
+    """
+    from robust_dcp.megatron.checkpoint_call import is_shared
     from robust_dcp.megatron.uneven.uneven_dtensors import fail_exchange
 
     try:
         return function(*args, **kwargs)
     except Exception as error:
-        fail_exchange(error, _channel())
+        if not is_shared():
+            fail_exchange(error, _channel())
         raise
 
 

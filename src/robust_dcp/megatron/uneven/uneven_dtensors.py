@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from robust_dcp.comm import Channel, Offer
+from robust_dcp.errors import entry_point
 from robust_dcp.megatron.uneven.uneven_chunk import UnevenChunk
 from robust_dcp.megatron.uneven.uneven_offsets import solve
 from robust_dcp.megatron.uneven.uneven_shards import (
@@ -94,6 +95,7 @@ def _walk(value: Mapping[Any, Any], path: tuple[Any, ...]) -> Iterator[tuple[tup
             yield (*path, key), each
 
 
+@entry_point
 def place_chunks(state_dict: Mapping[Any, Any], channel: Channel) -> None:
     """Find the chunk of every DTensor of a state dict, and note it on the local tensors. All of ``channel`` call it.
 

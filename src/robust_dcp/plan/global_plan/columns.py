@@ -32,7 +32,7 @@ class GlobalColumns:
         names, dtypes, layouts: distinct strings over all ranks, sorted.
         rank, item: int32 ``[M]``, whose item it is and its place in that rank's table.
         name, dtype, layout: int32 ``[M]``, places in the string tables.
-        kind, form, requires_grad, ndim: uint8 ``[M]``.
+        kind, form, requires_grad, ndim, replica: uint8 ``[M]``.
         shape, offset, size: int64 ``[M, D]``, D the largest number of dimensions; padded with 1, 0 and 1.
         numel: int64 ``[M]``, elements in the chunk; 0 for objects.
         nbytes: int64 ``[M]``, bytes in the chunk; 0 for objects.
@@ -52,6 +52,7 @@ class GlobalColumns:
     form: UInt8
     requires_grad: UInt8
     ndim: UInt8
+    replica: UInt8
     shape: Int64
     offset: Int64
     size: Int64
@@ -99,6 +100,7 @@ def merge_tables(tables: Sequence[StructureTable]) -> GlobalColumns:
         form=_joined(t.forms for t in tables),
         requires_grad=_joined(t.requires_grad for t in tables),
         ndim=_joined(t.ndims for t in tables),
+        replica=_joined(t.replicas for t in tables),
         shape=shape,
         offset=offset,
         size=size,

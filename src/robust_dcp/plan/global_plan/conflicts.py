@@ -11,12 +11,12 @@ from collections import defaultdict
 import numpy as np
 import numpy.typing as npt
 
-from robust_dcp.errors import PlanConflict
+from robust_dcp.errors import PlanConflict, ranks_in_words
 from robust_dcp.plan.global_plan.columns import GlobalColumns
 from robust_dcp.plan.structure import ItemKind, Path, Paths
 from robust_dcp.plan.structure.ragged import padded
 
-__all__ = ["ranks_in_words", "refuse_contradictions", "refuse_other_paths"]
+__all__ = ["refuse_contradictions", "refuse_other_paths"]
 
 _SHOWN = 8
 """Variants of one name that a message spells out."""
@@ -113,15 +113,3 @@ def _other_paths(columns: GlobalColumns, name: int, rank: int, other: int) -> Pl
 def _path_on(columns: GlobalColumns, name: int, rank: int) -> Path | None:
     paths = columns.tables[rank].paths
     return None if paths is None else paths[int(np.flatnonzero(columns.name_places[rank] == name)[0])]
-
-
-def ranks_in_words(ranks: list[int]) -> str:
-    """``[0, 1, 2, 5]`` -> ``"ranks 0-2, 5"``."""
-    spans: list[tuple[int, int]] = []
-    for rank in sorted(set(ranks)):
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1] = (spans[-1][0], rank)
-        else:
-            spans.append((rank, rank))
-    words = ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in spans)
-    return f"rank{'s' if len(spans) > 1 or spans[0][0] != spans[0][1] else ''} {words}"

@@ -11,9 +11,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from robust_dcp.errors import PlanConflict
+from robust_dcp.errors import PlanConflict, ranks_in_words
 from robust_dcp.plan.global_plan.columns import GlobalColumns
-from robust_dcp.plan.global_plan.conflicts import ranks_in_words
 from robust_dcp.plan.global_plan.overlap import first_overlap
 from robust_dcp.plan.structure import ItemKind
 

@@ -16,8 +16,9 @@ from robust_dcp.plan.global_plan.attributes import merge_attributes
 from robust_dcp.plan.global_plan.columns import GlobalColumns, merge_tables
 from robust_dcp.plan.global_plan.conflicts import refuse_contradictions, refuse_other_paths
 from robust_dcp.plan.global_plan.coverage import check_bounds, check_coverage
+from robust_dcp.plan.global_plan.main_replicas import contested_rows, unclaimed_groups
 from robust_dcp.plan.global_plan.order import order_of
-from robust_dcp.plan.global_plan.replicas import find_replicas
+from robust_dcp.plan.global_plan.replicas import Replicas, find_replicas
 from robust_dcp.plan.global_plan.writers import choose_writers
 from robust_dcp.plan.structure import ItemKind, Paths, StructureTable
 
@@ -37,6 +38,10 @@ class GlobalPlan:
         common_objects: for each rank the places of the objects that every rank of the group holds, ascending.
         paths: for each name its place in the nested state dict (DCP's ``planner_data``), or ``None``.
         attributes: that the planners add to ``Metadata``: attribute -> name -> fact.
+        replicated: for each rank the places of the chunks of tensors that other ranks hold too, ascending.
+        n_replicated: chunks of tensors that several ranks hold.
+        contested: for each rank the places of items that are the main replica, as others are too, ascending.
+        unclaimed: names of which some chunk has copies and no main replica.
     """
 
     columns: GlobalColumns
@@ -45,6 +50,10 @@ class GlobalPlan:
     common_objects: tuple[Places, ...]
     paths: Paths | None
     attributes: dict[str, dict[str, Any]]
+    replicated: tuple[Places, ...] = ()
+    n_replicated: int = 0
+    contested: tuple[Places, ...] = ()
+    unclaimed: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -70,6 +79,8 @@ def make_global_plan(tables: Sequence[StructureTable], *, lowest_rank: bool = Fa
     replicas = find_replicas(columns, order)
     written = choose_writers(columns, replicas, lowest_rank=lowest_rank)
     check_coverage(columns, written, complete=len(tables) > 1)
+    replicated = _replicated_groups(columns, replicas)
+    unclaimed = columns.name[replicas.first[unclaimed_groups(columns, replicas)]]
     return GlobalPlan(
         columns=columns,
         written=written,
@@ -77,7 +88,18 @@ def make_global_plan(tables: Sequence[StructureTable], *, lowest_rank: bool = Fa
         common_objects=_by_rank(columns, _common_objects(columns)),
         paths=paths,
         attributes=merge_attributes(tables),
+        replicated=_by_rank(columns, replicas.order[replicated[replicas.of]]),
+        n_replicated=int(replicated.sum()),
+        contested=_by_rank(columns, contested_rows(columns, replicas)),
+        unclaimed=tuple(columns.names[name] for name in np.unique(unclaimed).tolist()),
     )
+
+
+def _replicated_groups(columns: GlobalColumns, replicas: Replicas) -> npt.NDArray[np.bool_]:
+    """Whether each group is one of chunks of tensors, on more than one rank."""
+    is_replicated: npt.NDArray[np.bool_] = np.diff(replicas.starts) > 1
+    is_replicated &= columns.kind[replicas.first] != ItemKind.BYTES
+    return is_replicated
 
 
 def plan_of_kept(tables: Sequence[StructureTable], kept: Sequence[Places]) -> GlobalPlan:
@@ -99,6 +121,8 @@ def plan_of_kept(tables: Sequence[StructureTable], kept: Sequence[Places]) -> Gl
         is_written[first + places] = True
     written = order[is_written[order]]
     check_coverage(columns, written, complete=len(tables) > 1)
+    replicas = find_replicas(columns, order)
+    replicated = _replicated_groups(columns, replicas)
     return GlobalPlan(
         columns=columns,
         written=written,
@@ -106,6 +130,8 @@ def plan_of_kept(tables: Sequence[StructureTable], kept: Sequence[Places]) -> Gl
         common_objects=_by_rank(columns, _common_objects(columns)),
         paths=refuse_other_paths(columns),
         attributes=merge_attributes(tables),
+        replicated=_by_rank(columns, replicas.order[replicated[replicas.of]]),
+        n_replicated=int(replicated.sum()),
     )
 
 

@@ -22,7 +22,8 @@ class Replicas:
     """Rows of :class:`GlobalColumns` in groups that hold the same chunk.
 
     Attributes:
-        order: int64 ``[K]``, rows sorted by (name, offsets, rank); rows of dropped empty chunks are not there.
+        order: int64 ``[K]``, rows sorted by (name, offsets, rank); rows that are left out, as those of dropped empty
+            chunks, are not there.
         starts: int64 ``[G + 1]``, group ``g`` is ``order[starts[g]:starts[g + 1]]``; its first row has the lowest rank.
     """
 
@@ -31,6 +32,11 @@ class Replicas:
 
     def __len__(self) -> int:
         return len(self.starts) - 1
+
+    @property
+    def of(self) -> npt.NDArray[np.intp]:
+        """int64 ``[K]``: the number of the group of each row of ``order``."""
+        return np.repeat(np.arange(len(self)), np.diff(self.starts))
 
     @property
     def first(self) -> npt.NDArray[np.intp]:

@@ -1,7 +1,8 @@
 """Who saves what: one of each group of replicas, so that the bytes are spread over the ranks that hold them.
 
-Owns the balance between ranks; runs on the coordinator, on columns. Groups that the same ranks hold (a data parallel
-group's share of the model) are dealt out together, so the work does not grow with groups times ranks.
+Owns the balance between ranks where any of them may write; ``main_replicas`` has decided the others. Runs on the
+coordinator, on columns. Groups that the same ranks hold (a data parallel group's share of the model) are dealt out
+together, so the work does not grow with groups times ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from robust_dcp.plan.global_plan.columns import GlobalColumns
+from robust_dcp.plan.global_plan.main_replicas import deal_as_megatron, may_write
 from robust_dcp.plan.global_plan.replicas import Replicas
 from robust_dcp.plan.structure import ItemKind
 from robust_dcp.storage.layouts.balance import deal
@@ -29,14 +31,20 @@ def choose_writers(columns: GlobalColumns, groups: Replicas, *, lowest_rank: boo
 
     A chunk goes to one of the least loaded (in bytes of chunks) of the ranks that hold it; an object, whose size
     nobody knows yet, and everything if ``lowest_rank``, to the lowest of them. The ranks that hold the fewest kinds of
-    chunks choose first: what is replicated widely fills the gaps that they leave.
+    chunks choose first: what is replicated widely fills the gaps that they leave. Where the state dicts say which
+    replica counts, Megatron's rule decides (:mod:`~robust_dcp.plan.global_plan.main_replicas`).
     """
+    groups, has_main = may_write(columns, groups)
     chosen = groups.first.copy()
     counts = np.diff(groups.starts)
     is_object = columns.kind[groups.first] == ItemKind.BYTES
     fixed = (counts == 1) | is_object | lowest_rank
     load = np.zeros(len(columns.tables), dtype=np.int64)
     weight = np.where(is_object, _OBJECT_WEIGHT, columns.nbytes[groups.first])
+    if has_main.any() and not lowest_rank:
+        dealt = np.flatnonzero(has_main & ~is_object)
+        chosen[dealt] = deal_as_megatron(columns, groups, dealt)
+        fixed[dealt] = True
     np.add.at(load, columns.rank[chosen[fixed]], weight[fixed])
     for members, ranks in by_holders(columns.rank[groups.order], groups.starts, np.flatnonzero(~fixed)):
         writer, load[ranks] = deal(weight[members], load[ranks])

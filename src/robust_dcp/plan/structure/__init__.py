@@ -5,7 +5,15 @@ from robust_dcp.plan.structure.diff import StructureDiff, diff_tables, merge_dif
 from robust_dcp.plan.structure.message import StructureMessage, TableDecoder
 from robust_dcp.plan.structure.paths import Path, Paths
 from robust_dcp.plan.structure.signature import PlanContext, StructureSignature
-from robust_dcp.plan.structure.table import Form, ItemKind, ItemStructure, StructureTable, sorted_places, table_of
+from robust_dcp.plan.structure.table import (
+    Form,
+    ItemKind,
+    ItemStructure,
+    Replica,
+    StructureTable,
+    sorted_places,
+    table_of,
+)
 
 __all__ = [
     "Attributes",
@@ -15,6 +23,7 @@ __all__ = [
     "Path",
     "Paths",
     "PlanContext",
+    "Replica",
     "StructureDiff",
     "StructureMessage",
     "StructureSignature",

@@ -129,6 +129,7 @@ def _rows_differ(old: StructureTable, new: StructureTable, rows_old: Rows, rows_
         (old.forms, new.forms),
         (old.requires_grad, new.requires_grad),
         (old.ndims, new.ndims),
+        (old.replicas, new.replicas),
         (_shared_ids(old.dtypes, new.dtypes)[old.dtype_ids], new.dtype_ids),
         (_shared_ids(old.layouts, new.layouts)[old.layout_ids], new.layout_ids),
     ):

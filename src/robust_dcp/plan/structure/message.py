@@ -19,7 +19,7 @@ import torch
 from robust_dcp.errors import ExchangeError
 from robust_dcp.plan.structure.attributes import NO_ATTRIBUTES, attributes_of
 from robust_dcp.plan.structure.paths import Paths
-from robust_dcp.plan.structure.table import Form, ItemKind, StructureTable
+from robust_dcp.plan.structure.table import Form, ItemKind, Replica, StructureTable
 
 __all__ = ["StructureMessage", "TableDecoder"]
 
@@ -37,7 +37,7 @@ class StructureMessage(msgspec.Struct, frozen=True):
 
     ``context``: :meth:`PlanContext.encode`, compared with the coordinator's.
 
-    ``attributes``: of :class:`StructureTable`.
+    ``attributes``, ``peers``: of :class:`StructureTable`.
 
     ``signature``: 16 bytes, :class:`StructureSignature` of the table and the context.
     """
@@ -54,6 +54,7 @@ class StructureMessage(msgspec.Struct, frozen=True):
     forms: bytes
     requires_grad: bytes
     ndims: bytes
+    replicas: bytes
     shapes: bytes
     offsets: bytes
     sizes: bytes
@@ -61,6 +62,7 @@ class StructureMessage(msgspec.Struct, frozen=True):
     context: bytes
     attributes: bytes = NO_ATTRIBUTES
     signature: bytes = b""
+    peers: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -85,6 +87,7 @@ class StructureMessage(msgspec.Struct, frozen=True):
             forms=_to_bytes(table.forms, np.uint8),
             requires_grad=_to_bytes(table.requires_grad, np.uint8),
             ndims=_to_bytes(table.ndims, np.uint8),
+            replicas=_to_bytes(table.replicas, np.uint8),
             shapes=_to_bytes(table.shapes, np.int64),
             offsets=_to_bytes(table.offsets, np.int64),
             sizes=_to_bytes(table.sizes, np.int64),
@@ -92,6 +95,7 @@ class StructureMessage(msgspec.Struct, frozen=True):
             context=context,
             attributes=table.attributes,
             signature=signature,
+            peers=table.peers,
         )
 
     def digests(self) -> npt.NDArray[np.uint64]:
@@ -123,10 +127,12 @@ class TableDecoder:
             forms=self._column(message.forms, np.uint8),
             requires_grad=self._column(message.requires_grad, np.uint8),
             ndims=self._column(message.ndims, np.uint8),
+            replicas=self._column(message.replicas, np.uint8),
             shapes=self._column(message.shapes, np.int64),
             offsets=self._column(message.offsets, np.int64),
             sizes=self._column(message.sizes, np.int64),
             attributes=self._once(("attributes", message.attributes), lambda: _checked_attributes(message.attributes)),
+            peers=self._once(("peers", message.peers), lambda: message.peers),
         )
         _check(table)
         if len(message.digests()) != int((table.kinds == ItemKind.BYTES).sum()):
@@ -190,7 +196,10 @@ def _from_bytes(data: bytes, dtype: type[np.generic]) -> npt.NDArray[Any]:
 
 def _check(table: StructureTable) -> None:
     n_items, n_dims = len(table.name_ids), int(table.ndims.sum(dtype=np.int64))
-    columns = (table.dtype_ids, table.layout_ids, table.kinds, table.forms, table.requires_grad, table.ndims)
+    columns = (
+        *(table.dtype_ids, table.layout_ids, table.kinds, table.forms),
+        *(table.requires_grad, table.ndims, table.replicas),
+    )
     if any(len(column) != n_items for column in columns):
         raise _malformed("columns of different lengths")
     if any(len(column) != n_dims for column in (table.shapes, table.offsets, table.sizes)):
@@ -214,8 +223,9 @@ def _check(table: StructureTable) -> None:
             raise _malformed("a tensor without dtype or layout, or an object with one")
     if table.ndims[is_bytes].any():
         raise _malformed("an object with dimensions")
-    if not np.isin(table.kinds, list(ItemKind)).all() or not np.isin(table.forms, list(Form)).all():
-        raise _malformed("an unknown kind or form of item")
+    known = ((table.kinds, ItemKind), (table.forms, Form), (table.replicas, Replica))
+    if not all(np.isin(column, list(values)).all() for column, values in known):
+        raise _malformed("an unknown kind or form of item, or an unknown kind of replica")
 
 
 def _malformed(what: str) -> ExchangeError:

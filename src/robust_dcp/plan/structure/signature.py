@@ -101,7 +101,7 @@ class StructureSignature:
         _feed(digest, [b"flat" if table.paths is None else b"nested", *paths])
         for column in table.columns:
             _feed(digest, [column.tobytes()])
-        _feed(digest, [table.attributes])
+        _feed(digest, [table.attributes, msgspec.msgpack.encode(table.peers)])
         return cls(digest.digest())
 
 

@@ -6,6 +6,7 @@ of each item (:func:`table_of`), hashed by ``signature``, compared by ``diff``, 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -20,7 +21,7 @@ from robust_dcp.errors import PlanConflict
 from robust_dcp.plan.structure.attributes import NO_ATTRIBUTES
 from robust_dcp.plan.structure.paths import Path, Paths
 
-__all__ = ["Form", "ItemKind", "ItemStructure", "StructureTable", "sorted_places", "table_of"]
+__all__ = ["Form", "ItemKind", "ItemStructure", "Replica", "StructureTable", "sorted_places", "table_of"]
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
@@ -42,6 +43,18 @@ class Form(IntEnum):
     VARIABLE = 1
 
 
+class Replica(IntEnum):
+    """Which of the ranks that hold a chunk may write it.
+
+    In plain DCP replicas are equal by contract, and any of them will do. Megatron's callers say which one counts
+    (``replica_id`` 0), for the others may have drifted from it.
+    """
+
+    ANY = 0
+    MAIN = 1
+    COPY = 2
+
+
 class ItemStructure(NamedTuple):
     """What an item is, but for its name. Many items of a state dict share one.
 
@@ -50,6 +63,7 @@ class ItemStructure(NamedTuple):
         dtype, layout: as ``"float32"``, ``"strided"``; ``""`` for items that are no tensors.
         requires_grad: of the tensor.
         shape, offsets, sizes: the global size, and the offsets and sizes of the chunk; ``()`` for objects.
+        replica: whether this one may be written.
     """
 
     kind: ItemKind
@@ -60,6 +74,7 @@ class ItemStructure(NamedTuple):
     shape: tuple[int, ...] = ()
     offsets: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
+    replica: Replica = Replica.ANY
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,9 +94,11 @@ class StructureTable:
         forms: uint8 ``[N]``, :class:`Form`.
         requires_grad: uint8 ``[N]``.
         ndims: uint8 ``[N]``, the number of dimensions of each item.
+        replicas: uint8 ``[N]``, :class:`Replica`.
         shapes, offsets, sizes: int64 ``[sum(ndims)]``, the global size, and the offsets and sizes of the chunk, item
             after item.
         attributes: what the planner adds to ``Metadata``, as :func:`~.attributes.encode_attributes` encodes it.
+        peers: the global ranks that may write copies of each other's main replicas; ``()`` for no rank but this one.
     """
 
     names: tuple[str, ...]
@@ -95,10 +112,12 @@ class StructureTable:
     forms: UInt8
     requires_grad: UInt8
     ndims: UInt8
+    replicas: UInt8
     shapes: Int64
     offsets: Int64
     sizes: Int64
     attributes: bytes = NO_ATTRIBUTES
+    peers: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.name_ids)
@@ -114,6 +133,7 @@ class StructureTable:
             self.forms,
             self.requires_grad,
             self.ndims,
+            self.replicas,
             self.shapes,
             self.offsets,
             self.sizes,
@@ -123,6 +143,18 @@ class StructureTable:
     def starts(self) -> Int64:
         """int64 ``[N + 1]``: item ``i`` has entries ``starts[i]:starts[i + 1]`` of the ragged columns."""
         return np.concatenate(([0], np.cumsum(self.ndims, dtype=np.int64)))
+
+    @cached_property
+    def identities(self) -> npt.NDArray[np.uint64]:
+        """uint64 ``[N]``: a hash of name and offsets of each item, the same on every rank that holds the chunk."""
+        names = [hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest() for name in self.names]
+        identity = np.frombuffer(b"".join(names), dtype="<u8")[self.name_ids]
+        for dim in range(int(self.ndims.max(initial=0))):
+            has = self.ndims > dim
+            offsets = self.offsets[self.starts[:-1][has] + dim].astype(np.uint64)
+            mixed = (identity[has] ^ offsets) * np.uint64(0x9E3779B97F4A7C15)
+            identity[has] = mixed ^ (mixed >> np.uint64(29))
+        return identity
 
     def dims_of(self, item: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """(global size, chunk offsets, chunk sizes) of one item."""
@@ -153,6 +185,8 @@ class StructureTable:
             shape, offsets, sizes = self.dims_of(item)
             is_whole = sizes == shape and not any(offsets)
             text += " as one shard" if is_whole else f" chunk at {list(offsets)} of size {list(sizes)}"
+        if self.replicas[item] != Replica.ANY:
+            text += " (main replica)" if self.replicas[item] == Replica.MAIN else " (other replica)"
         return text
 
     def describe_path(self, item: int) -> str:
@@ -171,6 +205,7 @@ def table_of(
     items: Sequence[ItemStructure],
     paths: Mapping[str, Path] | None = None,
     attributes: bytes = NO_ATTRIBUTES,
+    peers: tuple[int, ...] = (),
 ) -> StructureTable:
     """The table of one rank's items.
 
@@ -178,7 +213,7 @@ def table_of(
         names: the FQN of each item, in the order of :func:`sorted_places`.
         items: what each is.
         paths: FQN to place in the nested state dict; ``None`` where the planner does not flatten.
-        attributes: as in :class:`StructureTable`.
+        attributes, peers: as in :class:`StructureTable`.
 
     Raises:
         PlanConflict: if two items have the same name and offsets, or a name stands for a tensor and for an object.
@@ -215,10 +250,12 @@ def table_of(
         forms=column([item.form for item in distinct], np.uint8),
         requires_grad=column([item.requires_grad for item in distinct], np.uint8),
         ndims=ndims,
+        replicas=column([item.replica for item in distinct], np.uint8),
         shapes=shapes,
         offsets=offsets,
         sizes=sizes,
         attributes=attributes,
+        peers=peers,
     )
 
 

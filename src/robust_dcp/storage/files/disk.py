@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.alignment import Alignment, alignment_of
+from robust_dcp.storage.files.page_cache import cached_nbytes
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -96,8 +97,13 @@ class Disk(Protocol):
     def pwrite(self, file: OpenFile, data: Buffer | Sequence[Buffer], offset: int) -> None:
         """Write all of ``data`` (one buffer, or several one after the other) at ``offset`` bytes."""
 
-    def pread_into(self, file: OpenFile, buffer: Buffer, offset: int) -> int:
-        """Fill ``buffer`` from ``offset``; returns the bytes read, which are fewer only at the end of the file."""
+    def pread_into(self, file: OpenFile, buffer: Buffer | Sequence[Buffer], offset: int) -> int:
+        """Fill ``buffer`` (or several, one after the other) from ``offset``; returns the bytes read, which are fewer
+        only at the end of the file."""
+
+    def cached_nbytes(self, file: OpenFile, offset: int, nbytes: int) -> int:
+        """How many of these bytes need not come from the device, asked without reading them; all of them where the
+        system does not tell."""
 
     def preallocate(self, file: OpenFile, nbytes: int) -> bool:
         """Reserve space for bytes 0 to ``nbytes``; returns False where the file system cannot. Sets the file's size."""
@@ -165,15 +171,19 @@ class PosixDisk:
             offset += written
             pending = _after(pending, written)
 
-    def pread_into(self, file: OpenFile, buffer: Buffer, offset: int) -> int:
-        view = memoryview(buffer).cast("B")
+    def pread_into(self, file: OpenFile, buffer: Buffer | Sequence[Buffer], offset: int) -> int:
+        pending = _byte_views(buffer)
         done = 0
-        while done < view.nbytes:
-            nbytes: int = _call("read", file.path, os.preadv, file.fd, [view[done:]], offset + done)
+        while pending:
+            nbytes: int = _call("read", file.path, os.preadv, file.fd, pending[:_BUFFERS_PER_CALL], offset + done)
             if nbytes == 0:
                 break
             done += nbytes
+            pending = _after(pending, nbytes)
         return done
+
+    def cached_nbytes(self, file: OpenFile, offset: int, nbytes: int) -> int:
+        return cached_nbytes(file.fd, offset, nbytes)
 
     def preallocate(self, file: OpenFile, nbytes: int) -> bool:
         if nbytes == 0:

@@ -1,21 +1,26 @@
-"""Items that have been read as they lie in their file, and their way from there to the planner's tensors.
+"""Items that are read together, and their way to the planner's tensors.
 
 Owns the short way for the usual record, a few microseconds each, and leaves every other to ``stored_item``. Called by
-``read_items``, for small items on the thread of the planner.
+``read_items`` for small items, on the thread of the planner, and by ``read_tasks`` for others, on its threads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
 from robust_dcp.staging import Block, copy_bytes
 from robust_dcp.storage.layouts.read_head import FileHead
-from robust_dcp.storage.reading.read_order import Read
-from robust_dcp.storage.reading.record_forms import RecordForms, form_of_raw
+from robust_dcp.storage.reading.read_file import ReadFile
+from robust_dcp.storage.reading.read_order import Read, ReadGroup
+from robust_dcp.storage.reading.record_forms import RecordForm, RecordForms, form_of_raw
+from robust_dcp.storage.reading.scattered_read import Wanted
 from robust_dcp.storage.reading.stored_item import ItemInMemory, read_tensor, takes_bytes
 from robust_dcp.storage.records.checksum import crc32
+from robust_dcp.storage.records.torch_zip import payload_view
 
 __all__ = ["BlockItems", "Stretch"]
 
@@ -79,29 +84,94 @@ class BlockItems:
         raw = read.in_head(stretch.head, stretch.file)
         return ItemInMemory(stretch.file, read.name, view, nbytes=read.nbytes, offset=read.offset, raw=raw)
 
+    def read_into(
+        self, file: ReadFile, group: ReadGroup, targets: Sequence[torch.Tensor], block: Block
+    ) -> list[torch.Tensor | None]:
+        """Read a group: the tensors' bytes into ``targets``, past ``block`` where that is possible.
+
+        Args:
+            targets: for which ``takes_bytes`` holds, one for each read.
+            block: holds the group, wherever it begins in the file. Its contents mean nothing afterwards.
+
+        Returns:
+            What :meth:`tensor` does, for each read.
+
+        Raises:
+            CorruptCheckpoint, UnsafeCheckpoint, StorageError: as ``read_tensor``.
+        """
+        head = file.head.get()
+        if self._is_read_straight(file, group, targets, block, head):
+            return [None] * len(targets)
+        # Not the records that we expect, a damaged one, or a file that ends: all is looked at as what it may be.
+        at, found = file.read_block(block, group.start, group.end - group.start)
+        stretch = Stretch(file.path, group.start, block, at, found, head)
+        return [self.tensor(stretch, read, target) for read, target in zip(group.reads, targets, strict=True)]
+
+    def _is_read_straight(
+        self, file: ReadFile, group: ReadGroup, targets: Sequence[torch.Tensor], block: Block, head: FileHead | None
+    ) -> bool:
+        """Read whole and sound records of the usual form; ``False`` if one is anything else."""
+        wanted: list[Wanted] = []
+        for read, target in zip(group.reads, targets, strict=True):
+            place = self._wanted(read, target, head, file.path)
+            if place is None:
+                return False
+            wanted.append(place)
+        if any(first.end > second.offset for first, second in pairwise(wanted)):  # an item that is wanted twice
+            return False
+        nbytes = group.end - group.start
+        scattered, found = file.read_scattered(block, group.start, nbytes, wanted)
+        if found < nbytes:
+            return False
+        stretch = Stretch(file.path, group.start, block, scattered.at, found, head)
+        for number, (read, target) in enumerate(zip(group.reads, targets, strict=True)):
+            form = self._form(stretch, read, target)
+            if form is None or read.offset + form[0].data_offset != wanted[number].offset:
+                return False
+            checksum = self._verify_checksum and form[1] != 0
+            if scattered.finish(number, group.end, checksum=checksum) != (form[1] if checksum else 0):
+                return False
+        return True
+
+    def _wanted(self, read: Read, target: torch.Tensor, head: FileHead | None, file: str) -> Wanted | None:
+        """Where the data of a whole record should lie; ``None`` if that is not known before it is read."""
+        dtype, shape = read.dtype, read.shape
+        if dtype is None or shape is None or not _is_whole(read, target):
+            return None
+        raw = read.in_head(head, file)
+        place = (0, raw.nbytes) if raw is not None else self._forms.place_of_data(read.nbytes, dtype, shape)
+        if place is None or place[1] != target.nbytes:
+            return None
+        return Wanted(read.offset + place[0], payload_view(target), target.data_ptr())
+
     def _is_copied(self, stretch: Stretch, read: Read, target: torch.Tensor) -> bool:
         """Copy a whole and sound record of the usual form; ``False`` if it is anything else."""
-        dtype, shape, item = read.dtype, read.shape, read.item
-        if dtype is None or shape is None or target.dtype != dtype:
-            return False
-        if item.lengths != shape or any(item.storage_offsets) or target.shape != shape:
-            return False
-        first = read.offset - stretch.offset
-        if first + read.nbytes > stretch.nbytes:
-            return False
-        at = stretch.start + first
-        block = stretch.block
-        raw = read.in_head(stretch.head, stretch.file)
-        if raw is None:
-            found = self._forms.find(block.memory, at, read.nbytes, dtype, shape)
-        else:
-            found = form_of_raw(raw, dtype, shape)
+        found = self._form(stretch, read, target)
         if found is None:
             return False
         form, expected = found
-        data_at = at + form.data_offset
+        block = stretch.block
+        data_at = stretch.start + read.offset - stretch.offset + form.data_offset
         nbytes = form.data_nbytes
         if self._verify_checksum and expected and crc32(block.view[data_at : data_at + nbytes]) != expected:
             return False
         copy_bytes(target.data_ptr(), block.address + data_at, nbytes)
         return True
+
+    def _form(self, stretch: Stretch, read: Read, target: torch.Tensor) -> tuple[RecordForm, int] | None:
+        """The form and the CRC-32 (0: none) of a whole record of the usual form; ``None`` if it is anything else."""
+        dtype, shape = read.dtype, read.shape
+        first = read.offset - stretch.offset
+        if dtype is None or shape is None or not _is_whole(read, target) or first + read.nbytes > stretch.nbytes:
+            return None
+        raw = read.in_head(stretch.head, stretch.file)
+        if raw is not None:
+            return form_of_raw(raw, dtype, shape)
+        return self._forms.find(stretch.block.memory, stretch.start + first, read.nbytes, dtype, shape)
+
+
+def _is_whole(read: Read, target: torch.Tensor) -> bool:
+    """Whether all of what is stored is wanted, as it is stored."""
+    item = read.item
+    is_all = item.lengths == read.shape == target.shape and not any(item.storage_offsets)
+    return is_all and target.dtype == read.dtype

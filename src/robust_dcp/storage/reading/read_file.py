@@ -6,23 +6,25 @@ what the bytes mean. Called by ``stored_item``, ``read_pieces`` and ``read_items
 Direct I/O is the faster way to bytes that are not in the page cache: they go from the device into memory by DMA,
 instead of being copied by the processor, and no other pages are pushed out for them. For bytes that are in the cache
 (a save without direct I/O has just put them there, or another rank has read them) the copy is faster than the device.
-So unless told otherwise, each large read looks first.
+So unless told otherwise, each large read asks first what the cache holds. To ask leaves the cache as it is: a load that
+reads past the cache leaves nothing there, and the next load of the same files finds what this one found.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import threading
+from collections.abc import Sequence
 from typing import Final
 
 from robust_dcp.errors import StorageError
-from robust_dcp.staging import Block, BlockLease, copy_bytes
+from robust_dcp.staging import Block, BlockLease
 from robust_dcp.storage.files.alignment import BUFFERED, Alignment
 from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
 from robust_dcp.storage.layouts.places import PAGE_NBYTES
 from robust_dcp.storage.layouts.read_head import LazyHead
+from robust_dcp.storage.reading.scattered_read import ScatteredRead, Wanted
 from robust_dcp.storage.records.checksum import crc32
 
 __all__ = ["ReadFile"]
@@ -30,8 +32,8 @@ __all__ = ["ReadFile"]
 _LEAST_DIRECT_NBYTES: Final = 256 << 10
 """Smaller reads go through the page cache: the kernel reads ahead there, which makes up for the copy."""
 
-_COPIED_NBYTES: Final = 256 << 10
-"""Copied at once, so that the checksum finds its data in the processor's cache."""
+_CHECKED_NBYTES: Final = 1 << 20
+"""Read at once through the page cache, so that the checksum finds its data in the processor's cache."""
 
 
 class ReadFile:
@@ -39,7 +41,7 @@ class ReadFile:
 
     Args:
         direct: read past the page cache: ``True`` always (but for small reads), ``False`` never, ``None`` where the
-            file system can and the bytes are not in the cache.
+            file system can and the cache holds less than half of what is to be read at once.
 
     Raises:
         StorageError: the file cannot be opened.
@@ -73,12 +75,25 @@ class ReadFile:
         Returns:
             Where in ``block`` they begin, and how many there are: fewer only at the end of the file.
         """
-        if nbytes >= _LEAST_DIRECT_NBYTES:
-            opened = self._way_past_the_cache(offset, nbytes)
-            if opened is not None:
-                with contextlib.suppress(_Refused):
-                    return self._read_pages(opened, block, offset, nbytes)
-        return 0, self.read_into(block.view[:nbytes], offset)
+        scattered, found = self.read_scattered(block, offset, nbytes, ())
+        return scattered.at, found
+
+    def read_scattered(
+        self, block: Block, offset: int, nbytes: int, wanted: Sequence[Wanted]
+    ) -> tuple[ScatteredRead, int]:
+        """Read ``nbytes`` bytes from ``offset``, some of them to where they are ``wanted``, the others into ``block``.
+
+        Returns:
+            What is left to do, and how many bytes there are: fewer only at the end of the file.
+        """
+        opened = self._way_past_the_cache(offset, nbytes)
+        if opened is not None:
+            with contextlib.suppress(_Refused):
+                scattered = ScatteredRead(block, offset, offset + nbytes, wanted, self._alignment)
+                found = self._pread_direct(opened, scattered.buffers, scattered.first)
+                return scattered, max(0, min(found - scattered.at, nbytes))
+        scattered = ScatteredRead(block, offset, offset + nbytes, wanted, BUFFERED)
+        return scattered, self._disk.pread_into(self._opened, _one_or_all(scattered.buffers), offset)
 
     def read_piece(
         self, view: memoryview, address: int, offset: int, blocks: BlockLease, *, checksum: bool = False
@@ -86,60 +101,40 @@ class ReadFile:
         """Fill ``view``, which lies at ``address``, from ``offset``.
 
         Args:
-            blocks: for what direct I/O cannot read into ``view`` itself. Each holds at least ``view.nbytes``.
+            blocks: for what direct I/O cannot read into ``view`` itself. Each holds at least ``view.nbytes``, wherever
+                they begin in the file.
             checksum: compute the CRC-32 of what was read.
 
         Returns:
             The bytes read, and their CRC-32, or 0.
         """
-        opened = self._way_past_the_cache(offset, view.nbytes) if view.nbytes >= _LEAST_DIRECT_NBYTES else None
+        nbytes = view.nbytes
+        opened = self._way_past_the_cache(offset, nbytes)
         if opened is not None:
-            with contextlib.suppress(_Refused):
-                if (address + -offset % self._alignment.offset) % self._alignment.memory:
-                    return self._read_by_copy(opened, view, address, offset, blocks, checksum)
-                found = self._read_straight(opened, view, address, offset, blocks)
-                return found, crc32(view[:found]) if checksum else 0
-        found = self.read_into(view, offset)
-        return found, crc32(view[:found]) if checksum else 0
+            with contextlib.suppress(_Refused), blocks.lent() as block:
+                wanted = [Wanted(offset, view, address)]
+                scattered = ScatteredRead(block, offset, offset + nbytes, wanted, self._alignment)
+                found = self._pread_direct(opened, scattered.buffers, scattered.first)
+                found = max(0, min(found - scattered.at, nbytes))
+                return found, scattered.finish(0, offset + found, checksum=checksum)
+        return self._read_through_cache(view, offset, checksum)
 
-    def _read_straight(self, opened: OpenFile, view: memoryview, address: int, offset: int, blocks: BlockLease) -> int:
-        """The whole blocks of the device into ``view`` itself, the ends through a block."""
-        first = -offset % self._alignment.offset
-        last = view.nbytes - (offset + view.nbytes) % self._alignment.offset
-        done = 0
-        if first:
-            done, _ = self._read_by_copy(opened, view[:first], address, offset, blocks, checksum=False)
-        if done == first:
-            done += self._pread_direct(opened, view[first:last], offset + first)
-        if done == last and last < view.nbytes:
-            at = offset + last
-            done += self._read_by_copy(opened, view[last:], address + last, at, blocks, checksum=False)[0]
-        return done
+    def _read_through_cache(self, view: memoryview, offset: int, checksum: bool) -> tuple[int, int]:
+        """Fill ``view``; returns as :meth:`read_piece`."""
+        done = value = 0
+        for at in range(0, view.nbytes, _CHECKED_NBYTES):
+            part = view[at : at + _CHECKED_NBYTES]
+            found = self.read_into(part, offset + at)
+            if checksum:
+                value = crc32(part[:found], value)
+            done += found
+            if found < part.nbytes:
+                break
+        return done, value
 
-    def _read_by_copy(
-        self, opened: OpenFile, view: memoryview, address: int, offset: int, blocks: BlockLease, checksum: bool
-    ) -> tuple[int, int]:
-        """All of it through a block; returns as :meth:`read_piece`."""
-        found_crc32 = 0
-        with blocks.lent() as block:
-            start, found = self._read_pages(opened, block, offset, view.nbytes)
-            for at in range(0, found, _COPIED_NBYTES):
-                end = min(at + _COPIED_NBYTES, found)
-                copy_bytes(address + at, block.address + start + at, end - at)
-                if checksum:
-                    found_crc32 = crc32(view[at:end], found_crc32)
-        return found, found_crc32
-
-    def _read_pages(self, opened: OpenFile, block: Block, offset: int, nbytes: int) -> tuple[int, int]:
-        """Read the pages that hold the bytes; returns as :meth:`read_block`."""
-        start = offset % PAGE_NBYTES
-        pages_nbytes = -(-(start + nbytes) // PAGE_NBYTES) * PAGE_NBYTES
-        found = self._pread_direct(opened, block.view[:pages_nbytes], offset - start)
-        return start, max(0, min(found - start, nbytes))
-
-    def _pread_direct(self, opened: OpenFile, view: memoryview, offset: int) -> int:
+    def _pread_direct(self, opened: OpenFile, buffers: Sequence[memoryview], offset: int) -> int:
         try:
-            return self._disk.pread_into(opened, view, offset)
+            return self._disk.pread_into(opened, _one_or_all(buffers), offset)
         except StorageError as error:
             if error.errno != errno.EINVAL or self._must_be_direct:
                 raise
@@ -148,9 +143,9 @@ class ReadFile:
 
     def _way_past_the_cache(self, offset: int, nbytes: int) -> OpenFile | None:
         """The file open for direct I/O, if the bytes are to be read by that."""
-        if not self._may_be_direct:
+        if not self._may_be_direct or nbytes < _LEAST_DIRECT_NBYTES:
             return None
-        if not self._must_be_direct and _is_cached(self._opened, offset + nbytes // 2):
+        if not self._must_be_direct and 2 * self._disk.cached_nbytes(self._opened, offset, nbytes) >= nbytes:
             return None
         with self._lock:
             if self._opened_direct is None:
@@ -174,11 +169,5 @@ class _Refused(Exception):
     """The file system takes no direct read here."""
 
 
-def _is_cached(opened: OpenFile, offset: int) -> bool:
-    """Whether the page cache holds the byte at ``offset``: asked by reading it, if that needs no waiting."""
-    if not hasattr(os, "RWF_NOWAIT"):
-        return False
-    try:
-        return os.preadv(opened.fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
-    except OSError:  # it would have to wait; or the file system cannot say
-        return False
+def _one_or_all(buffers: Sequence[memoryview]) -> memoryview | Sequence[memoryview]:
+    return buffers[0] if len(buffers) == 1 else buffers

@@ -10,6 +10,7 @@ import io
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from errno import ENOENT
 from typing import Any, Final, NamedTuple
 
@@ -25,8 +26,9 @@ from robust_dcp.storage.layouts.places import PAGE_NBYTES
 from robust_dcp.storage.reading.read_block import BlockItems, Stretch
 from robust_dcp.storage.reading.read_file import ReadFile
 from robust_dcp.storage.reading.read_options import ReadOptions
-from robust_dcp.storage.reading.read_order import Read, ReadGroup, in_groups, reads_of
+from robust_dcp.storage.reading.read_order import SMALL_NBYTES, Read, ReadGroup, in_groups, reads_of
 from robust_dcp.storage.reading.read_tasks import ReadTasks, Stopped
+from robust_dcp.storage.reading.stored_item import takes_bytes
 from robust_dcp.storage.reading.targets import is_flat, may_ask_early, target_of
 
 __all__ = ["read_items"]
@@ -52,17 +54,19 @@ def read_items(
     into a target. Targets may hold parts of the data then. Every file has been closed in any case.
     """
     load = _Load(reads_of(items, metadata, directory), planner, directory, disk, options)
-    load.run()
+    # What a DTensor holds is asked for once an item, and autograd would note each time that it was.
+    with torch.no_grad() if may_ask_early(planner) else nullcontext():
+        load.run()
     return load.peak_nbytes
 
 
 class _Pending(NamedTuple):
-    """What has been started: one item, with its target if that is known, or a group, with its block."""
+    """What has been started: one item or a group, with the targets if they are known; a group with its block."""
 
     reads: Sequence[Read]
     result: Future[Any]
     nbytes: int
-    target: torch.Tensor | None = None
+    targets: Sequence[torch.Tensor] | None = None
     block: Block | None = None
 
 
@@ -125,8 +129,20 @@ class _Load:
         self._make_room(self._block_nbytes)
         file = self._open(group.reads[0])
         block = self._blocks.take()
-        result = self._tasks.read_group(group, block, file)
-        self._append(_Pending(group.reads, result, self._block_nbytes, block=block))
+        targets = self._targets_of(group)
+        result = self._tasks.read_group(group, targets, block, file)
+        self._append(_Pending(group.reads, result, self._block_nbytes, targets, block))
+
+    def _targets_of(self, group: ReadGroup) -> list[torch.Tensor] | None:
+        """What a group is read into; ``None`` if that is decided on the thread of the planner, item by item.
+
+        There it is for small items: threads would take longer to get hold of the interpreter than to copy them."""
+        if not self._targets_first or group.end - group.start < SMALL_NBYTES * len(group.reads):
+            return None
+        if any(read.item.type == LoadItemType.BYTE_IO for read in group.reads):
+            return None
+        targets = [self._resolve(read.item) for read in group.reads]
+        return targets if all(map(takes_bytes, targets)) else None
 
     def _start_single(self, read: Read) -> None:
         target = None
@@ -137,7 +153,8 @@ class _Load:
         nbytes = 0 if is_straight else read.nbytes
         self._make_room(nbytes)
         file = self._open(read)
-        self._append(_Pending([read], self._tasks.read_single(read, target, file), nbytes, target))
+        targets = None if target is None else [target]
+        self._append(_Pending([read], self._tasks.read_single(read, target, file), nbytes, targets))
 
     def _make_room(self, nbytes: int) -> None:
         while self._pending and (
@@ -163,12 +180,16 @@ class _Load:
         if self._reads_left[relative_path] == 0:
             self._files.pop(relative_path).close()
         if pending.block is None:
-            self._hand_over(pending.reads[0], pending.target, result)
-        else:
-            self._pending_groups -= 1
+            self._hand_over(pending.reads[0], pending.targets[0] if pending.targets else None, result)
+            return
+        self._pending_groups -= 1
+        if pending.targets is None:
             for read in pending.reads:
                 self._hand_over_from(result, read)
-            self._blocks.give_back(pending.block)
+        else:
+            for read, target, tensor in zip(pending.reads, pending.targets, result, strict=True):
+                self._hand_over(read, target, tensor)
+        self._blocks.give_back(pending.block)
 
     def _hand_over(self, read: Read, target: torch.Tensor | None, result: Any) -> None:
         if read.item.type == LoadItemType.BYTE_IO:

@@ -19,7 +19,7 @@ from robust_dcp.storage.files.paths import METADATA_NAME
 from robust_dcp.storage.layouts.read_head import FileHead, StoredTensor
 from robust_dcp.storage.metadata.metadata_file import StorageInfo
 
-__all__ = ["Read", "ReadGroup", "in_groups", "name_of", "reads_of"]
+__all__ = ["SMALL_NBYTES", "Read", "ReadGroup", "in_groups", "name_of", "reads_of"]
 
 SMALL_NBYTES: Final = 64 << 10
 """Reading all of an item of this length takes no longer than reading a part of it; and a gap of it is read over."""

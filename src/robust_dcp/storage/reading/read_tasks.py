@@ -70,10 +70,12 @@ class ReadTasks:
         """Wait for what is running. What has not begun is not done."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def read_group(self, group: ReadGroup, block: Block, file: ReadFile) -> Future[Stretch]:
-        """Read a group into ``block``."""
-        result: Future[Stretch] = Future()
-        self._submit(result, self._read_group, group, block, file, result)
+    def read_group(
+        self, group: ReadGroup, targets: Sequence[torch.Tensor] | None, block: Block, file: ReadFile
+    ) -> Future[Any]:
+        """Read a group into ``block``, for a :class:`Stretch`; or into ``targets``, for what ``BlockItems`` gives."""
+        result: Future[Any] = Future()
+        self._submit(result, self._read_group, group, targets, block, file, result)
         return result
 
     def read_single(self, read: Read, target: torch.Tensor | None, file: ReadFile) -> Future[Any]:
@@ -108,8 +110,18 @@ class ReadTasks:
         if self.errors:
             raise Stopped
 
-    def _read_group(self, group: ReadGroup, block: Block, file: ReadFile, result: Future[Stretch]) -> None:
-        result.set_result(self._stretch(file, block, group.start, group.end - group.start))
+    def _read_group(
+        self,
+        group: ReadGroup,
+        targets: Sequence[torch.Tensor] | None,
+        block: Block,
+        file: ReadFile,
+        result: Future[Any],
+    ) -> None:
+        if targets is None:
+            result.set_result(self._stretch(file, block, group.start, group.end - group.start))
+        else:
+            result.set_result(self._items.read_into(file, group, targets, block))
 
     def _stretch(self, file: ReadFile, block: Block, offset: int, nbytes: int) -> Stretch:
         start, found = file.read_block(block, offset, nbytes)

@@ -15,6 +15,7 @@ import torch
 
 from robust_dcp.storage.layouts.read_head import StoredTensor
 from robust_dcp.storage.records.parse_record import parse_record
+from robust_dcp.storage.records.torch_zip import record_template
 
 __all__ = ["RecordForm", "RecordForms", "form_of_raw"]
 
@@ -74,6 +75,19 @@ class RecordForms:
             return None
         crc32 = form.crc32_of(memory, at)
         return None if crc32 is None else (form, crc32)
+
+    def place_of_data(self, nbytes: int, dtype: torch.dtype, shape: torch.Size) -> tuple[int, int] | None:
+        """Where the data of a record of ``nbytes`` bytes will be, from its start, and its length.
+
+        To be believed only once :meth:`find` has found the same. ``None`` if no such record is known.
+        """
+        form = self._forms.get((nbytes, dtype, shape))
+        if form is not None:
+            return form.data_offset, form.data_nbytes
+        template = record_template(dtype, tuple(shape))
+        if template is None or template.nbytes != nbytes:
+            return None
+        return template.header_nbytes, template.payload_nbytes
 
 
 def form_of_raw(raw: StoredTensor, dtype: torch.dtype, shape: torch.Size) -> tuple[RecordForm, int] | None:

@@ -1,0 +1,371 @@
+"""What exchanges cost at size: sockets, bytes, the store and CPU time, with many ranks as threads of one process.
+
+The channels, the tree and gloo are the real ones; only the launcher is missing: the ranks share a store in memory.
+
+    python -m benchmarks.bench_exchanges --ranks 2 8 64 128 1024 --json exchanges.json
+
+A repeated save is here what it says between ranks: an agreement, a gathering in which nobody has anything to say, and a
+barrier. ``--mesh 64`` adds a full mesh of gloo with one all-gather of as many headers, for comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import multiprocessing
+import os
+import resource
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from benchmarks.ranks import show
+from robust_dcp.comm import Channel, Offer
+from robust_dcp.comm.link import Link
+from robust_dcp.comm.meeting import Meeting
+from robust_dcp.comm.operation import Operation
+from robust_dcp.comm.pipe import Payload, Pipe
+
+__all__ = ["CountingStore", "Group", "Row", "measure", "n_sockets"]
+
+_N_SAVES = 5
+_HEADER_NBYTES = 160
+
+
+class Note(msgspec.Struct, frozen=True):
+    """What a rank gathers: usually nothing."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a group of ``ranks`` costs; each figure is of one rank.
+
+    Attributes:
+        how: ``tree``, or ``mesh`` for the comparison.
+        sockets_mean, sockets_max: connections to other ranks; each process has one socket more, which listens.
+        connect_seconds: until all ranks are connected and have been through the first save.
+        store_nbytes: keys and values, both ways, until all are connected.
+        store_calls: how many questions that took.
+        first_cpu_ms: CPU time of connecting and of the first save.
+        save_cpu_ms: CPU time of a repeated save.
+        save_seconds: of all ranks, on the cores that there are.
+        save_nbytes_mean, save_nbytes_max: sent and received in a repeated save.
+        save_nbytes_a_neighbour: the most.
+    """
+
+    how: str
+    ranks: int
+    sockets_mean: float
+    sockets_max: int
+    connect_seconds: float
+    store_nbytes: float
+    store_calls: float
+    first_cpu_ms: float
+    save_cpu_ms: float
+    save_seconds: float
+    save_nbytes_mean: float
+    save_nbytes_max: int
+    save_nbytes_a_neighbour: float
+
+
+class CountingStore(dist.Store):
+    """A store in memory that counts what passes through it: keys and values, in questions and in answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+        self.calls: Counter[str] = Counter()
+        self._store = dist.HashStore()
+        self._lock = threading.Lock()
+
+    def _count(self, what: str, *parts: bytes | str) -> None:
+        with self._lock:
+            self.calls[what] += 1
+            self.nbytes += sum(map(len, parts))
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._count("set", key, value)
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        value = bytes(self._store.get(key))
+        self._count("get", key, value)
+        return value
+
+    def add(self, key: str, amount: int) -> int:
+        self._count("add", key, bytes(8))
+        return int(self._store.add(key, amount))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self._count("compare_set", key, expected, desired)
+        return bytes(self._store.compare_set(key, expected, desired))
+
+    def check(self, keys: Iterable[str]) -> bool:
+        keys = list(keys)
+        self._count("check", *keys)
+        return bool(self._store.check(keys))
+
+    def wait(self, keys: Iterable[str], timeout: datetime.timedelta | None = None) -> None:
+        keys = list(keys)
+        self._count("wait", *keys)
+        self._store.wait(keys, datetime.timedelta(seconds=60) if timeout is None else timeout)
+
+    def clone(self) -> CountingStore:
+        return self
+
+
+class _CountingPipe:
+    """``inner``, with what passes counted in ``nbytes`` of its rank and neighbour."""
+
+    def __init__(self, inner: Pipe, nbytes: Counter[int], peer: int) -> None:
+        self._inner = inner
+        self._nbytes = nbytes
+        self._peer = peer
+
+    def send(self, data: Payload, tag: int) -> object:
+        self._nbytes[self._peer] += len(data)
+        return self._inner.send(data, tag)
+
+    def next_frame(self) -> bytes:
+        frame = self._inner.next_frame()
+        self._nbytes[self._peer] += len(frame)
+        return frame
+
+    def receive(self, nbytes: int, tag: int) -> bytearray:
+        self._nbytes[self._peer] += nbytes
+        return self._inner.receive(nbytes, tag)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _CountingMeeting(Meeting):
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        super().__init__(lambda: store, "robust_dcp/bench", rank)
+        self.nbytes: Counter[int] = Counter()
+
+    def connect(self, peer: int, generation: int, purpose: str = "exchanges") -> Any:
+        return _CountingPipe(super().connect(peer, generation, purpose), self.nbytes, peer)
+
+
+class Group:
+    """``size`` ranks, threads of this process, with the real channel over real gloo connections.
+
+    Attributes:
+        store: that they share.
+        channels: one for each rank.
+    """
+
+    def __init__(self, size: int, timeout_seconds: float = 120.0) -> None:
+        self.size = size
+        self.store = CountingStore()
+        self._meetings = [_CountingMeeting(self.store, rank) for rank in range(size)]
+        ranks = tuple(range(size))
+        self._links = [Link(rank=rank, ranks=ranks, meeting=self._meetings[rank]) for rank in ranks]
+        self.channels = [Channel(Operation(link, "save", timeout_seconds), 0) for link in self._links]
+
+    def run(self, function: Callable[[Channel], Any]) -> list[Any]:
+        """What ``function`` returned on each rank.
+
+        Raises:
+            ExceptionGroup or the first exception: what a rank raised.
+        """
+        results: list[Any] = [None] * self.size
+        errors: list[BaseException] = []
+
+        def be_rank(rank: int) -> None:
+            try:
+                results[rank] = function(self.channels[rank])
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=be_rank, args=(rank,), daemon=True) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return results
+
+    def take_nbytes(self) -> list[Counter[int]]:
+        """What each rank has sent to and received from each neighbour since the last call."""
+        found = []
+        for meeting in self._meetings:
+            found.append(Counter(meeting.nbytes))
+            meeting.nbytes.clear()
+        return found
+
+    def n_connections(self) -> list[int]:
+        """How many connections each rank holds."""
+        return [len(link.peers()) for link in self._links]
+
+    def close(self) -> None:
+        """Close all connections."""
+        for link in self._links:
+            link.close()
+
+
+def save(channel: Channel) -> None:
+    """What ranks say to each other in a save whose plan is known."""
+    channel.agree("save: plan", lambda: Offer(bytes(16), bytes(16), 1, 1))
+    channel.gather("save: write", lambda: None, Note)
+    channel.barrier("save: commit")
+
+
+def n_sockets() -> int:
+    """How many sockets this process holds."""
+    links = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+    return sum(os.readlink(link).startswith("socket") for link in links if os.path.islink(link))
+
+
+def measure(size: int) -> Row:
+    """A tree of ``size`` ranks in this process."""
+    before = n_sockets()
+    began, cpu = time.perf_counter(), time.process_time()
+    group = Group(size)
+    group.run(save)
+    connect_seconds, first_cpu = time.perf_counter() - began, time.process_time() - cpu
+    store_nbytes, store_calls = group.store.nbytes, group.store.calls.total()
+    group.run(save)
+    group.take_nbytes()
+    began, cpu = time.perf_counter(), time.process_time()
+
+    def save_often(channel: Channel) -> None:
+        for _ in range(_N_SAVES):
+            save(channel)
+
+    group.run(save_often)
+    save_seconds, save_cpu = (time.perf_counter() - began) / _N_SAVES, (time.process_time() - cpu) / _N_SAVES
+    connections = group.n_connections()
+    # All ranks share one listening socket here; both ends of each connection are sockets of this process.
+    assert n_sockets() - before in range(sum(connections), sum(connections) + 3), (n_sockets(), before, connections)
+    nbytes = group.take_nbytes()
+    row = Row(
+        how="tree",
+        ranks=size,
+        sockets_mean=sum(connections) / size,
+        sockets_max=max(connections),
+        connect_seconds=connect_seconds,
+        store_nbytes=store_nbytes / size,
+        store_calls=store_calls / size,
+        first_cpu_ms=1e3 * first_cpu / size,
+        save_cpu_ms=1e3 * save_cpu / size,
+        save_seconds=save_seconds,
+        save_nbytes_mean=sum(each.total() for each in nbytes) / size / _N_SAVES,
+        save_nbytes_max=max(each.total() for each in nbytes) // _N_SAVES,
+        save_nbytes_a_neighbour=max(max(each.values()) for each in nbytes) / _N_SAVES,
+    )
+    assert group.store.nbytes == store_nbytes, "ranks that are connected asked the store"
+    return row
+
+
+def measure_mesh(size: int) -> Row:
+    """A full mesh of gloo, in which all ranks all-gather headers, once for each of the three exchanges of a save."""
+    before, store = n_sockets(), CountingStore()
+    groups: list[Any] = [None] * size
+
+    def on_all(function: Callable[[int], None]) -> tuple[float, float]:
+        began, cpu = time.perf_counter(), time.process_time()
+        threads = [threading.Thread(target=function, args=(rank,)) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - began, time.process_time() - cpu
+
+    def make(rank: int) -> None:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+        options._timeout = datetime.timedelta(seconds=100)
+        options._threads = 1
+        groups[rank] = dist.ProcessGroupGloo(store, rank, size, options)
+
+    def gather(rank: int) -> None:
+        own = torch.zeros(_HEADER_NBYTES, dtype=torch.uint8)
+        for _ in range(3):
+            groups[rank].allgather([[torch.empty_like(own) for _ in range(size)]], [own]).wait()
+
+    connect_seconds, first_cpu = on_all(make)
+    store_nbytes, store_calls = store.nbytes, store.calls.total()
+    sockets = n_sockets() - before
+    on_all(gather)
+    save_seconds, save_cpu = on_all(gather)
+    nbytes = 2 * 3 * _HEADER_NBYTES * (size - 1)  # a ring: each header passes each rank once
+    return Row(
+        "mesh",
+        size,
+        sockets / size,
+        sockets // size,
+        connect_seconds,
+        store_nbytes / size,
+        store_calls / size,
+        1e3 * first_cpu / size,
+        1e3 * save_cpu / size,
+        save_seconds,
+        nbytes,
+        nbytes,
+        nbytes / 2,
+    )
+
+
+def _measured(function: Callable[[int], Row], size: int) -> Row:
+    """In a process of its own, which ends without closing thousands of connections one by one."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_measure_and_end, args=(function, size, sender))
+    process.start()
+    sender.close()
+    row: Row = receiver.recv()
+    process.join()
+    return row
+
+
+def _measure_and_end(function: Callable[[int], Row], size: int, sender: Connection) -> None:
+    torch.set_num_threads(1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = hard if function is measure_mesh else soft  # the package raises the limit itself
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    sender.send(function(size))
+    sender.close()
+    os._exit(0)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64, 128, 1024])
+    parser.add_argument("--mesh", type=int, nargs="*", default=[])
+    parser.add_argument("--json", help="write the figures to this file")
+    options = parser.parse_args(arguments)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    rows = [_measured(measure, size) for size in options.ranks]
+    rows += [_measured(measure_mesh, size) for size in options.mesh]
+    show([asdict(row) for row in rows], options.json) if False else _show(rows, options.json)
+
+
+def _show(rows: Sequence[Row], path: str | None) -> None:
+    names = list(asdict(rows[0]))
+    for name in names:
+        values = [getattr(row, name) for row in rows]
+        texts = [f"{each:.2f}" if isinstance(each, float) else str(each) for each in values]
+        print(f"{name:26}" + "".join(f"{text:>12}" for text in texts))
+    if path is not None:
+        with open(path, "w") as file:
+            json.dump([asdict(row) for row in rows], file, indent=2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""The digest of a replica: 64 bits by which ranks find out whether they hold the same.
+
+Owns which bytes of a tensor are looked at. Pure; called by ``save`` for the items that a save compares.
+"""
+
+from __future__ import annotations
+
+import io
+
+import torch
+
+from robust_dcp.plan.global_plan import object_digest
+from robust_dcp.storage.records.checksum import crc32
+
+__all__ = ["replica_digest"]
+
+_PIECE_NBYTES = 16 << 20
+"""So much of a tensor on a device is copied to the host at a time."""
+
+
+def replica_digest(data: torch.Tensor | io.BytesIO, identity: int, limit: int | None) -> int:
+    """A digest that is the same for the same contents, wherever and however the tensor lies in memory.
+
+    Args:
+        data: of the item.
+        identity: of the chunk, the same on all ranks: it chooses which part of a large tensor is looked at.
+        limit: at most so many bytes of a tensor; ``None`` for all.
+
+    Returns:
+        64 bits, never 0; 0 if the bytes of this kind of tensor cannot be told.
+    """
+    if isinstance(data, io.BytesIO):
+        return object_digest(data)
+    if type(data) not in (torch.Tensor, torch.nn.Parameter) or data.layout is not torch.strided or data.is_meta:
+        return 0
+    if data.is_quantized or data.is_nested or data.is_conj() or data.is_neg():
+        return 0
+    flat = data.detach().reshape(-1)
+    itemsize = flat.element_size()
+    count = flat.numel() if limit is None else min(flat.numel(), max(1, limit // itemsize))
+    begin = identity % (flat.numel() - count + 1)
+    checksum = 0
+    step = max(1, _PIECE_NBYTES // itemsize)
+    for at in range(begin, begin + count, step):
+        piece = flat[at : min(at + step, begin + count)].cpu().contiguous()
+        checksum = crc32(piece.view(torch.uint8).numpy().data, checksum)
+    return 1 << 32 | checksum

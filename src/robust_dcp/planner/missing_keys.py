@@ -1,0 +1,173 @@
+"""Keys that a checkpoint does not have, and what it has in their place: said so that one sees what to change.
+
+Compares names only, at a cost that is bounded for hundreds of thousands of them. Called by ``load``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from typing import Final, NamedTuple
+
+__all__ = ["near_names", "renamed_in_words", "what_is_saved"]
+
+_WRAPPERS: Final = {
+    "module": "DistributedDataParallel",
+    "_orig_mod": "torch.compile",
+    "_fsdp_wrapped_module": "FSDP",
+    "_checkpoint_wrapped_module": "activation checkpointing",
+}
+"""Parts that a wrapper of a module puts into its names."""
+
+_PARTS_IN_A_PREFIX: Final = 3
+_MISSING_COMPARED: Final = 1000
+_EXAMPLES: Final = 4
+_NEIGHBOURS: Final = 50
+_IS_NEAR: Final = 0.7
+"""How alike the one part must be in which two names differ, as ``difflib`` counts it."""
+
+
+class _Prefixes(NamedTuple):
+    """Keys that begin with ``here`` are in the checkpoint with ``there`` in its place; one of the two may be empty."""
+
+    here: str
+    there: str
+
+
+def what_is_saved(asked: Collection[str], saved: Collection[str]) -> str:
+    """How many keys the checkpoint has, and examples, if there are any of those that are not asked for."""
+    unread = set(saved).difference(asked)
+    examples = sorted(unread or saved)
+    examples = examples[:: max(1, len(examples) // _EXAMPLES)][:_EXAMPLES]
+    text = f"the checkpoint has {len(saved)} keys"
+    if unread:
+        text += f", {len(unread)} of them not asked for"
+    return f"{text}: {', '.join(map(repr, examples))}{', …' if len(examples) < len(unread or saved) else ''}"
+
+
+def renamed_in_words(missing: Sequence[str], asked: Collection[str], saved: Collection[str]) -> str:
+    """The one change of names under which most of the missing keys are there; empty if there is none.
+
+    Args:
+        missing: the keys of ``asked`` that are not in ``saved``.
+        asked: the keys of the state dict.
+        saved: those of the checkpoint.
+    """
+    unread = set(saved).difference(asked)
+    n_found, how = _wrapped(missing, unread) or _renamed(missing, unread) or (0, "")
+    how_many = f"all {len(missing)}" if n_found == len(missing) else f"{n_found} of the {len(missing)}"
+    return f"{how_many} missing keys are there {how}" if how else ""
+
+
+def _wrapped(missing: Sequence[str], unread: Collection[str]) -> tuple[int, str] | None:
+    """How many keys are there but for the parts that wrappers put into names, and how to say so."""
+    of_bare = {_without_wrappers(name): name for name in unread}
+    pairs = [(key, of_bare[bare]) for key in missing if (bare := _without_wrappers(key)) in of_bare]
+    if not pairs or 2 * len(pairs) < len(missing):
+        return None
+    here, there = (set(name.split(".")) & _WRAPPERS.keys() for name in pairs[0])
+    words = [f"{how} {_quoted(parts)}" for how, parts in (("without", here - there), ("with", there - here)) if parts]
+    by = " and ".join(_WRAPPERS[part] for part in sorted(here ^ there))
+    return len(pairs), f"{' and '.join(words)} ({by}: save and load the state dict of the same module, wrapped or not)"
+
+
+def _quoted(parts: Collection[str]) -> str:
+    return ", ".join(repr(f"{part}.") for part in sorted(parts))
+
+
+def _without_wrappers(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _renamed(missing: Sequence[str], unread: Collection[str]) -> tuple[int, str] | None:
+    """How many of the missing keys are there with another prefix, and how to say so; ``None`` if they are few."""
+    prefixes_of: dict[str, list[str]] = defaultdict(list)
+    for name in unread:
+        for prefix in _prefixes(name):
+            prefixes_of[name[len(prefix) :]].append(prefix)
+    votes: Counter[_Prefixes] = Counter()
+    for key in missing[:: max(1, len(missing) // _MISSING_COMPARED)]:
+        for here in _prefixes(key):
+            # The longest common end says most; what many names end with ("weight") says nothing.
+            if there := prefixes_of.get(key[len(here) :], [])[:_EXAMPLES]:
+                votes.update(_Prefixes(here, each) for each in there)
+                break
+    for prefixes, _ in votes.most_common(_EXAMPLES):
+        n_found = sum(
+            key.startswith(prefixes.here) and prefixes.there + key[len(prefixes.here) :] in unread for key in missing
+        )
+        # Where both sides have another prefix, one key alone proves nothing.
+        if 2 * n_found >= len(missing) and (n_found > 1 or not all(prefixes)):
+            return n_found, _prefixes_in_words(prefixes)
+    return None
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """What may stand before a name, shortest first: nothing, its first part, its first two, …"""
+    at = 0
+    yield ""
+    for _ in range(_PARTS_IN_A_PREFIX):
+        at = name.find(".", at) + 1
+        if not at:
+            return
+        yield name[:at]
+
+
+def _prefixes_in_words(prefixes: _Prefixes) -> str:
+    here, there = prefixes
+    if here and there:
+        return f"with {there!r} in place of {here!r}"
+    if here:
+        return f"without {here!r} (pass what the state dict has under {here[:-1]!r})"
+    return f"with {there!r} before them (pass {{{there[:-1]!r}: state_dict}})"
+
+
+def near_names(missing: Sequence[str], asked: Collection[str], saved: Collection[str]) -> dict[str, str]:
+    """For those of ``missing`` that look misspelt, the name in the checkpoint that is nearest.
+
+    Two names are near if all their parts are the same but one, and that one is much alike and has the same numbers; or
+    if one has a part more. Names that the state dict does not ask for come first.
+    """
+    in_order = sorted(saved)
+    from_behind = sorted(name[::-1] for name in saved)
+    found = {}
+    for key in missing:
+        neighbours = set(_neighbours(in_order, key)) | {name[::-1] for name in _neighbours(from_behind, key[::-1])}
+        near = [(name not in asked, _likeness(key, name), name) for name in neighbours if _is_near(key, name)]
+        if near:
+            found[key] = max(near)[2]
+    return found
+
+
+def _neighbours(in_order: Sequence[str], name: str) -> Sequence[str]:
+    at = bisect_left(in_order, name)
+    return in_order[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS]
+
+
+def _is_near(key: str, name: str) -> bool:
+    parts, others = key.split("."), name.split(".")
+    if len(parts) == len(others):
+        different = [(one, other) for one, other in zip(parts, others, strict=True) if one != other]
+        return len(different) == 1 and _are_alike(*different[0])
+    shorter, longer = sorted((parts, others), key=len)
+    if len(longer) != len(shorter) + 1 or len(shorter) < 2:
+        return False
+    return any(longer[:place] + longer[place + 1 :] == shorter for place in range(len(longer)))
+
+
+def _are_alike(one: str, other: str) -> bool:
+    """Not those whose numbers differ: layer 1 is no misspelt layer 10."""
+    if _numbers(one) != _numbers(other):
+        return False
+    are_swapped = len(one) > 2 and sorted(one) == sorted(other)
+    return are_swapped or _likeness(one, other) >= _IS_NEAR
+
+
+def _numbers(text: str) -> str:
+    return "".join(filter(str.isdigit, text))
+
+
+def _likeness(key: str, name: str) -> float:
+    return difflib.SequenceMatcher(None, key, name, autojunk=False).ratio()

@@ -1,0 +1,147 @@
+"""What a path holds that is not a checkpoint, in words: so that an error can say which path was meant.
+
+Looks at names and at the first bytes of a file, never further. Called by ``reader`` when there is no ``.metadata``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Final
+
+from robust_dcp.errors import StorageError
+from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, is_data_file
+
+__all__ = ["what_is_there"]
+
+TRACKER_NAME: Final = "latest_checkpointed_iteration.txt"
+"""Megatron-LM's, beside its ``iter_*`` directories."""
+
+_SHOWN: Final = 5
+_DIRECTORIES_LOOKED_INTO: Final = 50
+
+# torch.save writes a zip archive; up to torch 1.5, and on request, a pickle that begins with this number.
+_ZIP: Final = b"PK\x03\x04"
+_LEGACY: Final = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+
+_HOW_TO_LOAD_ONE_FILE: Final = (
+    "read it with torch.load(path, weights_only=True), or make a checkpoint of it with "
+    "torch.distributed.checkpoint.format_utils.torch_save_to_dcp(path, directory)"
+)
+
+
+def what_is_there(disk: Disk, path: str) -> str:
+    """What stands at ``path``, where no ``.metadata`` was found, and what to pass instead; one sentence or more."""
+    try:
+        if not disk.exists(path):
+            return _nearest_parent(disk, path)
+        try:
+            names = disk.list_directory(path)
+        except StorageError:
+            return _of_file(disk, path)
+        return _of_directory(disk, path, names)
+    except StorageError as error:  # it cannot be looked at: that is all there is to say
+        return error.message
+
+
+def _nearest_parent(disk: Disk, path: str) -> str:
+    parent = os.path.dirname(os.path.abspath(path))
+    while not disk.exists(parent) and parent != os.path.dirname(parent):
+        parent = os.path.dirname(parent)
+    try:
+        names = disk.list_directory(parent)
+    except StorageError:
+        return f"there is no such directory, and {_of_file(disk, parent)}"
+    return f"there is no such directory; the nearest parent that exists is {parent}, {_held(disk, parent, names)}"
+
+
+def _of_file(disk: Disk, path: str) -> str:
+    name = os.path.basename(path)
+    if name == METADATA_NAME or is_data_file(name):
+        return f"{path} is a file of a checkpoint: pass its directory, {os.path.dirname(path)}"
+    if name.endswith(SAFETENSORS_SUFFIX):
+        return f"{path} is a safetensors file: pass its directory, {os.path.dirname(path)}"
+    if _is_of_torch_save(disk, path):
+        return f"{path} is a file of torch.save, not a checkpoint's directory: {_HOW_TO_LOAD_ONE_FILE}"
+    return f"{path} is a file, and a checkpoint is a directory"
+
+
+def _is_of_torch_save(disk: Disk, path: str) -> bool:
+    if disk.size(path) == 0:  # nothing to read; opening a pipe would wait for its other end
+        return False
+    file = disk.open_read(path)
+    try:
+        start = bytearray(512)
+        del start[disk.pread_into(file, start, 0) :]
+    finally:
+        disk.close(file)
+    return (start.startswith(_ZIP) and b"/data.pkl" in start) or _LEGACY in start[:16]
+
+
+def _of_directory(disk: Disk, path: str, names: list[str]) -> str:
+    if any(map(is_data_file, names)):
+        return "there are data files, so a save was not finished, or its .metadata is lost"
+    return f"the directory is there, {_held(disk, path, names)}"
+
+
+def _held(disk: Disk, path: str, names: list[str]) -> str:
+    """What a directory without ``.metadata`` holds: checkpoints, if there are any."""
+    if not names:
+        return "and is empty"
+    if METADATA_NAME in names:
+        return "and is a checkpoint: pass that"
+    checkpoints = [name for name in _by_number(names)[:_DIRECTORIES_LOOKED_INTO] if _is_checkpoint(disk, path, name)]
+    if checkpoints:
+        tracked = _tracked(disk, path, names)
+        return f"and holds the checkpoints {_listed(checkpoints)}{tracked}: pass the path of one of them"
+    files = [name for name in names if name.endswith((".pt", ".pth", ".bin", ".ckpt"))]
+    for name in files[:_SHOWN]:
+        if _is_file_of_torch_save(disk, os.path.join(path, name)):
+            return f"and holds {name}, which is a file of torch.save: {_HOW_TO_LOAD_ONE_FILE}"
+    return f"and holds {_listed(names)}"
+
+
+def _by_number(names: list[str]) -> list[str]:
+    """The latest first, where names have numbers (``step_100``, ``iter_0000100``, ``100``)."""
+
+    def key(name: str) -> tuple[bool, int, str]:
+        numbers = re.findall(r"\d+", name)
+        return not numbers, -int(numbers[-1][:18]) if numbers else 0, name
+
+    return sorted(names, key=key)
+
+
+def _is_checkpoint(disk: Disk, path: str, name: str) -> bool:
+    try:
+        within = disk.list_directory(os.path.join(path, name))
+    except StorageError:  # a file, or not ours to look into
+        return False
+    return METADATA_NAME in within or any(each.endswith(SAFETENSORS_SUFFIX) for each in within)
+
+
+def _tracked(disk: Disk, path: str, names: list[str]) -> str:
+    if TRACKER_NAME not in names:
+        return ""
+    try:
+        file = disk.open_read(os.path.join(path, TRACKER_NAME))
+        try:
+            content = bytearray(32)
+            del content[disk.pread_into(file, content, 0) :]
+        finally:
+            disk.close(file)
+    except StorageError:
+        return ""
+    return f" ({TRACKER_NAME} says {content.decode(errors='replace').strip()!r})"
+
+
+def _is_file_of_torch_save(disk: Disk, path: str) -> bool:
+    try:
+        return _is_of_torch_save(disk, path)
+    except StorageError:
+        return False
+
+
+def _listed(names: list[str]) -> str:
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + rest

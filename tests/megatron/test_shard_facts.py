@@ -1,0 +1,172 @@
+"""What is kept of equal shards between saves: used again when nothing has changed, and never when anything has."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+from robust_dcp.errors import PlanConflict
+from robust_dcp.megatron.checks.access import columns_of
+from robust_dcp.megatron.checks.shard_facts import ShardFacts, forget_facts
+from robust_dcp.megatron.checks.validation import AccessCheck
+from robust_dcp.megatron.saving.described_shards import saved_shards
+
+Shards = list[Any]
+Change = Callable[[Any], None]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_known() -> Iterator[None]:
+    forget_facts()
+    yield
+    forget_facts()
+
+
+def _shards() -> Shards:
+    """As Megatron makes them, anew for every save."""
+    return [
+        ShardedTensor.from_rank_offsets("weight", torch.ones(4, 6), (0, 1, 3), replica_id=(0, 0, 1)),
+        ShardedTensor.from_rank_offsets("bias", torch.ones(4), replica_id=0),
+        ShardedTensor.from_rank_offsets("layers", torch.ones(2), (0, 1, 2), prepend_axis_num=1),
+        ShardedObject("rng", {"seed": 1}, (2,), (1,), replica_id=0),
+    ]
+
+
+def _described(shards: Shards) -> Any:
+    """All that a save takes from the shards, without the data."""
+    facts = ShardFacts(shards)
+    items = saved_shards(facts).items
+    return items.names, items.structures, AccessCheck.of(facts).columns
+
+
+def test_equal_shards_of_another_save_are_described_by_what_is_known() -> None:
+    names, structures, columns = _described(_shards())
+    again = _described(_shards())
+    assert again[0] is names and again[1] is structures and again[2] is columns
+
+
+def test_the_data_is_that_of_the_save_in_hand() -> None:
+    saved_shards(ShardFacts(_shards()))
+    shards = _shards()
+    for shard in shards[:3]:
+        shard.data = torch.full_like(shard.data, 7.0)
+    found = saved_shards(ShardFacts(shards))
+    tensors = [data for data in found.items.data if isinstance(data, torch.Tensor)]
+    assert [tensor.data_ptr() for tensor in tensors] == [shard.data.data_ptr() for shard in shards[:3]]
+    assert [tuple(tensor.shape) for tensor in tensors] == [(4, 6), (4,), (1, 2)]
+
+
+def _set(**properties: Any) -> Change:
+    def change(shard: Any) -> None:
+        for name, value in properties.items():
+            setattr(shard, name, value)
+
+    return change
+
+
+_CHANGES: dict[str, tuple[int, Change]] = {
+    "key": (0, _set(key="other")),
+    "replica id": (0, _set(replica_id=(0, 0, 0))),
+    "replica id of an object": (3, _set(replica_id=1)),
+    "axis fragmentation": (0, _set(axis_fragmentations=(3, 2))),
+    "uneven": (0, _set(axis_fragmentations=None)),
+    "global shape": (0, _set(global_shape=(16, 6))),
+    "global offset": (0, _set(global_offset=(8, 0))),
+    "global offset of an object": (3, _set(global_offset=(0,))),
+    "global shape of an object": (3, _set(global_shape=(3,))),
+    "dtype": (1, _set(dtype=torch.bfloat16, data=torch.ones(4, dtype=torch.bfloat16))),
+    "dtype of the data alone": (1, _set(data=torch.ones(4, dtype=torch.bfloat16))),
+    "local shape": (1, _set(local_shape=(5,), global_shape=(5,), data=torch.ones(5))),
+    "prepended axes": (1, _set(prepend_axis_num=1, global_shape=(1, 4), global_offset=(0, 0))),
+    "allowed to mismatch": (1, _set(allow_shape_mismatch=True)),
+    "sparse data": (1, _set(data=torch.ones(4).to_sparse())),
+    "data that waits for a negation": (1, _set(data=torch._neg_view(torch.ones(4)))),
+    "data of a class of its own": (1, _set(data=torch.ones(4).as_subclass(type("Own", (torch.Tensor,), {})))),
+}
+
+
+@pytest.mark.parametrize("what", _CHANGES)
+def test_a_property_that_changes_is_noticed(what: str) -> None:
+    place, change = _CHANGES[what]
+    before = ShardFacts(_shards())
+    kept = before.once(_number_of_facts)
+    shards = _shards()
+    change(shards[place])
+    changed = ShardFacts(shards)
+    assert changed.facts != before.facts
+    assert changed.once(_number_of_facts) is not kept
+
+
+def _number_of_facts(facts: ShardFacts) -> list[int]:
+    return [len(facts.facts)]
+
+
+@pytest.mark.parametrize("what", [name for name in _CHANGES if "data" not in name])
+def test_what_has_changed_is_described_as_it_is_and_as_it_was_when_it_was_never_known(what: str) -> None:
+    place, change = _CHANGES[what]
+    _described(_shards())
+    shards = _shards()
+    change(shards[place])
+    found = _described(shards)
+    assert found[2] == columns_of(shards)
+    forget_facts()
+    assert _described(shards) == found
+
+
+def test_every_property_that_this_megatron_gives_a_shard_is_compared() -> None:
+    for place in (1, 3):
+        for field in dataclasses.fields(type(_shards()[place])):
+            if field.name == "data":
+                continue
+            shards = _shards()
+            setattr(shards[place], field.name, "changed")
+            assert ShardFacts(shards).facts != ShardFacts(_shards()).facts, field.name
+
+
+def test_data_that_is_missing_is_noticed() -> None:
+    _described(_shards())
+    shards = _shards()
+    shards[0].data = None  # not the main replica: a placeholder
+    assert _described(shards)[0] == ["bias", "layers", "rng/shard_1_2"]
+
+
+def test_a_shape_that_the_caller_changes_in_place_does_not_change_what_is_known() -> None:
+    shards = _shards()
+    shards[0].global_shape = [12, 6]
+    ShardFacts(shards).once(_number_of_facts)
+    changed = _shards()
+    changed[0].global_shape = shards[0].global_shape
+    changed[0].global_shape[0] = 24
+    assert _described(changed)[1][0].shape == (24, 6)
+
+
+def test_a_shard_that_comes_or_goes_is_noticed() -> None:
+    _described(_shards())
+    assert _described(_shards()[1:])[0] == ["bias", "layers", "rng/shard_1_2"]
+    more = [*_shards(), ShardedTensor.from_rank_offsets("new", torch.ones(1))]
+    assert _described(more)[0] == ["weight", "bias", "layers", "rng/shard_1_2", "new"]
+
+
+def test_two_main_replicas_that_were_one_tensor_and_are_no_more_are_refused_though_all_else_is_known() -> None:
+    one = torch.ones(4)
+    tied = [ShardedTensor.from_rank_offsets("tied", one), ShardedTensor.from_rank_offsets("tied", one)]
+    assert saved_shards(ShardFacts(tied)).items.names == ["tied"]
+    untied = [ShardedTensor.from_rank_offsets("tied", one), ShardedTensor.from_rank_offsets("tied", one.clone())]
+    with pytest.raises(PlanConflict, match="two tensors that claim to be the main replica of 'tied'"):
+        saved_shards(ShardFacts(untied))
+
+
+def test_a_subclass_of_a_sharded_tensor_is_never_taken_for_one_that_is_known() -> None:
+    class Own(ShardedTensor):
+        pass
+
+    shards = [Own.from_rank_offsets("weight", torch.ones(4))]
+    assert ShardFacts(shards).facts != ShardFacts(shards).facts

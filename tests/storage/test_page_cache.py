@@ -1,0 +1,164 @@
+"""What the page cache holds is asked without reading: a load finds the cache as the one before has found it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import robust_dcp
+from robust_dcp.storage.files import page_cache
+from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.page_cache import cached_nbytes
+from robust_dcp.storage.reading.read_file import ReadFile
+from tests.storage.test_read_file import blocks, forget
+from tests.support.ranks import run_ranks, values
+from tests.support.simulated_disk import WatchedDisk
+
+PAGE_NBYTES = os.sysconf("SC_PAGESIZE")
+FILE_NBYTES = (6 << 20) + 1234
+NOBODY = 65534
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "data"
+    path.write_bytes(os.urandom(FILE_NBYTES))
+    forget(path)
+    return path
+
+
+@pytest.fixture
+def fd(file: Path) -> Iterator[int]:
+    opened = os.open(file, os.O_RDONLY)
+    os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read ahead
+    yield opened
+    os.close(opened)
+
+
+def is_in_memory(path: Path) -> bool:
+    """Whether the file system has no device, so that all of each file is in the cache at any time (tmpfs)."""
+    opened = PosixDisk().open_read(str(path), direct=True)
+    PosixDisk().close(opened)
+    return opened.alignment is None
+
+
+def by_mincore(fd: int, offset: int, nbytes: int) -> int:
+    pages = page_cache._by_mincore(fd, offset, nbytes)
+    return -1 if pages is None else min(nbytes, pages * PAGE_NBYTES)
+
+
+@pytest.mark.parametrize("ask", [cached_nbytes, by_mincore])
+def test_the_pages_that_were_read_are_cached_and_no_others(
+    file: Path, fd: int, ask: Callable[[int, int, int], int]
+) -> None:
+    elsewhere = FILE_NBYTES if is_in_memory(file) else 0
+    assert ask(fd, 0, FILE_NBYTES) == elsewhere
+    os.pread(fd, 2 << 20, 1 << 20)
+    assert ask(fd, 0, FILE_NBYTES) == (elsewhere or 2 << 20)
+    assert ask(fd, 1 << 20, 2 << 20) == 2 << 20
+    assert ask(fd, (1 << 20) + 5, 10) == 10
+    assert ask(fd, 3 << 20, 1 << 20) == min(elsewhere, 1 << 20)
+    os.pread(fd, 100, FILE_NBYTES - 100)
+    assert ask(fd, FILE_NBYTES - 100, 100) == 100
+    assert ask(fd, FILE_NBYTES + PAGE_NBYTES, 100) == 0
+    assert ask(fd, 0, 0) == 0
+
+
+@pytest.mark.parametrize("ask", [cached_nbytes, by_mincore])
+def test_to_ask_puts_nothing_into_the_cache(file: Path, fd: int, ask: Callable[[int, int, int], int]) -> None:
+    before = ask(fd, 0, FILE_NBYTES)
+    for offset in range(0, FILE_NBYTES, 1 << 20):
+        ask(fd, offset, 1 << 20)
+    assert ask(fd, 0, FILE_NBYTES) == before
+
+
+def cached_of_a_strangers_file(path: str) -> tuple[int | None, float]:
+    """(what cachestat says of a file, how much of it we take for cached), by a user who may only read it."""
+    opened = os.open(path, os.O_RDONLY)
+    nbytes = os.fstat(opened).st_size
+    if os.geteuid() == 0:
+        os.seteuid(NOBODY)
+    return page_cache._by_cachestat(opened, 0, nbytes), cached_nbytes(opened, 0, nbytes) / nbytes
+
+
+def test_what_a_user_may_not_know_is_read_through_the_cache(file: Path) -> None:
+    path = str(file) if os.geteuid() == 0 else os.path.realpath("/bin/sh")
+    ((told, found),) = values(run_ranks(1, cached_of_a_strangers_file, path))
+    assert told is not None or found == 1.0
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_system_that_does_not_know_cachestat_is_asked_by_mincore(
+    file: Path, cached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_cache, "_CACHESTAT", 100_000)  # no such call: ENOSYS
+    if cached:
+        file.read_bytes()
+    opened = os.open(file, os.O_RDONLY)
+    assert page_cache._by_cachestat(opened, 0, FILE_NBYTES) is None
+    assert cached_nbytes(opened, 0, FILE_NBYTES) == (FILE_NBYTES if cached or is_in_memory(file) else 0)
+    os.close(opened)
+
+
+@pytest.mark.parametrize(("cached", "past_the_cache"), [(0.0, 1), (0.25, 1), (0.75, 0), (1.0, 0)])
+def test_a_read_goes_to_where_most_of_its_bytes_are(file: Path, fd: int, cached: float, past_the_cache: int) -> None:
+    nbytes = 2 << 20
+    os.pread(fd, int(nbytes * cached), 0)
+    disk = WatchedDisk(PosixDisk())
+    opened = ReadFile(disk, str(file), None)
+    block = blocks().take()
+    start, found = opened.read_block(block, 0, nbytes)
+    opened.close()
+    assert block.memory[start : start + found] == file.read_bytes()[:nbytes]
+    opened_again = disk.operations.count("open_read") - 1  # for direct reads
+    assert opened_again == (0 if is_in_memory(file) else past_the_cache)
+
+
+def cached_share(directory: Path) -> float:
+    """Of all bytes of a checkpoint's data files."""
+    found = total = 0
+    for path in directory.glob("*.distcp"):
+        opened = os.open(path, os.O_RDONLY)
+        nbytes = os.fstat(opened).st_size
+        found, total = found + cached_nbytes(opened, 0, nbytes), total + nbytes
+        os.close(opened)
+    return found / total
+
+
+def test_the_third_load_finds_no_more_in_the_cache_than_the_first(tmp_path: Path) -> None:
+    state_dict = {f"weight.{number}": torch.full((3 << 20,), float(number)) for number in range(4)}
+    robust_dcp.save(state_dict, checkpoint_id=tmp_path / "step", no_dist=True)
+    for path in (tmp_path / "step").iterdir():
+        forget(path)
+    before = cached_share(tmp_path / "step")
+    for _ in range(3):
+        for value in state_dict.values():
+            value.zero_()
+        robust_dcp.load(state_dict, checkpoint_id=tmp_path / "step", no_dist=True)
+        assert [value[-1].item() for value in state_dict.values()] == [0.0, 1.0, 2.0, 3.0]
+        assert cached_share(tmp_path / "step") <= before + 0.2
+
+
+def load_on_a_rank(path: str, names: list[str]) -> None:
+    mine = names if len(names) == 1 else [names[dist.get_rank()]]
+    state_dict = {name: torch.zeros(3 << 20) for name in mine}
+    robust_dcp.load(state_dict, checkpoint_id=path)
+    assert all(bool((value == 7).all()) for value in state_dict.values())
+
+
+@pytest.mark.parametrize(("names", "is_kept"), [(["a"], True), (["a", "b"], False)])
+def test_what_several_ranks_of_a_node_read_goes_through_the_cache(
+    tmp_path: Path, names: list[str], is_kept: bool
+) -> None:
+    path = tmp_path / "step"
+    robust_dcp.save({name: torch.full((3 << 20,), 7.0) for name in names}, checkpoint_id=path, no_dist=True)
+    for file in path.iterdir():
+        forget(file)
+    in_memory = cached_share(path) == 1.0
+    values(run_ranks(2, load_on_a_rank, str(path), names))
+    assert (cached_share(path) > 0.9) == (is_kept or in_memory)
