@@ -375,12 +375,11 @@ class Operation:
                 raise Problem("in different operations", is_elsewhere=True)
 
     def _refuse_lost(self) -> None:
-        for peer in self.tree.neighbours:
-            if peer in self._lost:
-                detail, damaged = self._lost[peer]
-                if damaged:
-                    raise Problem.of_damage(self.link.rank, peer, detail)
-                raise Problem.of_lost(peer, self._words_for_lost(peer, detail))
+        # Also one that is no neighbour in this exchange: it was before, and may have missed how that ended.
+        for peer, (detail, damaged) in self._lost.items():
+            if damaged:
+                raise Problem.of_damage(self.link.rank, peer, detail)
+            raise Problem.of_lost(peer, self._words_for_lost(peer, detail))
 
     def _seconds_to_wait(self) -> float:
         """How long nothing has to be looked at again.
@@ -446,7 +445,7 @@ class Operation:
     def lost(self, peer: int, detail: str, *, damaged: bool) -> None:
         with self._changed:
             self._lost[peer] = detail, damaged
-            if self._is_working and peer in self.tree.neighbours and not damaged:
+            if self._is_working and not damaged:
                 text = self._words_for_lost(peer, detail)
                 self._stop_work(Problem.of_lost(peer, text), text)
             self._interrupt_work()

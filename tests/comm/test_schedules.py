@@ -1,0 +1,20 @@
+"""A few hundred random schedules of faults; ``python -m torture.exchanges`` runs thousands."""
+
+from __future__ import annotations
+
+import pytest
+
+from torture.exchanges import run_many
+from torture.schedules import KINDS, complaints
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_goes_wrong_all_survivors_come_to_one_verdict_in_time_and_none_to_a_wrong_result(kind: str) -> None:
+    runs = run_many(first_seed=100, n_trials=60, kind=kind)
+    broken = {run.schedule.seed: complaints(run) for run in runs}
+    assert not {seed: found for seed, found in broken.items() if found}
+    n_raised = sum(any(outcome.error is not None for outcome in run.outcomes) for run in runs)
+    n_struck = sum(len(run.network.happened) > 0 for run in runs)
+    # The faults did strike; and what one repetition mends was mended.
+    assert n_struck > 20
+    assert n_raised == 0 if kind == "harmless" else n_raised > 10
