@@ -21,7 +21,7 @@ from robust_dcp.comm import Offer, combined_signature
 from robust_dcp.plan.agreement import MATCHES
 from robust_dcp.plan.rank_plan import Places, RankPlanMessage, unpack_places
 from robust_dcp.plan.structure import Form, StructureTable
-from robust_dcp.plan.written import WrittenMessage, news_of, offer_of
+from robust_dcp.plan.written import WrittenMessage, news_of, written_offer
 from robust_dcp.storage.writing.engine import WrittenFiles
 
 __all__ = ["OtherRanks", "SaveName", "written_files"]
@@ -76,7 +76,7 @@ class OtherRanks:
         self.written = [Offer()]
         for rank in range(1, self._payloads.ranks):
             written = written_files(self._tables()[rank], self.kept[rank], rank)
-            self.written.append(offer_of(written))
+            self.written.append(written_offer(written))
             places = written.variable_places
             message = news_of(places, places if save == "repeated" else None)
             if message is not None:
