@@ -38,7 +38,8 @@ def _gather_often(operation: str, nbytes: int) -> list[list[int] | None]:
     found = []
     for turn in range(10):
         notes = channel.gather(f"turn {turn}", lambda: Note(channel.rank, operation.encode() * nbytes), Note)
-        found.append(None if notes is None else [note.rank for note in notes if note and operation.encode() in note.data])
+        own = [note for note in notes or [] if note and operation.encode() in note.data]
+        found.append(None if notes is None else [note.rank for note in own])
     return found
 
 
