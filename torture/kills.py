@@ -218,7 +218,9 @@ def main() -> int:
         n_right = sum(not result.complaints for result in chosen)
         line = f"{when or 'all':20} {n_right} of {len(chosen)} right"
         if seconds:
-            line += f", survivors raised after {statistics.median(seconds):.2f} s (median), {max(seconds):.2f} s at most"
+            line += (
+                f", survivors raised after {statistics.median(seconds):.2f} s (median), {max(seconds):.2f} s at most"
+            )
         print(line)
     return int(any(result.complaints for result in results))
 
