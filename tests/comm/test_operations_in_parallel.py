@@ -38,8 +38,9 @@ def _gather_often(operation: str, nbytes: int) -> list[list[int] | None]:
     found = []
     for turn in range(10):
         notes = channel.gather(f"turn {turn}", lambda: Note(channel.rank, operation.encode() * nbytes), Note)
-        own = [note for note in notes or [] if note and operation.encode() in note.data]
-        found.append(None if notes is None else [note.rank for note in own])
+        found.append(
+            None if notes is None else [note.rank for note in notes if note and operation.encode() in note.data]
+        )
     return found
 
 
@@ -95,7 +96,7 @@ def _one_times_out() -> list[Any]:
     def gather_until_then() -> int:
         channel = Channel.for_group(operation="save 2", timeout_seconds=40)
         n_turns = 0
-        while channel.combine(f"turn {n_turns}", lambda: Note(given_up.is_set()), _either, Note).rank == 0:
+        while channel.combine(f"turn {n_turns}", lambda: Note(int(given_up.is_set())), _either, Note).rank == 0:
             n_turns += 1
         return n_turns
 

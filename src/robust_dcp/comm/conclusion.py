@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from robust_dcp.comm.meeting import STORE_IS_LOST
 from robust_dcp.comm.survey import Whereabouts
 from robust_dcp.errors import ExchangeError, ExchangeTimeout, RobustCheckpointError, error_from_fields, failure_of
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from robust_dcp.comm.operation import Operation
 
-__all__ = ["Problem", "as_told_to", "conclude"]
+__all__ = ["Problem", "as_told_to", "conclude", "without_store"]
 
 SURVEY_SECONDS = 1.0
 """How long ranks have to say where they are, once something has gone wrong."""
@@ -134,4 +135,14 @@ def as_told_to(rank: int, error: RobustCheckpointError) -> RobustCheckpointError
         return error
     fields = error.to_fields()
     fields["message"] = f"this rank ({rank}) came after the others had given up on it: {error.message}"
+    return error_from_fields(type(error).__name__, fields, error.rank_failures)
+
+
+def without_store(error: RobustCheckpointError, detail: str) -> RobustCheckpointError:
+    """The exception, with a word on the store, in which the ranks could not agree on it."""
+    fields = error.to_fields()
+    fields["message"] = (
+        f"{error.message}; {STORE_IS_LOST} either ({detail}): the process that hosts it, rank 0 unless a launcher does, "
+        "has ended or is frozen"
+    )
     return error_from_fields(type(error).__name__, fields, error.rank_failures)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import datetime
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from robust_dcp.comm import process_group
 from robust_dcp.comm.pipe import GlooPipe, PipeBroken, short
 
-__all__ = ["Meeting", "StoreLost"]
+__all__ = ["STORE_IS_LOST", "Meeting", "StoreLost"]
 
 T = TypeVar("T")
 
@@ -28,6 +29,9 @@ _CONNECT_TIMEOUT = datetime.timedelta(seconds=30)
 _FIRST_POLL_SECONDS = 0.002
 _LAST_POLL_SECONDS = 0.25
 _POLL_GROWTH = 1.3
+
+
+STORE_IS_LOST = "the store of the process group does not answer"
 
 
 class StoreLost(Exception):
@@ -59,9 +63,20 @@ class Meeting:
         """
         first, second = sorted((self._rank, peer))
         try:
-            store = dist.PrefixStore(f"{purpose}/{first}-{second}/{generation}", self._shared())
+            try:
+                store = dist.PrefixStore(f"{purpose}/{first}-{second}/{generation}", self._shared())
+            except RuntimeError as error:
+                raise StoreLost(_first_line(error)) from None
             side = 0 if self._rank == first else 1
-            group = process_group.connect_pair(_PairStore(store, self), side, _CONNECT_TIMEOUT)
+            pair = _PairStore(store, self)
+            try:
+                group = process_group.connect_pair(pair, side, _CONNECT_TIMEOUT)
+            except RuntimeError:
+                if pair.problem:
+                    raise StoreLost(pair.problem) from None
+                raise
+        except StoreLost as lost:
+            raise PipeBroken(f"{STORE_IS_LOST} ({lost})") from None
         except RuntimeError as error:
             raise PipeBroken(f"connecting failed: {_first_line(error)}") from None
         return GlooPipe(group, 1 - side)
@@ -122,10 +137,12 @@ class _PairStore(dist.Store):
         self._shared = store
         self._meeting = meeting
         self._known: dict[str, bytes] = {}
+        self.problem = ""  # what the store answered last, if it was an error
 
     def set(self, key: str, value: bytes | str) -> None:
         self._known[key] = value.encode() if isinstance(value, str) else bytes(value)
-        self._shared.set(key, value)
+        with self._noting_problems():
+            self._shared.set(key, value)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
@@ -136,14 +153,23 @@ class _PairStore(dist.Store):
         for key in keys:
             pause_seconds = _FIRST_POLL_SECONDS
             while key not in self._known:
-                if self._shared.check([key]):
-                    self._known[key] = bytes(self._shared.get(key))
-                    break
+                with self._noting_problems():
+                    if self._shared.check([key]):
+                        self._known[key] = bytes(self._shared.get(key))
+                        break
                 if self._meeting.closed:
                     raise RuntimeError("closed while connecting")
                 # The longer it has taken, the longer it may take, and the less the store should suffer for it.
                 time.sleep(pause_seconds)
                 pause_seconds = min(_LAST_POLL_SECONDS, pause_seconds * _POLL_GROWTH)
+
+    @contextmanager
+    def _noting_problems(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            self.problem = _first_line(error)
+            raise
 
     def check(self, keys: Iterable[str]) -> bool:
         return all(key in self._known or self._shared.check([key]) for key in keys)

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from robust_dcp.comm import wire
 from robust_dcp.comm.beats import Beat, Progress
 from robust_dcp.comm.combine import Agreement, Offer
-from robust_dcp.comm.conclusion import Problem, as_told_to, conclude
+from robust_dcp.comm.conclusion import Problem, as_told_to, conclude, without_store
 from robust_dcp.comm.failures import ErrorMessage, FailuresBelow, Stopped
 from robust_dcp.comm.frames import FRAME_NBYTES, Frame, Kind, Status, phase_id
 from robust_dcp.comm.link import SKIP, Link, OperationKey
-from robust_dcp.comm.meeting import StoreLost
+from robust_dcp.comm.meeting import STORE_IS_LOST, StoreLost
 from robust_dcp.comm.pipe import Payload
 from robust_dcp.comm.stats import ExchangeStats, PhaseStats
 from robust_dcp.comm.tree import Tree
@@ -535,9 +535,10 @@ class Operation:
                         self._end(known, but=None, flags=0)
                 return self._told()
         error = conclude(problem, self)
-        account = wire.encode(ErrorMessage.of(error))
-        with contextlib.suppress(StoreLost):  # the ranks still tell each other
-            account = self.link.settle(self.key, account)
+        try:
+            account = self.link.settle(self.key, wire.encode(ErrorMessage.of(error)))
+        except StoreLost as lost:  # the ranks still tell each other
+            account = wire.encode(ErrorMessage.of(without_store(error, str(lost))))
         with self._changed:
             if self._account is None:
                 self._end(account, but=None, flags=SKIP if problem.is_elsewhere else 0)
@@ -584,6 +585,8 @@ class Operation:
         return found
 
     def _words_for_lost(self, peer: int, detail: str) -> str:
+        if detail.startswith(STORE_IS_LOST):
+            return f"{self._called(peer)} cannot be connected to"
         return f"{self._called(peer)} closed its connection: its process has ended, or was cut off ({detail})"
 
     def _words_for_silent(self, rank: int, seconds: float) -> str:
