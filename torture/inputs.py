@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 import robust_dcp
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata, trailer_of
 from robust_dcp.storage.reader import RobustReader
-from torture.forged import FORGED, random_pickle
+from torture.forged import FORGED, FORGED_METADATA, random_pickle
 from torture.samples import SAMPLES, Sample, load_megatron
 
 __all__ = ["Input", "all_forged", "random_inputs"]
@@ -274,6 +274,12 @@ def _forged_heads() -> Iterator[Input]:
     }.items():
         yield Input("forged archive", name, torchs, _with_object(data), _load_object)
         yield Input("forged archive", f"{name}, common.pt", megatron, _with_file("common.pt", data), _load_common)
+    for name, opcodes in FORGED_METADATA.items():
+        for checksum in (True, False):
+            damage = _with_metadata(_framed(opcodes), checksum)
+            yield Input(
+                "forged .metadata", f"{name}, {'right' if checksum else 'no'} CRC", torchs, damage, _load_metadata
+            )
     for name, offset, length in (
         ("longer than its file", 0, 1 << 50),
         ("behind its file", 1 << 50, 100),
@@ -289,6 +295,10 @@ def _with_head(data: bytes) -> Callable[[str, str], str]:
 
 def _with_file(name: str, data: bytes) -> Callable[[str, str], str]:
     return lambda directory, canary: _put_file(directory, name, data)
+
+
+def _with_metadata(pickled: bytes, checksum: bool) -> Callable[[str, str], str]:
+    return lambda directory, canary: _put_metadata(directory, pickled, checksum=checksum)
 
 
 def _with_object(data: bytes) -> Callable[[str, str], str]:
