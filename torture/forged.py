@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["FORGED", "random_pickle"]
+__all__ = ["FORGED", "FORGED_METADATA", "random_pickle"]
 
 
 class Careful(enum.Enum):
@@ -283,6 +283,50 @@ FORGED: dict[str, Callable[[str], bytes]] = {
     ),
 }
 """By what it is: a function of a path that must not come to exist, and that gives opcodes without PROTO and STOP."""
+
+_METADATA = b"ctorch.distributed.checkpoint.metadata\n"
+
+
+def _state(**attributes: bytes) -> bytes:
+    return b")\x81}(" + b"".join(_text(name) + value for name, value in attributes.items()) + b"ub"
+
+
+def _metadata(storage_data: bytes) -> bytes:
+    return _METADATA + b"Metadata\n" + _state(state_dict_metadata=b"}", storage_data=storage_data)
+
+
+def _place(path: bytes, offset: bytes = b"K\x00") -> bytes:
+    named = b"ctorch.distributed.checkpoint.filesystem\n_StorageInfo\n"
+    return named + _state(relative_path=path, offset=offset, length=b"K\x01", transform_descriptors=b"N")
+
+
+def _index(offset: bytes) -> bytes:
+    return _METADATA + b"MetadataIndex\n" + _state(fqn=_text("w"), offset=offset, index=b"N")
+
+
+FORGED_METADATA: dict[str, bytes] = {
+    "index that hashes for ever": _metadata(b"}" + _index(_doubled(b"\x86", 60)) + b"Ns"),
+    "index that hashes for ever, in an object": _metadata(
+        b"}" + _index(_call(_METADATA + b"StorageMeta\n", _doubled(b"\x86", 60))) + b"Ns"
+    ),
+    "index that prints for ever": _metadata(b"}" + _index(b"N") + _doubled(b"]", 60) + b"s"),
+    "index with an offset that prints for ever": _metadata(
+        b"}" + _index(_call(_METADATA + b"StorageMeta\n", _doubled(b"]", 60))) + b"Ns"
+    ),
+    "path that prints for ever": _metadata(b"}" + _index(b"N") + _place(_doubled(b"]", 60)) + b"s"),
+    "offset that prints for ever": _metadata(b"}" + _index(b"N") + _place(_text("a"), _doubled(b"]", 60)) + b"s"),
+    "path that leaves the directory": _metadata(b"}" + _index(b"N") + _place(_text("../../etc/passwd")) + b"s"),
+    "enum of a value that hashes for ever": _call(
+        b"ctorch.distributed.checkpoint.planner\nWriteItemType\n", _doubled(b"\x86", 60)
+    ),
+    "enum of a value that prints for ever": _call(
+        b"ctorch.distributed.checkpoint.planner\nWriteItemType\n", _doubled(b"]", 60)
+    ),
+    "layout that is a module": _call(b"ctorch.serialization\n_get_layout\n", _text("torch.export")),
+    "object of no attributes": _METADATA + b"Metadata\n)\x81",
+    "number": b"K\x01",
+}
+"""Opcodes of whole ``.metadata`` files."""
 
 _PIECES = [
     *(bytes([code]) for code in b"(.012NQR]}aebdelo)stu\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x93\x94"),

@@ -2,6 +2,7 @@
 
     python -m torture.hostile --trials 2000 --seed 1
     python -m torture.hostile --trials 4000 --seed 7 --json hostile.json
+    python -m torture.hostile --only "special file|forged head"
 
 A trial is *loaded* if what comes back is what was saved (of a forged pickle: if it was data after all), *refused* if it
 ends in an exception of robust_dcp that names the file, and *lost* in every other case: other data, another exception, a
@@ -15,6 +16,7 @@ import collections
 import json
 import os
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -77,6 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=2000, help="at least so many, with every forged pickle in them")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default="", help="a regular expression: only inputs of the groups that it matches")
     parser.add_argument("--json", help="write rows, and the trials that were lost, to this file")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)  # threads of OpenMP do not outlive a fork
@@ -85,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
         make_samples(root)
         forged = list(all_forged())
         inputs = [*forged, *random_inputs(random.Random(given.seed), max(0, given.trials - len(forged)))]
-        outcomes = run(iter(inputs), root)
+        outcomes = run((each for each in inputs if re.search(given.only, each.group)), root)
     rows = _table(outcomes)
     print("| input | trials | loaded | refused | lost |\n| --- | --- | --- | --- | --- |")
     for row in rows:

@@ -6,7 +6,6 @@ its checksum, into Megatron's ``common.pt``.
 
 from __future__ import annotations
 
-import copy
 import io
 import json
 import os
@@ -14,24 +13,30 @@ import random
 import socket
 import stat
 import struct
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-import zstandard
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import robust_dcp
-from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata, trailer_of
 from robust_dcp.storage.reader import RobustReader
-from torture.forged import FORGED, random_pickle
+from torture.files import (
+    archive,
+    framed,
+    metadata_with,
+    plan_bomb,
+    plan_index_bomb,
+    put_file,
+    put_metadata,
+    put_object,
+    put_places,
+)
+from torture.forged import FORGED, FORGED_METADATA, random_pickle
 from torture.samples import SAMPLES, Sample, load_megatron
 
 __all__ = ["Input", "all_forged", "random_inputs"]
 
-_ITEM = "objects.args"
 _BY_NAME = {sample.name: sample for sample in SAMPLES}
 
 
@@ -75,92 +80,37 @@ def _load_common(directory: str) -> None:
     load_megatron(directory)
 
 
-# Files with right checksums around whatever a pickle says.
-
-
-def _framed(opcodes: bytes) -> bytes:
-    return b"\x80\x04" + opcodes + b"."
-
-
-def _archive(pickled: bytes, *, compressed: bool = False) -> bytes:
-    """As ``torch.save`` writes it, with two small storages."""
-    buffer = io.BytesIO()
-    kind = zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED
-    with zipfile.ZipFile(buffer, "w", kind) as archive:
-        archive.writestr("archive/data.pkl", pickled)
-        archive.writestr("archive/byteorder", b"little")
-        archive.writestr("archive/data/0", b"A" * 16)
-        archive.writestr("archive/version", b"3\n")
-    return buffer.getvalue()
-
-
-def _put_object(directory: str, data: bytes) -> str:
-    """Make ``data`` the item of the sample, in a file of its own."""
-    path = os.path.join(directory, ".metadata")
-    with open(path, "rb") as file:
-        metadata = decode_metadata(file.read(), path)
-    for index, info in metadata.storage_data.items():
-        if index.fqn == _ITEM:
-            place = copy.copy(info)
-            place.relative_path, place.offset, place.length = "__0_9.distcp", 0, len(data)
-            metadata.storage_data[index] = place
-    with open(path, "wb") as file:
-        file.write(encode_metadata(metadata))
-    with open(os.path.join(directory, "__0_9.distcp"), "wb") as file:
-        file.write(data)
-    return directory
-
-
-def _put_metadata(directory: str, pickled: bytes, *, checksum: bool) -> str:
-    trailer = trailer_of(len(pickled), zlib.crc32(pickled)) if checksum else b""
-    return _put_file(directory, ".metadata", pickled + trailer)
-
-
-def _put_file(directory: str, name: str, data: bytes) -> str:
-    path = os.path.join(directory, name)
-    with open(path, "wb") as file:
-        file.write(data)
-    return path
-
-
-def _metadata_with(value: bytes) -> bytes:
-    """The pickle of a ``Metadata`` whose ``state_dict_metadata`` is what ``value`` makes."""
-    named = b"ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}("
-    attribute = b"X" + struct.pack("<I", 19) + b"state_dict_metadata"
-    return _framed(named + attribute + value + b"ub")
-
-
 def _forged(name: str, opcodes: Callable[[str], bytes]) -> Iterator[Input]:
     torchs, megatron = _BY_NAME["torch layout"], _BY_NAME["Megatron"]
 
-    def put_object(directory: str, canary: str) -> str:
-        return _put_object(directory, _archive(_framed(opcodes(canary))))
+    def into_object(directory: str, canary: str) -> str:
+        return put_object(directory, archive(framed(opcodes(canary))))
 
     def put_bare(directory: str, canary: str) -> str:
-        return _put_object(directory, _framed(opcodes(canary)))
+        return put_object(directory, framed(opcodes(canary)))
 
     def put_legacy(directory: str, canary: str) -> str:
         buffer = io.BytesIO()
         torch.save([1], buffer, _use_new_zipfile_serialization=False)
         head = buffer.getvalue()[: buffer.getvalue().index(b"little_endian")]
         head = head[: head.rindex(b"\x80\x02")] + b"\x80\x02}."
-        return _put_object(directory, head + _framed(opcodes(canary)) + b"\x80\x02].")
+        return put_object(directory, head + framed(opcodes(canary)) + b"\x80\x02].")
 
-    def put_metadata(directory: str, canary: str) -> str:
-        return _put_metadata(directory, _metadata_with(opcodes(canary)), checksum=True)
+    def into_metadata(directory: str, canary: str) -> str:
+        return put_metadata(directory, metadata_with(opcodes(canary)), checksum=True)
 
     def put_unsigned(directory: str, canary: str) -> str:
-        return _put_metadata(directory, _metadata_with(opcodes(canary)), checksum=False)
+        return put_metadata(directory, metadata_with(opcodes(canary)), checksum=False)
 
     def put_common(directory: str, canary: str) -> str:
-        return _put_file(directory, "common.pt", _archive(_framed(opcodes(canary))))
+        return put_file(directory, "common.pt", archive(framed(opcodes(canary))))
 
-    yield Input("forged pickle: object", name, torchs, put_object, _load_object)
-    yield Input("forged pickle: object, stock planner", name, torchs, put_object, _load_by_stock_planner)
+    yield Input("forged pickle: object", name, torchs, into_object, _load_object)
+    yield Input("forged pickle: object, stock planner", name, torchs, into_object, _load_by_stock_planner)
     yield Input("forged pickle: bare object", name, torchs, put_bare, _load_object)
     yield Input("forged pickle: bare object, stock planner", name, torchs, put_bare, _load_bare_by_stock_planner)
     yield Input("forged pickle: legacy object", name, torchs, put_legacy, _load_object)
-    yield Input("forged pickle: .metadata, right CRC", name, torchs, put_metadata, _load_metadata)
+    yield Input("forged pickle: .metadata, right CRC", name, torchs, into_metadata, _load_metadata)
     yield Input("forged pickle: .metadata, no CRC", name, torchs, put_unsigned, _load_metadata)
     yield Input("forged pickle: common.pt", name, megatron, put_common, _load_common)
 
@@ -261,19 +211,25 @@ def _forged_heads() -> Iterator[Input]:
         "empty metadata.json": b"",
     }.items():
         yield Input("forged head", name, megatron, _with_file("metadata.json", data), megatron.load)
-    for name, data in {"zeros": bytes(5000), "bomb": _plan_bomb(), "index of a GiB": _plan_index_bomb()}.items():
+    for name, data in {"zeros": bytes(5000), "bomb": plan_bomb(), "index of a GiB": plan_index_bomb()}.items():
         yield Input("forged head", f"plan: {name}", plan, _with_file(".robust_dcp.plan", data), plan.load)
-    bomb = _archive(_framed(b"C\x01a" + b"0N" * 50_000_000), compressed=True)
+    bomb = archive(framed(b"C\x01a" + b"0N" * 50_000_000), compressed=True)
     for name, data in {
-        "deflated archive": _archive(_framed(b"]"), compressed=True),
+        "deflated archive": archive(framed(b"]"), compressed=True),
         "deflated bomb": bomb,
         "zeros": bytes(5000),
-        "zeros, then an archive": bytes(100) + _archive(_framed(b"]"))[100:],
+        "zeros, then an archive": bytes(100) + archive(framed(b"]"))[100:],
         "tar archive": bytes(257) + b"ustar\x0000" + bytes(2000),
-        "archive without a pickle": _archive(b"")[:-200],
+        "archive without a pickle": archive(b"")[:-200],
     }.items():
         yield Input("forged archive", name, torchs, _with_object(data), _load_object)
         yield Input("forged archive", f"{name}, common.pt", megatron, _with_file("common.pt", data), _load_common)
+    for name, opcodes in FORGED_METADATA.items():
+        for checksum in (True, False):
+            damage = _with_metadata(framed(opcodes), checksum)
+            yield Input(
+                "forged .metadata", f"{name}, {'right' if checksum else 'no'} CRC", torchs, damage, _load_metadata
+            )
     for name, offset, length in (
         ("longer than its file", 0, 1 << 50),
         ("behind its file", 1 << 50, 100),
@@ -284,47 +240,23 @@ def _forged_heads() -> Iterator[Input]:
 
 
 def _with_head(data: bytes) -> Callable[[str, str], str]:
-    return lambda directory, canary: _put_file(directory, _first_shard(directory), data)
+    return lambda directory, canary: put_file(directory, _first_shard(directory), data)
 
 
 def _with_file(name: str, data: bytes) -> Callable[[str, str], str]:
-    return lambda directory, canary: _put_file(directory, name, data)
+    return lambda directory, canary: put_file(directory, name, data)
+
+
+def _with_metadata(pickled: bytes, checksum: bool) -> Callable[[str, str], str]:
+    return lambda directory, canary: put_metadata(directory, pickled, checksum=checksum)
 
 
 def _with_object(data: bytes) -> Callable[[str, str], str]:
-    return lambda directory, canary: _put_object(directory, data)
+    return lambda directory, canary: put_object(directory, data)
 
 
 def _with_places(offset: int, length: int) -> Callable[[str, str], str]:
-    def damage(directory: str, canary: str) -> str:
-        path = os.path.join(directory, ".metadata")
-        with open(path, "rb") as file:
-            metadata = decode_metadata(file.read(), path)
-        for info in metadata.storage_data.values():
-            info.offset, info.length = offset, length
-        _put_file(directory, ".metadata", encode_metadata(metadata))
-        return directory
-
-    return damage
-
-
-def _zstd_of_zeros(nbytes: int) -> bytes:
-    return struct.pack("<BQ", 2, nbytes) + zstandard.ZstdCompressor(level=3).compress(bytes(nbytes))
-
-
-def _plan_index_bomb() -> bytes:
-    index = _zstd_of_zeros(1 << 30)
-    return struct.pack("<8sII", b"RDCPPLN1", len(index), zlib.crc32(index)) + index
-
-
-def _plan_bomb() -> bytes:
-    import msgspec
-
-    section = _zstd_of_zeros(1 << 30)
-    sizes, sums = (len(section), len(section)), (zlib.crc32(section),) * 2
-    body = msgspec.msgpack.encode({"group": [0], "signatures": bytes(16), "nbytes": sizes, "crc32": sums})
-    index = b"\x01" + body
-    return struct.pack("<8sII", b"RDCPPLN1", len(index), zlib.crc32(index)) + index + section * 2
+    return lambda directory, canary: put_places(directory, offset, length)
 
 
 # Damage by chance.

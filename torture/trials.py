@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from megatron.core.dist_checkpointing.core import CheckpointingException
+
 from robust_dcp.errors import RobustCheckpointError
 
 __all__ = ["LOST", "Verdict", "WrongData", "run_trial"]
@@ -42,7 +44,7 @@ def run_trial(load: Callable[[], None], names: str, *, seconds: float, growth_nb
         canary: a path that must not come to exist.
 
     Returns:
-        ``lost`` for anything but success, or an exception of ours that names the file.
+        ``lost`` for anything but success, or an exception of ours (or Megatron's own) that names the file.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -97,6 +99,8 @@ def _run_child(load: Callable[[], None], names: str, seconds: float, growth_nbyt
             is_named = names in str(error)
             verdict = "refused" if is_named else LOST
             text = f"{type(error).__name__}: {error!s:.300}" + ("" if is_named else " (does not name the file)")
+        except CheckpointingException as error:  # Megatron's own word where there is no checkpoint of its
+            verdict, text = "refused" if names in str(error) else LOST, f"CheckpointingException: {error!s:.300}"
         except WrongData as error:
             text = f"wrong data: {error!s:.300}"
         except BaseException as error:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("megatron.core")
+
 from torture import hostile, inputs
 from torture.samples import SAMPLES, make_samples
 from torture.trials import LOST, run_trial

@@ -228,9 +228,10 @@ def locate(disk: Disk, directory: str, relative_path: str, *, file: str) -> str:
 
 
 def _unsafe(file: str, relative_path: Any, problem: str) -> UnsafeCheckpoint:
+    shown = repr(relative_path[:200]) if isinstance(relative_path, str) else f"of class {type(relative_path).__name__}"
     return UnsafeCheckpoint(
-        f"{file}: relative_path {relative_path!r} {problem}; the data files of a checkpoint lie in its directory, so "
+        f"{file}: relative_path {shown} {problem}; the data files of a checkpoint lie in its directory, so "
         "this file is damaged or was made to read something else",
         file=file,
-        what=f"relative_path {relative_path!r}",
+        what=f"relative_path {shown}",
     )

@@ -62,9 +62,9 @@ def _memory_format(encoding: int) -> torch.memory_format:
 
 def _layout(name: str) -> torch.layout:
     """What ``torch.serialization._get_layout(name)`` gives: the layout called, say, ``torch.strided``."""
-    layout = getattr(torch, name.removeprefix("torch."))
+    layout = vars(torch).get(name.removeprefix("torch."))
     if not isinstance(layout, torch.layout):
-        raise ValueError(f"{name!r} is no layout")
+        raise ValueError(f"{name[:60]!r} is no layout")
     return layout
 
 

@@ -106,7 +106,7 @@ def decode_metadata(data: bytes, file: str) -> Metadata:
     except UnsafeCheckpoint:
         raise
     except Exception as error:  # broken pickles raise almost anything
-        found = f"{type(error).__name__}: {error}"
+        found = f"{type(error).__name__}: {error!s:.300}"
         raise _corrupt(file, "the pickle of a Metadata", found) from error
     if stream.tell() != len(pickled):
         # Neither stock nor we write anything there; a damaged trailer of ours ends up here.
@@ -117,7 +117,7 @@ def decode_metadata(data: bytes, file: str) -> Metadata:
     except (CorruptCheckpoint, UnsafeCheckpoint):
         raise
     except Exception as error:  # objects that were never given all of their attributes, or cannot even be printed
-        raise _corrupt(file, "complete objects", f"{type(error).__name__}: {error}") from error
+        raise _corrupt(file, "complete objects", f"{type(error).__name__}: {error!s:.300}") from error
     return metadata  # type: ignore[no-any-return]
 
 
@@ -162,12 +162,12 @@ def _validate(metadata: Any, file: str) -> None:
         if not (isinstance(index, MetadataIndex) and isinstance(index.fqn, str)):
             raise _unexpected(file, "a MetadataIndex", index)
         if not isinstance(info, StorageInfo):
-            raise _unexpected(file, f"storage info for {index}", info)
+            raise _unexpected(file, f"storage info for {index.fqn}", info)
         if info.relative_path not in checked_paths:
             checked_paths.add(check_relative_path(info.relative_path, file=file))
         offset, length = info.offset, info.length
         if not (type(offset) is int and type(length) is int and offset >= 0 and length >= 0):
-            raise _unexpected(file, f"offset and length of {index}", info)
+            raise _unexpected(file, f"offset and length of {index.fqn}", info)
         descriptors = getattr(info, "transform_descriptors", None)  # torch 2.6 and older have none
         if descriptors and not all(isinstance(d, str) for d in descriptors):
             raise _unexpected(file, "names of transforms", descriptors)

@@ -12,13 +12,14 @@ import enum
 import importlib
 import pickle
 from collections.abc import Mapping
+from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import IO, Any, Final, cast
 
 import torch
 
 from robust_dcp.errors import UnsafeCheckpoint
-from robust_dcp.storage.records.data import python_kinds, tensors
+from robust_dcp.storage.records.data import python_kinds, tensors, user_classes
 from robust_dcp.storage.records.data.limits import Budget
 from robust_dcp.storage.records.data.names import registered_by_user
 
@@ -132,6 +133,8 @@ class RestrictedUnpickler(pickle.Unpickler):
                 what=f"{module}.{name}",
             )
         self._watch(found)
+        if isinstance(found, enum.EnumMeta):
+            return partial(_member, found)
         return found
 
     def load(self) -> Any:
@@ -161,6 +164,11 @@ class RestrictedUnpickler(pickle.Unpickler):
                 file=self._file,
                 what=names[0],
             )
+
+
+def _member(found: Any, *arguments: Any) -> Any:
+    """``found(value)``, without a look at the value by code of the enum, which would hash and print it."""
+    return user_classes.member_of(found, arguments)
 
 
 def _restore(found: Any, before: Mapping[str, Any]) -> list[str]:

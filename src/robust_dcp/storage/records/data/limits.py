@@ -13,7 +13,7 @@ import enum
 import fractions
 import pathlib
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -119,7 +119,11 @@ def _hashed_nodes(key: Any, depth: int, nodes: int) -> int:
     if nodes > _MAX_KEY_NODES or depth > _MAX_KEY_DEPTH:
         raise Malformed("a key is a tuple nested too deeply, or in too many ways, to be hashed")
     kind = type(key)
-    if kind in _HASHED_BY_PYTHON or kind is Opaque:
+    if kind in _HASHED_BY_PYTHON:
+        return nodes
+    if kind is Opaque:  # which may hash all that it was given
+        for element in _contents(key.held):
+            nodes = _hashed_nodes(element, depth + 1, nodes)
         return nodes
     if issubclass(kind, tuple) and kind.__hash__ is tuple.__hash__:
         for element in tuple.__iter__(key):
@@ -134,6 +138,22 @@ def _hashed_nodes(key: Any, depth: int, nodes: int) -> int:
     if kind in (list, dict, set, bytearray, collections.OrderedDict):
         raise Malformed(f"a key is a {kind.__name__}, which cannot be hashed")
     raise NotData(f"{kind.__module__}.{kind.__qualname__}", "which is the key of a dict and hashes by code of its own")
+
+
+def _contents(held: Iterable[Any]) -> Iterator[Any]:
+    for value in held:
+        if type(value) is dict:
+            yield from map(_hashable, value.values())
+        else:
+            yield _hashable(value)
+
+
+def _hashable(value: Any) -> Any:
+    """What has no hash itself may still be walked through: as a tuple."""
+    kind = type(value)
+    if kind is dict:
+        return tuple(value.values())
+    return tuple(value) if kind in (list, set, bytearray, collections.deque) else value
 
 
 def check_depth(root: Any) -> None:

@@ -1,7 +1,7 @@
 """The unpickler for objects in checkpoints: the opcodes of a pickle, run on values that are data and nothing else.
 
-Owns the opcodes and their bounds: every length is compared with what is there before anything is allocated. What a name
-in the pickle stands for, and how it is built, it asks ``names``. Called by ``archives``.
+Owns the stack, the memo, and what may be put into what. Numbers and text are read by ``literals``; what a name in the
+pickle stands for, and how it is built, it asks ``names``. Called by ``archives``.
 
 A pickle is read by Python's own unpickler as well, by stock readers and planners. So an opcode does here what it does
 there, or raises; no pickle means something else to the two.
@@ -12,11 +12,11 @@ from __future__ import annotations
 import _compat_pickle
 import collections
 import pickle
-import struct
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from robust_dcp.storage.records.data.limits import Budget, Malformed, NotData, check_key, text_of
+from robust_dcp.storage.records.data.literals import LITERALS, UINT32, UINT64, Cursor, int_of
 from robust_dcp.storage.records.data.pending import Pending
 
 __all__ = ["Machine", "Naming", "PersistentLoad"]
@@ -35,7 +35,6 @@ class Naming(Protocol):
 
 
 _DICTS: Final = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
-_MAX_DIGITS: Final = 4300  # of a number in text, as Python limits them
 
 
 class Machine:
@@ -47,9 +46,6 @@ class Machine:
         names: what names stand for.
         persistent_load: gives the storage of a persistent id.
         encoding: of strings that Python 2 pickled.
-
-    Attributes:
-        at: where the pickle ended, once :meth:`run` has returned.
     """
 
     def __init__(
@@ -60,12 +56,9 @@ class Machine:
         persistent_load: PersistentLoad | None = None,
         encoding: str = "utf-8",
     ) -> None:
-        self.at = start
-        self._data = data
-        self._nbytes = len(data)
+        self._cursor = Cursor(data, start, encoding)
         self._names = names
         self._persistent_load = persistent_load
-        self._encoding = encoding
         self._budget = Budget(len(data) - start)
         self._stack: list[Any] = []
         self._marked: list[list[Any]] = []
@@ -80,44 +73,34 @@ class Machine:
             NotData: it needs something that is not known to be data.
             Malformed, and nearly anything else: this is not a pickle by any writer.
         """
-        dispatch = _DISPATCH
+        cursor = self._cursor
+        data, nbytes = cursor.data, cursor.nbytes
         while True:
-            if self.at >= self._nbytes:
+            if cursor.at >= nbytes:
                 raise Malformed("the pickle ends before its last opcode")
-            code = self._data[self.at]
-            if code == _STOP:
+            code = data[cursor.at]
+            cursor.at += 1
+            read = LITERALS.get(code)
+            if read is not None:
+                self._stack.append(read(cursor))
+            elif code == _STOP:
                 break
-            run = dispatch.get(code)
-            if run is None:
-                raise Malformed(f"byte {self.at} is no opcode of a pickle that holds data")
-            self.at += 1
-            run(self)
-        self.at += 1
+            else:
+                self._run_opcode(code)
         if self._marked or len(self._stack) != 1 or self._n_pending:
             raise Malformed("the pickle ends with values that were never completed")
         return self._stack[0]
 
-    # What opcodes are followed by.
+    @property
+    def at(self) -> int:
+        """Where the pickle ended, once :meth:`run` has returned."""
+        return self._cursor.at
 
-    def _take(self, nbytes: int) -> bytes:
-        end = self.at + nbytes
-        if nbytes < 0 or end > self._nbytes:
-            raise Malformed(f"an opcode asks for {nbytes} bytes where {self._nbytes - self.at} are left")
-        taken = self._data[self.at : end]
-        self.at = end
-        return taken
-
-    def _number(self, form: struct.Struct) -> Any:
-        (value,) = form.unpack(self._take(form.size))
-        return value
-
-    def _line(self) -> bytes:
-        end = self._data.find(b"\n", self.at)
-        if end < 0:
-            raise Malformed("a line of text in the pickle has no end")
-        line = self._data[self.at : end]
-        self.at = end + 1
-        return line
+    def _run_opcode(self, code: int) -> None:
+        run = _DISPATCH.get(code)
+        if run is None:
+            raise Malformed(f"byte {self._cursor.at - 1} is no opcode of a pickle that holds data")
+        run(self)
 
     def _push(self, value: Any) -> None:
         self._stack.append(value)
@@ -129,81 +112,6 @@ class Machine:
         self._stack = self._marked.pop()
         return items
 
-    # Constants.
-
-    def _none(self) -> None:
-        self._stack.append(None)
-
-    def _true(self) -> None:
-        self._stack.append(True)
-
-    def _false(self) -> None:
-        self._stack.append(False)
-
-    def _int1(self) -> None:
-        self._stack.append(self._take(1)[0])
-
-    def _int2(self) -> None:
-        self._stack.append(self._number(_UINT16))
-
-    def _int4(self) -> None:
-        self._stack.append(self._number(_INT32))
-
-    def _int_text(self) -> None:
-        text = self._line()
-        self._push({b"00": False, b"01": True}[text] if text in (b"00", b"01") else self._int_of(text))
-
-    def _long_text(self) -> None:
-        self._push(self._int_of(self._line().removesuffix(b"L")))
-
-    @staticmethod
-    def _int_of(text: bytes) -> int:
-        if len(text) > _MAX_DIGITS or not text.removeprefix(b"-").isdigit():
-            raise Malformed("a number in the pickle is not written in decimal digits")
-        return int(text)
-
-    def _long1(self) -> None:
-        self._push(int.from_bytes(self._take(self._take(1)[0]), "little", signed=True))
-
-    def _long4(self) -> None:
-        self._push(int.from_bytes(self._take(self._number(_INT32)), "little", signed=True))
-
-    def _float(self) -> None:
-        self._stack.append(self._number(_FLOAT64))
-
-    def _float_text(self) -> None:
-        self._push(float(self._line()))
-
-    def _text1(self) -> None:
-        self._stack.append(str(self._take(self._take(1)[0]), "utf-8", "surrogatepass"))
-
-    def _text4(self) -> None:
-        self._stack.append(str(self._take(self._number(_UINT32)), "utf-8", "surrogatepass"))
-
-    def _text8(self) -> None:
-        self._push(str(self._take(self._number(_UINT64)), "utf-8", "surrogatepass"))
-
-    def _text_line(self) -> None:
-        self._push(str(self._line(), "raw-unicode-escape"))
-
-    def _bytes1(self) -> None:
-        self._push(self._take(self._take(1)[0]))
-
-    def _bytes4(self) -> None:
-        self._push(self._take(self._number(_UINT32)))
-
-    def _bytes8(self) -> None:
-        self._push(self._take(self._number(_UINT64)))
-
-    def _bytearray8(self) -> None:
-        self._push(bytearray(self._take(self._number(_UINT64))))
-
-    def _string1(self) -> None:
-        self._push(str(self._take(self._take(1)[0]), self._encoding))
-
-    def _string4(self) -> None:
-        self._push(str(self._take(self._number(_INT32)), self._encoding))
-
     # Containers.
 
     def _mark(self) -> None:
@@ -213,9 +121,6 @@ class Machine:
     def _tuple(self) -> None:
         items = self._pop_mark()
         self._stack.append(tuple(items))
-
-    def _empty_tuple(self) -> None:
-        self._stack.append(())
 
     def _tuple1(self) -> None:
         self._stack[-1] = (self._stack[-1],)
@@ -234,15 +139,6 @@ class Machine:
     def _list(self) -> None:
         items = self._pop_mark()
         self._push(items)
-
-    def _empty_list(self) -> None:
-        self._stack.append([])
-
-    def _empty_dict(self) -> None:
-        self._stack.append({})
-
-    def _empty_set(self) -> None:
-        self._push(set())
 
     def _dict(self) -> None:
         items = self._pop_mark()
@@ -304,8 +200,8 @@ class Machine:
     # The memo, which remembers values by number.
 
     def _remember(self, place: int) -> None:
-        if not 0 <= place <= self._nbytes:
-            raise Malformed(f"it remembers a value as number {place}, in a pickle of {self._nbytes} bytes")
+        if not 0 <= place <= self._cursor.nbytes:
+            raise Malformed(f"it remembers a value as number {place}, in a pickle of {self._cursor.nbytes} bytes")
         value = self._stack[-1]
         self._memo[place] = value
         if type(value) is Pending:
@@ -318,25 +214,25 @@ class Machine:
         self._stack.append(value)
 
     def _put1(self) -> None:
-        self._remember(self._take(1)[0])
+        self._remember(self._cursor.take(1)[0])
 
     def _put4(self) -> None:
-        self._remember(self._number(_UINT32))
+        self._remember(self._cursor.number(UINT32))
 
     def _put_text(self) -> None:
-        self._remember(self._int_of(self._line()))
+        self._remember(int_of(self._cursor.line()))
 
     def _memoize(self) -> None:
         self._remember(len(self._memo))
 
     def _get1(self) -> None:
-        self._recall(self._take(1)[0])
+        self._recall(self._cursor.take(1)[0])
 
     def _get4(self) -> None:
-        self._recall(self._number(_UINT32))
+        self._recall(self._cursor.number(UINT32))
 
     def _get_text(self) -> None:
-        self._recall(self._int_of(self._line()))
+        self._recall(int_of(self._cursor.line()))
 
     def _pop(self) -> None:
         # Python's unpickler drops a mark if nothing stands on it.
@@ -356,17 +252,17 @@ class Machine:
     # Names, and what is built by them.
 
     def _proto(self) -> None:
-        self._protocol = self._take(1)[0]
+        self._protocol = self._cursor.take(1)[0]
         if self._protocol > pickle.HIGHEST_PROTOCOL:
             raise Malformed(f"protocol {self._protocol} of pickles is not known")
 
     def _frame(self) -> None:
-        nbytes = self._number(_UINT64)
-        if nbytes > self._nbytes - self.at:
-            raise Malformed(f"a frame of {nbytes} bytes begins where {self._nbytes - self.at} are left")
+        nbytes = self._cursor.number(UINT64)
+        if nbytes > self._cursor.nbytes - self._cursor.at:
+            raise Malformed(f"a frame of {nbytes} bytes begins where {self._cursor.nbytes - self._cursor.at} are left")
 
     def _global(self) -> None:
-        module, name = self._line().decode(), self._line().decode()
+        module, name = self._cursor.line().decode(), self._cursor.line().decode()
         if self._protocol < 3:  # Python 2's names, as Python itself translates them
             if (module, name) in _compat_pickle.NAME_MAPPING:
                 module, name = _compat_pickle.NAME_MAPPING[module, name]
@@ -414,7 +310,7 @@ class Machine:
         self._push(self._persistent_load(self._stack.pop()))
 
     def _refuse(self) -> None:
-        opcode = self._data[self.at - 1]
+        opcode = self._cursor.data[self._cursor.at - 1]
         raise NotData(f"opcode {text_of(bytes([opcode]))}", "which no writer of checkpoints uses")
 
 
@@ -422,49 +318,18 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-_UINT16: Final = struct.Struct("<H")
-_INT32: Final = struct.Struct("<i")
-_UINT32: Final = struct.Struct("<I")
-_UINT64: Final = struct.Struct("<Q")
-_FLOAT64: Final = struct.Struct(">d")
 _STOP: Final = pickle.STOP[0]
 
 _DISPATCH: Final[dict[int, Callable[[Machine], None]]] = {
     code[0]: run
     for code, run in (
-        (pickle.NONE, Machine._none),
-        (pickle.NEWTRUE, Machine._true),
-        (pickle.NEWFALSE, Machine._false),
-        (pickle.BININT1, Machine._int1),
-        (pickle.BININT2, Machine._int2),
-        (pickle.BININT, Machine._int4),
-        (pickle.INT, Machine._int_text),
-        (pickle.LONG, Machine._long_text),
-        (pickle.LONG1, Machine._long1),
-        (pickle.LONG4, Machine._long4),
-        (pickle.BINFLOAT, Machine._float),
-        (pickle.FLOAT, Machine._float_text),
-        (pickle.SHORT_BINUNICODE, Machine._text1),
-        (pickle.BINUNICODE, Machine._text4),
-        (pickle.BINUNICODE8, Machine._text8),
-        (pickle.UNICODE, Machine._text_line),
-        (pickle.SHORT_BINBYTES, Machine._bytes1),
-        (pickle.BINBYTES, Machine._bytes4),
-        (pickle.BINBYTES8, Machine._bytes8),
-        (pickle.BYTEARRAY8, Machine._bytearray8),
-        (pickle.SHORT_BINSTRING, Machine._string1),
-        (pickle.BINSTRING, Machine._string4),
         (pickle.MARK, Machine._mark),
         (pickle.TUPLE, Machine._tuple),
-        (pickle.EMPTY_TUPLE, Machine._empty_tuple),
         (pickle.TUPLE1, Machine._tuple1),
         (pickle.TUPLE2, Machine._tuple2),
         (pickle.TUPLE3, Machine._tuple3),
         (pickle.LIST, Machine._list),
-        (pickle.EMPTY_LIST, Machine._empty_list),
         (pickle.DICT, Machine._dict),
-        (pickle.EMPTY_DICT, Machine._empty_dict),
-        (pickle.EMPTY_SET, Machine._empty_set),
         (pickle.FROZENSET, Machine._frozen_set),
         (pickle.APPEND, Machine._append),
         (pickle.APPENDS, Machine._appends),

@@ -1,0 +1,117 @@
+"""Files with right checksums around whatever stands in them: forged objects, ``.metadata``, plans.
+
+Owns how a forged file gets into a sound checkpoint, so that everything else of it fits.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import struct
+import zipfile
+import zlib
+
+import msgspec
+import zstandard
+
+from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata, trailer_of
+
+__all__ = [
+    "archive",
+    "framed",
+    "metadata_with",
+    "plan_bomb",
+    "plan_index_bomb",
+    "put_file",
+    "put_metadata",
+    "put_object",
+    "put_places",
+]
+
+_ITEM = "objects.args"
+
+
+def framed(opcodes: bytes) -> bytes:
+    """Opcodes with protocol and end around them."""
+    return b"\x80\x04" + opcodes + b"."
+
+
+def archive(pickled: bytes, *, compressed: bool = False) -> bytes:
+    """As ``torch.save`` writes it, with two small storages."""
+    buffer = io.BytesIO()
+    kind = zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED
+    with zipfile.ZipFile(buffer, "w", kind) as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        archive.writestr("archive/byteorder", b"little")
+        archive.writestr("archive/data/0", b"A" * 16)
+        archive.writestr("archive/version", b"3\n")
+    return buffer.getvalue()
+
+
+def put_object(directory: str, data: bytes) -> str:
+    """Make ``data`` the item of the sample, in a file of its own."""
+    path = os.path.join(directory, ".metadata")
+    with open(path, "rb") as file:
+        metadata = decode_metadata(file.read(), path)
+    for index, info in metadata.storage_data.items():
+        if index.fqn == _ITEM:
+            place = copy.copy(info)
+            place.relative_path, place.offset, place.length = "__0_9.distcp", 0, len(data)
+            metadata.storage_data[index] = place
+    with open(path, "wb") as file:
+        file.write(encode_metadata(metadata))
+    with open(os.path.join(directory, "__0_9.distcp"), "wb") as file:
+        file.write(data)
+    return directory
+
+
+def put_metadata(directory: str, pickled: bytes, *, checksum: bool) -> str:
+    """Make ``pickled`` the ``.metadata``."""
+    trailer = trailer_of(len(pickled), zlib.crc32(pickled)) if checksum else b""
+    return put_file(directory, ".metadata", pickled + trailer)
+
+
+def put_file(directory: str, name: str, data: bytes) -> str:
+    """Write a file of the checkpoint; returns its path."""
+    path = os.path.join(directory, name)
+    with open(path, "wb") as file:
+        file.write(data)
+    return path
+
+
+def metadata_with(value: bytes) -> bytes:
+    """The pickle of a ``Metadata`` whose ``state_dict_metadata`` is what ``value`` makes."""
+    named = b"ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}("
+    attribute = b"X" + struct.pack("<I", 19) + b"state_dict_metadata"
+    return framed(named + attribute + value + b"ub")
+
+
+def _zstd_of_zeros(nbytes: int) -> bytes:
+    return struct.pack("<BQ", 2, nbytes) + zstandard.ZstdCompressor(level=3).compress(bytes(nbytes))
+
+
+def plan_index_bomb() -> bytes:
+    """A plan whose index announces a GiB, and has it."""
+    index = _zstd_of_zeros(1 << 30)
+    return struct.pack("<8sII", b"RDCPPLN1", len(index), zlib.crc32(index)) + index
+
+
+def plan_bomb() -> bytes:
+    """A plan whose sections announce a GiB each, and have it."""
+    section = _zstd_of_zeros(1 << 30)
+    sizes, sums = (len(section), len(section)), (zlib.crc32(section),) * 2
+    body = msgspec.msgpack.encode({"group": [0], "signatures": bytes(16), "nbytes": sizes, "crc32": sums})
+    index = b"\x01" + body
+    return struct.pack("<8sII", b"RDCPPLN1", len(index), zlib.crc32(index)) + index + section * 2
+
+
+def put_places(directory: str, offset: int, length: int) -> str:
+    """Say that every item lies at ``offset`` and has ``length`` bytes."""
+    path = os.path.join(directory, ".metadata")
+    with open(path, "rb") as file:
+        metadata = decode_metadata(file.read(), path)
+    for info in metadata.storage_data.values():
+        info.offset, info.length = offset, length
+    put_file(directory, ".metadata", encode_metadata(metadata))
+    return directory
