@@ -183,10 +183,13 @@ def _be_rank(schedule: Schedule, network: SimulatedNetwork, link: Link, outcome:
     outcome.seconds = time.monotonic() - began
     if not network.killed and schedule.kind in ("cut", "frozen"):
         network.heal()
-        try:
-            Channel(Operation(link, "next save", _TIMEOUT_SECONDS), 0).barrier("next")
-        except BaseException as error:
-            outcome.next_error = error
+        # The first of these may be under way on some ranks when others find the connection broken.
+        for name in ("next save", "save after that"):
+            outcome.next_error = None
+            try:
+                Channel(Operation(link, name, _TIMEOUT_SECONDS), 0).barrier("next")
+            except BaseException as error:
+                outcome.next_error = error
 
 
 def _take_step(channel: Channel, schedule: Schedule, number: int, network: SimulatedNetwork) -> str:

@@ -68,6 +68,7 @@ def run_into_conflicts(directory: str) -> list[tuple[str, Verdict]]:
     found = []
     rank = dist.get_rank()
     robust_dcp.save({"good": torch.ones(3)}, checkpoint_id=directory)
+    dist.barrier()  # the coordinator has tidied up
     files = sorted(os.listdir(directory))
     for case, (make, _, _) in CONFLICTS.items():
         dist.barrier()
@@ -154,8 +155,7 @@ def test_replicated_objects_that_differ_are_an_error_on_request(tmp_path: Path) 
     for verdicts, _ in values(run_ranks(3, save_objects_that_differ, str(tmp_path), "error")):
         assert [verdict.type_name for verdict in verdicts] == ["", "PlanConflict"] * 2
         assert verdicts[1].fields == {"key": "rng.state", "ranks": [0, 1, 2]}
-    assert sorted(os.listdir(tmp_path)) == ["error0", "error1", "error2", "error3"]
-    assert os.listdir(tmp_path / "error1") == []
+    assert sorted(os.listdir(tmp_path)) == ["error0", "error2"]
 
 
 def test_replicated_objects_that_differ_are_nobodys_business_on_request(tmp_path: Path) -> None:

@@ -163,6 +163,9 @@ class _SimulatedMeeting:
     def connect(self, peer: int, generation: int, purpose: str = "exchanges") -> SimulatedPipe:
         return self._network.connect(self, self._rank, peer, (generation, purpose))
 
+    def await_announced(self, n_connections: int) -> None:
+        """Here a rank that is gone is known to be."""
+
     def settle(self, operation: str, account: bytes) -> bytes:
         return self._network.settle(self._rank, operation, account)
 

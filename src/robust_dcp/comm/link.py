@@ -63,6 +63,8 @@ class MeetingPlace(Protocol):
 
     def connect(self, peer: int, generation: int, purpose: str = ...) -> Pipe: ...
 
+    def await_announced(self, n_connections: int) -> None: ...
+
     def settle(self, operation: str, account: bytes) -> bytes: ...
 
     def account_of(self, operation: str) -> bytes | None: ...
@@ -122,6 +124,9 @@ class Link:
             self._occurrences[number] += 1
             self._operations[operation.key] = operation
             early = self._early.pop(operation.key, [])
+            n_connections = sum(self._generations.values())
+        if self._meeting is not None:
+            self._meeting.await_announced(n_connections)
         for each in early:
             operation.deliver(each.peer, each.frame, each.payload)
         if peers:

@@ -25,7 +25,12 @@ T = TypeVar("T")
 ANSWER_SECONDS = 2.0
 """How long a question after a failure may take."""
 
-_CONNECT_TIMEOUT = datetime.timedelta(seconds=30)
+_CONNECT_TIMEOUT = datetime.timedelta(seconds=5)
+"""How long a rank that has said where it listens has to answer there. gloo goes on trying where a process has ended."""
+
+ANNOUNCE_SECONDS = 2.0
+"""How long a rank waits at most until the store has its addresses, before it begins its own work."""
+
 _FIRST_POLL_SECONDS = 0.002
 _LAST_POLL_SECONDS = 0.25
 _POLL_GROWTH = 1.3
@@ -53,6 +58,8 @@ class Meeting:
         self._rank = rank
         self._lock = threading.Lock()
         self._store: Any = None
+        self._announced = threading.Condition()
+        self._n_announced = 0
         self.closed = False
 
     def connect(self, peer: int, generation: int, purpose: str = "exchanges") -> GlooPipe:
@@ -80,6 +87,20 @@ class Meeting:
         except RuntimeError as error:
             raise PipeBroken(f"connecting failed: {_first_line(error)}") from None
         return GlooPipe(group, 1 - side)
+
+    def await_announced(self, n_connections: int) -> None:
+        """Wait, not for long, until so many connections of this life have their addresses in the store.
+
+        From then on the others notice if this process ends: they find that nobody listens there.
+        """
+        with self._announced:
+            self._announced.wait_for(lambda: self._n_announced >= n_connections, ANNOUNCE_SECONDS)
+
+    def note_announced(self) -> None:
+        """A connection has its address in the store."""
+        with self._announced:
+            self._n_announced += 1
+            self._announced.notify_all()
 
     def settle(self, operation: str, account: bytes) -> bytes:
         """Make ``account`` the one of how ``operation`` ended, unless there is one; return the one that counts.
@@ -143,6 +164,7 @@ class _PairStore(dist.Store):
         self._known[key] = value.encode() if isinstance(value, str) else bytes(value)
         with self._noting_problems():
             self._shared.set(key, value)
+        self._meeting.note_announced()
 
     def get(self, key: str) -> bytes:
         self.wait([key])

@@ -379,8 +379,6 @@ class SaveSession:
         def publish_on_coordinator() -> None:
             if self.channel.is_coordinator:
                 publish()
-                self._keep_beside(keep_plan)
-                self._compare_replicas()
 
         try:
             if self.commits_together:
@@ -395,6 +393,8 @@ class SaveSession:
         self._keep_plan(confirmed=self.commits_together)
         if self.channel.is_coordinator:
             clean_up()
+            self._keep_beside(keep_plan)
+            self._compare_replicas()
 
     def _clean_up_commit(self, error: BaseException) -> None:
         """As :meth:`_clean_up`, if the coordinator knows that nothing was committed."""
