@@ -379,8 +379,6 @@ class SaveSession:
         def publish_on_coordinator() -> None:
             if self.channel.is_coordinator:
                 publish()
-                self._keep_beside(keep_plan)
-                self._compare_replicas()
 
         try:
             if self.commits_together:
@@ -393,7 +391,9 @@ class SaveSession:
             self._clean_up_commit(error)
             raise
         self._keep_plan(confirmed=self.commits_together)
-        if self.channel.is_coordinator:
+        if self.channel.is_coordinator:  # all ranks know by now: nobody waits for what follows
+            self._keep_beside(keep_plan)
+            self._compare_replicas()
             clean_up()
 
     def _clean_up_commit(self, error: BaseException) -> None:
