@@ -152,6 +152,11 @@ def test_a_name_that_is_new_gone_or_another_changes_the_signature(
 # Fields of a table as they are: none may be left out of what is hashed, and none that will be added.
 
 
+def _full_table(items: list[Item], paths: dict[str, Path]) -> StructureTable:
+    """No field of it that is the same for all items is empty."""
+    return replace(table(*items, paths=paths, attributes={"mcore_data": {"w": 1}}), peers=(0, 1))
+
+
 def _draw_other(value: Any, data: st.DataObject) -> Any:
     """Another value of the same kind: one string, number, byte or part of it is changed."""
     if isinstance(value, np.ndarray):
@@ -185,7 +190,7 @@ def test_no_field_of_a_table_is_left_out_of_its_signature(
     field: str, drawn: tuple[list[Item], dict[str, Path]], data: st.DataObject
 ) -> None:
     items, paths = drawn
-    one = table(*items, paths=paths, attributes={"mcore_data": {"w": 1}})
+    one = _full_table(items, paths)
     other = replace(one, **{field: _draw_other(getattr(one, field), data)})
     assert StructureSignature.of(other, CONTEXT) != StructureSignature.of(one, CONTEXT)
 
@@ -195,7 +200,7 @@ def test_no_field_of_a_table_is_left_out_of_its_signature(
 @pytest.mark.parametrize("field", [field.name for field in fields(StructureTable)])
 def test_an_empty_field_of_a_table_is_not_a_full_one(field: str, drawn: tuple[list[Item], dict[str, Path]]) -> None:
     items, paths = drawn
-    one = table(*items, paths=paths, attributes={"mcore_data": {"w": 1}})
+    one = _full_table(items, paths)
     value = getattr(one, field)
     empty = None if isinstance(value, Paths) else value[:0]
     assume(not isinstance(value, np.ndarray) or value.size)

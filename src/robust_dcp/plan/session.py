@@ -391,7 +391,7 @@ class SaveSession:
             self._clean_up_commit(error)
             raise
         self._keep_plan(confirmed=self.commits_together)
-        if self.channel.is_coordinator:
+        if self.channel.is_coordinator:  # all ranks know by now: nobody waits for what follows
             clean_up()
             self._keep_beside(keep_plan)
             self._compare_replicas()
