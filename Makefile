@@ -7,6 +7,7 @@
 #   make check   format, lint, types, layers; changes nothing
 #   make format  what `check` would complain about and ruff can repair
 #   make bench   the benchmarks
+#   make torture load thousands of damaged and hostile checkpoints; TRIALS=2000 SEED=1 (about half an hour on two cores)
 #   make clean   remove all that make has made
 
 PYTHON ?= python3
@@ -14,11 +15,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PYTEST_ARGS ?=
-SOURCES := $(wildcard src tests demo benchmarks)
+SOURCES := $(wildcard src tests demo benchmarks torture)
+TRIALS ?= 2000
+SEED ?= 1
 BENCHMARKS := $(sort $(wildcard benchmarks/bench_*.py) $(wildcard benchmarks/planning.py))
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-compat test-compat-smoke check format bench clean
+.PHONY: demo test test-compat test-compat-smoke check format bench torture clean
 
 demo: $(INSTALLED)
 	$(BIN)/python demo/run.py
@@ -81,6 +84,9 @@ format: $(INSTALLED)
 bench: $(INSTALLED)
 	$(if $(BENCHMARKS),,@echo "benchmarks/ has no bench_*.py and no planning.py")
 	@set -e; for name in $(notdir $(BENCHMARKS:.py=)); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
+
+torture: $(INSTALLED)
+	$(BIN)/python -m torture.hostile --trials $(TRIALS) --seed $(SEED)
 
 clean:
 	rm -rf $(VENV) $(COMPAT) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -34,7 +34,7 @@ _KILL_TIMEOUT_SECONDS = 3.0
 """Whoever dies before it has connected is missed only then."""
 
 _LIMIT_SECONDS = 10.0
-"""No rank may take longer, though nothing but a frozen rank makes it wait; most of it is patience with a busy machine."""
+"""No rank may take longer. Only a frozen rank makes others wait; most of this is patience with a busy machine."""
 
 
 class Text(msgspec.Struct, frozen=True):

@@ -25,7 +25,16 @@ __all__ = ["SimulatedChannel"]
 
 M = TypeVar("M", bound=msgspec.Struct)
 
-_LAPS = {"agree": "headers", "structures": "structures", "write": "places", "plan": "replies", "commit": "commit"}
+_LAPS = {
+    "agree": "headers",
+    "kind": "kind",
+    "kind found": "kind",
+    "agree on kind": "kind",
+    "structures": "structures",
+    "plan": "replies",
+    "write": "places",
+    "commit": "commit",
+}
 """What the coordinator's part of an exchange is called in the rows, by the end of the exchange's name."""
 
 
@@ -36,6 +45,7 @@ class _OnTheCoordinator(SimulatedOperation):
         super().__init__(COORDINATOR, payloads.ranks)
         self.sent_nbytes = self.arrived_nbytes = self.returned_nbytes = 0
         self.merging_seconds = 0.0
+        self.said: msgspec.Struct | None = None
         self._payloads = payloads
         self._others = others
         self._save = save
@@ -70,7 +80,7 @@ class _OnTheCoordinator(SimulatedOperation):
     def _arrived(self, name: str, phase: str) -> list[tuple[bytes, bytes]]:
         """The frame and the payload of each child."""
         n_ranks, mailbox, offers = self.link.size, self._mailbox(name), None
-        if name == "agree":
+        if name in ("agree", "agree on kind"):
             offers = self._others.offers(self._save)
         elif name == "write":
             offers = self._others.written
@@ -90,6 +100,8 @@ class _OnTheCoordinator(SimulatedOperation):
     def _mailbox(self, name: str) -> Mailbox | None:
         if name == "structures":
             return self._payloads.mailbox("patch" if self._save == "patch" else "first")
+        if name == "kind" and self.said is not None:
+            return self._others.say_the_same(self.said)
         return self._others.write(self._save) if name == "write" else None
 
 
@@ -127,6 +139,20 @@ class SimulatedChannel(Channel):
     def merging_seconds(self) -> float:
         """CPU time of other ranks for which the coordinator waits: the merges on the longest way up the tree."""
         return self._simulated.merging_seconds
+
+    def gather(
+        self,
+        phase: str,
+        produce: Callable[[], M | None],
+        message_type: type[M],
+        *,
+        offer: Callable[[M | None], Offer] | None = None,
+    ) -> list[M | None] | None:
+        def say() -> M | None:
+            self._simulated.said = said = produce()
+            return said
+
+        return super().gather(phase, say, message_type, offer=offer)
 
     def scatter(self, phase: str, produce: Callable[[], Sequence[M | None]], message_type: type[M]) -> M | None:
         made: list[M | None] = []

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -21,7 +22,7 @@ from robust_dcp.comm import Offer, combined_signature
 from robust_dcp.plan.agreement import MATCHES
 from robust_dcp.plan.rank_plan import Places, RankPlanMessage, unpack_places
 from robust_dcp.plan.structure import Form, StructureTable
-from robust_dcp.plan.written import WrittenMessage, news_of, offer_of
+from robust_dcp.plan.written import WrittenMessage, news_of, written_offer
 from robust_dcp.storage.writing.engine import WrittenFiles
 
 __all__ = ["OtherRanks", "SaveName", "written_files"]
@@ -70,13 +71,24 @@ class OtherRanks:
                 self.kept[rank] = unpack_places(reply.kept, len(self._tables()[rank]))
         self._plan_id = combined_signature(self.signatures)
 
+    def say_the_same(self, message: msgspec.Struct) -> Mailbox:
+        """A gather in which they say what the coordinator says: they hold what it holds, or nearly so."""
+        mailbox = self._mailbox("same-")
+        for rank in range(1, self._payloads.ranks):
+            mailbox.post(rank, message)
+        mailbox.merge(type(message))
+        return mailbox
+
+    def _mailbox(self, prefix: str) -> Mailbox:
+        return Mailbox(Path(tempfile.mkdtemp(prefix=prefix, dir=self._payloads.directory)), self._payloads.ranks)
+
     def write(self, save: SaveName) -> Mailbox:
         """They have written: the gather in which they tell where their objects lie."""
-        mailbox = Mailbox(Path(tempfile.mkdtemp(prefix="written-", dir=self._payloads.directory)), self._payloads.ranks)
+        mailbox = self._mailbox("written-")
         self.written = [Offer()]
         for rank in range(1, self._payloads.ranks):
             written = written_files(self._tables()[rank], self.kept[rank], rank)
-            self.written.append(offer_of(written))
+            self.written.append(written_offer(written))
             places = written.variable_places
             message = news_of(places, places if save == "repeated" else None)
             if message is not None:

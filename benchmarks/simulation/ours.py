@@ -4,6 +4,7 @@ Owns which steps count. In order, named as in the rows:
 
 * ``own offer``, ``headers``: looks into the plan cache, combines what its children in the tree have combined, and
   decides.
+* ``kind``, where no plan holds: which earlier plan the structure is compared with.
 * ``structures``, only of a plan that is made anew: takes what its children have merged, checks their CRC-32, inflates
   and decodes it.
 * ``plan``: ``plan_for_all``: tables, duplicates, coverage, who writes what and where. ``replies``: encoded, for all.

@@ -82,6 +82,8 @@ class SaveReport(_Report):
         changes: the keys that differ from the plan before, over all ranks; ``None`` if there was none to compare.
         differing_objects: objects of one name whose contents differ between ranks, with the ranks that hold them.
             Only the copy of the lowest of them is in the checkpoint.
+        unloadable_objects: objects that are saved and that a load would refuse, with the reason, of all ranks; on the
+            coordinator, and empty on the others.
         total_nbytes: bytes of tensor data that all ranks wrote together; ``None`` on ranks that do not know.
         files: the files of this rank.
         how: how this rank's files were written: ``direct``, or ``buffered`` and why.
@@ -93,6 +95,7 @@ class SaveReport(_Report):
     reason: str = ""
     changes: StructureDiff | None = None
     differing_objects: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    unloadable_objects: dict[str, str] = field(default_factory=dict)
     total_nbytes: int | None = None
     files: tuple[str, ...] = ()
     how: tuple[str, ...] = ()

@@ -110,6 +110,44 @@ def test_one_of_two_ranks_may_be_killed_at_any_call(kill_rank: int, tmp_path: Pa
     assert len(generations) <= 2
 
 
+class SlowToRemove(PosixDisk):
+    """Removes nothing before rank 1 has returned from its save."""
+
+    def unlink(self, path: str) -> None:
+        dist.distributed_c10d._get_default_store().wait(["rank 1 has returned"])
+        super().unlink(path)
+
+
+def save_where_removing_is_slow(directory: str) -> None:
+    robust_dcp.save(own_part(1, 2), checkpoint_id=directory)
+    writer = RobustWriter(directory, disk=SlowToRemove() if dist.get_rank() == 0 else PosixDisk())
+    robust_dcp.save(own_part(2, 2), storage_writer=writer, timeout_seconds=30)
+    if dist.get_rank() == 1:
+        dist.distributed_c10d._get_default_store().set("rank 1 has returned", "")
+
+
+def test_nobody_waits_for_the_removal_of_what_a_committed_checkpoint_replaces(tmp_path: Path) -> None:
+    directory = str(tmp_path / "checkpoint")
+    values(run_ranks(2, save_where_removing_is_slow, directory))
+    assert step_found(directory, 2, robust_dcp.load) == 2
+    data_files = [name for name in os.listdir(directory) if name.endswith(".distcp")]
+    assert data_files and all(name.endswith(".1.distcp") for name in data_files)  # of the second save alone
+
+
+class NeverRemoves(PosixDisk):
+    def unlink(self, path: str) -> None:
+        raise PermissionError(f"{path} stays, by a law that our code does not know")
+
+
+def test_a_committed_save_has_succeeded_whatever_becomes_of_the_old_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2):
+        robust_dcp.save(state(step, 1), storage_writer=RobustWriter(tmp_path, disk=NeverRemoves()), no_dist=True)
+    assert step_found(str(tmp_path), 1, robust_dcp.load) == 2
+    assert "files of an older checkpoint stay" in caplog.text
+
+
 def stock_overwrites(directory: str, kill: bool) -> None:
     class Deadly(dcp.DefaultSavePlanner):
         def resolve_data(self, write_item: Any) -> Any:

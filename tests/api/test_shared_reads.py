@@ -236,6 +236,19 @@ def test_ranks_with_another_switch_than_the_coordinator_are_named(tmp_path: Path
         assert "share_reads is None on rank 0, True on rank 1, False on rank 3" in verdict.message
 
 
+def load_with_a_number_without_meaning(directory: str) -> Verdict:
+    if dist.get_rank() == 1:
+        os.environ[RANKS_PER_NODE] = "two"
+    return verdict_of(load, like(full(1)), directory, None)
+
+
+def test_a_number_of_ranks_without_meaning_is_an_error_on_all_that_names_rank_and_variable(tmp_path: Path) -> None:
+    robust_dcp.save(full(1), checkpoint_id=tmp_path, no_dist=True)
+    for verdict in values(run_ranks(2, load_with_a_number_without_meaning, str(tmp_path))):
+        assert verdict.failed_ranks == (1,)
+        assert f"{RANKS_PER_NODE} is 'two'" in verdict.message + verdict.failures
+
+
 # Failures.
 
 

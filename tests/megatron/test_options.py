@@ -51,9 +51,11 @@ def test_every_option_has_a_variable() -> None:
         "ROBUST_DCP_ON_STRUCTURE_CHANGE": "error",
         "ROBUST_DCP_SAVE_FAILURE": "warn",
         "ROBUST_DCP_VERIFY_REPLICAS": "all",
+        "ROBUST_DCP_ON_UNLOADABLE_OBJECT": "error",
+        "ROBUST_DCP_TRUSTED": "1",
     }
     assert {option.variable for option in OPTIONS} == set(environment)
-    expected = MegatronOptions("robust_dcp", 4, 1048576, "safetensors", 2.5, "error", "warn", "all")
+    expected = MegatronOptions("robust_dcp", 4, 1048576, "safetensors", 2.5, "error", "warn", "all", "error", True)
     assert options_from_environment(environment) == expected
 
 

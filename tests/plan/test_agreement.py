@@ -17,6 +17,7 @@ from robust_dcp.plan.agreement import (
     Decision,
     coordinator_of,
     decide,
+    is_settled,
     make_offer,
 )
 from robust_dcp.plan.cache import CachedPlan, CoordinatorPlan, PlanCache
@@ -292,6 +293,13 @@ def test_whatever_is_offered_a_plan_is_used_only_where_it_is_proven(offers: list
             assert offer.flags & MATCHES
             assert offers[coordinator].flags & HAS_GLOBAL_PLAN
     assert bool(verdict.senders) != verdict.reuse
+
+
+@given(_offers_of_all())
+def test_ranks_agree_on_the_kind_first_unless_the_plan_holds_or_nobody_has_any(offers: list[Offer]) -> None:
+    agreement = agreement_of(offers)
+    decision = decide(agreement, offers[-1], 0)
+    assert is_settled(decision, agreement) == (decision.reuse or {offer.plan_id for offer in offers} == {NO_PLAN})
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=20), st.integers(0, 19))

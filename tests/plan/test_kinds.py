@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from robust_dcp.comm import combined_signature
 from robust_dcp.plan.cache import CachedPlan, CoordinatorPlan, PlanCache
 from robust_dcp.plan.kinds import ChosenBase, choose_base, kind_of, vote
 from robust_dcp.plan.rank_plan import RankPlan
-from robust_dcp.plan.structure import StructureTable, plan_id_of
+from robust_dcp.plan.structure import StructureTable
 from tests.plan.structures import local_of, table, tensor
 
 GROUP = (0, 1)
@@ -42,13 +43,13 @@ class Job:
     def save(self, state: Tables, kind: str | None = None) -> bytes:
         """A save that commits; returns the identity of its plan."""
         signatures = tuple(local_of(part, ranks=GROUP).signature.value for part in state)
-        plan_id = plan_id_of(signatures)
+        plan_id = combined_signature(signatures)
         known = self.caches[0].get(GROUP, plan_id)
         base = self.base(state, kind)
         base_kind = known.kind if known is not None else "" if base is None else base.kind
         for rank, (cache, part) in enumerate(zip(self.caches, state, strict=True)):
-            whole = CoordinatorPlan(state, (), (), 0, b"", None) if rank == 0 else None
-            plan = CachedPlan(plan_id, signatures, part, RankPlan(NONE, NONE, None), None, whole)
+            whole = CoordinatorPlan(state, signatures, (), (), 0, b"", None) if rank == 0 else None
+            plan = CachedPlan(plan_id, signatures[rank], part, RankPlan(NONE, NONE, None), None, whole)
             cache.put(GROUP, CachedPlan(**{**vars(plan), "kind": kind_of(kind, plan_id, base_kind)}))
         return plan_id
 

@@ -6,13 +6,16 @@ import re
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from robust_dcp.comm import Offer
 from robust_dcp.comm.nodes import RANKS_PER_NODE
 from robust_dcp.errors import PlanConflict
-from robust_dcp.plan.sharing import ranks_share, sharing_offer
+from robust_dcp.plan.sharing import node_reads_the_same, ranks_share, sharing_offer
 from tests.plan.structures import agreement_of
 
 
@@ -28,7 +31,7 @@ def share(wishes: list[bool | None], can_share: list[bool] | None = None) -> boo
     return ranks_share(
         agreement_of(
             [
-                sharing_offer(wish, rank, can_share=each)
+                sharing_offer(wish, rank, [], can_share=each)
                 for rank, (wish, each) in enumerate(zip(wishes, can, strict=True))
             ]
         )
@@ -61,9 +64,41 @@ def test_ranks_that_want_different_things_are_told_who_wants_what(wishes: list[b
 
 
 def test_a_rank_that_reads_by_itself_keeps_all_from_sharing() -> None:
-    offers = [sharing_offer(True, rank, can_share=True) for rank in range(3)]
+    offers = [sharing_offer(True, rank, [], can_share=True) for rank in range(3)]
     assert ranks_share(agreement_of(offers))
     assert not ranks_share(agreement_of([*offers, Offer()]))
+
+
+def items_of(*columns: int) -> list[ReadItem]:
+    """What a rank reads that needs these columns of ``w``."""
+    return [
+        ReadItem(
+            LoadItemType.TENSOR,
+            dest_index=MetadataIndex("w"),
+            dest_offsets=torch.Size([0]),
+            storage_index=MetadataIndex("w", torch.Size([column])),
+            storage_offsets=torch.Size([0]),
+            lengths=torch.Size([1]),
+        )
+        for column in columns
+    ]
+
+
+@given(
+    st.lists(st.sampled_from([(), (1,), (1,), (1,), (1, 2), (2, 1)]), min_size=1, max_size=6),
+    st.sampled_from([None, "", "1", "2"]),
+)
+def test_ranks_of_a_node_read_the_same_if_all_ranks_do_and_several_are_there(
+    needs: list[tuple[int, ...]], local_world_size: str | None
+) -> None:
+    offers = [sharing_offer(None, rank, items_of(*need), can_share=True) for rank, need in enumerate(needs)]
+    several = len(needs) == 2 or local_world_size == "2"  # two ranks are one node here
+    expected = len(needs) > 1 and set(needs) == {needs[0]} != {()} and several
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        if local_world_size is not None:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", local_world_size)
+        assert node_reads_the_same(agreement_of(offers)) == expected
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1_0", " 2", "²"])
@@ -72,4 +107,4 @@ def test_a_number_of_ranks_without_meaning_is_refused_where_it_is_set(
 ) -> None:
     monkeypatch.setenv(RANKS_PER_NODE, text)
     with pytest.raises(ValueError, match=re.escape(f"{RANKS_PER_NODE} is {text!r}")):
-        sharing_offer(None, 0, can_share=True)
+        sharing_offer(None, 0, [], can_share=True)

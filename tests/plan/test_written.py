@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from robust_dcp.comm import Offer, combined_signature
 from robust_dcp.errors import ExchangeError
-from robust_dcp.plan.written import WrittenMessage, news_of, offer_of, written_by_all
+from robust_dcp.plan.written import WrittenMessage, news_of, written_by_all, written_offer
 from robust_dcp.storage.writing.engine import WrittenFiles
 from tests.plan.structures import agreement_of
 
@@ -31,7 +31,7 @@ def _told(
     ranks: list[WrittenFiles], messages: list[WrittenMessage | None], known: list[npt.NDArray[np.int64]] | None
 ) -> tuple[WrittenFiles, ...]:
     """What the coordinator makes of what all ranks offer and send."""
-    digest = agreement_of([offer_of(written) for written in ranks]).signature
+    digest = agreement_of([written_offer(written) for written in ranks]).signature
     return written_by_all([written.generation for written in ranks], messages, known, digest, combined_signature)
 
 
@@ -57,7 +57,7 @@ def test_the_coordinator_learns_the_places_and_the_generation_of_every_rank(
 @given(st.lists(st.one_of(st.none(), st.integers(0, 2**32)), min_size=1, max_size=9))
 def test_ranks_see_in_the_agreement_whether_their_generations_are_equal(generations: list[int | None]) -> None:
     ranks = [None if each is None else _written(_PLACES, each) for each in generations]
-    agreement = agreement_of([offer_of(written) for written in ranks])
+    agreement = agreement_of([written_offer(written) for written in ranks])
     found = {each for each in generations if each is not None}
     assert agreement.same_value == (len(found) < 2)
     if found:
@@ -65,7 +65,7 @@ def test_ranks_see_in_the_agreement_whether_their_generations_are_equal(generati
 
 
 def test_a_rank_that_has_written_nothing_offers_nothing() -> None:
-    assert offer_of(None) == Offer()
+    assert written_offer(None) == Offer()
 
 
 def test_a_rank_whose_places_are_known_sends_no_message() -> None:

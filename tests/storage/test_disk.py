@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from robust_dcp.errors import StorageError
-from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.disk import OpenFile, PosixDisk
 
 
 @pytest.fixture
@@ -76,9 +76,7 @@ def test_a_file_that_exists_is_never_opened_for_writing(disk: PosixDisk, tmp_pat
 def test_a_full_disk_is_reported_with_what_to_do(disk: PosixDisk) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("this system has no /dev/full")
-    file = disk.open_read("/dev/full")
-    os.close(file.fd)
-    file.fd = os.open("/dev/full", os.O_WRONLY)
+    file = OpenFile("/dev/full", os.open("/dev/full", os.O_WRONLY))
     with pytest.raises(StorageError, match=r"ENOSPC.*free space") as caught:
         disk.pwrite(file, b"x", 0)
     assert (caught.value.errno, caught.value.operation) == (errno.ENOSPC, "write")

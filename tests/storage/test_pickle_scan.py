@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from robust_dcp.storage.records.pickle_scan import check_memo
+from robust_dcp.storage.records.pickle_scan import check_lengths
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(max_size=400)
 values = st.recursive(scalars, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner))
@@ -31,7 +31,7 @@ def largest_memo_index(pickled: bytes) -> int:
 @example(["x" * 300, "y" * 70_000, b"z" * 300, 1 << 3000, ["r"] * 5000], 4)
 @example(list(range(70_000)), 2)
 def test_every_sound_pickle_passes(value: Any, protocol: int) -> None:
-    check_memo(pickle.dumps(value, protocol))
+    check_lengths(pickle.dumps(value, protocol))
 
 
 @given(values, st.sampled_from([0, 2, 4]), st.data())
@@ -42,10 +42,10 @@ def test_damage_that_makes_a_huge_memo_index_is_found(value: Any, protocol: int,
     damaged = bytes(pickled)
     if largest_memo_index(damaged) > len(damaged):
         with pytest.raises(ValueError, match="memo index"):
-            check_memo(damaged)
+            check_lengths(damaged)
     else:
         with contextlib.suppress(ValueError):  # not a pickle any more, or an index that is behind what nobody reads
-            check_memo(damaged)
+            check_lengths(damaged)
 
 
 @pytest.mark.parametrize(
@@ -53,11 +53,11 @@ def test_damage_that_makes_a_huge_memo_index_is_found(value: Any, protocol: int,
 )
 def test_what_is_no_pickle_is_refused(pickled: bytes) -> None:
     with pytest.raises(ValueError, match=r"pickle|expected"):
-        check_memo(pickled)
+        check_lengths(pickled)
 
 
 def test_a_memo_index_is_refused_wherever_it_stands() -> None:
     sound = pickle.dumps(["x" * 300, *range(10_000)], 4)
     hostile = sound[:-1] + b"r\xff\xff\xff\xff."
     with pytest.raises(ValueError, match="memo index 4294967295"):
-        check_memo(hostile)
+        check_lengths(hostile)

@@ -75,7 +75,7 @@ def test_tensors_of_other_kinds_are_left_to_torch(tmp_path: Path) -> None:
     damaged = bytearray(buffer.getvalue())
     damaged[damaged.index(dense.numpy().tobytes()) + 1] ^= 1
     (tmp_path / "__1_0.distcp").write_bytes(damaged)
-    with pytest.raises(CorruptCheckpoint, match=r"'w at .*Bad CRC-32"):
+    with pytest.raises(CorruptCheckpoint, match=r"'w at .*CRC-32"):
         load(tmp_path, {"w": torch.zeros(3, 3)})
 
 

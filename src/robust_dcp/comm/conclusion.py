@@ -142,7 +142,7 @@ def without_store(error: RobustCheckpointError, detail: str) -> RobustCheckpoint
     """The exception, with a word on the store, in which the ranks could not agree on it."""
     fields = error.to_fields()
     fields["message"] = (
-        f"{error.message}; {STORE_IS_LOST} either ({detail}): the process that hosts it, rank 0 unless a launcher does, "
-        "has ended or is frozen"
+        f"{error.message}; {STORE_IS_LOST} either ({detail}): the process that hosts it, rank 0 "
+        "unless a launcher does, has ended or is frozen"
     )
     return error_from_fields(type(error).__name__, fields, error.rank_failures)

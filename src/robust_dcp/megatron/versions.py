@@ -31,6 +31,10 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistSaveShardedStrategy,
 )
 
+from robust_dcp.errors import CorruptCheckpoint
+from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.whole_file import read_whole_file
+
 __all__ = [
     "COMMON_STATE_KEY",
     "CheckpointingException",
@@ -67,6 +71,8 @@ __all__ = [
     "uses_multi_storage_client",
     "writes_torch_dist",
 ]
+
+_MAX_CONFIG_NBYTES = 1 << 20
 
 GroupedShards = dict[str, list[ShardedBase]]
 
@@ -169,13 +175,25 @@ def backend_of(checkpoint_dir: str) -> str:
 
     Raises:
         CheckpointingException: there is no such directory, or no ``metadata.json`` in it.
+        CorruptCheckpoint, StorageError: it is no such file.
     """
     if not os.path.isdir(checkpoint_dir):
         raise CheckpointingException(f"Checkpoint directory {checkpoint_dir} does not exist")
-    config = core.maybe_load_config(checkpoint_dir)
-    if config is None:
+    path = os.path.join(checkpoint_dir, core.CONFIG_FNAME)
+    data = read_whole_file(PosixDisk(), path, _MAX_CONFIG_NBYTES)
+    if data is None:
         raise CheckpointingException(f"{checkpoint_dir} is not a distributed checkpoint")
-    return str(config.sharded_backend)
+    try:
+        return str(core.CheckpointingConfig(**json.loads(data)).sharded_backend)[:100]
+    except Exception as error:  # no JSON, or nested too deeply, or of other fields
+        found = f"{type(error).__name__}: {error!s:.200}"
+        raise CorruptCheckpoint(
+            f"{path} cannot be used: expected Megatron's checkpointing config in JSON, found {found}; take another "
+            "checkpoint, or restore the file",
+            file=path,
+            expected="a checkpointing config",
+            found=found,
+        ) from error
 
 
 def checkpoint_config(strategy: Any) -> bytes:

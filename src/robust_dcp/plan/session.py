@@ -6,6 +6,7 @@ Owns the protocol of a save, whoever calls it: ``api.save`` phase by phase, or s
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,9 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem
 
 from robust_dcp.comm import Agreement, Channel, Offer
 from robust_dcp.errors import ExchangeError, RobustCheckpointError
@@ -38,6 +41,7 @@ from robust_dcp.plan.replica_checks import report as report_replicas
 from robust_dcp.plan.replicated_objects import ObjectDigests, report_differing
 from robust_dcp.plan.stored_plan import LOADED, encode_plan
 from robust_dcp.plan.structure import StructureDiff, StructureMessage
+from robust_dcp.plan.unloadable import UnloadableObjects, report_unloadable
 from robust_dcp.plan.written import GenerationMessage, WrittenMessage, news_of, written_by_all, written_offer
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.writer import MetadataToPublish
@@ -47,6 +51,8 @@ __all__ = ["OnObjectMismatch", "OnStructureChange", "SaveSession"]
 
 OnStructureChange = Literal["rebuild", "error", "quiet"]
 OnObjectMismatch = Literal["warn", "error", "ignore"]
+
+Data = torch.Tensor | io.BytesIO
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +67,7 @@ class SaveSession:
         on_structure_change: what to do when the structure is not that of the last committed save.
         on_object_mismatch: what to do when an object that several ranks hold differs between them.
         kind: the caller's word for what is saved, where a job saves several state dicts in turn; the same on all ranks.
+        unloadable: what this rank finds that a load would refuse, and what is to be done about it.
         commits_together: whether all ranks call ``commit``. Inside stock ``save`` with collectives only the
             coordinator's does, and stock tells the others.
         verify_replicas: which replicas are compared with those of other ranks.
@@ -71,6 +78,7 @@ class SaveSession:
     checkpoint: str
     on_structure_change: OnStructureChange = "rebuild"
     on_object_mismatch: OnObjectMismatch = "warn"
+    unloadable: UnloadableObjects = field(default_factory=UnloadableObjects)
     commits_together: bool = False
     verify_replicas: VerifyReplicas = "off"
     digest_items: DigestItems | None = None
@@ -89,6 +97,7 @@ class SaveSession:
     rank_plan: RankPlan = field(init=False)
     coordinator: CoordinatorPlan | None = field(default=None, init=False)
     written: WrittenFiles | None = field(default=None, init=False)
+    unloadable_objects: dict[str, str] = field(default_factory=dict, init=False)
     _plan_id: bytes = field(default=b"", init=False)
     _cached: CachedPlan | None = field(default=None, init=False)
     _base_kind: str = field(default="", init=False)
@@ -243,7 +252,7 @@ class SaveSession:
         self.differing_objects = found.differing(names, self.channel.size)
 
     def settle(self, write: Callable[[], WrittenFiles]) -> None:
-        """Write this rank's files, and learn that all ranks have written theirs.
+        """Write this rank's files, and learn whether all ranks have written theirs, and what a load would refuse.
 
         Args:
             write: writes and makes durable; a failure in it is announced to the other ranks while they still write
@@ -252,7 +261,10 @@ class SaveSession:
 
         def write_own() -> WrittenMessage | None:
             self.written = write()
-            return news_of(self.written.variable_places, self.known_places, self._replica_digests())
+            self.unloadable.raise_if_forbidden(self.checkpoint)
+            return news_of(
+                self.written.variable_places, self.known_places, self._replica_digests(), self.unloadable.found
+            )
 
         try:
             messages = self.channel.gather(
@@ -264,6 +276,9 @@ class SaveSession:
                 raise error.in_brief() from error
             raise
         self._messages = messages or []
+        if self.channel.is_coordinator:
+            told = [(rank, message.unloadable) for rank, message in enumerate(self._messages) if message is not None]
+            self.unloadable_objects = report_unloadable(self.checkpoint, told)
         self._written_agreement = self.channel.last_agreement
         self._generations = self._agreed_generations(self._written_agreement)
 
@@ -316,6 +331,17 @@ class SaveSession:
             self.undo().let_go()
         else:
             self.undo().take_back(error)
+
+    def watched(self, resolve: Callable[[WriteItem], Data]) -> Callable[[WriteItem], Data]:
+        """A planner's ``resolve_data``, with a look at each object on its way to the writer: would a load take it?"""
+
+        def resolved(write_item: WriteItem) -> Data:
+            data = resolve(write_item)
+            if isinstance(data, io.BytesIO):
+                self.unloadable.look_at(write_item.index.fqn, data)
+            return data
+
+        return resolved
 
     def check_stop(self) -> None:
         """Between blocks of data: say that this rank gets on, and raise if another has said that this save failed."""

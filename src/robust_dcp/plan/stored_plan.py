@@ -17,6 +17,7 @@ import numpy as np
 
 from robust_dcp.comm import combined_signature, decode, encode
 from robust_dcp.comm.bundle import Bundler, open_bundle
+from robust_dcp.comm.wire import body_of
 from robust_dcp.errors import ExchangeError, RobustCheckpointError
 from robust_dcp.plan.cache import CachedPlan, CoordinatorPlan, GroupKey
 from robust_dcp.plan.global_plan import plan_of_kept
@@ -38,6 +39,8 @@ _HEAD = struct.Struct("<8sII")
 
 _MAGIC = b"RDCPPLN2"
 _MAX_INDEX_NBYTES = 64 << 20
+_ITEM_NBYTES = 512  # in a structure, much more than any takes
+_FACTOR = 64  # by which zstandard makes structures smaller, and more
 
 
 class _Index(msgspec.Struct, frozen=True):
@@ -128,7 +131,7 @@ def read_plan(
             index.signatures[at : at + SIGNATURE_NBYTES] for at in range(0, len(index.signatures), SIGNATURE_NBYTES)
         )
         coordinator = _coordinator_plan(file, local, signatures) if leads else None
-        share = decode(file.section(rank), _Share)
+        share = decode(file.section(rank), _Share, max_nbytes=_share_nbytes(len(local.table)))
     finally:
         file.close()
     kept = unpack_places(share.kept, len(local.table))
@@ -150,12 +153,18 @@ def read_plan(
 
 def _coordinator_plan(file: _PlanFile, local: LocalStructure, signatures: tuple[bytes, ...]) -> CoordinatorPlan:
     n_ranks = len(signatures)
-    messages = open_bundle(file.section(n_ranks), StructureMessage)
+    bundle = file.section(n_ranks)
+    # What is compressed may be a bomb: first of all it must not announce more than so many ranks can have to say.
+    body_of(bundle, max_nbytes=max(_FACTOR * len(bundle), n_ranks * _ITEM_NBYTES * (len(local.table) + 1_000)))
+    messages = open_bundle(bundle, StructureMessage)
     if sorted(messages) != list(range(n_ranks)):
         raise ExchangeError(f"it has the structures of ranks {sorted(messages)[:16]}, not of {n_ranks} ranks")
     decoder = TableDecoder()
     tables = [decoder.decode(messages[rank]) for rank in range(n_ranks)]
-    kept = [unpack_places(decode(file.section(rank), _Share).kept, len(table)) for rank, table in enumerate(tables)]
+    shares = [
+        decode(file.section(rank), _Share, max_nbytes=_share_nbytes(len(table))) for rank, table in enumerate(tables)
+    ]
+    kept = [unpack_places(share.kept, len(table)) for share, table in zip(shares, tables, strict=True)]
     return coordinator_plan_of(
         plan_of_kept(tables, kept),
         signatures,
@@ -164,6 +173,11 @@ def _coordinator_plan(file: _PlanFile, local: LocalStructure, signatures: tuple[
         layout=local.layout,
         verify_replicas=local.verify_replicas,
     )
+
+
+def _share_nbytes(n_items: int) -> int:
+    """The most that a rank's share of ``n_items`` items takes: two bits for each."""
+    return n_items // 4 + 1_000
 
 
 class _PlanFile:
@@ -191,12 +205,12 @@ class _PlanFile:
     def _read_index(self) -> tuple[_Index, list[int]]:
         head = self._read(0, _HEAD.size)
         magic, nbytes, checksum = _HEAD.unpack(head)
-        if magic != _MAGIC or nbytes > _MAX_INDEX_NBYTES:
+        if magic != _MAGIC or nbytes > min(_MAX_INDEX_NBYTES, self._disk.size(self._path)):
             raise self._damaged(f"it begins with {head!r}")
         data = self._read(_HEAD.size, nbytes)
         if crc32(data) != checksum:
             raise self._damaged("the index does not have its CRC-32")
-        index = decode(data, _Index)
+        index = decode(data, _Index, max_nbytes=_MAX_INDEX_NBYTES)
         ranks = len(index.group)
         if len(index.signatures) != ranks * SIGNATURE_NBYTES or {len(index.nbytes), len(index.crc32)} != {ranks + 1}:
             raise self._damaged(f"the index is not for {ranks} ranks")

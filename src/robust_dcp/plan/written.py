@@ -7,7 +7,7 @@ same places.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -35,11 +35,13 @@ class WrittenMessage(msgspec.Struct, frozen=True):
         items: int64 ``[n]``, which of the rank's items of variable size, in plan order.
         places: int64 ``[n, 2]``, offset and length of each.
         replicas: what this rank holds of chunks that others hold too (``replica_checks.digest_columns``).
+        unloadable: objects that a load would refuse, and why, by key.
     """
 
     items: bytes
     places: bytes
     replicas: bytes = b""
+    unloadable: dict[str, str] = {}
 
 
 def written_offer(written: WrittenFiles | None) -> Offer:
@@ -52,20 +54,25 @@ def written_offer(written: WrittenFiles | None) -> Offer:
     return Offer(signature=_digest(written.variable_places), value=written.generation + 1)
 
 
-def news_of(places: Places, known: Places | None, replicas: bytes = b"") -> WrittenMessage | None:
-    """The places that the coordinator has to be told, and the digests of replicas; ``None`` if there are neither.
+def news_of(
+    places: Places, known: Places | None, replicas: bytes = b"", unloadable: Mapping[str, str] | None = None
+) -> WrittenMessage | None:
+    """What the coordinator has to be told; ``None`` if it knows all.
 
     Args:
         known: this rank's places in the last committed save by the same plan, as the coordinator has them.
-        replicas: as in :class:`WrittenMessage`.
+        replicas, unloadable: as in :class:`WrittenMessage`.
     """
     new = np.arange(len(places))
     if known is not None and len(known) == len(places):
         new = np.flatnonzero((known != places).any(axis=1))
-    if not len(new) and not replicas:
+    if not len(new) and not replicas and not unloadable:
         return None
     return WrittenMessage(
-        items=new.astype("<i8").tobytes(), places=places[new].astype("<i8").tobytes(), replicas=replicas
+        items=new.astype("<i8").tobytes(),
+        places=places[new].astype("<i8").tobytes(),
+        replicas=replicas,
+        unloadable=dict(unloadable or {}),
     )
 
 

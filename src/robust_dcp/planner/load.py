@@ -22,7 +22,7 @@ from robust_dcp.errors import CorruptCheckpoint, PlanConflict, entry_point
 from robust_dcp.planner.load_items import PlannedReads, plan_reads
 from robust_dcp.planner.missing_keys import near_names, renamed_in_words, what_is_saved
 from robust_dcp.storage.files.garbage import without_garbage_collection
-from robust_dcp.storage.records.objects import check_object
+from robust_dcp.storage.records.objects import ObjectBytes, check_object, not_an_object
 
 __all__ = ["RobustLoadPlanner", "check_filled", "local_numel"]
 
@@ -174,11 +174,17 @@ class RobustLoadPlanner(DefaultLoadPlanner):
 
         Raises:
             UnsafeCheckpoint: unpickling would run code.
+            CorruptCheckpoint: it is not what ``torch.save`` wrote.
         """
+        name = read_item.dest_index.fqn
+        file = value.file if isinstance(value, ObjectBytes) else "the checkpoint"
         if not self.trusted:
-            check_object(value, file="the checkpoint", item=read_item.dest_index.fqn)
+            check_object(value, file=file, item=name)
             value.seek(0)
-        super().load_bytes(read_item, value)
+        try:
+            super().load_bytes(read_item, value)
+        except Exception as error:  # bytes that no torch.save wrote: torch raises almost anything
+            raise not_an_object(error, file=file, item=name) from error
         if not self.flatten_state_dict:
             # DefaultLoadPlanner puts it only into the copy that flatten_sharded_tensors made of the state dict.
             key = read_item.dest_index.fqn

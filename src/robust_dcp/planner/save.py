@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.replica_checks import VerifyReplicas
 from robust_dcp.plan.session import OnObjectMismatch, OnStructureChange, SaveSession
 from robust_dcp.plan.structure import Attributes, ItemKind, PlanContext
+from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects
 from robust_dcp.planner.committed_metadata import PlannedMetadata
 from robust_dcp.planner.describe import DescribedItems, describe_items, holds_shards
 from robust_dcp.planner.digests import replica_digest
@@ -34,6 +36,7 @@ from robust_dcp.planner.flatten import flatten
 from robust_dcp.planner.known import STRUCTURES, KnownStructure
 from robust_dcp.planner.sources import StateDictSource
 from robust_dcp.storage.layouts import TORCH
+from robust_dcp.storage.records.objects import Refusal
 from robust_dcp.storage.writer import RobustWriter, WriterMeta
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
 from robust_dcp.version import __version__
@@ -63,6 +66,9 @@ class RobustPlanner(DefaultSavePlanner):
         verify_replicas: whether the copies of a tensor on several ranks are compared, by checksums, and those that
             differ named in a warning: ``"off"``; ``"sample"``: in each save about 32 of them, of each at most 1 MiB,
             others in a checkpoint of another name; ``"all"``: all bytes of all of them. With ``RobustWriter`` only.
+        on_unloadable_object: when an object is saved that a load would refuse, since it is not known to be plain data:
+            ``"warn"`` once for the whole save, with key, class and what to do; ``"error"`` (raise ``UnsafeCheckpoint``
+            on all ranks, and save nothing); ``"ignore"``. Told where ``RobustWriter`` writes.
         no_dist: plan for this process alone although ``torch.distributed`` is initialised.
 
     Example:
@@ -86,6 +92,7 @@ class RobustPlanner(DefaultSavePlanner):
         on_structure_change: OnStructureChange = "rebuild",
         on_object_mismatch: OnObjectMismatch = "warn",
         verify_replicas: VerifyReplicas = "off",
+        on_unloadable_object: OnUnloadableObject = "warn",
         no_dist: bool = False,
         kind: str | None = None,
     ) -> None:
@@ -100,11 +107,14 @@ class RobustPlanner(DefaultSavePlanner):
             raise ValueError(f'on_object_mismatch is "warn", "error" or "ignore", not {on_object_mismatch!r}')
         if verify_replicas not in ("off", "sample", "all"):
             raise ValueError(f'verify_replicas is "off", "sample" or "all", not {verify_replicas!r}')
+        if on_unloadable_object not in ("warn", "error", "ignore"):
+            raise ValueError(f'on_unloadable_object is "warn", "error" or "ignore", not {on_unloadable_object!r}')
         self.process_group = process_group
         self.timeout_seconds = timeout_seconds
         self.on_structure_change: OnStructureChange = on_structure_change
         self.on_object_mismatch: OnObjectMismatch = on_object_mismatch
         self.verify_replicas: VerifyReplicas = verify_replicas
+        self.on_unloadable_object: OnUnloadableObject = on_unloadable_object
         self.no_dist = no_dist
         self.kind = kind
         self._items = DescribedItems([], [], [])
@@ -138,10 +148,15 @@ class RobustPlanner(DefaultSavePlanner):
             checkpoint,
             self.on_structure_change,
             self.on_object_mismatch,
+            unloadable=UnloadableObjects(self.on_unloadable_object, self.refused_before()),
             verify_replicas=self.verify_replicas,
             digest_items=self._digests_of,
             kind=self.kind if kind is None else kind,
         )
+
+    def refused_before(self) -> Mapping[str, Refusal]:
+        """Objects of this checkpoint that are saved beside the plan, and that a load would refuse, by key."""
+        return {}
 
     def describe(self, channel: Channel, writer: RobustWriter | None) -> LocalStructure:
         """The structure of the state dict that :meth:`set_up_planner` was given.
@@ -202,9 +217,11 @@ class RobustPlanner(DefaultSavePlanner):
         A subclass that overrides ``lookup_object``, ``resolve_data`` or ``transform_object`` is asked for every item.
         """
         if any(map(self._overrides, ("lookup_object", "resolve_data", "transform_object"))):
-            return WriteItemSource(self.kept_items(session), self.resolve_data)
+            return WriteItemSource(self.kept_items(session), session.watched(self.resolve_data))
         kept = session.rank_plan.kept
-        return StateDictSource(self._items, self._described(), kept, self.lookup_object, self.resolve_data)
+        return StateDictSource(
+            self._items, self._described(), kept, self.lookup_object, session.watched(self.resolve_data)
+        )
 
     def kept_items(self, session: SaveSession) -> list[WriteItem]:
         """The write items of this rank's share of the plan, in plan order."""

@@ -6,6 +6,7 @@ come from the plan; with another planner than ours it makes them itself. Called 
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import os
@@ -16,6 +17,7 @@ from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -42,6 +44,9 @@ _FILES_PER_RANK: Final = 2
 """Threads share a file where I/O is direct; writes through the page cache take turns in one file."""
 
 
+ResolveData = Callable[[WriteItem], torch.Tensor | io.BytesIO]
+
+
 @runtime_checkable
 class SaveInProgress(Protocol):
     """What the writer needs of a save that ``RobustPlanner`` has planned (``plan.session.SaveSession``)."""
@@ -60,6 +65,8 @@ class SaveInProgress(Protocol):
     def leave_commit_to_stock(self) -> None: ...
 
     def check_stop(self) -> None: ...
+
+    def watched(self, resolve: ResolveData) -> ResolveData: ...
 
     def encoded_metadata(self, storage_meta: StorageMeta) -> MetadataToPublish: ...
 
@@ -282,7 +289,7 @@ class RobustWriter(StorageWriter):
             session.settle(
                 lambda: self.write(
                     session.rank,
-                    WriteItemSource(plan.items, planner.resolve_data),
+                    WriteItemSource(plan.items, session.watched(planner.resolve_data)),
                     placements,
                     session.check_stop,
                     session.known_places,

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from robust_dcp.comm import Channel
-from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import PosixDisk
-from robust_dcp.storage.records.objects import load_object
+from robust_dcp.storage.files.whole_file import read_whole_file
+from robust_dcp.storage.records.objects import Refusal, load_object, refusal_of
 from robust_dcp.storage.writing.commit import commit_metadata
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "leaf_digests",
     "load_common_bytes",
     "read_file",
+    "refused_in",
     "report_differences",
     "write_durably",
 ]
@@ -44,6 +45,7 @@ COMMON_FILE = "common.pt"
 CONFIG_FILE = "metadata.json"
 
 _SHOWN = 20
+_MAX_NBYTES = 16 << 30
 
 
 class LeafDigests(msgspec.Struct, frozen=True):
@@ -124,14 +126,32 @@ def report_differences(channel: Channel, phase: str, own: LeafDigests) -> None:
         )
 
 
-def encode_common(common: dict[str, Any]) -> bytes:
+def encode_common(common: Any) -> bytes:
     """The bytes of ``common.pt``, which stock Megatron loads with ``torch.load``."""
     buffer = io.BytesIO()
     torch.save(common, buffer)
     return buffer.getvalue()
 
 
-def load_common_bytes(data: bytes, file: str) -> Any:
+def refused_in(common: dict[str, Any], encoded: bytes) -> dict[str, Refusal]:
+    """What of the common state a load would refuse, by its path. Looked for leaf by leaf only where there is something.
+
+    Args:
+        encoded: what :func:`encode_common` made of it.
+    """
+    whole = refusal_of(encoded)
+    if whole is None:
+        return {}
+    refused = {}
+    for path, value in _leaves(common, ""):
+        if not path.endswith("#"):
+            refusal = refusal_of(encode_common(value))
+            if refusal is not None:
+                refused[f"{COMMON_FILE}: {path}"] = refusal
+    return refused or {COMMON_FILE: whole}
+
+
+def load_common_bytes(data: bytes, file: str, *, trusted: bool = False) -> Any:
     """The common state from the bytes of ``common.pt``, without running code that they name.
 
     Raises:
@@ -139,23 +159,17 @@ def load_common_bytes(data: bytes, file: str) -> Any:
             ``torch.serialization.add_safe_globals``; so may you.
         CorruptCheckpoint: these are not the bytes of a ``torch.save``.
     """
-    return load_object(data, file=file, item=COMMON_FILE)
+    return load_object(data, file=file, item=COMMON_FILE, trusted=trusted)
 
 
 def read_file(path: str) -> bytes | None:
     """The bytes of a file; ``None`` if there is none.
 
     Raises:
-        StorageError: it cannot be read.
+        StorageError: it cannot be read, or is no regular file.
+        CorruptCheckpoint: it is longer than any such file.
     """
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        message = f"read {path}: {error.strerror}"
-        raise StorageError(message, path=path, errno=error.errno, operation="read") from error
+    return read_whole_file(PosixDisk(), path, _MAX_NBYTES)
 
 
 def write_durably(directory: str | os.PathLike[str], name: str, data: bytes) -> None:

@@ -39,7 +39,11 @@ def save_dcp(state_dict: dict[str, Any], path: Path, options: MegatronOptions) -
     report = api.save(
         state_dict,
         storage_writer=writer_for(path, options),
-        planner=RobustPlanner(on_structure_change=options.on_structure_change, verify_replicas=options.verify_replicas),
+        planner=RobustPlanner(
+            on_structure_change=options.on_structure_change,
+            verify_replicas=options.verify_replicas,
+            on_unloadable_object=options.on_unloadable_object,
+        ),
         timeout_seconds=options.exchange_timeout_seconds,
     )
     log_report(report)
@@ -87,21 +91,22 @@ def load_call(
         return stock(*args, **kwargs)
     api.load(
         state_dict,
-        storage_reader=RobustReader(path),
-        planner=_robust(planner),
+        storage_reader=RobustReader(path, trusted=options.trusted),
+        planner=_robust(planner, trusted=options.trusted),
         timeout_seconds=options.exchange_timeout_seconds,
     )
     return None
 
 
-def _robust(planner: DefaultLoadPlanner | None) -> RobustLoadPlanner:
+def _robust(planner: DefaultLoadPlanner | None, *, trusted: bool) -> RobustLoadPlanner:
     if planner is None:
-        return RobustLoadPlanner(on_dtype_mismatch="cast")
+        return RobustLoadPlanner(on_dtype_mismatch="cast", trusted=trusted)
     return RobustLoadPlanner(
         flatten_state_dict=planner.flatten_state_dict,
         flatten_sharded_tensors=planner.flatten_sharded_tensors,
         allow_partial_load=planner.allow_partial_load,
         on_dtype_mismatch="cast",
+        trusted=trusted,
     )
 
 

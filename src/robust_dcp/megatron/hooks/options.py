@@ -29,6 +29,7 @@ __all__ = [
 Planner = Literal["default", "robust_dcp"]
 Layout = Literal["torch", "safetensors"]
 OnStructureChange = Literal["rebuild", "error", "quiet"]
+OnUnloadableObject = Literal["warn", "error", "ignore"]
 SaveFailure = Literal["raise", "warn"]
 VerifyReplicas = Literal["off", "sample", "all"]
 
@@ -61,6 +62,12 @@ def _positive_seconds(text: str) -> float:
     if not (value > 0 and math.isfinite(value)):
         raise ValueError
     return value
+
+
+def _switch(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError
+    return text == "1"
 
 
 OPTIONS: tuple[Option, ...] = (
@@ -113,6 +120,22 @@ OPTIONS: tuple[Option, ...] = (
         "when the state dict is not what it was in the last save: plan anew and log the keys, fail, or plan anew",
     ),
     Option(
+        "on_unloadable_object",
+        "--ckpt-on-unloadable-object",
+        "ROBUST_DCP_ON_UNLOADABLE_OBJECT",
+        ("warn", "error", "ignore"),
+        str,
+        "when a save holds an object that a load would refuse: warn once, fail, or say nothing",
+    ),
+    Option(
+        "trusted",
+        "--ckpt-trusted",
+        "ROBUST_DCP_TRUSTED",
+        (),
+        _switch,
+        "1: load objects of any class, which runs whatever code the checkpoint names; 0: refuse what is not plain data",
+    ),
+    Option(
         "save_failure",
         "--ckpt-save-failure",
         "ROBUST_DCP_SAVE_FAILURE",
@@ -155,6 +178,8 @@ class MegatronOptions:
         layout: format of the files; Megatron itself reads ``"torch"`` only.
         exchange_timeout_seconds: of each exchange between ranks.
         on_structure_change: ``"rebuild"`` (log the keys and plan anew), ``"error"`` or ``"quiet"``.
+        on_unloadable_object: ``"warn"`` of objects that a load would refuse, ``"error"`` or ``"ignore"``.
+        trusted: whether objects may run code when they are loaded.
         save_failure: ``"raise"``, or ``"warn"``: a failed save is logged and training goes on.
         verify_replicas: ``"off"``, ``"sample"`` (some of them in each save) or ``"all"``.
     """
@@ -167,6 +192,8 @@ class MegatronOptions:
     on_structure_change: OnStructureChange = "rebuild"
     save_failure: SaveFailure = "raise"
     verify_replicas: VerifyReplicas = "off"
+    on_unloadable_object: OnUnloadableObject = "warn"
+    trusted: bool = False
 
 
 def options_from_environment(environment: Mapping[str, str] = os.environ) -> MegatronOptions:
@@ -192,7 +219,8 @@ def _value(option: Option, text: str) -> Any:
     try:
         value = option.parse(text)
     except ValueError:
-        raise ValueError(f"{option.variable}={text!r} in the environment: expected a positive number") from None
+        expected = "0 or 1" if option.parse is _switch else "a positive number"
+        raise ValueError(f"{option.variable}={text!r} in the environment: expected {expected}") from None
     if option.choices and value not in option.choices:
         expected = ", ".join(option.choices)
         raise ValueError(f"{option.variable}={text!r} in the environment: expected one of {expected}")

@@ -23,16 +23,18 @@ class MegatronLoadPlanner(MCoreLoadPlanner):
     Args:
         checkpoint: its name, for errors.
         keeps_bytes: also keep the bytes of objects, in ``object_bytes``, to be handed to other ranks.
+        trusted: objects may run code when they are loaded.
         options: as ``MCoreLoadPlanner``.
 
     Attributes:
         object_bytes: the bytes of each object that was loaded, by key.
     """
 
-    def __init__(self, checkpoint: str, *, keeps_bytes: bool = False, **options: Any) -> None:
+    def __init__(self, checkpoint: str, *, keeps_bytes: bool = False, trusted: bool = False, **options: Any) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, **options)
         self._checkpoint = checkpoint
         self._keeps_bytes = keeps_bytes
+        self._trusted = trusted
         self.object_bytes: dict[str, bytes] = {}
 
     def create_local_plan(self) -> LoadPlan:
@@ -57,4 +59,4 @@ class MegatronLoadPlanner(MCoreLoadPlanner):
         key = read_item.dest_index.fqn
         if self._keeps_bytes:
             self.object_bytes[key] = value.getvalue()
-        self.state_dict[key] = load_object(value, file=self._checkpoint, item=key)
+        self.state_dict[key] = load_object(value, file=self._checkpoint, item=key, trusted=self._trusted)

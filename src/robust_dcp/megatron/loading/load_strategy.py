@@ -45,7 +45,7 @@ class ReaderOfKnownMetadata(RobustReader):
     """A reader that has been given the bytes of ``.metadata``, so that not every rank reads the file."""
 
     def __init__(self, path: CheckpointDir, metadata_file: bytes | None = None) -> None:
-        super().__init__(path)
+        super().__init__(path, trusted=current_options().trusted)
         self._metadata_file = metadata_file
 
     def metadata_bytes(self, rank: int | None = None) -> bytes:
@@ -115,6 +115,7 @@ def read_sharded(
         channel.barrier(f"load {name}: translate", translate)
         planner = MegatronLoadPlanner(
             name,
+            trusted=current_options().trusted,
             keeps_bytes=keep_object_bytes,
             shapes_validation_sharded_tensors=[shard for shard in wanted if not shard.allow_shape_mismatch],
             allow_shape_mismatch_sharded_tensors={shard.key: shard for shard in wanted if shard.allow_shape_mismatch},
@@ -164,7 +165,7 @@ def read_for_strategy(strategy: Any, sharded_state_dict: dict[str, Any], checkpo
     """
     read = read_sharded(
         sharded_state_dict,
-        RobustReader(checkpoint_dir),
+        RobustReader(checkpoint_dir, trusted=current_options().trusted),
         timeout_seconds=current_options().exchange_timeout_seconds,
         no_dist=not versions.load_is_collective(),
         stream_dequantize=getattr(strategy, "stream_ckpt_dequant", None),
@@ -226,7 +227,7 @@ class RobustLoadStrategy(versions.TorchDistLoadShardedStrategy):
         """
         loaded = read_sharded(
             sharded_state_dict,
-            RobustReader(checkpoint_dir),
+            RobustReader(checkpoint_dir, trusted=current_options().trusted),
             timeout_seconds=self.timeout_seconds,
             process_group=self.process_group,
             stream_dequantize=getattr(self, "stream_ckpt_dequant", None),

@@ -31,7 +31,7 @@ from robust_dcp.megatron import versions
 from robust_dcp.megatron.checks import common_state, integrity
 from robust_dcp.megatron.checks.validation import AccessCheck, GlobalMetadata, agree_on_access
 from robust_dcp.megatron.failures import as_megatron_raises, told_by_who_failed
-from robust_dcp.megatron.hooks.options import MegatronOptions
+from robust_dcp.megatron.hooks.options import MegatronOptions, current_options
 from robust_dcp.megatron.hooks.stock_paths import say_stays_stock
 from robust_dcp.megatron.loading.load_strategy import (
     ReaderOfKnownMetadata,
@@ -222,7 +222,7 @@ class _Load:
             return loaded
         read = read_sharded(
             self._sharded,
-            RobustReader(call.checkpoint_dir),
+            RobustReader(call.checkpoint_dir, trusted=current_options().trusted),
             timeout_seconds=self._channel.timeout_seconds,
             process_group=call.process_group,
             stream_dequantize=getattr(strategy, "stream_ckpt_dequant", None),
@@ -272,6 +272,8 @@ def _read_common(directory: str) -> _Opened:
 
 
 def _decoded(opened: _Opened, directory: str) -> Any:
+    trusted = current_options().trusted
     if opened.is_file:
-        return common_state.load_common_bytes(opened.common, os.path.join(directory, common_state.COMMON_FILE))
-    return load_object(opened.common, file=directory, item=versions.COMMON_STATE_KEY)[0]
+        path = os.path.join(directory, common_state.COMMON_FILE)
+        return common_state.load_common_bytes(opened.common, path, trusted=trusted)
+    return load_object(opened.common, file=directory, item=versions.COMMON_STATE_KEY, trusted=trusted)[0]

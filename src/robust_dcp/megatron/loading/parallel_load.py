@@ -19,6 +19,7 @@ from robust_dcp.comm import Channel, Offer
 from robust_dcp.errors import ExchangeError, PlanConflict, entry_point
 from robust_dcp.megatron import versions
 from robust_dcp.megatron.failures import as_megatron_raises, told_by_who_failed
+from robust_dcp.megatron.hooks.options import current_options
 from robust_dcp.megatron.loading.load_strategy import ReaderOfKnownMetadata, read_sharded
 from robust_dcp.megatron.loading.tensor_exchange import Transfer, exchange_tensors
 from robust_dcp.megatron.versions import ShardedBase, ShardedObject
@@ -226,7 +227,9 @@ class _ParallelLoad:
         def decode() -> None:
             for shard, name in names.items():
                 if shard not in self._loaded:
-                    self._loaded[shard] = load_object(objects[name], file=self._directory, item=name)[0]
+                    self._loaded[shard] = load_object(
+                        objects[name], file=self._directory, item=name, trusted=current_options().trusted
+                    )[0]
 
         self._channel.barrier(f"{self._phase}: decode objects", decode)
 

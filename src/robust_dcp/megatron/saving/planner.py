@@ -7,7 +7,7 @@ Owns what is special to them: what the shards say of themselves, and objects tha
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -19,6 +19,7 @@ from robust_dcp.megatron.versions import metadata_attributes_of, nested_values
 from robust_dcp.plan.structure import Attributes
 from robust_dcp.planner import RobustPlanner
 from robust_dcp.planner.describe import DescribedItems
+from robust_dcp.storage.records.objects import Refusal
 
 __all__ = ["MegatronPlanner"]
 
@@ -35,12 +36,21 @@ class MegatronPlanner(RobustPlanner):
         peers: the global ranks of the group over which ``FullyParallelSaveStrategyWrapper`` spreads the writes of this
             rank; ``()`` without it.
         facts: the shards of the state dict that will be given, if they have been looked at already.
+        refused: what of ``common.pt`` a load would refuse, to be told together with what the shards hold.
     """
 
-    def __init__(self, *, peers: Sequence[int] = (), facts: ShardFacts | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        peers: Sequence[int] = (),
+        facts: ShardFacts | None = None,
+        refused: Mapping[str, Refusal] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, **options)
         self._peers = tuple(peers) if len(peers) > 1 else ()
         self._facts = facts
+        self._refused = refused or {}
         self._shards_error: Exception | None = None
         self._shards: SavedShards | None = None
 
@@ -74,6 +84,9 @@ class MegatronPlanner(RobustPlanner):
     def metadata_attributes(self) -> Attributes:
         """What stock Megatron-Core looks for when it loads flattened ranges (0.14)."""
         return metadata_attributes_of({} if self._shards is None else self._shards.translated)
+
+    def refused_before(self) -> Mapping[str, Refusal]:
+        return self._refused
 
     def object_data(self, write_item: WriteItem, value: Any) -> io.BytesIO:
         """Objects come as ``io.BytesIO`` that hold what ``torch.save`` made of them: they are written as they are."""

@@ -8,6 +8,7 @@ with robust_dcp as the planner, ``saving`` and ``save_patches`` write Megatron's
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from robust_dcp.megatron.writing import log_report, say_saves_at_once, writer_fo
 from robust_dcp.plan.session import OnStructureChange
 from robust_dcp.report import SaveReport
 from robust_dcp.storage import RobustWriter
+from robust_dcp.storage.records.objects import Refusal
 
 __all__ = ["RobustSaveStrategy", "write_sharded"]
 
@@ -41,6 +43,7 @@ def write_sharded(
     *,
     parallelization_group: dist.ProcessGroup | None = None,
     facts: ShardFacts | None = None,
+    refused: Mapping[str, Refusal] | None = None,
 ) -> SaveReport:
     """Write and commit the shards of a sharded state dict; all ranks of the group call it.
 
@@ -53,6 +56,7 @@ def write_sharded(
             rank may write what is the main replica of another. ``None`` without it: the main replica is written.
         facts: of the shards of ``sharded_state_dict``, if they are known.
         writer: of ``writer_for``, for a caller that has to take the commit back if what follows fails.
+        refused: what else of this checkpoint a load would refuse, by key.
 
     Raises:
         RobustCheckpointError: on every rank, whichever of them failed.
@@ -67,8 +71,10 @@ def write_sharded(
             planner=MegatronPlanner(
                 peers=() if parallelization_group is None else dist.get_process_group_ranks(parallelization_group),
                 facts=facts,
+                refused=refused,
                 on_structure_change=options.on_structure_change,
                 verify_replicas=options.verify_replicas,
+                on_unloadable_object=options.on_unloadable_object,
             ),
             process_group=process_group,
             timeout_seconds=options.exchange_timeout_seconds,

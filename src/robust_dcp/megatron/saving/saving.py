@@ -40,6 +40,7 @@ from robust_dcp.planner.save import checkpoint_name
 from robust_dcp.storage import RobustWriter
 from robust_dcp.storage.files.disk import PosixDisk
 from robust_dcp.storage.files.paths import directory_path
+from robust_dcp.storage.records.objects import Refusal
 
 __all__ = ["SaveCall", "base_strategy_of", "is_ours", "save_torch_dist"]
 
@@ -128,6 +129,7 @@ class _Prepared:
     sharded: dict[str, Any] = field(default_factory=dict)
     facts: ShardFacts = field(default_factory=lambda: ShardFacts([]))
     common_file: bytes | None = None
+    refused: dict[str, Refusal] = field(default_factory=dict)
     digests: common_state.LeafDigests = field(default_factory=lambda: common_state.LeafDigests({}))
 
 
@@ -166,6 +168,7 @@ def save_torch_dist(call: SaveCall, options: MegatronOptions) -> Any:
             writer,
             parallelization_group=parallelization_group_of(call.sharded_strategy),
             facts=prepared.facts,
+            refused=prepared.refused,
         )
         if strategy is not None and not isinstance(strategy, tuple):
             strategy.last_report = report
@@ -207,6 +210,7 @@ def _prepare_and_validate(call: SaveCall, strategy: Any, channel: Channel, phase
             prepared.facts = shards.plus(common_object)
         elif channel.is_coordinator:
             prepared.common_file = common_state.encode_common(common)
+            prepared.refused = common_state.refused_in(common, prepared.common_file)
         return shards
 
     check, agreement = agree_on_access(

@@ -11,6 +11,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -88,7 +89,8 @@ class Disk(Protocol):
         such thing the file is open all the same, and has no ``alignment``."""
 
     def open_read(self, path: str, *, direct: bool = False) -> OpenFile:
-        """Open an existing file for reading; ``direct`` as for :meth:`open_new`."""
+        """Open an existing regular file for reading; ``direct`` as for :meth:`open_new`. A FIFO, a device or a
+        directory is refused at once."""
 
     def use_page_cache(self, file: OpenFile, why: str) -> None:
         """Go on without O_DIRECT: writes that its ``alignment`` would not allow are allowed from here on."""
@@ -171,7 +173,18 @@ class PosixDisk:
         return _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "create", direct=direct)
 
     def open_read(self, path: str, *, direct: bool = False) -> OpenFile:
-        return _open(path, os.O_RDONLY, "open", direct=direct)
+        # Without waiting: to open a FIFO blocks until somebody writes to it.
+        file = _open(path, os.O_RDONLY | os.O_NONBLOCK, "open")
+        try:
+            _check_regular(file)
+            flags = _call("set flags of", path, fcntl.fcntl, file.fd, fcntl.F_GETFL)
+            _call("set flags of", path, fcntl.fcntl, file.fd, fcntl.F_SETFL, flags & ~os.O_NONBLOCK)
+            if direct:
+                _ask_for_direct(file)
+        except BaseException:
+            self.close(file)
+            raise
+        return file
 
     def use_page_cache(self, file: OpenFile, why: str) -> None:
         flags = _call("set flags of", file.path, fcntl.fcntl, file.fd, fcntl.F_GETFL)
@@ -338,6 +351,23 @@ def _open(path: str, flags: int, operation: str, *, direct: bool = False) -> Ope
         # Not O_DIRECT in open(2): where that is refused, a new file may have been made nevertheless.
         _ask_for_direct(file)
     return file
+
+
+_KINDS: Final = (
+    (stat.S_ISDIR, "a directory", errno.EISDIR),
+    (stat.S_ISFIFO, "a FIFO", errno.EINVAL),
+    (stat.S_ISCHR, "a character device", errno.EINVAL),
+    (stat.S_ISBLK, "a block device", errno.EINVAL),
+    (stat.S_ISSOCK, "a socket", errno.EINVAL),
+)
+
+
+def _check_regular(file: OpenFile) -> None:
+    mode = _call("look at", file.path, os.fstat, file.fd).st_mode
+    for is_kind, name, code in _KINDS:
+        if is_kind(mode):
+            what = f"it is {name}, and the files of a checkpoint are regular files"
+            raise storage_error("open", file.path, OSError(code, what))
 
 
 def _ask_for_direct(file: OpenFile) -> None:

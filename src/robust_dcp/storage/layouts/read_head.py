@@ -40,6 +40,7 @@ _DTYPES: Final[dict[str, torch.dtype]] = {
     if hasattr(torch, dtype)
 }
 _CRC32: Final = re.compile(r"[0-9a-f]{8}")
+_MAX_DIMENSIONS: Final = 64
 _ENTRY_KEYS: Final = {"dtype", "shape", "data_offsets"}
 
 
@@ -232,7 +233,9 @@ def _refuse_holes(tensors: dict[str, StoredTensor], base: int, file_nbytes: int,
 
 
 def _are_sizes(values: Any) -> TypeGuard[list[int]]:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+    # As many, and as large, as torch can hold: to multiply more of them may take for ever.
+    is_short = isinstance(values, list) and len(values) <= _MAX_DIMENSIONS
+    return is_short and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
 
 
 def unusable_file(file: str, expected: str, found: str, item: str | None = None) -> CorruptCheckpoint:

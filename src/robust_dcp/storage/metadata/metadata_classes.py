@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan
 
-from robust_dcp.storage.records.unpickling import PLAIN_CLASSES, all_of
+from robust_dcp.storage.records.unpickling import all_of
 
 __all__ = ["METADATA_CLASSES", "METADATA_STAND_INS", "StorageInfo", "reduce_tensor_properties"]
 
@@ -25,8 +25,7 @@ StorageInfo: Any = filesystem._StorageInfo
 file format: every ``.metadata`` since torch 2.0 names this class."""
 
 METADATA_CLASSES: Final = (
-    PLAIN_CLASSES
-    | all_of(
+    all_of(
         "torch.distributed.checkpoint.metadata",
         "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorStorageMetadata",
     )

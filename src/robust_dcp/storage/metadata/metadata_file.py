@@ -10,7 +10,7 @@ import copyreg
 import io
 import pickle
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any, Final
 
 import torch
@@ -33,7 +33,9 @@ from robust_dcp.storage.metadata.metadata_classes import (
     reduce_tensor_properties,
 )
 from robust_dcp.storage.records.checksum import crc32
-from robust_dcp.storage.records.pickle_scan import check_memo
+from robust_dcp.storage.records.data.dry_run import check_shape
+from robust_dcp.storage.records.data.limits import Budget, text_of
+from robust_dcp.storage.records.pickle_scan import check_lengths
 from robust_dcp.storage.records.unpickling import RestrictedUnpickler
 
 __all__ = ["FORMAT_VERSION", "StorageInfo", "decode_metadata", "encode_metadata", "referenced_files", "trailer_of"]
@@ -46,8 +48,10 @@ _MAGIC: Final = b"\nRDCPMD1"
 # Behind the pickle, where pickle.load does not look: magic, length of the pickle, CRC-32 of the pickle.
 _TRAILER: Final = struct.Struct("<8sQI")
 
-# A file without checksum is scanned before it is unpickled, up to this size: about 1 s. Beyond, that is too dear.
-_SCANNED_NBYTES: Final = 32 << 20
+# Up to this size a file is run through twice, which costs 0.3 s: then its keys, too, are known to be harmless.
+_RUN_TWICE_NBYTES: Final = 1 << 20
+
+_MAX_DIMENSIONS: Final = 64  # of a tensor of torch
 
 _HOW_TO_ALLOW: Final = (
     "if the planner that wrote it keeps objects of that class in planner_data and you trust the file, register the "
@@ -84,7 +88,6 @@ def decode_metadata(data: bytes, file: str) -> Metadata:
         UnsafeCheckpoint: the pickle names classes that do not belong into metadata, or a path leaves the directory.
     """
     pickled = _checked(data, file)
-    has_checksum = pickled is not data
     stream = io.BytesIO(pickled)
     unpickler = RestrictedUnpickler(
         stream,
@@ -92,10 +95,12 @@ def decode_metadata(data: bytes, file: str) -> Metadata:
         allowed=METADATA_CLASSES,
         stand_ins=METADATA_STAND_INS,
         how_to_allow=_HOW_TO_ALLOW,
+        budget=Budget(len(pickled)),
     )
     try:
-        if not has_checksum and len(pickled) <= _SCANNED_NBYTES:
-            check_memo(pickled)
+        check_lengths(pickled)
+        if len(pickled) <= _RUN_TWICE_NBYTES:
+            check_shape(pickled)
         with without_garbage_collection():
             metadata = unpickler.load()
     except UnsafeCheckpoint:
@@ -186,8 +191,10 @@ def _validate_tensor(fqn: str, entry: TensorStorageMetadata, file: str) -> None:
             raise _unexpected(file, f"offsets and sizes of a chunk of {fqn}", chunk)
 
 
-def _are_sizes(values: Iterable[Any]) -> bool:
+def _are_sizes(values: Collection[Any]) -> bool:
     # A loop, and no generator: this is asked three times for each item.
+    if len(values) > _MAX_DIMENSIONS:
+        return False
     for value in values:  # noqa: SIM110
         if type(value) is not int or value < 0:
             return False
@@ -200,7 +207,7 @@ def _expect(valid: bool, file: str, expected: str, found: Any) -> None:
 
 
 def _unexpected(file: str, expected: str, found: Any) -> CorruptCheckpoint:
-    return _corrupt(file, expected, f"{type(found).__name__} {found!r:.200}")
+    return _corrupt(file, expected, f"{type(found).__name__} {text_of(found)}")
 
 
 def _corrupt(file: str, expected: str, found: str) -> CorruptCheckpoint:

@@ -6,7 +6,7 @@ Never reads or decodes an item itself (``read_tasks``, ``read_block``). Called b
 
 from __future__ import annotations
 
-import io
+import os
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -26,10 +26,11 @@ from robust_dcp.storage.layouts.places import PAGE_NBYTES
 from robust_dcp.storage.reading.read_block import BlockItems, Stretch
 from robust_dcp.storage.reading.read_file import ReadFile
 from robust_dcp.storage.reading.read_options import ReadOptions
-from robust_dcp.storage.reading.read_order import SMALL_NBYTES, Read, ReadGroup, in_groups, reads_of
+from robust_dcp.storage.reading.read_order import SMALL_NBYTES, Read, ReadGroup, check_end, in_groups, reads_of
 from robust_dcp.storage.reading.read_tasks import ReadTasks, Stopped
 from robust_dcp.storage.reading.stored_item import takes_bytes
 from robust_dcp.storage.reading.targets import is_flat, may_ask_early, target_of
+from robust_dcp.storage.records.objects import ObjectBytes
 
 __all__ = ["read_items"]
 
@@ -128,6 +129,8 @@ class _Load:
             self._finish_first()
         self._make_room(self._block_nbytes)
         file = self._open(group.reads[0])
+        for read in group.reads:
+            check_end(read, file)
         block = self._blocks.take()
         targets = self._targets_of(group)
         result = self._tasks.read_group(group, targets, block, file)
@@ -153,6 +156,7 @@ class _Load:
         nbytes = 0 if is_straight else read.nbytes
         self._make_room(nbytes)
         file = self._open(read)
+        check_end(read, file)
         targets = None if target is None else [target]
         self._append(_Pending([read], self._tasks.read_single(read, target, file), nbytes, targets))
 
@@ -193,7 +197,8 @@ class _Load:
 
     def _hand_over(self, read: Read, target: torch.Tensor | None, result: Any) -> None:
         if read.item.type == LoadItemType.BYTE_IO:
-            self._planner.load_bytes(read.item, io.BytesIO(result))
+            path = os.path.join(self._directory, read.relative_path)
+            self._planner.load_bytes(read.item, ObjectBytes(result, path))
             return
         if target is None:
             target = self._resolve(read.item)

@@ -18,8 +18,9 @@ from robust_dcp.storage.files.garbage import without_garbage_collection
 from robust_dcp.storage.files.paths import METADATA_NAME
 from robust_dcp.storage.layouts.read_head import FileHead, StoredTensor
 from robust_dcp.storage.metadata.metadata_file import StorageInfo
+from robust_dcp.storage.reading.read_file import ReadFile
 
-__all__ = ["SMALL_NBYTES", "Read", "ReadGroup", "in_groups", "name_of", "reads_of"]
+__all__ = ["SMALL_NBYTES", "Read", "ReadGroup", "check_end", "in_groups", "name_of", "reads_of"]
 
 SMALL_NBYTES: Final = 64 << 10
 """Reading all of an item of this length takes no longer than reading a part of it; and a gap of it is read over."""
@@ -133,6 +134,23 @@ def in_groups(reads: Sequence[Read], block_nbytes: int) -> Iterator[Read | ReadG
         end = max(end, read_end)
     if group:
         yield ReadGroup(group, path, start, end)
+
+
+def check_end(read: Read, file: ReadFile) -> None:
+    """Before anything is allocated for it: the file must hold all of the item.
+
+    Raises:
+        CorruptCheckpoint: it ends before.
+    """
+    if read.offset + read.nbytes > file.nbytes:
+        raise CorruptCheckpoint(
+            f"item {read.name!r} in {file.path} is damaged: expected {read.nbytes} bytes at offset {read.offset}, "
+            f"found a file of {file.nbytes} bytes; take another checkpoint, or restore the file",
+            file=file.path,
+            item=read.name,
+            expected=f"{read.nbytes} bytes at offset {read.offset}",
+            found=f"a file of {file.nbytes} bytes",
+        )
 
 
 def _place(read: Read) -> tuple[str, int]:

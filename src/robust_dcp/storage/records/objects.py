@@ -1,65 +1,53 @@
-"""Items that are no tensors (DCP's BYTE_IO): loaded, or checked before somebody else loads them.
+"""Items that are no tensors (DCP's BYTE_IO): loaded as data, or checked before somebody else loads them.
 
-Owns which classes an object in a checkpoint may hold. A planner that gets the bytes calls ``torch.load`` with
-``weights_only=False``, as stock's does: so bytes that would run code must be found here. Called by the reader.
+Owns the verdict: one rule for all that is saved, checked and loaded, and the errors that name file and item. A planner
+that gets the bytes calls ``torch.load`` with ``weights_only=False``, as stock's does: so bytes that would run code, or
+ask for memory that they do not hold, must be found here. Called by the reader, and by the planner when it saves.
 """
 
 from __future__ import annotations
 
 import io
-import pickle
-import tarfile
-from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
-from typing import IO, Any, ClassVar, Final
+from typing import Any, Final, NamedTuple
 
-import numpy as np
 import torch
 
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
-from robust_dcp.storage.records.unpickling import PLAIN_CLASSES, ClassName, RestrictedUnpickler, all_of
+from robust_dcp.storage.records.archives import ZIP_MAGIC, OtherFormat, load_data
+from robust_dcp.storage.records.data.limits import NotData
+from robust_dcp.storage.records.data.names import registered_by_user
+from robust_dcp.storage.records.parse_record import zip_members
+from robust_dcp.storage.records.pickle_scan import is_inert
 
-__all__ = ["OBJECT_CLASSES", "check_object", "load_object"]
+__all__ = ["ObjectBytes", "Refusal", "check_object", "load_object", "not_an_object", "refusal_of", "registered_names"]
 
-OBJECT_CLASSES: Final = (
-    PLAIN_CLASSES
-    # What tensors, parameters and storages are rebuilt with: the same functions that weights_only=True allows.
-    | all_of(
-        "torch._utils",
-        "_rebuild_parameter _rebuild_parameter_with_state _rebuild_qtensor _rebuild_sparse_tensor _rebuild_tensor "
-        "_rebuild_tensor_v2 _rebuild_tensor_v3",
-    )
-    | all_of("torch", "Tensor device")
-    | all_of("torch.nn.parameter", "Parameter")
-    | all_of("torch.serialization", "_get_layout")
-    | all_of("torch.storage", "UntypedStorage")
-    | all_of("_io", "BytesIO")
-    | all_of("argparse", "Namespace")
-    | all_of("datetime", "date datetime time timedelta timezone")
-    | all_of("decimal", "Decimal")
-    | all_of("fractions", "Fraction")
-    | all_of("types", "SimpleNamespace")
-    | all_of("uuid", "UUID")
-    | all_of("_codecs", "encode")  # how protocol 2 holds bytes
-    | all_of("numpy", "dtype ndarray")
+_HOW_TO_ALLOW: Final = (
+    "if you trust it, register the class with torch.serialization.add_safe_globals([...]), or pass trusted=True to "
+    "load whatever the checkpoint holds"
 )
-"""Data without behaviour: loading an object of these classes runs no code of its author. Enums and classes of your
-own are registered with ``torch.serialization.add_safe_globals``."""
+_LARGE_NBYTES: Final = 64 << 10
+_ZIP_END_MAGIC: Final = b"PK\x05\x06"
+_ZIP_END_NBYTES: Final = 22
+_TAR_MAGIC_AT: Final = 257
+_TAR: Final = "a tar archive, PyTorch's format before 0.1.10, which cannot be read safely"
 
 
-def _stand_ins() -> dict[ClassName, Any]:
-    """What is pickled under names that differ between versions of Python and NumPy, or belong to another system."""
-    paths: dict[str, type[PurePath]] = {"PurePosixPath": PurePosixPath, "PureWindowsPath": PureWindowsPath}
-    paths |= {"PosixPath": PurePosixPath, "WindowsPath": PureWindowsPath, type(Path()).__name__: type(Path())}
-    numpy = {"_reconstruct": np.empty(0).__reduce__()[0], "scalar": np.float64(0).__reduce__()[0]}
-    return {
-        **{(module, name): path for module in ("pathlib", "pathlib._local") for name, path in paths.items()},
-        **{(f"numpy.{core}.multiarray", name): value for core in ("core", "_core") for name, value in numpy.items()},
-    }
+class ObjectBytes(io.BytesIO):
+    """The bytes of an object on their way to a planner, and the file that they come from."""
+
+    def __init__(self, data: bytes, file: str) -> None:
+        super().__init__(data)
+        self.file = file
 
 
-_STAND_INS: Final = _stand_ins()
-_ZIP_MAGIC: Final = b"PK\x03\x04"
-_TORCHSCRIPT_MEMBER: Final = "constants.pkl"  # by this torch.load recognises a program, and would start to load it
+class Refusal(NamedTuple):
+    """Why an object cannot be loaded: ``what`` it needs that is refused, and ``why``."""
+
+    what: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.what}, {self.why}"
 
 
 def load_object(data: bytes | io.BytesIO, *, file: str, item: str, trusted: bool = False) -> Any:
@@ -74,101 +62,93 @@ def load_object(data: bytes | io.BytesIO, *, file: str, item: str, trusted: bool
         The object, its tensors on the CPU.
 
     Raises:
-        UnsafeCheckpoint: it needs a class that is neither in :data:`OBJECT_CLASSES` nor registered by the user.
-        CorruptCheckpoint: these are not the bytes of a ``torch.save``.
+        UnsafeCheckpoint: it needs a class that is neither known to be data nor registered by the user.
+        CorruptCheckpoint: these are not the bytes of a ``torch.save``, or ask for more than they hold.
     """
-    view = data.getvalue() if isinstance(data, io.BytesIO) else data
+    view = _bytes_of(data)
     try:
         if trusted:
             return torch.load(io.BytesIO(view), map_location="cpu", weights_only=False)
-        return _load_restricted(view, file, item)
+        if _is_tar(view):
+            raise UnsafeCheckpoint(f"item {item!r} in {file} is {_TAR}", file=file, what="a tar archive")
+        return load_data(view)
     except UnsafeCheckpoint:
         raise
+    except NotData as error:
+        raise _unsafe(file, item, Refusal(error.what, error.why)) from error
     except Exception as error:  # broken bytes raise almost anything
-        raise _corrupt(file, item, error) from error
+        raise not_an_object(error, file=file, item=item) from error
 
 
 def check_object(data: bytes | io.BytesIO, *, file: str, item: str) -> None:
-    """Make sure that ``torch.load(weights_only=False)`` of ``data`` runs no code.
+    """Make sure that ``torch.load(weights_only=False)`` of ``data`` runs no code, and takes no more than it holds.
 
     Bytes that ``torch.load`` cannot read in any of its formats pass: a planner of its own gave them a meaning.
 
     Raises:
-        UnsafeCheckpoint: as :func:`load_object`.
-        CorruptCheckpoint: these are the damaged bytes of a ``torch.save``.
+        UnsafeCheckpoint, CorruptCheckpoint: as :func:`load_object`.
     """
-    view = data.getvalue() if isinstance(data, io.BytesIO) else data
+    view = _bytes_of(data)
+    is_torchs = view[:4] == ZIP_MAGIC or view[-_ZIP_END_NBYTES:][:4] == _ZIP_END_MAGIC
+    is_lost = bool(view) and not view.strip(b"\0")  # a file system that lost power gives zeros back
     try:
-        _load_restricted(view, file, item)
-    except UnsafeCheckpoint:
-        raise
-    except Exception as error:
-        # A zip is a torch.save. Of other bytes the loader has seen as much as an unrestricted one would before it
-        # fails in the same place: nothing that it named was refused.
-        if view[:4] == _ZIP_MAGIC:
-            raise _corrupt(file, item, error) from error
+        load_object(view, file=file, item=item)
+    except CorruptCheckpoint as error:
+        # An unrestricted unpickler has seen no more of it, or stops before it could import, call or allocate anything.
+        if is_torchs or is_lost or not (isinstance(error.__cause__, OtherFormat) or is_inert(view)):
+            raise
 
 
-def _load_restricted(data: bytes, file: str, item: str) -> Any:
-    """``torch.load`` with nothing but data, first by its own rules, then by :data:`OBJECT_CLASSES`."""
-    if data[:4] == _ZIP_MAGIC:
-        if _TORCHSCRIPT_MEMBER in torch._C.PyTorchFileReader(io.BytesIO(data)).get_all_records():
-            raise _unsafe(file, item, "a TorchScript archive: a program")
-        try:
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError:
-            pass  # refused, or not understood: torch's own list has neither a defaultdict nor NumPy
-    elif _is_tar(data):
-        raise _unsafe(file, item, "a tar archive, PyTorch's format before 0.1.10, which cannot be read safely")
-    module = _PickleModule(f"item {item!r} in {file}")
-    return torch.load(io.BytesIO(data), map_location="cpu", pickle_module=module, weights_only=False)
+def refusal_of(data: bytes | io.BytesIO) -> Refusal | None:
+    """Why :func:`check_object` would refuse what a pickler has just made; ``None`` if it would not."""
+    view = _bytes_of(data)
+    if len(view) > _LARGE_NBYTES and _is_plain(view):
+        return None
+    try:
+        check_object(data, file="", item="")
+    except UnsafeCheckpoint as error:
+        cause = error.__cause__
+        return Refusal(cause.what, cause.why) if isinstance(cause, NotData) else Refusal(str(error.what), error.message)
+    except CorruptCheckpoint as error:
+        return Refusal("what was pickled", str(error.found))
+    return None
 
 
-class _PickleModule:
-    """What ``torch.load`` uses of the module ``pickle``, restricted."""
-
-    __name__ = "robust_dcp.storage.records.objects"
-
-    def __init__(self, source: str) -> None:
-        # torch.load derives a class from this one and makes it with (stream, encoding=...).
-        self.Unpickler = type("Unpickler", (_ObjectUnpickler,), {"source": source})
-
-    def load(self, stream: IO[bytes], encoding: str = "ASCII") -> Any:
-        return self.Unpickler(stream, encoding=encoding).load()
+def _is_plain(data: bytes) -> bool:
+    """Whether an archive's pickle names nothing at all: numbers, text, lists, dicts. Found without building it."""
+    try:
+        pickled = zip_members(data)["data.pkl"]
+    except (ValueError, KeyError):
+        return False
+    return is_inert(data[pickled.offset : pickled.offset + pickled.nbytes])
 
 
-class _ObjectUnpickler(RestrictedUnpickler):
-    source: ClassVar[str]
+def registered_names() -> frozenset[str]:
+    """Full names of what the user has registered with ``torch.serialization.add_safe_globals``."""
+    return frozenset(registered_by_user())
 
-    def __init__(self, stream: IO[bytes], encoding: str = "ASCII") -> None:
-        super().__init__(
-            stream,
-            encoding=encoding,
-            file=self.source,
-            allowed=OBJECT_CLASSES,
-            stand_ins=_STAND_INS,
-            how_to_allow="if you trust it, register the class with torch.serialization.add_safe_globals([...]), or "
-            "pass trusted=True to load whatever the checkpoint holds",
-        )
+
+def _bytes_of(data: bytes | io.BytesIO) -> bytes:
+    return data.getvalue() if isinstance(data, io.BytesIO) else data
 
 
 def _is_tar(data: bytes) -> bool:
-    try:
-        tarfile.open(fileobj=io.BytesIO(data), mode="r:").close()
-    except tarfile.TarError:
-        return False
-    return True
+    return data[_TAR_MAGIC_AT : _TAR_MAGIC_AT + 5] == b"ustar" and data[:4] != ZIP_MAGIC
 
 
-def _unsafe(file: str, item: str, what: str) -> UnsafeCheckpoint:
-    return UnsafeCheckpoint(f"item {item!r} in {file} is {what}", file=file, what=what)
+def _unsafe(file: str, item: str, refusal: Refusal) -> UnsafeCheckpoint:
+    return UnsafeCheckpoint(
+        f"item {item!r} in {file} asks for {refusal}, and is refused; {_HOW_TO_ALLOW}", file=file, what=refusal.what
+    )
 
 
-def _corrupt(file: str, item: str, error: Exception) -> CorruptCheckpoint:
+def not_an_object(error: Exception, *, file: str, item: str) -> CorruptCheckpoint:
+    """The error for bytes that are no object, told by ``error``."""
+    found = f"{type(error).__name__}: {error!s:.300}"
     return CorruptCheckpoint(
-        f"item {item!r} in {file} is not what torch.save wrote: {type(error).__name__}: {error}",
+        f"item {item!r} in {file} is not what torch.save wrote: {found}",
         file=file,
         item=item,
         expected="the bytes of a torch.save",
-        found=f"{type(error).__name__}: {error}",
+        found=found,
     )

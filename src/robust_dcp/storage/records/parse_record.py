@@ -20,7 +20,7 @@ import torch
 
 from robust_dcp.storage.records.torch_zip import contiguous_strides, sample_pickle
 
-__all__ = ["ParsedRecord", "parse_record"]
+__all__ = ["ParsedRecord", "ZipMember", "parse_record", "zip_members"]
 
 ReadRange = Callable[[int, int], bytes]
 """``read(offset, nbytes)``: bytes of the record; fewer, or none, past its end."""
@@ -94,6 +94,40 @@ class _NotPlain(Exception):
     pass
 
 
+class ZipMember(NamedTuple):
+    """A member of a zip archive: where its bytes lie, and their CRC-32 (0 if none was computed)."""
+
+    offset: int
+    nbytes: int
+    crc32: int
+
+
+def zip_members(data: bytes) -> dict[str, ZipMember]:
+    """The members of a ``torch.save`` archive by name, without the archive's own folder.
+
+    Raises:
+        ValueError: this is no archive as ``torch.save`` writes it: members are compressed or encrypted, lie outside of
+            it or over each other, or two have one name.
+    """
+    window = _Window(lambda offset, nbytes: data[offset : offset + nbytes], len(data))
+    try:
+        found, _ = _members(window, max_directory_nbytes=len(data))
+        members = {
+            name: ZipMember(_data_offset(window, member), member.nbytes, member.crc32) for name, member in found.items()
+        }
+    except (_NotPlain, struct.error, IndexError) as error:
+        text = str(error) or "it is cut off, or its directory is damaged"
+        raise ValueError(f"no zip archive as torch.save writes it: {text}") from None
+    end = 0
+    for member in sorted(members.values()):
+        if member.offset < end or member.offset + member.nbytes > len(data):
+            raise ValueError(
+                "no zip archive as torch.save writes it: its members lie over each other, or outside of it"
+            )
+        end = member.offset + member.nbytes
+    return members
+
+
 class _Window:
     """The record's bytes, with its beginning and its end read once."""
 
@@ -162,7 +196,7 @@ def _unread(members: dict[str, _Member], data_offset: int) -> tuple[tuple[int, i
     return tuple(sorted((start, start + 4) for start in starts))
 
 
-def _members(window: _Window) -> tuple[dict[str, _Member], int]:
+def _members(window: _Window, max_directory_nbytes: int = _MAX_DIRECTORY_NBYTES) -> tuple[dict[str, _Member], int]:
     """The archive's directory, by name without the archive's own folder, and where it begins."""
     end_at = window.nbytes - _END.size
     magic, count, directory_nbytes, directory_at, comment = _END.unpack(window.bytes_at(end_at, _END.size))
@@ -176,7 +210,7 @@ def _members(window: _Window) -> tuple[dict[str, _Member], int]:
             magic, count, directory_nbytes, directory_at = end64
             if magic != b"PK\x06\x06":
                 raise _NotPlain
-    if directory_nbytes > _MAX_DIRECTORY_NBYTES:
+    if directory_nbytes > max_directory_nbytes:
         raise _NotPlain
     directory = window.bytes_at(directory_at, directory_nbytes)
     members: dict[str, _Member] = {}
@@ -184,7 +218,7 @@ def _members(window: _Window) -> tuple[dict[str, _Member], int]:
     for _ in range(count):
         name, member, at = _directory_entry(directory, at, directory_at)
         if name in members:  # readers differ in which of two they take
-            raise _NotPlain
+            raise _NotPlain("two members have one name")
         members[name] = member
     return members, directory_at
 
@@ -193,7 +227,7 @@ def _directory_entry(directory: bytes, at: int, directory_at: int) -> tuple[str,
     fields = _CENTRAL_HEADER.unpack_from(directory, at)
     magic, flags, method, crc32, stored_nbytes, nbytes, name_nbytes, extra_nbytes, comment_nbytes, header_at = fields
     if magic != b"PK\x01\x02" or method != 0 or flags & 1:  # stored, not compressed; not encrypted
-        raise _NotPlain
+        raise _NotPlain("a member is compressed or encrypted")
     crc32_at = directory_at + at + _CENTRAL_CRC32_AT
     at += _CENTRAL_HEADER.size
     name = directory[at : at + name_nbytes].decode("ascii").partition("/")[2]

@@ -1,11 +1,13 @@
-"""An unpickler that builds only what is on a list, and leaves no traces in what it has built from.
+"""Python's unpickler, held to what is on a list; it leaves no traces in what it has built from.
 
 Owns the refusal: which class, in which file, and what to do about it. Never decides what belongs on a list; that is
-``metadata_classes`` for ``.metadata`` and ``objects`` for items that are no tensors.
+``metadata_classes``. Used for ``.metadata`` alone, which is long and regular; objects are read by ``data``, which knows
+more kinds and bounds each of them.
 """
 
 from __future__ import annotations
 
+import _compat_pickle
 import enum
 import importlib
 import pickle
@@ -14,11 +16,13 @@ from types import FunctionType, SimpleNamespace
 from typing import IO, Any, Final, cast
 
 import torch
-from torch.serialization import get_safe_globals
 
 from robust_dcp.errors import UnsafeCheckpoint
+from robust_dcp.storage.records.data import python_kinds, tensors
+from robust_dcp.storage.records.data.limits import Budget
+from robust_dcp.storage.records.data.names import registered_by_user
 
-__all__ = ["PLAIN_CLASSES", "RestrictedUnpickler", "all_of"]
+__all__ = ["RestrictedUnpickler", "all_of"]
 
 ClassName = tuple[str, str]
 """Module and qualified name, as a pickle holds them."""
@@ -29,16 +33,26 @@ def all_of(module: str, names: str) -> frozenset[ClassName]:
     return frozenset((module, name) for name in names.split())
 
 
-# Containers and numbers of Python that hold data and do nothing when they are made.
-PLAIN_CLASSES: Final = (
-    all_of("builtins", "bool bytearray bytes complex dict float frozenset int list range set slice str tuple")
+# Containers and numbers of Python that hold data. Not `range`, of which a few bytes make a list of any length.
+_PLAIN: Final = (
+    all_of("builtins", "bool bytearray bytes complex dict float frozenset int list set slice str tuple")
     | all_of("collections", "Counter OrderedDict defaultdict deque")
     | all_of("torch", "Size")
 )
 
-# Pickles of protocol 2 and older, torch.save's among them, hold Python 2's names.
-_PYTHON2_MODULES: Final = {"__builtin__": "builtins", "copy_reg": "copyreg"}
-_PYTHON2_NAMES: Final = {("__builtin__", "xrange"): "range", ("__builtin__", "unicode"): "str"}
+
+class _Bounded:
+    """Stands for a plain class: builds its objects as ``data`` does, of exact types and within the budget."""
+
+    def __init__(self, kind: Any, budget: Budget) -> None:
+        self.kind = kind
+        self._budget = budget
+
+    def __call__(self, *arguments: Any) -> Any:
+        given = tuple(argument.kind if isinstance(argument, _Bounded) else argument for argument in arguments)
+        build = python_kinds.BUILT_BY_CALL.get(self.kind) or tensors.BUILT_BY_CALL[self.kind]
+        return build(given, self._budget)
+
 
 # Values of these are named in a pickle like classes, but can neither be called nor changed.
 _CONSTANT_TYPES: Final = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
@@ -57,9 +71,10 @@ class RestrictedUnpickler(pickle.Unpickler):
     Args:
         stream: the pickle; on success it stands right behind it.
         file: what is being read, for errors.
-        allowed: names of classes and functions that may be imported and called.
+        allowed: names of classes and functions that may be imported and called, beside Python's plain ones.
         stand_ins: what to use in place of a named class; such a class is not imported.
         how_to_allow: the end of the sentence "... is refused; " in errors.
+        budget: what the file may ask for beyond its own length.
         encoding: of strings that Python 2 pickled.
 
     Constants of torch (dtypes and the like) and what the user has registered with
@@ -78,6 +93,7 @@ class RestrictedUnpickler(pickle.Unpickler):
         allowed: frozenset[ClassName],
         stand_ins: Mapping[ClassName, Any],
         how_to_allow: str,
+        budget: Budget,
         encoding: str = "ASCII",
     ) -> None:
         # Without readinto and peek: the C unpickler then takes exactly what it needs, so that the stream stands behind
@@ -88,16 +104,20 @@ class RestrictedUnpickler(pickle.Unpickler):
         self._allowed = allowed
         self._stand_ins = stand_ins
         self._how_to_allow = how_to_allow
-        self._registered = _registered_by_user()
+        self._registered = registered_by_user()
         self._before: dict[int, tuple[Any, dict[str, Any]]] = {}
+        self._budget = budget
 
     def find_class(self, module: str, name: str) -> Any:
-        name = _PYTHON2_NAMES.get((module, name), name)
-        module = _PYTHON2_MODULES.get(module, module)
+        if (module, name) in _compat_pickle.NAME_MAPPING:  # pickles of protocol 2 and older hold Python 2's names
+            module, name = _compat_pickle.NAME_MAPPING[module, name]
+        module = _compat_pickle.IMPORT_MAPPING.get(module, module)
         key = (module, name)
         found: Any
         if key in self._stand_ins:
             found = self._stand_ins[key]
+        elif key in _PLAIN:
+            return _Bounded(_imported(module, name), self._budget)
         elif key in self._allowed:
             found = _imported(module, name)
         elif f"{module}.{name}" in self._registered:
@@ -167,15 +187,3 @@ def _imported(module: str, name: str) -> Any:
     for part in name.split("."):
         found = getattr(found, part)
     return found
-
-
-def _registered_by_user() -> dict[str, Any]:
-    """What ``torch.serialization.add_safe_globals`` was given, by full name."""
-    registered: dict[str, Any] = {}
-    for entry in get_safe_globals():
-        if isinstance(entry, tuple):
-            found, path = entry
-        else:
-            found, path = entry, f"{entry.__module__}.{entry.__qualname__}"
-        registered[path] = found
-    return registered

@@ -1,0 +1,121 @@
+"""Objects that are saved and that a load would refuse: found by the rule of the load, told in one warning or one error.
+
+Owns what one rank has found in one save, and the words for it. ``RobustPlanner`` hands it the bytes of each object as
+they are made; the session brings together what all ranks have found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from robust_dcp.errors import UnsafeCheckpoint, ranks_in_words
+from robust_dcp.storage.records.objects import Refusal, refusal_of, registered_names
+
+__all__ = ["OnUnloadableObject", "UnloadableObjects", "report_unloadable"]
+
+OnUnloadableObject = Literal["warn", "error", "ignore"]
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = 8
+_MAX_VERDICTS = 10_000
+
+
+class _Verdicts:
+    """What has been found of bytes before: most objects are saved again as they were."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, Refusal | None] = OrderedDict()
+        self._registered: frozenset[str] = frozenset()
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """A save begins: with other classes registered, what was refused may be allowed now, and the reverse."""
+        registered = registered_names()
+        if registered != self._registered:
+            self._known.clear()
+            self._registered = registered
+
+    def of(self, data: bytes) -> Refusal | None:
+        digest = hashlib.blake2b(data, digest_size=16).digest()
+        with self._lock:  # threads of the writer ask
+            if digest in self._known:
+                return self._known[digest]
+        verdict = refusal_of(data)
+        with self._lock:
+            self._known[digest] = verdict
+            if len(self._known) > _MAX_VERDICTS:
+                self._known.popitem(last=False)
+        return verdict
+
+
+_VERDICTS = _Verdicts()
+
+
+class UnloadableObjects:
+    """What one rank has found in one save. Threads of the writer add to it.
+
+    Args:
+        mode: what is to be done about it.
+        known: what was found before the save began, by key.
+    """
+
+    def __init__(self, mode: OnUnloadableObject = "warn", known: Mapping[str, Refusal] | None = None) -> None:
+        self.mode: OnUnloadableObject = mode
+        _VERDICTS.begin()
+        self.found: dict[str, str] = {key: str(refusal) for key, refusal in (known or {}).items()}
+
+    def look_at(self, key: str, data: io.BytesIO) -> None:
+        """Judge the bytes of one object."""
+        if self.mode == "ignore":
+            return
+        refusal = _VERDICTS.of(data.getvalue())
+        if refusal is not None:
+            self.found[key] = str(refusal)
+
+    def raise_if_forbidden(self, checkpoint: str) -> None:
+        """Raise :class:`UnsafeCheckpoint` in mode ``"error"`` if there is anything."""
+        if self.mode == "error" and self.found:
+            told = _in_words({key: (why, ()) for key, why in self.found.items()})
+            raise UnsafeCheckpoint(
+                f'{checkpoint} is not saved (on_unloadable_object="error"): {told}', what=next(iter(self.found))
+            )
+
+
+def report_unloadable(checkpoint: str, found: Iterable[tuple[int, Mapping[str, str]]]) -> dict[str, str]:
+    """Warn, once for all ranks, of what each of them has found; on the coordinator.
+
+    Args:
+        found: (rank, why by key).
+
+    Returns:
+        Why, by key.
+    """
+    together: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for rank, keys in found:
+        for key, why in keys.items():
+            told, ranks = together.get(key, (why, ()))
+            together[key] = (told, (*ranks, rank))
+    if together:
+        logger.warning("%s is saved, but cannot be loaded as it is: %s", checkpoint, _in_words(together))
+    return {key: why for key, (why, _) in together.items()}
+
+
+def _in_words(found: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
+    shown = [
+        f"{key!r} needs {why}" + (f" ({ranks_in_words(list(ranks))})" if ranks else "")
+        for key, (why, ranks) in sorted(found.items())[:_SHOWN]
+    ]
+    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return (
+        f"a load refuses {len(found)} object(s) of it: {'; '.join(shown)}{more}. Save plain values in their place "
+        "(numbers, text, lists, dicts, tensors), register the classes with torch.serialization.add_safe_globals([...]) "
+        "in the program that saves and in the one that loads, or load with trusted=True, which runs whatever code a "
+        "checkpoint names"
+    )

@@ -1,0 +1,43 @@
+"""Small files that are read as a whole: Megatron's, beside a checkpoint.
+
+Owns that one is a regular file of a bounded length before anything is allocated for it.
+"""
+
+from __future__ import annotations
+
+from errno import ENOENT
+
+from robust_dcp.errors import CorruptCheckpoint, StorageError
+from robust_dcp.storage.files.disk import Disk
+
+__all__ = ["read_whole_file"]
+
+
+def read_whole_file(disk: Disk, path: str, max_nbytes: int) -> bytes | None:
+    """The bytes of a file; ``None`` if there is none.
+
+    Raises:
+        StorageError: it is no regular file, or cannot be read.
+        CorruptCheckpoint: it is longer than ``max_nbytes``.
+    """
+    try:
+        opened = disk.open_read(path)
+    except StorageError as error:
+        if error.errno == ENOENT:
+            return None
+        raise
+    try:
+        nbytes = disk.size(path)
+        if nbytes > max_nbytes:
+            raise CorruptCheckpoint(
+                f"{path} cannot be used: expected at most {max_nbytes} bytes, found {nbytes}; take another checkpoint, "
+                "or restore the file",
+                file=path,
+                expected=f"at most {max_nbytes} bytes",
+                found=f"{nbytes} bytes",
+            )
+        buffer = bytearray(nbytes)
+        found = disk.pread_into(opened, buffer, 0)
+    finally:
+        disk.close(opened)
+    return bytes(buffer[:found])

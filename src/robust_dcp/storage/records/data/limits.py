@@ -1,0 +1,194 @@
+"""What a pickle may ask for: no more than a small multiple of its own length, and nothing that takes long to hash.
+
+Owns the errors of this package, the budget of one pickle, the cost of a key and the depth of what was built. Called by
+``machine`` and by the builders.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import decimal
+import enum
+import fractions
+import pathlib
+import uuid
+from collections.abc import Iterable
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+__all__ = ["MAX_DEPTH", "Budget", "Malformed", "NotData", "Opaque", "check_depth", "check_key", "text_of"]
+
+MAX_DEPTH: Final = 5_000
+"""How deep values may be nested. Python frees nested objects recursively, and the C stack ends at about 40,000."""
+
+_UNITS: Final = 1_000_000
+_UNITS_PER_BYTE: Final = 16
+"""A pickle of n bytes may make copies of, or hash, so many elements beyond those that stand in it."""
+
+_MAX_NESTED: Final = 1_000
+
+_MAX_KEY_NODES: Final = 10_000
+_MAX_KEY_DEPTH: Final = 100
+_LARGE_INT: Final = (1 << 61) - 1  # from here on integers share hashes with smaller ones
+
+# Their hash is computed by C code or by the standard library, in a time that their own length limits.
+_HASHED_BY_PYTHON: Final = frozenset(
+    {bool, bytes, complex, float, int, range, str, type(None), decimal.Decimal, fractions.Fraction, uuid.UUID}
+    | {datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone}
+    | {pathlib.PurePosixPath, pathlib.PureWindowsPath, type(pathlib.Path())}
+    | {torch.Size, torch.device, torch.dtype, torch.layout, torch.memory_format}
+)
+
+
+class Opaque:
+    """Stands for a value of which only the contents matter, as far as they are nested."""
+
+    __slots__ = ("held",)
+
+    def __init__(self) -> None:
+        self.held: list[Any] = []
+
+    def extend(self, values: Iterable[Any]) -> None:
+        self.held.extend(values)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.held.append(value)
+
+
+class NotData(Exception):
+    """A pickle needs something that is not known to be data: ``what`` it is, and ``why`` not, for a message."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what}, {why}")
+        self.what = what
+        self.why = why
+
+
+class Malformed(ValueError):
+    """No writer makes such a pickle: it is damaged, or made to do harm."""
+
+
+class Budget:
+    """What is left of what one pickle of ``nbytes`` bytes may ask for beyond its own length."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._left = _UNITS + _UNITS_PER_BYTE * nbytes
+        self._nested_left = _MAX_NESTED
+
+    def nest(self) -> None:
+        """Put a value into another of its kind, of a kind that is freed recursively without bound: an array of objects,
+        a ``defaultdict``. There may be so many levels of them as there are of these."""
+        self._nested_left -= 1
+        if self._nested_left < 0:
+            raise Malformed("it nests too many arrays or defaultdicts into each other")
+
+    def spend(self, units: int) -> None:
+        """Take ``units``, or raise :class:`Malformed`."""
+        self._left -= units
+        if self._left < 0:
+            raise Malformed("it asks for far more memory or time than a pickle of its length can need")
+
+
+def check_key(key: Any, budget: Budget, n_held: int) -> None:
+    """Make sure that hashing ``key`` runs nobody's code and takes no longer than the key is long.
+
+    Args:
+        key: of a dict or an element of a set.
+        n_held: keys that are there already, which one with the same hash is compared with.
+
+    Raises:
+        NotData: it is of a class that hashes by code of its own.
+        Malformed: it is nested too deeply, or in too many ways.
+    """
+    kind = type(key)
+    if kind is str:
+        return
+    if kind is int:
+        if not -_LARGE_INT < key < _LARGE_INT:
+            budget.spend(n_held)
+        return
+    nodes = _hashed_nodes(key, 0, 0)
+    budget.spend(nodes if nodes == 1 else nodes + n_held // 64)
+
+
+def _hashed_nodes(key: Any, depth: int, nodes: int) -> int:
+    nodes += 1
+    if nodes > _MAX_KEY_NODES or depth > _MAX_KEY_DEPTH:
+        raise Malformed("a key is a tuple nested too deeply, or in too many ways, to be hashed")
+    kind = type(key)
+    if kind in _HASHED_BY_PYTHON or kind is Opaque:
+        return nodes
+    if issubclass(kind, tuple) and kind.__hash__ is tuple.__hash__:
+        for element in tuple.__iter__(key):
+            nodes = _hashed_nodes(element, depth + 1, nodes)
+        return nodes
+    if kind is frozenset:  # whose elements were checked when it was made, and which remembers its hash
+        return nodes + len(key)
+    if issubclass(kind, enum.Enum) and kind.__hash__ in (enum.Enum.__hash__, int.__hash__, str.__hash__):
+        return nodes
+    if isinstance(key, type):
+        return nodes
+    if kind in (list, dict, set, bytearray, collections.OrderedDict):
+        raise Malformed(f"a key is a {kind.__name__}, which cannot be hashed")
+    raise NotData(f"{kind.__module__}.{kind.__qualname__}", "which is the key of a dict and hashes by code of its own")
+
+
+def check_depth(root: Any) -> None:
+    """Raise :class:`Malformed` if ``root`` is nested more than :data:`MAX_DEPTH` deep. Does not recurse itself."""
+    depths: dict[int, int] = {}
+    stack: list[tuple[Any, Any, int]] = [(root, iter(_children(root)), 1)]
+    while stack:
+        value, children, depth = stack.pop()
+        for child in children:
+            if type(child) in _LEAVES:
+                continue
+            known = depths.get(id(child))
+            if known is None:
+                depths[id(child)] = 0  # also for a child that contains itself
+                stack.append((value, children, depth))
+                stack.append((child, iter(_children(child)), 1))
+                break
+            depth = max(depth, known + 1)
+        else:
+            depths[id(value)] = depth
+            if depth > MAX_DEPTH or len(stack) > MAX_DEPTH:
+                raise Malformed(f"its values are nested more than {MAX_DEPTH} deep")
+            if stack:
+                parent, rest, of_parent = stack.pop()
+                stack.append((parent, rest, max(of_parent, depth + 1)))
+
+
+_LEAVES: Final = frozenset({bool, bytes, complex, float, int, str, type(None)})
+_SEQUENCES: Final = (tuple, list, set, frozenset, collections.deque)
+
+
+def _children(value: Any) -> Any:
+    if isinstance(value, _SEQUENCES):
+        children: Any = value
+    elif isinstance(value, dict):
+        children = [*dict.keys(value), *dict.values(value)]
+    elif isinstance(value, Opaque):
+        return value.held
+    elif isinstance(value, slice):
+        return (value.start, value.stop, value.step)
+    elif isinstance(value, np.ndarray):
+        return value.ravel().tolist() if value.dtype.hasobject else ()
+    elif isinstance(value, (type, enum.Enum, torch.Tensor)):
+        return ()
+    else:
+        slots = getattr(type(value), "__dataclass_fields__", ())
+        children = [getattr(value, name) for name in slots if hasattr(value, name)]
+    held = getattr(value, "__dict__", None)
+    return [*children, *held.values()] if isinstance(held, dict) and held else children
+
+
+def text_of(value: Any) -> str:
+    """``value`` for a message: in full if it is short, else its class. Never walks through what is nested."""
+    if type(value) in (bool, float, type(None)) or (type(value) is int and abs(value) < 1 << 64):
+        return repr(value)
+    if type(value) in (str, bytes):
+        return repr(value[:60])
+    return f"a {type(value).__name__}"

@@ -1,0 +1,499 @@
+"""The unpickler for objects in checkpoints: the opcodes of a pickle, run on values that are data and nothing else.
+
+Owns the opcodes and their bounds: every length is compared with what is there before anything is allocated. What a name
+in the pickle stands for, and how it is built, it asks ``names``. Called by ``archives``.
+
+A pickle is read by Python's own unpickler as well, by stock readers and planners. So an opcode does here what it does
+there, or raises; no pickle means something else to the two.
+"""
+
+from __future__ import annotations
+
+import _compat_pickle
+import collections
+import pickle
+import struct
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+from robust_dcp.storage.records.data.limits import Budget, Malformed, NotData, check_key, text_of
+from robust_dcp.storage.records.data.pending import Pending
+
+__all__ = ["Machine", "Naming", "PersistentLoad"]
+
+PersistentLoad = Callable[[Any], Any]
+
+
+class Naming(Protocol):
+    """What names in a pickle stand for: :class:`~robust_dcp.storage.records.data.names.Names`."""
+
+    def find(self, module: str, name: str) -> Any: ...
+    def is_registered(self, kind: Any) -> bool: ...
+    def called(self, function: Any, arguments: tuple[Any, ...], budget: Budget) -> Any: ...
+    def new(self, kind: type, arguments: tuple[Any, ...], budget: Budget) -> Any: ...
+    def with_state(self, target: Any, state: Any, budget: Budget) -> Any: ...
+
+
+_DICTS: Final = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
+_MAX_DIGITS: Final = 4300  # of a number in text, as Python limits them
+
+
+class Machine:
+    """Runs one pickle.
+
+    Args:
+        data: holds the pickle, and more behind it.
+        start: where the pickle begins.
+        names: what names stand for.
+        persistent_load: gives the storage of a persistent id.
+        encoding: of strings that Python 2 pickled.
+
+    Attributes:
+        at: where the pickle ended, once :meth:`run` has returned.
+    """
+
+    def __init__(
+        self,
+        data: bytes,
+        start: int,
+        names: Naming,
+        persistent_load: PersistentLoad | None = None,
+        encoding: str = "utf-8",
+    ) -> None:
+        self.at = start
+        self._data = data
+        self._nbytes = len(data)
+        self._names = names
+        self._persistent_load = persistent_load
+        self._encoding = encoding
+        self._budget = Budget(len(data) - start)
+        self._stack: list[Any] = []
+        self._marked: list[list[Any]] = []
+        self._memo: dict[int, Any] = {}
+        self._protocol = 0
+        self._n_pending = 0
+
+    def run(self) -> Any:
+        """The value that the pickle holds.
+
+        Raises:
+            NotData: it needs something that is not known to be data.
+            Malformed, and nearly anything else: this is not a pickle by any writer.
+        """
+        dispatch = _DISPATCH
+        while True:
+            if self.at >= self._nbytes:
+                raise Malformed("the pickle ends before its last opcode")
+            code = self._data[self.at]
+            if code == _STOP:
+                break
+            run = dispatch.get(code)
+            if run is None:
+                raise Malformed(f"byte {self.at} is no opcode of a pickle that holds data")
+            self.at += 1
+            run(self)
+        self.at += 1
+        if self._marked or len(self._stack) != 1 or self._n_pending:
+            raise Malformed("the pickle ends with values that were never completed")
+        return self._stack[0]
+
+    # What opcodes are followed by.
+
+    def _take(self, nbytes: int) -> bytes:
+        end = self.at + nbytes
+        if nbytes < 0 or end > self._nbytes:
+            raise Malformed(f"an opcode asks for {nbytes} bytes where {self._nbytes - self.at} are left")
+        taken = self._data[self.at : end]
+        self.at = end
+        return taken
+
+    def _number(self, form: struct.Struct) -> Any:
+        (value,) = form.unpack(self._take(form.size))
+        return value
+
+    def _line(self) -> bytes:
+        end = self._data.find(b"\n", self.at)
+        if end < 0:
+            raise Malformed("a line of text in the pickle has no end")
+        line = self._data[self.at : end]
+        self.at = end + 1
+        return line
+
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
+
+    def _pop_mark(self) -> list[Any]:
+        items = self._stack
+        if not self._marked:
+            raise Malformed("an opcode needs a mark where there is none")
+        self._stack = self._marked.pop()
+        return items
+
+    # Constants.
+
+    def _none(self) -> None:
+        self._stack.append(None)
+
+    def _true(self) -> None:
+        self._stack.append(True)
+
+    def _false(self) -> None:
+        self._stack.append(False)
+
+    def _int1(self) -> None:
+        self._stack.append(self._take(1)[0])
+
+    def _int2(self) -> None:
+        self._stack.append(self._number(_UINT16))
+
+    def _int4(self) -> None:
+        self._stack.append(self._number(_INT32))
+
+    def _int_text(self) -> None:
+        text = self._line()
+        self._push({b"00": False, b"01": True}[text] if text in (b"00", b"01") else self._int_of(text))
+
+    def _long_text(self) -> None:
+        self._push(self._int_of(self._line().removesuffix(b"L")))
+
+    @staticmethod
+    def _int_of(text: bytes) -> int:
+        if len(text) > _MAX_DIGITS or not text.removeprefix(b"-").isdigit():
+            raise Malformed("a number in the pickle is not written in decimal digits")
+        return int(text)
+
+    def _long1(self) -> None:
+        self._push(int.from_bytes(self._take(self._take(1)[0]), "little", signed=True))
+
+    def _long4(self) -> None:
+        self._push(int.from_bytes(self._take(self._number(_INT32)), "little", signed=True))
+
+    def _float(self) -> None:
+        self._stack.append(self._number(_FLOAT64))
+
+    def _float_text(self) -> None:
+        self._push(float(self._line()))
+
+    def _text1(self) -> None:
+        self._stack.append(str(self._take(self._take(1)[0]), "utf-8", "surrogatepass"))
+
+    def _text4(self) -> None:
+        self._stack.append(str(self._take(self._number(_UINT32)), "utf-8", "surrogatepass"))
+
+    def _text8(self) -> None:
+        self._push(str(self._take(self._number(_UINT64)), "utf-8", "surrogatepass"))
+
+    def _text_line(self) -> None:
+        self._push(str(self._line(), "raw-unicode-escape"))
+
+    def _bytes1(self) -> None:
+        self._push(self._take(self._take(1)[0]))
+
+    def _bytes4(self) -> None:
+        self._push(self._take(self._number(_UINT32)))
+
+    def _bytes8(self) -> None:
+        self._push(self._take(self._number(_UINT64)))
+
+    def _bytearray8(self) -> None:
+        self._push(bytearray(self._take(self._number(_UINT64))))
+
+    def _string1(self) -> None:
+        self._push(str(self._take(self._take(1)[0]), self._encoding))
+
+    def _string4(self) -> None:
+        self._push(str(self._take(self._number(_INT32)), self._encoding))
+
+    # Containers.
+
+    def _mark(self) -> None:
+        self._marked.append(self._stack)
+        self._stack = []
+
+    def _tuple(self) -> None:
+        items = self._pop_mark()
+        self._stack.append(tuple(items))
+
+    def _empty_tuple(self) -> None:
+        self._stack.append(())
+
+    def _tuple1(self) -> None:
+        self._stack[-1] = (self._stack[-1],)
+
+    def _tuple2(self) -> None:
+        self._tuple_of(2)
+
+    def _tuple3(self) -> None:
+        self._tuple_of(3)
+
+    def _tuple_of(self, n: int) -> None:
+        if len(self._stack) < n:
+            raise Malformed("a tuple needs more values than there are")
+        self._stack[-n:] = [tuple(self._stack[-n:])]
+
+    def _list(self) -> None:
+        items = self._pop_mark()
+        self._push(items)
+
+    def _empty_list(self) -> None:
+        self._stack.append([])
+
+    def _empty_dict(self) -> None:
+        self._stack.append({})
+
+    def _empty_set(self) -> None:
+        self._push(set())
+
+    def _dict(self) -> None:
+        items = self._pop_mark()
+        self._push({})
+        self._set(items)
+
+    def _frozen_set(self) -> None:
+        items = self._pop_mark()
+        for item in items:
+            check_key(item, self._budget, len(items))
+        self._push(frozenset(items))
+
+    def _append(self) -> None:
+        value = self._stack.pop()
+        self._extend([value])
+
+    def _appends(self) -> None:
+        self._extend(self._pop_mark())
+
+    def _extend(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        kind = type(target)
+        if kind in (list, collections.deque) or self._names.is_registered(kind):
+            target.extend(items)
+        else:
+            raise NotData(_name(kind), "to which a pickle of data appends nothing")
+
+    def _add_items(self) -> None:
+        items = self._pop_mark()
+        target = self._stack[-1]
+        if type(target) is not set:
+            raise Malformed(f"it adds to a {type(target).__name__} as if that were a set")
+        for item in items:
+            check_key(item, self._budget, len(target))
+            target.add(item)
+
+    def _set_item(self) -> None:
+        value, key = self._stack.pop(), self._stack.pop()
+        self._set([key, value])
+
+    def _set_items(self) -> None:
+        self._set(self._pop_mark())
+
+    def _set(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        kind = type(target)
+        if kind not in _DICTS and not self._names.is_registered(kind):
+            raise NotData(_name(kind), "into which a pickle of data puts no items")
+        if len(items) % 2:
+            raise Malformed("a dict gets a key without a value")
+        values = iter(items)
+        for key in values:
+            check_key(key, self._budget, len(target))
+            value = next(values)
+            if kind is collections.defaultdict and type(value) is kind:
+                self._budget.nest()
+            target[key] = value
+
+    # The memo, which remembers values by number.
+
+    def _remember(self, place: int) -> None:
+        if not 0 <= place <= self._nbytes:
+            raise Malformed(f"it remembers a value as number {place}, in a pickle of {self._nbytes} bytes")
+        value = self._stack[-1]
+        self._memo[place] = value
+        if type(value) is Pending:
+            value.places.append(place)
+
+    def _recall(self, place: int) -> None:
+        value = self._memo[place]
+        if type(value) is Pending:
+            raise Malformed("a value is part of itself before it is complete")
+        self._stack.append(value)
+
+    def _put1(self) -> None:
+        self._remember(self._take(1)[0])
+
+    def _put4(self) -> None:
+        self._remember(self._number(_UINT32))
+
+    def _put_text(self) -> None:
+        self._remember(self._int_of(self._line()))
+
+    def _memoize(self) -> None:
+        self._remember(len(self._memo))
+
+    def _get1(self) -> None:
+        self._recall(self._take(1)[0])
+
+    def _get4(self) -> None:
+        self._recall(self._number(_UINT32))
+
+    def _get_text(self) -> None:
+        self._recall(self._int_of(self._line()))
+
+    def _pop(self) -> None:
+        # Python's unpickler drops a mark if nothing stands on it.
+        if self._stack:
+            self._drop(self._stack.pop())
+        else:
+            self._pop_mark()
+
+    def _pop_to_mark(self) -> None:
+        for value in self._pop_mark():
+            self._drop(value)
+
+    def _drop(self, value: Any) -> None:
+        if type(value) is Pending:
+            raise Malformed("a value is dropped before it is complete")
+
+    # Names, and what is built by them.
+
+    def _proto(self) -> None:
+        self._protocol = self._take(1)[0]
+        if self._protocol > pickle.HIGHEST_PROTOCOL:
+            raise Malformed(f"protocol {self._protocol} of pickles is not known")
+
+    def _frame(self) -> None:
+        nbytes = self._number(_UINT64)
+        if nbytes > self._nbytes - self.at:
+            raise Malformed(f"a frame of {nbytes} bytes begins where {self._nbytes - self.at} are left")
+
+    def _global(self) -> None:
+        module, name = self._line().decode(), self._line().decode()
+        if self._protocol < 3:  # Python 2's names, as Python itself translates them
+            if (module, name) in _compat_pickle.NAME_MAPPING:
+                module, name = _compat_pickle.NAME_MAPPING[module, name]
+            else:
+                module = _compat_pickle.IMPORT_MAPPING.get(module, module)
+        self._push(self._names.find(module, name))
+
+    def _stack_global(self) -> None:
+        name, module = self._stack.pop(), self._stack.pop()
+        if type(name) is not str or type(module) is not str:
+            raise Malformed("a name in the pickle is no text")
+        self._push(self._names.find(module, name))
+
+    def _reduce(self) -> None:
+        arguments, function = self._stack.pop(), self._stack.pop()
+        if type(arguments) is not tuple:
+            raise Malformed("the arguments of a call are no tuple")
+        self._push(self._begun(self._names.called(function, arguments, self._budget)))
+
+    def _new_object(self) -> None:
+        arguments, kind = self._stack.pop(), self._stack.pop()
+        if type(arguments) is not tuple or not isinstance(kind, type):
+            raise Malformed("an object is made of no class, or its arguments are no tuple")
+        self._push(self._begun(self._names.new(kind, arguments, self._budget)))
+
+    def _begun(self, value: Any) -> Any:
+        self._n_pending += type(value) is Pending
+        return value
+
+    def _build(self) -> None:
+        state = self._stack.pop()
+        target = self._stack[-1]
+        if type(target) is not Pending:
+            self._stack[-1] = self._names.with_state(target, state, self._budget)
+            return
+        self._n_pending -= 1
+        value = self._stack[-1] = target.complete(state, self._budget)
+        for place in target.places:
+            if self._memo.get(place) is target:
+                self._memo[place] = value
+
+    def _persistent(self) -> None:
+        if self._persistent_load is None:
+            raise Malformed("it names a storage where there are none")
+        self._push(self._persistent_load(self._stack.pop()))
+
+    def _refuse(self) -> None:
+        opcode = self._data[self.at - 1]
+        raise NotData(f"opcode {text_of(bytes([opcode]))}", "which no writer of checkpoints uses")
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+_UINT16: Final = struct.Struct("<H")
+_INT32: Final = struct.Struct("<i")
+_UINT32: Final = struct.Struct("<I")
+_UINT64: Final = struct.Struct("<Q")
+_FLOAT64: Final = struct.Struct(">d")
+_STOP: Final = pickle.STOP[0]
+
+_DISPATCH: Final[dict[int, Callable[[Machine], None]]] = {
+    code[0]: run
+    for code, run in (
+        (pickle.NONE, Machine._none),
+        (pickle.NEWTRUE, Machine._true),
+        (pickle.NEWFALSE, Machine._false),
+        (pickle.BININT1, Machine._int1),
+        (pickle.BININT2, Machine._int2),
+        (pickle.BININT, Machine._int4),
+        (pickle.INT, Machine._int_text),
+        (pickle.LONG, Machine._long_text),
+        (pickle.LONG1, Machine._long1),
+        (pickle.LONG4, Machine._long4),
+        (pickle.BINFLOAT, Machine._float),
+        (pickle.FLOAT, Machine._float_text),
+        (pickle.SHORT_BINUNICODE, Machine._text1),
+        (pickle.BINUNICODE, Machine._text4),
+        (pickle.BINUNICODE8, Machine._text8),
+        (pickle.UNICODE, Machine._text_line),
+        (pickle.SHORT_BINBYTES, Machine._bytes1),
+        (pickle.BINBYTES, Machine._bytes4),
+        (pickle.BINBYTES8, Machine._bytes8),
+        (pickle.BYTEARRAY8, Machine._bytearray8),
+        (pickle.SHORT_BINSTRING, Machine._string1),
+        (pickle.BINSTRING, Machine._string4),
+        (pickle.MARK, Machine._mark),
+        (pickle.TUPLE, Machine._tuple),
+        (pickle.EMPTY_TUPLE, Machine._empty_tuple),
+        (pickle.TUPLE1, Machine._tuple1),
+        (pickle.TUPLE2, Machine._tuple2),
+        (pickle.TUPLE3, Machine._tuple3),
+        (pickle.LIST, Machine._list),
+        (pickle.EMPTY_LIST, Machine._empty_list),
+        (pickle.DICT, Machine._dict),
+        (pickle.EMPTY_DICT, Machine._empty_dict),
+        (pickle.EMPTY_SET, Machine._empty_set),
+        (pickle.FROZENSET, Machine._frozen_set),
+        (pickle.APPEND, Machine._append),
+        (pickle.APPENDS, Machine._appends),
+        (pickle.ADDITEMS, Machine._add_items),
+        (pickle.SETITEM, Machine._set_item),
+        (pickle.SETITEMS, Machine._set_items),
+        (pickle.PUT, Machine._put_text),
+        (pickle.BINPUT, Machine._put1),
+        (pickle.LONG_BINPUT, Machine._put4),
+        (pickle.MEMOIZE, Machine._memoize),
+        (pickle.GET, Machine._get_text),
+        (pickle.BINGET, Machine._get1),
+        (pickle.LONG_BINGET, Machine._get4),
+        (pickle.POP, Machine._pop),
+        (pickle.POP_MARK, Machine._pop_to_mark),
+        (pickle.PROTO, Machine._proto),
+        (pickle.FRAME, Machine._frame),
+        (pickle.GLOBAL, Machine._global),
+        (pickle.STACK_GLOBAL, Machine._stack_global),
+        (pickle.REDUCE, Machine._reduce),
+        (pickle.NEWOBJ, Machine._new_object),
+        (pickle.BUILD, Machine._build),
+        (pickle.BINPERSID, Machine._persistent),
+        (pickle.INST, Machine._refuse),
+        (pickle.OBJ, Machine._refuse),
+        (pickle.NEWOBJ_EX, Machine._refuse),
+        (pickle.EXT1, Machine._refuse),
+        (pickle.EXT2, Machine._refuse),
+        (pickle.EXT4, Machine._refuse),
+    )
+}
+"""The opcodes of pickles, but for those that no pickler of Python 3 writes. What is refused names code."""

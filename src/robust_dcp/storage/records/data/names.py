@@ -1,0 +1,174 @@
+"""What the names in a pickle stand for, and what may be done with them.
+
+Owns the order in which a name is looked up: our tables of data, what the user has registered with torch, the program's
+enums, named tuples and dataclasses; everything else is refused. Called by ``machine``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import enum
+import types
+from functools import cache
+from typing import Any, Final, cast
+
+import torch
+from torch.serialization import get_safe_globals
+
+from robust_dcp.storage.records.data import arrays, python_kinds, tensors, user_classes
+from robust_dcp.storage.records.data.limits import Budget, Malformed, NotData
+from robust_dcp.storage.records.data.python_kinds import Builder, string_keys
+
+__all__ = ["Names", "registered_by_user"]
+
+_NAMED: Final[dict[tuple[str, str], Any]] = {**python_kinds.NAMED, **arrays.NAMED, **tensors.NAMED}
+_BUILT_BY_CALL: Final[dict[int, Builder]] = {
+    id(function): build
+    for table in (python_kinds.BUILT_BY_CALL, arrays.BUILT_BY_CALL, tensors.BUILT_BY_CALL)
+    for function, build in table.items()
+}
+_NO_CODE: Final = "which is not known to be plain data"
+
+
+class Names:
+    """The names of one load. What the user registers later, with torch's ``add_safe_globals``, is not seen."""
+
+    def __init__(self) -> None:
+        self._registered = registered_by_user()
+        self._registered_ids = set(map(id, self._registered.values()))
+        self._found: dict[tuple[str, str], Any] = {}
+
+    def find(self, module: str, name: str) -> Any:
+        """What ``module.name`` is.
+
+        Raises:
+            NotData: it is not known to be data.
+        """
+        key = (module, name)
+        if key not in self._found:
+            self._found[key] = self._look_up(module, name)
+        return self._found[key]
+
+    def _look_up(self, module: str, name: str) -> Any:
+        if (module, name) in _NAMED:
+            return _NAMED[module, name]
+        if f"{module}.{name}" in self._registered:
+            return self._registered[f"{module}.{name}"]
+        if (module, name) in (("torch._tensor", "_rebuild_from_type_v2"), ("torch.tensor", "_rebuild_from_type_v2")):
+            return _rebuild_from_type()
+        found = tensors.constant(name) if module == "torch" else None
+        found = tensors.storage_type(module, name) if found is None else found
+        return user_classes.find_class(module, name) if found is None else found
+
+    def is_registered(self, kind: Any) -> bool:
+        """Whether the user has registered it: it may then do what it likes."""
+        return id(kind) in self._registered_ids
+
+    def called(self, function: Any, arguments: tuple[Any, ...], budget: Budget) -> Any:
+        """The outcome of ``function(*arguments)``.
+
+        Raises:
+            NotData: it is nothing that makes data.
+            Malformed: it is, of other arguments than these.
+        """
+        build = _BUILT_BY_CALL.get(id(function))
+        if build is not None:
+            return build(arguments, budget)
+        if self.is_registered(function):
+            return function(*arguments)
+        if function is _rebuild_from_type():
+            return self._tensor_of_type(arguments, budget)
+        if isinstance(function, enum.EnumMeta):
+            return user_classes.member_of(cast("type[enum.Enum]", function), arguments)
+        raise NotData(_name(function), _NO_CODE)
+
+    def _tensor_of_type(self, arguments: tuple[Any, ...], budget: Budget) -> Any:
+        if len(arguments) != 4 or type(arguments[2]) is not tuple:
+            raise Malformed("a tensor with attributes is to be made of other than torch.save writes")
+        function, kind, of, state = arguments
+        if self.is_registered(kind):
+            tensor = self.called(function, of, budget)
+            return _rebuild_from_type()(lambda: tensor, kind, (), state)
+        return tensors.rebuilt_with_attributes(self.called(function, of, budget), kind, state)
+
+    def new(self, kind: type, arguments: tuple[Any, ...], budget: Budget) -> Any:
+        """An object of ``kind`` that waits for its state. Raises as :meth:`called`."""
+        build = python_kinds.BUILT_BY_NEW.get(kind)
+        if build is not None:
+            return build(arguments, budget)
+        if self.is_registered(kind):
+            return kind.__new__(kind, *arguments)
+        if user_classes.why_not(kind) is None:
+            return user_classes.new_object(kind, arguments)
+        raise NotData(_name(kind), _NO_CODE)
+
+    def with_state(self, target: Any, state: Any, budget: Budget) -> Any:
+        """``target``, with the state that its pickle has. Raises as :meth:`called`."""
+        kind = type(target)
+        if self.is_registered(kind):
+            _set_state(target, state)
+        elif kind in (collections.OrderedDict, argparse.Namespace, types.SimpleNamespace):
+            target.__dict__.update(string_keys(state, of=f"a {kind.__name__}"))
+        elif dataclasses.is_dataclass(kind):
+            return user_classes.filled(target, state)
+        elif callable(target):
+            raise NotData(f"{_name(target)}{_first_attribute(state)}", "an attribute of a class or function itself")
+        else:
+            raise NotData(_name(kind), "whose state is set by code of its own")
+        return target
+
+
+def _first_attribute(state: Any) -> str:
+    """The name of an attribute that ``state`` sets, with a dot before it; for a message."""
+    for part in state if type(state) is tuple else (state,):
+        if type(part) is dict and part:
+            name = next(iter(part))
+            return f".{name[:60]}" if type(name) is str else ""
+    return ""
+
+
+def _set_state(target: Any, state: Any) -> None:
+    """As Python's unpickler does, for an object of a class that the user has registered."""
+    if hasattr(target, "__setstate__"):
+        target.__setstate__(state)
+        return
+    attributes, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
+    if attributes:
+        target.__dict__.update(attributes)
+    for name, value in (slots or {}).items():
+        setattr(target, name, value)
+
+
+@cache
+def _rebuild_from_type() -> Any:
+    return torch._tensor._rebuild_from_type_v2
+
+
+def _name(found: Any) -> str:
+    name = getattr(found, "__qualname__", None) or type(found).__qualname__
+    module = getattr(found, "__module__", None) or type(found).__module__
+    return f"{module}.{name}"
+
+
+_last_registered: list[tuple[list[Any], dict[str, Any]]] = []
+"""What torch last said was registered, and what was made of it. Kept, so that an id in it stays what it was."""
+
+
+def registered_by_user() -> dict[str, Any]:
+    """What ``torch.serialization.add_safe_globals`` was given, by full name. Nobody should modify it."""
+    entries = get_safe_globals()
+    if _last_registered and set(map(id, entries)) == set(map(id, _last_registered[0][0])):
+        return _last_registered[0][1]
+    registered = _named(entries)
+    _last_registered[:] = [(entries, registered)]
+    return registered
+
+
+def _named(entries: list[Any]) -> dict[str, Any]:
+    registered: dict[str, Any] = {}
+    for entry in entries:
+        found, path = entry if isinstance(entry, tuple) else (entry, f"{entry.__module__}.{entry.__qualname__}")
+        registered[path] = found
+    return registered

@@ -1,0 +1,274 @@
+"""Tensors, and torch's constants: rebuilt by torch's own functions, once their sizes fit the storages that they name.
+
+Owns which of these functions a pickle may call, and what each is given. Storages come from ``archives``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from typing import Any, Final
+
+import torch
+from torch import _utils as torch_utils
+from torch.serialization import StorageType, _get_layout
+from torch.storage import TypedStorage, UntypedStorage
+
+from robust_dcp.storage.records.data.limits import Budget, Malformed, NotData
+from robust_dcp.storage.records.data.python_kinds import Builder, arguments_of
+
+__all__ = ["BUILT_BY_CALL", "NAMED", "constant", "rebuilt_with_attributes", "storage_type"]
+
+_CONSTANT_TYPES: Final = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
+_SPARSE_COMPRESSED: Final = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_MAX_DIMENSIONS: Final = 64
+_MAX_NUMBER: Final = 1 << 62
+
+
+def constant(name: str) -> Any:
+    """``torch.<name>``, if that is a dtype, a layout or the like; ``None`` otherwise."""
+    found = vars(torch).get(name)
+    return found if isinstance(found, _CONSTANT_TYPES) else None
+
+
+def storage_type(module: str, name: str) -> Any:
+    """What a pickled storage class stands for; ``None`` if this is none."""
+    if module not in ("torch", "torch.storage", "torch.cuda") or not name.endswith("Storage"):
+        return None
+    if name == "UntypedStorage":
+        return UntypedStorage
+    try:
+        return StorageType(name)
+    except KeyError:
+        return None
+
+
+def _is_sizes(value: Any) -> bool:
+    return (
+        type(value) in (tuple, torch.Size, list)
+        and len(value) <= _MAX_DIMENSIONS
+        and all(type(size) is int and 0 <= size < _MAX_NUMBER for size in value)
+    )
+
+
+def _check_place(place: tuple[Any, ...], itemsize: int) -> None:
+    """Whether a tensor lies within its storage: ``set_`` would else make the storage larger.
+
+    Args:
+        place: storage, offset, size, strides.
+    """
+    storage, offset, size, stride = place
+    if type(storage) is not TypedStorage:
+        raise Malformed("a tensor has no storage")
+    if not (type(offset) is int and 0 <= offset < _MAX_NUMBER and _is_sizes(size) and _is_sizes(stride)):
+        raise Malformed("size, strides and offset of a tensor are not whole numbers from 0 on")
+    if len(size) != len(stride):
+        raise Malformed("a tensor has another number of strides than of dimensions")
+    elements = 0
+    if all(size):
+        elements = 1 + offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    held = storage._untyped_storage.nbytes()
+    if elements * itemsize > held or math.prod(size) >= _MAX_NUMBER:
+        raise Malformed(
+            f"a tensor of size {list(size)[:8]} needs {elements * itemsize} bytes, and its storage has {held}"
+        )
+
+
+def _is_plain(requires_grad: Any, hooks: Any) -> bool:
+    return type(requires_grad) is bool and type(hooks) is OrderedDict and not hooks
+
+
+def _tensor(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
+    """``_rebuild_tensor(storage, offset, size, stride)``"""
+    if len(arguments) != 4:
+        raise Malformed("a tensor is to be made of other than its storage and its place there")
+    _check_place(arguments, _itemsize(arguments[0]))
+    found: torch.Tensor = torch_utils._rebuild_tensor(*arguments)
+    return found
+
+
+def _tensor_v2(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
+    if len(arguments) not in (6, 7) or not _is_plain(*arguments[4:6]):
+        raise Malformed("a tensor is to be made of other than torch.save writes")
+    _check_place(arguments[:4], _itemsize(arguments[0]))
+    _check_flags(arguments[6:])
+    found: torch.Tensor = torch_utils._rebuild_tensor_v2(*arguments)
+    return found
+
+
+def _tensor_v3(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
+    if len(arguments) not in (7, 8) or not _is_plain(*arguments[4:6]) or not isinstance(arguments[6], torch.dtype):
+        raise Malformed("a tensor is to be made of other than torch.save writes")
+    _check_place(arguments[:4], arguments[6].itemsize)
+    _check_flags(arguments[7:])
+    found: torch.Tensor = torch_utils._rebuild_tensor_v3(*arguments)
+    return found
+
+
+def _check_flags(given: tuple[Any, ...]) -> None:
+    for flags in given:
+        known = type(flags) is dict and all(key in ("conj", "neg") and type(flags[key]) is bool for key in flags)
+        if flags is not None and not known:
+            raise Malformed("a tensor has flags that torch.save does not write")
+
+
+def _itemsize(storage: Any) -> int:
+    return int(storage.dtype.itemsize) if type(storage) is TypedStorage else 1
+
+
+def _quantized(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
+    """``_rebuild_qtensor(storage, offset, size, stride, quantizer, requires_grad, hooks)``"""
+    if len(arguments) != 7 or not _is_plain(*arguments[5:]) or type(arguments[4]) is not tuple or not arguments[4]:
+        raise Malformed("a quantized tensor is to be made of other than torch.save writes")
+    storage, size, quantizer = arguments[0], arguments[2], arguments[4]
+    _check_place(arguments[:4], _itemsize(storage))
+    if math.prod(size) * _itemsize(storage) > storage._untyped_storage.nbytes():  # it is first made as a whole
+        raise Malformed("a quantized tensor is larger than its storage")
+    scheme, *numbers = quantizer
+    if scheme is torch.per_tensor_affine:
+        arguments_of(tuple(numbers), (float, int), of="a quantizer")
+    elif scheme in (torch.per_channel_affine, torch.per_channel_affine_float_qparams) and len(numbers) == 3:
+        axis = numbers[2]
+        is_axis = type(axis) is int and 0 <= axis < len(size)
+        if not is_axis or any(type(each) is not torch.Tensor or each.shape != (size[axis],) for each in numbers[:2]):
+            raise Malformed("the scales of a quantized tensor do not fit it")
+    else:
+        raise NotData("torch._utils._rebuild_qtensor", "with a scheme that is not known")
+    found: torch.Tensor = torch_utils._rebuild_qtensor(*arguments)
+    return found
+
+
+def _sparse(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
+    """``_rebuild_sparse_tensor(layout, (indices…, values, size[, is_coalesced]))``, checked, which torch does not."""
+    if len(arguments) != 2 or type(arguments[1]) is not tuple or not 3 <= len(arguments[1]) <= 4:
+        raise Malformed("a sparse tensor is to be made of other than torch.save writes")
+    layout, parts = arguments
+    n_tensors = 2 if layout is torch.sparse_coo else 3
+    tensors, size, rest = parts[:n_tensors], parts[n_tensors : n_tensors + 1], parts[n_tensors + 1 :]
+    if not all(isinstance(part, torch.Tensor) for part in tensors) or not (size and _is_sizes(size[0])):
+        raise Malformed("a sparse tensor has no indices, values or size")
+    if layout is torch.sparse_coo:
+        coalesced = rest[0] if rest and type(rest[0]) is bool else None
+        indices, values = tensors
+        return torch.sparse_coo_tensor(indices, values, size[0], check_invariants=True, is_coalesced=coalesced)
+    if layout not in _SPARSE_COMPRESSED:
+        raise NotData("torch._utils._rebuild_sparse_tensor", "with a layout that is not known")
+    compressed, plain, values = tensors
+    return torch.sparse_compressed_tensor(compressed, plain, values, size[0], layout=layout, check_invariants=True)
+
+
+def _meta(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
+    """``_rebuild_meta_tensor_no_storage(dtype, size, stride, requires_grad)``: no memory is taken."""
+    fits = len(arguments) == 4 and isinstance(arguments[0], torch.dtype) and type(arguments[3]) is bool
+    if not fits or not _is_sizes(arguments[1]) or not _is_sizes(arguments[2]):
+        raise Malformed("a tensor without data is to be made of other than torch.save writes")
+    found: torch.Tensor = torch_utils._rebuild_meta_tensor_no_storage(*arguments)
+    return found
+
+
+def _of_device(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
+    """``_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, requires_grad)``: here it stays on the CPU."""
+    fits = len(arguments) == 4 and isinstance(arguments[0], torch.Tensor) and isinstance(arguments[1], torch.dtype)
+    if not fits or type(arguments[3]) is not bool:
+        raise Malformed("a tensor of a device is to be made of other than torch.save writes")
+    budget.spend(arguments[0].numel())
+    tensor: torch.Tensor = arguments[0].to(dtype=arguments[1])
+    tensor.requires_grad = arguments[3]
+    return tensor
+
+
+def _parameter(arguments: tuple[Any, ...], budget: Budget) -> torch.nn.Parameter:
+    if len(arguments) != 3 or not isinstance(arguments[0], torch.Tensor) or not _is_plain(*arguments[1:]):
+        raise Malformed("a parameter is to be made of other than torch.save writes")
+    found: torch.nn.Parameter = torch_utils._rebuild_parameter(*arguments)
+    return found
+
+
+def _parameter_with_state(arguments: tuple[Any, ...], budget: Budget) -> torch.nn.Parameter:
+    if len(arguments) != 4:
+        raise Malformed("a parameter is to be made of other than torch.save writes")
+    parameter = _parameter(arguments[:3], budget)
+    _set_attributes(parameter, arguments[3])
+    return parameter
+
+
+def rebuilt_with_attributes(tensor: Any, kind: Any, state: Any) -> Any:
+    """The end of ``_rebuild_from_type_v2``, for the classes of torch itself: a tensor gets its attributes back."""
+    if not isinstance(tensor, torch.Tensor) or kind not in (torch.Tensor, torch.nn.Parameter):
+        raise NotData(f"{kind.__module__}.{kind.__qualname__}", "a subclass of torch.Tensor")
+    if type(tensor) is not kind:
+        raise Malformed("a tensor is said to be of another class than it is")
+    _set_attributes(tensor, state)
+    return tensor
+
+
+def _set_attributes(tensor: torch.Tensor, state: Any) -> None:
+    attributes = state[0] if type(state) is tuple and len(state) == 2 and not state[1] else state
+    if attributes is None:
+        return
+    if type(attributes) is not dict or not all(type(name) is str for name in attributes):
+        raise Malformed("the attributes of a tensor are no dict of them")
+    for name in attributes:
+        if hasattr(torch.Tensor, name):
+            raise Malformed(f"{name[:60]!r} of a tensor is not the checkpoint's to set")
+        if not _is_plain_value(attributes[name]):
+            raise NotData("torch.Tensor", f"with an attribute {name[:60]!r} that is no plain value")
+    tensor.__dict__.update(attributes)
+
+
+def _is_plain_value(value: Any) -> bool:
+    """Whether an attribute of a tensor is a number, a text or the like, or a few of these."""
+    kinds = (bool, bytes, float, int, str, type(None), torch.Size, torch.device, *_CONSTANT_TYPES)
+    if type(value) in (list, tuple):
+        return all(type(each) in kinds for each in value)
+    return type(value) in kinds or (type(value) is dict and all(type(each) in kinds for each in value.values()))
+
+
+def _device(arguments: tuple[Any, ...], budget: Budget) -> torch.device:
+    return torch.device(*arguments_of(arguments, (str,), (str, int), of="a device"))
+
+
+def _layout(arguments: tuple[Any, ...], budget: Budget) -> torch.layout:
+    (name,) = arguments_of(arguments, (str,), of="a layout")
+    found = vars(torch).get(name.removeprefix("torch."))
+    if not isinstance(found, torch.layout):
+        raise Malformed(f"{name[:60]!r} is no layout")
+    return found
+
+
+def _size(arguments: tuple[Any, ...], budget: Budget) -> torch.Size:
+    if len(arguments) != 1 or type(arguments[0]) not in (tuple, list):
+        raise Malformed("a torch.Size is to be made of other than numbers")
+    if not all(type(size) is int and abs(size) < 1 << 63 for size in arguments[0]):
+        raise Malformed("a torch.Size is to be made of other than numbers")
+    budget.spend(len(arguments[0]))
+    return torch.Size(arguments[0])
+
+
+_TORCH_UTILS: Final[dict[str, Builder]] = {
+    "_rebuild_tensor": _tensor,
+    "_rebuild_tensor_v2": _tensor_v2,
+    "_rebuild_tensor_v3": _tensor_v3,
+    "_rebuild_qtensor": _quantized,
+    "_rebuild_sparse_tensor": _sparse,
+    "_rebuild_meta_tensor_no_storage": _meta,
+    "_rebuild_device_tensor_from_cpu_tensor": _of_device,
+    "_rebuild_parameter": _parameter,
+    "_rebuild_parameter_with_state": _parameter_with_state,
+}
+
+BUILT_BY_CALL: Final[dict[Any, Builder]] = {
+    **{getattr(torch_utils, name): build for name, build in _TORCH_UTILS.items() if hasattr(torch_utils, name)},
+    torch.device: _device,
+    _get_layout: _layout,
+    torch.Size: _size,
+}
+
+NAMED: Final[dict[tuple[str, str], Any]] = {
+    **{("torch._utils", name): getattr(torch_utils, name) for name in _TORCH_UTILS if hasattr(torch_utils, name)},
+    ("torch", "Tensor"): torch.Tensor,
+    ("torch", "device"): torch.device,
+    ("torch", "Size"): torch.Size,
+    ("torch.nn.parameter", "Parameter"): torch.nn.Parameter,
+    ("torch.serialization", "_get_layout"): _get_layout,
+}

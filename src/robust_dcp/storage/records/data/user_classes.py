@@ -1,0 +1,217 @@
+"""Enums, named tuples and dataclasses of the program: rebuilt as data, without running any of their code.
+
+Owns which of these classes can be rebuilt so, and how. A class is only looked up among the modules that the program has
+imported already; nothing is imported for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import enum
+import sys
+import types
+import typing
+from typing import Any, Final
+
+from robust_dcp.storage.records.data.limits import Malformed, NotData
+
+__all__ = ["combined_flags", "filled", "find_class", "member_named", "member_of", "new_object", "why_not"]
+
+_NOT_DATA: Final = "which is not known to be plain data"
+_VALUE_TYPES: Final = frozenset({bool, bytes, float, int, str, type(None), tuple})
+
+
+def find_class(module: str, name: str) -> type:
+    """The class of that name, if the program has it and it can be rebuilt as data.
+
+    Raises:
+        NotData: there is none, or it is of another kind; says which.
+    """
+    what = f"{module}.{name}"
+    found: Any = sys.modules.get(module)
+    if found is None:
+        raise NotData(what, f"{_NOT_DATA} (its module is not imported here)")
+    for part in name.split("."):
+        # The namespaces themselves: getattr could run a module's __getattr__, or a descriptor.
+        found = getattr(found, "__dict__", {}).get(part) if isinstance(found, (types.ModuleType, type)) else None
+    if not isinstance(found, type):
+        raise NotData(what, f"{_NOT_DATA} ({'it is a function' if callable(found) else 'it is no class here'})")
+    why = why_not(found)
+    if why is not None:
+        raise NotData(what, why)
+    return found
+
+
+def why_not(kind: type) -> str | None:
+    """Why objects of a class cannot be rebuilt as data; ``None`` if they can."""
+    if isinstance(kind, enum.EnumMeta):
+        return None if type(kind) is enum.EnumMeta else "an enum with a metaclass of its own"
+    if issubclass(kind, tuple):
+        return None if _is_named_tuple(kind) else f"{_NOT_DATA} (a tuple with code of its own)"
+    if dataclasses.is_dataclass(kind):
+        own = _own_code(kind)
+        return None if own is None else f"a dataclass that is not plain data (it has {own})"
+    return _NOT_DATA
+
+
+def _is_named_tuple(kind: type) -> bool:
+    """Whether it is by ``collections.namedtuple`` or ``typing.NamedTuple``, and makes its objects as these do."""
+    home = next(each for each in kind.__mro__ if "__new__" in vars(each))
+    new = getattr(vars(home)["__new__"], "__func__", None)
+    is_generated = getattr(new, "__globals__", {}).get("__name__", "").startswith("namedtuple_")
+    fields = vars(home).get("_fields")
+    if not is_generated or home.__bases__ != (tuple,) or type(fields) is not tuple:
+        return False
+    return type(kind) is type and not any(
+        name in vars(each)
+        for each in kind.__mro__[: kind.__mro__.index(home)]
+        for name in ("__new__", "__init__", "__setstate__", "__reduce__", "__reduce_ex__", "__getattr__", "_fields")
+    )
+
+
+_GENERATED: Final = ("_dataclass_getstate", "_dataclass_setstate")
+_HOOKS: Final = (
+    *("__new__", "__setstate__", "__getstate__", "__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__"),
+    *("__getattribute__", "__getattr__", "__del__"),
+)
+
+
+def _own_code(kind: type) -> str | None:
+    """What of a dataclass would run, or would have to, when it is rebuilt."""
+    if type(kind) not in (type, abc.ABCMeta):
+        return "a metaclass"
+    for each in kind.__mro__:
+        if each in (object, abc.ABC, typing.Generic) or each.__module__ == "typing":
+            continue
+        if "__dataclass_fields__" not in vars(each):
+            return f"the base class {each.__qualname__}"
+        for hook in _HOOKS:
+            if hook in vars(each) and getattr(vars(each)[hook], "__name__", "") not in _GENERATED:
+                return f"a {hook}"
+        setter = vars(each).get("__setattr__")
+        if setter is not None and not (each.__dataclass_params__.frozen and _is_generated(setter)):  # type: ignore[attr-defined]
+            return "a __setattr__"
+        if "__dict__" in vars(each) and not isinstance(vars(each)["__dict__"], types.GetSetDescriptorType):
+            return "a __dict__ of its own"
+    return None
+
+
+def _is_generated(function: Any) -> bool:
+    """Whether ``dataclasses`` made a function: it compiles them from strings."""
+    return getattr(getattr(function, "__code__", None), "co_filename", "") == "<string>"
+
+
+def member_of(kind: type[enum.Enum], arguments: tuple[Any, ...]) -> enum.Enum:
+    """The member that ``kind(value)`` gives, found by comparing values; nothing of the enum is called."""
+    if len(arguments) != 1 or type(arguments[0]) not in _VALUE_TYPES:
+        raise NotData(_name(kind), "an enum whose value is not a plain one")
+    value = arguments[0]
+    for member in kind.__members__.values():
+        if _is_same(vars(member).get("_value_"), value):
+            return member
+    if issubclass(kind, enum.Flag):
+        return _combined(kind, value)
+    raise Malformed(f"{_name(kind)} has no member of the value that is asked for")
+
+
+def _is_same(held: Any, value: Any) -> bool:
+    """Whether two plain values are equal; a comparison of others could run code of theirs."""
+    if type(held) is not type(value) or type(held) not in _VALUE_TYPES:
+        return False
+    if type(held) is tuple:
+        return len(held) == len(value) and all(map(_is_same, held, value))
+    return bool(held == value)
+
+
+def _combined(kind: type[enum.Flag], value: Any) -> enum.Enum:
+    """A combination of flags, which ``enum`` makes a pseudo-member of; with its own code only."""
+    known = 0
+    for member in kind.__members__.values():
+        bits = vars(member).get("_value_")
+        known |= bits if type(bits) is int else 0
+    if type(value) is not int or value < 0 or value & ~known:
+        raise Malformed(f"{_name(kind)} has no such combination of flags")
+    owned = ("_missing_", "__new__", "__setattr__", "__init__", "_create_pseudo_member_", "__init_subclass__")
+    for each in kind.__mro__:
+        if each.__module__ == "enum" or each in (object, int):
+            continue
+        # `enum` puts a __new__ into each class itself, and keeps one of the class's own as __new_member__.
+        found = [name for name in owned if name in vars(each) and name != "__new__"]
+        made = vars(each).get("__new_member__")
+        if found or made not in (None, int.__new__, object.__new__):
+            raise NotData(_name(kind), "whose combinations are made by code of its own")
+    return kind(value)
+
+
+def member_named(kind: Any, name: Any) -> enum.Enum:
+    """``getattr(kind, name)``, for an enum and the name of a member."""
+    if not isinstance(kind, enum.EnumMeta) or type(name) is not str:
+        raise NotData("builtins.getattr", "of something else than an enum")
+    if name not in kind.__members__:
+        raise Malformed(f"{_name(kind)} has no member {name[:60]!r}")
+    member: enum.Enum = kind.__members__[name]
+    return member
+
+
+def combined_flags(one: Any, other: Any) -> enum.Enum:
+    """``one | other``, for two flags of one enum."""
+    if not isinstance(one, enum.Flag) or type(one) is not type(other):
+        raise NotData("operator.or_", "of something else than two flags of one enum")
+    return member_of(type(one), (vars(one)["_value_"] | vars(other)["_value_"],))
+
+
+def new_object(kind: type, arguments: tuple[Any, ...]) -> Any:
+    """A named tuple of its fields, or a dataclass without any yet."""
+    if issubclass(kind, tuple):
+        if len(arguments) != len(kind._fields):  # type: ignore[attr-defined]
+            raise Malformed(f"{_name(kind)} is to be made of {len(arguments)} fields")
+        return tuple.__new__(kind, arguments)
+    if arguments or not dataclasses.is_dataclass(kind):
+        raise NotData(_name(kind), "made by code of its own")
+    return object.__new__(kind)
+
+
+def filled(target: Any, state: Any) -> Any:
+    """A dataclass with its fields, as pickle has them: a dict, with the slots beside it, or a list of all fields."""
+    kind = type(target)
+    if not dataclasses.is_dataclass(kind) or why_not(kind) is not None:
+        raise NotData(_name(kind), "whose state is set by code of its own")
+    names = tuple(field.name for field in dataclasses.fields(kind))
+    attributes, slots = state, None
+    if type(state) is list and _has_generated_state(kind):  # frozen, with slots
+        if len(state) != len(names):
+            raise Malformed(f"{_name(kind)} gets {len(state)} fields")
+        attributes, slots = None, dict(zip(names, state, strict=True))
+    elif type(state) is tuple and len(state) == 2:
+        attributes, slots = state
+    for found in (attributes, slots):
+        if found is not None and not (type(found) is dict and all(type(key) is str for key in found)):
+            raise Malformed(f"the state of {_name(kind)} is no dict of fields")
+    if attributes:
+        if not isinstance(getattr(target, "__dict__", None), dict):
+            raise Malformed(f"{_name(kind)} has slots and gets attributes")
+        target.__dict__.update(attributes)
+    for name, value in (slots or {}).items():
+        _set_slot(target, name, value)
+    return target
+
+
+def _has_generated_state(kind: type) -> bool:
+    return any(getattr(vars(each).get("__setstate__"), "__name__", "") in _GENERATED for each in kind.__mro__)
+
+
+def _set_slot(target: Any, name: str, value: Any) -> None:
+    kind = type(target)
+    for each in kind.__mro__:
+        slot = vars(each).get(name)
+        if isinstance(slot, types.MemberDescriptorType):
+            slot.__set__(target, value)
+            return
+        if slot is not None:
+            break
+    raise Malformed(f"{_name(kind)} has no slot {name[:60]!r}")
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,300 @@
+"""Which objects are data: loaded without running code of their classes, and the same ones that a save lets pass."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import enum
+import functools
+import io
+import pickle
+import random
+import sys
+import types
+import uuid
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import pytest
+import torch
+
+from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
+from robust_dcp.storage.records.objects import check_object, load_object, refusal_of
+
+T = TypeVar("T")
+
+
+class Mode(enum.Enum):
+    TRAIN = "train"
+    PAIR = (1, "b")
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+class Name(str, enum.Enum):
+    FIRST = "first"
+
+
+class Part(enum.Flag):
+    A = 1
+    B = 2
+    C = 4
+
+
+class IntPart(enum.IntFlag):
+    A = 1
+    B = 2
+
+
+class Watched(enum.Enum):
+    KNOWN = 1
+
+    @classmethod
+    def _missing_(cls, value: object) -> Any:
+        raise SystemError("the enum's code has run")
+
+
+class Point(NamedTuple):
+    x: int
+    y: str = "y"
+
+
+Pair = collections.namedtuple("Pair", "left right")
+
+
+class PairWithMethods(Pair):
+    def total(self) -> int:
+        return int(self.left + self.right)
+
+
+class PairWithNew(Pair):
+    def __new__(cls, *values: Any) -> PairWithNew:
+        return super().__new__(cls, *values)
+
+
+@dataclasses.dataclass
+class Settings:
+    rate: float = 0.1
+    names: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class MoreSettings(Settings):
+    steps: int = 1
+
+    def __post_init__(self) -> None:
+        self.twice = 2 * self.steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    value: int = 1
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    value: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FrozenSlotted:
+    value: int = 1
+
+
+@dataclasses.dataclass
+class Boxed(Generic[T]):
+    value: T
+
+
+@dataclasses.dataclass
+class WithState:
+    value: int = 1
+
+    def __setstate__(self, state: Any) -> None:
+        raise SystemError("the dataclass's code has run")
+
+
+@dataclasses.dataclass
+class WithGetattr:
+    value: int = 1
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+
+class Own:
+    pass
+
+
+class OwnDict(dict[str, int]):
+    pass
+
+
+def function() -> None:
+    """Not data."""
+
+
+DEFAULTS: collections.defaultdict[str, int] = collections.defaultdict(int, a=1)
+WITH_ATTRIBUTE: Any = torch.nn.Linear(2, 2).state_dict()
+
+DATA: list[Any] = [
+    DEFAULTS,
+    collections.defaultdict(list, a=[1]),
+    collections.defaultdict(None, {1: 2}),
+    Mode.TRAIN,
+    Mode.PAIR,
+    Level.LOW,
+    Name.FIRST,
+    Part.A,
+    Part.A | Part.C,
+    Part(0),
+    IntPart.A | IntPart.B,
+    Watched.KNOWN,
+    Point(1),
+    Pair(1, 2),
+    PairWithMethods(1, 2),
+    Settings(2.0, ["a"]),
+    MoreSettings(steps=4),
+    Frozen(3),
+    Slotted(5),
+    FrozenSlotted(6),
+    Boxed(3),
+    argparse.Namespace(mode=Mode.TRAIN, nested=Settings()),
+    types.SimpleNamespace(point=Point(2)),
+    {(1, ("a", None)): 1, Mode.TRAIN: 2, Point(1): 3, frozenset([1]): 4},
+    Fraction(1, 3),
+    uuid.UUID(int=5),
+    random.getstate(),
+    bytearray(),
+    b"",
+    2**200,
+    int,
+    np.float32,
+]
+
+NOT_DATA: list[tuple[Any, str]] = [
+    (function, "function"),
+    (len, "builtins.len"),
+    (functools.partial(int, base=2), "functools.partial"),
+    (Own(), "Own"),
+    (OwnDict(a=1), "OwnDict"),
+    (PairWithNew(1, 2), "PairWithNew"),
+    (WithState(), "__setstate__"),
+    (WithGetattr(), "__getattr__"),
+    (collections.defaultdict(function), "function"),
+    (collections.UserDict(), "UserDict"),
+    ({Frozen(): 1}, "key of a dict"),
+    (np.zeros(2, dtype=[("a", "i4")]), "numpy.dtype"),
+    (torch.nn.Linear(1, 1), "Linear"),
+]
+
+
+def saved(value: Any, protocol: int = 2) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer, pickle_protocol=protocol)
+    return buffer.getvalue()
+
+
+def load(data: bytes) -> Any:
+    return load_object(data, file="common.pt", item="args")
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+@pytest.mark.parametrize("value", DATA, ids=lambda value: type(value).__name__)
+def test_what_is_data_is_loaded_as_it_was_and_saved_without_a_word(value: Any, protocol: int) -> None:
+    data = saved(value, protocol)
+    assert refusal_of(data) is None
+    loaded = load(data)
+    assert type(loaded) is type(value) and loaded == value
+    check_object(data, file="", item="")
+    assert torch.load(io.BytesIO(data), weights_only=False) == value  # what a stock planner then makes of it
+
+
+def test_attributes_of_an_ordered_dict_are_kept() -> None:
+    assert load(saved(WITH_ATTRIBUTE))._metadata == WITH_ATTRIBUTE._metadata
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize(("value", "named"), NOT_DATA, ids=lambda value: type(value).__name__)
+def test_what_is_no_data_is_refused_by_load_check_and_save_alike(value: Any, named: str, protocol: int) -> None:
+    data = saved({"deep": [value]}, protocol)
+    refusal = refusal_of(data)
+    assert refusal is not None and named in str(refusal)
+    for refuse in (load, lambda data: check_object(data, file="common.pt", item="args")):
+        with pytest.raises(UnsafeCheckpoint, match=r"'args' in common\.pt.*add_safe_globals"):
+            refuse(data)
+
+
+def test_a_class_whose_module_is_not_imported_is_not_imported() -> None:
+    buffer = io.BytesIO()
+    torch.save(Settings(), buffer, _use_new_zipfile_serialization=False)
+    data = buffer.getvalue().replace(b"ctests.storage.test_data_kinds\n", b"cantigravity\n")
+    with pytest.raises(UnsafeCheckpoint, match="its module is not imported here"):
+        load(data)
+    assert "antigravity" not in sys.modules
+
+
+def _watched_of(value: int) -> bytes:
+    module = __name__.encode()
+    return b"\x80\x02c" + module + b"\nWatched\nK" + bytes([value]) + b"\x85R."
+
+
+def _legacy(pickled: bytes) -> bytes:
+    head = b"".join(pickle.dumps(part, protocol=2) for part in (0x1950A86A20F9469CFC6C, 1001, {}))
+    return head + pickled + pickle.dumps([], protocol=2)
+
+
+def test_an_enum_is_not_asked_for_a_value_that_it_does_not_have() -> None:
+    assert load(_legacy(_watched_of(1))) is Watched.KNOWN
+    with pytest.raises(CorruptCheckpoint, match="no member"):
+        load(_legacy(_watched_of(7)))
+
+
+def _array_state(dtype: np.dtype[Any], flags: int) -> bytes:
+    """The pickle of an array of 32 bytes whose dtype is said to have ``flags``."""
+
+    class Forged:
+        def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...], state: Any) -> None:
+            self.parts = function, arguments, state
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return self.parts
+
+    function, (code, *rest), state = dtype.__reduce__()  # type: ignore[misc]
+    forged = Forged(function, (code, *rest), (*state[:7], flags))
+    reconstruct, arguments, _ = np.empty(0).__reduce__()  # type: ignore[misc]
+    return pickle.dumps(Forged(reconstruct, arguments, (1, (4,), forged, False, b"A" * 32)), protocol=2)
+
+
+@pytest.mark.parametrize(("dtype", "flags"), [("O", 0), ("O", 63), ("f8", 63), ("f8", 1), ("S8", 16)])
+def test_bytes_never_become_pointers(dtype: str, flags: int) -> None:
+    with pytest.raises(CorruptCheckpoint, match=r"flags|list"):
+        load(_legacy(_array_state(np.dtype(dtype), flags)))
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6.0).reshape(2, 3),
+        np.asfortranarray(np.arange(6).reshape(2, 3)),
+        np.arange(3, dtype=">i4"),
+        np.array(["a", "bcd"]),
+        np.array([b"xy"]),
+        np.array(["2024-01-01"], dtype="M8[25s]"),
+        np.array([1, None, "x"], dtype=object),
+        np.empty((0, 3), dtype=np.float16),
+        np.array(True),
+    ],
+    ids=lambda array: f"{array.dtype}{array.shape}",
+)
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_arrays_come_back_as_they_were(array: np.ndarray[Any, Any], protocol: int) -> None:
+    loaded = load(saved(array, protocol))
+    assert loaded.dtype == array.dtype and loaded.shape == array.shape
+    assert loaded.tolist() == array.tolist() and loaded.flags.writeable
+    assert loaded.flags.f_contiguous == array.flags.f_contiguous

@@ -1,0 +1,310 @@
+"""Pickles that no writer makes: what each asks for, in the fewest bytes that ask for it.
+
+Owns their bytes. Each is made by hand, opcode by opcode, and stands in its file with a right checksum.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+import struct
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["FORGED", "random_pickle"]
+
+
+class Careful(enum.Enum):
+    """An enum that would notice a value that it does not have."""
+
+    KNOWN = 1
+
+    @classmethod
+    def _missing_(cls, value: object) -> Careful:
+        raise SystemError("the code of an enum has run")
+
+
+class Pair(typing.NamedTuple):
+    """A named tuple, to be made of too much."""
+
+    left: int
+    right: int
+
+
+@dataclass
+class Loud:
+    """A dataclass that would notice its state."""
+
+    value: int = 0
+
+    def __setstate__(self, state: object) -> None:
+        raise SystemError("the code of a dataclass has run")
+
+
+def _text(value: str) -> bytes:
+    data = value.encode()
+    return b"X" + struct.pack("<I", len(data)) + data
+
+
+def _named(module: str, name: str) -> bytes:
+    return b"c" + f"{module}\n{name}\n".encode()
+
+
+def _int(value: int) -> bytes:
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes([len(data)]) + data if len(data) < 256 else b"\x8b" + struct.pack("<i", len(data)) + data
+
+
+def _call(function: bytes, *arguments: bytes) -> bytes:
+    return function + b"(" + b"".join(arguments) + b"tR"
+
+
+def _put(place: int) -> bytes:
+    return b"r" + struct.pack("<I", place)
+
+
+def _get(place: int) -> bytes:
+    return b"j" + struct.pack("<I", place)
+
+
+def _doubled(kind: bytes, n: int) -> bytes:
+    """A value that holds twice one that holds twice one …: 2 ** n leaves in a few bytes each."""
+    steps = [b"K\x01\x85" if kind == b"\x86" else b"]K\x01a", _put(0)]
+    for place in range(n):
+        steps.append(_get(place) + _get(place) + b"\x86" if kind == b"\x86" else b"](" + _get(place) * 2 + b"e")
+        steps.append(_put(place + 1))
+    return b"".join(steps) + b"0" * n
+
+
+def _array(dtype: bytes, shape: bytes, data: bytes, fortran: bytes = b"\x89") -> bytes:
+    core = "numpy._core.multiarray" if np.__version__.startswith("2") else "numpy.core.multiarray"
+    empty = _call(_named(core, "_reconstruct"), _named("numpy", "ndarray"), b"(K\x00t", b"C\x01b")
+    return empty + b"(K\x01" + shape + dtype + fortran + data + b"tb"
+
+
+def _dtype(code: str, state: bytes) -> bytes:
+    return _call(_named("numpy", "dtype"), _text(code), b"\x89\x88") + state + b"b"
+
+
+def _plain_state(order: str = "<", size: int = -1, alignment: int = -1, flags: int = 0) -> bytes:
+    return b"(K\x03" + _text(order) + b"NNN" + _int(size) + _int(alignment) + _int(flags) + b"t"
+
+
+_F8 = _dtype("f8", _plain_state())
+_OBJECTS = _dtype("O8", _plain_state("|", flags=63))
+
+
+def _storage(count: int, kind: str = "FloatStorage", key: str = "0") -> bytes:
+    return b"(" + _text("storage") + _named("torch", kind) + _text(key) + _text("cpu") + _int(count) + b"tQ"
+
+
+def _tensor(storage: bytes, offset: int, size: bytes, stride: bytes) -> bytes:
+    hooks = _named("collections", "OrderedDict") + b")R"
+    return _call(_named("torch._utils", "_rebuild_tensor_v2"), storage, _int(offset), size, stride, b"\x89", hooks)
+
+
+def _ints(*values: int) -> bytes:
+    return b"(" + b"".join(map(_int, values)) + b"t"
+
+
+def _colliding(n: int) -> bytes:
+    modulus = (1 << 61) - 1
+    return b"}(" + b"".join(_int(modulus * place) + b"N" for place in range(2, n)) + b"u"
+
+
+_BUILTINS = "builtins"
+_DEEP = 400_000
+
+FORGED: dict[str, Callable[[str], bytes]] = {
+    # More than there is.
+    "list of a range": lambda _: _call(_named(_BUILTINS, "list"), _call(_named(_BUILTINS, "range"), _int(30_000_000))),
+    "set of a range": lambda _: _call(_named(_BUILTINS, "set"), _call(_named(_BUILTINS, "range"), _int(30_000_000))),
+    "size of a range": lambda _: _call(_named("torch", "Size"), _call(_named(_BUILTINS, "range"), _int(30_000_000))),
+    "deque of a range": lambda _: _call(
+        _named("collections", "deque"), _call(_named(_BUILTINS, "range"), _int(30_000_000))
+    ),
+    "bytearray of a GiB": lambda _: _call(_named(_BUILTINS, "bytearray"), _int(1 << 30)),
+    "bytes of a GiB": lambda _: _call(_named(_BUILTINS, "bytes"), _int(1 << 30)),
+    "new bytes of a GiB": lambda _: _named(_BUILTINS, "bytes") + b"(" + _int(1 << 30) + b"t\x81",
+    "memo of 50 million": lambda _: b"]" + _put(50_000_000),
+    "memo of 4 billion": lambda _: b"]" + _put(4_000_000_000),
+    "memo in text": lambda _: b"]p99999999999\n",
+    "frame of an exabyte": lambda _: b"\x95" + struct.pack("<Q", 1 << 60) + b"]",
+    "text of an exabyte": lambda _: b"\x8d" + struct.pack("<Q", 1 << 60),
+    "bytes of 4 GiB": lambda _: b"B" + struct.pack("<I", (1 << 32) - 1),
+    "bytes of an exabyte": lambda _: b"\x8e" + struct.pack("<Q", 1 << 60),
+    "bytearray of an exabyte": lambda _: b"\x96" + struct.pack("<Q", 1 << 60),
+    "number of 2 GiB": lambda _: b"\x8b" + struct.pack("<i", (1 << 31) - 1),
+    "number of negative length": lambda _: b"\x8b" + struct.pack("<i", -1),
+    "number of 300,000 digits": lambda _: b"L" + b"9" * 300_000 + b"L\n",
+    "decimal exponent": lambda _: _call(_named("decimal", "Decimal"), _text("1e3000000")),
+    "int of a decimal": lambda _: _call(
+        _named(_BUILTINS, "int"), _call(_named("decimal", "Decimal"), _text("1e3000000"))
+    ),
+    "fraction exponent": lambda _: _call(_named("fractions", "Fraction"), _text("1e300000000")),
+    "text of a list": lambda _: _doubled(b"]", 40) + _call(_named(_BUILTINS, "str"), _get(40)),
+    "copies of a list": lambda _: (
+        b"]("
+        + b"K\x01" * 50_000
+        + b"e"
+        + _put(0)
+        + b"("
+        + _call(_named("collections", "deque"), _get(0)) * 4_000
+        + b"t"
+    ),
+    # Nested without end.
+    "doubled lists": lambda _: _doubled(b"]", 60),
+    "doubled tuples": lambda _: _doubled(b"\x86", 60),
+    "doubled tuple as key": lambda _: b"}" + _doubled(b"\x86", 60) + b"Ns",
+    "doubled tuple in a set": lambda _: b"\x8f(" + _doubled(b"\x86", 60) + b"\x90",
+    "doubled tuple in a frozenset": lambda _: b"(" + _doubled(b"\x86", 60) + b"\x91",
+    "lists nested deeply": lambda _: b"]" * _DEEP + b"a" * (_DEEP - 1),
+    "tuples nested deeply": lambda _: b"N" + b"\x85" * _DEEP,
+    "tuples nested deeply as key": lambda _: b"}N" + b"\x85" * _DEEP + b"Ns",
+    "dicts nested deeply": lambda _: b"}" + b"N}" * _DEEP + b"s" * _DEEP,
+    "arrays nested deeply": lambda _: (
+        b"N" + b"".join(_put(0) + b"0" + _array(_OBJECTS, _ints(1), b"]" + _get(0) + b"a") for _ in range(8_000))
+    ),
+    "marks nested deeply": lambda _: b"(" * _DEEP + b"t" * _DEEP,
+    "numbers that collide": lambda _: _colliding(60_000),
+    # Pointers made of bytes, and arrays that are larger than their bytes.
+    "object dtype without its flags": lambda _: _array(
+        _dtype("O8", _plain_state("|", flags=0)), _ints(4), b"C\x20" + b"A" * 32
+    ),
+    "object dtype with its flags, of bytes": lambda _: _array(_OBJECTS, _ints(4), b"C\x20" + b"A" * 32),
+    "number dtype with the flags of objects": lambda _: _array(
+        _dtype("f8", _plain_state(flags=63)), _ints(4), b"](NNNNe"
+    ),
+    "scalar of objects": lambda _: _call(
+        _named("numpy._core.multiarray", "scalar"), _dtype("O8", _plain_state("|", flags=0)), b"C\x08AAAAAAAA"
+    ),
+    "structured dtype with objects": lambda _: _array(
+        _dtype(
+            "V8",
+            b"(K\x03"
+            + _text("|")
+            + b"N"
+            + b"("
+            + _text("a")
+            + b"t"
+            + b"}"
+            + _text("a")
+            + b"("
+            + _OBJECTS
+            + b"K\x00ts"
+            + _int(8)
+            + _int(1)
+            + _int(16)
+            + b"t",
+        ),
+        _ints(4),
+        b"C\x20" + b"A" * 32,
+    ),
+    "subarray dtype": lambda _: _array(
+        _dtype(
+            "V8", b"(K\x03" + _text("|") + b"(" + _OBJECTS + b"(K\x01tt" + b"NN" + _int(8) + _int(1) + _int(0) + b"t"
+        ),
+        _ints(4),
+        b"C\x20" + b"A" * 32,
+    ),
+    "dtype of another size": lambda _: _array(_dtype("S8", _plain_state("|", 1 << 40, 1)), _ints(1), b"C\x08AAAAAAAA"),
+    "dtype of a terabyte": lambda _: _array(
+        _dtype("S999999999", _plain_state("|", 999999999, 1)), _ints(1000), b"C\x00"
+    ),
+    "array without its bytes": lambda _: _array(_F8, _ints(1 << 40), b"C\x00"),
+    "array with too few bytes": lambda _: _array(_F8, _ints(5), b"C\x20" + b"A" * 32),
+    "array of a negative shape": lambda _: _array(_F8, _ints(-1, -4), b"C\x20" + b"A" * 32),
+    "array whose shape overflows": lambda _: _array(_F8, _ints(1 << 33, 1 << 33), b"C\x00"),
+    "array of no elements and many": lambda _: _array(_F8, _ints(0, 1 << 62, 1 << 61), b"C\x00"),
+    "array that is never filled": lambda _: _array(_F8, _ints(1), b"C\x08AAAAAAAA")[:-1] + b"0",
+    # Tensors beyond their storage.
+    "tensor larger than its storage": lambda _: _tensor(_storage(4), 0, _ints(1 << 32), _ints(1)),
+    "tensor before its storage": lambda _: _tensor(_storage(4), -1000, _ints(4), _ints(1)),
+    "tensor with negative strides": lambda _: _tensor(_storage(4), 0, _ints(4), _ints(-1000)),
+    "tensor whose size overflows": lambda _: _tensor(_storage(4), 0, _ints(1 << 40, 1 << 40), _ints(0, 0)),
+    "tensor whose offset overflows": lambda _: _tensor(_storage(4), (1 << 63) - 1, _ints(1), _ints(1)),
+    "tensor of no storage": lambda _: _tensor(b"N", 0, _ints(1), _ints(1)),
+    "storage of a TiB": lambda _: _storage(1 << 38),
+    "storage that is not there": lambda _: _storage(4, key="../../7"),
+    "storage of a negative length": lambda _: _storage(-4),
+    "sparse tensor out of bounds": lambda _: _call(
+        _named("torch._utils", "_rebuild_sparse_tensor"),
+        _call(_named("torch.serialization", "_get_layout"), _text("torch.sparse_coo")),
+        b"(" + _tensor(_storage(2, "LongStorage"), 0, _ints(1, 2), _ints(2, 1)),
+        _tensor(_storage(4), 0, _ints(2), _ints(1)) + _call(_named("torch", "Size"), _ints(3)) + b"\x88t",
+    ),
+    "quantized tensor of a TiB": lambda _: _call(
+        _named("torch._utils", "_rebuild_qtensor"),
+        _storage(16, "QInt8Storage"),
+        _int(0),
+        _ints(1 << 40),
+        _ints(0),
+        b"(" + _named("torch", "per_tensor_affine") + b"G?\xf0\x00\x00\x00\x00\x00\x00K\x00t",
+        b"\x89",
+        _named("collections", "OrderedDict") + b")R",
+    ),
+    # Code.
+    "system call": lambda canary: _call(_named("os", "mkdir"), _text(canary)),
+    "system call, other opcodes": lambda canary: b"(" + _text(canary) + b"ios\nmkdir\n",
+    "system call by OBJ": lambda canary: b"(" + _named("os", "mkdir") + _text(canary) + b"o",
+    "system call on the stack": lambda canary: _text("posix") + _text("mkdir") + b"\x93" + _text(canary) + b"\x85R",
+    "system call behind broken text": lambda canary: b"I0x10\n0" + _call(_named("os", "mkdir"), _text(canary)),
+    "system call without protocol": lambda canary: b"(" + _text(canary) + b"tcos\nmkdir\nR",
+    "evaluation": lambda canary: _call(_named(_BUILTINS, "eval"), _text(f"__import__('os').mkdir({canary!r})")),
+    "attribute of a module": lambda _: _call(
+        _named(_BUILTINS, "getattr"), _named(_BUILTINS, "int"), _text("__class__")
+    ),
+    "factory that calls": lambda _: _call(_named("collections", "defaultdict"), _named("os", "getcwd")),
+    "method of a class replaced": lambda _: (
+        _named("argparse", "Namespace") + b"N}" + _text("__init__") + _named(_BUILTINS, "list") + b"s\x86b"
+    ),
+    "extension registry": lambda _: b"\x82\x01",
+    "enum with code": lambda _: _call(_named(__name__, "Careful"), _int(7)),
+    "dataclass with code": lambda _: _named(__name__, "Loud") + b")\x81}" + _text("value") + b"K\x01sb",
+    "named tuple of too much": lambda _: _named(__name__, "Pair") + b"(K\x01K\x02K\x03t\x81",
+    "module that is not imported": lambda _: _call(_named("antigravity", "fly"), b""),
+    # No sense.
+    "nothing": lambda _: b"",
+    "empty stack": lambda _: b"0000",
+    "value that was never remembered": lambda _: _get(77),
+    "list of itself": lambda _: b"]" + _put(0) + _get(0) + b"a",
+    "tuple of itself": lambda _: b"](" + _put(0) + _get(0) + b"te",
+    "date that is none": lambda _: _call(_named("datetime", "date"), b"C\x04\x07\xe8\x63\x63"),
+    "datetime that is none": lambda _: _call(
+        _named("datetime", "datetime"), b"C\x0a\xff\xff\x0c\xff\xff\xff\xff\xff\xff\xff"
+    ),
+    "timedelta that overflows": lambda _: _call(_named("datetime", "timedelta"), _int(1 << 80), _int(0), _int(0)),
+    "stream beyond its end": lambda _: _named("_io", "BytesIO") + b")\x81(C\x01x" + _int(1 << 40) + b"Ntb",
+    "parameter of a number": lambda _: _call(
+        _named("torch._utils", "_rebuild_parameter"), b"K\x01", b"\x89", _named("collections", "OrderedDict") + b")R"
+    ),
+}
+"""By what it is: a function of a path that must not come to exist, and that gives opcodes without PROTO and STOP."""
+
+_PIECES = [
+    *(bytes([code]) for code in b"(.012NQR]}aebdelo)stu\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x93\x94"),
+    *(b"K\x01", b"K\x00", b"J\xff\xff\xff\x7f", b"h\x00", b"h\x01", b"q\x00", b"q\x01", b"M\xff\xff", _int(1 << 70)),
+    *(_text(""), _text("a"), b"C\x04abcd", b"G@\x09\x21\xfb\x54\x44\x2d\x18"),
+    *(
+        _named(_BUILTINS, name)
+        for name in ("list", "set", "bytearray", "range", "slice", "complex", "getattr", "frozenset")
+    ),
+    *(_named("collections", name) for name in ("OrderedDict", "defaultdict", "deque", "Counter")),
+    *(_named("datetime", "datetime"), _named("uuid", "UUID"), _named("decimal", "Decimal"), _named("torch", "Size")),
+    *(_named("numpy", "dtype"), _named("numpy", "ndarray"), _F8, _OBJECTS, _named("_io", "BytesIO")),
+    *(_named(__name__, "Careful"), _named(__name__, "Pair"), _named(__name__, "Loud"), _storage(4), _ints(1, 2)),
+    *(_named("torch._utils", "_rebuild_tensor_v2"), _named("torch", "float32"), _named("argparse", "Namespace")),
+]
+
+
+def random_pickle(chosen: random.Random) -> bytes:
+    """Opcodes and names that are each allowed somewhere, in no order."""
+    return b"".join(_random_pieces(chosen))
+
+
+def _random_pieces(chosen: random.Random) -> Iterator[bytes]:
+    for _ in range(chosen.randrange(1, 40)):
+        yield chosen.choice(_PIECES)

@@ -1,0 +1,196 @@
+"""Sound checkpoints to be damaged, and how each is loaded and compared with what was saved.
+
+Owns what is in them: tensors of several sizes, objects of many kinds, both layouts, by us and by stock, and Megatron's
+files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import copy
+import datetime
+import enum
+import io
+import json
+import os
+import random
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+
+import robust_dcp
+from robust_dcp.plan.cache import PLANS
+from robust_dcp.plan.stored_plan import LOADED
+from robust_dcp.storage.writer import RobustWriter
+from torture.trials import WrongData
+
+__all__ = ["SAMPLES", "Sample", "is_same", "load_megatron", "make_samples"]
+
+
+class Mode(enum.Enum):
+    """An enum among the objects."""
+
+    TRAIN = "train"
+    TEST = "test"
+
+
+class Range(NamedTuple):
+    """A named tuple among the objects."""
+
+    low: int
+    high: int
+
+
+@dataclass
+class Settings:
+    """A dataclass among the objects."""
+
+    rate: float = 0.1
+    names: list[str] = field(default_factory=lambda: ["a", "b"])
+
+
+def objects() -> dict[str, Any]:
+    """Objects of the kinds that training loops save."""
+    counts: collections.defaultdict[str, int] = collections.defaultdict(int, a=1)
+    return {
+        "args": argparse.Namespace(lr=0.1, mode=Mode.TRAIN, dtype=torch.bfloat16, size=torch.Size([1, 2])),
+        "counts": counts,
+        "settings": Settings(names=["c"]),
+        "range": Range(1, 2),
+        "rng": random.Random(1).getstate(),
+        "numpy": {"state": np.arange(20.0), "scalar": np.float32(3), "text": np.array(["a", "bc"])},
+        "when": datetime.datetime(2024, 1, 2, tzinfo=datetime.timezone.utc),
+        "nested": {"tensor": torch.arange(6.0).reshape(2, 3), "list": list(range(300)), "more": [{"x": (1, (2,))}] * 3},
+        "extra": io.BytesIO(b"some bytes"),
+    }
+
+
+def state_dict() -> dict[str, Any]:
+    """What every sample holds."""
+    return {
+        "model": {
+            "large": torch.arange(400_000, dtype=torch.float32),
+            "small": torch.arange(12.0).reshape(3, 4),
+            "scalar": torch.tensor(3.0),
+            "bf16": torch.arange(600).to(torch.bfloat16),
+            "empty": torch.empty(0, 3),
+        },
+        # Not as dicts and lists, of which DCP makes an item for each value.
+        "objects": {name: argparse.Namespace(value=value) for name, value in objects().items()},
+    }
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether a value is what was saved: of the same class, with the same contents."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return bool(one.dtype == other.dtype and one.shape == other.shape and (one == other).all())
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    if isinstance(one, io.BytesIO):
+        return one.getvalue() == other.getvalue()
+    if isinstance(one, (argparse.Namespace, Settings)):
+        return is_same(vars(one), vars(other))
+    return bool(one == other)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A checkpoint: its directory under the root, how it is saved, and what is done with it.
+
+    Attributes:
+        save: into a directory.
+        load: from a directory; raises :class:`WrongData`.
+    """
+
+    name: str
+    save: Callable[[str], None]
+    load: Callable[[str], None]
+
+
+def _blank() -> dict[str, Any]:
+    wanted = copy.deepcopy(state_dict())
+    for tensor in wanted["model"].values():
+        tensor.zero_()
+    wanted["objects"] = dict.fromkeys(wanted["objects"])
+    return wanted
+
+
+def _load(path: str) -> None:
+    wanted = _blank()
+    robust_dcp.load(wanted, checkpoint_id=path, no_dist=True)
+    if not is_same(wanted, state_dict()):
+        raise WrongData("what was loaded is not what was saved")
+
+
+def _save_ours(path: str) -> None:
+    robust_dcp.save(state_dict(), checkpoint_id=path, no_dist=True)
+
+
+def _save_safetensors(path: str) -> None:
+    writer = RobustWriter(path, layout="safetensors")
+    robust_dcp.save(state_dict(), storage_writer=writer, no_dist=True)
+
+
+def _save_stock(path: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state_dict(), storage_writer=dcp.FileSystemWriter(path, overwrite=True), no_dist=True)
+
+
+def _load_and_save_again(path: str) -> None:
+    """The plan beside a checkpoint is advice: whatever stands in it, what is saved by it is right."""
+    _load(path)
+    PLANS.clear()
+    LOADED.add(path)
+    robust_dcp.save(state_dict(), checkpoint_id=f"{path}.again", no_dist=True)
+    try:
+        _load(f"{path}.again")
+    finally:
+        shutil.rmtree(f"{path}.again")
+
+
+def _save_megatron(path: str) -> None:
+    os.makedirs(path)
+    with open(os.path.join(path, "metadata.json"), "w") as file:
+        json.dump({"sharded_backend": "torch_dist", "sharded_backend_version": 1}, file)
+    torch.save(objects(), os.path.join(path, "common.pt"))
+
+
+def load_megatron(path: str) -> Any:
+    """The common state of Megatron's checkpoints, as robust_dcp reads it."""
+    from robust_dcp.megatron.loading.loading import load_common_state
+
+    return load_common_state(path)
+
+
+def _load_megatron(path: str) -> None:
+    if not is_same(load_megatron(path), objects()):
+        raise WrongData("the common state is not what was saved")
+
+
+SAMPLES = (
+    Sample("torch layout", _save_ours, _load),
+    Sample("safetensors layout", _save_safetensors, _load),
+    Sample("stock checkpoint", _save_stock, _load),
+    Sample("kept plan", _save_ours, _load_and_save_again),
+    Sample("Megatron", _save_megatron, _load_megatron),
+)
+
+
+def make_samples(root: str) -> None:
+    """Save each sample under ``root``."""
+    for sample in SAMPLES:
+        sample.save(os.path.join(root, sample.name))
