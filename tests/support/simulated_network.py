@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,6 +58,13 @@ class _Item:
     due_seconds: float
 
 
+class _Sending:
+    """What the sender has to keep until the payload has been received: gloo takes back what nobody keeps."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+
 class _OneWay:
     """What is on its way from one rank to another over one connection."""
 
@@ -65,7 +73,7 @@ class _OneWay:
         self.sender = sender
         self.receiver = receiver
         self.frames: deque[_Item] = deque()
-        self.payloads: dict[int, _Item] = {}
+        self.payloads: weakref.WeakValueDictionary[int, _Sending] = weakref.WeakValueDictionary()
         self.held_back: _Item | None = None
         self.fault: Fault | None = None  # of the message whose frame was sent last
         self.is_broken = False
@@ -90,9 +98,9 @@ class SimulatedPipe:
             if tag != _FRAME_TAG:
                 if way.fault is not None and way.fault.kind is FaultKind.DAMAGE_PAYLOAD:
                     content = _damaged(content)
-                way.payloads[tag] = _Item(content, time.monotonic())
+                way.payloads[tag] = sending = _Sending(content)
                 way.changed.notify_all()
-                return None
+                return sending
             way.fault = fault = network.next_fault(way.sender, way.receiver)
             self._send_frame(way, content, fault)
         return None
@@ -139,8 +147,9 @@ class SimulatedPipe:
         with self._network.lock:
             while True:
                 pause = self._network.pause_of(way)
-                if tag in way.payloads and not pause:
-                    return bytearray(way.payloads.pop(tag).data[:nbytes])
+                sending = way.payloads.get(tag)
+                if sending is not None and not pause:
+                    return bytearray(sending.data[:nbytes])
                 if way.is_broken and not pause:
                     raise PipeBroken("connection reset by peer")
                 way.changed.wait(pause or None)

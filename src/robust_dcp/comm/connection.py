@@ -14,7 +14,7 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from robust_dcp.comm.frames import Frame, FrameError, Kind
@@ -46,7 +46,7 @@ class Damaged(Exception):
 class _Sent:
     frame: Frame
     payload: Payload
-    kept: object = None
+    kept: list[object] = field(default_factory=list)
 
 
 class Connection:
@@ -172,7 +172,7 @@ class Connection:
             kept = [self._pipe.send(frame.encode(), _FRAME_TAG)]
             if len(payload):
                 kept.append(self._pipe.send(payload, self._tag))
-            sent.kept = kept
+            sent.kept += kept  # beside what is on its way already: gloo takes back what nobody keeps
         except PipeBroken:
             pass  # the reading thread finds the same, and tells
 

@@ -129,6 +129,7 @@ class Operation:
         self._is_working = False
         self._progress = Progress.now()
         self._problem: Problem | None = None
+        self._reads_until = 0.0
         self._next_log_seconds = LOG_SECONDS
         self._last_tick = self._last_beat = self._waiting_since = self._began = self._begun = time.monotonic()
 
@@ -346,6 +347,11 @@ class Operation:
             while True:
                 if self._account is not None:
                     raise _Ended
+                now = time.monotonic()
+                self._notice_standstill(now)
+                if now < self._reads_until:
+                    self._changed.wait(self._reads_until - now)
+                    continue
                 if self._problem is not None:
                     raise self._problem
                 places = [(self._exchange, kind, peer) for peer in peers]
@@ -459,9 +465,7 @@ class Operation:
             now = time.monotonic()
             if not self._runs:
                 return
-            if now - self._last_tick > self.timeout_seconds / 2:
-                self._waiting_since = now  # this process stood still itself: what has come is still to be read
-            self._last_tick = now
+            self._notice_standstill(now)
             if self._is_working:
                 self._watch_neighbours(now)
             if now - self._last_beat < min(BEAT_SECONDS, self.timeout_seconds / 4):
@@ -487,6 +491,13 @@ class Operation:
             self._next_log_seconds *= 2
             self.stragglers.append(f"{self.what}: after {waited:.0f} seconds, {self._beat_for(None, now)}")
             logger.warning("%s", self.stragglers[-1])
+
+    def _notice_standstill(self, now: float) -> None:
+        """If this process stood still itself, by SIGSTOP say, what came meanwhile is read before anything is decided:
+        the others may have given up on it."""
+        if now - self._last_tick > self.timeout_seconds / 2:
+            self._waiting_since, self._reads_until = now, now + 2 * BEAT_SECONDS
+        self._last_tick = now
 
     def _watch_neighbours(self, now: float) -> None:
         """While this rank works, nobody waits here who would miss a rank that is silent."""
