@@ -25,6 +25,7 @@ from robust_dcp.comm.pipe import Payload, PipeBroken
 from robust_dcp.comm.registry import link_for, local_link
 from robust_dcp.comm.relay import Relay, carry, refuse_damage
 from robust_dcp.comm.stats import ExchangeStats, PhaseStats
+from robust_dcp.comm.tree import Tree
 from robust_dcp.errors import ExchangeError, ExchangeTimeout
 
 __all__ = ["Channel"]
@@ -293,7 +294,8 @@ class Channel:
 
     def combined_signature(self, signatures: Sequence[bytes]) -> bytes:
         """What the signatures of all ranks, in rank order, add up to in an :class:`Agreement` of this channel."""
-        return combined_signature([signatures[rank] for rank in self._operation.tree.ranks_by_place])
+        by_place = Tree(self.rank, self.size, self.coordinator_rank).ranks_by_place
+        return combined_signature([signatures[rank] for rank in by_place])
 
     def relay(self, phase: str, relayed: Relay) -> None:
         """Pass tensors from the ranks that have them to those that need them; what arrived was sent, or it raises.
