@@ -331,5 +331,12 @@ def test_a_save_that_cannot_work_says_what_to_pass(
     assert error.is_a(expected) and words in error.message
 
 
-def test_the_cache_of_this_process_is_not_touched_by_tests_in_ranks() -> None:
-    assert len(PLANS) == 0
+def save_once(directory: str) -> int:
+    robust_dcp.save(shards(0), checkpoint_id=directory)
+    return len(PLANS)
+
+
+def test_the_cache_of_this_process_is_not_touched_by_tests_in_ranks(tmp_path: Path) -> None:
+    before = len(PLANS)
+    assert values(run_ranks(2, save_once, str(tmp_path))) == [1, 1]
+    assert len(PLANS) == before
