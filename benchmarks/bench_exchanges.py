@@ -29,7 +29,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from benchmarks.ranks import show
 from robust_dcp.comm import Channel, Offer
 from robust_dcp.comm.link import Link
 from robust_dcp.comm.meeting import Meeting
@@ -180,7 +179,7 @@ class Group:
         """What ``function`` returned on each rank.
 
         Raises:
-            ExceptionGroup or the first exception: what a rank raised.
+            BaseException: the first that a rank raised.
         """
         results: list[Any] = [None] * self.size
         errors: list[BaseException] = []
@@ -353,7 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     rows = [_measured(measure, size) for size in options.ranks]
     rows += [_measured(measure_mesh, size) for size in options.mesh]
-    show([asdict(row) for row in rows], options.json) if False else _show(rows, options.json)
+    _show(rows, options.json)
 
 
 def _show(rows: Sequence[Row], path: str | None) -> None:

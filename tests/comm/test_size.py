@@ -72,6 +72,7 @@ def _all_verbs() -> tuple[tuple[Any, ...], int]:
     return all_verbs(channel), n_sockets() - before
 
 
+@pytest.mark.slow
 def test_every_verb_works_in_64_processes_with_few_sockets_each() -> None:
     size = 64
     outcomes = values(run_ranks(size, _all_verbs, timeout_seconds=160))
