@@ -123,6 +123,7 @@ class Operation:
         self._account: bytes | None = None
         self._lost: dict[int, tuple[str, bool]] = {}
         self._heard: dict[int, float] = {}
+        self._asked: dict[int, float] = {}
         self._beats: dict[int, Beat] = {}
         self._absent: tuple[int, ...] = ()
         self._runs = False
@@ -478,10 +479,9 @@ class Operation:
                 if connection.n_unacknowledged < _MAX_UNHEARD_BEATS:
                     body = self._beat_for(peer, now).encode()
                     self.link.send(peer, self._frame(Kind.BEAT, body=body))
-                    if (
-                        peer in self._absent
-                        and now - max(self._waiting_since, self._heard.get(peer, 0.0)) > 2 * BEAT_SECONDS
-                    ):
+                    since = max(self._waiting_since, self._heard.get(peer, 0.0), self._asked.get(peer, 0.0))
+                    if peer in self._absent and now - since > max(2 * BEAT_SECONDS, self.timeout_seconds / 10):
+                        self._asked[peer] = now  # seldom: on a busy machine repetitions would keep it busy
                         connection.ask_for_lost()
 
     def _log_stragglers(self, now: float) -> None:
