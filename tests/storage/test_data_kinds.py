@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
+from robust_dcp.storage.metadata.metadata_file import decode_metadata
 from robust_dcp.storage.records.objects import check_object, load_object, refusal_of
 
 T = TypeVar("T")
@@ -275,6 +276,23 @@ def _array_state(dtype: np.dtype[Any], flags: int) -> bytes:
 def test_bytes_never_become_pointers(dtype: str, flags: int) -> None:
     with pytest.raises(CorruptCheckpoint, match=r"flags|list"):
         load(_legacy(_array_state(np.dtype(dtype), flags)))
+
+
+@pytest.mark.parametrize(("dtype", "flags"), [("O", 0), ("f8", 63)])
+def test_nor_if_numpy_itself_is_registered_as_megatron_does(dtype: str, flags: int) -> None:
+    reconstruct = np.empty(0).__reduce__()[0]
+    forged = _array_state(np.dtype(dtype), flags)
+    made_bare = b"\x80\x02cnumpy\nndarray\n(K\x04\x85cnumpy\nobject_\nt\x81."
+    with torch.serialization.safe_globals(
+        [reconstruct, np.ndarray, np.dtype, type(np.dtype("O")), type(np.dtype("f8"))]
+    ):
+        with pytest.raises(CorruptCheckpoint, match=r"flags|list"):
+            load(_legacy(forged))
+        with pytest.raises(UnsafeCheckpoint):
+            load(_legacy(made_bare))
+        for pickled in (forged, made_bare):
+            with pytest.raises(UnsafeCheckpoint, match="numpy"):
+                decode_metadata(pickled, ".metadata")
 
 
 @pytest.mark.parametrize(

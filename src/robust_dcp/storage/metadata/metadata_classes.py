@@ -36,6 +36,7 @@ METADATA_CLASSES: Final = (
     )
     | all_of("torch.distributed.checkpoint.filesystem", "_StorageInfo _StoragePrefix")
     | all_of("torch.distributed.checkpoint._hf_utils", "_HFStorageInfo")
+    | all_of("torch", "Size")
 )
 
 

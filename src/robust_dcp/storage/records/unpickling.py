@@ -19,7 +19,7 @@ from typing import IO, Any, Final, cast
 import torch
 
 from robust_dcp.errors import UnsafeCheckpoint
-from robust_dcp.storage.records.data import python_kinds, tensors, user_classes
+from robust_dcp.storage.records.data import python_kinds, user_classes
 from robust_dcp.storage.records.data.limits import Budget
 from robust_dcp.storage.records.data.names import registered_by_user
 
@@ -35,11 +35,9 @@ def all_of(module: str, names: str) -> frozenset[ClassName]:
 
 
 # Containers and numbers of Python that hold data. Not `range`, of which a few bytes make a list of any length.
-_PLAIN: Final = (
-    all_of("builtins", "bool bytearray bytes complex dict float frozenset int list set slice str tuple")
-    | all_of("collections", "Counter OrderedDict defaultdict deque")
-    | all_of("torch", "Size")
-)
+_PLAIN: Final = all_of(
+    "builtins", "bool bytearray bytes complex dict float frozenset int list set slice str tuple"
+) | all_of("collections", "Counter OrderedDict defaultdict deque")
 
 
 class _Bounded:
@@ -51,8 +49,7 @@ class _Bounded:
 
     def __call__(self, *arguments: Any) -> Any:
         given = tuple(argument.kind if isinstance(argument, _Bounded) else argument for argument in arguments)
-        build = python_kinds.BUILT_BY_CALL.get(self.kind) or tensors.BUILT_BY_CALL[self.kind]
-        return build(given, self._budget)
+        return python_kinds.BUILT_BY_CALL[self.kind](given, self._budget)
 
 
 # Values of these are named in a pickle like classes, but can neither be called nor changed.
@@ -122,7 +119,8 @@ class RestrictedUnpickler(pickle.Unpickler):
         elif key in self._allowed:
             found = _imported(module, name)
         elif f"{module}.{name}" in self._registered:
-            return self._registered[f"{module}.{name}"]
+            found = self._registered[f"{module}.{name}"]
+            return partial(_member, found) if isinstance(found, enum.EnumMeta) else found
         elif module == "torch" and isinstance(getattr(torch, name, None), _CONSTANT_TYPES):
             return getattr(torch, name)
         else:

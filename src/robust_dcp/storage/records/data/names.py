@@ -14,6 +14,7 @@ import types
 from functools import cache
 from typing import Any, Final, cast
 
+import numpy as np
 import torch
 from torch.serialization import get_safe_globals
 
@@ -29,6 +30,7 @@ _BUILT_BY_CALL: Final[dict[int, Builder]] = {
     for table in (python_kinds.BUILT_BY_CALL, arrays.BUILT_BY_CALL, tensors.BUILT_BY_CALL)
     for function, build in table.items()
 }
+_KNOWN: Final = {id(found) for found in _NAMED.values()}
 _NO_CODE: Final = "which is not known to be plain data"
 
 
@@ -76,11 +78,12 @@ class Names:
         build = _BUILT_BY_CALL.get(id(function))
         if build is not None:
             return build(arguments, budget)
-        if self.is_registered(function):
+        is_enum = isinstance(function, enum.EnumMeta)
+        if self.is_registered(function) and not (is_enum and _are_nested(arguments)):
             return function(*arguments)
         if function is _rebuild_from_type():
             return self._tensor_of_type(arguments, budget)
-        if isinstance(function, enum.EnumMeta):
+        if is_enum:
             return user_classes.member_of(cast("type[enum.Enum]", function), arguments)
         raise NotData(_name(function), _NO_CODE)
 
@@ -120,6 +123,11 @@ class Names:
         return target
 
 
+def _are_nested(arguments: tuple[Any, ...]) -> bool:
+    """Whether an enum, which hashes and prints the value that it is asked for, might not come to an end."""
+    return any(type(argument) not in (bool, bytes, float, int, str, type(None)) for argument in arguments)
+
+
 def _first_attribute(state: Any) -> str:
     """The name of an attribute that ``state`` sets, with a dot before it; for a message."""
     for part in state if type(state) is tuple else (state,):
@@ -157,7 +165,10 @@ _last_registered: list[tuple[list[Any], dict[str, Any]]] = []
 
 
 def registered_by_user() -> dict[str, Any]:
-    """What ``torch.serialization.add_safe_globals`` was given, by full name. Nobody should modify it."""
+    """What ``torch.serialization.add_safe_globals`` was given, by full name. Nobody should modify it.
+
+    But for what is data anyway: Megatron-Core registers NumPy's own functions, which believe what they are told.
+    """
     entries = get_safe_globals()
     if _last_registered and set(map(id, entries)) == set(map(id, _last_registered[0][0])):
         return _last_registered[0][1]
@@ -170,5 +181,7 @@ def _named(entries: list[Any]) -> dict[str, Any]:
     registered: dict[str, Any] = {}
     for entry in entries:
         found, path = entry if isinstance(entry, tuple) else (entry, f"{entry.__module__}.{entry.__qualname__}")
-        registered[path] = found
+        is_array = isinstance(found, type) and issubclass(found, (np.ndarray, np.dtype, np.generic))
+        if not is_array and id(found) not in _KNOWN:
+            registered[path] = found
     return registered
