@@ -33,7 +33,7 @@ _SHORT_TIMEOUT_SECONDS = 0.6
 _KILL_TIMEOUT_SECONDS = 3.0
 """Whoever dies before it has connected is missed only then."""
 
-_LIMIT_SECONDS = 10.0
+_LIMIT_SECONDS = 60.0
 """No rank may take longer. Only a frozen rank makes others wait; most of this is patience with a busy machine."""
 
 
