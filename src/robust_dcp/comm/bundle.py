@@ -99,7 +99,7 @@ def open_bundle(payload: Payload, message_type: type[M]) -> dict[int, M]:
     _check(bundle, tuple(field.name for field in fields))
     values: list[dict[str, Any]] = [{} for _ in bundle.ranks]
     for field, column in zip(fields, bundle.columns, strict=True):
-        decoder = msgspec.msgpack.Decoder(field.type)
+        decoder = wire.decoder_of(field.type)
         decoded: list[Any] = []
         try:
             decoded.extend(map(decoder.decode, column.values))

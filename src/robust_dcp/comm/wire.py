@@ -7,7 +7,8 @@ the exchange for payloads, and by whoever keeps a message in a file.
 from __future__ import annotations
 
 import struct
-from typing import TypeVar
+import threading
+from typing import Any, TypeVar
 
 import msgspec
 import zstandard
@@ -31,6 +32,21 @@ _RAW = 1
 _ZSTD = 2
 _PREFIX = struct.Struct("<B")
 _ZSTD_PREFIX = struct.Struct("<BQ")
+
+
+_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+_decoders_lock = threading.Lock()
+
+
+def decoder_of(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    """What decodes msgpack as ``kind``, a type with its annotations.
+
+    msgspec looks at a type when it first meets it, and crashes if two threads do that at once: here one does.
+    """
+    with _decoders_lock:
+        if kind not in _decoders:
+            _decoders[kind] = msgspec.msgpack.Decoder(kind)
+        return _decoders[kind]
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -86,7 +102,8 @@ def decode_body(body: memoryview | bytes, message_type: type[M]) -> M:
         ExchangeError: it is of another type, malformed, or has bytes left over.
     """
     try:
-        return msgspec.msgpack.decode(body, type=message_type)
+        message: M = decoder_of(message_type).decode(body)
+        return message
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         # msgspec's ValueError: text that is no UTF-8.
         raise ExchangeError(f"{len(body)} bytes are no {message_type.__name__}: {error}") from None
