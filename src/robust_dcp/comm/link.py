@@ -29,7 +29,7 @@ SKIP = 1
 _GOODBYE_SECONDS = 1.0
 """How long other ranks have to answer when this one leaves."""
 
-_ELSEWHERE_SECONDS = 10.0
+_ELSEWHERE_SECONDS = 3.0
 """How long a rank may be in another operation before that is taken for a mistake: its threads may have started two."""
 
 
@@ -101,7 +101,6 @@ class Link:
         self._operations: weakref.WeakValueDictionary[OperationKey, RunningOperation] = weakref.WeakValueDictionary()
         self._occurrences: dict[int, int] = defaultdict(int)
         self._early: dict[OperationKey, list[_Early]] = defaultdict(list)
-        self._mistakes: set[bytes] = set()
 
     @property
     def size(self) -> int:
@@ -125,8 +124,6 @@ class Link:
             self._occurrences[number] += 1
             self._operations[operation.key] = operation
             early = self._early.pop(operation.key, [])
-            for peer in peers:
-                self.connection(peer)
             n_connections = sum(self._generations.values())
         if self._meeting is not None:
             self._meeting.await_announced(n_connections)
@@ -156,39 +153,25 @@ class Link:
             raise ValueError("a group of one has nobody to connect to")
         return cast(GlooPipe, self._meeting.connect(peer, generation, "relay"))
 
-    def name_of_end(self, operation: OperationKey, *, is_elsewhere: bool) -> str:
-        """Under which name the ranks settle how ``operation`` ended.
-
-        If ranks are in different operations, all of these end with one account: it has a number instead.
-        """
-        if is_elsewhere:
-            return f"elsewhere/{len(self._mistakes)}"
-        return f"{operation.operation:016x}/{operation.occurrence}"
-
-    def note_mistake(self, account: bytes) -> None:
-        """All ranks have been told, or are being told, that they were in different operations."""
-        with self._lock:
-            self._mistakes.add(bytes(account))
-
-    def account_of(self, name: str) -> bytes | None:
-        """What the ranks have settled under ``name``; ``None`` if nothing yet.
+    def account_of(self, operation: OperationKey) -> bytes | None:
+        """What the ranks have made the account of how ``operation`` ended; ``None`` if there is none yet.
 
         Raises:
             StoreLost: the ranks have no place to agree on it.
         """
         if self._meeting is None:
             return None
-        return self._meeting.account_of(name)
+        return self._meeting.account_of(f"{operation.operation:016x}/{operation.occurrence}")
 
-    def settle(self, name: str, account: bytes) -> bytes:
-        """Settle ``account`` under ``name``, unless there is one; return the one that counts.
+    def settle(self, operation: OperationKey, account: bytes) -> bytes:
+        """Make ``account`` the one of how ``operation`` ended, unless there is one; return the one that counts.
 
         Raises:
             StoreLost: the ranks have no place to agree on it.
         """
         if self._meeting is None:
             return account
-        return self._meeting.settle(name, account)
+        return self._meeting.settle(f"{operation.operation:016x}/{operation.occurrence}", account)
 
     def peers(self) -> list[int]:
         """The ranks that this one is connected to."""
@@ -213,7 +196,6 @@ class Link:
                     self._keep_early(key, _Early(peer, frame, payload, time.monotonic()))
                     return
                 self._skip(key)
-                self.note_mistake(bytes(payload))
         if operation is not None:
             operation.deliver(peer, frame, payload)
             return

@@ -123,7 +123,6 @@ class Operation:
         self._account: bytes | None = None
         self._lost: dict[int, tuple[str, bool]] = {}
         self._heard: dict[int, float] = {}
-        self._asked: dict[int, float] = {}
         self._beats: dict[int, Beat] = {}
         self._absent: tuple[int, ...] = ()
         self._runs = False
@@ -368,7 +367,7 @@ class Operation:
     def _refuse_if_given_up(self) -> None:
         """Some have waited for this rank so long that they may have given up, and the word of it be on its way."""
         with contextlib.suppress(StoreLost):
-            account = self.link.account_of(self.link.name_of_end(self.key, is_elsewhere=False))
+            account = self.link.account_of(self.key)
             if account is not None:
                 with self._changed:
                     if self._account is None:
@@ -479,9 +478,10 @@ class Operation:
                 if connection.n_unacknowledged < _MAX_UNHEARD_BEATS:
                     body = self._beat_for(peer, now).encode()
                     self.link.send(peer, self._frame(Kind.BEAT, body=body))
-                    since = max(self._waiting_since, self._heard.get(peer, 0.0), self._asked.get(peer, 0.0))
-                    if peer in self._absent and now - since > max(2 * BEAT_SECONDS, self.timeout_seconds / 10):
-                        self._asked[peer] = now  # seldom: on a busy machine repetitions would keep it busy
+                    if (
+                        peer in self._absent
+                        and now - max(self._waiting_since, self._heard.get(peer, 0.0)) > 2 * BEAT_SECONDS
+                    ):
                         connection.ask_for_lost()
 
     def _log_stragglers(self, now: float) -> None:
@@ -538,16 +538,18 @@ class Operation:
                 # Ranks die together. And those above a lost parent see more than this one: they have the first word.
                 seconds = PARENT_LOST_SECONDS if self.tree.parent in problem.missing else TOGETHER_SECONDS
                 self._changed.wait_for(lambda: self._account is not None, min(seconds, self.timeout_seconds))
-        name = self.link.name_of_end(self.key, is_elsewhere=problem.is_elsewhere)
-        account = None
         with contextlib.suppress(StoreLost):
-            account = self.link.account_of(name)
-        if account is None:
-            error = conclude(problem, self)
-            try:
-                account = self.link.settle(name, wire.encode(ErrorMessage.of(error)))
-            except StoreLost as lost:  # the ranks still tell each other
-                account = wire.encode(ErrorMessage.of(without_store(error, str(lost))))
+            known = self.link.account_of(self.key)
+            if known is not None:
+                with self._changed:
+                    if self._account is None:
+                        self._end(known, but=None, flags=0)
+                return self._told()
+        error = conclude(problem, self)
+        try:
+            account = self.link.settle(self.key, wire.encode(ErrorMessage.of(error)))
+        except StoreLost as lost:  # the ranks still tell each other
+            account = wire.encode(ErrorMessage.of(without_store(error, str(lost))))
         with self._changed:
             if self._account is None:
                 self._end(account, but=None, flags=SKIP if problem.is_elsewhere else 0)
@@ -558,8 +560,6 @@ class Operation:
     def _end(self, account: bytes, but: int | None, flags: int) -> None:
         self._account = account
         self._is_untold = True
-        if flags & SKIP:
-            self.link.note_mistake(account)
         # Not only along this tree: a rank that is still in the exchange before may be in another one.
         for peer in {*self.tree.neighbours, *self.link.peers()} - {but}:
             self.link.send(peer, self._frame(Kind.FAIL, flags=flags), account)
