@@ -155,8 +155,8 @@ class _CountingMeeting(Meeting):
         super().__init__(lambda: store, "robust_dcp/bench", rank)
         self.nbytes: Counter[int] = Counter()
 
-    def connect(self, peer: int, generation: int, purpose: str = "exchanges") -> Any:
-        return _CountingPipe(super().connect(peer, generation, purpose), self.nbytes, peer)
+    def connect(self, peer: int, generation: int, purpose: str = "exchanges", **how: Any) -> Any:
+        return _CountingPipe(super().connect(peer, generation, purpose, **how), self.nbytes, peer)
 
 
 class Group:

@@ -9,6 +9,10 @@ from hypothesis import HealthCheck, settings
 
 pytest.register_assert_rewrite("tests.support")
 
+# A TCPStore looks up the name of each side whenever one connects. On a machine whose name server limits how often it is
+# asked, each such connection costs five seconds else; ranks inherit this.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # Two cores and real fsyncs: no deadline for one example. A failure prints what reproduces it; CI draws the same
 # examples each time, so that a red run is about the change and not about the dice.
 settings.register_profile("default", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])

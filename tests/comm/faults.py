@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from robust_dcp.comm import Channel
 from robust_dcp.comm.pipe import Payload, Pipe
@@ -44,8 +45,8 @@ def inject(
     assert meeting is not None
     connect = meeting.connect
 
-    def connect_faulty(peer: int, generation: int, purpose: str = "exchanges") -> Pipe:
-        pipe = connect(peer, generation, purpose)
+    def connect_faulty(peer: int, generation: int, purpose: str = "exchanges", **how: Any) -> Pipe:
+        pipe = connect(peer, generation, purpose, **how)
         return FaultyPipe(pipe, frames, payload) if peer == sender and purpose == "exchanges" else pipe
 
     meeting.connect = connect_faulty  # type: ignore[method-assign]

@@ -31,7 +31,6 @@ frames = st.builds(
     exchange=_u32,
     phase=_u32,
     status=st.sampled_from(Status),
-    flags=st.integers(0, 255),
     body=st.binary(min_size=BODY_NBYTES, max_size=BODY_NBYTES),
     serial=_u32,
     acknowledged=_u32,
@@ -125,7 +124,6 @@ def test_a_payload_too_large_to_be_believed_is_refused_before_it_is_allocated() 
     [
         {"operation": -1},
         {"operation": 1 << 64},
-        {"flags": 256},
         {"body": bytes(BODY_NBYTES + 1)},
         {"payload_nbytes": MAX_PAYLOAD_NBYTES + 1},
     ],

@@ -122,7 +122,7 @@ def test_a_timeout_in_one_operation_leaves_the_other_alone() -> None:
 
 def _elsewhere() -> tuple[str, list[int] | None]:
     name = "save /ckpt/3" if dist.get_rank() != 2 else "load /ckpt/2"
-    channel = Channel.for_group(operation=name, timeout_seconds=40)
+    channel = Channel.for_group(operation=name, timeout_seconds=8)
     with pytest.raises(ExchangeError) as caught:
         channel.barrier(f"{name}: plan")
     channel = Channel.for_group(operation="save /ckpt/4", timeout_seconds=40)

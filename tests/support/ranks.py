@@ -208,7 +208,8 @@ class _Rank:
 def _watch(ranks: Sequence[_Rank], deadline: float, failed_ranks_stay_seconds: float) -> None:
     """Collect outcomes until all processes have ended or ``deadline`` (of the monotonic clock) has passed."""
     failed_may_leave = float("inf")
-    while any(rank.exitcode is None for rank in ranks):
+    # Asked once in each round: a rank that ends within the round is an event to wait for, not one that was missed.
+    while alive := [rank for rank in ranks if rank.exitcode is None]:
         for rank in ranks:
             rank.receive()
         now = time.monotonic()
@@ -222,11 +223,9 @@ def _watch(ranks: Sequence[_Rank], deadline: float, failed_ranks_stay_seconds: f
             if now >= failed_may_leave:
                 for rank in filter(_has_raised, ranks):
                     rank.let_go()
-        events: list[Any] = [rank.process.sentinel for rank in ranks if rank.exitcode is None]
-        events += [rank.connection for rank in ranks if rank.is_running and not rank.connection.closed]
+        events: list[Any] = [rank.process.sentinel for rank in alive]
+        events += [rank.connection for rank in alive if rank.is_running and not rank.connection.closed]
         stay = failed_may_leave - now if failed_may_leave > now else float("inf")
-        if not events:
-            continue  # the last rank ended a moment ago, and there is nothing to wait for
         wait(events, timeout=min(deadline - now, stay))
     for rank in ranks:
         rank.receive()

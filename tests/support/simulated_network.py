@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -169,14 +169,16 @@ class _SimulatedMeeting:
         self._network = network
         self._rank = rank
 
-    def connect(self, peer: int, generation: int, purpose: str = "exchanges") -> SimulatedPipe:
+    def connect(
+        self, peer: int, generation: int, purpose: str = "exchanges", met: Callable[[], None] = lambda: None
+    ) -> SimulatedPipe:
         return self._network.connect(self, self._rank, peer, (generation, purpose))
 
     def await_announced(self, n_connections: int) -> None:
         """Here a rank that is gone is known to be."""
 
-    def settle(self, operation: str, account: bytes) -> bytes:
-        return self._network.settle(self._rank, operation, account)
+    def settle(self, operations: Sequence[str], account: bytes) -> bytes:
+        return self._network.settle(self._rank, operations, account)
 
     def account_of(self, operation: str) -> bytes | None:
         return self._network.account_of(self._rank, operation)
@@ -231,11 +233,14 @@ class SimulatedNetwork:
                 raise PipeBroken("connecting failed: closed while connecting")
             return self._pipes[pair][rank]
 
-    def settle(self, rank: int, operation: str, account: bytes) -> bytes:
-        """Keep the first account of ``operation``."""
+    def settle(self, rank: int, operations: Sequence[str], account: bytes) -> bytes:
+        """Keep the first account of each of ``operations``."""
         with self.lock:
             self._await_store(rank)
-            return self._accounts.setdefault(operation, account)
+            account = self._accounts.setdefault(operations[0], account)
+            for operation in operations[1:]:
+                self._accounts.setdefault(operation, account)
+            return account
 
     def account_of(self, rank: int, operation: str) -> bytes | None:
         """What was kept of ``operation``."""

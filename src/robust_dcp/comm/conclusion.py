@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from robust_dcp.comm.failures import EndMessage, ErrorMessage
+from robust_dcp.comm.link import OperationKey
 from robust_dcp.comm.meeting import STORE_IS_LOST
 from robust_dcp.comm.survey import Whereabouts
 from robust_dcp.errors import ExchangeError, ExchangeTimeout, RobustCheckpointError, error_from_fields, failure_of
@@ -75,22 +77,30 @@ class Problem(Exception):
         return cls(f"did not finish within its deadline of {seconds:g} seconds", missing=missing)
 
 
-def conclude(problem: Problem, operation: Operation) -> RobustCheckpointError:
-    """The exception for all ranks."""
+def conclude(problem: Problem, operation: Operation) -> EndMessage:
+    """Which operations end, and the exception for all ranks that are in them."""
     what, phase, link = operation.what, operation.phase, operation.link
+    ending = [operation.key]
+    error: RobustCheckpointError
     if problem.cause is not None:
-        return ExchangeError(
-            f"{what} {problem.what}",
-            failures=[failure_of(link.rank, problem.cause)],
-            phase=phase,
-            ranks=[link.rank],
-        )
-    if problem.damaged_by is not None:
-        return ExchangeError(f"{what}: {problem.what}", phase=phase, ranks=[problem.damaged_by])
-    found = link.surveyor.ask(min(SURVEY_SECONDS, operation.timeout_seconds))
-    if problem.is_elsewhere:
-        return _elsewhere(phase, found, link.rank)
-    return _missing(problem, operation, found)
+        failures = [failure_of(link.rank, problem.cause)]
+        error = ExchangeError(f"{what} {problem.what}", failures=failures, phase=phase, ranks=[link.rank])
+    elif problem.damaged_by is not None:
+        error = ExchangeError(f"{what}: {problem.what}", phase=phase, ranks=[problem.damaged_by])
+    else:
+        found = link.surveyor.ask(min(SURVEY_SECONDS, operation.timeout_seconds))
+        if problem.is_elsewhere:
+            error = _elsewhere(phase, found, link.rank)
+            ending += _never_met(operation.key, found)
+        else:
+            error = _missing(problem, operation, found)
+    return EndMessage(tuple(sorted(ending)), ErrorMessage.of(error))
+
+
+def _never_met(key: OperationKey, found: Whereabouts) -> list[OperationKey]:
+    """The operations that no rank of ``key`` is in: their ranks wait for those of ``key``, and the other way round."""
+    own = set(found.inside.get(key, ()))
+    return [OperationKey(*other) for other, ranks in found.inside.items() if other != key and own.isdisjoint(ranks)]
 
 
 def _elsewhere(phase: str, found: Whereabouts, rank: int) -> ExchangeError:
@@ -138,11 +148,13 @@ def as_told_to(rank: int, error: RobustCheckpointError) -> RobustCheckpointError
     return error_from_fields(type(error).__name__, fields, error.rank_failures)
 
 
-def without_store(error: RobustCheckpointError, detail: str) -> RobustCheckpointError:
-    """The exception, with a word on the store, in which the ranks could not agree on it."""
+def without_store(ended: EndMessage, detail: str) -> EndMessage:
+    """The same, with a word on the store, in which the ranks could not agree on it."""
+    error = ended.error.to_error()
     fields = error.to_fields()
     fields["message"] = (
         f"{error.message}; {STORE_IS_LOST} either ({detail}): the process that hosts it, rank 0 "
         "unless a launcher does, has ended or is frozen"
     )
-    return error_from_fields(type(error).__name__, fields, error.rank_failures)
+    told = error_from_fields(type(error).__name__, fields, error.rank_failures)
+    return EndMessage(ended.operations, ErrorMessage.of(told))

@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -23,6 +24,9 @@ from robust_dcp.comm.pipe import Payload, Pipe, PipeBroken
 __all__ = ["Connection", "Damaged", "Receiver"]
 
 logger = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 6.0
+"""How long a rank that has said where it listens has to answer there; gloo itself goes on trying for longer."""
 
 _FRAME_TAG = 0
 _MAX_TAG = 0x7FFFFFF0
@@ -54,7 +58,8 @@ class Connection:
 
     Args:
         peer: rank of the group.
-        open_pipe: connects; waits for the other rank as long as that takes. Called in the connection's thread.
+        open_pipe: connects; waits for the other rank as long as that takes, and calls its argument once that has said
+            where it listens. Called in the connection's thread.
         receiver: see there.
         previous: the connection before this one. It is closed once the other side has come here.
 
@@ -66,7 +71,12 @@ class Connection:
     """
 
     def __init__(
-        self, peer: int, open_pipe: Callable[[], Pipe], receiver: Receiver, *, previous: Connection | None = None
+        self,
+        peer: int,
+        open_pipe: Callable[[Callable[[], None]], Pipe],
+        receiver: Receiver,
+        *,
+        previous: Connection | None = None,
     ) -> None:
         self.peer = peer
         self.process = ""  # host and process of the other rank, once it has said so
@@ -82,13 +92,15 @@ class Connection:
         self._previous = previous
         self._lock = threading.Lock()
         self._pipe: Pipe | None = None
-        self._is_closed = False
+        self._met_seconds: float | None = None
+        self._is_closed = self._has_ended = False
         self._is_receiving = False  # a payload, which may take long
         self._sent: deque[_Sent] = deque()  # and not acknowledged yet
+        self._repeated: list[object] = []
         self._n_sent = 0
         self._n_received = 0
         self._tag = 0
-        self._asked_for = -1
+        self._asked_for = self._asked_for_lost = -1
         self.send(Frame(Kind.HELLO, body=f"host {socket.gethostname()[:64]}, pid {os.getpid()}".encode()))
         self._thread = threading.Thread(target=self._run, name=f"robust_dcp: connection to rank {peer}", daemon=True)
         self._thread.start()
@@ -136,8 +148,14 @@ class Connection:
 
     def ask_for_lost(self) -> None:
         """Ask for what may have been lost on the way: nothing has come for a while, so nothing later can show it."""
-        if self.is_open and not self._is_receiving:
+        if self.is_open and not self._is_receiving and self._asked_for_lost != self._n_received:
+            self._asked_for_lost = self._n_received
             self.send(Frame(Kind.AGAIN, exchange=self._n_received))
+
+    def refuse_silent_peer(self, now: float) -> None:
+        """Take the other rank for lost if it has said where it listens, and nobody answers there."""
+        if self._pipe is None and self._met_seconds is not None and now - self._met_seconds > CONNECT_SECONDS:
+            self._end(f"nobody answers where it listens, for {CONNECT_SECONDS:g} seconds", damaged=False)
 
     def say_goodbye(self) -> None:
         """Tell the other rank that nothing more comes from here. It answers, and is lost then."""
@@ -152,6 +170,7 @@ class Connection:
             self._is_closed = True
             pipe, self._pipe = self._pipe, None
             self._sent.clear()
+            self._repeated.clear()
         if pipe is not None:
             pipe.close()
 
@@ -169,23 +188,27 @@ class Connection:
             payload_tag=self._tag if len(payload) else 0,
         )
         try:
-            kept = [self._pipe.send(frame.encode(), _FRAME_TAG)]
+            # gloo stops sending altogether if what it is about to send is not kept any more. The first copy of a frame
+            # has gone out once it is acknowledged; another may still wait then for the other side to read. A payload
+            # that nobody has asked for by then is never sent.
+            (self._repeated if sent.kept else sent.kept).append(self._pipe.send(frame.encode(), _FRAME_TAG))
             if len(payload):
-                kept.append(self._pipe.send(payload, self._tag))
-            sent.kept += kept  # beside what is on its way already: gloo takes back what nobody keeps
+                sent.kept.append(self._pipe.send(payload, self._tag))
         except PipeBroken:
             pass  # the reading thread finds the same, and tells
 
     def _run(self) -> None:
         detail, damaged = "", False
         try:
-            pipe = self._open_pipe()
+            pipe = self._open_pipe(self._note_met)
             with self._lock:
-                if not self._is_closed:
+                if self._has_ended:
+                    pipe.close()  # it answered too late
+                elif not self._is_closed:
                     self._pipe = pipe
                     for sent in self._sent:
                         self._post(sent)
-            while not self._is_closed:
+            while not self._is_closed and not self._has_ended:
                 self._read_message(pipe)
         except PipeBroken as error:
             detail = str(error)
@@ -195,6 +218,16 @@ class Connection:
         except Exception as error:
             logger.exception("the connection to rank %d ends", self.peer)
             detail = f"{type(error).__name__}: {error}"
+        self._end(detail, damaged=damaged)
+
+    def _note_met(self) -> None:
+        self._met_seconds = time.monotonic()
+
+    def _end(self, detail: str, *, damaged: bool) -> None:
+        with self._lock:
+            if self._has_ended:
+                return
+            self._has_ended = True
         if not self._is_closed and not self.is_left:
             self.loss = None if damaged or self.is_excused else detail
             self._receiver.lost(self.peer, detail, damaged=damaged)

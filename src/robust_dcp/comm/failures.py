@@ -22,7 +22,7 @@ from robust_dcp.errors import (
     ranks_in_words,
 )
 
-__all__ = ["MAX_FAILURES_TOLD", "ErrorMessage", "FailuresBelow", "Stopped", "describe", "joint_error"]
+__all__ = ["MAX_FAILURES_TOLD", "EndMessage", "ErrorMessage", "FailuresBelow", "Stopped", "describe", "joint_error"]
 
 MAX_FAILURES_TOLD = 16
 """When more ranks fail, only so many send a description; the others are named."""
@@ -77,6 +77,18 @@ class ErrorMessage(msgspec.Struct, array_like=True, frozen=True):
     def to_error(self) -> RobustCheckpointError:
         failures = [failure.to_failure() for failure in self.failures]
         return error_from_fields(self.type_name, self.fields or {}, failures)
+
+
+class EndMessage(msgspec.Struct, array_like=True, frozen=True):
+    """How operations ended out of step, the same for all ranks.
+
+    Attributes:
+        operations: those that end, each as its ``OperationKey``; several if their ranks waited for each other.
+        error: what all ranks that are in one of them raise.
+    """
+
+    operations: tuple[tuple[int, int], ...]
+    error: ErrorMessage
 
 
 def describe(rank: int, error: BaseException) -> bytes:

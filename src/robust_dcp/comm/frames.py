@@ -22,10 +22,10 @@ MAX_PAYLOAD_NBYTES = 8 << 30
 MAGIC = b"RDCP"
 PROTOCOL_VERSION = 2
 
-# magic, version, kind, status, flags, serial, acknowledged, operation, occurrence, exchange, phase, payload nbytes,
-# payload CRC-32, payload tag, body; then the CRC-32 of all that. Magic and CRC keep their places in every version, so
-# that damage and another version are told apart.
-_CONTENT = struct.Struct(f"<4sBBBBIIQIIIQII{BODY_NBYTES}s")
+# magic, version, kind, status, a free byte, serial, acknowledged, operation, occurrence, exchange, phase, payload
+# nbytes, payload CRC-32, payload tag, body; then the CRC-32 of all that. Magic and CRC keep their places in every
+# version, so that damage and another version are told apart.
+_CONTENT = struct.Struct(f"<4sBBBxIIQIIIQII{BODY_NBYTES}s")
 _CRC = struct.Struct("<I")
 
 
@@ -36,7 +36,7 @@ class Kind(IntEnum):
     DOWN = 2  # how that exchange ended, and this subtree's share of the reply
     BEAT = 3  # still here, and how far the work has come
     STOP = 4  # the exchange that is under way will fail; the payload says why
-    FAIL = 5  # the operation is over, out of step; the payload is the exception for all ranks
+    FAIL = 5  # the operations that the payload names are over, out of step; it holds the exception for all ranks
     AGAIN = 6  # send once more what you have sent from serial `exchange` on
     ASK = 7  # which operations are you in, and whom do you miss?
     ANSWER = 8
@@ -68,7 +68,6 @@ class Frame:
         exchange: how many exchanges of the operation were completed before.
         phase: 32 bits of a hash of what the exchange is (:func:`phase_id`).
         status: see :class:`Status`.
-        flags: 8 bits, free for the kind.
         body: at most ``BODY_NBYTES`` bytes, zero-padded; their meaning depends on the kind.
         serial: how many frames the sender had sent over this connection before.
         acknowledged: how many it had received.
@@ -83,7 +82,6 @@ class Frame:
     exchange: int = 0
     phase: int = 0
     status: Status = Status.OK
-    flags: int = 0
     body: bytes = b""
     serial: int = 0
     acknowledged: int = 0
@@ -107,7 +105,6 @@ class Frame:
                 PROTOCOL_VERSION,
                 self.kind,
                 self.status,
-                self.flags,
                 self.serial,
                 self.acknowledged,
                 self.operation,
@@ -144,9 +141,7 @@ class Frame:
             raise FrameError(f"its CRC-32 is {found:#010x}, that of its bytes is {expected:#010x}")
         if fields[1] != PROTOCOL_VERSION:
             raise FrameError(f"it is of protocol version {fields[1]} instead of {PROTOCOL_VERSION}")
-        (_, _, kind, status, flags, serial, acknowledged, operation, occurrence, exchange, phase, *payload, body) = (
-            fields
-        )
+        _, _, kind, status, serial, acknowledged, operation, occurrence, exchange, phase, *payload, body = fields
         if payload[0] > MAX_PAYLOAD_NBYTES:
             raise FrameError(f"it announces {payload[0]} bytes, more than {MAX_PAYLOAD_NBYTES}")
         try:
@@ -157,7 +152,6 @@ class Frame:
                 exchange=exchange,
                 phase=phase,
                 status=Status(status),
-                flags=flags,
                 body=body,
                 serial=serial,
                 acknowledged=acknowledged,

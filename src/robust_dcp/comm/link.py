@@ -13,7 +13,9 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, cast
 
+from robust_dcp.comm import wire
 from robust_dcp.comm.connection import Connection
+from robust_dcp.comm.failures import EndMessage
 from robust_dcp.comm.frames import Frame, Kind, operation_id
 from robust_dcp.comm.open_files import ensure_open_files
 from robust_dcp.comm.pipe import GlooPipe, Payload, Pipe
@@ -21,15 +23,12 @@ from robust_dcp.comm.relay import RelayPipes
 from robust_dcp.comm.stats import ExchangeStats
 from robust_dcp.comm.survey import Surveyor
 
-__all__ = ["SKIP", "Link", "MeetingPlace", "OperationKey", "RunningOperation"]
-
-SKIP = 1
-"""Flag of a frame that ends an operation: ranks that are not in it will not be."""
+__all__ = ["Link", "MeetingPlace", "OperationKey", "RunningOperation"]
 
 _GOODBYE_SECONDS = 1.0
 """How long other ranks have to answer when this one leaves."""
 
-_ELSEWHERE_SECONDS = 3.0
+_ELSEWHERE_SECONDS = 10.0
 """How long a rank may be in another operation before that is taken for a mistake: its threads may have started two."""
 
 
@@ -39,15 +38,36 @@ class OperationKey(NamedTuple):
     operation: int
     occurrence: int
 
+    def __str__(self) -> str:
+        return f"{self.operation:016x}/{self.occurrence}"
+
+
+class Message(NamedTuple):
+    """What has come from ``peer``, and when (monotonic)."""
+
+    peer: int
+    frame: Frame
+    payload: Payload
+    seconds: float
+
+    @property
+    def operation(self) -> OperationKey:
+        return OperationKey(self.frame.operation, self.frame.occurrence)
+
 
 class RunningOperation(Protocol):
     """What a link knows of an operation."""
 
     key: OperationKey
 
-    def deliver(self, peer: int, frame: Frame, payload: Payload) -> None: ...
+    @property
+    def neighbours(self) -> Sequence[int]: ...
+
+    def deliver(self, message: Message) -> None: ...
 
     def lost(self, peer: int, detail: str, *, damaged: bool) -> None: ...
+
+    def end(self, account: bytes) -> None: ...
 
     def beat(self) -> None: ...
 
@@ -61,22 +81,13 @@ class MeetingPlace(Protocol):
 
     closed: bool
 
-    def connect(self, peer: int, generation: int, purpose: str = ...) -> Pipe: ...
+    def connect(self, peer: int, generation: int, purpose: str = ..., met: Callable[[], None] = ...) -> Pipe: ...
 
     def await_announced(self, n_connections: int) -> None: ...
 
-    def settle(self, operation: str, account: bytes) -> bytes: ...
+    def settle(self, operations: Sequence[str], account: bytes) -> bytes: ...
 
     def account_of(self, operation: str) -> bytes | None: ...
-
-
-class _Early(NamedTuple):
-    """A message for an operation that this rank is not in yet."""
-
-    peer: int
-    frame: Frame
-    payload: Payload
-    seconds: float
 
 
 class Link:
@@ -100,37 +111,44 @@ class Link:
         self._generations: dict[int, int] = defaultdict(int)
         self._operations: weakref.WeakValueDictionary[OperationKey, RunningOperation] = weakref.WeakValueDictionary()
         self._occurrences: dict[int, int] = defaultdict(int)
-        self._early: dict[OperationKey, list[_Early]] = defaultdict(list)
+        self._early: dict[OperationKey, list[Message]] = defaultdict(list)
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
-    def begin(self, name: str, operation: RunningOperation, peers: Sequence[int]) -> None:
+    def begin(self, name: str, operation: RunningOperation) -> None:
         """Number ``operation``, and hand it what has come for it already. Its ``key`` is set here.
 
         Args:
             name: the same on all ranks.
             operation: kept as long as somebody else keeps it.
-            peers: the ranks that it will talk to.
-
-        Raises:
-            RobustCheckpointError: the process may not open as many files.
         """
         with self._lock:
-            ensure_open_files(sum(peer not in self._connections for peer in peers))
             number = operation_id(name)
             operation.key = OperationKey(number, self._occurrences[number])
             self._occurrences[number] += 1
             self._operations[operation.key] = operation
             early = self._early.pop(operation.key, [])
-            n_connections = sum(self._generations.values())
-        if self._meeting is not None:
-            self._meeting.await_announced(n_connections)
-        for each in early:
-            operation.deliver(each.peer, each.frame, each.payload)
-        if peers:
+        for message in early:
+            self._dispatch(message)
+        if self.size > 1:
             _CLOCK.add(self)
+
+    def connect(self, peers: Sequence[int]) -> None:
+        """Begin to connect to ``peers``. From then on they notice if this process ends: it has said where it listens.
+
+        Raises:
+            RobustCheckpointError: the process may not open as many files.
+        """
+        with self._lock:
+            new = [peer for peer in peers if peer not in self._connections or self._connections[peer].is_over]
+            ensure_open_files(len(new))
+            for peer in new:
+                self.connection(peer)
+            n_connections = sum(self._generations.values())
+        if new and self._meeting is not None:
+            self._meeting.await_announced(n_connections)
 
     def connection(self, peer: int) -> Connection:
         """The connection to ``peer``, made now if there is none."""
@@ -140,13 +158,13 @@ class Link:
                 self._connections[peer] = found = Connection(peer, self._connects(peer), self, previous=found)
             return found
 
-    def _connects(self, peer: int) -> Callable[[], Pipe]:
+    def _connects(self, peer: int) -> Callable[[Callable[[], None]], Pipe]:
         generation = self._generations[peer]
         self._generations[peer] += 1
         meeting = self._meeting
         if meeting is None:
             raise ValueError("a group of one has nobody to connect to")
-        return lambda: meeting.connect(peer, generation)
+        return lambda met: meeting.connect(peer, generation, met=met)
 
     def _connect_for_relay(self, peer: int, generation: int) -> GlooPipe:
         if self._meeting is None:
@@ -161,17 +179,17 @@ class Link:
         """
         if self._meeting is None:
             return None
-        return self._meeting.account_of(f"{operation.operation:016x}/{operation.occurrence}")
+        return self._meeting.account_of(str(operation))
 
-    def settle(self, operation: OperationKey, account: bytes) -> bytes:
-        """Make ``account`` the one of how ``operation`` ended, unless there is one; return the one that counts.
+    def settle(self, operations: Sequence[OperationKey], account: bytes) -> bytes:
+        """Make ``account`` the one of how ``operations`` ended, unless the first has one; return the one that counts.
 
         Raises:
             StoreLost: the ranks have no place to agree on it.
         """
         if self._meeting is None:
             return account
-        return self._meeting.settle(f"{operation.operation:016x}/{operation.occurrence}", account)
+        return self._meeting.settle([str(operation) for operation in operations], account)
 
     def peers(self) -> list[int]:
         """The ranks that this one is connected to."""
@@ -186,30 +204,25 @@ class Link:
         if frame.kind in (Kind.ASK, Kind.ANSWER):
             self.surveyor.deliver(peer, frame, payload)
             return
-        key = OperationKey(frame.operation, frame.occurrence)
+        self._dispatch(Message(peer, frame, payload, time.monotonic()))
+
+    def _dispatch(self, message: Message) -> None:
         with self._lock:
-            operation = self._operations.get(key)
-            if operation is None:
-                if frame.occurrence < self._occurrences.get(frame.operation, 0):
-                    return  # it is over here
-                if frame.kind != Kind.FAIL or not frame.flags & SKIP:
-                    self._keep_early(key, _Early(peer, frame, payload, time.monotonic()))
-                    return
-                self._skip(key)
-        if operation is not None:
-            operation.deliver(peer, frame, payload)
-            return
-        for other in self.peers():
-            if other != peer:
-                self.send(other, frame, payload)
+            operation = self._operations.get(message.operation)
+            if operation is None and self._is_coming(message.operation):
+                self._keep_early(message)
+        if message.frame.kind == Kind.FAIL:
+            self.connection(message.peer).is_excused = True
+            self.end_operations(bytes(message.payload), but=message.peer)
+        elif operation is not None:
+            operation.deliver(message)
 
-    def _skip(self, key: OperationKey) -> None:
-        """Never be in the operation ``key``: all ranks have been told that it is over."""
-        self._early.pop(key, None)
-        self._occurrences[key.operation] = max(self._occurrences[key.operation], key.occurrence + 1)
+    def _is_coming(self, key: OperationKey) -> bool:
+        """Whether this rank has yet to begin the operation ``key``."""
+        return key.occurrence >= self._occurrences.get(key.operation, 0)
 
-    def _keep_early(self, key: OperationKey, message: _Early) -> None:
-        waiting = self._early[key]
+    def _keep_early(self, message: Message) -> None:
+        waiting = self._early[message.operation]
         if message.frame.kind == Kind.BEAT and any(each.peer == message.peer for each in waiting):
             return
         waiting.append(message)
@@ -223,10 +236,30 @@ class Link:
         with self._lock:
             return list(self._operations.values())
 
-    def end(self, operation: RunningOperation) -> None:
-        """Take ``operation`` off the list: what still comes for it is of no use to anybody."""
+    def end_operations(self, account: bytes, but: int | None = None) -> None:
+        """End the operations that ``account`` names, here and on all ranks that can be reached.
+
+        If there are several, their ranks waited for each other: a rank that is not in one of them skips it, so that
+        all go on with the same numbers.
+
+        Args:
+            account: an :class:`EndMessage`.
+            but: the rank that sent it.
+        """
+        keys = [OperationKey(*key) for key in wire.decode(account, EndMessage).operations]
         with self._lock:
-            self._operations.pop(operation.key, None)
+            ending = [self._operations.pop(key) for key in keys if key in self._operations]
+            skipped = [key for key in keys if len(keys) > 1 and self._is_coming(key)]
+            for key in skipped:
+                self._early.pop(key, None)
+                self._occurrences[key.operation] = key.occurrence + 1
+        if not ending and not skipped:
+            return
+        for operation in ending:
+            operation.end(account)
+        # Not only along this tree: a rank that is still in the exchange before may be in another one.
+        for peer in {*self.peers(), *(peer for operation in ending for peer in operation.neighbours)} - {but}:
+            self.send(peer, Frame(Kind.FAIL, *keys[0]), account)
 
     def is_elsewhere(self, peer: int, patience_seconds: float) -> bool:
         """Whether ``peer`` has been for a while in an operation that this rank is not in."""
@@ -239,18 +272,15 @@ class Link:
                 for each in messages
             )
 
-    def fail_elsewhere(self, account: bytes) -> None:
-        """End the operations that other ranks are in and this rank is not, for all ranks.
-
-        Those that were not in one of them skip it, so that all go on with the same numbers.
-        """
+    def tick(self) -> None:
+        """Let the operations beat, and look whether those that are being connected to answer."""
+        now = time.monotonic()
         with self._lock:
-            keys = [key for key, early in self._early.items() if not any(e.frame.kind == Kind.FAIL for e in early)]
-            for key in keys:
-                self._skip(key)
-        for key in keys:
-            for peer in self.peers():
-                self.send(peer, Frame(Kind.FAIL, key.operation, key.occurrence, flags=SKIP), account)
+            connections = list(self._connections.values())
+        for connection in connections:
+            connection.refuse_silent_peer(now)
+        for operation in self.operations():
+            operation.beat()
 
     def close(self) -> None:
         """Close all connections, once what was sent over them has arrived, or has had time to."""
@@ -291,8 +321,7 @@ class _Clock:
             with self._lock:
                 links = list(self._links)
             for link in links:
-                for operation in link.operations():
-                    operation.beat()
+                link.tick()
             del links
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ ANSWER_SECONDS = 2.0
 """How long a question after a failure may take."""
 
 _CONNECT_TIMEOUT = datetime.timedelta(seconds=5)
-"""How long a rank that has said where it listens has to answer there. gloo goes on trying where a process has ended."""
+"""gloo's own, of each of its attempts."""
 
 ANNOUNCE_SECONDS = 2.0
 """How long a rank waits at most until the store has its addresses, before it begins its own work."""
@@ -62,8 +62,12 @@ class Meeting:
         self._n_announced = 0
         self.closed = False
 
-    def connect(self, peer: int, generation: int, purpose: str = "exchanges") -> GlooPipe:
+    def connect(
+        self, peer: int, generation: int, purpose: str = "exchanges", met: Callable[[], None] = lambda: None
+    ) -> GlooPipe:
         """Connect to ``peer`` for ``purpose``, for the ``generation``-th time; waits for it until this is closed.
+
+        Calls ``met`` when the other has said where it listens.
 
         Raises:
             PipeBroken: it has come and gone, the store is gone, or this was closed.
@@ -75,7 +79,7 @@ class Meeting:
             except RuntimeError as error:
                 raise StoreLost(_first_line(error)) from None
             side = 0 if self._rank == first else 1
-            pair = _PairStore(store, self)
+            pair = _PairStore(store, self, met)
             try:
                 group = process_group.connect_pair(pair, side, _CONNECT_TIMEOUT)
             except RuntimeError:
@@ -102,13 +106,21 @@ class Meeting:
             self._n_announced += 1
             self._announced.notify_all()
 
-    def settle(self, operation: str, account: bytes) -> bytes:
-        """Make ``account`` the one of how ``operation`` ended, unless there is one; return the one that counts.
+    def settle(self, operations: Sequence[str], account: bytes) -> bytes:
+        """Make ``account`` the one of how ``operations`` ended, unless the first has one; return the one that counts.
 
         Raises:
             StoreLost: see there.
         """
-        return self._ask(lambda store: bytes(store.compare_set(f"ended/{operation}", "", account)))
+
+        def ask(store: Any) -> bytes:
+            counts = account
+            for operation in operations:
+                found = bytes(store.compare_set(f"ended/{operation}", "", counts))
+                counts = found if operation == operations[0] else counts
+            return counts
+
+        return self._ask(ask)
 
     def account_of(self, operation: str) -> bytes | None:
         """What :meth:`settle` has settled; ``None`` if nothing yet.
@@ -153,8 +165,9 @@ class Meeting:
 class _PairStore(dist.Store):
     """The store of one pair, as gloo asks it: what it waits for is polled, so that no wait holds up other questions."""
 
-    def __init__(self, store: Any, meeting: Meeting) -> None:
+    def __init__(self, store: Any, meeting: Meeting, met: Callable[[], None]) -> None:
         super().__init__()
+        self._met = met
         self._shared = store
         self._meeting = meeting
         self._known: dict[str, bytes] = {}
@@ -178,6 +191,7 @@ class _PairStore(dist.Store):
                 with self._noting_problems():
                     if self._shared.check([key]):
                         self._known[key] = bytes(self._shared.get(key))
+                        self._met()
                         break
                 if self._meeting.closed:
                     raise RuntimeError("closed while connecting")

@@ -19,9 +19,9 @@ from robust_dcp.comm import wire
 from robust_dcp.comm.beats import Beat, Progress
 from robust_dcp.comm.combine import Agreement, Offer
 from robust_dcp.comm.conclusion import Problem, as_told_to, conclude, without_store
-from robust_dcp.comm.failures import ErrorMessage, FailuresBelow, Stopped
+from robust_dcp.comm.failures import EndMessage, ErrorMessage, FailuresBelow, Stopped
 from robust_dcp.comm.frames import FRAME_NBYTES, Frame, Kind, Status, phase_id
-from robust_dcp.comm.link import SKIP, Link, OperationKey
+from robust_dcp.comm.link import Link, Message, OperationKey
 from robust_dcp.comm.meeting import STORE_IS_LOST, StoreLost
 from robust_dcp.comm.pipe import Payload
 from robust_dcp.comm.stats import ExchangeStats, PhaseStats
@@ -46,8 +46,6 @@ PARENT_LOST_SECONDS = 0.8
 
 RECONNECT_SECONDS = 5.0
 """How long a rank whose connection broke between two operations has to come back."""
-
-_Arrived = tuple[Frame, Payload]
 
 
 @dataclass(frozen=True)
@@ -117,8 +115,7 @@ class Operation:
 
     def _reset(self) -> None:
         self._exchange = 0
-        self._arrived: dict[tuple[int, Kind, int], _Arrived] = {}
-        self._arrived_seconds: dict[tuple[int, Kind, int], float] = {}
+        self._arrived: dict[tuple[int, Kind, int], Message] = {}
         self._stops: dict[int, str] = {}
         self._account: bytes | None = None
         self._lost: dict[int, tuple[str, bool]] = {}
@@ -187,10 +184,15 @@ class Operation:
             self._raised = error
         return self._raised
 
+    @property
+    def neighbours(self) -> Sequence[int]:
+        """The ranks that this one talks to in the exchange that is under way or was last."""
+        return self.tree.neighbours
+
     def stopped(self) -> str | None:
         """What another rank has said of the exchange that is under way, or comes next; ``None`` if it may succeed."""
         if self._account is not None:
-            return wire.decode(self._account, ErrorMessage).to_error().message
+            return wire.decode(self._account, EndMessage).error.to_error().message
         return self._stops.get(self._exchange)
 
     def note_progress(self, done_nbytes: int | None = None, total_nbytes: int | None = None) -> None:
@@ -238,10 +240,9 @@ class Operation:
             raise _Ended  # it ended for all ranks while this one was between two exchanges
         if not self._has_begun:
             self._reset()
-            self.link.begin(self.name, self, tree.neighbours)
-            self._has_begun = True
-        for peer in tree.neighbours:
-            self.link.connection(peer)
+            self._has_begun = True  # until the link says that it is over, which it may do at once
+            self.link.begin(self.name, self)
+        self.link.connect(tree.neighbours)
         with self._changed:
             self._problem = None
             self._next_log_seconds = LOG_SECONDS
@@ -259,15 +260,14 @@ class Operation:
         began = time.monotonic()
         try:
             arrived = self._await(tree.children, Kind.UP)
-            total = own.with_children([Agreement.decode(frame.body) for frame, _ in arrived])
-            below = [(child, arrived[i][1], arrived[i][0].status) for i, child in enumerate(tree.children)]
-            for _, data, status in below:
-                cost.received(data)
-                if status != Status.OK:
-                    failures = failures.merged(wire.decode(data, FailuresBelow))
+            total = own.with_children([Agreement.decode(message.frame.body) for message in arrived])
+            for message in arrived:
+                cost.received(message.payload)
+                if message.frame.status != Status.OK:
+                    failures = failures.merged(wire.decode(message.payload, FailuresBelow))
             if not failures:
                 try:
-                    sent = [(child, data) for child, data, _ in below if data]
+                    sent = [(message.peer, message.payload) for message in arrived if message.payload]
                     payload = work.merge(payload, sent) if sent or payload else b""
                     if tree.parent is None:
                         payload = work.reply(total, payload)
@@ -277,9 +277,10 @@ class Operation:
             if tree.parent is not None:
                 up = payload if status == Status.OK else wire.encode(failures)
                 self._send(tree.parent, Kind.UP, status, total, up, cost)
-                ((frame, payload),) = self._await((tree.parent,), Kind.DOWN)
+                (reply,) = self._await((tree.parent,), Kind.DOWN)
+                payload = reply.payload
                 cost.received(payload)
-                total, status = Agreement.decode(frame.body), frame.status
+                total, status = Agreement.decode(reply.frame.body), reply.frame.status
             elif status != Status.OK:
                 payload = wire.encode(ErrorMessage.of(failures.joint_error(phase)))
             for child in reversed(tree.children):
@@ -325,8 +326,8 @@ class Operation:
         self.link.send(peer, self._frame(kind, status, body=agreement.encode()), payload)
         cost.sent(FRAME_NBYTES, payload)
 
-    def _frame(self, kind: Kind, status: Status = Status.OK, flags: int = 0, body: bytes = b"") -> Frame:
-        return Frame(kind, *self.key, self._exchange, phase_id(self.what), status, flags, body)
+    def _frame(self, kind: Kind, status: Status = Status.OK, body: bytes = b"") -> Frame:
+        return Frame(kind, *self.key, self._exchange, phase_id(self.what), status, body)
 
     def _pass_on(self, kind: Kind, payload: bytes, but: int | None) -> None:
         for peer in self.tree.neighbours:
@@ -335,7 +336,7 @@ class Operation:
 
     # Waiting, and what arrives meanwhile.
 
-    def _await(self, peers: Sequence[int], kind: Kind) -> list[_Arrived]:
+    def _await(self, peers: Sequence[int], kind: Kind) -> list[Message]:
         """The messages of ``peers``, once all have come.
 
         Raises:
@@ -360,24 +361,23 @@ class Operation:
                 if not self._absent:
                     break
                 self._changed.wait(self._seconds_to_wait())
-        if any(time.monotonic() - self._arrived_seconds.pop(place) > self.timeout_seconds for place in places):
+        messages = [self._arrived.pop(place) for place in places]
+        # Later than by half, for those who count have begun to count before this rank has.
+        if any(time.monotonic() - message.seconds > self.timeout_seconds / 2 for message in messages):
             self._refuse_if_given_up()
-        return [self._arrived.pop(place) for place in places]
+        return messages
 
     def _refuse_if_given_up(self) -> None:
         """Some have waited for this rank so long that they may have given up, and the word of it be on its way."""
-        with contextlib.suppress(StoreLost):
-            account = self.link.account_of(self.key)
-            if account is not None:
-                with self._changed:
-                    if self._account is None:
-                        self._end(account, but=None, flags=0)
-                raise _Ended
+        account = self._known_account()
+        if account is not None:
+            self.link.end_operations(account)
+            raise _Ended
 
     def _refuse_other_phases(self, places: Sequence[tuple[int, Kind, int]]) -> None:
         own = phase_id(self.what)
         for place in places:
-            if place in self._arrived and self._arrived[place][0].phase != own:
+            if place in self._arrived and self._arrived[place].frame.phase != own:
                 raise Problem("in different operations", is_elsewhere=True)
 
     def _refuse_lost(self) -> None:
@@ -425,7 +425,8 @@ class Operation:
         behind = beat.silent_seconds + now - beat.arrived_seconds
         return (behind, beat.silent_rank) if behind > silence else (silence, peer)
 
-    def deliver(self, peer: int, frame: Frame, payload: Payload) -> None:
+    def deliver(self, message: Message) -> None:
+        peer, frame, payload, _ = message
         with self._changed:
             if self._account is not None:
                 return
@@ -435,17 +436,13 @@ class Operation:
                     self._beats[peer] = Beat.decode(frame.body)
                 return
             if frame.kind in (Kind.UP, Kind.DOWN):
-                place = (frame.exchange, frame.kind, peer)
-                self._arrived[place], self._arrived_seconds[place] = (frame, payload), time.monotonic()
+                self._arrived[frame.exchange, frame.kind, peer] = message
             elif frame.kind == Kind.STOP:
                 is_news = frame.exchange not in self._stops and frame.exchange >= self._exchange
                 if is_news:
                     self._stops[frame.exchange] = bytes(payload).decode(errors="replace")
                     self._pass_on(Kind.STOP, bytes(payload), but=peer)
                     self._interrupt_work()
-            elif frame.kind == Kind.FAIL:
-                self.link.connection(peer).is_excused = True
-                self._end(bytes(payload), but=peer, flags=frame.flags)
             self._changed.notify_all()
 
     def lost(self, peer: int, detail: str, *, damaged: bool) -> None:
@@ -538,35 +535,36 @@ class Operation:
                 # Ranks die together. And those above a lost parent see more than this one: they have the first word.
                 seconds = PARENT_LOST_SECONDS if self.tree.parent in problem.missing else TOGETHER_SECONDS
                 self._changed.wait_for(lambda: self._account is not None, min(seconds, self.timeout_seconds))
-        with contextlib.suppress(StoreLost):
-            known = self.link.account_of(self.key)
-            if known is not None:
-                with self._changed:
-                    if self._account is None:
-                        self._end(known, but=None, flags=0)
-                return self._told()
-        error = conclude(problem, self)
-        try:
-            account = self.link.settle(self.key, wire.encode(ErrorMessage.of(error)))
-        except StoreLost as lost:  # the ranks still tell each other
-            account = wire.encode(ErrorMessage.of(without_store(error, str(lost))))
-        with self._changed:
-            if self._account is None:
-                self._end(account, but=None, flags=SKIP if problem.is_elsewhere else 0)
-        if problem.is_elsewhere:
-            self.link.fail_elsewhere(account)
+        self.link.end_operations(self._known_account() or self._settled(conclude(problem, self)))
         return self._told()
 
-    def _end(self, account: bytes, but: int | None, flags: int) -> None:
-        self._account = account
-        self._is_untold = True
-        # Not only along this tree: a rank that is still in the exchange before may be in another one.
-        for peer in {*self.tree.neighbours, *self.link.peers()} - {but}:
-            self.link.send(peer, self._frame(Kind.FAIL, flags=flags), account)
-        self._has_begun = False
-        self._interrupt_work()
-        self._changed.notify_all()
-        self.link.end(self)
+    def _known_account(self) -> bytes | None:
+        if self._account is None:
+            with contextlib.suppress(StoreLost):
+                return self.link.account_of(self.key)
+        return self._account
+
+    def _settled(self, ended: EndMessage) -> bytes:
+        """The account that counts for all ranks, which may be another's."""
+        if self._account is not None:
+            return self._account  # it came while this rank asked the others
+        keys = [OperationKey(*key) for key in ended.operations]
+        try:
+            account = self.link.settle(keys, wire.encode(ended))
+            if self.key not in wire.decode(account, EndMessage).operations:  # that one is about others of them
+                account = self.link.settle([self.key], wire.encode(ended))
+        except StoreLost as lost:  # the ranks still tell each other
+            account = wire.encode(without_store(ended, str(lost)))
+        return account
+
+    def end(self, account: bytes) -> None:
+        """It is over on all ranks, for the reason that ``account`` gives. Called by the link."""
+        with self._changed:
+            self._account = account
+            self._is_untold = True
+            self._has_begun = False
+            self._interrupt_work()
+            self._changed.notify_all()
 
     def _interrupt_work(self) -> None:
         if self.interrupt is not None and self._is_working:
@@ -574,7 +572,7 @@ class Operation:
 
     def _told(self) -> RobustCheckpointError:
         self._is_untold = False
-        return as_told_to(self.link.rank, wire.decode(self._account or b"", ErrorMessage).to_error())
+        return as_told_to(self.link.rank, wire.decode(self._account or b"", EndMessage).error.to_error())
 
     # What other ranks are told when something has gone wrong.
 

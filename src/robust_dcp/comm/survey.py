@@ -10,7 +10,8 @@ from __future__ import annotations
 import secrets
 import struct
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -33,23 +34,35 @@ class Whereabouts(msgspec.Struct, array_like=True, frozen=True):
     """What was found out.
 
     Attributes:
-        doing: what ranks are in: each text with the ranks that say so.
+        doing: what ranks are in, for people: each text with the ranks that say so.
+        inside: the same as the keys of operations, each with the ranks that are in it.
         missing: ranks that a rank has lost or not heard of, each with what that rank knows of it.
     """
 
     doing: dict[str, list[int]]
+    inside: dict[tuple[int, int], list[int]]
     missing: dict[int, str]
 
     def merged(self, others: list[Whereabouts]) -> Whereabouts:
-        doing = {text: list(ranks) for text, ranks in self.doing.items()}
-        missing = dict(self.missing)
-        for other in others:
-            for text, ranks in other.doing.items():
-                doing[text] = sorted({*doing.get(text, []), *ranks})[:_MAX_RANKS]
-            for rank, detail in other.missing.items():
-                missing.setdefault(rank, detail)
+        doing = _united([self.doing, *(other.doing for other in others)])
+        inside = _united([self.inside, *(other.inside for other in others)])
         answered = {rank for ranks in doing.values() for rank in ranks}
-        return Whereabouts(doing, {rank: detail for rank, detail in sorted(missing.items()) if rank not in answered})
+        missing: dict[int, str] = {}
+        for each in (self, *others):
+            missing = {**each.missing, **missing}
+        missing = {rank: detail for rank, detail in sorted(missing.items()) if rank not in answered}
+        return Whereabouts(doing, inside, missing)
+
+
+K = TypeVar("K")
+
+
+def _united(parts: Sequence[Mapping[K, list[int]]]) -> dict[K, list[int]]:
+    united: dict[K, list[int]] = {}
+    for part in parts:
+        for key, ranks in part.items():
+            united[key] = sorted({*united.get(key, []), *ranks})[:_MAX_RANKS]
+    return united
 
 
 class Surveyor:
@@ -108,4 +121,5 @@ class Surveyor:
         for operation in operations:
             missing.update(operation.missing())
         text = "; ".join(sorted(operation.whereabouts() for operation in operations)) or "no operation"
-        return Whereabouts({text: [self._link.rank]}, missing)
+        own = [self._link.rank]
+        return Whereabouts({text: own}, {operation.key: own for operation in operations}, missing)
