@@ -142,6 +142,12 @@ class Connection:
         """Messages that the other side has not said to have."""
         return len(self._sent)
 
+    @property
+    def is_telling_an_end(self) -> bool:
+        """Whether the other rank is there, and has not said yet that it has heard how an operation ended."""
+        with self._lock:
+            return self.is_open and any(sent.frame.kind == Kind.FAIL for sent in self._sent)
+
     def pipe(self) -> Pipe | None:
         """What lies below, for those who send more than messages; ``None`` before it is there and after its end."""
         return self._pipe

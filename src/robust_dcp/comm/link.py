@@ -28,6 +28,9 @@ __all__ = ["Link", "MeetingPlace", "OperationKey", "RunningOperation"]
 _GOODBYE_SECONDS = 1.0
 """How long other ranks have to answer when this one leaves."""
 
+_HEARD_SECONDS = 0.5
+"""How long a rank waits at most until others have heard of an end, before it raises."""
+
 _ELSEWHERE_SECONDS = 10.0
 """How long a rank may be in another operation before that is taken for a mistake: its threads may have started two."""
 
@@ -213,7 +216,7 @@ class Link:
                 self._keep_early(message)
         if message.frame.kind == Kind.FAIL:
             self.connection(message.peer).is_excused = True
-            self.end_operations(bytes(message.payload), but=message.peer)
+            self.end_operations(bytes(message.payload))
         elif operation is not None:
             operation.deliver(message)
 
@@ -236,15 +239,11 @@ class Link:
         with self._lock:
             return list(self._operations.values())
 
-    def end_operations(self, account: bytes, but: int | None = None) -> None:
-        """End the operations that ``account`` names, here and on all ranks that can be reached.
+    def end_operations(self, account: bytes) -> None:
+        """End what ``account``, an :class:`EndMessage`, names: here and on all ranks that can be reached.
 
         If there are several, their ranks waited for each other: a rank that is not in one of them skips it, so that
         all go on with the same numbers.
-
-        Args:
-            account: an :class:`EndMessage`.
-            but: the rank that sent it.
         """
         keys = [OperationKey(*key) for key in wire.decode(account, EndMessage).operations]
         with self._lock:
@@ -257,9 +256,18 @@ class Link:
             return
         for operation in ending:
             operation.end(account)
-        # Not only along this tree: a rank that is still in the exchange before may be in another one.
-        for peer in {*self.peers(), *(peer for operation in ending for peer in operation.neighbours)} - {but}:
+        # Not only along this tree: a rank that is still in the exchange before may be in another one. And also to the
+        # rank that said so, which then knows that it was heard.
+        for peer in {*self.peers(), *(peer for operation in ending for peer in operation.neighbours)}:
             self.send(peer, Frame(Kind.FAIL, *keys[0]), account)
+
+    def await_heard(self) -> None:
+        """Wait, not for long, until the ranks that this one has told of an end have heard it: it may exit next."""
+        with self._lock:
+            connections = list(self._connections.values())
+        until = time.monotonic() + _HEARD_SECONDS
+        while any(connection.is_telling_an_end for connection in connections) and time.monotonic() < until:
+            time.sleep(0.001)
 
     def is_elsewhere(self, peer: int, patience_seconds: float) -> bool:
         """Whether ``peer`` has been for a while in an operation that this rank is not in."""

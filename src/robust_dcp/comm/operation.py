@@ -529,9 +529,7 @@ class Operation:
     def _conclude(self, problem: Problem) -> RobustCheckpointError:
         """End the operation on all ranks, and return what they are to raise."""
         with self._changed:
-            if self._account is not None:
-                return self._told()
-            if problem.missing:
+            if self._account is None and problem.missing:
                 # Ranks die together. And those above a lost parent see more than this one: they have the first word.
                 seconds = PARENT_LOST_SECONDS if self.tree.parent in problem.missing else TOGETHER_SECONDS
                 self._changed.wait_for(lambda: self._account is not None, min(seconds, self.timeout_seconds))
@@ -571,6 +569,7 @@ class Operation:
             threading.Thread(target=self.interrupt, name="robust_dcp: interrupt", daemon=True).start()
 
     def _told(self) -> RobustCheckpointError:
+        self.link.await_heard()
         self._is_untold = False
         return as_told_to(self.link.rank, wire.decode(self._account or b"", EndMessage).error.to_error())
 
