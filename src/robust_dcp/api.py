@@ -10,6 +10,7 @@ import inspect
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -196,8 +197,14 @@ def load(
             return Offer()
         return sharing_offer(reader.share_reads, channel.rank, plan.items, can_share=may_ask_early(planner))
 
+    def check_stop(done_nbytes: int, total_nbytes: int) -> None:
+        channel.note_progress(done_nbytes, total_nbytes)
+        channel.stop_if_announced()
+
     def read() -> None:
-        reader.read_data(plan if shared is None else LoadPlan(shared.left_to_read(plan.items)), planner).wait()
+        left = plan if shared is None else LoadPlan(shared.left_to_read(plan.items))
+        with reader.checking(check_stop) if isinstance(reader, RobustReader) else nullcontext():
+            reader.read_data(left, planner).wait()
 
     def apply() -> None:
         for key, value in values.items():

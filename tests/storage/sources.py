@@ -85,7 +85,7 @@ def write(
     disk: Any = None,
     *,
     directory: str = DIRECTORY,
-    check_stop: Callable[[], None] = lambda: None,
+    check_stop: Callable[[int, int], None] = lambda done_nbytes, total_nbytes: None,
     known_places: npt.NDArray[np.int64] | None = None,
     **options: Any,
 ) -> WrittenFiles:

@@ -49,7 +49,9 @@ class Bundler(Generic[M]):
     """
 
     def __init__(self, message_type: type[M]) -> None:
-        self._names = tuple(field.name for field in msgspec.structs.fields(message_type))
+        self._message_type = message_type
+        self._fields = msgspec.structs.fields(message_type)
+        self._names = tuple(field.name for field in self._fields)
         self._ranks: list[int] = []
         self._which: list[list[int]] = [[] for _ in self._names]
         self._places: list[dict[bytes, int]] = [{} for _ in self._names]
@@ -85,36 +87,46 @@ class Bundler(Generic[M]):
         )
         return wire.encode(Bundle(tuple(self._ranks), self._names, columns))
 
+    def open(self) -> dict[int, M]:
+        """The messages of all that was added, by rank. Each distinct value is decoded and checked once.
+
+        Equal values are the very same objects: nobody should modify them.
+
+        Raises:
+            ExchangeError: some are not of this type; names their ranks.
+        """
+        columns: list[list[Any]] = []
+        for field, which, places in zip(self._fields, self._which, self._places, strict=True):
+            decoder = wire.decoder_of(field.type)
+            decoded: list[Any] = []
+            try:
+                decoded.extend(map(decoder.decode, places))
+            except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+                ranks = [rank for rank, place in zip(self._ranks, which, strict=True) if place == len(decoded)]
+                raise self._useless(ranks, f"{field.name!r}: {error}") from None
+            columns.append([decoded[place] for place in which])
+        messages: dict[int, M] = {}
+        try:
+            for number, rank in enumerate(self._ranks):
+                fields = {name: column[number] for name, column in zip(self._names, columns, strict=True)}
+                messages[rank] = self._message_type(**fields)
+        except (TypeError, ValueError) as error:  # the type's own check failed
+            raise self._useless([self._ranks[len(messages)]], str(error)) from None
+        return messages
+
+    def _useless(self, ranks: list[int], detail: str) -> ExchangeError:
+        return ExchangeError(f"what {_some(ranks)} sent is no {self._message_type.__name__}: {detail}", ranks=ranks)
+
 
 def open_bundle(payload: Payload, message_type: type[M]) -> dict[int, M]:
-    """The messages in a bundle, by rank. Equal values are the very same objects: nobody should modify them.
-
-    Each distinct value is decoded and checked once.
+    """The messages in a bundle, by rank; as :meth:`Bundler.open`.
 
     Raises:
-        ExchangeError: it is no such bundle; names the ranks whose message is none.
+        ExchangeError: it is no bundle of this type.
     """
-    fields = msgspec.structs.fields(message_type)
-    bundle = wire.decode(payload, Bundle)
-    _check(bundle, tuple(field.name for field in fields))
-    values: list[dict[str, Any]] = [{} for _ in bundle.ranks]
-    for field, column in zip(fields, bundle.columns, strict=True):
-        decoder = wire.decoder_of(field.type)
-        decoded: list[Any] = []
-        try:
-            decoded.extend(map(decoder.decode, column.values))
-        except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-            ranks = [rank for rank, which in zip(bundle.ranks, column.which, strict=True) if which == len(decoded)]
-            raise _useless(ranks, message_type, f"{field.name!r}: {error}") from None
-        for of_rank, place in zip(values, column.which, strict=True):
-            of_rank[field.name] = decoded[place]
-    messages: dict[int, M] = {}
-    try:
-        for rank, of_rank in zip(bundle.ranks, values, strict=True):
-            messages[rank] = message_type(**of_rank)
-    except (TypeError, ValueError) as error:  # the type's own check failed
-        raise _useless([bundle.ranks[len(messages)]], message_type, str(error)) from None
-    return messages
+    bundler = Bundler(message_type)
+    bundler.add_bundle(payload)
+    return bundler.open()
 
 
 def _check(bundle: Bundle, names: tuple[str, ...]) -> None:
@@ -130,10 +142,6 @@ def _check(bundle: Bundle, names: tuple[str, ...]) -> None:
             raise ExchangeError(
                 f"the bundle of {_some(bundle.ranks)} is malformed at {name!r}", ranks=list(bundle.ranks)
             )
-
-
-def _useless(ranks: list[int], message_type: type[msgspec.Struct], detail: str) -> ExchangeError:
-    return ExchangeError(f"what {_some(ranks)} sent is no {message_type.__name__}: {detail}", ranks=ranks)
 
 
 def _some(ranks: tuple[int, ...] | list[int]) -> str:

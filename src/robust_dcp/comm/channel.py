@@ -176,12 +176,15 @@ class Channel:
         def contribute() -> Contribution:
             nonlocal own
             own = produce()
-            payload = self._bundled(own, message_type)
+            payload = b"" if self.is_coordinator else self._bundled(own, message_type)
             return Contribution(payload=payload) if offer is None else Contribution(offer(own), payload)
 
-        def open_all(agreement: Agreement, payload: Payload) -> Payload:
+        def open_all(agreement: Agreement, nothing: Payload, below: list[Payload]) -> Payload:
+            bundler = Bundler(message_type)
             with _naming(phase):
-                messages = open_bundle(payload, message_type) if payload else {}
+                for payload in below:
+                    bundler.add_bundle(payload)
+                messages = bundler.open()
             messages.update({} if own is None else {self.rank: own})
             gathered.extend(messages.get(rank) for rank in range(self.size))
             return b""
@@ -205,7 +208,7 @@ class Channel:
                     encoded.append(wire.encode(own[0]))
             return Contribution()
 
-        work = Work(contribute, reply=lambda agreement, payload: encoded[0] if encoded else b"")
+        work = Work(contribute, reply=lambda agreement, nothing, below: encoded[0] if encoded else b"")
         _, payload = self._run("broadcast", phase, work)
         return self._arrived(phase, lambda: own[0] if own else wire.decode(payload, message_type))
 
@@ -237,7 +240,7 @@ class Channel:
         def share(payload: Payload, child: int) -> Payload:
             return _unpacked(payload, self._operation.tree.places_below(child))
 
-        work = Work(contribute, reply=lambda agreement, payload: encoded[0] if encoded else b"", share=share)
+        work = Work(contribute, reply=lambda agreement, nothing, below: encoded[0] if encoded else b"", share=share)
         _, payload = self._run("scatter", phase, work)
 
         def take() -> M | None:
@@ -260,7 +263,8 @@ class Channel:
             own.append(produce())
             return Contribution(payload=self._bundled(own[0], message_type))
 
-        work = Work(contribute, _merging(phase, message_type), reply=lambda agreement, payload: payload)
+        merge = _merging(phase, message_type)
+        work = Work(contribute, merge, lambda agreement, own, below: merge(own, below))
         _, payload = self._run("all_gather", phase, work)
 
         def take() -> list[M]:
@@ -282,13 +286,16 @@ class Channel:
             RobustCheckpointError: see the class.
         """
 
-        def merge(own: Payload, below: list[tuple[int, Payload]]) -> Payload:
+        def merge(own: Payload, below: list[Payload]) -> Payload:
             total = wire.decode(own, message_type)
-            for _, payload in below:
+            for payload in below:
                 total = join(total, wire.decode(payload, message_type))
             return wire.encode(total)
 
-        work = Work(lambda: Contribution(payload=wire.encode(produce())), merge, lambda _, payload: payload)
+        def contribute() -> Contribution:
+            return Contribution(payload=wire.encode(produce()))
+
+        work = Work(contribute, merge, lambda agreement, own, below: merge(own, below))
         _, payload = self._run("combine", phase, work)
         return self._arrived(phase, lambda: wire.decode(payload, message_type))
 
@@ -397,9 +404,11 @@ class Channel:
 R = TypeVar("R")
 
 
-def _merging(phase: str, message_type: type[M]) -> Callable[[Payload, list[tuple[int, Payload]]], Payload]:
-    def merge(own: Payload, below: list[tuple[int, Payload]]) -> Payload:
-        payloads = [payload for payload in (own, *(payload for _, payload in below)) if payload]
+def _merging(phase: str, message_type: type[M]) -> Callable[[Payload, list[Payload]], Payload]:
+    def merge(own: Payload, below: list[Payload]) -> Payload:
+        payloads = [payload for payload in (own, *below) if payload]
+        if not payloads:
+            return b""
         if len(payloads) == 1:
             return payloads[0]
         bundler = Bundler(message_type)

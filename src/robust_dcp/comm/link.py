@@ -6,6 +6,7 @@ beats. It knows nothing of what an operation does. Channels of one group share o
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
@@ -17,6 +18,7 @@ from robust_dcp.comm import wire
 from robust_dcp.comm.connection import Connection
 from robust_dcp.comm.failures import EndMessage
 from robust_dcp.comm.frames import Frame, Kind, operation_id
+from robust_dcp.comm.meeting import StoreLost
 from robust_dcp.comm.open_files import ensure_open_files
 from robust_dcp.comm.pipe import GlooPipe, Payload, Pipe
 from robust_dcp.comm.relay import RelayPipes
@@ -84,7 +86,15 @@ class MeetingPlace(Protocol):
 
     closed: bool
 
-    def connect(self, peer: int, generation: int, purpose: str = ..., met: Callable[[], None] = ...) -> Pipe: ...
+    def connect(
+        self,
+        peer: int,
+        generation: int,
+        purpose: str = ...,
+        *,
+        met: Callable[[], None] = ...,
+        waiting: Callable[[], None] = ...,
+    ) -> Pipe: ...
 
     def await_announced(self, n_connections: int) -> None: ...
 
@@ -167,7 +177,15 @@ class Link:
         meeting = self._meeting
         if meeting is None:
             raise ValueError("a group of one has nobody to connect to")
-        return lambda met: meeting.connect(peer, generation, met=met)
+        return lambda met: meeting.connect(peer, generation, met=met, waiting=self._look_for_ends)
+
+    def _look_for_ends(self) -> None:
+        """While a rank does not come, another may have found that it never will, and not be next to this one."""
+        for operation in self.operations():
+            with contextlib.suppress(StoreLost):
+                account = self.account_of(operation.key)
+                if account is not None:
+                    self.end_operations(account)
 
     def _connect_for_relay(self, peer: int, generation: int) -> GlooPipe:
         if self._meeting is None:

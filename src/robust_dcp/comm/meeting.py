@@ -31,6 +31,9 @@ _CONNECT_TIMEOUT = datetime.timedelta(seconds=5)
 ANNOUNCE_SECONDS = 2.0
 """How long a rank waits at most until the store has its addresses, before it begins its own work."""
 
+WAITING_SECONDS = 1.0
+"""How often who connects is told that the other has not come yet."""
+
 _FIRST_POLL_SECONDS = 0.002
 _LAST_POLL_SECONDS = 0.25
 _POLL_GROWTH = 1.3
@@ -63,11 +66,19 @@ class Meeting:
         self.closed = False
 
     def connect(
-        self, peer: int, generation: int, purpose: str = "exchanges", met: Callable[[], None] = lambda: None
+        self,
+        peer: int,
+        generation: int,
+        purpose: str = "exchanges",
+        *,
+        met: Callable[[], None] = lambda: None,
+        waiting: Callable[[], None] = lambda: None,
     ) -> GlooPipe:
         """Connect to ``peer`` for ``purpose``, for the ``generation``-th time; waits for it until this is closed.
 
-        Calls ``met`` when the other has said where it listens.
+        Args:
+            met: called when the other has said where it listens.
+            waiting: called every second until then.
 
         Raises:
             PipeBroken: it has come and gone, the store is gone, or this was closed.
@@ -79,7 +90,7 @@ class Meeting:
             except RuntimeError as error:
                 raise StoreLost(_first_line(error)) from None
             side = 0 if self._rank == first else 1
-            pair = _PairStore(store, self, met)
+            pair = _PairStore(store, self, met, waiting)
             try:
                 group = process_group.connect_pair(pair, side, _CONNECT_TIMEOUT)
             except RuntimeError:
@@ -165,9 +176,10 @@ class Meeting:
 class _PairStore(dist.Store):
     """The store of one pair, as gloo asks it: what it waits for is polled, so that no wait holds up other questions."""
 
-    def __init__(self, store: Any, meeting: Meeting, met: Callable[[], None]) -> None:
+    def __init__(self, store: Any, meeting: Meeting, met: Callable[[], None], waiting: Callable[[], None]) -> None:
         super().__init__()
         self._met = met
+        self._waiting = waiting
         self._shared = store
         self._meeting = meeting
         self._known: dict[str, bytes] = {}
@@ -186,7 +198,7 @@ class _PairStore(dist.Store):
     def wait(self, keys: Iterable[str], timeout: datetime.timedelta | None = None) -> None:
         """Wait for ``keys``. gloo's ``timeout`` is no limit: who is late is for the operations to say."""
         for key in keys:
-            pause_seconds = _FIRST_POLL_SECONDS
+            pause_seconds, told_seconds = _FIRST_POLL_SECONDS, time.monotonic()
             while key not in self._known:
                 with self._noting_problems():
                     if self._shared.check([key]):
@@ -195,6 +207,9 @@ class _PairStore(dist.Store):
                         break
                 if self._meeting.closed:
                     raise RuntimeError("closed while connecting")
+                if time.monotonic() - told_seconds > WAITING_SECONDS:
+                    self._waiting()
+                    told_seconds = time.monotonic()
                 # The longer it has taken, the longer it may take, and the less the store should suffer for it.
                 time.sleep(pause_seconds)
                 pause_seconds = min(_LAST_POLL_SECONDS, pause_seconds * _POLL_GROWTH)

@@ -62,15 +62,15 @@ class Work:
 
     Attributes:
         contribute: this rank's own work.
-        merge: on the way up, the payload of this rank and those of its children, ``(child, payload)`` in the order of
-            places, become one. Called only if there is any.
-        reply: on the root, from what all ranks agree on and the merged payload: the payload that goes down.
+        merge: on the way up, the payload of this rank and those of its children, at least one, become one.
+        reply: on the root, from what all ranks agree on, its own payload and those of its children: the payload that
+            goes down.
         share: on the way down, what of the payload ``child`` is to get.
     """
 
     contribute: Callable[[], Contribution]
-    merge: Callable[[Payload, list[tuple[int, Payload]]], Payload] = lambda own, below: own
-    reply: Callable[[Agreement, Payload], Payload] = lambda agreement, payload: b""
+    merge: Callable[[Payload, list[Payload]], Payload] = lambda own, below: own
+    reply: Callable[[Agreement, Payload, list[Payload]], Payload] = lambda agreement, own, below: b""
     share: Callable[[Payload, int], Payload] = lambda payload, child: payload
 
 
@@ -267,10 +267,11 @@ class Operation:
                     failures = failures.merged(wire.decode(message.payload, FailuresBelow))
             if not failures:
                 try:
-                    sent = [(message.peer, message.payload) for message in arrived if message.payload]
-                    payload = work.merge(payload, sent) if sent or payload else b""
+                    below = [message.payload for message in arrived if message.payload]
                     if tree.parent is None:
-                        payload = work.reply(total, payload)
+                        payload = work.reply(total, payload, below)
+                    elif below:
+                        payload = work.merge(payload, below)
                 except BaseException as error:
                     failures = self._failed(error, own_error)
             status = failures.status

@@ -343,9 +343,9 @@ class SaveSession:
 
         return resolved
 
-    def check_stop(self) -> None:
-        """Between blocks of data: say that this rank gets on, and raise if another has said that this save failed."""
-        self.channel.note_progress()
+    def check_stop(self, done_nbytes: int, total_nbytes: int) -> None:
+        """Between blocks of data: say how far this rank is, and raise if another has said that this save failed."""
+        self.channel.note_progress(done_nbytes, total_nbytes)
         self.channel.stop_if_announced()
 
     def encoded_metadata(self, storage_meta: StorageMeta) -> MetadataToPublish:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from errno import ENOENT, ENOTDIR
 from typing import Any
@@ -46,6 +47,10 @@ class UnreadMetadata(Metadata):
         if name.startswith("__"):
             raise AttributeError(name)
         raise self.error
+
+
+def _goes_on(done_nbytes: int, total_nbytes: int) -> None:
+    """Nobody says to stop."""
 
 
 class RobustReader(StorageReader):
@@ -110,6 +115,7 @@ class RobustReader(StorageReader):
         self.peak_buffer_nbytes = 0
         self.node_reads_the_same = False
         self.load_id = str(uuid.uuid4())
+        self._check_stop: Callable[[int, int], None] = _goes_on
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._metadata = None
@@ -222,11 +228,24 @@ class RobustReader(StorageReader):
         if self.node_reads_the_same and options.direct is None:
             options = replace(options, direct=False)
         self.peak_buffer_nbytes = read_items(
-            plan.items, planner, self._known_metadata(), self.path, self._disk, options
+            plan.items, planner, self._known_metadata(), self.path, self._disk, options, self._check_stop
         )
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    @contextmanager
+    def checking(self, check_stop: Callable[[int, int], None]) -> Iterator[None]:
+        """Within the block, ``read_data`` calls ``check_stop`` between reads, in several threads.
+
+        Args:
+            check_stop: gets the bytes that are read, and those of all items; what it raises ends the load.
+        """
+        self._check_stop = check_stop
+        try:
+            yield
+        finally:
+            self._check_stop = _goes_on
 
     def common_reads(
         self, plan: LoadPlan, planner: LoadPlanner, stays_on: Callable[[torch.device], bool]

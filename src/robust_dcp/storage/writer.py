@@ -64,7 +64,7 @@ class SaveInProgress(Protocol):
 
     def leave_commit_to_stock(self) -> None: ...
 
-    def check_stop(self) -> None: ...
+    def check_stop(self, done_nbytes: int, total_nbytes: int) -> None: ...
 
     def watched(self, resolve: ResolveData) -> ResolveData: ...
 
@@ -209,7 +209,7 @@ class RobustWriter(StorageWriter):
         rank: int,
         source: ItemSource,
         placements: Placements,
-        check_stop: Callable[[], None],
+        check_stop: Callable[[int, int], None],
         known_places: npt.NDArray[np.int64] | None = None,
     ) -> WrittenFiles:
         """Write this rank's items to their places, durably. Nothing is visible to readers yet."""
@@ -312,7 +312,7 @@ class RobustWriter(StorageWriter):
         rank = self._rank if self._alone and self._rank is not None else int(plan.storage_data or 0)
         placements = place_as_they_come([_chunk_nbytes(item) for item in plan.items], files=self.files_per_rank)
         source = WriteItemSource(plan.items, planner.resolve_data)
-        written = self.write(rank, source, placements, lambda: None)
+        written = self.write(rank, source, placements, lambda done_nbytes, total_nbytes: None)
         return [
             WriteResult(
                 index=item.index, size_in_bytes=nbytes, storage_data=StorageInfo(written.names[file], offset, nbytes)

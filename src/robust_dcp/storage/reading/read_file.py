@@ -43,6 +43,9 @@ class ReadFile:
         direct: read past the page cache: ``True`` always (but for small reads), ``False`` never, ``None`` where the
             file system can and the cache holds less than half of what is to be read at once.
 
+    Attributes:
+        read_nbytes: how much has been read so far.
+
     Raises:
         StorageError: the file cannot be opened.
     """
@@ -58,6 +61,7 @@ class ReadFile:
         self._opened_direct: OpenFile | None = None
         self._alignment: Alignment = BUFFERED
         self._lock = threading.Lock()
+        self.read_nbytes = 0
 
     def close(self) -> None:
         """Close the file; says nothing if that fails, which tells nothing about what was read from it."""
@@ -68,7 +72,7 @@ class ReadFile:
 
     def read_into(self, view: memoryview, offset: int) -> int:
         """Fill ``view`` from ``offset``; returns the bytes read, fewer only at the end of the file."""
-        return self._disk.pread_into(self._opened, view, offset)
+        return self._counted(self._disk.pread_into(self._opened, view, offset))
 
     def read_block(self, block: Block, offset: int, nbytes: int) -> tuple[int, int]:
         """Read ``nbytes`` bytes from ``offset`` into ``block``.
@@ -94,7 +98,7 @@ class ReadFile:
                 found = self._pread_direct(opened, scattered.buffers, scattered.first)
                 return scattered, max(0, min(found - scattered.at, nbytes))
         scattered = ScatteredRead(block, offset, offset + nbytes, wanted, BUFFERED)
-        return scattered, self._disk.pread_into(self._opened, _one_or_all(scattered.buffers), offset)
+        return scattered, self._counted(self._disk.pread_into(self._opened, _one_or_all(scattered.buffers), offset))
 
     def read_piece(
         self, view: memoryview, address: int, offset: int, blocks: BlockLease, *, checksum: bool = False
@@ -135,12 +139,17 @@ class ReadFile:
 
     def _pread_direct(self, opened: OpenFile, buffers: Sequence[memoryview], offset: int) -> int:
         try:
-            return self._disk.pread_into(opened, _one_or_all(buffers), offset)
+            return self._counted(self._disk.pread_into(opened, _one_or_all(buffers), offset))
         except StorageError as error:
             if error.errno != errno.EINVAL or self._must_be_direct:
                 raise
             self._may_be_direct = False
             raise _Refused from error
+
+    def _counted(self, nbytes: int) -> int:
+        with self._lock:
+            self.read_nbytes += nbytes
+        return nbytes
 
     def _way_past_the_cache(self, offset: int, nbytes: int) -> OpenFile | None:
         """The file open for direct I/O, if the bytes are to be read by that."""

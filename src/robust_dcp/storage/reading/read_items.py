@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from errno import ENOENT
@@ -45,8 +45,13 @@ def read_items(
     directory: str,
     disk: Disk,
     options: ReadOptions,
+    check_stop: Callable[[int, int], None] = lambda done_nbytes, total_nbytes: None,
 ) -> int:
     """Read ``items`` from the files in ``directory`` and hand them to ``planner``.
+
+    Args:
+        check_stop: called between reads, in several threads, with the bytes that are read, and those of all items;
+            what it raises ends the load.
 
     Returns:
         The most bytes that were read and not yet handed over at any time, and the buffers for reads.
@@ -54,7 +59,7 @@ def read_items(
     The first error, of whichever thread, ends all reads and is raised when no thread is left that could still write
     into a target. Targets may hold parts of the data then. Every file has been closed in any case.
     """
-    load = _Load(reads_of(items, metadata, directory), planner, directory, disk, options)
+    load = _Load(reads_of(items, metadata, directory), planner, directory, disk, options, check_stop)
     # What a DTensor holds is asked for once an item, and autograd would note each time that it was.
     with torch.no_grad() if may_ask_early(planner) else nullcontext():
         load.run()
@@ -75,7 +80,13 @@ class _Load:
     """The state of one :func:`read_items`."""
 
     def __init__(
-        self, reads: list[Read], planner: LoadPlanner, directory: str, disk: Disk, options: ReadOptions
+        self,
+        reads: list[Read],
+        planner: LoadPlanner,
+        directory: str,
+        disk: Disk,
+        options: ReadOptions,
+        check_stop: Callable[[int, int], None],
     ) -> None:
         self._reads = reads
         self._planner = planner
@@ -90,7 +101,14 @@ class _Load:
         self._pool = BlockPool(stay_at_fork=True)
         self._blocks = self._pool.lease(nbytes, 2 * options.threads)
         self._items = BlockItems(verify_checksum=options.verify_checksums, trusted=options.trusted)
-        self._tasks = ReadTasks(options, self._blocks, self._block_nbytes, self._items)
+        total_nbytes = sum(read.nbytes for read in reads)
+        self._tasks = ReadTasks(
+            options,
+            self._blocks,
+            self._block_nbytes,
+            self._items,
+            lambda: check_stop(self._done_nbytes(), total_nbytes),
+        )
         self._pending: deque[_Pending] = deque()
         self._pending_nbytes = 0
         self._pending_groups = 0
@@ -102,6 +120,9 @@ class _Load:
     def peak_nbytes(self) -> int:
         """The most memory that was in use for data on its way."""
         return self._peak_pending_nbytes + self._blocks.used_nbytes
+
+    def _done_nbytes(self) -> int:
+        return sum(file.read_nbytes for file in list(self._files.values()))
 
     def run(self) -> None:
         try:

@@ -57,13 +57,21 @@ class ReadTasks:
         errors: what went wrong, in the order in which it happened. Nothing is read any more once there is one.
     """
 
-    def __init__(self, options: ReadOptions, blocks: BlockLease, piece_nbytes: int, items: BlockItems) -> None:
+    def __init__(
+        self,
+        options: ReadOptions,
+        blocks: BlockLease,
+        piece_nbytes: int,
+        items: BlockItems,
+        check_stop: Callable[[], None],
+    ) -> None:
         self.errors: list[BaseException] = []
         self._options = options
         self._blocks = blocks
         self._piece_nbytes = piece_nbytes
         self._copies = CopiesToDevice()
         self._items = items
+        self._told_to_stop = check_stop
         self._pool = ThreadPoolExecutor(options.threads, thread_name_prefix="robust_dcp-read")
 
     def shut_down(self) -> None:
@@ -109,6 +117,7 @@ class ReadTasks:
     def _check_stop(self) -> None:
         if self.errors:
             raise Stopped
+        self._told_to_stop()
 
     def _read_group(
         self,

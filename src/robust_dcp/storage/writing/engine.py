@@ -64,7 +64,7 @@ def write_files(
     placements: Placements,
     *,
     options: WriteOptions,
-    check_stop: Callable[[], None],
+    check_stop: Callable[[int, int], None],
     known_places: npt.NDArray[np.int64] | None = None,
     layout: Layout = TORCH,
     not_removed: list[str] | None = None,
@@ -74,7 +74,8 @@ def write_files(
     Args:
         directory: of the checkpoint; it and those on the stripes are there.
         source: the items, in the order of ``placements``; their data is asked for in several threads.
-        check_stop: called between blocks; raises when the save is given up elsewhere.
+        check_stop: called between blocks, in several threads, with the bytes that are written, and those of all items
+            of fixed size; raises when the save is given up elsewhere.
         known_places: int64 ``[v, 2]``, offset and length of the items of variable size in an earlier save by the same
             plan. An item that still fits keeps its offset, so that one that grows does not move all others.
         layout: that made ``placements``.
@@ -95,13 +96,13 @@ def write_files(
         page_nbytes = _page_nbytes(files, options)
         threads, block_nbytes = options.fitted(page_nbytes)
         orders = write_orders(placements, source, block_nbytes, page_nbytes, layout)
-        crew = _Crew(check_stop)
+        crew = _Crew(check_stop, sum(placements.file_nbytes))
         with POOL.lease(block_nbytes, threads * BLOCKS_PER_THREAD) as lease:
             around = Surroundings(source, slots_of(placements, known_places), crew.stop_if_told)
             steps = []
             for file, order, nbytes in zip(files, orders, placements.file_nbytes, strict=True):
                 disk.preallocate(file.file, -(-nbytes // page_nbytes) * page_nbytes)
-                paged = PagedFile(disk, file.file, page_nbytes, must_be_direct=options.direct is True)
+                paged = PagedFile(disk, file.file, page_nbytes, crew.wrote, must_be_direct=options.direct is True)
                 for_head = None if order.head is None else np.zeros(len(source), dtype=np.uint32)
                 outlet = Outlet(paged, lease, crew.copies, options.checksums, for_head)
                 steps.append(FileSteps(file, order, nbytes, outlet, around))
@@ -150,8 +151,11 @@ class _SiblingFailed(Exception):
 class _Crew:
     """The threads of one save."""
 
-    def __init__(self, check_stop: Callable[[], None]) -> None:
+    def __init__(self, check_stop: Callable[[int, int], None], total_nbytes: int) -> None:
         self._check_stop = check_stop
+        self._total_nbytes = total_nbytes
+        self._written_nbytes = 0
+        self._counting = threading.Lock()
         self._failed = threading.Event()
         self.copies = DeviceCopies()
 
@@ -170,7 +174,12 @@ class _Crew:
     def stop_if_told(self) -> None:
         if self._failed.is_set():
             raise _SiblingFailed
-        self._check_stop()
+        self._check_stop(min(self._written_nbytes, self._total_nbytes), self._total_nbytes)
+
+    def wrote(self, nbytes: int) -> None:
+        with self._counting:
+            self._written_nbytes += nbytes
+        self.stop_if_told()
 
     def _work(self, queue: StepQueue) -> None:
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from robust_dcp.errors import StorageError
@@ -31,13 +32,23 @@ class PagedFile:
     Args:
         file: open; its ``alignment`` says whether it is direct.
         page_nbytes: a multiple of the alignment's ``offset``.
+        wrote: called with the number of bytes after each write; what it raises ends the work.
         must_be_direct: no way back to the page cache: a write that direct I/O refuses is an error.
     """
 
-    def __init__(self, disk: Disk, file: OpenFile, page_nbytes: int, *, must_be_direct: bool = False) -> None:
+    def __init__(
+        self,
+        disk: Disk,
+        file: OpenFile,
+        page_nbytes: int,
+        wrote: Callable[[int], None] = lambda nbytes: None,
+        *,
+        must_be_direct: bool = False,
+    ) -> None:
         self._disk = disk
         self._file = file
         self.page_nbytes = page_nbytes
+        self._wrote = wrote
         self._must_be_direct = must_be_direct
         self._seams = Seams(page_nbytes)
         self._switching = threading.Lock()
@@ -126,3 +137,4 @@ class PagedFile:
                 if self._file.alignment is not None:
                     self._disk.use_page_cache(self._file, f"a direct write was refused: {error.message}")
             self._disk.pwrite(self._file, data, offset)
+        self._wrote(sum(map(len, parts)))
