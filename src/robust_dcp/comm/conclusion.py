@@ -148,13 +148,24 @@ def as_told_to(rank: int, error: RobustCheckpointError) -> RobustCheckpointError
     return error_from_fields(type(error).__name__, fields, error.rank_failures)
 
 
-def without_store(ended: EndMessage, detail: str) -> EndMessage:
-    """The same, with a word on the store, in which the ranks could not agree on it."""
-    error = ended.error.to_error()
+def without_store(ended: EndMessage, operation: Operation, detail: str) -> EndMessage:
+    """The same, with a word on the store, in which the ranks could not agree on it.
+
+    If only ranks are missing that were never connected to, that is for want of the store: its host is at fault.
+    """
+    error, link, host = ended.error.to_error(), operation.link, operation.link.store_host
     fields = error.to_fields()
-    fields["message"] = (
-        f"{error.message}; {STORE_IS_LOST} either ({detail}): the process that hosts it, rank 0 "
-        "unless a launcher does, has ended or is frozen"
-    )
+    missing = error.missing_ranks if isinstance(error, ExchangeTimeout) else None
+    if host is not None and missing and not any(map(link.has_met, missing)):
+        fields["message"] = (
+            f"{operation.what} did not finish; 1 of {link.size} ranks missing: rank {host}, whose process hosts the "
+            f"store unless a launcher's does, has ended or is frozen: {STORE_IS_LOST} ({detail}), and ranks meet there"
+        )
+        fields["missing_ranks"] = fields["ranks"] = [host]
+    else:
+        fields["message"] = (
+            f"{error.message}; {STORE_IS_LOST} either ({detail}): the process that hosts it, rank 0 "
+            "unless a launcher does, has ended or is frozen"
+        )
     told = error_from_fields(type(error).__name__, fields, error.rank_failures)
     return EndMessage(ended.operations, ErrorMessage.of(told))

@@ -110,11 +110,15 @@ class Link:
         rank: of this process in the group.
         ranks: the global rank of each rank of the group.
         meeting: where it meets the others; ``None`` in a group of one.
+        store_host: the rank whose process hosts the store of the meeting, if it is one of them.
     """
 
-    def __init__(self, *, rank: int, ranks: tuple[int, ...], meeting: MeetingPlace | None) -> None:
+    def __init__(
+        self, *, rank: int, ranks: tuple[int, ...], meeting: MeetingPlace | None, store_host: int | None = None
+    ) -> None:
         self.rank = rank
         self.ranks = ranks
+        self.store_host = store_host
         self.stats = ExchangeStats()
         self.surveyor = Surveyor(self)
         self.relay_pipes = RelayPipes(self._connect_for_relay)
@@ -211,6 +215,10 @@ class Link:
         if self._meeting is None:
             return account
         return self._meeting.settle([str(operation) for operation in operations], account)
+
+    def has_met(self, peer: int) -> bool:
+        """Whether ``peer`` has ever been connected to."""
+        return peer in self._connections and self._connections[peer].process != ""
 
     def peers(self) -> list[int]:
         """The ranks that this one is connected to."""

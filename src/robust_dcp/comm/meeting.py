@@ -25,6 +25,9 @@ T = TypeVar("T")
 ANSWER_SECONDS = 2.0
 """How long a question after a failure may take."""
 
+LOST_SECONDS = 5.0
+"""How long a store that has not answered is not asked again: the ranks shall hear of it, not wait for it each time."""
+
 _CONNECT_TIMEOUT = datetime.timedelta(seconds=5)
 """gloo's own, of each of its attempts."""
 
@@ -63,6 +66,8 @@ class Meeting:
         self._store: Any = None
         self._announced = threading.Condition()
         self._n_announced = 0
+        self._lost_until = 0.0
+        self._lost_detail = ""
         self.closed = False
 
     def connect(
@@ -156,6 +161,8 @@ class Meeting:
             return self._store
 
     def _ask(self, question: Callable[[Any], T]) -> T:
+        if time.monotonic() < self._lost_until:
+            raise StoreLost(self._lost_detail)
         answers: list[T] = []
         problems: list[str] = []
 
@@ -170,7 +177,9 @@ class Meeting:
         thread.join(ANSWER_SECONDS)
         if answers:
             return answers[0]
-        raise StoreLost(problems[0] if problems else f"no answer within {ANSWER_SECONDS:g} seconds")
+        self._lost_detail = problems[0] if problems else f"no answer within {ANSWER_SECONDS:g} seconds"
+        self._lost_until = time.monotonic() + LOST_SECONDS
+        raise StoreLost(self._lost_detail)
 
 
 class _PairStore(dist.Store):

@@ -553,7 +553,7 @@ class Operation:
             if self.key not in wire.decode(account, EndMessage).operations:  # that one is about others of them
                 account = self.link.settle([self.key], wire.encode(ended))
         except StoreLost as lost:  # the ranks still tell each other
-            account = wire.encode(without_store(ended, str(lost)))
+            account = wire.encode(without_store(ended, self, str(lost)))
         return account
 
     def end(self, account: bytes) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["connect_pair", "is_initialised", "members", "name_of", "parent_of", "store_opener"]
+__all__ = ["connect_pair", "is_initialised", "members", "name_of", "parent_of", "store_host", "store_opener"]
 
 STORE_TIMEOUT_SECONDS = 30.0
 """How long one question to the store may take; it answers in microseconds unless its host is gone."""
@@ -46,6 +46,17 @@ def members(parent: Any) -> tuple[int, tuple[int, ...]]:
 def name_of(parent: Any) -> str:
     """The name of ``parent``, the same on all its members."""
     return str(parent.group_name)
+
+
+def store_host(parent: Any) -> int | None:
+    """The rank of ``parent`` whose process hosts the store; ``None`` if a launcher does, or no member.
+
+    torch: rank 0 makes it, unless a launcher says that it has (``torch/distributed/rendezvous.py``).
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    ranks = dist.get_process_group_ranks(parent)
+    return ranks.index(0) if 0 in ranks else None
 
 
 def store_opener(parent: Any) -> Callable[[], Any]:

@@ -63,4 +63,5 @@ def _make_link(parent: Any) -> Link:
     if len(ranks) == 1:
         return local_link(ranks[0])
     name = f"robust_dcp/{process_group.name_of(parent)}"
-    return Link(rank=rank, ranks=ranks, meeting=Meeting(process_group.store_opener(parent), name, rank))
+    meeting = Meeting(process_group.store_opener(parent), name, rank)
+    return Link(rank=rank, ranks=ranks, meeting=meeting, store_host=process_group.store_host(parent))
