@@ -60,15 +60,12 @@ class _OnTheCoordinator(SimulatedOperation):
             arrived = self._arrived(name, phase)
         own = Agreement.of(COORDINATOR, contribution.offer)
         total = own.with_children([Agreement.decode(Frame.decode(frame).body) for frame, _ in arrived])
-        below: list[tuple[int, Payload]] = []
-        for child, (_, received) in zip(self.tree.children, arrived, strict=True):
+        below: list[Payload] = []
+        for _, received in arrived:
             zlib.crc32(received)
             if received:
-                below.append((child, received))
-        payload = contribution.payload
-        if payload or below:
-            payload = work.merge(payload, below)
-        payload = work.reply(total, payload)
+                below.append(received)
+        payload = work.reply(total, contribution.payload, below)
         for child in reversed(self.tree.children):
             share = work.share(payload, child) if payload else b""
             zlib.crc32(share)

@@ -56,14 +56,14 @@ class SimulatedOperation:
 class _OnTheWayUp(SimulatedOperation):
     """One gather on a rank below the coordinator, up to what it hands to its parent: ``payload``."""
 
-    def __init__(self, rank: int, n_ranks: int, own: Payload, below: Sequence[tuple[int, Payload]]) -> None:
+    def __init__(self, rank: int, n_ranks: int, own: Payload, below: Sequence[Payload]) -> None:
         super().__init__(rank, n_ranks)
         self.payload = own
         self._below = list(below)
 
     def run(self, verb: str, phase: str, root: int, work: Work) -> tuple[Agreement, Payload]:
         self.payload = work.contribute().payload or self.payload
-        if self.payload or self._below:
+        if self._below:
             self.payload = work.merge(self.payload, self._below)
         return Agreement.of(self.link.rank, Offer()), b""
 
@@ -85,8 +85,8 @@ class Mailbox:
         seconds: dict[int, float] = {}
         for rank in range(self._ranks - 1, COORDINATOR, -1):  # children come behind their parents
             children = Tree(rank, self._ranks, COORDINATOR).children
-            own, below = _read(self._said(rank)), [(child, _read(self._passed(child))) for child in children]
-            sent = [(child, payload) for child, payload in below if payload]
+            own, below = _read(self._said(rank)), [_read(self._passed(child)) for child in children]
+            sent = [payload for payload in below if payload]
             started = time.process_time()
             payload = self._handed_up(rank, message_type, None, own, sent)
             merging = time.process_time() - started
@@ -100,7 +100,7 @@ class Mailbox:
         message_type: type[M],
         message: M | None,
         own: Payload = b"",
-        below: Sequence[tuple[int, Payload]] = (),
+        below: Sequence[Payload] = (),
     ) -> Payload:
         operation = _OnTheWayUp(rank, self._ranks, own, below)
         Channel(cast(Operation, operation), COORDINATOR).gather("simulated", lambda: message, message_type)

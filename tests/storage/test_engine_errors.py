@@ -87,7 +87,7 @@ def test_a_save_that_is_given_up_elsewhere_stops_between_blocks(disk: SimulatedD
     values = [torch.zeros(256)] * 100
     source = ListSource(values)
 
-    def stop() -> None:
+    def stop(done_nbytes: int, total_nbytes: int) -> None:
         if len(source.resolved) > 20:
             raise Stopped("rank 7 failed")
 
