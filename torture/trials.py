@@ -5,6 +5,7 @@ Owns the child process, its limits and the verdict. Never decides what is loaded
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import resource
@@ -88,7 +89,8 @@ def _run_child(load: Callable[[], None], names: str, seconds: float, growth_nbyt
     try:
         with suppress(OSError):  # what is printed by libraries belongs to no table
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        before, begun = _rss_nbytes(), time.process_time()
+        _forget_the_parents_memory()
+        before, begun = _most_rss_nbytes(), time.process_time()
         # An allocation that nothing limits fails here, before it takes the machine with it.
         limit = _address_space_nbytes() + growth_nbytes + (2 << 30)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -106,7 +108,7 @@ def _run_child(load: Callable[[], None], names: str, seconds: float, growth_nbyt
         except BaseException as error:
             text = f"{type(error).__name__}: {error!s:.300}"
         gc.collect()  # what was built is freed too
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+        grown = _most_rss_nbytes() - before
         used = time.process_time() - begun
         if used > seconds:
             verdict, text = LOST, f"took {used:.1f} seconds; {text}"
@@ -119,8 +121,14 @@ def _run_child(load: Callable[[], None], names: str, seconds: float, growth_nbyt
         os._exit(0)
 
 
-def _rss_nbytes() -> int:
-    """The most that this process has had so far: a fork takes that number over."""
+def _forget_the_parents_memory() -> None:
+    """Count from what is in use now: a fork takes over free pages of the heap, which growth would hide in, and a peak."""
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # proc(5): resets the peak of resident memory
+
+
+def _most_rss_nbytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import random
 from pathlib import Path
 
@@ -51,13 +53,14 @@ def test_no_damaged_input_is_lost(root: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_trial_notices_wrong_data_a_crash_a_foreign_error_and_code_that_ran(root: Path) -> None:
-    import ctypes
-    import os
-
     def fails(load: object) -> tuple[str, str]:
         return run_trial(load, "x", seconds=5.0, growth_nbytes=64 << 20, canary=str(root / "canary"))  # type: ignore[arg-type]
 
     assert fails(lambda: ctypes.string_at(0)) == (LOST, "killed by SIGSEGV")
     assert fails(lambda: int("x"))[1].startswith("ValueError")
     assert fails(lambda: os.mkdir(root / "canary")) == (LOST, "code of the checkpoint was run")
+    blocks = [bytearray(100 << 10) for _ in range(3000)]  # of the heap, which keeps them when they are freed
+    last = bytearray(100 << 10)
+    blocks.clear()
     assert "MiB" in fails(lambda: bytearray(128 << 20).count(b"x"))[1]
+    del last
