@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
@@ -124,8 +125,7 @@ def _run_child(load: Callable[[], None], names: str, seconds: float, growth_nbyt
 def _forget_the_parents_memory() -> None:
     """Count from what is in use now: a fork takes over free pages of the heap, which growth would hide in, and a peak."""
     ctypes.CDLL(None).malloc_trim(0)
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # proc(5): resets the peak of resident memory
+    Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak of resident memory
 
 
 def _most_rss_nbytes() -> int:
