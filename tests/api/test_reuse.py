@@ -65,7 +65,7 @@ def phases_of_stock_saves(directory: str, no_dist: bool) -> list[list[str]]:
 def test_a_repeated_stock_save_with_our_parts_plans_nothing(no_dist: bool, tmp_path: Path) -> None:
     commit = ["commit"] if no_dist else []  # else the coordinator commits, and stock tells the others
     for first, *repeated in values(run_ranks(2, phases_of_stock_saves, str(tmp_path), no_dist)):
-        assert first == ["agree", "structures", "plan", "arrived", "write", *commit]
+        assert first == ["agree", "structures", "plan", "write", *commit]
         assert repeated == [["agree", "write", *commit]] * 2
 
 

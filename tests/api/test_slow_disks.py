@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import robust_dcp
 from robust_dcp import CorruptCheckpoint, RobustReader, RobustWriter
-from robust_dcp.comm import operation
+from robust_dcp.comm import patience
 from robust_dcp.storage.files.disk import PosixDisk
 from tests.support.ranks import run_ranks, values
 
@@ -48,7 +48,7 @@ def reader_of(directory: str, slow_rank: int) -> RobustReader:
 
 
 def save_and_load_slowly(directory: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    operation.LOG_SECONDS = 1.0
+    patience.LOG_SECONDS = 1.0
     writer = RobustWriter(directory, threads=1, block_bytes=MEGABYTE, disk=own_disk(1))
     saved = robust_dcp.save(own_tensors(1.0), storage_writer=writer, timeout_seconds=1.5)
     target = own_tensors(0.0)

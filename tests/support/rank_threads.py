@@ -7,8 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
-from robust_dcp.comm import conclusion, link, operation
+from robust_dcp.comm import patience
 from robust_dcp.comm.link import Link
 from tests.support.simulated_network import SimulatedNetwork
 
@@ -18,13 +19,11 @@ __all__ = ["quick", "run_threads"]
 @contextlib.contextmanager
 def quick() -> Iterator[None]:
     """Beats every 50 ms, and all other times in proportion: within the block, for all links of the process."""
-    before = operation.BEAT_SECONDS, operation.RECONNECT_SECONDS, link.TICK_SECONDS, conclusion.SURVEY_SECONDS
-    operation.BEAT_SECONDS, operation.RECONNECT_SECONDS = 0.05, 0.5
-    link.TICK_SECONDS, conclusion.SURVEY_SECONDS = 0.01, 0.25
-    try:
+    shorter = {"BEAT": 0.05, "RECONNECT": 0.5, "TICK": 0.01, "SURVEY": 0.25}
+    with contextlib.ExitStack() as stack:
+        for name, seconds in shorter.items():
+            stack.enter_context(mock.patch.object(patience, f"{name}_SECONDS", seconds))
         yield
-    finally:
-        operation.BEAT_SECONDS, operation.RECONNECT_SECONDS, link.TICK_SECONDS, conclusion.SURVEY_SECONDS = before
 
 
 def run_threads(

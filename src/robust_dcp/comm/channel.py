@@ -7,7 +7,6 @@ the Megatron integration; one for each operation, used by one thread at a time.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
@@ -31,8 +30,7 @@ from robust_dcp.errors import ExchangeError, ExchangeTimeout
 __all__ = ["Channel"]
 
 M = TypeVar("M", bound=msgspec.Struct)
-
-_LENGTH = struct.Struct("<Q")
+T = TypeVar("T")
 
 
 class Channel:
@@ -199,18 +197,15 @@ class Channel:
             RobustCheckpointError: see the class.
         """
         own: list[M] = []
-        encoded: list[Payload] = []
 
         def contribute() -> Contribution:
-            if self.is_coordinator:
-                own.append(produce())
-                if self.size > 1:
-                    encoded.append(wire.encode(own[0]))
-            return Contribution()
+            if not self.is_coordinator:
+                return Contribution()
+            own.append(produce())
+            return Contribution(payload=wire.encode(own[0]) if self.size > 1 else b"")
 
-        work = Work(contribute, reply=lambda agreement, nothing, below: encoded[0] if encoded else b"")
-        _, payload = self._run("broadcast", phase, work)
-        return self._arrived(phase, lambda: own[0] if own else wire.decode(payload, message_type))
+        _, payload = self._run("broadcast", phase, Work(contribute, reply=lambda agreement, own, below: own))
+        return own[0] if own else self._taken(phase, lambda: wire.decode(payload, message_type))
 
     def scatter(self, phase: str, produce: Callable[[], Sequence[M | None]], message_type: type[M]) -> M | None:
         """This rank's message out of those that the coordinator made; ``produce`` runs on the coordinator only.
@@ -224,32 +219,27 @@ class Channel:
             RobustCheckpointError: see the class.
         """
         own: list[M | None] = []
-        encoded: list[Payload] = []
 
         def contribute() -> Contribution:
-            if self.is_coordinator:
-                made = produce()
-                if len(made) != self.size:
-                    raise ValueError(f"{phase!r} has {len(made)} messages for {self.size} ranks")
-                own.append(made[self.rank])
-                if self.size > 1:
-                    by_place = [made[rank] for rank in self._operation.tree.ranks_by_place]
-                    encoded.append(_packed([b"" if each is None else wire.encode(each) for each in by_place[1:]], 1))
-            return Contribution()
+            if not self.is_coordinator:
+                return Contribution()
+            made = produce()
+            if len(made) != self.size:
+                raise ValueError(f"{phase!r} has {len(made)} messages for {self.size} ranks")
+            own.append(made[self.rank])
+            others = [made[rank] for rank in self._operation.tree.ranks_by_place[1:]]
+            encoded = [memoryview(b"" if each is None else wire.encode(each)) for each in others]
+            return Contribution(payload=_Shares(1, encoded).encode())
 
         def share(payload: Payload, child: int) -> Payload:
-            return _unpacked(payload, self._operation.tree.places_below(child))
+            return _Shares.decode(payload).of(self._operation.tree.places_below(child)).encode()
 
-        work = Work(contribute, reply=lambda agreement, nothing, below: encoded[0] if encoded else b"", share=share)
+        work = Work(contribute, reply=lambda agreement, own, below: own, share=share)
         _, payload = self._run("scatter", phase, work)
-
-        def take() -> M | None:
-            if own:
-                return own[0]
-            mine = _first(payload)
-            return wire.decode(mine, message_type) if mine else None
-
-        return self._arrived(phase, take)
+        if own:
+            return own[0]
+        mine = _Shares.decode(payload).payloads[0] if payload else b""
+        return self._taken(phase, lambda: wire.decode(mine, message_type)) if mine else None
 
     def all_gather(self, phase: str, produce: Callable[[], M], message_type: type[M]) -> list[M]:
         """Every rank's message, in rank order, on every rank. For what is small: each rank sees all of it.
@@ -266,12 +256,10 @@ class Channel:
         merge = _merging(phase, message_type)
         work = Work(contribute, merge, lambda agreement, own, below: merge(own, below))
         _, payload = self._run("all_gather", phase, work)
-
-        def take() -> list[M]:
-            messages = open_bundle(payload, message_type) if payload else {self.rank: own[0]}
-            return [messages[rank] for rank in range(self.size)]
-
-        return self._arrived(phase, take)
+        if self.size == 1:
+            return own
+        messages = self._taken(phase, lambda: open_bundle(payload, message_type))
+        return [messages[rank] for rank in range(self.size)]
 
     def combine(self, phase: str, produce: Callable[[], M], join: Callable[[M, M], M], message_type: type[M]) -> M:
         """What the messages of all ranks add up to, on every rank.
@@ -297,7 +285,7 @@ class Channel:
 
         work = Work(contribute, merge, lambda agreement, own, below: merge(own, below))
         _, payload = self._run("combine", phase, work)
-        return self._arrived(phase, lambda: wire.decode(payload, message_type))
+        return self._taken(phase, lambda: wire.decode(payload, message_type))
 
     def combined_signature(self, signatures: Sequence[bytes]) -> bytes:
         """What the signatures of all ranks, in rank order, add up to in an :class:`Agreement` of this channel."""
@@ -375,22 +363,16 @@ class Channel:
         self.last_agreement, payload = self._operation.run(verb, phase, self.coordinator_rank, work)
         return self.last_agreement, payload
 
-    def _arrived(self, phase: str, take: Callable[[], R]) -> R:
-        """What ``take`` makes of what has come down, once it could on all ranks."""
-        taken: list[R] = []
-
-        def work() -> None:
-            try:
-                taken.append(take())
-            except ExchangeError as error:
-                sender = self.coordinator_rank
-                message = f"rank {self.rank} cannot use what rank {sender} sent in {phase!r}: {error.message}"
-                raise ExchangeError(message, phase=phase, ranks=[sender]) from None
-
-        if self.size == 1:
-            return take()
-        self.barrier(f"{phase}: arrived", work)
-        return taken[0]
+    def _taken(self, phase: str, decode: Callable[[], T]) -> T:
+        """What has come down, decoded. The operation ends on all ranks if this one cannot use it."""
+        try:
+            return decode()
+        except ExchangeError as error:
+            sender = self.coordinator_rank
+            message = f"rank {self.rank} cannot use what rank {sender} sent in {phase!r}: {error.message}"
+            useless = ExchangeError(message, phase=phase, ranks=[sender])
+            self._operation.leave(useless)
+            raise useless from None
 
     def _bundled(self, message: M | None, message_type: type[M]) -> Payload:
         """The coordinator's own message is handed to it as it is, unless all are to get it."""
@@ -399,9 +381,6 @@ class Channel:
         bundler = Bundler(message_type)
         bundler.add(self.rank, message)
         return bundler.encode()
-
-
-R = TypeVar("R")
 
 
 def _merging(phase: str, message_type: type[M]) -> Callable[[Payload, list[Payload]], Payload]:
@@ -429,31 +408,19 @@ def _naming(phase: str) -> Iterator[None]:
         raise ExchangeError(f"{phase!r}: {error.message}", phase=phase, ranks=error.ranks) from None
 
 
-def _packed(payloads: Sequence[Payload], first_place: int) -> bytes:
-    """The payloads of the places from ``first_place`` on; nothing if they all are empty."""
-    if not any(payloads):
-        return b""
-    lengths = b"".join(_LENGTH.pack(len(each)) for each in payloads)
-    return b"".join([_LENGTH.pack(first_place), _LENGTH.pack(len(payloads)), lengths, *payloads])
+class _Shares(msgspec.Struct, array_like=True):
+    """The payloads for neighbouring places of the tree, from ``first_place`` on; no bytes at all if all are empty."""
 
+    first_place: int
+    payloads: list[memoryview]
 
-def _parts(payload: Payload) -> tuple[int, list[Payload]]:
-    """What :func:`_packed` made: the first place, and the payloads."""
-    view = memoryview(payload)
-    (first,), (count,) = _LENGTH.unpack_from(view), _LENGTH.unpack_from(view, _LENGTH.size)
-    at = (2 + count) * _LENGTH.size
-    parts: list[Payload] = []
-    for number in range(count):
-        (nbytes,) = _LENGTH.unpack_from(view, (2 + number) * _LENGTH.size)
-        parts.append(view[at : at + nbytes])
-        at += nbytes
-    return first, parts
+    def of(self, places: range) -> _Shares:
+        """Those for ``places``."""
+        return _Shares(places.start, self.payloads[places.start - self.first_place : places.stop - self.first_place])
 
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self) if any(map(len, self.payloads)) else b""
 
-def _unpacked(payload: Payload, places: range) -> Payload:
-    first, parts = _parts(payload)
-    return _packed(parts[places.start - first : places.stop - first], places.start)
-
-
-def _first(payload: Payload) -> Payload:
-    return _parts(payload)[1][0] if payload else b""
+    @staticmethod
+    def decode(payload: Payload) -> _Shares:
+        return msgspec.msgpack.decode(payload, type=_Shares)

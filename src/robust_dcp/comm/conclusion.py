@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from robust_dcp.comm import patience
 from robust_dcp.comm.failures import EndMessage, ErrorMessage
 from robust_dcp.comm.link import OperationKey
 from robust_dcp.comm.meeting import STORE_IS_LOST
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
     from robust_dcp.comm.operation import Operation
 
 __all__ = ["Problem", "as_told_to", "conclude", "without_store"]
-
-SURVEY_SECONDS = 1.0
-"""How long ranks have to say where they are, once something has gone wrong."""
 
 _MAX_RANKS_DESCRIBED = 16
 
@@ -88,7 +86,7 @@ def conclude(problem: Problem, operation: Operation) -> EndMessage:
     elif problem.damaged_by is not None:
         error = ExchangeError(f"{what}: {problem.what}", phase=phase, ranks=[problem.damaged_by])
     else:
-        found = link.surveyor.ask(min(SURVEY_SECONDS, operation.timeout_seconds))
+        found = link.surveyor.ask(min(patience.SURVEY_SECONDS, operation.timeout_seconds))
         if problem.is_elsewhere:
             error = _elsewhere(phase, found, link.rank)
             ending += _never_met(operation.key, found)

@@ -18,15 +18,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from robust_dcp.comm import patience
 from robust_dcp.comm.frames import Frame, FrameError, Kind
 from robust_dcp.comm.pipe import Payload, Pipe, PipeBroken
 
 __all__ = ["Connection", "Damaged", "Receiver"]
 
 logger = logging.getLogger(__name__)
-
-CONNECT_SECONDS = 6.0
-"""How long a rank that has said where it listens has to answer there; gloo itself goes on trying for longer."""
 
 _FRAME_TAG = 0
 _MAX_TAG = 0x7FFFFFF0
@@ -160,8 +158,8 @@ class Connection:
 
     def refuse_silent_peer(self, now: float) -> None:
         """Take the other rank for lost if it has said where it listens, and nobody answers there."""
-        if self._pipe is None and self._met_seconds is not None and now - self._met_seconds > CONNECT_SECONDS:
-            self._end(f"nobody answers where it listens, for {CONNECT_SECONDS:g} seconds", damaged=False)
+        if self._pipe is None and self._met_seconds is not None and now - self._met_seconds > patience.CONNECT_SECONDS:
+            self._end(f"nobody answers where it listens, for {patience.CONNECT_SECONDS:g} seconds", damaged=False)
 
     def say_goodbye(self) -> None:
         """Tell the other rank that nothing more comes from here. It answers, and is lost then."""

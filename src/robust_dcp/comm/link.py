@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, cast
 
-from robust_dcp.comm import wire
+from robust_dcp.comm import patience, wire
 from robust_dcp.comm.connection import Connection
 from robust_dcp.comm.failures import EndMessage
 from robust_dcp.comm.frames import Frame, Kind, operation_id
@@ -26,15 +26,6 @@ from robust_dcp.comm.stats import ExchangeStats
 from robust_dcp.comm.survey import Surveyor
 
 __all__ = ["Link", "MeetingPlace", "OperationKey", "RunningOperation"]
-
-_GOODBYE_SECONDS = 1.0
-"""How long other ranks have to answer when this one leaves."""
-
-_HEARD_SECONDS = 0.5
-"""How long a rank waits at most until others have heard of an end, before it raises."""
-
-_ELSEWHERE_SECONDS = 10.0
-"""How long a rank may be in another operation before that is taken for a mistake: its threads may have started two."""
 
 
 class OperationKey(NamedTuple):
@@ -291,13 +282,13 @@ class Link:
         """Wait, not for long, until the ranks that this one has told of an end have heard it: it may exit next."""
         with self._lock:
             connections = list(self._connections.values())
-        until = time.monotonic() + _HEARD_SECONDS
+        until = time.monotonic() + patience.HEARD_SECONDS
         while any(connection.is_telling_an_end for connection in connections) and time.monotonic() < until:
             time.sleep(0.001)
 
     def is_elsewhere(self, peer: int, patience_seconds: float) -> bool:
         """Whether ``peer`` has been for a while in an operation that this rank is not in."""
-        before = time.monotonic() - min(_ELSEWHERE_SECONDS, patience_seconds)
+        before = time.monotonic() - min(patience.ELSEWHERE_SECONDS, patience_seconds)
         with self._lock:
             return any(
                 each.peer == peer and each.seconds < before
@@ -324,7 +315,7 @@ class Link:
             connections = [each for each in self._connections.values() if each.is_open]
         for connection in connections:
             connection.say_goodbye()
-        until = time.monotonic() + _GOODBYE_SECONDS
+        until = time.monotonic() + patience.GOODBYE_SECONDS
         while time.monotonic() < until and any(connection.is_open for connection in connections):
             time.sleep(0.001)
         with self._lock:
@@ -351,7 +342,7 @@ class _Clock:
 
     def _run(self) -> None:
         while True:
-            time.sleep(TICK_SECONDS)
+            time.sleep(patience.TICK_SECONDS)
             with self._lock:
                 links = list(self._links)
             for link in links:
@@ -359,5 +350,4 @@ class _Clock:
             del links
 
 
-TICK_SECONDS = 0.1
 _CLOCK = _Clock()

@@ -15,27 +15,15 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from robust_dcp.comm import process_group
+from robust_dcp.comm import patience, process_group
 from robust_dcp.comm.pipe import GlooPipe, PipeBroken, short
 
 __all__ = ["STORE_IS_LOST", "Meeting", "StoreLost"]
 
 T = TypeVar("T")
 
-ANSWER_SECONDS = 2.0
-"""How long a question after a failure may take."""
-
-LOST_SECONDS = 5.0
-"""How long a store that has not answered is not asked again: the ranks shall hear of it, not wait for it each time."""
-
 _CONNECT_TIMEOUT = datetime.timedelta(seconds=5)
 """gloo's own, of each of its attempts."""
-
-ANNOUNCE_SECONDS = 2.0
-"""How long a rank waits at most until the store has its addresses, before it begins its own work."""
-
-WAITING_SECONDS = 1.0
-"""How often who connects is told that the other has not come yet."""
 
 _FIRST_POLL_SECONDS = 0.002
 _LAST_POLL_SECONDS = 0.25
@@ -114,7 +102,7 @@ class Meeting:
         From then on the others notice if this process ends: they find that nobody listens there.
         """
         with self._announced:
-            self._announced.wait_for(lambda: self._n_announced >= n_connections, ANNOUNCE_SECONDS)
+            self._announced.wait_for(lambda: self._n_announced >= n_connections, patience.ANNOUNCE_SECONDS)
 
     def note_announced(self) -> None:
         """A connection has its address in the store."""
@@ -174,11 +162,11 @@ class Meeting:
 
         thread = threading.Thread(target=ask, name="robust_dcp: question to the store", daemon=True)
         thread.start()
-        thread.join(ANSWER_SECONDS)
+        thread.join(patience.STORE_ANSWER_SECONDS)
         if answers:
             return answers[0]
-        self._lost_detail = problems[0] if problems else f"no answer within {ANSWER_SECONDS:g} seconds"
-        self._lost_until = time.monotonic() + LOST_SECONDS
+        self._lost_detail = problems[0] if problems else f"no answer within {patience.STORE_ANSWER_SECONDS:g} seconds"
+        self._lost_until = time.monotonic() + patience.STORE_LOST_SECONDS
         raise StoreLost(self._lost_detail)
 
 
@@ -216,7 +204,7 @@ class _PairStore(dist.Store):
                         break
                 if self._meeting.closed:
                     raise RuntimeError("closed while connecting")
-                if time.monotonic() - told_seconds > WAITING_SECONDS:
+                if time.monotonic() - told_seconds > patience.MEETING_SECONDS:
                     self._waiting()
                     told_seconds = time.monotonic()
                 # The longer it has taken, the longer it may take, and the less the store should suffer for it.

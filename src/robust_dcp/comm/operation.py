@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from robust_dcp.comm import wire
+from robust_dcp.comm import patience, wire
 from robust_dcp.comm.beats import Beat, Progress
 from robust_dcp.comm.combine import Agreement, Offer
 from robust_dcp.comm.conclusion import Problem, as_told_to, conclude, without_store
 from robust_dcp.comm.failures import EndMessage, ErrorMessage, FailuresBelow, Stopped
 from robust_dcp.comm.frames import FRAME_NBYTES, Frame, Kind, Status, phase_id
 from robust_dcp.comm.link import Link, Message, OperationKey
-from robust_dcp.comm.meeting import STORE_IS_LOST, StoreLost
+from robust_dcp.comm.meeting import StoreLost
+from robust_dcp.comm.neighbours import Neighbours
 from robust_dcp.comm.pipe import Payload
 from robust_dcp.comm.stats import ExchangeStats, PhaseStats
 from robust_dcp.comm.tree import Tree
@@ -32,20 +34,7 @@ __all__ = ["Contribution", "Operation", "Work"]
 
 logger = logging.getLogger(__name__)
 
-BEAT_SECONDS = 1.0
-"""How often ranks that work or wait say so."""
-
-LOG_SECONDS = 10.0
-"""How long ranks are waited for before the log says for whom; then after twice that, and so on."""
-
-TOGETHER_SECONDS = 0.2
-"""How long a rank that has lost another waits for others to be lost as well, before it says who is."""
-
-PARENT_LOST_SECONDS = 0.8
-"""How long a rank that has lost its parent waits for what others have to say of it."""
-
-RECONNECT_SECONDS = 5.0
-"""How long a rank whose connection broke between two operations has to come back."""
+_MAX_UNHEARD_BEATS = 16
 
 
 @dataclass(frozen=True)
@@ -100,7 +89,6 @@ class Operation:
         self.name = name
         self.timeout_seconds = timeout_seconds
         self.deadline_seconds = deadline_seconds
-        self.tree = Tree(link.rank, link.size)
         self.what = self.phase = ""
         self.interrupt: Callable[[], None] | None = None
         self.stragglers: list[str] = []
@@ -118,17 +106,13 @@ class Operation:
         self._arrived: dict[tuple[int, Kind, int], Message] = {}
         self._stops: dict[int, str] = {}
         self._account: bytes | None = None
-        self._lost: dict[int, tuple[str, bool]] = {}
-        self._heard: dict[int, float] = {}
-        self._beats: dict[int, Beat] = {}
-        self._absent: tuple[int, ...] = ()
+        self._around = Neighbours(self.link)
         self._runs = False
         self._is_working = False
         self._progress = Progress.now()
         self._problem: Problem | None = None
-        self._reads_until = 0.0
-        self._next_log_seconds = LOG_SECONDS
-        self._last_tick = self._last_beat = self._waiting_since = self._began = self._begun = time.monotonic()
+        self._next_log_seconds = patience.LOG_SECONDS
+        self._last_beat = self._began = self._begun = time.monotonic()
 
     # What the channel calls.
 
@@ -185,8 +169,13 @@ class Operation:
         return self._raised
 
     @property
+    def tree(self) -> Tree:
+        """That of the exchange which is under way or was last."""
+        return self._around.tree
+
+    @property
     def neighbours(self) -> Sequence[int]:
-        """The ranks that this one talks to in the exchange that is under way or was last."""
+        """The ranks that this one talks to in it."""
         return self.tree.neighbours
 
     def stopped(self) -> str | None:
@@ -235,22 +224,23 @@ class Operation:
         tree = Tree(self.link.rank, self.link.size, root)
         what = f"{verb} {phase!r}" + (f" with coordinator {root}" if root else "")
         with self._changed:
-            self.what, self.phase, self.tree = what, phase, tree
+            self.what, self.phase = what, phase
         if self._is_untold:
             raise _Ended  # it ended for all ranks while this one was between two exchanges
         if not self._has_begun:
             self._reset()
             self._has_begun = True  # until the link says that it is over, which it may do at once
             self.link.begin(self.name, self)
+        with self._changed:
+            self._around.begin(what, tree)
         self.link.connect(tree.neighbours)
         with self._changed:
             self._problem = None
-            self._next_log_seconds = LOG_SECONDS
-            self._began = self._last_tick = self._last_beat = self._waiting_since = time.monotonic()
-            self._beats.clear()
+            self._next_log_seconds = patience.LOG_SECONDS
+            self._began = self._last_beat = time.monotonic()
             self._progress = Progress.now()
             self._runs = self._is_working = True
-            self._refuse_lost()
+            self._around.refuse_lost()
 
     def _sweep(
         self, phase: str, work: Work, cost: PhaseStats, own_error: list[BaseException]
@@ -345,28 +335,42 @@ class Operation:
             _Ended: another rank has ended the operation.
         """
         with self._changed:
-            self._waiting_since = time.monotonic()
+            self._around.waiting_since = time.monotonic()
             while True:
                 if self._account is not None:
                     raise _Ended
                 now = time.monotonic()
-                self._notice_standstill(now)
-                if now < self._reads_until:
-                    self._changed.wait(self._reads_until - now)
+                catching_up = self._around.seconds_to_catch_up(now, self.timeout_seconds)
+                if catching_up:
+                    self._changed.wait(catching_up)
                     continue
                 if self._problem is not None:
                     raise self._problem
                 places = [(self._exchange, kind, peer) for peer in peers]
-                self._absent = tuple(place[2] for place in places if place not in self._arrived)
+                self._around.absent = tuple(place[2] for place in places if place not in self._arrived)
                 self._refuse_other_phases(places)
-                if not self._absent:
+                if not self._around.absent:
                     break
-                self._changed.wait(self._seconds_to_wait())
+                seconds = self._around.seconds_to_wait(self.timeout_seconds)
+                self._changed.wait(min(seconds, self._seconds_to_deadline()))
         messages = [self._arrived.pop(place) for place in places]
         # Later than by half, for those who count have begun to count before this rank has.
         if any(time.monotonic() - message.seconds > self.timeout_seconds / 2 for message in messages):
             self._refuse_if_given_up()
         return messages
+
+    def _seconds_to_deadline(self) -> float:
+        """See ``deadline_seconds``.
+
+        Raises:
+            Problem: it is over.
+        """
+        if self.deadline_seconds is None:
+            return math.inf
+        left = self._begun + self.deadline_seconds - time.monotonic()
+        if left <= 0:
+            raise Problem.of_deadline(self._around.absent, self.deadline_seconds)
+        return left
 
     def _refuse_if_given_up(self) -> None:
         """Some have waited for this rank so long that they may have given up, and the word of it be on its way."""
@@ -381,61 +385,13 @@ class Operation:
             if place in self._arrived and self._arrived[place].frame.phase != own:
                 raise Problem("in different operations", is_elsewhere=True)
 
-    def _refuse_lost(self) -> None:
-        # Also one that is no neighbour in this exchange: it was before, and may have missed how that ended.
-        for peer, (detail, damaged) in self._lost.items():
-            if damaged:
-                raise Problem.of_damage(self.link.rank, peer, detail)
-            raise Problem.of_lost(peer, self._words_for_lost(peer, detail))
-
-    def _seconds_to_wait(self) -> float:
-        """How long nothing has to be looked at again.
-
-        Raises:
-            Problem: it is too late for that.
-        """
-        self._refuse_lost()
-        now = time.monotonic()
-        left = BEAT_SECONDS
-        for peer in self._absent:
-            connection = self.link.connection(peer)
-            if connection.previous_loss is not None and not connection.is_open:
-                left = min(left, self._began + RECONNECT_SECONDS - now)
-                if left <= 0:
-                    raise Problem.of_lost(peer, self._words_for_lost(peer, connection.previous_loss))
-            silence, rank = self._silence_behind(peer, now)
-            left = min(left, self.timeout_seconds - silence if rank == peer else left)
-            # Those next to a silent rank say so first; the others wait for their word a little longer.
-            patience = self.timeout_seconds if rank == peer else self.timeout_seconds + 2 * BEAT_SECONDS
-            if silence >= patience:
-                raise Problem.of_silent(rank, self.timeout_seconds, self._words_for_silent(rank, silence))
-            if peer not in self._heard and self.link.is_elsewhere(peer, self.timeout_seconds / 2):
-                raise Problem("in different operations", is_elsewhere=True)
-        if self.deadline_seconds is not None:
-            left = min(left, self._begun + self.deadline_seconds - now)
-            if left <= 0:
-                raise Problem.of_deadline(self._absent, self.deadline_seconds)
-        return max(left, 0.001)
-
-    def _silence_behind(self, peer: int, now: float) -> tuple[float, int]:
-        """How long, and which rank, ``peer`` or one behind it, has given no sign of progress."""
-        silence = now - max(self._waiting_since, self._heard.get(peer, 0.0))
-        beat = self._beats.get(peer)
-        if beat is None or beat.silent_rank < 0:
-            return silence, peer
-        behind = beat.silent_seconds + now - beat.arrived_seconds
-        return (behind, beat.silent_rank) if behind > silence else (silence, peer)
-
     def deliver(self, message: Message) -> None:
         peer, frame, payload, _ = message
         with self._changed:
             if self._account is not None:
                 return
-            self._heard[peer] = time.monotonic()
-            if frame.kind == Kind.BEAT:
-                if frame.exchange == self._exchange:
-                    self._beats[peer] = Beat.decode(frame.body)
-                return
+            is_beat = frame.kind == Kind.BEAT and frame.exchange == self._exchange
+            self._around.note_heard(peer, Beat.decode(frame.body) if is_beat else None)
             if frame.kind in (Kind.UP, Kind.DOWN):
                 self._arrived[frame.exchange, frame.kind, peer] = message
             elif frame.kind == Kind.STOP:
@@ -444,14 +400,15 @@ class Operation:
                     self._stops[frame.exchange] = bytes(payload).decode(errors="replace")
                     self._pass_on(Kind.STOP, bytes(payload), but=peer)
                     self._interrupt_work()
+            else:
+                return
             self._changed.notify_all()
 
     def lost(self, peer: int, detail: str, *, damaged: bool) -> None:
         with self._changed:
-            self._lost[peer] = detail, damaged
+            self._around.lost[peer] = detail, damaged
             if self._is_working and not damaged:
-                text = self._words_for_lost(peer, detail)
-                self._stop_work(Problem.of_lost(peer, text), text)
+                self._stop_work(Problem.of_lost(peer, self._around.words_for_lost(peer, detail)))
             self._interrupt_work()
             self._changed.notify_all()
 
@@ -463,10 +420,13 @@ class Operation:
             now = time.monotonic()
             if not self._runs:
                 return
-            self._notice_standstill(now)
+            self._around.seconds_to_catch_up(now, self.timeout_seconds)
             if self._is_working:
-                self._watch_neighbours(now)
-            if now - self._last_beat < min(BEAT_SECONDS, self.timeout_seconds / 4):
+                try:
+                    self._around.refuse_silent(now, self.timeout_seconds)
+                except Problem as problem:
+                    self._stop_work(problem)
+            if now - self._last_beat < min(patience.BEAT_SECONDS, self.timeout_seconds / 4):
                 return
             self._last_beat = now
             self._log_stragglers(now)
@@ -476,54 +436,33 @@ class Operation:
                 if connection.n_unacknowledged < _MAX_UNHEARD_BEATS:
                     body = self._beat_for(peer, now).encode()
                     self.link.send(peer, self._frame(Kind.BEAT, body=body))
-                    if (
-                        peer in self._absent
-                        and now - max(self._waiting_since, self._heard.get(peer, 0.0)) > 2 * BEAT_SECONDS
-                    ):
+                    if peer in self._around.absent and self._around.silence_of(peer, now) > 2 * patience.BEAT_SECONDS:
                         connection.ask_for_lost()
 
     def _log_stragglers(self, now: float) -> None:
         """On the root: say now and then for whom all are waiting."""
-        waited = now - max(self._began, self._waiting_since)
+        waited = now - max(self._began, self._around.waiting_since)
         if self.tree.parent is None and not self._is_working and waited >= self._next_log_seconds:
             self._next_log_seconds *= 2
             self.stragglers.append(f"{self.what}: after {waited:.0f} seconds, {self._beat_for(None, now)}")
             logger.warning("%s", self.stragglers[-1])
 
-    def _notice_standstill(self, now: float) -> None:
-        """If this process stood still itself, by SIGSTOP say, what came meanwhile is read before anything is decided:
-        the others may have given up on it."""
-        if now - self._last_tick > self.timeout_seconds / 2:
-            self._waiting_since, self._reads_until = now, now + 2 * BEAT_SECONDS
-        self._last_tick = now
-
-    def _watch_neighbours(self, now: float) -> None:
-        """While this rank works, nobody waits here who would miss a rank that is silent."""
-        for peer in self.tree.neighbours:
-            silence = now - max(self._waiting_since, self._heard.get(peer, 0.0))
-            if silence >= self.timeout_seconds:
-                text = self._words_for_silent(peer, silence)
-                self._stop_work(Problem.of_silent(peer, self.timeout_seconds, text), text)
-
-    def _stop_work(self, problem: Problem, text: str) -> None:
+    def _stop_work(self, problem: Problem) -> None:
         """Let the work of all ranks stop: the exchange will fail with ``problem``."""
         if self._problem is None:
             self._problem = problem
+            text = "; ".join(problem.missing.values())
             self._stops.setdefault(self._exchange, text)
             self._pass_on(Kind.STOP, text.encode(errors="replace"), but=None)
             self._interrupt_work()
 
     def _beat_for(self, receiver: int | None, now: float) -> Beat:
-        """What ``receiver`` is to know of this rank and of all others it hears of only from here."""
-        is_busy = self._is_working or not self._absent
-        own = [self._progress.beat(self.link.rank, now)] if is_busy else []
-        behind = []
-        children = [child for child in self.tree.children if (self._exchange, Kind.UP, child) not in self._arrived]
-        for peer in self._absent if not self._is_working else children:
-            if peer != receiver:
-                silence, rank = self._silence_behind(peer, now)
-                behind.append(Beat.of_silent(rank, silence, self._beats.get(peer), len(self.tree.places_below(peer))))
-        return Beat.slowest([*own, *behind])
+        if self._is_working:
+            absent = [child for child in self.tree.children if (self._exchange, Kind.UP, child) not in self._arrived]
+        else:
+            absent = list(self._around.absent)
+        is_busy = self._is_working or bool(absent)
+        return self._around.beat_for(receiver, absent, self._progress if is_busy else None, now)
 
     # The end, out of step.
 
@@ -532,7 +471,9 @@ class Operation:
         with self._changed:
             if self._account is None and problem.missing:
                 # Ranks die together. And those above a lost parent see more than this one: they have the first word.
-                seconds = PARENT_LOST_SECONDS if self.tree.parent in problem.missing else TOGETHER_SECONDS
+                seconds = (
+                    patience.PARENT_LOST_SECONDS if self.tree.parent in problem.missing else patience.TOGETHER_SECONDS
+                )
                 self._changed.wait_for(lambda: self._account is not None, min(seconds, self.timeout_seconds))
         self.link.end_operations(self._known_account() or self._settled(conclude(problem, self)))
         return self._told()
@@ -582,38 +523,8 @@ class Operation:
 
     def missing(self) -> dict[int, str]:
         """The neighbours that this rank has lost, or has not heard of for most of the timeout, and what it knows."""
-        now, found = time.monotonic(), {}
         with self._changed:
-            for peer in self.tree.neighbours:
-                if peer in self._lost and not self._lost[peer][1]:
-                    found[peer] = self._words_for_lost(peer, self._lost[peer][0])
-            for peer in self._absent:
-                silence, rank = self._silence_behind(peer, now)
-                if peer not in found and rank == peer and silence > 0.7 * self.timeout_seconds:
-                    found[peer] = self._words_for_silent(peer, silence)
-        return found
-
-    def _words_for_lost(self, peer: int, detail: str) -> str:
-        if detail.startswith(STORE_IS_LOST):
-            return f"{self._called(peer)} cannot be connected to"
-        return f"{self._called(peer)} closed its connection: its process has ended, or was cut off ({detail})"
-
-    def _words_for_silent(self, rank: int, seconds: float) -> str:
-        if rank in self._beats:
-            work = f"its own work for {self.what}"
-            return f"{self._called(rank)} is still at {work}, which has not got on for {seconds:.1f} seconds"
-        if rank in self._heard:
-            return f"{self._called(rank)} has given no sign of life for {seconds:.1f} seconds"
-        if rank in self.tree.neighbours:
-            return f"{self._called(rank)} has not come"
-        return f"rank {rank} has shown no progress for {seconds:.1f} seconds"
-
-    def _called(self, rank: int) -> str:
-        process = self.link.connection(rank).process if rank in self.tree.neighbours else ""
-        return f"rank {rank} ({process})" if process else f"rank {rank}"
-
-
-_MAX_UNHEARD_BEATS = 16
+            return self._around.missing(self.timeout_seconds)
 
 
 def is_interrupt(error: BaseException) -> bool:

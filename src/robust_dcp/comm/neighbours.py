@@ -1,0 +1,174 @@
+"""What a rank knows of its neighbours in the tree while it works or waits: who is lost, and who is silent for how long.
+
+Owns when each was heard, what it said of those behind it, when it is waited for no longer, and the words for that. It
+never sends anything. Of one operation, which calls it under its lock.
+"""
+
+from __future__ import annotations
+
+import time
+
+from robust_dcp.comm import patience
+from robust_dcp.comm.beats import Beat, Progress
+from robust_dcp.comm.conclusion import Problem
+from robust_dcp.comm.link import Link
+from robust_dcp.comm.meeting import STORE_IS_LOST
+from robust_dcp.comm.tree import Tree
+
+__all__ = ["Neighbours"]
+
+_MISSED_AFTER = 0.7
+"""The part of the timeout for which a rank has been silent before others are told that it is missed."""
+
+
+class Neighbours:
+    """See the module.
+
+    Args:
+        link: of the group.
+
+    Attributes:
+        tree: that of the exchange which is under way or was last.
+        absent: those that this rank waits for.
+        waiting_since: monotonic; silence before that does not count.
+        lost: those that are gone: each with why, and whether it is that what it sends arrives damaged.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self.tree = Tree(link.rank, link.size)
+        self.absent: tuple[int, ...] = ()
+        self.waiting_since = time.monotonic()
+        self.lost: dict[int, tuple[str, bool]] = {}
+        self._link = link
+        self._what = ""
+        self._began = self._last_look = time.monotonic()
+        self._catches_up_until = 0.0
+        self._heard: dict[int, float] = {}
+        self._beats: dict[int, Beat] = {}
+
+    def begin(self, what: str, tree: Tree) -> None:
+        """The next exchange begins. Who was lost stays so."""
+        self.tree, self._what = tree, what
+        self.absent = ()
+        self.waiting_since = self._began = self._last_look = time.monotonic()
+        self._beats.clear()
+
+    def note_heard(self, peer: int, beat: Beat | None = None) -> None:
+        """``peer`` lives; ``beat`` is what it has said of itself and those behind it, in this exchange."""
+        self._heard[peer] = time.monotonic()
+        if beat is not None:
+            self._beats[peer] = beat
+
+    def silence_of(self, peer: int, now: float) -> float:
+        """For how many seconds nothing has come from ``peer`` itself."""
+        return now - max(self.waiting_since, self._heard.get(peer, 0.0))
+
+    def silence_behind(self, peer: int, now: float) -> tuple[float, int]:
+        """How long, and which rank, ``peer`` or one behind it, has given no sign of progress."""
+        silence = self.silence_of(peer, now)
+        beat = self._beats.get(peer)
+        if beat is None or beat.silent_rank < 0:
+            return silence, peer
+        behind = beat.silent_seconds + now - beat.arrived_seconds
+        return (behind, beat.silent_rank) if behind > silence else (silence, peer)
+
+    def beat_for(self, receiver: int | None, at_work: list[int], progress: Progress | None, now: float) -> Beat:
+        """What ``receiver`` is to know of this rank and of all others it hears of only from here.
+
+        Args:
+            receiver: a neighbour, or ``None`` for this rank itself.
+            at_work: the neighbours that have not come.
+            progress: this rank's own; ``None`` if it is done.
+        """
+        beats = [] if progress is None else [progress.beat(self.tree.rank, now)]
+        for peer in at_work:
+            if peer != receiver:
+                silence, rank = self.silence_behind(peer, now)
+                beats.append(Beat.of_silent(rank, silence, self._beats.get(peer), len(self.tree.places_below(peer))))
+        return Beat.slowest(beats)
+
+    def refuse_lost(self) -> None:
+        """Also for one that is no neighbour in this exchange: it was before, and may have missed how that ended.
+
+        Raises:
+            Problem: one is lost.
+        """
+        for peer, (detail, damaged) in self.lost.items():
+            if damaged:
+                raise Problem.of_damage(self.tree.rank, peer, detail)
+            raise Problem.of_lost(peer, self.words_for_lost(peer, detail))
+
+    def refuse_silent(self, now: float, timeout_seconds: float) -> None:
+        """For a rank that works: nobody waits here who would miss one that is silent.
+
+        Raises:
+            Problem: nothing at all has come from one for ``timeout_seconds``.
+        """
+        for peer in self.tree.neighbours:
+            silence = self.silence_of(peer, now)
+            if silence >= timeout_seconds:
+                raise Problem.of_silent(peer, timeout_seconds, self.words_for_silent(peer, silence))
+
+    def seconds_to_wait(self, timeout_seconds: float) -> float:
+        """How long those that are absent do not have to be looked at again.
+
+        Raises:
+            Problem: it is in vain to wait for one of them.
+        """
+        self.refuse_lost()
+        now, left = time.monotonic(), patience.BEAT_SECONDS
+        for peer in self.absent:
+            connection = self._link.connection(peer)
+            if connection.previous_loss is not None and not connection.is_open:
+                left = min(left, self._began + patience.RECONNECT_SECONDS - now)
+                if left <= 0:
+                    raise Problem.of_lost(peer, self.words_for_lost(peer, connection.previous_loss))
+            silence, rank = self.silence_behind(peer, now)
+            left = min(left, timeout_seconds - silence if rank == peer else left)
+            # Those next to a silent rank say so first; the others wait for their word a little longer.
+            if silence >= timeout_seconds + (0 if rank == peer else 2 * patience.BEAT_SECONDS):
+                raise Problem.of_silent(rank, timeout_seconds, self.words_for_silent(rank, silence))
+            if peer not in self._heard and self._link.is_elsewhere(peer, timeout_seconds / 2):
+                raise Problem("in different operations", is_elsewhere=True)
+        return max(left, 0.001)
+
+    def seconds_to_catch_up(self, now: float, timeout_seconds: float) -> float:
+        """If this process stood still itself, by SIGSTOP say: how long it reads what came meanwhile before it decides
+        anything, for the others may have given up on it. Called often, else that looks like standing still."""
+        if now - self._last_look > timeout_seconds / 2:
+            self.waiting_since, self._catches_up_until = now, now + 2 * patience.BEAT_SECONDS
+        self._last_look = now
+        return max(0.0, self._catches_up_until - now)
+
+    def missing(self, timeout_seconds: float) -> dict[int, str]:
+        """Those that are lost, or silent for most of the timeout, and what this rank knows of them."""
+        now, found = time.monotonic(), {}
+        for peer in self.tree.neighbours:
+            if peer in self.lost and not self.lost[peer][1]:
+                found[peer] = self.words_for_lost(peer, self.lost[peer][0])
+        for peer in self.absent:
+            silence, rank = self.silence_behind(peer, now)
+            if peer not in found and rank == peer and silence > _MISSED_AFTER * timeout_seconds:
+                found[peer] = self.words_for_silent(peer, silence)
+        return found
+
+    def words_for_lost(self, peer: int, detail: str) -> str:
+        """For people."""
+        if detail.startswith(STORE_IS_LOST):
+            return f"{self._called(peer)} cannot be connected to"
+        return f"{self._called(peer)} closed its connection: its process has ended, or was cut off ({detail})"
+
+    def words_for_silent(self, rank: int, seconds: float) -> str:
+        """For people."""
+        if rank in self._beats:
+            work = f"its own work for {self._what}"
+            return f"{self._called(rank)} is still at {work}, which has not got on for {seconds:.1f} seconds"
+        if rank in self._heard:
+            return f"{self._called(rank)} has given no sign of life for {seconds:.1f} seconds"
+        if rank in self.tree.neighbours:
+            return f"{self._called(rank)} has not come"
+        return f"rank {rank} has shown no progress for {seconds:.1f} seconds"
+
+    def _called(self, rank: int) -> str:
+        process = self._link.connection(rank).process if rank in self.tree.neighbours else ""
+        return f"rank {rank} ({process})" if process else f"rank {rank}"
