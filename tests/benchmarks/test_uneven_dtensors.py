@@ -70,7 +70,7 @@ def test_a_run_prints_both_tables(tmp_path: Path, capsys: pytest.CaptureFixture[
     found = json.loads(path.read_text())
     first, repeated = found["ranks"]
     assert (first["stock_collectives"], first["ours_collectives"]) == (20, 0)
-    assert (first["ours_exchanges"], repeated["ours_exchanges"]) == (4, 1)
+    assert (first["ours_exchanges"], repeated["ours_exchanges"]) == (3, 1)
     assert first["ours_payload_nbytes"] > 0
     assert repeated["ours_payload_nbytes"] == 0
     (coordinator,) = found["coordinator"]

@@ -9,7 +9,7 @@ import pytest
 from robust_dcp.comm import Channel, Offer
 from robust_dcp.errors import ExchangeError
 from tests.comm import faults
-from tests.comm.messages import Note
+from tests.comm.messages import Note, OtherNote
 from tests.support.ranks import errors, run_ranks, values
 
 Change = Callable[[bytearray], bytearray]
@@ -27,6 +27,7 @@ def _exchange_with_damage(verb: str, sender: int, receiver: int, which: set[int]
             faults.inject(channel, sender, payload=damage.payload)
     try:
         right = _exchange(channel, verb)
+        channel.barrier("write")  # for the root, an exchange is over when its reply has left
     finally:
         # Whether it ended well or not, the next one does.
         found = channel.agree("next", lambda: Offer(value=channel.rank + 1))
@@ -130,6 +131,25 @@ def test_a_payload_that_is_damaged_twice_is_named_on_all_ranks(verb: str, sender
         assert f"rank {sender} sent to rank {receiver} arrived damaged twice: a payload of " in error.message
         assert "announced was 0x" in error.message
         assert error.fields["ranks"] == [sender]
+
+
+def _send_something_else(verb: str) -> None:
+    channel = Channel.for_group(timeout_seconds=50)
+    message_type = OtherNote if channel.rank == 1 else Note
+    with channel.together():
+        if verb == "broadcast":
+            channel.broadcast("plan", lambda: Note(7), message_type)
+        else:
+            channel.scatter("plan", lambda: [Note(rank) for rank in range(channel.size)], message_type)
+        channel.barrier("write")
+
+
+@pytest.mark.parametrize("verb", ["broadcast", "scatter"])
+def test_a_rank_that_cannot_use_what_it_was_sent_ends_the_operation_on_all_ranks(verb: str) -> None:
+    for error in errors(run_ranks(4, _send_something_else, verb)):
+        assert error.type_name == "ExchangeError"
+        told = [error.message, *(failure.message for failure in error.rank_failures)]
+        assert any("rank 1 cannot use what rank 0 sent in 'plan'" in text for text in told)
 
 
 def _other_phase() -> int:

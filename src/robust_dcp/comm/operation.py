@@ -461,8 +461,8 @@ class Operation:
             absent = [child for child in self.tree.children if (self._exchange, Kind.UP, child) not in self._arrived]
         else:
             absent = list(self._around.absent)
-        is_busy = self._is_working or bool(absent)
-        return self._around.beat_for(receiver, absent, self._progress if is_busy else None, now)
+        waits = not self._is_working and len(absent) > 0
+        return self._around.beat_for(receiver, absent, None if waits else self._progress, now)
 
     # The end, out of step.
 
