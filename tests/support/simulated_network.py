@@ -237,10 +237,11 @@ class SimulatedNetwork:
         """Keep the first account of each of ``operations``."""
         with self.lock:
             self._await_store(rank)
-            account = self._accounts.setdefault(operations[0], account)
-            for operation in operations[1:]:
-                self._accounts.setdefault(operation, account)
-            return account
+            counts = self._accounts.setdefault(operations[0], account)
+            if counts == account:
+                for operation in operations[1:]:
+                    self._accounts.setdefault(operation, account)
+            return counts
 
     def account_of(self, rank: int, operation: str) -> bytes | None:
         """What was kept of ``operation``."""

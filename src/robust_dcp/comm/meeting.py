@@ -118,10 +118,11 @@ class Meeting:
         """
 
         def ask(store: Any) -> bytes:
-            counts = account
-            for operation in operations:
-                found = bytes(store.compare_set(f"ended/{operation}", "", counts))
-                counts = found if operation == operations[0] else counts
+            first, *others = (f"ended/{operation}" for operation in operations)
+            counts = bytes(store.compare_set(first, "", account))
+            if counts == account:  # another's may be about other operations
+                for key in others:
+                    store.compare_set(key, "", account)
             return counts
 
         return self._ask(ask)

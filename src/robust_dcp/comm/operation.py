@@ -475,7 +475,13 @@ class Operation:
                     patience.PARENT_LOST_SECONDS if self.tree.parent in problem.missing else patience.TOGETHER_SECONDS
                 )
                 self._changed.wait_for(lambda: self._account is not None, min(seconds, self.timeout_seconds))
-        self.link.end_operations(self._known_account() or self._settled(conclude(problem, self)))
+        account = self._known_account() or self._settled(conclude(problem, self))
+        self.link.end_operations(account)
+        with self._changed:
+            # If another thread of this process is ending it just now, it has yet to say so here.
+            self._changed.wait_for(lambda: self._account is not None, patience.HEARD_SECONDS)
+        if self._account is None:
+            self.end(account)
         return self._told()
 
     def _known_account(self) -> bytes | None:

@@ -1,8 +1,8 @@
 """Who is where, asked along the tree after something has gone wrong: each rank answers for itself and those behind it.
 
 Owns the question, its way from rank to rank and the merging of answers. Draws no conclusions. A rank asks all ranks
-that it is connected to but the one that asked it; a question that comes
-another way round is answered for the rank alone.
+that it is connected to but the one that asked it; a question that comes another way round, however late, is answered
+for the rank alone.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import struct
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -28,6 +29,8 @@ __all__ = ["Surveyor", "Whereabouts"]
 _QUESTION = struct.Struct("<QH")  # a number that nobody else asks under, and how many milliseconds there are
 _SHARE_FOR_OTHERS = 0.8
 _MAX_RANKS = 4096
+_MAX_QUESTIONS = 1000
+"""So many are known again: a question that is passed on twice goes round for ever, and floods the ranks."""
 
 
 class Whereabouts(msgspec.Struct, array_like=True, frozen=True):
@@ -72,6 +75,7 @@ class Surveyor:
         self._link = link
         self._changed = threading.Condition()
         self._answers: dict[int, dict[int, Whereabouts | None]] = {}
+        self._asked: deque[int] = deque(maxlen=_MAX_QUESTIONS)
 
     def ask(self, seconds: float, *, number: int | None = None, but: int | None = None) -> Whereabouts:
         """Ask all ranks that can be reached, and wait for at most ``seconds``.
@@ -84,8 +88,9 @@ class Surveyor:
             number = secrets.randbits(64)
         peers = [peer for peer in self._link.peers() if peer != but]
         with self._changed:
-            if number in self._answers:  # it has come another way round, and is being asked already
+            if number in self._asked:
                 return self._own()
+            self._asked.append(number)
             self._answers[number] = dict.fromkeys(peers)
         body = _QUESTION.pack(number, int(seconds * _SHARE_FOR_OTHERS * 1000))
         for peer in peers:
