@@ -16,6 +16,7 @@ import json
 import multiprocessing
 import os
 import resource
+import socket
 import sys
 import threading
 import time
@@ -225,9 +226,16 @@ def save(channel: Channel) -> None:
 
 
 def n_sockets() -> int:
-    """How many sockets this process holds."""
-    links = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
-    return sum(os.readlink(link).startswith("socket") for link in links if os.path.islink(link))
+    """How many TCP sockets this process holds."""
+    return sum(map(_is_tcp, map(int, os.listdir("/proc/self/fd"))))
+
+
+def _is_tcp(fd: int) -> bool:
+    try:
+        with socket.socket(fileno=os.dup(fd)) as found:
+            return found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6)
+    except OSError:  # no socket, or closed meanwhile
+        return False
 
 
 def measure(size: int) -> Row:
