@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import datetime
+import socket
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 
+import pytest
 import torch.distributed as dist
 
 from robust_dcp.comm import process_group
 from robust_dcp.comm.connection import Connection
 from robust_dcp.comm.frames import Frame, Kind
-from robust_dcp.comm.pipe import GlooPipe, Payload
+from robust_dcp.comm.meeting import Meeting
+from robust_dcp.comm.pipe import GlooPipe, Payload, PipeBroken
+from robust_dcp.comm.process_group import Address
 from tests.support.waiting import wait_until
 
 
@@ -31,7 +37,7 @@ class Receiver:
         self.lost_detail = detail
 
 
-def connect(store: dist.Store, rank: int) -> Callable[[Callable[[], None]], GlooPipe]:
+def connect(store: dist.Store, rank: int) -> Callable[[Callable[[Address], None]], GlooPipe]:
     return lambda met: GlooPipe(process_group.connect_pair(store, rank, datetime.timedelta(seconds=20)), 1 - rank)
 
 
@@ -62,3 +68,48 @@ def test_what_was_sent_twice_and_acknowledged_once_does_not_hold_up_what_comes_a
     assert receiver.exchanges == list(range(20))
     fast.close()
     slow.close()
+
+
+def test_a_rank_that_does_not_answer_is_lost_when_nobody_listens_any_more_where_it_said_and_not_before() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    is_over = threading.Event()
+
+    def wait_in_vain(met: Callable[[Address], None]) -> GlooPipe:
+        met(listener.getsockname())
+        is_over.wait(60)
+        raise PipeBroken("it never answered")
+
+    receiver = Receiver()
+    connection = Connection(1, wait_in_vain, receiver)
+    in_an_hour = time.monotonic() + 3600
+    wait_until(lambda: connection.is_to_be_probed(in_an_hour))
+    connection.probe()
+    assert not connection.is_lost
+    listener.close()
+    connection.probe()
+    assert connection.is_lost and "nobody listens any more" in receiver.lost_detail
+    is_over.set()
+    connection.close()
+
+
+def test_each_rank_finds_where_the_other_listens_in_what_gloo_puts_into_the_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    found: list[Address] = []
+    store = dist.HashStore()
+    meetings = [Meeting(lambda: store, "group", rank) for rank in (0, 1)]
+    pipes: list[Future[GlooPipe]] = [Future(), Future()]
+
+    def meet(rank: int) -> None:
+        pipes[rank].set_result(meetings[rank].connect(1 - rank, 0, met=found.append))
+
+    for rank in (0, 1):
+        threading.Thread(target=meet, args=(rank,), daemon=True).start()
+    for pipe in pipes:
+        pipe.result(30)
+    assert len(found) == 2
+    for address in found:
+        socket.create_connection(address, timeout=5).close()
+    for pipe in pipes:
+        pipe.result().close()

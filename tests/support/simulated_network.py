@@ -170,7 +170,7 @@ class _SimulatedMeeting:
         self._rank = rank
 
     def connect(
-        self, peer: int, generation: int, purpose: str = "exchanges", **called: Callable[[], None]
+        self, peer: int, generation: int, purpose: str = "exchanges", **called: Callable[..., None]
     ) -> SimulatedPipe:
         return self._network.connect(self, self._rank, peer, (generation, purpose))
 

@@ -1,7 +1,7 @@
 """Why an operation ended out of step, in words: who is missing, gone or elsewhere.
 
 Owns what a rank has found (a :class:`Problem`) and the exception that is made of it and of a survey of all ranks that
-can be reached. It never sends anything itself. Called by the operation, after a failure only.
+can be reached, and which of several accounts counts. Called by the operation, after a failure only.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from robust_dcp.comm import patience
+from robust_dcp.comm import patience, wire
 from robust_dcp.comm.failures import EndMessage, ErrorMessage
 from robust_dcp.comm.link import OperationKey
-from robust_dcp.comm.meeting import STORE_IS_LOST
+from robust_dcp.comm.meeting import STORE_IS_LOST, StoreLost
 from robust_dcp.comm.survey import Whereabouts
 from robust_dcp.errors import ExchangeError, ExchangeTimeout, RobustCheckpointError, error_from_fields, failure_of
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from robust_dcp.comm.operation import Operation
 
-__all__ = ["Problem", "as_told_to", "conclude", "without_store"]
+__all__ = ["Problem", "as_told_to", "conclude", "settle"]
 
 _MAX_RANKS_DESCRIBED = 16
 
@@ -146,7 +146,19 @@ def as_told_to(rank: int, error: RobustCheckpointError) -> RobustCheckpointError
     return error_from_fields(type(error).__name__, fields, error.rank_failures)
 
 
-def without_store(ended: EndMessage, operation: Operation, detail: str) -> EndMessage:
+def settle(ended: EndMessage, operation: Operation) -> bytes:
+    """The account of the end that counts for all ranks, which may be another's: ``ended``, unless the store has one."""
+    link, account = operation.link, wire.encode(ended)
+    try:
+        counts = link.settle([OperationKey(*key) for key in ended.operations], account)
+        if operation.key not in wire.decode(counts, EndMessage).operations:  # that one is about others of them
+            counts = link.settle([operation.key], account)
+        return counts
+    except StoreLost as lost:  # the ranks still tell each other
+        return wire.encode(_without_store(ended, operation, str(lost)))
+
+
+def _without_store(ended: EndMessage, operation: Operation, detail: str) -> EndMessage:
     """The same, with a word on the store, in which the ranks could not agree on it.
 
     If only ranks are missing that were never connected to, that is for want of the store: its host is at fault.

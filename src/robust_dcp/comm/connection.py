@@ -21,11 +21,13 @@ from typing import Protocol
 from robust_dcp.comm import patience
 from robust_dcp.comm.frames import Frame, FrameError, Kind
 from robust_dcp.comm.pipe import Payload, Pipe, PipeBroken
+from robust_dcp.comm.process_group import Address
 
 __all__ = ["Connection", "Damaged", "Receiver"]
 
 logger = logging.getLogger(__name__)
 
+_PROBE_TIMEOUT_SECONDS = 1.0
 _FRAME_TAG = 0
 _MAX_TAG = 0x7FFFFFF0
 
@@ -56,8 +58,8 @@ class Connection:
 
     Args:
         peer: rank of the group.
-        open_pipe: connects; waits for the other rank as long as that takes, and calls its argument once that has said
-            where it listens. Called in the connection's thread.
+        open_pipe: connects; waits for the other rank as long as that takes, and calls its argument with where that
+            listens, once it has said so. Called in the connection's thread.
         receiver: see there.
         previous: the connection before this one. It is closed once the other side has come here.
 
@@ -71,7 +73,7 @@ class Connection:
     def __init__(
         self,
         peer: int,
-        open_pipe: Callable[[Callable[[], None]], Pipe],
+        open_pipe: Callable[[Callable[[Address], None]], Pipe],
         receiver: Receiver,
         *,
         previous: Connection | None = None,
@@ -90,7 +92,9 @@ class Connection:
         self._previous = previous
         self._lock = threading.Lock()
         self._pipe: Pipe | None = None
-        self._met_seconds: float | None = None
+        self._address: Address | None = None
+        self._next_probe_seconds = 0.0
+        self._probe_pause_seconds = patience.PROBE_SECONDS
         self._is_closed = self._has_ended = False
         self._is_receiving = False  # a payload, which may take long
         self._sent: deque[_Sent] = deque()  # and not acknowledged yet
@@ -156,10 +160,24 @@ class Connection:
             self._asked_for_lost = self._n_received
             self.send(Frame(Kind.AGAIN, exchange=self._n_received))
 
-    def refuse_silent_peer(self, now: float) -> None:
-        """Take the other rank for lost if it has said where it listens, and nobody answers there."""
-        if self._pipe is None and self._met_seconds is not None and now - self._met_seconds > patience.CONNECT_SECONDS:
-            self._end(f"nobody answers where it listens, for {patience.CONNECT_SECONDS:g} seconds", damaged=False)
+    def is_to_be_probed(self, now: float) -> bool:
+        """Whether the other rank has said where it listens, and not answered there for a while."""
+        if self._pipe is not None or self._address is None or self.is_over or now < self._next_probe_seconds:
+            return False
+        self._probe_pause_seconds *= 2
+        self._next_probe_seconds = now + self._probe_pause_seconds
+        return True
+
+    def probe(self) -> None:
+        """Look whether the other rank still listens: if not, its process has ended. May take a second."""
+        try:
+            if self._address is not None:
+                socket.create_connection(self._address, timeout=_PROBE_TIMEOUT_SECONDS).close()
+        except ConnectionRefusedError:
+            if self._pipe is None:
+                self._end("nobody listens any more where it said that it does", damaged=False)
+        except OSError:
+            pass  # that may mean anything
 
     def say_goodbye(self) -> None:
         """Tell the other rank that nothing more comes from here. It answers, and is lost then."""
@@ -224,8 +242,9 @@ class Connection:
             detail = f"{type(error).__name__}: {error}"
         self._end(detail, damaged=damaged)
 
-    def _note_met(self) -> None:
-        self._met_seconds = time.monotonic()
+    def _note_met(self, address: Address) -> None:
+        self._next_probe_seconds = time.monotonic() + self._probe_pause_seconds
+        self._address = address
 
     def _end(self, detail: str, *, damaged: bool) -> None:
         with self._lock:

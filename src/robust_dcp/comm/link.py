@@ -21,6 +21,7 @@ from robust_dcp.comm.frames import Frame, Kind, operation_id
 from robust_dcp.comm.meeting import StoreLost
 from robust_dcp.comm.open_files import ensure_open_files
 from robust_dcp.comm.pipe import GlooPipe, Payload, Pipe
+from robust_dcp.comm.process_group import Address
 from robust_dcp.comm.relay import RelayPipes
 from robust_dcp.comm.stats import ExchangeStats
 from robust_dcp.comm.survey import Surveyor
@@ -83,7 +84,7 @@ class MeetingPlace(Protocol):
         generation: int,
         purpose: str = ...,
         *,
-        met: Callable[[], None] = ...,
+        met: Callable[[Address], None] = ...,
         waiting: Callable[[], None] = ...,
     ) -> Pipe: ...
 
@@ -166,7 +167,7 @@ class Link:
                 self._connections[peer] = found = Connection(peer, self._connects(peer), self, previous=found)
             return found
 
-    def _connects(self, peer: int) -> Callable[[Callable[[], None]], Pipe]:
+    def _connects(self, peer: int) -> Callable[[Callable[[Address], None]], Pipe]:
         generation = self._generations[peer]
         self._generations[peer] += 1
         meeting = self._meeting
@@ -298,12 +299,13 @@ class Link:
             )
 
     def tick(self) -> None:
-        """Let the operations beat, and look whether those that are being connected to answer."""
+        """Let the operations beat, and look whether those are still there that are being connected to."""
         now = time.monotonic()
         with self._lock:
             connections = list(self._connections.values())
-        for connection in connections:
-            connection.refuse_silent_peer(now)
+        silent = [connection for connection in connections if connection.is_to_be_probed(now)]
+        if silent:
+            threading.Thread(target=_probe, args=(silent,), name="robust_dcp: probe", daemon=True).start()
         for operation in self.operations():
             operation.beat()
 
@@ -323,6 +325,11 @@ class Link:
         for connection in remaining.values():
             connection.close()
         self.relay_pipes.interrupt()
+
+
+def _probe(connections: Sequence[Connection]) -> None:
+    for connection in connections:
+        connection.probe()
 
 
 class _Clock:

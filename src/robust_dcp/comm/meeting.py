@@ -64,13 +64,13 @@ class Meeting:
         generation: int,
         purpose: str = "exchanges",
         *,
-        met: Callable[[], None] = lambda: None,
+        met: Callable[[process_group.Address], None] = lambda address: None,
         waiting: Callable[[], None] = lambda: None,
     ) -> GlooPipe:
         """Connect to ``peer`` for ``purpose``, for the ``generation``-th time; waits for it until this is closed.
 
         Args:
-            met: called when the other has said where it listens.
+            met: called with where the other listens, once it has said so.
             waiting: called every second until then.
 
         Raises:
@@ -174,17 +174,24 @@ class Meeting:
 class _PairStore(dist.Store):
     """The store of one pair, as gloo asks it: what it waits for is polled, so that no wait holds up other questions."""
 
-    def __init__(self, store: Any, meeting: Meeting, met: Callable[[], None], waiting: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        store: Any,
+        meeting: Meeting,
+        met: Callable[[process_group.Address], None],
+        waiting: Callable[[], None],
+    ) -> None:
         super().__init__()
         self._met = met
         self._waiting = waiting
         self._shared = store
         self._meeting = meeting
+        self._own = b""
         self._known: dict[str, bytes] = {}
         self.problem = ""  # what the store answered last, if it was an error
 
     def set(self, key: str, value: bytes | str) -> None:
-        self._known[key] = value.encode() if isinstance(value, str) else bytes(value)
+        self._known[key] = self._own = value.encode() if isinstance(value, str) else bytes(value)
         with self._noting_problems():
             self._shared.set(key, value)
         self._meeting.note_announced()
@@ -201,7 +208,9 @@ class _PairStore(dist.Store):
                 with self._noting_problems():
                     if self._shared.check([key]):
                         self._known[key] = bytes(self._shared.get(key))
-                        self._met()
+                        address = process_group.address_of_other(self._own, self._known[key])
+                        if address is not None:
+                            self._met(address)
                         break
                 if self._meeting.closed:
                     raise RuntimeError("closed while connecting")

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from robust_dcp.comm import patience, wire
 from robust_dcp.comm.beats import Beat, Progress
 from robust_dcp.comm.combine import Agreement, Offer
-from robust_dcp.comm.conclusion import Problem, as_told_to, conclude, without_store
+from robust_dcp.comm.conclusion import Problem, as_told_to, conclude, settle
 from robust_dcp.comm.failures import EndMessage, ErrorMessage, FailuresBelow, Stopped
 from robust_dcp.comm.frames import FRAME_NBYTES, Frame, Kind, Status, phase_id
 from robust_dcp.comm.link import Link, Message, OperationKey
@@ -475,7 +475,10 @@ class Operation:
                     patience.PARENT_LOST_SECONDS if self.tree.parent in problem.missing else patience.TOGETHER_SECONDS
                 )
                 self._changed.wait_for(lambda: self._account is not None, min(seconds, self.timeout_seconds))
-        account = self._known_account() or self._settled(conclude(problem, self))
+        account = self._known_account()
+        if account is None:
+            ended = conclude(problem, self)
+            account = self._account or settle(ended, self)  # it may have come while this rank asked the others
         self.link.end_operations(account)
         with self._changed:
             # If another thread of this process is ending it just now, it has yet to say so here.
@@ -489,19 +492,6 @@ class Operation:
             with contextlib.suppress(StoreLost):
                 return self.link.account_of(self.key)
         return self._account
-
-    def _settled(self, ended: EndMessage) -> bytes:
-        """The account that counts for all ranks, which may be another's."""
-        if self._account is not None:
-            return self._account  # it came while this rank asked the others
-        keys = [OperationKey(*key) for key in ended.operations]
-        try:
-            account = self.link.settle(keys, wire.encode(ended))
-            if self.key not in wire.decode(account, EndMessage).operations:  # that one is about others of them
-                account = self.link.settle([self.key], wire.encode(ended))
-        except StoreLost as lost:  # the ranks still tell each other
-            account = wire.encode(without_store(ended, self, str(lost)))
-        return account
 
     def end(self, account: bytes) -> None:
         """It is over on all ranks, for the reason that ``account`` gives. Called by the link."""

@@ -20,8 +20,9 @@ ANNOUNCE_SECONDS = 2.0
 MEETING_SECONDS = 1.0
 """Connecting: how often a rank that waits for another looks whether the operation has ended meanwhile."""
 
-CONNECT_SECONDS = 6.0
-"""Connecting: how long a rank that has said where it listens has to answer there; gloo itself goes on for longer."""
+PROBE_SECONDS = 0.5
+"""Connecting: when a rank that has said where it listens has not answered, how soon it is looked whether it does still;
+then after twice as long, and so on. gloo itself takes half a minute to find that nobody does."""
 
 RECONNECT_SECONDS = 5.0
 """How long a rank whose connection broke between two operations has to come back."""

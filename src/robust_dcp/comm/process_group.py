@@ -10,12 +10,27 @@ import contextlib
 import datetime
 import functools
 import os
+import socket
+import struct
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["connect_pair", "is_initialised", "members", "name_of", "parent_of", "store_host", "store_opener"]
+__all__ = [
+    "Address",
+    "address_of_other",
+    "connect_pair",
+    "is_initialised",
+    "members",
+    "name_of",
+    "parent_of",
+    "store_host",
+    "store_opener",
+]
+
+Address = tuple[str, int]
+"""Where a process listens: numeric, and a port."""
 
 STORE_TIMEOUT_SECONDS = 30.0
 """How long one question to the store may take; it answers in microseconds unless its host is gone."""
@@ -112,3 +127,41 @@ def _device_of(process: int) -> Any:
     """gloo's listening socket and its thread, one for all connections of a process: a forked child has no thread of its
     parent's."""
     return dist.ProcessGroupGloo.create_default_device()
+
+
+def address_of_other(own: bytes, other: bytes) -> Address | None:
+    """Where the process listens that has put ``other`` into the store, as this one has put ``own``.
+
+    What gloo puts there is its own affair, but it ends alike on all ranks. So the other's address stands where this
+    process finds its own. ``None`` if it does not find it.
+    """
+    for address in _listening_addresses(os.getpid()):
+        place = own.rfind(address)
+        if place >= 0:
+            return _decode_address(other[place - len(own) :])
+    return None
+
+
+@functools.cache
+def _listening_addresses(process: int) -> list[bytes]:
+    """The addresses at which this process listens, as ``struct sockaddr_in`` or ``sockaddr_in6`` begins."""
+    found = []
+    for fd in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(fd))) as each:
+            if each.family in _IP and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                host, port, *_ = each.getsockname()
+                start = struct.pack("=H", each.family) + struct.pack("!H", port)
+                found.append(start + bytes(_IP[each.family]) + socket.inet_pton(each.family, host))
+    return found
+
+
+def _decode_address(data: bytes) -> Address | None:
+    (family,), (port,) = struct.unpack_from("=H", data), struct.unpack_from("!H", data, 2)
+    if family not in _IP:
+        return None
+    start = 4 + _IP[family]
+    return socket.inet_ntop(family, data[start : start + (4 if family == socket.AF_INET else 16)]), port
+
+
+_IP = {socket.AF_INET: 0, socket.AF_INET6: 4}
+"""For each family the length of what stands between port and address: of IPv6 the flow label."""
