@@ -24,7 +24,6 @@ from robust_dcp.comm.pipe import Payload, PipeBroken
 from robust_dcp.comm.registry import link_for, local_link
 from robust_dcp.comm.relay import Relay, carry, refuse_damage
 from robust_dcp.comm.stats import ExchangeStats, PhaseStats
-from robust_dcp.comm.tree import Tree
 from robust_dcp.errors import ExchangeError, ExchangeTimeout
 
 __all__ = ["Channel"]
@@ -178,12 +177,13 @@ class Channel:
             return Contribution(payload=payload) if offer is None else Contribution(offer(own), payload)
 
         def open_all(agreement: Agreement, nothing: Payload, below: list[Payload]) -> Payload:
-            bundler = Bundler(message_type)
-            with _naming(phase):
-                for payload in below:
-                    bundler.add_bundle(payload)
-                messages = bundler.open()
-            messages.update({} if own is None else {self.rank: own})
+            messages = {} if own is None else {self.rank: own}
+            if below:
+                bundler = Bundler(message_type)
+                with _naming(phase):
+                    for payload in below:
+                        bundler.add_bundle(payload)
+                    messages.update(bundler.open())
             gathered.extend(messages.get(rank) for rank in range(self.size))
             return b""
 
@@ -289,7 +289,7 @@ class Channel:
 
     def combined_signature(self, signatures: Sequence[bytes]) -> bytes:
         """What the signatures of all ranks, in rank order, add up to in an :class:`Agreement` of this channel."""
-        by_place = Tree(self.rank, self.size, self.coordinator_rank).ranks_by_place
+        by_place = self._link.tree(self.coordinator_rank).ranks_by_place
         return combined_signature([signatures[rank] for rank in by_place])
 
     def relay(self, phase: str, relayed: Relay) -> None:

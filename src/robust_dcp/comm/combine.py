@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from robust_dcp.comm.tree import Tree
 
@@ -49,8 +50,7 @@ class Offer:
             raise ValueError(f"value {self.value} does not fit 64 bits, or flags {self.flags} not {N_FLAGS}")
 
 
-@dataclass(frozen=True)
-class Agreement:
+class Agreement(NamedTuple):
     """What the offers of a range of ranks add up to; in the end that of all ranks, the same on each of them.
 
     Attributes:
@@ -99,7 +99,7 @@ class Agreement:
         total = self
         for child in children:
             total = total._joined(child)
-        return replace(total, signature=_hash([self.signature, *(child.signature for child in children)]))
+        return total._replace(signature=_hash([self.signature, *(child.signature for child in children)]))
 
     def _joined(self, other: Agreement) -> Agreement:
         lowest = min((each for each in (self, other) if each.lowest), key=lambda each: each.lowest, default=self)

@@ -15,7 +15,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from robust_dcp.comm import patience
@@ -124,7 +124,7 @@ class Connection:
                 return
             if frame.kind == Kind.FAIL and self._pipe is None:
                 self._forget(frame)
-            sent = _Sent(replace(frame, serial=self._n_sent), payload)
+            sent = _Sent(frame._replace(serial=self._n_sent), payload)
             self._n_sent += 1
             self._sent.append(sent)
             self._post(sent)
@@ -136,7 +136,7 @@ class Connection:
             for sent in self._sent
             if (sent.frame.operation, sent.frame.occurrence) != (end.operation, end.occurrence)
         ]
-        self._sent = deque(_Sent(replace(sent.frame, serial=i), sent.payload) for i, sent in enumerate(kept))
+        self._sent = deque(_Sent(sent.frame._replace(serial=i), sent.payload) for i, sent in enumerate(kept))
         self._n_sent = len(self._sent)
 
     @property
@@ -202,8 +202,7 @@ class Connection:
         payload = sent.payload
         if len(payload):
             self._tag = self._tag % _MAX_TAG + 1
-        frame = replace(
-            sent.frame,
+        frame = sent.frame._replace(
             acknowledged=self._n_received,
             payload_nbytes=len(payload),
             payload_crc32=zlib.crc32(payload),

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import struct
 import zlib
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 __all__ = ["BODY_NBYTES", "FRAME_NBYTES", "MAX_PAYLOAD_NBYTES", "Frame", "FrameError", "Kind", "Status"]
 
@@ -57,8 +57,7 @@ class FrameError(Exception):
     """Some bytes are no frame; internal to :mod:`robust_dcp.comm`, which asks for them again."""
 
 
-@dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     """One message between two ranks, but for its payload.
 
     Attributes:

@@ -25,6 +25,7 @@ from robust_dcp.comm.process_group import Address
 from robust_dcp.comm.relay import RelayPipes
 from robust_dcp.comm.stats import ExchangeStats
 from robust_dcp.comm.survey import Surveyor
+from robust_dcp.comm.tree import Tree
 
 __all__ = ["Link", "MeetingPlace", "OperationKey", "RunningOperation"]
 
@@ -117,6 +118,7 @@ class Link:
         self._meeting = meeting
         self._lock = threading.RLock()
         self._connections: dict[int, Connection] = {}
+        self._trees: dict[int, Tree] = {}
         self._generations: dict[int, int] = defaultdict(int)
         self._operations: weakref.WeakValueDictionary[OperationKey, RunningOperation] = weakref.WeakValueDictionary()
         self._occurrences: dict[int, int] = defaultdict(int)
@@ -125,6 +127,12 @@ class Link:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    def tree(self, root: int) -> Tree:
+        """This rank's place in the tree under ``root``."""
+        if root not in self._trees:
+            self._trees[root] = Tree(self.rank, self.size, root)
+        return self._trees[root]
 
     def begin(self, name: str, operation: RunningOperation) -> None:
         """Number ``operation``, and hand it what has come for it already. Its ``key`` is set here.

@@ -35,7 +35,7 @@ class Neighbours:
     """
 
     def __init__(self, link: Link) -> None:
-        self.tree = Tree(link.rank, link.size)
+        self.tree = link.tree(0)
         self.absent: tuple[int, ...] = ()
         self.waiting_since = time.monotonic()
         self.lost: dict[int, tuple[str, bool]] = {}

@@ -221,7 +221,7 @@ class Operation:
                 self._holder = None
 
     def _start(self, verb: str, phase: str, root: int) -> None:
-        tree = Tree(self.link.rank, self.link.size, root)
+        tree = self.link.tree(root)
         what = f"{verb} {phase!r}" + (f" with coordinator {root}" if root else "")
         with self._changed:
             self.what, self.phase = what, phase

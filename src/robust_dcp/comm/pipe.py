@@ -150,6 +150,8 @@ def short(text: str) -> str:
 
 def _bytes_of(data: Payload) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """``data`` as an array, without a copy. torch warns of read-only memory, though sending only reads."""
+    if isinstance(data, bytes) and len(data) <= FRAME_NBYTES:
+        return np.frombuffer(bytearray(data), dtype=np.uint8)  # a copy is cheaper here
     if isinstance(data, bytes):
         pointer = ctypes.cast(ctypes.c_char_p(data), ctypes.POINTER(ctypes.c_uint8))
         return np.ctypeslib.as_array(pointer, shape=(len(data),))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 __all__ = ["ExchangeStats", "PhaseStats"]
 
@@ -48,8 +48,15 @@ class PhaseStats:
         self.payloads_received += 1 if payload else 0
 
     def add(self, other: PhaseStats) -> None:
-        for each in fields(PhaseStats):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        self.exchanges += other.exchanges
+        self.repeats += other.repeats
+        self.messages_sent += other.messages_sent
+        self.messages_received += other.messages_received
+        self.header_nbytes_sent += other.header_nbytes_sent
+        self.payload_nbytes_sent += other.payload_nbytes_sent
+        self.payload_nbytes_received += other.payload_nbytes_received
+        self.payloads_received += other.payloads_received
+        self.seconds += other.seconds
 
 
 @dataclass
