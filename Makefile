@@ -7,7 +7,7 @@
 #   make check   format, lint, types, layers; changes nothing
 #   make format  what `check` would complain about and ruff can repair
 #   make bench   the benchmarks
-#   make torture load thousands of damaged and hostile checkpoints; TRIALS=2000 SEED=1 (about half an hour on two cores)
+#   make torture thousands of faults between ranks, 300 kills, and TRIALS=2000 hostile checkpoints; SEED=1 (about an hour)
 #   make clean   remove all that make has made
 
 PYTHON ?= python3
@@ -86,6 +86,8 @@ bench: $(INSTALLED)
 	@set -e; for name in $(notdir $(BENCHMARKS:.py=)); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
 
 torture: $(INSTALLED)
+	$(BIN)/python -m torture.exchanges --trials 3000 --seed $(SEED)
+	$(BIN)/python -m torture.kills --trials 300 --seed $(SEED)
 	$(BIN)/python -m torture.hostile --trials $(TRIALS) --seed $(SEED)
 
 clean:

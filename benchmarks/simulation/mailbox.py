@@ -37,13 +37,16 @@ class SimulatedLink:
     def size(self) -> int:
         return len(self.ranks)
 
+    def tree(self, root: int) -> Tree:
+        return Tree(self.rank, self.size, root)
+
 
 class SimulatedOperation:
     """What a ``Channel`` asks its ``Operation``, on ``rank`` of ``n_ranks``."""
 
     def __init__(self, rank: int, n_ranks: int) -> None:
         self.link = SimulatedLink(rank, tuple(range(n_ranks)))
-        self.tree = Tree(rank, n_ranks, COORDINATOR)
+        self.tree = self.link.tree(COORDINATOR)
         self.timeout_seconds = 300.0
 
     def stopped(self) -> None:

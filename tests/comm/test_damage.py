@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from robust_dcp.comm import Channel, Offer
+from robust_dcp.comm import Channel, Offer, patience
 from robust_dcp.errors import ExchangeError
 from tests.comm import faults
 from tests.comm.messages import Note, OtherNote
@@ -177,6 +177,7 @@ def test_ranks_in_different_phases_of_an_operation_are_listed_by_what_they_do() 
 
 
 def _other_operation() -> int:
+    patience.ELSEWHERE_SECONDS = 2.0
     rank = Channel.for_group().rank
     name = "load 1" if rank == 2 else "save 3"
     channel = Channel.for_group(operation=name, timeout_seconds=50)

@@ -213,7 +213,7 @@ def test_a_rank_that_hangs_within_an_exchange_is_named_and_can_come_back() -> No
 
 
 def _fail_often() -> int:
-    channel = Channel.for_group(timeout_seconds=4)
+    channel = Channel.for_group(timeout_seconds=3)
     for turn in range(4):
         late = turn % channel.size
         if channel.rank == late:

@@ -38,7 +38,7 @@ def _host_dies_before_the_first_save() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
     try:
-        Channel.for_group(operation="save 1", timeout_seconds=6).barrier("plan")
+        Channel.for_group(operation="save 1", timeout_seconds=3).barrier("plan")
     finally:
         print(f"after {time.monotonic() - began:.1f} seconds")
 
@@ -48,7 +48,7 @@ def test_a_store_that_died_before_the_first_save_ends_in_an_error_of_our_own_in_
     for error, outcome in zip(errors(outcomes, [1, 2, 3]), outcomes[1:], strict=True):
         assert error.is_a(ExchangeError)
         assert "the store of the process group does not answer" in error.message
-        assert float(outcome.output.partition("after ")[2].split()[0]) < 15
+        assert float(outcome.output.partition("after ")[2].split()[0]) < 12
 
 
 def _host_dies_in_a_save() -> None:
