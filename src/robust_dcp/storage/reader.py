@@ -26,7 +26,7 @@ from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageE
 from robust_dcp.storage.files.disk import Disk, PosixDisk
 from robust_dcp.storage.files.paths import directory_path, is_url, metadata_name
 from robust_dcp.storage.files.what_is_there import what_is_there
-from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
+from robust_dcp.storage.metadata.metadata_file import check_metadata, decode_metadata, encode_metadata
 from robust_dcp.storage.metadata.shard_metadata import metadata_of_shards, shards_in
 from robust_dcp.storage.reading.common_reads import CommonReads, common_reads, places_in_files
 from robust_dcp.storage.reading.read_items import read_items
@@ -134,7 +134,7 @@ class RobustReader(StorageReader):
         return not is_url(checkpoint_id)
 
     def metadata_bytes(self, rank: int | None = None) -> bytes:
-        """The raw ``.metadata`` file, to be sent to other ranks and decoded there by :meth:`decode_metadata`.
+        """The raw ``.metadata`` file, checked, to be sent to other ranks and decoded there by :meth:`decode_metadata`.
 
         Where there is none but safetensors files are, as torch's ``HuggingFaceStorageWriter`` and Hugging Face models
         have it: what would stand in it, from the heads of these files.
@@ -144,6 +144,7 @@ class RobustReader(StorageReader):
 
         Raises:
             StorageError: there is none: nothing was committed here. Or it cannot be read.
+            CorruptCheckpoint: as :func:`~robust_dcp.storage.metadata.metadata_file.check_metadata`.
         """
         path = self._metadata_path(rank)
         try:
@@ -162,7 +163,9 @@ class RobustReader(StorageReader):
             found = self._disk.pread_into(opened, buffer, 0)
         finally:
             self._disk.close(opened)
-        return bytes(memoryview(buffer)[:found])
+        data = bytes(memoryview(buffer)[:found])
+        check_metadata(data, path)
+        return data
 
     def decode_metadata(self, data: bytes, rank: int | None = None) -> Metadata:
         """Decode what :meth:`metadata_bytes` returned, here or on another rank.
@@ -170,7 +173,7 @@ class RobustReader(StorageReader):
         Raises:
             CorruptCheckpoint, UnsafeCheckpoint: as :func:`~robust_dcp.storage.metadata.metadata_file.decode_metadata`.
         """
-        metadata = decode_metadata(data, self._metadata_path(rank))
+        metadata = decode_metadata(data, self._metadata_path(rank), is_checked=True)
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id

@@ -38,7 +38,15 @@ from robust_dcp.storage.records.data.limits import Budget, text_of
 from robust_dcp.storage.records.pickle_scan import check_lengths
 from robust_dcp.storage.records.unpickling import RestrictedUnpickler
 
-__all__ = ["FORMAT_VERSION", "StorageInfo", "decode_metadata", "encode_metadata", "referenced_files", "trailer_of"]
+__all__ = [
+    "FORMAT_VERSION",
+    "StorageInfo",
+    "check_metadata",
+    "decode_metadata",
+    "encode_metadata",
+    "referenced_files",
+    "trailer_of",
+]
 
 FORMAT_VERSION: Final = "1.0.0"
 """``filesystem.CURRENT_DCP_VERSION``: that of stock's file names and records, which ours are."""
@@ -75,18 +83,37 @@ def trailer_of(nbytes: int, crc: int) -> bytes:
     return _TRAILER.pack(_MAGIC, nbytes, crc)
 
 
-def decode_metadata(data: bytes, file: str) -> Metadata:
+def check_metadata(data: bytes, file: str) -> None:
+    """Look for what would make Python's unpickler take more memory or time than a pickle of this length can need.
+
+    Raises:
+        CorruptCheckpoint: there is such a thing, or the checksum does not match.
+    """
+    pickled = _checked(data, file)
+    try:
+        check_lengths(pickled)
+        if len(pickled) <= _RUN_TWICE_NBYTES:
+            with without_garbage_collection():
+                check_shape(pickled)
+    except Exception as error:  # broken pickles raise almost anything
+        raise _no_pickle_of_metadata(file, error) from error
+
+
+def decode_metadata(data: bytes, file: str, *, is_checked: bool = False) -> Metadata:
     """Read the bytes of a ``.metadata`` file by us, by stock DCP or by Megatron-Core, from torch 2.0 on.
 
     Args:
         data: the whole file.
         file: its path, for errors.
+        is_checked: these very bytes have passed :func:`check_metadata`, on this rank or on the one that read them.
 
     Raises:
         CorruptCheckpoint: the checksum does not match, or this is not the pickle of a ``Metadata`` whose values can be
             used. A file by stock has no checksum: damage that leaves a valid pickle may go unnoticed there.
         UnsafeCheckpoint: the pickle names classes that do not belong into metadata, or a path leaves the directory.
     """
+    if not is_checked:
+        check_metadata(data, file)
     pickled = _checked(data, file)
     stream = io.BytesIO(pickled)
     unpickler = RestrictedUnpickler(
@@ -98,16 +125,12 @@ def decode_metadata(data: bytes, file: str) -> Metadata:
         budget=Budget(len(pickled)),
     )
     try:
-        check_lengths(pickled)
-        if len(pickled) <= _RUN_TWICE_NBYTES:
-            check_shape(pickled)
         with without_garbage_collection():
             metadata = unpickler.load()
     except UnsafeCheckpoint:
         raise
-    except Exception as error:  # broken pickles raise almost anything
-        found = f"{type(error).__name__}: {error!s:.300}"
-        raise _corrupt(file, "the pickle of a Metadata", found) from error
+    except Exception as error:
+        raise _no_pickle_of_metadata(file, error) from error
     if stream.tell() != len(pickled):
         # Neither stock nor we write anything there; a damaged trailer of ours ends up here.
         raise _corrupt(file, "nothing behind the pickle", f"{len(pickled) - stream.tell()} bytes")
@@ -119,6 +142,10 @@ def decode_metadata(data: bytes, file: str) -> Metadata:
     except Exception as error:  # objects that were never given all of their attributes, or cannot even be printed
         raise _corrupt(file, "complete objects", f"{type(error).__name__}: {error!s:.300}") from error
     return metadata  # type: ignore[no-any-return]
+
+
+def _no_pickle_of_metadata(file: str, error: Exception) -> CorruptCheckpoint:
+    return _corrupt(file, "the pickle of a Metadata", f"{type(error).__name__}: {error!s:.300}")
 
 
 def referenced_files(metadata: Metadata) -> set[str]:
