@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from robust_dcp.comm import wire
 from robust_dcp.comm.frames import Frame, Kind
-from robust_dcp.comm.link import Link
 from robust_dcp.comm.survey import Surveyor, Whereabouts
 from tests.support.waiting import wait_until
 
@@ -34,9 +33,9 @@ class Neighbourhood:
 
 def test_a_question_is_passed_on_once_however_late_it_comes_again() -> None:
     link = Neighbourhood()
-    surveyor = Surveyor(cast(Link, link))
+    surveyor = Surveyor(link)
     asking = Neighbourhood()
-    Surveyor(cast(Link, asking)).ask(0.01)
+    Surveyor(asking).ask(0.01)
     _, question, _ = asking.sent[0]
 
     surveyor.deliver(0, question, b"")

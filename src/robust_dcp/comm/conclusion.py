@@ -1,83 +1,29 @@
 """Why an operation ended out of step, in words: who is missing, gone or elsewhere.
 
-Owns what a rank has found (a :class:`Problem`) and the exception that is made of it and of a survey of all ranks that
-can be reached, and which of several accounts counts. Called by the operation, after a failure only.
+Owns the exception that is made of a :class:`Problem` and of a survey of all ranks that can be reached, and which of
+several accounts counts. Called by the operation, after a failure only.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from robust_dcp.comm import patience, wire
-from robust_dcp.comm.failures import EndMessage, ErrorMessage
-from robust_dcp.comm.link import OperationKey
+from robust_dcp.comm.failures import EndMessage, ErrorMessage, Problem
+from robust_dcp.comm.link import Link, OperationKey, RunningOperation
 from robust_dcp.comm.meeting import STORE_IS_LOST, StoreLost
 from robust_dcp.comm.survey import Whereabouts
 from robust_dcp.errors import ExchangeError, ExchangeTimeout, RobustCheckpointError, error_from_fields, failure_of
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from robust_dcp.comm.operation import Operation
-
-__all__ = ["Problem", "as_told_to", "conclude", "settle"]
+__all__ = ["as_told_to", "conclude", "settle"]
 
 _MAX_RANKS_DESCRIBED = 16
 
 
-class Problem(Exception):
-    """What keeps this rank from going on. Internal to :mod:`robust_dcp.comm`.
-
-    Attributes:
-        what: what happened, to be read after the name of the exchange.
-        cause: what this rank raised itself, if that is the problem.
-        missing: ranks that are gone or silent, each with what is known of it.
-        damaged_by: the rank whose messages arrive damaged.
-        is_elsewhere: some ranks are in another operation or phase.
-    """
-
-    def __init__(
-        self,
-        what: str,
-        cause: BaseException | None = None,
-        *,
-        missing: dict[int, str] | None = None,
-        damaged_by: int | None = None,
-        is_elsewhere: bool = False,
-    ) -> None:
-        super().__init__(what)
-        self.what = what
-        self.cause = cause
-        self.missing = missing or {}
-        self.damaged_by = damaged_by
-        self.is_elsewhere = is_elsewhere
-
-    @classmethod
-    def of_damage(cls, rank: int, peer: int, detail: str) -> Problem:
-        """What ``peer`` sends to ``rank`` arrives damaged."""
-        return cls(f"what rank {peer} sent to rank {rank} arrived damaged {detail}", damaged_by=peer)
-
-    @classmethod
-    def of_lost(cls, peer: int, text: str) -> Problem:
-        """The connection to ``peer`` has broken; ``text`` says what is known."""
-        return cls("broke off: connection lost", missing={peer: text})
-
-    @classmethod
-    def of_silent(cls, rank: int, seconds: float, text: str) -> Problem:
-        """``rank`` has shown no progress for as long as it may; ``text`` says what is known."""
-        return cls(f"did not finish: no progress for {seconds:g} seconds", missing={rank: text})
-
-    @classmethod
-    def of_deadline(cls, ranks: Sequence[int], seconds: float) -> Problem:
-        """The exchange has taken longer than it may."""
-        missing = {rank: f"rank {rank}, or a rank behind it, is not done" for rank in ranks}
-        return cls(f"did not finish within its deadline of {seconds:g} seconds", missing=missing)
-
-
-def conclude(problem: Problem, operation: Operation) -> EndMessage:
+def conclude(problem: Problem, operation: RunningOperation, link: Link) -> EndMessage:
     """Which operations end, and the exception for all ranks that are in them."""
-    what, phase, link = operation.what, operation.phase, operation.link
+    what, phase = operation.what, operation.phase
     ending = [operation.key]
     error: RobustCheckpointError
     if problem.cause is not None:
@@ -91,7 +37,7 @@ def conclude(problem: Problem, operation: Operation) -> EndMessage:
             error = _elsewhere(phase, found, link.rank)
             ending += _never_met(operation.key, found)
         else:
-            error = _missing(problem, operation, found)
+            error = _missing(problem, operation, link.size, found)
     return EndMessage(tuple(sorted(ending)), ErrorMessage.of(error))
 
 
@@ -113,8 +59,7 @@ def _elsewhere(phase: str, found: Whereabouts, rank: int) -> ExchangeError:
     )
 
 
-def _missing(problem: Problem, operation: Operation, found: Whereabouts) -> ExchangeTimeout:
-    size = operation.link.size
+def _missing(problem: Problem, operation: RunningOperation, size: int, found: Whereabouts) -> ExchangeTimeout:
     missing = {**problem.missing, **found.missing}
     for rank, text in problem.missing.items():
         # A rank that answers is there all the same: its work does not get on.
@@ -146,24 +91,24 @@ def as_told_to(rank: int, error: RobustCheckpointError) -> RobustCheckpointError
     return error_from_fields(type(error).__name__, fields, error.rank_failures)
 
 
-def settle(ended: EndMessage, operation: Operation) -> bytes:
+def settle(ended: EndMessage, operation: RunningOperation, link: Link) -> bytes:
     """The account of the end that counts for all ranks, which may be another's: ``ended``, unless the store has one."""
-    link, account = operation.link, wire.encode(ended)
+    account = wire.encode(ended)
     try:
         counts = link.settle([OperationKey(*key) for key in ended.operations], account)
         if operation.key not in wire.decode(counts, EndMessage).operations:  # that one is about others of them
             counts = link.settle([operation.key], account)
         return counts
     except StoreLost as lost:  # the ranks still tell each other
-        return wire.encode(_without_store(ended, operation, str(lost)))
+        return wire.encode(_without_store(ended, operation, link, str(lost)))
 
 
-def _without_store(ended: EndMessage, operation: Operation, detail: str) -> EndMessage:
+def _without_store(ended: EndMessage, operation: RunningOperation, link: Link, detail: str) -> EndMessage:
     """The same, with a word on the store, in which the ranks could not agree on it.
 
     If only ranks are missing that were never connected to, that is for want of the store: its host is at fault.
     """
-    error, link, host = ended.error.to_error(), operation.link, operation.link.store_host
+    error, host = ended.error.to_error(), link.store_host
     fields = error.to_fields()
     missing = error.missing_ranks if isinstance(error, ExchangeTimeout) else None
     if host is not None and missing and not any(map(link.has_met, missing)):

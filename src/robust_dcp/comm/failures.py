@@ -22,7 +22,16 @@ from robust_dcp.errors import (
     ranks_in_words,
 )
 
-__all__ = ["MAX_FAILURES_TOLD", "EndMessage", "ErrorMessage", "FailuresBelow", "Stopped", "describe", "joint_error"]
+__all__ = [
+    "MAX_FAILURES_TOLD",
+    "EndMessage",
+    "ErrorMessage",
+    "FailuresBelow",
+    "Problem",
+    "Stopped",
+    "describe",
+    "joint_error",
+]
 
 MAX_FAILURES_TOLD = 16
 """When more ranks fail, only so many send a description; the others are named."""
@@ -38,6 +47,55 @@ class Stopped(Exception):
     Raise it in the work given to an exchange (``Channel.stop_if_announced`` does): the failure of the rank that
     announced it is then raised on all, this one included.
     """
+
+
+class Problem(Exception):
+    """What keeps this rank from going on. Internal to :mod:`robust_dcp.comm`.
+
+    Attributes:
+        what: what happened, to be read after the name of the exchange.
+        cause: what this rank raised itself, if that is the problem.
+        missing: ranks that are gone or silent, each with what is known of it.
+        damaged_by: the rank whose messages arrive damaged.
+        is_elsewhere: some ranks are in another operation or phase.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        cause: BaseException | None = None,
+        *,
+        missing: dict[int, str] | None = None,
+        damaged_by: int | None = None,
+        is_elsewhere: bool = False,
+    ) -> None:
+        super().__init__(what)
+        self.what = what
+        self.cause = cause
+        self.missing = missing or {}
+        self.damaged_by = damaged_by
+        self.is_elsewhere = is_elsewhere
+
+    @classmethod
+    def of_damage(cls, rank: int, peer: int, detail: str) -> Problem:
+        """What ``peer`` sends to ``rank`` arrives damaged."""
+        return cls(f"what rank {peer} sent to rank {rank} arrived damaged {detail}", damaged_by=peer)
+
+    @classmethod
+    def of_lost(cls, peer: int, text: str) -> Problem:
+        """The connection to ``peer`` has broken; ``text`` says what is known."""
+        return cls("broke off: connection lost", missing={peer: text})
+
+    @classmethod
+    def of_silent(cls, rank: int, seconds: float, text: str) -> Problem:
+        """``rank`` has shown no progress for as long as it may; ``text`` says what is known."""
+        return cls(f"did not finish: no progress for {seconds:g} seconds", missing={rank: text})
+
+    @classmethod
+    def of_deadline(cls, ranks: Sequence[int], seconds: float) -> Problem:
+        """The exchange has taken longer than it may."""
+        missing = {rank: f"rank {rank}, or a rank behind it, is not done" for rank in ranks}
+        return cls(f"did not finish within its deadline of {seconds:g} seconds", missing=missing)
 
 
 class FailureMessage(msgspec.Struct, array_like=True, frozen=True):

@@ -57,6 +57,9 @@ class RunningOperation(Protocol):
     """What a link knows of an operation."""
 
     key: OperationKey
+    what: str
+    phase: str
+    timeout_seconds: float
 
     @property
     def neighbours(self) -> Sequence[int]: ...

@@ -10,7 +10,7 @@ import time
 
 from robust_dcp.comm import patience
 from robust_dcp.comm.beats import Beat, Progress
-from robust_dcp.comm.conclusion import Problem
+from robust_dcp.comm.failures import Problem
 from robust_dcp.comm.link import Link
 from robust_dcp.comm.meeting import STORE_IS_LOST
 from robust_dcp.comm.tree import Tree

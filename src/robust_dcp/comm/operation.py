@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from robust_dcp.comm import patience, wire
 from robust_dcp.comm.beats import Beat, Progress
 from robust_dcp.comm.combine import Agreement, Offer
-from robust_dcp.comm.conclusion import Problem, as_told_to, conclude, settle
-from robust_dcp.comm.failures import EndMessage, ErrorMessage, FailuresBelow, Stopped
+from robust_dcp.comm.conclusion import as_told_to, conclude, settle
+from robust_dcp.comm.failures import EndMessage, ErrorMessage, FailuresBelow, Problem, Stopped
 from robust_dcp.comm.frames import FRAME_NBYTES, Frame, Kind, Status, phase_id
 from robust_dcp.comm.link import Link, Message, OperationKey
 from robust_dcp.comm.meeting import StoreLost
@@ -477,8 +477,10 @@ class Operation:
                 self._changed.wait_for(lambda: self._account is not None, min(seconds, self.timeout_seconds))
         account = self._known_account()
         if account is None:
-            ended = conclude(problem, self)
-            account = self._account or settle(ended, self)  # it may have come while this rank asked the others
+            ended = conclude(problem, self, self.link)
+            account = self._account or settle(
+                ended, self, self.link
+            )  # it may have come while this rank asked the others
         self.link.end_operations(account)
         with self._changed:
             # If another thread of this process is ending it just now, it has yet to say so here.

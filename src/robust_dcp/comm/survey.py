@@ -12,7 +12,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -20,9 +20,6 @@ from robust_dcp.comm import wire
 from robust_dcp.comm.frames import Frame, Kind
 from robust_dcp.comm.pipe import Payload
 from robust_dcp.errors import ExchangeError
-
-if TYPE_CHECKING:
-    from robust_dcp.comm.link import Link
 
 __all__ = ["Surveyor", "Whereabouts"]
 
@@ -68,10 +65,34 @@ def _united(parts: Sequence[Mapping[K, list[int]]]) -> dict[K, list[int]]:
     return united
 
 
+class AskedOperation(Protocol):
+    """What a rank says of an operation that it is in."""
+
+    @property
+    def key(self) -> tuple[int, int]: ...
+
+    def whereabouts(self) -> str: ...
+
+    def missing(self) -> dict[int, str]: ...
+
+
+class Asking(Protocol):
+    """What asks and answers: a :class:`~robust_dcp.comm.link.Link`, but in tests."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def peers(self) -> list[int]: ...
+
+    def operations(self) -> Sequence[AskedOperation]: ...
+
+    def send(self, peer: int, frame: Frame, payload: Payload = ...) -> None: ...
+
+
 class Surveyor:
     """Asks and answers for one link."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Asking) -> None:
         self._link = link
         self._changed = threading.Condition()
         self._answers: dict[int, dict[int, Whereabouts | None]] = {}
