@@ -16,7 +16,6 @@ import json
 import multiprocessing
 import os
 import resource
-import socket
 import sys
 import threading
 import time
@@ -35,6 +34,7 @@ from robust_dcp.comm.link import Link
 from robust_dcp.comm.meeting import Meeting
 from robust_dcp.comm.operation import Operation
 from robust_dcp.comm.pipe import Payload, Pipe
+from robust_dcp.comm.process_group import tcp_sockets
 
 __all__ = ["CountingStore", "Group", "Row", "measure", "n_sockets"]
 
@@ -227,15 +227,7 @@ def save(channel: Channel) -> None:
 
 def n_sockets() -> int:
     """How many TCP sockets this process holds."""
-    return sum(map(_is_tcp, map(int, os.listdir("/proc/self/fd"))))
-
-
-def _is_tcp(fd: int) -> bool:
-    try:
-        with socket.socket(fileno=os.dup(fd)) as found:
-            return found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6)
-    except OSError:  # no socket, or closed meanwhile
-        return False
+    return sum(1 for _ in tcp_sockets())
 
 
 def measure(size: int) -> Row:

@@ -74,9 +74,10 @@ def _told_by(reader: int, seconds: float) -> str | None:
     """What the child writes until it closes its end; ``None`` if it takes too long."""
     told = b""
     deadline = time.monotonic() + seconds
+    poll = select.poll()
+    poll.register(reader, select.POLLIN)
     while True:
-        ready, _, _ = select.select([reader], [], [], max(0.0, deadline - time.monotonic()))
-        if not ready:
+        if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
             return None
         data = os.read(reader, _PIPE_NBYTES)
         if not data:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import os
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -113,3 +115,11 @@ def test_each_rank_finds_where_the_other_listens_in_what_gloo_puts_into_the_stor
         socket.create_connection(address, timeout=5).close()
     for pipe in pipes:
         pipe.result().close()
+
+
+def test_looking_for_sockets_leaves_no_file_open() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, tempfile.TemporaryFile():
+        before = os.listdir("/proc/self/fd")
+        found = [each.getsockname() for each in process_group.tcp_sockets()]
+        assert listener.getsockname() in found
+        assert os.listdir("/proc/self/fd") == before

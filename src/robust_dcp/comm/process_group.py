@@ -12,7 +12,7 @@ import functools
 import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -27,6 +27,7 @@ __all__ = [
     "parent_of",
     "store_host",
     "store_opener",
+    "tcp_sockets",
 ]
 
 Address = tuple[str, int]
@@ -146,13 +147,22 @@ def address_of_other(own: bytes, other: bytes) -> Address | None:
 def _listening_addresses(process: int) -> list[bytes]:
     """The addresses at which this process listens, as ``struct sockaddr_in`` or ``sockaddr_in6`` begins."""
     found = []
-    for fd in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(fd))) as each:
-            if each.family in _IP and each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                host, port, *_ = each.getsockname()
-                start = struct.pack("=H", each.family) + struct.pack("!H", port)
-                found.append(start + bytes(_IP[each.family]) + socket.inet_pton(each.family, host))
+    for each in tcp_sockets():
+        if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            host, port, *_ = each.getsockname()
+            start = struct.pack("=H", each.family) + struct.pack("!H", port)
+            found.append(start + bytes(_IP[each.family]) + socket.inet_pton(each.family, host))
     return found
+
+
+def tcp_sockets() -> Iterator[socket.socket]:
+    """The TCP sockets that this process holds (on Linux; else none). Each is a duplicate, closed before the next."""
+    for fd in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(fd))) as found:
+                    if found.type == socket.SOCK_STREAM and found.family in _IP:
+                        yield found
 
 
 def _decode_address(data: bytes) -> Address | None:

@@ -221,4 +221,4 @@ def test_collectives_do_not_grow_with_the_tensors(found: list[dict[str, Any]]) -
         called = rank["stock's collectives"]
         assert called.count("all_gather_object") == 3 * N_TENSORS
         assert called.count("all_reduce") == N_TENSORS
-        assert rank["our collectives"] == ([], 4)  # who holds what, and where it begins
+        assert rank["our collectives"] == ([], 3)  # who holds what, and where it begins
