@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import robust_dcp
 from robust_dcp import RobustLoadPlanner, RobustPlanner, RobustReader, RobustWriter
+from robust_dcp.comm import patience
 from robust_dcp.storage.files.disk import PosixDisk
 from tests.support.ranks import run_ranks, values
 
@@ -240,6 +241,7 @@ def die(directory: str) -> str:
 
 
 def save_elsewhere(directory: str) -> str:
+    patience.ELSEWHERE_SECONDS = 2.0
     return printed(lambda: ours(state(), f"{directory}/{rank()}"))
 
 

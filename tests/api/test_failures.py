@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter
+from robust_dcp.comm import patience
 from robust_dcp.plan.cache import PLANS
 from robust_dcp.storage.files.disk import PosixDisk
 from tests.api.test_cached_plans import check_loads
@@ -175,6 +176,7 @@ def test_what_we_raise_is_caught_as_exception_and_as_checkpoint_exception(tmp_pa
 
 
 def save_to_two_places(directory: str, how: str) -> tuple[Verdict, list[str]]:
+    patience.ELSEWHERE_SECONDS = 2.0
     path = f"{directory}/{dist.get_rank()}"
     if how == "ours":
         verdict = verdict_of(robust_dcp.save, shards(0), checkpoint_id=path, timeout_seconds=20)

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import robust_dcp
 from robust_dcp import RobustLoadPlanner, RobustReader
+from robust_dcp.comm import patience
 from robust_dcp.storage.metadata.metadata_file import encode_metadata
 from robust_dcp.storage.records.torch_zip import record_template
 from tests.api.fingerprints import fingerprint
@@ -308,6 +309,7 @@ def test_a_directory_without_a_checkpoint_is_one_error_on_all_ranks(tmp_path: Pa
 
 
 def load_from_two_places(directory: str) -> Verdict:
+    patience.ELSEWHERE_SECONDS = 2.0
     return verdict_of(
         robust_dcp.load, saved_state(), checkpoint_id=f"{directory}/{dist.get_rank()}", timeout_seconds=20
     )

@@ -283,7 +283,7 @@ def die_while_others_load(directory: str, victim: int, phase: str) -> Verdict:
             return before(*_)
 
         robust_dcp.api.SharedReads.outgoing = die  # type: ignore[method-assign]
-    return verdict_of(robust_dcp.load, like(full(1)), storage_reader=reader, timeout_seconds=20)
+    return verdict_of(robust_dcp.load, like(full(1)), storage_reader=reader, timeout_seconds=100)
 
 
 @pytest.mark.parametrize(("victim", "phase"), [(2, "read"), (1, "share"), (0, "share")])

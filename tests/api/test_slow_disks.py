@@ -26,12 +26,12 @@ class SlowDisk(PosixDisk):
     n_reads = 0
 
     def pwrite(self, file: Any, data: Any, offset: int) -> None:
-        time.sleep(0.25)
+        time.sleep(0.15)
         super().pwrite(file, data, offset)
 
     def pread_into(self, file: Any, buffer: Any, offset: int) -> int:
         SlowDisk.n_reads += 1
-        time.sleep(0.25)
+        time.sleep(0.15)
         return super().pread_into(file, buffer, offset)
 
 
@@ -48,11 +48,11 @@ def reader_of(directory: str, slow_rank: int) -> RobustReader:
 
 
 def save_and_load_slowly(directory: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    patience.LOG_SECONDS = 1.0
+    patience.LOG_SECONDS = 0.5
     writer = RobustWriter(directory, threads=1, block_bytes=MEGABYTE, disk=own_disk(1))
-    saved = robust_dcp.save(own_tensors(1.0), storage_writer=writer, timeout_seconds=1.5)
+    saved = robust_dcp.save(own_tensors(1.0), storage_writer=writer, timeout_seconds=1.2)
     target = own_tensors(0.0)
-    loaded = robust_dcp.load(target, storage_reader=reader_of(directory, 1), timeout_seconds=1.5)
+    loaded = robust_dcp.load(target, storage_reader=reader_of(directory, 1), timeout_seconds=1.2)
     assert all(torch.equal(target[key], value) for key, value in own_tensors(1.0).items())
     return saved.stragglers, loaded.stragglers
 

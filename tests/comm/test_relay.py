@@ -111,7 +111,7 @@ def test_what_arrives_damaged_is_named_on_all_ranks() -> None:
 
 
 def relay_with_a_death(on_device: bool) -> None:
-    channel = Channel.for_group(operation="test", timeout_seconds=4)
+    channel = Channel.for_group(operation="test", timeout_seconds=10 if on_device else 100)
     boxes = Boxes(channel.rank, on_device=on_device, die=channel.rank == 1)
     mover = GroupMover(dist.group.WORLD) if on_device else None
     channel.relay("pass on", Relay(boxes.parcels, boxes, checksum, mover))

@@ -194,10 +194,10 @@ class Link:
                 if account is not None:
                     self.end_operations(account)
 
-    def _connect_for_relay(self, peer: int, generation: int) -> GlooPipe:
+    def _connect_for_relay(self, peer: int, generation: int, waiting: Callable[[], None]) -> GlooPipe:
         if self._meeting is None:
             raise ValueError("a group of one has nobody to connect to")
-        return cast(GlooPipe, self._meeting.connect(peer, generation, "relay"))
+        return cast(GlooPipe, self._meeting.connect(peer, generation, "relay", waiting=waiting))
 
     def account_of(self, operation: OperationKey) -> bytes | None:
         """What the ranks have made the account of how ``operation`` ended; ``None`` if there is none yet.

@@ -10,10 +10,11 @@ so nobody waits for a rank that waits for another; and no rank has more under wa
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeout
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
@@ -121,10 +122,10 @@ class RelayPipes:
     They carry nothing else, so that they can be closed to end a wait without harm to the exchanges.
 
     Args:
-        connect: to a rank, for the n-th time; waits for it.
+        connect: to a rank, for the n-th time; waits for it, and calls its last argument now and then meanwhile.
     """
 
-    def __init__(self, connect: Callable[[int, int], GlooPipe]) -> None:
+    def __init__(self, connect: Callable[[int, int, Callable[[], None]], GlooPipe]) -> None:
         self._connect = connect
         self._generation = 0
         self._pipes: dict[int, Future[GlooPipe]] = {}
@@ -149,17 +150,29 @@ class RelayPipes:
             return self._pipes[peer]
 
     def _open(self, future: Future[GlooPipe], peer: int, generation: int) -> None:
+        def refuse_to_wait() -> None:
+            if future.done():
+                raise RuntimeError("interrupted while connecting")
+
         try:
-            future.set_result(self._connect(peer, generation))
+            pipe = self._connect(peer, generation, refuse_to_wait)
         except BaseException as error:
-            future.set_exception(error)
+            with contextlib.suppress(InvalidStateError):
+                future.set_exception(error)
+        else:
+            try:
+                future.set_result(pipe)
+            except InvalidStateError:  # it was interrupted
+                pipe.close()
 
     def interrupt(self) -> None:
         """End all waits, here and on the other sides; what was under way is lost."""
         with self._lock:
-            pipes = list(self._pipes.values())
-        for pipe in pipes:
-            if pipe.done() and pipe.exception() is None:
+            pipes = list(self._pipes.items())
+        for peer, pipe in pipes:
+            with contextlib.suppress(InvalidStateError):
+                pipe.set_exception(PipeBroken(f"rank {peer} had not come to connect"))
+            if pipe.exception() is None:
                 pipe.result().close()
 
     def reset(self) -> None:
