@@ -125,6 +125,7 @@ def _run_child(load: Callable[[], None], names: str, seconds: float, growth_nbyt
 
 def _forget_the_parents_memory() -> None:
     """Count from what is used now: a fork takes over a peak, and free pages of the heap in which growth would hide."""
+    gc.freeze()  # what the parent has made is no garbage of this trial
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak of resident memory
 
