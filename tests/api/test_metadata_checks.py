@@ -1,0 +1,27 @@
+"""What is looked for in ``.metadata`` before Python's unpickler sees it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import robust_dcp
+from robust_dcp.storage.metadata import metadata_file
+from tests.support.ranks import run_ranks, values
+
+
+def count_checks(directory: str) -> int:
+    robust_dcp.save({f"rank{dist.get_rank()}": torch.ones(3)}, checkpoint_id=directory)
+    dist.barrier()
+    checked: list[bytes] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metadata_file, "check_shape", checked.append)
+        robust_dcp.load({f"rank{dist.get_rank()}": torch.zeros(3)}, checkpoint_id=directory)
+    return len(checked)
+
+
+def test_the_rank_that_reads_the_metadata_checks_its_form_for_all(tmp_path: Path) -> None:
+    assert values(run_ranks(3, count_checks, str(tmp_path / "checkpoint"))) == [1, 0, 0]
