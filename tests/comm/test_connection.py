@@ -84,7 +84,7 @@ def test_a_rank_that_does_not_answer_is_lost_when_nobody_listens_any_more_where_
     receiver = Receiver()
     connection = Connection(1, wait_in_vain, receiver)
     in_an_hour = time.monotonic() + 3600
-    wait_until(lambda: connection.is_to_be_probed(in_an_hour))
+    wait_until(lambda: connection.claim_probe(in_an_hour))
     connection.probe()
     assert not connection.is_lost
     listener.close()

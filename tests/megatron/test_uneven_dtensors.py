@@ -390,7 +390,7 @@ def test_single_dtensors_that_do_not_fit_are_refused_by_those_that_ask(found: li
 
 
 def test_a_fused_projection_is_split_after_one_exchange_for_all_of_them(found: list[dict[str, Any]]) -> None:
-    # Four for the fused tensors and four for what they are split into.
+    # Three for the fused tensors and three for what they are split into.
     assert all(rank["_splits_fused"] == {"same": True, "exchanges": 6} for rank in found)
 
 

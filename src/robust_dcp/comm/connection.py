@@ -160,8 +160,11 @@ class Connection:
             self._asked_for_lost = self._n_received
             self.send(Frame(Kind.AGAIN, exchange=self._n_received))
 
-    def is_to_be_probed(self, now: float) -> bool:
-        """Whether the other rank has said where it listens, and not answered there for a while."""
+    def claim_probe(self, now: float) -> bool:
+        """Whether to :meth:`probe` now: the other rank has said where it listens, and not answered for a while.
+
+        If so, the next time comes after twice as long a pause.
+        """
         if self._pipe is not None or self._address is None or self.is_over or now < self._next_probe_seconds:
             return False
         self._probe_pause_seconds *= 2

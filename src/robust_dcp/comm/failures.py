@@ -1,7 +1,7 @@
 """How a failure on one rank becomes the same exception on all: descriptions as messages, and their union.
 
-It turns exceptions into bounded text and text into exceptions. It never sends anything and never sees a pickle.
-Called by the exchange, and by the post-mortem for verdicts kept in the store.
+Owns the words for what went wrong: :class:`Problem` on this rank, and the messages in which others hear of it. It turns
+exceptions into bounded text and text into exceptions. It never sends anything and never sees a pickle.
 """
 
 from __future__ import annotations

@@ -314,7 +314,7 @@ class Link:
         now = time.monotonic()
         with self._lock:
             connections = list(self._connections.values())
-        silent = [connection for connection in connections if connection.is_to_be_probed(now)]
+        silent = [connection for connection in connections if connection.claim_probe(now)]
         if silent:
             threading.Thread(target=_probe, args=(silent,), name="robust_dcp: probe", daemon=True).start()
         for operation in self.operations():

@@ -50,8 +50,12 @@ class Neighbours:
         """The next exchange begins. Who was lost stays so."""
         self.tree, self._what = tree, what
         self.absent = ()
-        self.waiting_since = self._began = self._last_look = time.monotonic()
         self._beats.clear()
+        self.count_from_now()
+
+    def count_from_now(self) -> None:
+        """Silence and standstills before this moment do not count: this rank was connecting."""
+        self.waiting_since = self._began = self._last_look = time.monotonic()
 
     def note_heard(self, peer: int, beat: Beat | None = None) -> None:
         """``peer`` lives; ``beat`` is what it has said of itself and those behind it, in this exchange."""

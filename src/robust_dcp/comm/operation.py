@@ -112,7 +112,7 @@ class Operation:
         self._progress = Progress.now()
         self._problem: Problem | None = None
         self._next_log_seconds = patience.LOG_SECONDS
-        self._last_beat = self._began = self._begun = time.monotonic()
+        self._last_beat = self._begun = time.monotonic()
 
     # What the channel calls.
 
@@ -237,7 +237,8 @@ class Operation:
         with self._changed:
             self._problem = None
             self._next_log_seconds = patience.LOG_SECONDS
-            self._began = self._last_beat = time.monotonic()
+            self._last_beat = time.monotonic()
+            self._around.count_from_now()
             self._progress = Progress.now()
             self._runs = self._is_working = True
             self._around.refuse_lost()
@@ -441,7 +442,7 @@ class Operation:
 
     def _log_stragglers(self, now: float) -> None:
         """On the root: say now and then for whom all are waiting."""
-        waited = now - max(self._began, self._around.waiting_since)
+        waited = now - self._around.waiting_since
         if self.tree.parent is None and not self._is_working and waited >= self._next_log_seconds:
             self._next_log_seconds *= 2
             self.stragglers.append(f"{self.what}: after {waited:.0f} seconds, {self._beat_for(None, now)}")

@@ -166,6 +166,8 @@ def tcp_sockets() -> Iterator[socket.socket]:
 
 
 def _decode_address(data: bytes) -> Address | None:
+    if len(data) < _MAX_ADDRESS_NBYTES:
+        return None
     (family,), (port,) = struct.unpack_from("=H", data), struct.unpack_from("!H", data, 2)
     if family not in _IP:
         return None
@@ -175,3 +177,6 @@ def _decode_address(data: bytes) -> Address | None:
 
 _IP = {socket.AF_INET: 0, socket.AF_INET6: 4}
 """For each family the length of what stands between port and address: of IPv6 the flow label."""
+
+_MAX_ADDRESS_NBYTES = 4 + _IP[socket.AF_INET6] + 16
+"""So far into a ``sockaddr_in6`` the address ends; a ``sockaddr_in`` stands in as much room."""

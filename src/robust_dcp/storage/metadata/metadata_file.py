@@ -89,7 +89,10 @@ def check_metadata(data: bytes, file: str) -> None:
     Raises:
         CorruptCheckpoint: there is such a thing, or the checksum does not match.
     """
-    pickled = _checked(data, file)
+    _check_pickle(_checked(data, file), file)
+
+
+def _check_pickle(pickled: bytes, file: str) -> None:
     try:
         check_lengths(pickled)
         if len(pickled) <= _RUN_TWICE_NBYTES:
@@ -112,9 +115,9 @@ def decode_metadata(data: bytes, file: str, *, is_checked: bool = False) -> Meta
             used. A file by stock has no checksum: damage that leaves a valid pickle may go unnoticed there.
         UnsafeCheckpoint: the pickle names classes that do not belong into metadata, or a path leaves the directory.
     """
-    if not is_checked:
-        check_metadata(data, file)
     pickled = _checked(data, file)
+    if not is_checked:
+        _check_pickle(pickled, file)
     stream = io.BytesIO(pickled)
     unpickler = RestrictedUnpickler(
         stream,
