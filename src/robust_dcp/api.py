@@ -7,6 +7,7 @@ itself happens inside an exchange, so a failure there is the same exception on e
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from robust_dcp.comm import Channel, Offer
-from robust_dcp.errors import RobustCheckpointError, entry_point
+from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.phases import PhaseClock, PhaseRecord
 from robust_dcp.plan.session import SaveSession
@@ -37,12 +38,14 @@ from robust_dcp.plan.stored_plan import LOADED
 from robust_dcp.planner import RobustLoadPlanner, RobustPlanner
 from robust_dcp.planner.save import checkpoint_name
 from robust_dcp.report import LoadReport, PhaseReport, SaveReport
-from robust_dcp.storage.reader import RobustReader
+from robust_dcp.storage.reader import RobustReader, overwritten
 from robust_dcp.storage.reading.targets import may_ask_early
 from robust_dcp.storage.writer import RobustWriter
 from robust_dcp.storage.writing.engine import WrittenFiles
 
 __all__ = ["load", "save"]
+
+logger = logging.getLogger(__name__)
 
 CheckpointId = str | os.PathLike[str]
 
@@ -107,6 +110,7 @@ def save(
     )
     session.commits_together = True
     session.undo = lambda: writer.directory
+    session.save_id = writer.save_id
     clock = PhaseClock(session.channel)
 
     def describe() -> LocalStructure:
@@ -121,6 +125,7 @@ def save(
         source, placements = planner.source(session), session.placements
         if placements is None:
             raise ValueError("the plan has no places for RobustWriter")
+        writer.adopt(session.save_id)
         return writer.write(session.rank, source, placements, session.check_stop, session.known_places)
 
     with session.channel.together():
@@ -130,7 +135,10 @@ def save(
             session.settle(write)
         with clock.phase("commit"):
             session.commit(
-                lambda: writer.publish(session.encoded_metadata(writer.plain_meta())), writer.clean_up, writer.keep_plan
+                lambda: writer.publish(session.encoded_metadata(writer.plain_meta())),
+                writer.clean_up,
+                writer.keep_plan,
+                writer.check_own,
             )
     return _save_report(session, clock, writer, n_items=len(plan.kept))
 
@@ -188,7 +196,7 @@ def load(
     plan = LoadPlan([])
     shared: SharedReads | None = None
 
-    def prepare() -> Offer:
+    def prepare(metadata_file: _MetadataFile | None) -> Offer:
         nonlocal plan
         _refuse_other_than_dict(state_dict)
         values.update(_state_dicts_of(dict(sorted(state_dict.items()))))
@@ -214,10 +222,12 @@ def load(
             else:
                 state_dict[key] = value
 
-    with channel.together():
+    def load_all() -> None:
+        nonlocal shared
+        shared = None
         with clock.phase("plan"):
             metadata_file = _shared_metadata_file(channel, reader, checkpoint)
-            agreement = channel.agree(f"load {checkpoint}: plan", prepare)
+            agreement = channel.agree(f"load {checkpoint}: plan", lambda: prepare(metadata_file))
             if isinstance(reader, RobustReader) and ranks_share(agreement):
                 shared = deal_out(channel, checkpoint, reader, plan, planner, process_group)
             elif isinstance(reader, RobustReader):
@@ -227,6 +237,20 @@ def load(
         if shared is not None:
             with clock.phase("share"):
                 channel.relay(f"load {checkpoint}: share", shared.relay())
+
+    with channel.together():
+        try:
+            load_all()
+        except (CorruptCheckpoint, StorageError) as error:
+            if not _is_overwritten(channel, reader, checkpoint):
+                raise
+            logger.warning("%s was overwritten while it was loaded: it is loaded once more (%s)", checkpoint, error)
+            try:
+                load_all()
+            except (CorruptCheckpoint, StorageError) as again:
+                if not _is_overwritten(channel, reader, checkpoint):
+                    raise
+                raise overwritten(checkpoint, again) from again
         with clock.phase("apply"):
             channel.barrier(f"load {checkpoint}: apply", apply)
     if isinstance(reader, RobustReader):
@@ -242,8 +266,23 @@ def load(
         unread_keys=getattr(planner, "unread_keys", ()),
         shared_nbytes=0 if shared is None else shared.received_nbytes,
         peak_buffer_nbytes=getattr(reader, "peak_buffer_nbytes", 0),
+        unverified_nbytes=getattr(reader, "unverified_nbytes", 0),
         stragglers=channel.stragglers,
     )
+
+
+class _Overwritten(msgspec.Struct, frozen=True):
+    """Whether another save has replaced ``.metadata`` since it was read."""
+
+    is_so: bool
+
+
+def _is_overwritten(channel: Channel, reader: StorageReader, checkpoint: str) -> bool:
+    """What the coordinator finds, after all ranks have raised the same."""
+    if not isinstance(reader, RobustReader):
+        return False
+    phase = f"load {checkpoint}: has it been overwritten"
+    return channel.broadcast(phase, lambda: _Overwritten(reader.is_overwritten()), _Overwritten).is_so
 
 
 def _shared_metadata_file(channel: Channel, reader: StorageReader, checkpoint: str) -> _MetadataFile | None:
@@ -353,6 +392,7 @@ def _save_report(session: SaveSession, clock: PhaseClock, writer: RobustWriter, 
         differing_objects=session.differing_objects,
         unloadable_objects=session.unloadable_objects,
         total_nbytes=None if session.coordinator is None else session.coordinator.nbytes,
+        digest=session.digest,
         files=() if written is None else written.names,
         how=() if written is None else written.how,
         peak_buffer_nbytes=0 if written is None else written.peak_buffer_nbytes,

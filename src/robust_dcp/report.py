@@ -85,6 +85,8 @@ class SaveReport(_Report):
         unloadable_objects: objects that are saved and that a load would refuse, with the reason, of all ranks; on the
             coordinator, and empty on the others.
         total_nbytes: bytes of tensor data that all ranks wrote together; ``None`` on ranks that do not know.
+        digest: over the checksums of all data of all ranks, in hexadecimal digits: the same on all ranks, and in two
+            saves of the same data by the same ranks. ``None`` with ``checksums=False``.
         files: the files of this rank.
         how: how this rank's files were written: ``direct``, or ``buffered`` and why.
         peak_buffer_nbytes: the most memory that data of this rank passed through at any time.
@@ -97,6 +99,7 @@ class SaveReport(_Report):
     differing_objects: dict[str, tuple[int, ...]] = field(default_factory=dict)
     unloadable_objects: dict[str, str] = field(default_factory=dict)
     total_nbytes: int | None = None
+    digest: str | None = None
     files: tuple[str, ...] = ()
     how: tuple[str, ...] = ()
     peak_buffer_nbytes: int = 0
@@ -131,6 +134,7 @@ class LoadReport(_Report):
         unread_keys: keys of the checkpoint that the state dict did not ask for.
         shared_nbytes: of ``nbytes``, what another rank has read for this one.
         peak_buffer_nbytes: the most memory that data of this rank passed through on its way from the files.
+        unverified_nbytes: of what this rank has read, bytes that were not compared with a checksum.
         stragglers: as in :class:`SaveReport`.
     """
 
@@ -138,13 +142,15 @@ class LoadReport(_Report):
     unread_keys: tuple[str, ...] = ()
     shared_nbytes: int = 0
     peak_buffer_nbytes: int = 0
+    unverified_nbytes: int = 0
     stragglers: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self._lines(
             f"loaded {self.checkpoint_id} (rank {self.rank} of {self.world_size}): {self.items} items, "
             f"{sizes_in_words(self.nbytes)} in {self.seconds:.3f} s"
-            f"{f', {sizes_in_words(self.shared_nbytes)} of it by way of other ranks' if self.shared_nbytes else ''}",
+            f"{f', {sizes_in_words(self.shared_nbytes)} of it by way of other ranks' if self.shared_nbytes else ''}"
+            f"{f', {sizes_in_words(self.unverified_nbytes)} not verified' if self.unverified_nbytes else ''}",
             self.stragglers,
         )
 

@@ -107,7 +107,7 @@ def test_what_cannot_be_removed_is_named_on_all_ranks_and_removed_by_the_next_sa
         assert f"could not remove: {directory}/__1_0.distcp; the next save" in verdict.message
         assert [name for name in left if name.endswith(".distcp")] == ["__1_0.distcp"]
     names = os.listdir(directory)
-    assert "__1_0.distcp" not in names and "__1_0.1.distcp" in names
+    assert "__1_0.distcp" not in names and any(name.startswith("__1_0.") for name in names)
     assert not [name for name in names if name.startswith(".robust_dcp.saving")]
 
 

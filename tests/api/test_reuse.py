@@ -252,5 +252,5 @@ def save_where_a_checkpoint_lies(directory: str) -> list[str]:
 def test_reused_plans_work_in_a_directory_that_is_saved_to_again(tmp_path: Path) -> None:
     for files in values(run_ranks(2, save_where_a_checkpoint_lies, str(tmp_path / "checkpoint"))):
         assert ".metadata" in files and not any(name.endswith(".tmp") for name in files)
-        # One generation of files: nothing is left of the checkpoints that were replaced.
+        # Files of one save: nothing is left of the checkpoints that were replaced.
         assert len({name.split(".", 1)[1] for name in files if name.startswith("__0")}) == 1

@@ -76,9 +76,9 @@ def _decoded(encoded: EncodedMetadata) -> Metadata:
     return decode_metadata(b"".join(encoded.fragments), "a test")
 
 
-def _written(placements: Placements, generation: int = 0) -> WrittenFiles:
+def _written(placements: Placements, mark: str = "") -> WrittenFiles:
     places = [[64 * n, 10 + n] for n in range(len(placements.variable))]
-    return WrittenFiles(generation, np.array(places, dtype=np.int64).reshape(-1, 2), (), 0)
+    return WrittenFiles(mark, np.array(places, dtype=np.int64).reshape(-1, 2), (), 0)
 
 
 @settings(max_examples=40)
@@ -112,7 +112,7 @@ def test_every_item_points_at_its_place_in_the_files_of_its_rank() -> None:
     ]
     plan = make_global_plan([table(*items) for items in ranks])
     placements = _placements(plan)
-    written = [_written(p, generation) for p, generation in zip(placements, (0, 3, 0), strict=True)]
+    written = [_written(p, mark) for p, mark in zip(placements, ("", "3", ""), strict=True)]
     storage = _decoded(MetadataTemplate(plan, placements).encode(written, StorageMeta("id"))).storage_data
     found = {key.fqn + str(list(key.offset or ())): (i.relative_path, i.offset) for key, i in storage.items()}
     assert found == {
@@ -131,8 +131,8 @@ def test_saves_by_one_plan_differ_in_what_the_plan_does_not_say() -> None:
     plan = make_global_plan([table(tensor("w"), obj("o"), paths={"w": ("w",), "o": ("o",)})])
     placements = _placements(plan)
     template = MetadataTemplate(plan, placements)
-    first = template.encode([_written(placements[0], 0)], StorageMeta("1"))
-    second = template.encode([_written(placements[0], 1)], StorageMeta("2"))
+    first = template.encode([_written(placements[0])], StorageMeta("1"))
+    second = template.encode([_written(placements[0], "1")], StorageMeta("2"))
     for encoded, names, meta in (
         (first, {"__0_0.distcp", "__0_1.distcp"}, "1"),
         (second, {"__0_0.1.distcp", "__0_1.1.distcp"}, "2"),
@@ -163,7 +163,7 @@ def test_places_for_another_number_of_objects_are_refused() -> None:
     for rows in ([], [[0, 1]], [[0, 1]] * 4):
         places = np.array(rows, dtype=np.int64).reshape(-1, 2)
         with pytest.raises(ValueError, match="rank 0"):
-            template.encode([WrittenFiles(0, places, (), 0)], StorageMeta("id"))
+            template.encode([WrittenFiles("", places, (), 0)], StorageMeta("id"))
 
 
 @settings(max_examples=20)

@@ -83,6 +83,7 @@ def rewritten(directory: Path, name: str, tensor: torch.Tensor) -> None:
     index = next(index for index in metadata.storage_data if index.fqn == name)
     length = path.stat().st_size - offset
     metadata.storage_data[index] = filesystem._StorageInfo(path.name, offset, length)
+    metadata.storage_meta = None  # no save of ours has written these files to their ends
     (directory / ".metadata").write_bytes(encode_metadata(metadata))
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from robust_dcp.storage.layouts.footer import TAIL_NBYTES, Tail
 from robust_dcp.storage.layouts.places import Placements, place_records
 from robust_dcp.storage.records.torch_zip import record_template
 from robust_dcp.storage.writing.engine import WrittenFiles, write_files
@@ -20,6 +21,7 @@ from tests.storage.test_torch_zip import record_of
 from tests.support.simulated_disk import SimulatedDisk
 
 DIRECTORY = "/checkpoint"
+MARK = "0123456789abcdef"
 
 
 class ListSource:
@@ -98,6 +100,7 @@ def write(
         0,
         source,
         placements,
+        mark=MARK,
         options=WriteOptions(**options),
         check_stop=check_stop,
         known_places=known_places,
@@ -110,7 +113,12 @@ def content_of(disk: Any, name: str, directory: str = DIRECTORY) -> bytes:
     file = disk.open_read(path)
     disk.pread_into(file, buffer, 0)
     disk.close(file)
-    return bytes(buffer)
+    return without_footer(bytes(buffer))
+
+
+def without_footer(content: bytes) -> bytes:
+    tail = Tail.decode(content[-TAIL_NBYTES:], len(content))
+    return content if tail is None else content[: -TAIL_NBYTES - tail.columns_nbytes]
 
 
 def framed_one_by_one(values: Sequence[torch.Tensor], placements: Placements) -> list[bytes]:

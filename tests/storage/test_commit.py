@@ -35,7 +35,7 @@ def write_data(disk: Disk, step: int, directory: str = DIRECTORY) -> Metadata:
     template = record_template(tensor.dtype, (5,))
     assert template is not None
     payload = payload_view(tensor)
-    name = data_file_name(0, 0, step)
+    name = data_file_name(0, 0, str(step))
     file = disk.open_new(f"{directory}/{name}")
     crc = zlib.crc32(payload)
     disk.pwrite(file, [template.header(crc), payload, template.trailer(crc)], 0)
@@ -149,7 +149,7 @@ def test_a_failed_commit_leaves_no_temporary_file() -> None:
         with pytest.raises(StorageError) as caught:
             commit_metadata(WatchedDisk(inner, fail_at=number, code=errno.ENOSPC), DIRECTORY, b"new")
         assert caught.value.errno == errno.ENOSPC
-        assert inner.list_directory(DIRECTORY) == [".metadata", data_file_name(0, 0, 1)]
+        assert inner.list_directory(DIRECTORY) == [".metadata", data_file_name(0, 0, "1")]
 
 
 def test_saves_replace_each_other_on_a_real_disk(tmp_path: Path) -> None:
@@ -157,12 +157,12 @@ def test_saves_replace_each_other_on_a_real_disk(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(disk, step, str(tmp_path))
         assert loaded_step(disk, str(tmp_path)) == step
-        assert disk.list_directory(str(tmp_path)) == [".metadata", data_file_name(0, 0, step)]
+        assert disk.list_directory(str(tmp_path)) == [".metadata", data_file_name(0, 0, str(step))]
 
 
 def test_a_file_that_cannot_be_removed_is_reported_and_fails_nothing(caplog: pytest.LogCaptureFixture) -> None:
     disk = WatchedDisk(disk_with(1, 2), fail_at=0, code=errno.EACCES)
-    name = data_file_name(0, 0, 2)
+    name = data_file_name(0, 0, "2")
     assert remove_superseded(disk, DIRECTORY, [name, data_file_name(5, 5)]) == [name]
     assert "not removed" in caplog.text
 
@@ -170,7 +170,7 @@ def test_a_file_that_cannot_be_removed_is_reported_and_fails_nothing(caplog: pyt
 def test_what_the_committed_checkpoint_names_is_never_removed() -> None:
     disk = disk_with(1)
     metadata = decode_metadata(encode_metadata(write_data(disk_with(), 1)), ".metadata")
-    assert remove_superseded(disk, DIRECTORY, [data_file_name(0, 0, 1)], keep=referenced_files(metadata)) == []
+    assert remove_superseded(disk, DIRECTORY, [data_file_name(0, 0, "1")], keep=referenced_files(metadata)) == []
     assert loaded_step(disk) == 1
     with pytest.raises(UnsafeCheckpoint):
         remove_superseded(disk, DIRECTORY, ["../other/__0_0.distcp"])

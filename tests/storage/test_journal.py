@@ -8,27 +8,19 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from robust_dcp.storage.files.disk import OpenFile, PosixDisk
+from robust_dcp.storage.files.disk import PosixDisk
 from robust_dcp.storage.files.mounts import type_in_mounts
-from robust_dcp.storage.writing.journal import Journal, OtherSave, SaveState, journals_in, token_of
+from robust_dcp.storage.writing.journal import Journal, OtherSave, SaveState, journals_in
 
 SAVE_ID = "0123456789abcdef-rest"
+MARK = "0123456789abcdef"
 
 
 class Network(PosixDisk):
-    """A file system of several machines, with locks or without."""
-
-    has_locks = True
+    """A file system of several machines."""
 
     def is_of_this_machine(self, path: str) -> bool:
         return False
-
-    def lock(self, file: OpenFile, *, shared: bool = False) -> bool | None:
-        return super().lock(file, shared=shared) if self.has_locks else None
-
-
-class WithoutLocks(Network):
-    has_locks = False
 
 
 def begin(disk: PosixDisk, directory: Path, *, ranks: int = 2, files: int | None = 3, layout: str = "torch") -> Journal:
@@ -38,10 +30,10 @@ def begin(disk: PosixDisk, directory: Path, *, ranks: int = 2, files: int | None
     )
 
 
-def state_of(disk: PosixDisk, journal: Journal, *, age_seconds: float = 0.0) -> SaveState:
+def state_of(disk: PosixDisk, journal: Journal, *, age_seconds: float = 0.0, is_locked: bool = True) -> SaveState:
     directory, name = os.path.split(journal.path)
     now_seconds = os.stat(journal.path).st_mtime + age_seconds
-    return OtherSave.read(disk, directory, name, now_seconds=now_seconds).state
+    return OtherSave.read(disk, directory, name, now_seconds=now_seconds, is_locked=is_locked).state
 
 
 def of_another_machine(journal: Journal) -> None:
@@ -50,54 +42,44 @@ def of_another_machine(journal: Journal) -> None:
 
 
 @pytest.mark.parametrize("disk", [PosixDisk(), Network()])
-def test_a_save_is_running_while_its_journal_is_locked_and_over_once_it_is_not(disk: PosixDisk, tmp_path: Path) -> None:
-    journal = begin(disk, tmp_path)
-    assert state_of(disk, journal, age_seconds=1e6) is SaveState.RUNNING
-    journal.let_go()
-    assert state_of(disk, journal) is SaveState.OVER
+def test_a_save_of_this_machine_is_over_once_another_holds_the_lock(disk: PosixDisk, tmp_path: Path) -> None:
+    assert state_of(disk, begin(disk, tmp_path)) is SaveState.OVER
 
 
-def test_a_journal_that_nobody_refers_to_is_let_go(tmp_path: Path) -> None:
-    journal = begin(PosixDisk(), tmp_path)
-    other = Journal(PosixDisk(), str(tmp_path), journal.record)
-    del journal
-    assert state_of(PosixDisk(), other) is SaveState.OVER
-
-
-@pytest.mark.parametrize("disk", [Network(), WithoutLocks()])
-def test_of_another_machine_on_a_network_only_the_age_tells(disk: PosixDisk, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_locked", [True, False])
+def test_of_another_machine_on_a_network_only_the_age_tells(is_locked: bool, tmp_path: Path) -> None:
+    disk = Network()
     journal = begin(disk, tmp_path)
     of_another_machine(journal)
-    journal.let_go()
-    assert state_of(disk, journal, age_seconds=23 * 3600) is SaveState.UNKNOWN
-    assert state_of(disk, journal, age_seconds=25 * 3600) is SaveState.OVER
+    assert state_of(disk, journal, age_seconds=23 * 3600, is_locked=is_locked) is SaveState.UNKNOWN
+    assert state_of(disk, journal, age_seconds=25 * 3600, is_locked=is_locked) is SaveState.OVER
 
 
 def test_without_locks_the_save_of_this_machine_is_not_known_to_be_over_either(tmp_path: Path) -> None:
-    journal = begin(WithoutLocks(), tmp_path)
-    journal.let_go()
-    assert state_of(WithoutLocks(), journal) is SaveState.UNKNOWN
+    assert state_of(Network(), begin(Network(), tmp_path), is_locked=False) is SaveState.UNKNOWN
 
 
 def test_a_journal_that_is_not_whole_answers_for_nothing(tmp_path: Path) -> None:
     journal = begin(PosixDisk(), tmp_path)
-    journal.let_go()
     Path(journal.path).write_bytes(Path(journal.path).read_bytes()[:-20])
-    found = OtherSave.read(PosixDisk(), str(tmp_path), os.path.basename(journal.path), now_seconds=0.0)
+    found = OtherSave.read(PosixDisk(), str(tmp_path), os.path.basename(journal.path), now_seconds=0.0, is_locked=True)
     assert (found.record, found.state, found.may_have_made(["__0_0.distcp"])) == (None, SaveState.OVER, set())
 
 
 @pytest.mark.parametrize("layout", ["torch", "safetensors"])
 def test_a_journal_answers_for_the_names_that_its_save_gives_and_no_others(layout: str, tmp_path: Path) -> None:
     record = begin(PosixDisk(), tmp_path, layout=layout).record
-    shards = {"shard-00002-model-00001-of-00002.safetensors.0.part", "shard-00001-model-00002-of-00002.safetensors"}
-    ours = {"__0_0.distcp", "__0_1.1.distcp", "__1_2.5.distcp", f".metadata.{token_of(SAVE_ID)}.tmp"}
+    shards = {
+        f"shard-00002-model-00001-of-00002.safetensors.{MARK}.part",
+        "shard-00001-model-00002-of-00002.safetensors",
+    }
+    ours = {"__0_0.distcp", f"__0_1.{MARK}.distcp", "__1_2.distcp", f".metadata.{MARK}.tmp"}
     others = {
         "__0_1.distcp",  # was there
         "__1_0.4.distcp",
         "__0_3.distcp",  # three files a rank
         "__2_0.distcp",  # two ranks
-        "__0_0.2.distcp",  # beyond the first free generation
+        "__0_0.0123456789abcde0.distcp",  # another mark
         "__1_0.6.distcp",
         "optimizer__0_0.distcp",
         ".metadata.tmp",

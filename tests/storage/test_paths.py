@@ -19,16 +19,16 @@ from robust_dcp.storage.files.paths import (
 )
 
 
-@given(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 10**6))
-def test_a_name_says_who_wrote_the_file(rank: int, number: int, generation: int) -> None:
-    name = parse_data_file_name(data_file_name(rank, number, generation))
+@given(st.integers(0, 10**6), st.integers(0, 10**6), st.sampled_from(["", "0123456789abcdef", "3"]))
+def test_a_name_says_who_wrote_the_file(rank: int, number: int, mark: str) -> None:
+    name = parse_data_file_name(data_file_name(rank, number, mark))
     assert name is not None
-    assert (name.rank, name.number, name.generation, name.hint) == (rank, number, generation, "")
+    assert (name.rank, name.number, name.mark, name.hint) == (rank, number, mark, "")
 
 
 def test_a_first_save_names_its_files_as_stock_does() -> None:
     assert data_file_name(3, 1) == "__3_1.distcp"
-    assert data_file_name(3, 1, 2) == "__3_1.2.distcp"
+    assert data_file_name(3, 1, "0123456789abcdef") == "__3_1.0123456789abcdef.distcp"
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp.tmp", "__0_0.0.distcp", "__a_0.distcp", "common.pt", ""])
@@ -37,7 +37,7 @@ def test_other_files_are_not_taken_for_data_files(name: str) -> None:
 
 
 def test_a_megatron_separation_hint_is_recognised() -> None:
-    assert parse_data_file_name("optimizer__0_1.distcp") == (0, 1, 0, "optimizer")
+    assert parse_data_file_name("optimizer__0_1.distcp") == (0, 1, "", "optimizer")
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,19 @@ class SimulatedDisk:
         self._inode(path, "look at")
         return 0.0
 
+    def fingerprint(self, path: str) -> tuple[int, int, int]:
+        inode = self._inode(path, "look at")
+        return id(inode), len(inode.cached), hash(bytes(inode.cached))
+
+    def open_lock(self, path: str) -> OpenFile:
+        return self.open_read(path) if self.exists(path) else self.open_new(path)
+
+    def is_at(self, file: OpenFile, path: str) -> bool:
+        return self.exists(path) and self._inode(path, "look at") is self._open[file.fd]
+
+    def unlock(self, file: OpenFile) -> None:
+        self._locked.discard(file.fd)
+
     def lock(self, file: OpenFile, *, shared: bool = False) -> bool | None:
         inode = self._open[file.fd]
         if any(self._open.get(fd) is inode for fd in self._locked - {file.fd}):

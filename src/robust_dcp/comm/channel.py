@@ -133,8 +133,19 @@ class Channel:
         """
         return self._run("agree", phase, Work(lambda: Contribution(produce())))[0]
 
-    def barrier(self, phase: str, produce: Callable[[], None] = lambda: None) -> None:
+    def barrier(
+        self,
+        phase: str,
+        produce: Callable[[], None] = lambda: None,
+        *,
+        then: Callable[[], None] = lambda: None,
+        offer: Callable[[], Offer] = Offer,
+    ) -> None:
         """Wait for all ranks, and for the work of all ranks to have succeeded.
+
+        Args:
+            then: called on the coordinator once that is so. If it raises, all ranks do.
+            offer: what goes into the agreement of all ranks (``last_agreement``), once ``produce`` has returned.
 
         Raises:
             RobustCheckpointError: see the class.
@@ -142,9 +153,13 @@ class Channel:
 
         def contribute() -> Contribution:
             produce()
-            return Contribution()
+            return Contribution(offer())
 
-        self._run("barrier", phase, Work(contribute))
+        def go_on(agreement: Agreement, own: Payload, below: list[Payload]) -> Payload:
+            then()
+            return b""
+
+        self._run("barrier", phase, Work(contribute, reply=go_on))
 
     def gather(
         self,

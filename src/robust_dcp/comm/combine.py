@@ -21,7 +21,7 @@ SIGNATURE_NBYTES = 16
 N_FLAGS = 4
 
 _NOTHING = bytes(SIGNATURE_NBYTES)
-_LAYOUT = struct.Struct(f"<{SIGNATURE_NBYTES}s{SIGNATURE_NBYTES}s?QIQI{N_FLAGS}I{N_FLAGS}II")
+_LAYOUT = struct.Struct(f"<{SIGNATURE_NBYTES}s{SIGNATURE_NBYTES}s?QIQI{N_FLAGS}I{N_FLAGS}IQI")
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,14 @@ class Offer:
         plan_id: 16 bytes, the cached plan that it could use; zeros for none.
         value: 64 bits, free for the phase; 0 says nothing.
         flags: ``N_FLAGS`` bits, free for the phase.
+        told: 64 bits that one rank tells all others; 0 says nothing.
     """
 
     signature: bytes = _NOTHING
     plan_id: bytes = _NOTHING
     value: int = 0
     flags: int = 0
+    told: int = 0
 
     def __post_init__(self) -> None:
         if len(self.signature) != SIGNATURE_NBYTES or len(self.plan_id) != SIGNATURE_NBYTES:
@@ -46,8 +48,9 @@ class Offer:
                 f"signature and plan_id have {len(self.signature)} and {len(self.plan_id)} bytes, not "
                 f"{SIGNATURE_NBYTES} each"
             )
-        if not 0 <= self.value < 1 << 64 or not 0 <= self.flags < 1 << N_FLAGS:
-            raise ValueError(f"value {self.value} does not fit 64 bits, or flags {self.flags} not {N_FLAGS}")
+        for field, n_bits in (("value", 64), ("flags", N_FLAGS), ("told", 64)):
+            if not 0 <= getattr(self, field) < 1 << n_bits:
+                raise ValueError(f"{field} is {getattr(self, field)}, which does not fit {n_bits} bits")
 
 
 class Agreement(NamedTuple):
@@ -62,6 +65,7 @@ class Agreement(NamedTuple):
         lowest_rank, highest_rank: the first rank that said so.
         counts: for each flag, how many ranks have it.
         first_ranks: for each flag, the first rank that has it; 0 if none does.
+        told: by the first rank that tells anything.
     """
 
     n_ranks: int
@@ -74,6 +78,7 @@ class Agreement(NamedTuple):
     highest_rank: int
     counts: tuple[int, ...]
     first_ranks: tuple[int, ...]
+    told: int = 0
 
     @classmethod
     def of(cls, rank: int, offer: Offer) -> Agreement:
@@ -90,6 +95,7 @@ class Agreement(NamedTuple):
             highest_rank=rank,
             counts=counts,
             first_ranks=tuple(rank if count else 0 for count in counts),
+            told=offer.told,
         )
 
     def with_children(self, children: Sequence[Agreement]) -> Agreement:
@@ -119,6 +125,7 @@ class Agreement(NamedTuple):
             highest_rank=highest.highest_rank,
             counts=tuple(a + b for a, b in zip(self.counts, other.counts, strict=True)),
             first_ranks=tuple(firsts),
+            told=self.told or other.told,
         )
 
     def all_have(self, flag: int) -> bool:
@@ -150,6 +157,7 @@ class Agreement(NamedTuple):
             self.highest_rank,
             *self.counts,
             *self.first_ranks,
+            self.told,
             self.n_ranks,
         )
 
@@ -168,6 +176,7 @@ class Agreement(NamedTuple):
             highest_rank=high_rank,
             counts=tuple(rest[:N_FLAGS]),
             first_ranks=tuple(rest[N_FLAGS : 2 * N_FLAGS]),
+            told=rest[2 * N_FLAGS],
         )
 
 

@@ -260,6 +260,7 @@ class Operation:
                 try:
                     below = [message.payload for message in arrived if message.payload]
                     if tree.parent is None:
+                        self.note_progress()  # it may have waited for long
                         payload = work.reply(total, payload, below)
                     elif below:
                         payload = work.merge(payload, below)

@@ -66,7 +66,7 @@ class MetadataTemplate:
         """The bytes of ``.metadata``, and the data files of all ranks.
 
         Args:
-            written: for each rank the generation of its file names and the places of its items of variable size.
+            written: for each rank the mark in its file names and the places of its items of variable size.
             storage_meta: goes into the file as it is.
 
         Raises:
@@ -90,7 +90,7 @@ class MetadataTemplate:
         return [
             name
             for rank, (files, heads) in enumerate(zip(written, self._heads, strict=True))
-            for name in self._layout.file_names(rank, heads, files.generation)
+            for name in self._layout.file_names(rank, heads, files.mark)
         ]
 
     def _compile(self) -> tuple[MetadataPickle, Places]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import logging
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -42,7 +43,16 @@ from robust_dcp.plan.replicated_objects import ObjectDigests, report_differing
 from robust_dcp.plan.stored_plan import LOADED, encode_plan
 from robust_dcp.plan.structure import StructureDiff, StructureMessage
 from robust_dcp.plan.unloadable import UnloadableObjects, report_unloadable
-from robust_dcp.plan.written import GenerationMessage, WrittenMessage, news_of, written_by_all, written_offer
+from robust_dcp.plan.written import (
+    FileNamesMessage,
+    WrittenMessage,
+    digest_of,
+    digest_offer,
+    news_of,
+    written_by_all,
+    written_offer,
+)
+from robust_dcp.storage.files.paths import mark_of
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.writer import MetadataToPublish
 from robust_dcp.storage.writing.engine import WrittenFiles
@@ -72,6 +82,7 @@ class SaveSession:
             coordinator's does, and stock tells the others.
         verify_replicas: which replicas are compared with those of other ranks.
         digest_items: gives the digests of this rank's items; ``None`` if nothing can be compared.
+        save_id: of the save, on the rank that leads. The others know its mark after :meth:`agree`, and that is theirs.
     """
 
     channel: Channel
@@ -83,6 +94,7 @@ class SaveSession:
     verify_replicas: VerifyReplicas = "off"
     digest_items: DigestItems | None = None
     kind: str | None = None
+    save_id: str = field(default_factory=lambda: str(uuid.uuid4()))
 
     undo: Callable[[], Undo] | None = field(default=None, init=False)
     """What can take back what this save makes, on each rank. Set before :meth:`agree`, on all ranks or on none."""
@@ -98,11 +110,12 @@ class SaveSession:
     coordinator: CoordinatorPlan | None = field(default=None, init=False)
     written: WrittenFiles | None = field(default=None, init=False)
     unloadable_objects: dict[str, str] = field(default_factory=dict, init=False)
+    digest: str | None = field(default=None, init=False)
     _plan_id: bytes = field(default=b"", init=False)
     _cached: CachedPlan | None = field(default=None, init=False)
     _base_kind: str = field(default="", init=False)
     _messages: Sequence[WrittenMessage | None] = field(default=(), init=False)
-    _generations: Sequence[int] = field(default=(), init=False)
+    _marks: Sequence[str] = field(default=(), init=False)
     _written_agreement: Agreement | None = field(default=None, init=False)
     _may_be_writing: bool = field(default=False, init=False)
     """Whether some rank may have got so far, wherever the others are."""
@@ -142,7 +155,7 @@ class SaveSession:
             self._look_into_loaded_checkpoints(leads=leads)
             offer, self._cached = make_offer(PLANS, self.channel.ranks, self.local, leads=leads)
             self._may_be_writing = self._cached is not None
-            return offer
+            return replace(offer, told=int(mark_of(self.save_id), 16)) if leads else offer
 
         try:
             return self._agree(offer_own)
@@ -155,6 +168,8 @@ class SaveSession:
     def _agree(self, offer_own: Callable[[], Offer]) -> RankPlan:
         agreement, own = self._offers_of_all("agree", offer_own)
         self._plan_id = agreement.signature
+        if mark_of(self.save_id) != f"{agreement.told:016x}":
+            self.save_id = f"{agreement.told:016x}"
         self.n_leaders = agreement.count(LEADS)
         self.channel = self.channel.led_by(coordinator_of(agreement, self.channel.coordinator_rank))
         decision = decide(agreement, own, self.channel.coordinator_rank)
@@ -280,18 +295,19 @@ class SaveSession:
             told = [(rank, message.unloadable) for rank, message in enumerate(self._messages) if message is not None]
             self.unloadable_objects = report_unloadable(self.checkpoint, told)
         self._written_agreement = self.channel.last_agreement
-        self._generations = self._agreed_generations(self._written_agreement)
+        self._marks = self._agreed_marks(self._written_agreement)
 
-    def _agreed_generations(self, agreement: Agreement) -> Sequence[int]:
-        """The generation of each rank's file names, on the coordinator: they differ where a save was killed, say."""
+    def _agreed_marks(self, agreement: Agreement) -> Sequence[str]:
+        """The mark in each rank's file names, on the coordinator: they differ where a save was killed, say."""
+        mark = mark_of(self.save_id)
         if agreement.same_value:
-            return [agreement.lowest - 1] * self.channel.size
+            return [mark if agreement.lowest == 2 else ""] * self.channel.size
 
-        def tell() -> GenerationMessage:
-            return GenerationMessage(0 if self.written is None else self.written.generation)
+        def tell() -> FileNamesMessage:
+            return FileNamesMessage(self.written is not None and bool(self.written.mark))
 
-        told = self.channel.gather(self._named("file names"), tell, GenerationMessage)
-        return [0 if each is None else each.generation for each in told or []]
+        told = self.channel.gather(self._named("file names"), tell, FileNamesMessage)
+        return [mark if each is not None and each.are_marked else "" for each in told or []]
 
     def _replica_digests(self) -> bytes:
         """What this rank holds of the chunks that this save compares; no bytes if it compares none of them."""
@@ -355,7 +371,7 @@ class SaveSession:
         if self._written_agreement is None:
             raise ValueError("settle comes before the metadata")
         self._written_by_all = written_by_all(
-            self._generations,
+            self._marks,
             self._messages,
             self.coordinator.variable_places,
             self._written_agreement.signature,
@@ -364,27 +380,31 @@ class SaveSession:
         return self.coordinator.metadata.encode(self._written_by_all, storage_meta)
 
     def commit(
-        self, publish: Callable[[], None], clean_up: Callable[[], None], keep_plan: Callable[[bytes], None]
+        self,
+        publish: Callable[[], None],
+        clean_up: Callable[[], None],
+        keep_plan: Callable[[bytes], None],
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Make the checkpoint visible, on the coordinator, and keep the plan for the next save.
 
         Args:
-            publish: writes ``.metadata``; called on the coordinator only.
+            publish: writes ``.metadata``; called on the coordinator only, once ``check`` has returned on all ranks.
             clean_up: removes what the new checkpoint replaces; called on the coordinator only, once all ranks know that
                 the checkpoint is committed, so that nobody waits for it. It must not raise.
             keep_plan: puts the plan beside the checkpoint, for a job that resumes from it; called on the coordinator
                 only, once the checkpoint is committed. If it fails, nothing is lost.
+            check: makes sure that what this rank has written is still as it was; called on every rank that commits.
         """
-
-        def publish_on_coordinator() -> None:
-            if self.channel.is_coordinator:
-                publish()
-
         try:
             if self.commits_together:
-                self.channel.barrier(self._named("commit"), publish_on_coordinator)
-            else:
-                publish_on_coordinator()
+                self.channel.barrier(
+                    self._named("commit"), check, then=publish, offer=lambda: digest_offer(self.written)
+                )
+                self.digest = digest_of(self.channel.last_agreement)
+            elif self.channel.is_coordinator:
+                check()
+                publish()
         except BaseException as error:
             # Ranks may have learnt of the commit or not: with the plan gone they agree on what they know again.
             PLANS.forget(self.channel.ranks, self._plan_id)

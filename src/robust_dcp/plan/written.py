@@ -13,19 +13,30 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from robust_dcp.comm import Offer
+from robust_dcp.comm import Agreement, Offer
 from robust_dcp.errors import ExchangeError
 from robust_dcp.storage.writing.engine import WrittenFiles
 
-__all__ = ["GenerationMessage", "WrittenMessage", "news_of", "written_by_all", "written_offer"]
+__all__ = [
+    "FileNamesMessage",
+    "WrittenMessage",
+    "digest_of",
+    "digest_offer",
+    "news_of",
+    "written_by_all",
+    "written_offer",
+]
 
 Places = npt.NDArray[np.int64]
 
+HAS_DIGEST = 1
+"""Flag of an offer: all that this rank has written has checksums, and a digest."""
 
-class GenerationMessage(msgspec.Struct, frozen=True):
-    """The generation of a rank's file names, where ranks have different ones."""
 
-    generation: int
+class FileNamesMessage(msgspec.Struct, frozen=True):
+    """Whether a rank's file names have the mark of the save, where ranks differ in that."""
+
+    are_marked: bool
 
 
 class WrittenMessage(msgspec.Struct, frozen=True):
@@ -45,13 +56,25 @@ class WrittenMessage(msgspec.Struct, frozen=True):
 
 
 def written_offer(written: WrittenFiles | None) -> Offer:
-    """A digest of the places of all variable items, and the generation of the file names, counted from 1.
+    """A digest of the places of all variable items, and whether file names are plain (1) or marked (2).
 
     With them the coordinator never fills in places that a rank did not mean.
     """
     if written is None:
         return Offer()
-    return Offer(signature=_digest(written.variable_places), value=written.generation + 1)
+    return Offer(signature=_digest(written.variable_places), value=1 + bool(written.mark))
+
+
+def digest_offer(written: WrittenFiles | None) -> Offer:
+    """The digest of what a rank has written, if it has one."""
+    if written is None or not written.digest:
+        return Offer()
+    return Offer(signature=written.digest, flags=HAS_DIGEST)
+
+
+def digest_of(agreement: Agreement) -> str | None:
+    """What the digests of all ranks add up to, in hexadecimal digits; ``None`` if one has none."""
+    return agreement.signature.hex() if agreement.all_have(HAS_DIGEST) else None
 
 
 def news_of(
@@ -77,7 +100,7 @@ def news_of(
 
 
 def written_by_all(
-    generations: Sequence[int],
+    marks: Sequence[str],
     messages: Sequence[WrittenMessage | None],
     known: Sequence[Places] | None,
     digest: bytes,
@@ -86,7 +109,7 @@ def written_by_all(
     """What every rank has written; on the coordinator.
 
     Args:
-        generations: of the file names of each rank.
+        marks: in the file names of each rank.
         messages: from each rank, :func:`news_of`.
         known: the places of each rank in the last committed save by the same plan.
         digest: what the digests of all ranks (:func:`written_offer`) were combined to.
@@ -103,8 +126,8 @@ def written_by_all(
             "the places of the objects that ranks wrote are not those that the coordinator has; save again"
         )
     return tuple(
-        WrittenFiles(generation=generation, variable_places=each, names=(), nbytes=0)
-        for generation, each in zip(generations, places, strict=True)
+        WrittenFiles(mark=mark, variable_places=each, names=(), nbytes=0)
+        for mark, each in zip(marks, places, strict=True)
     )
 
 

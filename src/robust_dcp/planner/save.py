@@ -324,6 +324,7 @@ class RobustPlanner(DefaultSavePlanner):
         writer = self._writer
         if writer is not None:
             session.undo = lambda: writer.directory
+            session.save_id = writer.save_id
 
         def describe() -> LocalStructure:
             self.raise_set_up_error()

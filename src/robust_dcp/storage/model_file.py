@@ -19,10 +19,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from robust_dcp.storage.files.disk import Disk, OpenFile
+from robust_dcp.storage.layouts.footer import FileSums, SumColumns
 from robust_dcp.storage.layouts.protocol import ItemColumns, PlacedTensor
 from robust_dcp.storage.layouts.safetensors_head import ShardHead, entry_nbytes, head_nbytes_for
 from robust_dcp.storage.reader import RobustReader
-from robust_dcp.storage.records.checksum import crc32
+from robust_dcp.storage.records.block_sums import merged, sums_of
 
 __all__ = ["ModelTensor", "boxes_of", "write_model_file"]
 
@@ -62,18 +63,30 @@ def write_model_file(
     # The largest elements first: readers want data at multiples of an element's size.
     tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     head_nbytes = _head_nbytes(tensors)
-    checksums = np.zeros(len(tensors), dtype=np.uint32)
+    sums: list[list[tuple[int, int, list[int]]]] = [[] for _ in tensors]
     end = head_nbytes
     for batch in _batches(tensors, buffer_nbytes):
         view = memoryview(bytearray(sum(piece.nbytes for piece in batch)))
         _read(batch, view, reader, metadata)
         at = 0
         for piece in batch:
-            checksums[piece.number] = crc32(view[at : at + piece.nbytes], int(checksums[piece.number]))
+            before = sums[piece.number]
+            begin = before[-1][1] if before else 0
+            before.append((begin, begin + piece.nbytes, sums_of(view[at : at + piece.nbytes], begin)))
             at += piece.nbytes
         disk.pwrite(file, view, end)
         end += view.nbytes
-    disk.pwrite(file, _head(tensors, head_nbytes).encode(checksums), 0)
+    disk.pwrite(file, _head(tensors, head_nbytes).encode("", _columns(tensors, sums, head_nbytes)), 0)
+
+
+def _columns(
+    tensors: Sequence[ModelTensor], sums: Sequence[list[tuple[int, int, list[int]]]], head_nbytes: int
+) -> SumColumns:
+    columns = FileSums()
+    nbytes = np.array([tensor.nbytes for tensor in tensors], dtype=np.int64)
+    blocks = [each for pieces in sums for each in merged(pieces)]
+    columns.add(head_nbytes + np.cumsum(nbytes) - nbytes, nbytes, np.array(blocks, dtype=np.uint32))
+    return columns.columns()
 
 
 def _head_nbytes(tensors: Sequence[ModelTensor]) -> int:

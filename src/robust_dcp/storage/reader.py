@@ -10,7 +10,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from errno import ENOENT, ENOTDIR
 from typing import Any
 
@@ -24,16 +24,29 @@ from torch.futures import Future
 
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.storage.files.disk import Disk, PosixDisk
-from robust_dcp.storage.files.paths import directory_path, is_url, metadata_name
+from robust_dcp.storage.files.paths import directory_path, is_url, mark_of, metadata_name
 from robust_dcp.storage.files.what_is_there import what_is_there
-from robust_dcp.storage.metadata.metadata_file import check_metadata, decode_metadata, encode_metadata
+from robust_dcp.storage.metadata.metadata_file import check_metadata, decode_metadata, encode_metadata, files_are_marked
 from robust_dcp.storage.metadata.shard_metadata import metadata_of_shards, shards_in
 from robust_dcp.storage.reading.common_reads import CommonReads, common_reads, places_in_files
 from robust_dcp.storage.reading.read_items import read_items
 from robust_dcp.storage.reading.read_options import BLOCK_NBYTES, ReadOptions
+from robust_dcp.storage.reading.verification import Verify
+from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.writing.write_options import default_threads
 
-__all__ = ["RobustReader"]
+__all__ = ["RobustReader", "overwritten"]
+
+
+@dataclass
+class ReaderMeta(StorageMeta):
+    """What a reader notes in the metadata that it has decoded.
+
+    Attributes:
+        mark: that the data files must have; ``None`` if they need not have one.
+    """
+
+    mark: str | None = None
 
 
 class UnreadMetadata(Metadata):
@@ -49,6 +62,20 @@ class UnreadMetadata(Metadata):
         raise self.error
 
 
+def overwritten(path: str, error: RobustCheckpointError) -> StorageError:
+    """The error of a load whose files were replaced under it; ``error`` is how that showed."""
+    return StorageError(
+        f"{path} was overwritten while it was loaded: load it again once no save runs into it, or save each step into "
+        f"a directory of its own ({error.message})",
+        path=path,
+        operation="load",
+    )
+
+
+def _stamp(data: bytes) -> tuple[int, int]:
+    return len(data), crc32(data)
+
+
 def _goes_on(done_nbytes: int, total_nbytes: int) -> None:
     """Nobody says to stop."""
 
@@ -62,7 +89,10 @@ class RobustReader(StorageReader):
     Args:
         path: the checkpoint's directory.
         threads: reads in flight; by default 2 for each core of the rank's share of the node, between 4 and 8.
-        verify_checksums: compare every item that is read as a whole with the CRC-32 that was written with it.
+        verify_checksums: compare what is read, whole items and slices, with the CRC-32s that were written with it.
+            ``True``: whatever has checksums that cover it, or nearly so; stock's have one for each item, so slices of
+            large items by stock are not compared. ``"all"``: all of each item where it takes that, and what has no
+            checksum is an error. ``False``: nothing is compared, to save what can be saved of a damaged checkpoint.
         trusted: let items that are no tensors run code when they are loaded, as stock does.
         buffer_bytes: limit for what has been read and not yet handed over. One item may exceed it.
         block_bytes: size of a read.
@@ -85,6 +115,7 @@ class RobustReader(StorageReader):
 
     Attributes:
         peak_buffer_nbytes: the most memory that data passed through at any time in the last ``read_data``.
+        unverified_nbytes: bytes of data that were not compared with a checksum in the last ``read_data``.
         node_reads_the_same: another rank on this node reads just what this one reads. Then ``direct=None`` reads
             through the page cache, so that the device is read once. ``robust_dcp.load`` finds that out and sets it.
     """
@@ -94,7 +125,7 @@ class RobustReader(StorageReader):
         path: str | os.PathLike[str],
         *,
         threads: int | None = None,
-        verify_checksums: bool = True,
+        verify_checksums: Verify = True,
         trusted: bool = False,
         buffer_bytes: int = 1 << 30,
         block_bytes: int = BLOCK_NBYTES,
@@ -113,12 +144,14 @@ class RobustReader(StorageReader):
         self._metadata: Metadata | None = None
         self.share_reads = share_reads
         self.peak_buffer_nbytes = 0
+        self.unverified_nbytes = 0
         self.node_reads_the_same = False
         self.load_id = str(uuid.uuid4())
         self._check_stop: Callable[[int, int], None] = _goes_on
+        self._was_read: tuple[int | None, tuple[int, int]] | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._metadata = None
+        self._metadata = self._was_read = None
         self.node_reads_the_same = False
         if checkpoint_id:
             self.path = directory_path(checkpoint_id)
@@ -148,7 +181,7 @@ class RobustReader(StorageReader):
         """
         path = self._metadata_path(rank)
         try:
-            opened = self._disk.open_read(path)
+            data = self._bytes_of(path)
         except StorageError as error:
             if error.errno not in (ENOENT, ENOTDIR):
                 raise
@@ -158,14 +191,28 @@ class RobustReader(StorageReader):
             message = f"no {metadata_name(rank)} in {self.path}: no checkpoint was committed there"
             message += f"\n  {what_is_there(self._disk, self.path)}"
             raise StorageError(message, path=path, errno=error.errno, operation="open") from error
+        check_metadata(data, path)
+        self._was_read = rank, _stamp(data)
+        return data
+
+    def is_overwritten(self) -> bool:
+        """Whether the ``.metadata`` that this reader has read last has been replaced since."""
+        if self._was_read is None:
+            return False
+        rank, stamp = self._was_read
+        try:
+            return _stamp(self._bytes_of(self._metadata_path(rank))) != stamp
+        except StorageError:
+            return False
+
+    def _bytes_of(self, path: str) -> bytes:
+        opened = self._disk.open_read(path)
         try:
             buffer = bytearray(self._disk.size(path))
             found = self._disk.pread_into(opened, buffer, 0)
         finally:
             self._disk.close(opened)
-        data = bytes(memoryview(buffer)[:found])
-        check_metadata(data, path)
-        return data
+        return bytes(memoryview(buffer)[:found])
 
     def decode_metadata(self, data: bytes, rank: int | None = None) -> Metadata:
         """Decode what :meth:`metadata_bytes` returned, here or on another rank.
@@ -174,9 +221,13 @@ class RobustReader(StorageReader):
             CorruptCheckpoint, UnsafeCheckpoint: as :func:`~robust_dcp.storage.metadata.metadata_file.decode_metadata`.
         """
         metadata = decode_metadata(data, self._metadata_path(rank), is_checked=True)
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
+        meta = ReaderMeta()
+        for each in fields(StorageMeta) if metadata.storage_meta is not None else ():
+            setattr(meta, each.name, getattr(metadata.storage_meta, each.name, None))
+        meta.load_id = self.load_id
+        if meta.save_id is not None and files_are_marked(data):
+            meta.mark = mark_of(meta.save_id)
+        metadata.storage_meta = meta
         return metadata
 
     @entry_point
@@ -230,12 +281,19 @@ class RobustReader(StorageReader):
         options = self._options
         if self.node_reads_the_same and options.direct is None:
             options = replace(options, direct=False)
-        self.peak_buffer_nbytes = read_items(
-            plan.items, planner, self._known_metadata(), self.path, self._disk, options, self._check_stop
-        )
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        metadata = self._known_metadata()
+        mark = getattr(metadata.storage_meta, "mark", None)
+        try:
+            done = read_items(plan.items, planner, metadata, self.path, self._disk, options, self._check_stop, mark)
+        except CorruptCheckpoint as error:
+            # Within our own load all ranks find that out together, and start over.
+            if self._check_stop is _goes_on and self.is_overwritten():
+                raise overwritten(self.path, error) from error
+            raise
+        self.peak_buffer_nbytes, self.unverified_nbytes = done
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
 
     @contextmanager
     def checking(self, check_stop: Callable[[int, int], None]) -> Iterator[None]:

@@ -13,7 +13,7 @@ import os
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from torch.futures import Future
 
 from robust_dcp.errors import entry_point
 from robust_dcp.storage.files.disk import Disk, PosixDisk
-from robust_dcp.storage.files.paths import PLAN_NAME, directory_path, is_url
+from robust_dcp.storage.files.paths import PLAN_NAME, directory_path, is_url, mark_of
 from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.layouts.places import Placements, place_as_they_come
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, StorageInfo, encode_metadata, referenced_files
@@ -60,6 +60,12 @@ class SaveInProgress(Protocol):
     @property
     def known_places(self) -> npt.NDArray[np.int64] | None: ...
 
+    @property
+    def save_id(self) -> str: ...
+
+    @property
+    def commits_together(self) -> bool: ...
+
     def settle(self, write: Callable[[], WrittenFiles]) -> None: ...
 
     def leave_commit_to_stock(self) -> None: ...
@@ -71,8 +77,19 @@ class SaveInProgress(Protocol):
     def encoded_metadata(self, storage_meta: StorageMeta) -> MetadataToPublish: ...
 
     def commit(
-        self, publish: Callable[[], None], clean_up: Callable[[], None], keep_plan: Callable[[bytes], None]
+        self,
+        publish: Callable[[], None],
+        clean_up: Callable[[], None],
+        keep_plan: Callable[[bytes], None],
+        check: Callable[[], None] = ...,
     ) -> None: ...
+
+
+class _Share(NamedTuple):
+    """What the coordinator of a save by another planner than ours tells each rank, in its plan."""
+
+    rank: int
+    save_id: str
 
 
 @dataclass
@@ -152,6 +169,7 @@ class RobustWriter(StorageWriter):
         self._alone = False
         self._is_coordinator = False
         self._begun = False
+        self._uncommitted_names: tuple[str, ...] = ()
 
     @property
     def plan_options(self) -> dict[str, str | int]:
@@ -184,6 +202,12 @@ class RobustWriter(StorageWriter):
             self.directory.remove_directories()
             raise
 
+    def adopt(self, save_id: str) -> None:
+        """Make ``save_id`` the one of this save; before :meth:`write`, on every rank."""
+        self.save_id = save_id
+        if self._directory is not None:
+            self._directory.save_id = save_id
+
     def announce(self, *, ranks: int) -> None:
         """On the coordinator, before any rank writes: make sure that what ranks write can be told from what others do.
 
@@ -212,7 +236,12 @@ class RobustWriter(StorageWriter):
         check_stop: Callable[[int, int], None],
         known_places: npt.NDArray[np.int64] | None = None,
     ) -> WrittenFiles:
-        """Write this rank's items to their places, durably. Nothing is visible to readers yet."""
+        """Write this rank's items to their places, durably. Nothing is visible to readers yet.
+
+        :attr:`save_id` must be the one of the save: all ranks put its mark into their files.
+        """
+        if self._alone:
+            self.directory.share()
         for place in (self.path, *stripe_directories(self._disk, self.path, self.options.stripe_paths)):
             self.directory.make(place)
         written = write_files(
@@ -221,6 +250,7 @@ class RobustWriter(StorageWriter):
             rank,
             source,
             placements,
+            mark=mark_of(self.save_id),
             options=self.options,
             check_stop=check_stop,
             known_places=known_places,
@@ -228,10 +258,20 @@ class RobustWriter(StorageWriter):
             not_removed=self.directory.stuck,
         )
         self.directory.has_written(written)
+        self._uncommitted_names = written.uncommitted_names
         return written
 
+    def check_own(self) -> None:
+        """Make sure, right before the commit, that nobody has touched what this rank has written.
+
+        Raises:
+            StorageError: somebody has.
+        """
+        self.directory.check_own(self._uncommitted_names)
+
     def publish(self, metadata: MetadataToPublish) -> None:
-        """Commit: make ``metadata`` the checkpoint's, durably and in one step."""
+        """Commit: make ``metadata`` the checkpoint's, durably and in one step. All its files have been looked at
+        (:meth:`check_own`), here or on the ranks that wrote them."""
         self.directory.publish(metadata)
 
     def clean_up(self) -> None:
@@ -274,7 +314,7 @@ class RobustWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.announce(ranks=len(plans))
-        return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
+        return [replace(plan, storage_data=_Share(rank, self.save_id)) for rank, plan in enumerate(plans)]
 
     @entry_point
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -286,6 +326,7 @@ class RobustWriter(StorageWriter):
             placements = session.placements
             if placements is None:
                 raise ValueError("this save was planned for another storage writer")
+            self.adopt(session.save_id)
             session.settle(
                 lambda: self.write(
                     session.rank,
@@ -309,7 +350,12 @@ class RobustWriter(StorageWriter):
                 f"RobustWriter with layout={self.layout.name!r} needs the places that RobustPlanner plans, and was "
                 f"called with {type(planner).__name__}; pass planner=RobustPlanner()"
             )
-        rank = self._rank if self._alone and self._rank is not None else int(plan.storage_data or 0)
+        share = plan.storage_data if isinstance(plan.storage_data, _Share) else _Share(0, self.save_id)
+        rank = share.rank
+        if self._alone and self._rank is not None:
+            rank = self._rank
+        else:
+            self.adopt(share.save_id)
         placements = place_as_they_come([_chunk_nbytes(item) for item in plan.items], files=self.files_per_rank)
         source = WriteItemSource(plan.items, planner.resolve_data)
         written = self.write(rank, source, placements, lambda done_nbytes, total_nbytes: None)
@@ -326,19 +372,25 @@ class RobustWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         session = getattr(metadata, "session", None)
         if isinstance(session, SaveInProgress):
-            session.commit(
-                lambda: self.publish(session.encoded_metadata(self.plain_meta())), self.clean_up, self.keep_plan
-            )
+            session.commit(lambda: self._publish_planned(session), self.clean_up, self.keep_plan, self.check_own)
             return
         metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         metadata.storage_meta = self.plain_meta()
         metadata.version = FORMAT_VERSION
+        files = referenced_files(metadata)
         try:
-            self.publish(MetadataToPublish((encode_metadata(metadata),), referenced_files(metadata)))
+            self.directory.check_own(files)
+            self.publish(MetadataToPublish((encode_metadata(metadata),), files))
         except BaseException as error:
             self.directory.take_back(error)
             raise
         self.clean_up()
+
+    def _publish_planned(self, session: SaveInProgress) -> None:
+        encoded = session.encoded_metadata(self.plain_meta())
+        if not session.commits_together:  # stock lets the coordinator alone commit
+            self.directory.check_own(encoded.uncommitted_files)
+        self.publish(encoded)
 
     def plain_meta(self) -> StorageMeta:
         """What goes into ``.metadata``: stock's class, and nothing of this process."""

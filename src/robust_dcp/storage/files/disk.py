@@ -155,8 +155,20 @@ class Disk(Protocol):
     def modified_seconds(self, path: str) -> float:
         """When a file was last written, by the clock of its file system."""
 
+    def fingerprint(self, path: str) -> tuple[int, int, int]:
+        """What changes when a file is written or replaced: inode, size and time of the last write, in nanoseconds."""
+
+    def open_lock(self, path: str) -> OpenFile:
+        """Open a regular file for reading and writing; it is made if it is not there."""
+
+    def is_at(self, file: OpenFile, path: str) -> bool:
+        """Whether ``path`` is a name of the open ``file``."""
+
+    def unlock(self, file: OpenFile) -> None:
+        """Let go of what :meth:`lock` has locked, also where a forked process has the file open."""
+
     def lock(self, file: OpenFile, *, shared: bool = False) -> bool | None:
-        """Lock ``file`` until it is closed or this process ends, without waiting.
+        """Lock ``file`` until it is closed or this process ends, without waiting. A lock that is held is exchanged.
 
         Returns:
             ``True``: it is locked. ``False``: somebody else holds a lock on it. ``None``: there are no locks here.
@@ -323,6 +335,30 @@ class PosixDisk:
     def modified_seconds(self, path: str) -> float:
         status: os.stat_result = _call("look at", path, os.stat, path)
         return status.st_mtime
+
+    def fingerprint(self, path: str) -> tuple[int, int, int]:
+        status: os.stat_result = _call("look at", path, os.stat, path)
+        return status.st_ino, status.st_size, status.st_mtime_ns
+
+    def open_lock(self, path: str) -> OpenFile:
+        file = _open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, "open")
+        try:
+            _check_regular(file)
+        except BaseException:
+            self.close(file)
+            raise
+        return file
+
+    def is_at(self, file: OpenFile, path: str) -> bool:
+        try:
+            there = os.stat(path)
+        except OSError:
+            return False
+        own: os.stat_result = _call("look at", file.path, os.fstat, file.fd)
+        return (own.st_dev, own.st_ino) == (there.st_dev, there.st_ino)
+
+    def unlock(self, file: OpenFile) -> None:
+        _call("unlock", file.path, fcntl.flock, file.fd, fcntl.LOCK_UN)
 
     def lock(self, file: OpenFile, *, shared: bool = False) -> bool | None:
         # flock(2): it belongs to the open file, so two saves of one process see each other as those of two do.

@@ -1,7 +1,8 @@
 """Names of the files of a checkpoint, and the proof that a name stays in its directory.
 
-Owns which checkpoint ids are directories, which names data files have and which paths out of ``.metadata`` may be
-opened. Never opens anything. Readers and writers are given paths by users, and names by ``.metadata``: both come here.
+Owns which checkpoint ids are directories, which names data files have, the mark of a save that stands in some, and
+which paths out of ``.metadata`` may be opened. Never opens anything. Readers and writers are given paths by users, and
+names by ``.metadata``: both come here.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from robust_dcp.storage.files.disk import Disk
 __all__ = [
     "DATA_SUFFIX",
     "JOURNAL_PREFIX",
+    "LOCK_NAME",
     "METADATA_NAME",
     "PLAN_NAME",
     "SAFETENSORS_SUFFIX",
@@ -29,6 +31,7 @@ __all__ = [
     "is_data_file",
     "is_url",
     "locate",
+    "mark_of",
     "metadata_name",
     "parse_data_file_name",
     "shard_file_name",
@@ -43,16 +46,20 @@ PLAN_NAME: Final = ".robust_dcp.plan"
 """The plan that a checkpoint was saved by; no part of the checkpoint, and nothing that stock looks for."""
 
 JOURNAL_PREFIX: Final = ".robust_dcp.saving."
-"""Followed by the id of a save: the file that says that this save is under way, and which files it may make."""
+"""Followed by the mark of a save: the file that says that this save is under way, and which files it may make."""
 
-# Stock DCP: __{rank}_{number}.distcp. Megatron-Core may put its separation hint before that; ours have a generation.
-_DATA_FILE: Final = re.compile(
-    r"(?P<hint>[\w.\-]*?)__(?P<rank>\d+)_(?P<number>\d+)(?:\.(?P<generation>[1-9]\d*))?\.distcp"
-)
+LOCK_NAME: Final = ".robust_dcp.lock"
+"""The file that a save holds a lock on as long as it runs."""
+
+# What the first edition put into names instead of a mark: how often the plain name had been taken.
+_MARK: Final = r"(?P<mark>[0-9a-f]{16}|\d+)"
+
+# Stock DCP: __{rank}_{number}.distcp. Megatron-Core may put its separation hint before that; ours may have a mark.
+_DATA_FILE: Final = re.compile(rf"(?P<hint>[\w.\-]*?)__(?P<rank>\d+)_(?P<number>\d+)(?:\.(?!0\.){_MARK})?\.distcp")
 
 # Names of torch's HuggingFaceStorageWriter, and of a file that will be called so once it is committed.
 _SHARD_FILE: Final = re.compile(r"shard-(?P<shard>\d{5,})-model-(?P<number>\d{5,})-of-\d{5,}\.safetensors")
-_TEMPORARY: Final = re.compile(r"(?P<name>.+\.safetensors)\.(?P<generation>\d+)\.part")
+_TEMPORARY: Final = re.compile(rf"(?P<name>.+\.safetensors)(?:\.{_MARK})?\.part")
 
 
 _URL: Final = re.compile(r"\s*(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]*)://")
@@ -101,22 +108,27 @@ def directory_path(path: str | os.PathLike[str]) -> str:
     )
 
 
+def mark_of(save_id: str) -> str:
+    """The mark of a save: the first 16 hexadecimal digits of its id, which stand in its files, and in their names where
+    the plain names are taken."""
+    return save_id.replace("-", "")[:16]
+
+
 class DataFileName(NamedTuple):
-    """What the name of a data file says: who wrote it, which of its files it is, and how often the name was taken."""
+    """What the name of a data file says: who wrote it, which of its files it is, and the mark of the save, if any."""
 
     rank: int
     number: int
-    generation: int
+    mark: str
     hint: str = ""
 
 
-def data_file_name(rank: int, number: int, generation: int = 0) -> str:
-    """``__{rank}_{number}.distcp`` as stock names it; ``__{rank}_{number}.{generation}.distcp`` from generation 1 on.
+def data_file_name(rank: int, number: int, mark: str = "") -> str:
+    """``__{rank}_{number}.distcp`` as stock names it, or ``__{rank}_{number}.{mark}.distcp``.
 
-    A save into a directory that holds a checkpoint takes a generation whose names are free, so that no committed file
-    is ever written to.
+    A save takes the latter where the plain name is not free, so that no file of another save is ever written to.
     """
-    return f"__{rank}_{number}.{generation}{DATA_SUFFIX}" if generation else f"__{rank}_{number}{DATA_SUFFIX}"
+    return f"__{rank}_{number}.{mark}{DATA_SUFFIX}" if mark else f"__{rank}_{number}{DATA_SUFFIX}"
 
 
 def parse_data_file_name(name: str) -> DataFileName | None:
@@ -124,7 +136,7 @@ def parse_data_file_name(name: str) -> DataFileName | None:
     match = _DATA_FILE.fullmatch(name)
     if match is None:
         return None
-    return DataFileName(int(match["rank"]), int(match["number"]), int(match["generation"] or 0), match["hint"])
+    return DataFileName(int(match["rank"]), int(match["number"]), match["mark"] or "", match["hint"])
 
 
 def shard_file_name(rank: int, number: int, count: int) -> str:
@@ -132,9 +144,9 @@ def shard_file_name(rank: int, number: int, count: int) -> str:
     return f"shard-{rank + 1:05d}-model-{number + 1:05d}-of-{count:05d}{SAFETENSORS_SUFFIX}"
 
 
-def temporary_name(name: str, generation: int) -> str:
+def temporary_name(name: str, mark: str = "") -> str:
     """What a safetensors file is called until it is committed: a name that no reader of safetensors looks at."""
-    return f"{name}.{generation}.part"
+    return f"{name}.{mark}.part" if mark else f"{name}.part"
 
 
 def committed_name(name: str) -> str:
@@ -149,25 +161,25 @@ def is_data_file(name: str) -> bool:
 
 
 class WriterOfFile(NamedTuple):
-    """Which rank would give a data file its name, which of its files it would be (from 0 on), and of which generation.
-    The generation of a committed safetensors file is not in its name."""
+    """Which rank would give a data file its name, which of its files it would be (from 0 on), and the mark of its save,
+    if that is in the name."""
 
     rank: int
     number: int
-    generation: int
+    mark: str
 
 
 def writer_of(name: str) -> WriterOfFile | None:
     """Read a name that ours may be, in either layout; ``None`` if a save of ours gives no file such a name."""
     records = parse_data_file_name(name)
     if records is not None:
-        return None if records.hint else WriterOfFile(records.rank, records.number, records.generation)
+        return None if records.hint else WriterOfFile(records.rank, records.number, records.mark)
     shard = _SHARD_FILE.fullmatch(committed_name(name))
     if shard is None:
         return None
     temporary = _TEMPORARY.fullmatch(name)
-    generation = 0 if temporary is None else int(temporary["generation"])
-    return WriterOfFile(int(shard["shard"]) - 1, int(shard["number"]) - 1, generation)
+    mark = "" if temporary is None else temporary["mark"] or ""
+    return WriterOfFile(int(shard["shard"]) - 1, int(shard["number"]) - 1, mark)
 
 
 def holds_raw_bytes(path: str) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from robust_dcp.storage.layouts.footer import SumColumns
 from robust_dcp.storage.layouts.places import Placements
 
 __all__ = ["FileName", "Frame", "Head", "ItemColumns", "Layout", "PlacedTensor"]
@@ -112,18 +113,15 @@ class PlacedTensor(NamedTuple):
 class Head(Protocol):
     """What stands at the head of a file; written last, since it holds the checksums of what follows.
 
-    Attributes:
-        places: intp ``[n]``, places in the plan of the items whose checksums :meth:`encode` wants, in that order.
+    It holds what the footer of other files does.
     """
 
-    @property
-    def places(self) -> npt.NDArray[np.intp]: ...
-
-    def encode(self, checksums: npt.NDArray[np.uint32] | None) -> bytes:
+    def encode(self, mark: str, sums: SumColumns | None) -> bytes:
         """The bytes.
 
         Args:
-            checksums: uint32 ``[n]``, CRC-32 of each item; ``None`` if none were computed.
+            mark: of the save; empty for a file that is no part of one.
+            sums: of the tensors of the file; ``None`` if none were computed.
         """
 
 
@@ -163,12 +161,12 @@ class Layout(Protocol):
             PlanConflict: the items cannot lie in files of this layout.
         """
 
-    def file_names(self, rank: int, head_nbytes: Sequence[int], generation: int) -> list[FileName]:
+    def file_names(self, rank: int, head_nbytes: Sequence[int], mark: str) -> list[FileName]:
         """The names of a rank's files.
 
         Args:
             head_nbytes: of each file, as in :class:`~robust_dcp.storage.layouts.places.Placements`.
-            generation: how many saves have left files that would have these names, 0 in a fresh directory.
+            mark: of the save, where the plain names are not free; else empty.
         """
 
     def frame(self, dtype: torch.dtype, shape: tuple[int, ...], head_nbytes: int) -> Frame | None:

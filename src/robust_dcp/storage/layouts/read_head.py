@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Final, TypeGuard
 
+import numpy as np
 import torch
 
 from robust_dcp.errors import CorruptCheckpoint
@@ -29,6 +30,7 @@ from robust_dcp.storage.layouts.safetensors_head import (
     OFFSETS_KEY,
     SHARDING_KEY,
 )
+from robust_dcp.storage.records.block_sums import SUM_NBYTES
 
 __all__ = ["FileHead", "LazyHead", "StoredTensor", "parse_head", "read_head", "unusable_file"]
 
@@ -39,7 +41,7 @@ _DTYPES: Final[dict[str, torch.dtype]] = {
     for name, dtype in {**{name: dtype for dtype, name in DTYPES.items()}, **_MORE_DTYPES}.items()
     if hasattr(torch, dtype)
 }
-_CRC32: Final = re.compile(r"[0-9a-f]{8}")
+_HEXADECIMAL: Final = re.compile(r"[0-9a-f]+")
 _MAX_DIMENSIONS: Final = 64
 _ENTRY_KEYS: Final = {"dtype", "shape", "data_offsets"}
 
@@ -53,6 +55,7 @@ class StoredTensor:
         offset, nbytes: of its data in the file.
         chunk_offset: of the chunk in its tensor; zeros for a whole one.
         crc32: of its data, if the head has it.
+        block_crc32s: of the blocks of its data (``records.block_sums``), if there are several and the head has them.
     """
 
     dtype: torch.dtype
@@ -61,6 +64,7 @@ class StoredTensor:
     nbytes: int
     chunk_offset: tuple[int, ...]
     crc32: int | None
+    block_crc32s: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -161,8 +165,8 @@ def parse_head(header: bytes, file_nbytes: int, file: str) -> FileHead:
     for name, entry in described.items():
         dtype, shape, begin, end = _checked_entry(name, entry, file)
         offset = _checked_offset(name, chunks, shape, file)
-        crc32 = _checked_crc32(name, checksums, file)
-        tensors[name] = StoredTensor(dtype, shape, base + begin, end - begin, offset, crc32)
+        crc32, blocks = _checked_crc32s(name, checksums, end - begin, file)
+        tensors[name] = StoredTensor(dtype, shape, base + begin, end - begin, offset, crc32, blocks)
     _refuse_holes(tensors, base, file_nbytes, file)
     return FileHead(tensors, is_of_checkpoint=MARK_KEY in metadata)
 
@@ -213,13 +217,17 @@ def _checked_offset(name: str, chunks: dict[str, Any], shape: tuple[int, ...], f
     return tuple(offset)
 
 
-def _checked_crc32(name: str, checksums: dict[str, Any], file: str) -> int | None:
+def _checked_crc32s(name: str, checksums: dict[str, Any], nbytes: int, file: str) -> tuple[int | None, tuple[int, ...]]:
+    """The CRC-32 of a tensor, and those of its blocks."""
     value = checksums.get(name)
     if value is None:
-        return None
-    if not isinstance(value, str) or not _CRC32.fullmatch(value):
-        raise unusable_file(file, "a CRC-32 of 8 hexadecimal digits", f"{value!r:.50}", name)
-    return int(value, 16)
+        return None, ()
+    n_blocks = -(-nbytes // SUM_NBYTES)
+    may_have = {8} if n_blocks < 2 else {8, 8 * (1 + n_blocks)}  # not all files have those of blocks
+    if not isinstance(value, str) or len(value) not in may_have or not _HEXADECIMAL.fullmatch(value):
+        raise unusable_file(file, "a CRC-32 of 8 hexadecimal digits, of it and of its blocks", f"{value!r:.50}", name)
+    found = np.frombuffer(bytes.fromhex(value), dtype=">u4").tolist()
+    return found[0], tuple(found[1:])
 
 
 def _refuse_holes(tensors: dict[str, StoredTensor], base: int, file_nbytes: int, file: str) -> None:

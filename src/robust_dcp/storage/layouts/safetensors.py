@@ -45,7 +45,7 @@ class Safetensors:
     """:class:`~robust_dcp.storage.layouts.protocol.Layout` ``safetensors``."""
 
     name: Final = "safetensors"
-    version: Final = "safetensors-1"
+    version: Final = "safetensors-2"
     may_share_directory: Final = False
     plans_places: Final = True
 
@@ -89,15 +89,15 @@ class Safetensors:
             heads=tuple(heads),
         )
 
-    def file_names(self, rank: int, head_nbytes: Sequence[int], generation: int) -> list[FileName]:
+    def file_names(self, rank: int, head_nbytes: Sequence[int], mark: str) -> list[FileName]:
         count = sum(nbytes > 0 for nbytes in head_nbytes)
         names = []
         for number, nbytes in enumerate(head_nbytes):
             if nbytes:
                 name = shard_file_name(rank, number, count)
-                names.append(FileName(temporary_name(name, generation), name))
+                names.append(FileName(temporary_name(name, mark), name))
             else:
-                name = data_file_name(rank, number, generation)
+                name = data_file_name(rank, number, mark)
                 names.append(FileName(name, name))
         return names
 

@@ -14,18 +14,23 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from robust_dcp.storage.layouts.footer import SumColumns
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, RECORD_ALIGNMENT
 from robust_dcp.storage.layouts.protocol import ItemColumns, PlacedTensor
+from robust_dcp.storage.records.block_sums import SUM_NBYTES, block_counts, joined
 
 __all__ = [
     "CRC32_KEY",
     "DTYPES",
     "LENGTH_NBYTES",
     "MARK_KEY",
+    "MAX_BLOCKS",
     "MAX_HEADER_NBYTES",
     "METADATA_KEY",
     "OFFSETS_KEY",
+    "SAVE_KEY",
     "SHARDING_KEY",
     "ShardHead",
     "entry_nbytes",
@@ -59,21 +64,28 @@ LENGTH_NBYTES: Final = 8
 MAX_HEADER_NBYTES: Final = 100_000_000
 """Readers refuse more."""
 
+MAX_BLOCKS: Final = 1 << 16
+"""Of a tensor with more blocks (16 GiB) the header has one checksum: a longer header would keep readers waiting."""
+
 METADATA_KEY: Final = "__metadata__"
 SHARDING_KEY: Final = "DCP_SHARDING_INFO"
 OFFSETS_KEY: Final = "saved_offsets"
 CRC32_KEY: Final = "robust_dcp.crc32"
+"""Of each tensor 8 hexadecimal digits; and 8 more for each block, if it has several (``records.block_sums``)."""
+
+SAVE_KEY: Final = "robust_dcp.save"
 MARK_KEY: Final = "robust_dcp.shard"
 """Stands in files that count only together with a ``.metadata``: without it, their save was not committed."""
 
-# The header: _BEFORE; of chunks _MARK and _SHARDING; _CRCS if there are any; _BEHIND[0], tensors, _BEHIND[1]. Version
-# and format are those of torch's writer.
+# The header: _BEFORE; of chunks _MARK, _SAVE and _SHARDING; _CRCS if there are any; _BEHIND[0], tensors, _BEHIND[1].
+# Version and format are those of torch's writer.
 _BEFORE: Final = f'{{"{METADATA_KEY}":{{"DCP_VERSION":"1.0","format":"pt"'
 _MARK: Final = f',"{MARK_KEY}":"1"'
+_SAVE: Final = f',"{SAVE_KEY}":"{"0" * 16}"'
 _SHARDING: Final = (f',"{SHARDING_KEY}":"{{', '}"')
 _CRCS: Final = (f',"{CRC32_KEY}":"{{', '}"')
 _BEHIND: Final = ("}", "}")
-_CONSTANT_NBYTES: Final = len("".join((_BEFORE, _MARK, *_SHARDING, *_CRCS, *_BEHIND)))
+_CONSTANT_NBYTES: Final = len("".join((_BEFORE, _MARK, _SAVE, *_SHARDING, *_CRCS, *_BEHIND)))
 
 _CRC_DIGITS: Final = 8
 _POWERS_OF_TEN: Final = 10 ** np.arange(1, 19, dtype=np.int64)
@@ -84,14 +96,26 @@ def entry_nbytes(items: ItemColumns) -> Int64:
     """int64 ``[n]``: an upper bound of the bytes that each item adds to the header, but for the two numbers that say
     where its data begins and ends. For items of no dtype in :data:`DTYPES` it means nothing."""
     once, twice = _escaped_lengths(items.names)
-    texts = _tensor_text("", "", (), 0, 0), _offsets_text("", ()), _crc_text("")
+    texts = _tensor_text("", "", (), 0, 0), _offsets_text("", ()), _crc_text("", 1)
     constant = sum(len(text) + len(",") for text in texts) - len("00")
-    kinds = [len(DTYPES.get(dtype, "")) + sum(len(f"{size},") for size in shape) for dtype, shape in items.kinds]
+    kinds = [_kind_nbytes(dtype, shape) for dtype, shape in items.kinds]
     numbers = _digits(items.offsets) + len(",")
     numbers[np.arange(items.offsets.shape[1]) >= items.ndims[:, None]] = 0
     nbytes: Int64 = once[items.name_ids] + 2 * twice[items.name_ids]
     nbytes += constant + np.array([*kinds, 0], dtype=np.int64)[items.kind_ids] + numbers.sum(axis=1)
     return nbytes
+
+
+def _kind_nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    data_nbytes = prod(shape) * int(getattr(torch, dtype).itemsize)
+    digits = _CRC_DIGITS * (_n_fields(data_nbytes) - 1)
+    return len(DTYPES.get(dtype, "")) + sum(len(f"{size},") for size in shape) + digits
+
+
+def _n_fields(data_nbytes: int) -> int:
+    """How many checksums stand for a tensor: its own, and those of its blocks if there are several."""
+    n_blocks = -(-data_nbytes // SUM_NBYTES)
+    return 1 + n_blocks if 2 <= n_blocks <= MAX_BLOCKS else 1
 
 
 def head_nbytes_for(entries_nbytes: int, n_items: int, payload_nbytes: int) -> int:
@@ -118,17 +142,24 @@ class ShardHead:
     """
 
     def __init__(self, tensors: Sequence[PlacedTensor], nbytes: int, *, is_of_checkpoint: bool = True) -> None:
-        self.places = np.array([tensor.place for tensor in tensors], dtype=np.intp)
         self._nbytes = nbytes
+        data_nbytes = [prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors]
+        self._data_nbytes: Int64 = np.array(data_nbytes, dtype=np.int64)
+        offset: Int64 = np.array([tensor.offset for tensor in tensors], dtype=np.int64)
+        self._in_file = np.lexsort((self._data_nbytes, offset))
         names = [_escape(tensor.name) for tensor in tensors]
         twice = [_escape(name)[1:-1] for name in names]
         before, behind = _BEFORE, _BEHIND
         if is_of_checkpoint:
             offsets = map(_offsets_text, twice, (tensor.chunk_offset for tensor in tensors))
-            before += _MARK + _SHARDING[0] + ",".join(offsets) + _SHARDING[1]
-        crcs = [_crc_text(name) for name in twice]
+            before += _MARK + _SAVE + _SHARDING[0] + ",".join(offsets) + _SHARDING[1]
+        n_fields = [_n_fields(each) for each in data_nbytes]
+        crcs = [_crc_text(name, count) for name, count in zip(twice, n_fields, strict=True)]
         ends = len(_CRCS[0]) - len(",") + np.cumsum([len(text) + len(",") for text in crcs], dtype=np.int64)
-        self._crc_at = ends - len('\\"') - _CRC_DIGITS
+        self._first_field = np.cumsum([0, *n_fields])
+        begins = ends - len('\\"') - _CRC_DIGITS * np.array(n_fields, dtype=np.int64)
+        numbers = np.arange(self._first_field[-1]) - np.repeat(self._first_field[:-1], n_fields)
+        self._crc_at = np.repeat(begins, n_fields) + _CRC_DIGITS * numbers
         entries = [_tensor_text(name, *_described(t, nbytes)) for name, t in zip(names, tensors, strict=True)]
         self._before = before.encode("ascii")
         self._crcs = (_CRCS[0] + ",".join(crcs) + _CRCS[1]).encode("ascii")
@@ -137,12 +168,29 @@ class ShardHead:
         if found > nbytes:
             raise ValueError(f"the head of a safetensors file was planned with {nbytes} bytes and needs {found}")
 
-    def encode(self, checksums: npt.NDArray[np.uint32] | None) -> bytes:
+    def encode(self, mark: str, sums: SumColumns | None) -> bytes:
         """See :class:`~robust_dcp.storage.layouts.protocol.Head`."""
-        crcs = b"" if checksums is None else self._filled_in(checksums)
-        text = self._before + crcs + self._behind
+        crcs = b"" if sums is None else self._filled_in(self._fields(sums))
+        text = self._before.replace(_SAVE.encode(), _SAVE.replace("0" * 16, mark).encode(), 1) + crcs + self._behind
         header = text.ljust(self._nbytes - LENGTH_NBYTES)
         return len(header).to_bytes(LENGTH_NBYTES, "little") + header
+
+    def _fields(self, sums: SumColumns) -> npt.NDArray[np.uint32]:
+        """The checksums as they stand in the text."""
+        if not np.array_equal(sums.nbytes, self._data_nbytes[self._in_file]):
+            raise ValueError("the checksums of a safetensors file are of other tensors than its head describes")
+        fields: npt.NDArray[np.uint32] = np.zeros(self._first_field[-1], dtype=np.uint32)
+        counts = block_counts(sums.nbytes)
+        first = np.cumsum(counts) - counts
+        at = self._first_field[self._in_file]
+        single = counts == 1
+        fields[at[single]] = sums.crcs[first[single]]
+        for row in np.flatnonzero(counts > 1).tolist():
+            blocks = sums.crcs[first[row] : first[row] + counts[row]]
+            fields[at[row]] = joined(blocks.tolist(), int(sums.nbytes[row]))
+            if counts[row] <= MAX_BLOCKS:
+                fields[at[row] + 1 : at[row] + 1 + counts[row]] = blocks
+        return fields
 
     def _filled_in(self, checksums: npt.NDArray[np.uint32]) -> bytes:
         text = np.frombuffer(self._crcs, dtype=np.uint8).copy()
@@ -155,8 +203,8 @@ def _offsets_text(name: str, offset: Sequence[int]) -> str:
     return f'{name}:{{\\"{OFFSETS_KEY}\\":[{",".join(map(str, offset))}]}}'
 
 
-def _crc_text(name: str) -> str:
-    return f'{name}:\\"{"0" * _CRC_DIGITS}\\"'
+def _crc_text(name: str, n_fields: int) -> str:
+    return f'{name}:\\"{"0" * (_CRC_DIGITS * n_fields)}\\"'
 
 
 def _tensor_text(name: str, dtype: str, shape: Sequence[int], begin: int, end: int) -> str:

@@ -44,6 +44,7 @@ __all__ = [
     "check_metadata",
     "decode_metadata",
     "encode_metadata",
+    "files_are_marked",
     "referenced_files",
     "trailer_of",
 ]
@@ -52,7 +53,8 @@ FORMAT_VERSION: Final = "1.0.0"
 """``filesystem.CURRENT_DCP_VERSION``: that of stock's file names and records, which ours are."""
 
 _PROTOCOL: Final = 4  # what pickle.dump writes by default on Python 3.8 to 3.13, and all of them read
-_MAGIC: Final = b"\nRDCPMD1"
+_MAGIC: Final = b"\nRDCPMD2"
+_MAGIC_WITHOUT_MARKS: Final = b"\nRDCPMD1"  # of the first edition, whose data files do not say which save they are of
 # Behind the pickle, where pickle.load does not look: magic, length of the pickle, CRC-32 of the pickle.
 _TRAILER: Final = struct.Struct("<8sQI")
 
@@ -81,6 +83,11 @@ def encode_metadata(metadata: Metadata) -> bytes:
 def trailer_of(nbytes: int, crc: int) -> bytes:
     """What stands behind a pickle of ``nbytes`` bytes with CRC-32 ``crc``, so that we notice each flipped bit."""
     return _TRAILER.pack(_MAGIC, nbytes, crc)
+
+
+def files_are_marked(data: bytes) -> bool:
+    """Whether each data file that these bytes of a ``.metadata`` name has the mark of its save."""
+    return data[-_TRAILER.size :].startswith(_MAGIC)
 
 
 def check_metadata(data: bytes, file: str) -> None:
@@ -160,7 +167,7 @@ def _checked(data: bytes, file: str) -> bytes:
     """The pickle in ``data``, compared with the trailer if there is one."""
     if not data:
         raise _corrupt(file, "a pickle", "an empty file (a save that lost power before it was on disk)")
-    if len(data) < _TRAILER.size or not data[-_TRAILER.size :].startswith(_MAGIC):
+    if len(data) < _TRAILER.size or not data[-_TRAILER.size :].startswith((_MAGIC, _MAGIC_WITHOUT_MARKS)):
         return data
     _, nbytes, expected = _TRAILER.unpack(data[-_TRAILER.size :])
     pickled = data[: -_TRAILER.size]

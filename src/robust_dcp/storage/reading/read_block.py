@@ -19,6 +19,7 @@ from robust_dcp.storage.reading.read_order import Read, ReadGroup
 from robust_dcp.storage.reading.record_forms import RecordForm, RecordForms, form_of_raw
 from robust_dcp.storage.reading.scattered_read import Wanted
 from robust_dcp.storage.reading.stored_item import ItemInMemory, read_tensor, takes_bytes
+from robust_dcp.storage.reading.verification import Verification
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.torch_zip import payload_view
 
@@ -42,11 +43,11 @@ class BlockItems:
     """Takes items out of what was read of a file.
 
     Args:
-        verify_checksum, trusted: as for :func:`~robust_dcp.storage.reading.stored_item.read_tensor`.
+        verification, trusted: as for :func:`~robust_dcp.storage.reading.stored_item.read_tensor`.
     """
 
-    def __init__(self, *, verify_checksum: bool, trusted: bool) -> None:
-        self._verify_checksum = verify_checksum
+    def __init__(self, *, verification: Verification, trusted: bool) -> None:
+        self._verification = verification
         self._trusted = trusted
         self._forms = RecordForms()
 
@@ -71,7 +72,7 @@ class BlockItems:
             read.item.lengths,
             into=target if takes else None,
             expected=read.expected,
-            verify_checksum=self._verify_checksum,
+            verification=self._verification,
             trusted=self._trusted,
         )
 
@@ -124,13 +125,18 @@ class BlockItems:
         if found < nbytes:
             return False
         stretch = Stretch(file.path, group.start, block, scattered.at, found, head)
+        unverified: list[tuple[Read, int]] = []
         for number, (read, target) in enumerate(zip(group.reads, targets, strict=True)):
             form = self._form(stretch, read, target)
             if form is None or read.offset + form[0].data_offset != wanted[number].offset:
                 return False
-            checksum = self._verify_checksum and form[1] != 0
+            checksum = self._verification.verify is not False and form[1] != 0
+            if not checksum:
+                unverified.append((read, form[0].data_nbytes))
             if scattered.finish(number, group.end, checksum=checksum) != (form[1] if checksum else 0):
                 return False
+        for read, nbytes_of_it in unverified:
+            self._verification.skip(nbytes_of_it, read.name, file.path)
         return True
 
     def _wanted(self, read: Read, target: torch.Tensor, head: FileHead | None, file: str) -> Wanted | None:
@@ -153,7 +159,9 @@ class BlockItems:
         block = stretch.block
         data_at = stretch.start + read.offset - stretch.offset + form.data_offset
         nbytes = form.data_nbytes
-        if self._verify_checksum and expected and crc32(block.view[data_at : data_at + nbytes]) != expected:
+        if self._verification.verify is False or not expected:
+            self._verification.skip(nbytes, read.name, stretch.file)
+        elif crc32(block.view[data_at : data_at + nbytes]) != expected:
             return False
         copy_bytes(target.data_ptr(), block.address + data_at, nbytes)
         return True

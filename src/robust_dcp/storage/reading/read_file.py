@@ -22,6 +22,9 @@ from robust_dcp.errors import StorageError
 from robust_dcp.staging import Block, BlockLease
 from robust_dcp.storage.files.alignment import BUFFERED, Alignment
 from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
+from robust_dcp.storage.files.paths import holds_raw_bytes
+from robust_dcp.storage.layouts.footer import Footer
+from robust_dcp.storage.layouts.marks import mark_in_head, read_tail
 from robust_dcp.storage.layouts.places import PAGE_NBYTES
 from robust_dcp.storage.layouts.read_head import LazyHead
 from robust_dcp.storage.reading.scattered_read import ScatteredRead, Wanted
@@ -45,9 +48,11 @@ class ReadFile:
 
     Attributes:
         read_nbytes: how much has been read so far.
+        tail: what its end says, if it is a file of records with a footer.
+        footer: with the checksums of its blocks, if it has them.
 
     Raises:
-        StorageError: the file cannot be opened.
+        StorageError: the file cannot be opened, or read.
     """
 
     def __init__(self, disk: Disk, path: str, direct: bool | None) -> None:
@@ -58,10 +63,23 @@ class ReadFile:
         self._opened = disk.open_read(path)
         self.nbytes = disk.size(path)
         self.head = LazyHead(disk, path)
+        self.tail = None if holds_raw_bytes(path) else read_tail(disk, self._opened, self.nbytes)
+        self.footer = None if self.tail is None else Footer(self.tail, self._read_footer)
         self._opened_direct: OpenFile | None = None
         self._alignment: Alignment = BUFFERED
         self._lock = threading.Lock()
         self.read_nbytes = 0
+
+    @property
+    def mark(self) -> str | None:
+        """That of the save which wrote the file; ``None`` if it has none."""
+        if holds_raw_bytes(self.path):
+            return mark_in_head(self._disk, self._opened)
+        return None if self.tail is None else self.tail.mark
+
+    def _read_footer(self, offset: int, nbytes: int) -> bytes:
+        buffer = bytearray(nbytes)
+        return bytes(buffer[: self._disk.pread_into(self._opened, buffer, offset)])
 
     def close(self) -> None:
         """Close the file; says nothing if that fails, which tells nothing about what was read from it."""

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from robust_dcp.errors import CorruptCheckpoint, StorageError
 from robust_dcp.staging import Block, BlockPool
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import locate
+from robust_dcp.storage.files.paths import METADATA_NAME, locate
 from robust_dcp.storage.layouts.places import PAGE_NBYTES
 from robust_dcp.storage.reading.read_block import BlockItems, Stretch
 from robust_dcp.storage.reading.read_file import ReadFile
@@ -30,9 +30,10 @@ from robust_dcp.storage.reading.read_order import SMALL_NBYTES, Read, ReadGroup,
 from robust_dcp.storage.reading.read_tasks import ReadTasks, Stopped
 from robust_dcp.storage.reading.stored_item import takes_bytes
 from robust_dcp.storage.reading.targets import is_flat, may_ask_early, target_of
+from robust_dcp.storage.reading.verification import Verification
 from robust_dcp.storage.records.objects import ObjectBytes
 
-__all__ = ["read_items"]
+__all__ = ["ItemsRead", "read_items"]
 
 # Reads submitted ahead, for each thread: enough to keep it busy while the calling thread copies.
 _AHEAD_PER_THREAD: Final = 4
@@ -46,24 +47,35 @@ def read_items(
     disk: Disk,
     options: ReadOptions,
     check_stop: Callable[[int, int], None] = lambda done_nbytes, total_nbytes: None,
-) -> int:
+    mark: str | None = None,
+) -> ItemsRead:
     """Read ``items`` from the files in ``directory`` and hand them to ``planner``.
 
     Args:
         check_stop: called between reads, in several threads, with the bytes that are read, and those of all items;
             what it raises ends the load.
-
-    Returns:
-        The most bytes that were read and not yet handed over at any time, and the buffers for reads.
+        mark: of the save that wrote the files; ``None`` if they have none.
 
     The first error, of whichever thread, ends all reads and is raised when no thread is left that could still write
     into a target. Targets may hold parts of the data then. Every file has been closed in any case.
     """
-    load = _Load(reads_of(items, metadata, directory), planner, directory, disk, options, check_stop)
+    load = _Load(reads_of(items, metadata, directory), planner, directory, disk, options, check_stop, mark)
     # What a DTensor holds is asked for once an item, and autograd would note each time that it was.
     with torch.no_grad() if may_ask_early(planner) else nullcontext():
         load.run()
-    return load.peak_nbytes
+    return ItemsRead(load.peak_nbytes, load.verification.unverified_nbytes)
+
+
+class ItemsRead(NamedTuple):
+    """What :func:`read_items` did.
+
+    Attributes:
+        peak_nbytes: the most bytes that were read and not yet handed over at any time, and the buffers for reads.
+        unverified_nbytes: bytes of data that were not compared with any checksum.
+    """
+
+    peak_nbytes: int
+    unverified_nbytes: int
 
 
 class _Pending(NamedTuple):
@@ -87,8 +99,11 @@ class _Load:
         disk: Disk,
         options: ReadOptions,
         check_stop: Callable[[int, int], None],
+        mark: str | None,
     ) -> None:
         self._reads = reads
+        self._mark = mark
+        self.verification = Verification(options.verify_checksums)
         self._planner = planner
         self._directory = directory
         self._disk = disk
@@ -100,13 +115,14 @@ class _Load:
         nbytes = -(-self._block_nbytes // PAGE_NBYTES) * PAGE_NBYTES + 2 * PAGE_NBYTES
         self._pool = BlockPool(stay_at_fork=True)
         self._blocks = self._pool.lease(nbytes, 2 * options.threads)
-        self._items = BlockItems(verify_checksum=options.verify_checksums, trusted=options.trusted)
+        self._items = BlockItems(verification=self.verification, trusted=options.trusted)
         total_nbytes = sum(read.nbytes for read in reads)
         self._tasks = ReadTasks(
             options,
             self._blocks,
             self._block_nbytes,
             self._items,
+            self.verification,
             lambda: check_stop(self._done_nbytes(), total_nbytes),
         )
         self._pending: deque[_Pending] = deque()
@@ -237,11 +253,26 @@ class _Load:
     def _resolve(self, item: ReadItem) -> torch.Tensor:
         return target_of(self._planner, item, early=self._targets_first)
 
+    def _check_mark(self, file: ReadFile, mark: str) -> None:
+        """Make sure that a file is of the save whose ``.metadata`` names it."""
+        if file.mark == mark or (file.mark is None and self._options.verify_checksums is False):
+            return
+        found = "no mark: it is not whole, or was written by another program"
+        if file.mark is not None:
+            found = f"that of save {file.mark}"
+        raise CorruptCheckpoint(
+            f"{file.path} is not the file that {METADATA_NAME} beside it means: expected the mark of save {mark}, "
+            f"found {found}; copy the whole checkpoint again, or take another one",
+            file=file.path,
+            expected=f"the mark of save {mark}",
+            found=found,
+        )
+
     def _open(self, read: Read) -> ReadFile:
         if read.relative_path not in self._files:
             path = locate(self._disk, self._directory, read.relative_path, file=self._directory)
             try:
-                self._files[read.relative_path] = ReadFile(self._disk, path, self._options.direct)
+                file = self._files[read.relative_path] = ReadFile(self._disk, path, self._options.direct)
             except StorageError as error:
                 if error.errno != ENOENT:
                     raise
@@ -252,4 +283,6 @@ class _Load:
                     expected="a file",
                     found="none",
                 ) from error
+            if self._mark is not None:
+                self._check_mark(file, self._mark)
         return self._files[read.relative_path]

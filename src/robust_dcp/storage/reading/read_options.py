@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
+from robust_dcp.storage.reading.verification import Verify
+
 __all__ = ["BLOCK_NBYTES", "ReadOptions"]
 
 BLOCK_NBYTES: Final = 4 << 20
@@ -25,7 +27,7 @@ class ReadOptions:
     """
 
     threads: int
-    verify_checksums: bool
+    verify_checksums: Verify
     trusted: bool
     buffer_bytes: int
     extension_registry: Any
@@ -33,6 +35,8 @@ class ReadOptions:
     block_bytes: int = BLOCK_NBYTES
 
     def __post_init__(self) -> None:
+        if self.verify_checksums not in (True, False, "all"):
+            raise ValueError(f'verify_checksums is True, False or "all", not {self.verify_checksums!r}')
         for name in ("threads", "buffer_bytes", "block_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")

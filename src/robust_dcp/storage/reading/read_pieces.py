@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from robust_dcp.staging import BlockLease, CopiesToDevice
-from robust_dcp.storage.reading.stored_item import ItemInFile, StoredBox, damaged
+from robust_dcp.storage.reading.stored_item import ItemInFile, StoredBox
+from robust_dcp.storage.reading.verification import damaged
 from robust_dcp.storage.records.checksum import crc32, crc32_of_both
 from robust_dcp.storage.records.torch_zip import payload_view
 
@@ -42,6 +43,7 @@ class PiecewiseRead:
     Args:
         stored: the item.
         box: the part of it that is wanted.
+        verified: the bytes of the item that are read so that those of the box are verified; ``None`` if they are not.
         into: the tensor to read into, as for ``read_tensor`` of ``stored_item``; on a device only with ``copies``.
         blocks: for what cannot be read into the tensor itself. Each holds a piece, wherever that begins in the file.
         piece_nbytes: at most so much is read at once.
@@ -53,11 +55,11 @@ class PiecewiseRead:
         self,
         stored: ItemInFile,
         box: StoredBox,
+        verified: tuple[int, int] | None,
         into: torch.Tensor | None,
         blocks: BlockLease,
         piece_nbytes: int,
         *,
-        verify_checksum: bool,
         copies: CopiesToDevice | None = None,
         done: Callable[[Any], None],
     ) -> None:
@@ -72,10 +74,17 @@ class PiecewiseRead:
             self._read_piece = partial(self._read_through_block, flat, copies)
         else:
             self._view = payload_view(self._buffer)
-        self._expected_crc32 = box.crc32 if verify_checksum else None
+        self._verified = verified
         self._done = done
-        stored.check_bounds(box.offset, box.nbytes)
-        self._pieces = cut(stored.offset + box.offset, box.nbytes, piece_nbytes)
+        begin, end = box.offset, box.offset + box.nbytes
+        first, last = verified or (begin, end)
+        stored.check_bounds(first, last - first)
+        # What lies beyond the box is read for its checksum alone.
+        self._pieces = [
+            (low + start, nbytes)
+            for low, high in ((first, begin), (begin, end), (end, last))
+            for start, nbytes in cut(stored.offset + low, high - low, piece_nbytes)
+        ]
         self._crc32s = [0] * len(self._pieces)
         self._pieces_left = len(self._pieces)
         self._lock = threading.Lock()
@@ -89,25 +98,37 @@ class PiecewiseRead:
         """Read a piece.
 
         Raises:
-            CorruptCheckpoint: the file ends too early; or, with the last piece, the checksum is another.
+            CorruptCheckpoint: the file ends too early; or, with the last piece, a checksum is another.
             StorageError: the read failed.
         """
         stored = self._stored
         stored.check_stop()
-        start, nbytes = self._pieces[number]
-        self._crc32s[number] = self._read_piece(start, nbytes)
+        offset, nbytes = self._pieces[number]
+        start = offset - self._box.offset
+        if 0 <= start < self._box.nbytes:
+            self._crc32s[number] = self._read_piece(start, nbytes)
+        else:
+            self._crc32s[number] = self._read_beyond(offset, nbytes)
         with self._lock:
             self._pieces_left -= 1
             if self._pieces_left:
                 return
         self._finish()
 
+    def _read_beyond(self, offset: int, nbytes: int) -> int:
+        """Read bytes that nobody wants, for their checksum."""
+        stored = self._stored
+        with self._blocks.lent() as block:
+            at, found = stored.opened.read_block(block, stored.offset + offset, nbytes)
+            stored.check_found(offset, nbytes, found)
+            return crc32(block.view[at : at + nbytes])
+
     def _read_in_place(self, start: int, nbytes: int) -> int:
         """Read a piece into the tensor; returns its checksum, if one is needed."""
         stored, offset = self._stored, self._box.offset + start
         view = self._view[start : start + nbytes]
         address = self._buffer.data_ptr() + start
-        needed = self._expected_crc32 is not None
+        needed = self._verified is not None
         place = stored.offset + offset
         found, checksum = stored.opened.read_piece(view, address, place, self._blocks, checksum=needed)
         stored.check_found(offset, nbytes, found)
@@ -124,13 +145,14 @@ class PiecewiseRead:
         return checksum
 
     def _checksum(self, view: memoryview) -> int:
-        return 0 if self._expected_crc32 is None else crc32(view)
+        return 0 if self._verified is None else crc32(view)
 
     def _finish(self) -> None:
-        if self._expected_crc32 is not None:
+        sums = self._box.sums
+        if self._verified is not None and sums is not None:
             found = 0
             for (_, nbytes), piece_crc32 in zip(self._pieces, self._crc32s, strict=True):
                 found = crc32_of_both(found, piece_crc32, nbytes)
-            if found != self._expected_crc32:
-                raise damaged(self._stored, self._expected_crc32, found)
+            if found != sums.expected(*self._verified):
+                raise damaged(self._stored, sums, *self._verified)
         self._done(self._box.tensor_in(self._buffer, self._into))

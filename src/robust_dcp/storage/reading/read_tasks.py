@@ -33,6 +33,7 @@ from robust_dcp.storage.reading.stored_item import (
     takes_bytes,
 )
 from robust_dcp.storage.reading.targets import is_flat
+from robust_dcp.storage.reading.verification import Verification
 from robust_dcp.storage.records.objects import check_object
 
 __all__ = ["ReadTasks", "Stopped"]
@@ -52,6 +53,7 @@ class ReadTasks:
         blocks: for what cannot be read straight into its target; each thread has at most one at a time.
         piece_nbytes: so much fits into a block, wherever it begins in a file.
         items: takes tensors out of what was read.
+        verification: of all that is read.
 
     Attributes:
         errors: what went wrong, in the order in which it happened. Nothing is read any more once there is one.
@@ -63,6 +65,7 @@ class ReadTasks:
         blocks: BlockLease,
         piece_nbytes: int,
         items: BlockItems,
+        verification: Verification,
         check_stop: Callable[[], None],
     ) -> None:
         self.errors: list[BaseException] = []
@@ -71,6 +74,7 @@ class ReadTasks:
         self._piece_nbytes = piece_nbytes
         self._copies = CopiesToDevice()
         self._items = items
+        self._verification = verification
         self._told_to_stop = check_stop
         self._pool = ThreadPoolExecutor(options.threads, thread_name_prefix="robust_dcp-read")
 
@@ -95,8 +99,7 @@ class ReadTasks:
     def checked_object(self, stored: ItemBytes) -> bytes:
         """The bytes of an item that is no tensor, once it is known what loading them would do."""
         data = stored.read(0, stored.nbytes)
-        if self._options.verify_checksums:
-            check_members(stored, data)
+        check_members(stored, data, self._verification)
         if not self._options.trusted:
             check_object(data, file=stored.file, item=stored.item)
         return data
@@ -151,22 +154,23 @@ class ReadTasks:
             self._read_tensor(read, target, stored, result)
 
     def _read_tensor(self, read: Read, target: torch.Tensor | None, stored: ItemInFile, result: Future[Any]) -> None:
-        item, verify_checksum = read.item, self._options.verify_checksums
+        item = read.item
         into = target if target is not None and is_flat(target) else None
         on_device = into is not None and not into.is_cpu
         box = find_box(stored, item.storage_offsets, item.lengths, read.expected)
         if box is None:
             result.set_result(self._loaded_by_torch(read, stored))
         elif box.nbytes <= _MEDIUM_NBYTES:
-            result.set_result(read_box(stored, box, None if on_device else into, verify_checksum))
+            result.set_result(read_box(stored, box, None if on_device else into, self._verification))
         else:
+            verified = self._verification.range_for(stored, box.sums, box.offset, box.offset + box.nbytes)
             pieces = PiecewiseRead(
                 stored,
                 box,
+                verified,
                 into,
                 self._blocks,
                 self._piece_nbytes,
-                verify_checksum=verify_checksum,
                 copies=self._copies if on_device else None,
                 done=result.set_result,
             )
@@ -178,7 +182,7 @@ class ReadTasks:
             stored,
             read.item.storage_offsets,
             read.item.lengths,
-            verify_checksum=self._options.verify_checksums,
+            verification=self._verification,
             trusted=self._options.trusted,
         )
 
@@ -192,7 +196,7 @@ class ReadTasks:
             read.item.lengths,
             into=target if target is not None and takes_bytes(target) else None,
             expected=read.expected,
-            verify_checksum=self._options.verify_checksums,
+            verification=self._verification,
             trusted=self._options.trusted,
         )
 

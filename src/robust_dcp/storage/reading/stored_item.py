@@ -15,7 +15,9 @@ import torch
 from robust_dcp.errors import CorruptCheckpoint
 from robust_dcp.storage.layouts.read_head import StoredTensor
 from robust_dcp.storage.reading.read_file import ReadFile
+from robust_dcp.storage.reading.verification import Verification, damaged
 from robust_dcp.storage.records.archives import ZIP_MAGIC, is_program
+from robust_dcp.storage.records.block_sums import SUM_NBYTES, BlockSums
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.objects import load_object
 from robust_dcp.storage.records.parse_record import ParsedRecord, parse_record, zip_members
@@ -27,7 +29,6 @@ __all__ = [
     "ItemInMemory",
     "StoredBox",
     "check_members",
-    "damaged",
     "find_box",
     "read_box",
     "read_tensor",
@@ -44,6 +45,9 @@ class ItemBytes(Protocol):
     ``raw`` is what the head of the file says of an item whose bytes are a tensor's and nothing else; ``None`` for a
     record.
 
+    ``offset`` is where it begins in the file, for errors. ``find_sums`` gives the checksums of the blocks that bytes
+    ``begin`` to ``end`` of the item lie in, if the footer of the file has them.
+
     ``read`` and ``read_into`` take offsets from the start of the item, and raise :class:`CorruptCheckpoint` if the
     item or the file ends before what was asked for.
     """
@@ -51,7 +55,10 @@ class ItemBytes(Protocol):
     file: str
     item: str
     nbytes: int
+    offset: int
     raw: StoredTensor | None
+
+    def find_sums(self, begin: int, end: int) -> BlockSums | None: ...
 
     def read(self, offset: int, nbytes: int) -> bytes: ...
 
@@ -88,6 +95,22 @@ class ItemInFile:
         self.check_bounds(offset, view.nbytes)
         self.check_found(offset, view.nbytes, self.opened.read_into(view, self.offset + offset))
 
+    def find_sums(self, begin: int, end: int) -> BlockSums | None:
+        footer = self.opened.footer
+        if footer is None:
+            return None
+        try:
+            return footer.find(self.offset + begin, self.offset + end, self.offset)
+        except ValueError as error:
+            raise CorruptCheckpoint(
+                f"the footer of {self.file} is damaged: {error}; take another checkpoint, restore the file, or load "
+                "with verify_checksums=False, which does not look at it",
+                file=self.file,
+                item=self.item,
+                expected="the footer that was written",
+                found=str(error),
+            ) from error
+
     def check_bounds(self, offset: int, nbytes: int) -> None:
         """Raise unless the item has these bytes."""
         _check_bounds(self, offset, nbytes)
@@ -119,8 +142,11 @@ class ItemInMemory:
         self.item = item
         self.nbytes = len(data) if nbytes is None else nbytes
         self._data = memoryview(data)
-        self._offset = offset or 0
+        self.offset = offset or 0
         self.raw = raw
+
+    def find_sums(self, begin: int, end: int) -> BlockSums | None:
+        return None  # it is small, or was: its own checksum is that of its one block
 
     def read(self, offset: int, nbytes: int) -> bytes:
         self._check(offset, nbytes)
@@ -133,7 +159,7 @@ class ItemInMemory:
     def _check(self, offset: int, nbytes: int) -> None:
         _check_bounds(self, offset, nbytes)
         if offset + nbytes > len(self._data):
-            raise _file_ends(self, self._offset + offset, nbytes, max(0, len(self._data) - offset))
+            raise _file_ends(self, self.offset + offset, nbytes, max(0, len(self._data) - offset))
 
 
 def takes_bytes(target: torch.Tensor) -> bool:
@@ -155,7 +181,7 @@ class StoredBox(NamedTuple):
         lengths: its size.
         offset: start of the range, from the start of the item.
         numel: elements in the range, those between rows of the box included.
-        crc32: of the range; ``None`` if it is not known, since the range is not the whole storage.
+        sums: checksums of the blocks that the range lies in, if there are any.
         is_one_piece: whether the range holds nothing but the box, in order.
     """
 
@@ -163,7 +189,7 @@ class StoredBox(NamedTuple):
     lengths: tuple[int, ...]
     offset: int
     numel: int
-    crc32: int | None
+    sums: BlockSums | None
     is_one_piece: bool
 
     @property
@@ -205,13 +231,13 @@ def find_box(
     if prod(lengths):
         first = record.storage_offset + sum(o * s for o, s in zip(offsets, record.stride, strict=True))
         count = 1 + sum((n - 1) * s for n, s in zip(lengths, record.stride, strict=True))
-    is_whole = first == 0 and count * record.dtype.itemsize == record.data_nbytes
+    offset = record.data_offset + first * record.dtype.itemsize
     return StoredBox(
         record=record,
         lengths=tuple(lengths),
-        offset=record.data_offset + first * record.dtype.itemsize,
+        offset=offset,
         numel=count,
-        crc32=record.crc32 if is_whole else None,
+        sums=_sums(stored, record, offset, offset + count * record.dtype.itemsize),
         is_one_piece=_in_one_piece(lengths, record.stride),
     )
 
@@ -223,14 +249,14 @@ def read_tensor(
     *,
     into: torch.Tensor | None = None,
     expected: tuple[torch.dtype, tuple[int, ...]] | None = None,
-    verify_checksum: bool = True,
+    verification: Verification,
     trusted: bool = False,
 ) -> torch.Tensor | None:
     """Read the box of ``lengths`` at ``offsets`` of a stored tensor.
 
-    Only the bytes from its first to its last element are read: for a slice along dimension 0 exactly its own, for
-    other boxes the rows that they touch. The checksum is verified if these are all bytes of the tensor, since it
-    covers them all.
+    Only the bytes from its first to its last element are read, and those beyond that it takes to verify them: for a
+    slice along dimension 0 its own, from the end of one block to that of another; for other boxes the rows that they
+    touch.
 
     Args:
         into: a tensor of size ``lengths`` for which :func:`takes_bytes` holds. It is read into if it has the stored
@@ -248,8 +274,8 @@ def read_tensor(
     """
     box = find_box(stored, offsets, lengths, expected)
     if box is not None:
-        return read_box(stored, box, into, verify_checksum)
-    whole = _loaded(stored, verify_checksum, trusted)
+        return read_box(stored, box, into, verification)
+    whole = _loaded(stored, verification, trusted)
     _check_box(stored, whole.shape, offsets, lengths)
     for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         if length != whole.shape[dimension]:  # not every kind of tensor can be narrowed, and few need it
@@ -258,16 +284,51 @@ def read_tensor(
 
 
 def read_box(
-    stored: ItemBytes, box: StoredBox, into: torch.Tensor | None, verify_checksum: bool
+    stored: ItemBytes, box: StoredBox, into: torch.Tensor | None, verification: Verification
 ) -> torch.Tensor | None:
     """Read what :func:`find_box` has found; ``into`` and the result as for :func:`read_tensor`."""
     buffer = box.buffer_for(into)
     view = payload_view(buffer)
-    if verify_checksum and box.crc32 is not None:
-        _read_checked(stored, view, box.offset, box.crc32)
+    begin, end = box.offset, box.offset + box.nbytes
+    verified = verification.range_for(stored, box.sums, begin, end)
+    if verified is not None and box.sums is not None:
+        _read_verified(stored, view, begin, box.sums, *verified)
     elif box.nbytes:
-        stored.read_into(view, box.offset)
+        stored.read_into(view, begin)
     return box.tensor_in(buffer, into)
+
+
+def _read_verified(stored: ItemBytes, view: memoryview, offset: int, sums: BlockSums, begin: int, end: int) -> None:
+    """Fill ``view`` from ``offset``, reading and verifying bytes ``begin`` to ``end`` of the item."""
+    found = 0
+    for first in range(begin, end, _BLOCK_NBYTES):
+        last = min(first + _BLOCK_NBYTES, end)
+        if offset <= first and last <= offset + view.nbytes:
+            block = view[first - offset : last - offset]
+            stored.read_into(block, first)
+        else:
+            block = memoryview(stored.read(first, last - first))
+            wanted = max(first, offset), min(last, offset + view.nbytes)
+            if wanted[0] < wanted[1]:
+                view[wanted[0] - offset : wanted[1] - offset] = block[wanted[0] - first : wanted[1] - first]
+        found = crc32(block, found)
+    if found != sums.expected(begin, end):
+        raise damaged(stored, sums, begin, end)
+
+
+def _sums(stored: ItemBytes, record: ParsedRecord, begin: int, end: int) -> BlockSums | None:
+    """The checksums of the blocks that bytes ``begin`` to ``end`` of the item lie in.
+
+    The one of the whole data will do where all of it is read anyhow.
+    """
+    whole = None
+    if record.crc32 is not None:
+        whole = BlockSums(record.data_offset, record.data_nbytes, max(record.data_nbytes, 1), (record.crc32,))
+        if end - begin == record.data_nbytes:
+            return whole
+    if stored.raw is not None and stored.raw.block_crc32s:
+        return BlockSums(0, record.data_nbytes, SUM_NBYTES, stored.raw.block_crc32s)
+    return stored.find_sums(begin, end) or whole
 
 
 def _of_head(stored: ItemBytes, expected: tuple[torch.dtype, tuple[int, ...]] | None) -> ParsedRecord | None:
@@ -309,24 +370,24 @@ def _recognised(stored: ItemBytes, expected: tuple[torch.dtype, tuple[int, ...]]
     )
 
 
-def _loaded(stored: ItemBytes, verify_checksum: bool, trusted: bool) -> torch.Tensor:
+def _loaded(stored: ItemBytes, verification: Verification, trusted: bool) -> torch.Tensor:
     """The tensor of a record that only ``torch.load`` understands: quantized, sparse, compressed, of an old format."""
     data = stored.read(0, stored.nbytes)
-    if verify_checksum:
-        check_members(stored, data)
+    check_members(stored, data, verification)
     loaded: Any = load_object(data, file=stored.file, item=stored.item, trusted=trusted)
     if not isinstance(loaded, torch.Tensor):
         raise _corrupt(stored, "a tensor", f"a {type(loaded).__name__}")
     return loaded.detach()
 
 
-def check_members(stored: ItemBytes, data: bytes) -> None:
+def check_members(stored: ItemBytes, data: bytes, verification: Verification) -> None:
     """Compare the members of ``data``, if it is a zip, with their checksums; ``torch.load`` does not.
 
     Raises:
         CorruptCheckpoint: one does not match, or the archive is broken.
     """
-    if not data.startswith(ZIP_MAGIC):
+    if verification.verify is False or not data.startswith(ZIP_MAGIC):
+        verification.skip(len(data), stored.item, stored.file)
         return
     try:
         members = zip_members(data)
@@ -337,25 +398,12 @@ def check_members(stored: ItemBytes, data: bytes) -> None:
     view = memoryview(data)
     for name, member in members.items():
         found = crc32(view[member.offset : member.offset + member.nbytes])
-        if member.crc32 not in (0, found):  # 0 where torch.serialization.set_crc32_options(False) was set
+        if member.crc32 == 0 != found:  # torch.serialization.set_crc32_options(False) was set
+            verification.skip(member.nbytes, stored.item, stored.file)
+        elif member.crc32 != found:
             raise _corrupt(
                 stored, f"an intact zip archive: {name!r:.60} with CRC-32 {member.crc32:08x}", f"{found:08x}"
             )
-
-
-def _read_checked(stored: ItemBytes, view: memoryview, offset: int, expected: int) -> None:
-    found = 0
-    for start in range(0, view.nbytes, _BLOCK_NBYTES):
-        block = view[start : start + _BLOCK_NBYTES]
-        stored.read_into(block, offset + start)
-        found = crc32(block, found)
-    if found != expected:
-        raise damaged(stored, expected, found)
-
-
-def damaged(stored: ItemBytes, expected: int, found: int) -> CorruptCheckpoint:
-    """The error for data with another checksum than was written."""
-    return _corrupt(stored, f"data with CRC-32 {expected:08x}", f"{found:08x}")
 
 
 def _in_one_piece(lengths: Sequence[int], stride: Sequence[int]) -> bool:

@@ -13,10 +13,10 @@ import torch
 
 from robust_dcp.staging import TensorBytes, to_host
 from robust_dcp.storage.layouts.places import LARGE_NBYTES, RECORD_ALIGNMENT, Slot
-from robust_dcp.storage.records.checksum import crc32_of_both
+from robust_dcp.storage.records.block_sums import joined
 from robust_dcp.storage.records.torch_zip import RecordTemplate, is_fixed_size, payload_view, record_template
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors
-from robust_dcp.storage.writing.large_record import Outlet, PayloadRange, cut, put_frame
+from robust_dcp.storage.writing.large_record import Outlet, PayloadRange, cut, finish_record
 
 __all__ = ["Appended", "append_items"]
 
@@ -26,9 +26,18 @@ Appended = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class _Whole:
-    """A record that is in memory, in parts that follow each other."""
+    """A record that is in memory, in parts that follow each other.
+
+    Attributes:
+        data_at: where the bytes begin, from the start of the record, that ``sums`` are of.
+        data_nbytes: how many these are.
+        sums: CRC-32s, as of ``sums_of``.
+    """
 
     parts: tuple[bytes | memoryview, ...]
+    data_at: int
+    data_nbytes: int
+    sums: list[int]
 
     @property
     def nbytes(self) -> int:
@@ -89,17 +98,25 @@ def append_items(
 
 def _record(data: torch.Tensor | io.BytesIO, outlet: Outlet) -> _Whole | _Large:
     if not isinstance(data, torch.Tensor):
-        return _Whole((data.getbuffer(),))
+        return _opaque(data, outlet)
     template = record_template(data.dtype, tuple(data.shape)) if is_fixed_size(data) else None
     if template is None:
         buffer = io.BytesIO()
         torch.save(_compact(data), buffer)
-        return _Whole((buffer.getbuffer(),))
+        return _opaque(buffer, outlet)
     if template.payload_nbytes >= LARGE_NBYTES:
         return _Large(template, data)
     payload = payload_view(to_host(data))
-    checksum = outlet.crc32(payload)
-    return _Whole((template.header(checksum), payload, template.trailer(checksum)))
+    sums = outlet.sums_of(payload)
+    checksum = joined(sums, len(payload))
+    parts = (template.header(checksum), payload, template.trailer(checksum))
+    return _Whole(parts, template.header_nbytes, len(payload), sums)
+
+
+def _opaque(buffer: io.BytesIO, outlet: Outlet) -> _Whole:
+    """A record of which nobody knows where its data begins: all of it is summed."""
+    data = buffer.getbuffer()
+    return _Whole((data,), 0, len(data), outlet.sums_of(data))
 
 
 class _Stream:
@@ -121,6 +138,7 @@ class _Stream:
         else:
             for part in record.parts:
                 self._append(part)
+            self._outlet.note(offset + record.data_at, record.data_nbytes, record.sums)
         return offset
 
     def flush(self) -> None:
@@ -157,13 +175,14 @@ class _Stream:
     def _append_large(self, record: _Large) -> None:
         self.flush()
         outlet, template, offset = self._outlet, record.template, self.end
-        data, checksum = TensorBytes(record.tensor), 0
+        data = TensorBytes(record.tensor)
         payload_at = offset + template.header_nbytes
-        for begin, end in cut(payload_at, template.payload_nbytes, outlet):
+        ranges = list(cut(payload_at, template.payload_nbytes, outlet))
+        sums = []
+        for begin, end in ranges:
             self._check_stop()
-            piece = PayloadRange(outlet, data, begin, end, payload_at + begin)
-            checksum = crc32_of_both(checksum, piece.write(), end - begin)
-        put_frame(outlet.file, offset, template, checksum)
+            sums.append(PayloadRange(outlet, data, begin, end, payload_at + begin).write())
+        finish_record(outlet, offset, template, ranges, sums)
         self._begin = self.end = offset + template.nbytes
 
     @property

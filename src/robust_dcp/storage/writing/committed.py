@@ -11,7 +11,7 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Final
 
@@ -32,6 +32,9 @@ _DIRECTORIES_KEPT: Final = 4
 _Stamp = tuple[int, bytes]
 """Length and last bytes of a ``.metadata``."""
 
+_Fingerprint = tuple[int, int, int]
+"""See ``Disk.fingerprint``."""
+
 
 @dataclass(frozen=True)
 class Committed:
@@ -41,11 +44,13 @@ class Committed:
         files: the data files that it names, as names in its directory; no other names.
         save_id: of the save that wrote it.
         is_readable: whether it could be decoded; if not, nobody knows which files it needs.
+        fingerprint: of the file, taken before it was read: another says that somebody has written it since.
     """
 
     files: frozenset[str] = frozenset()
     save_id: str | None = None
     is_readable: bool = True
+    fingerprint: _Fingerprint | None = None
 
 
 _known: OrderedDict[str, tuple[_Stamp, Committed]] = OrderedDict()
@@ -59,6 +64,7 @@ def committed_in(disk: Disk, path: str) -> Committed | None:
         StorageError: it cannot be read.
     """
     try:
+        fingerprint = disk.fingerprint(path)
         file = disk.open_read(path)
     except StorageError as error:
         if error.errno == errno.ENOENT:
@@ -71,7 +77,7 @@ def committed_in(disk: Disk, path: str) -> Committed | None:
         with _lock:
             known = _known.get(os.path.realpath(path))
         if known is not None and known[0] == (nbytes, bytes(tail)):
-            return known[1]
+            return replace(known[1], fingerprint=fingerprint)
         data = bytearray(nbytes)
         disk.pread_into(file, data, 0)
     finally:
@@ -80,10 +86,10 @@ def committed_in(disk: Disk, path: str) -> Committed | None:
         metadata = decode_metadata(bytes(data), path)
     except RobustCheckpointError as error:
         logger.warning("%s cannot be read, so no file that it may name is removed: %s", path, error.message)
-        return Committed(is_readable=False)
+        return Committed(is_readable=False, fingerprint=fingerprint)
     files = frozenset(name for name in referenced_files(metadata) if is_data_file(name))
     save_id = getattr(metadata.storage_meta, "save_id", None)
-    return Committed(files, save_id if isinstance(save_id, str) else None)
+    return Committed(files, save_id if isinstance(save_id, str) else None, fingerprint=fingerprint)
 
 
 def remember(path: str, fragments: Sequence[bytes | memoryview], files: Collection[str], save_id: str) -> None:

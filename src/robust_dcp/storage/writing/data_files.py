@@ -27,19 +27,21 @@ class DataFile:
 
     Attributes:
         number: among the rank's files.
-        generation: part of its name.
+        mark: what stands in its name: that of the save, or nothing.
         committed_name: what it is called from the commit on, relative to the checkpoint's directory.
         file: open for writing.
         link: the path of the symbolic link to it in the checkpoint's directory; ``None`` if it lies there itself.
-        nbytes: its length once it has been written.
+        nbytes: its length once it has been written, without the footer.
+        digest: 16 bytes over the checksums of its items; ``None`` without checksums.
     """
 
     number: int
-    generation: int
+    mark: str
     committed_name: str
     file: OpenFile
     link: str | None = None
     nbytes: int = 0
+    digest: bytes | None = None
 
     @property
     def name(self) -> str:
@@ -54,19 +56,21 @@ def create_data_files(
     placements: Placements,
     layout: Layout,
     *,
+    mark: str,
     direct: bool = False,
     stripes: Sequence[str] = (),
     not_removed: list[str],
 ) -> list[DataFile]:
-    """Create the files of ``rank``, all of one generation.
+    """Create the files of ``rank``: under plain names (``__0_0.distcp``) if these are all free, else under names with
+    the mark of the save (``__0_0.5f0c9a3e7b21d846.distcp``).
 
-    The generation is 0 in a fresh directory (``__0_0.distcp``); where files of an older save are in the way it is the
-    first whose names are all free (``__0_0.1.distcp``). Files are created exclusively, so neither another process nor
-    a stale directory listing can make this overwrite anything.
+    Files are created exclusively, so neither another process nor a stale directory listing can make this overwrite
+    anything.
 
     Args:
         placements: how many files there are, and of which kind.
         layout: knows their names.
+        mark: of the save.
         direct: ask for direct I/O.
         stripes: existing directories that take the files in turn; ``directory`` then gets links to them.
         not_removed: gets the paths of files that were made and could not be removed.
@@ -74,11 +78,10 @@ def create_data_files(
     Raises:
         StorageError: no permission, no space for a name, …; the files made so far are removed.
     """
-    generation = 0
-    while True:
+    for in_name in ("", mark):
         files: list[DataFile] = []
         try:
-            for number, name in enumerate(layout.file_names(rank, placements.head_nbytes, generation)):
+            for number, name in enumerate(layout.file_names(rank, placements.head_nbytes, in_name)):
                 path, link = os.path.join(directory, name.written), None
                 if stripes:
                     # The link first: killed in between, it is found and removed by the next save, a file without a
@@ -91,13 +94,14 @@ def create_data_files(
                     if link is not None and not _is_gone(disk, link):
                         not_removed.append(link)
                     raise
-                files.append(DataFile(number, generation, name.committed, opened, link))
+                files.append(DataFile(number, in_name, name.committed, opened, link))
             return files
         except BaseException as error:
             not_removed.extend(discard(disk, files))
-            if not (isinstance(error, StorageError) and error.errno == errno.EEXIST):
+            is_taken = isinstance(error, StorageError) and error.errno == errno.EEXIST
+            if in_name == mark or not is_taken:
                 raise
-            generation += 1
+    raise ValueError("a save without a mark")
 
 
 def discard(disk: Disk, files: Sequence[DataFile]) -> list[str]:

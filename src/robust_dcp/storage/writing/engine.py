@@ -7,6 +7,7 @@ makes a checkpoint visible (``commit``). Called by ``writer``.
 from __future__ import annotations
 
 import errno
+import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from robust_dcp.errors import StorageError
 from robust_dcp.staging import POOL, DeviceCopies
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.layouts import TORCH, Layout
+from robust_dcp.storage.layouts.footer import FileSums
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements, slots_of
 from robust_dcp.storage.writing.data_files import DataFile, create_data_files, discard
 from robust_dcp.storage.writing.item_source import ItemSource
@@ -38,22 +40,24 @@ class WrittenFiles:
     """What one rank has written, durably, but not yet committed.
 
     Attributes:
-        generation: distinguishes the names of these files from older ones in the same directory.
+        mark: what stands in the names of these files: that of the save where plain names were taken, else nothing.
         variable_places: int64 ``[v, 2]``, offset and length of each item of variable size, in plan order.
         names: of the files from the commit on, relative to the directory.
         uncommitted_names: of the same files as long as they are not committed.
-        nbytes: bytes written.
+        digest: 16 bytes over the checksums of all items; empty without checksums.
+        nbytes: bytes written, without footers.
         how: ``direct``, or ``buffered`` and why; one for each way that a file went.
         peak_buffer_nbytes: the most memory that bytes passed through at any time.
     """
 
-    generation: int
+    mark: str
     variable_places: npt.NDArray[np.int64]
     names: tuple[str, ...]
     nbytes: int
     how: tuple[str, ...] = ()
     peak_buffer_nbytes: int = 0
     uncommitted_names: tuple[str, ...] = ()
+    digest: bytes = b""
 
 
 def write_files(
@@ -63,6 +67,7 @@ def write_files(
     source: ItemSource,
     placements: Placements,
     *,
+    mark: str,
     options: WriteOptions,
     check_stop: Callable[[int, int], None],
     known_places: npt.NDArray[np.int64] | None = None,
@@ -73,6 +78,7 @@ def write_files(
 
     Args:
         directory: of the checkpoint; it and those on the stripes are there.
+        mark: of the save: it stands in the files, and in their names where the plain names are taken.
         source: the items, in the order of ``placements``; their data is asked for in several threads.
         check_stop: called between blocks, in several threads, with the bytes that are written, and those of all items
             of fixed size; raises when the save is given up elsewhere.
@@ -90,7 +96,7 @@ def write_files(
     not_removed = [] if not_removed is None else not_removed
     direct = options.direct is not False
     files = create_data_files(
-        disk, directory, rank, placements, layout, direct=direct, stripes=stripes, not_removed=not_removed
+        disk, directory, rank, placements, layout, mark=mark, direct=direct, stripes=stripes, not_removed=not_removed
     )
     try:
         page_nbytes = _page_nbytes(files, options)
@@ -98,13 +104,12 @@ def write_files(
         orders = write_orders(placements, source, block_nbytes, page_nbytes, layout)
         crew = _Crew(check_stop, sum(placements.file_nbytes))
         with POOL.lease(block_nbytes, threads * BLOCKS_PER_THREAD) as lease:
-            around = Surroundings(source, slots_of(placements, known_places), crew.stop_if_told)
+            around = Surroundings(source, slots_of(placements, known_places), crew.stop_if_told, mark)
             steps = []
             for file, order, nbytes in zip(files, orders, placements.file_nbytes, strict=True):
                 disk.preallocate(file.file, -(-nbytes // page_nbytes) * page_nbytes)
                 paged = PagedFile(disk, file.file, page_nbytes, crew.wrote, must_be_direct=options.direct is True)
-                for_head = None if order.head is None else np.zeros(len(source), dtype=np.uint32)
-                outlet = Outlet(paged, lease, crew.copies, options.checksums, for_head)
+                outlet = Outlet(paged, lease, crew.copies, FileSums() if options.checksums else None)
                 steps.append(FileSteps(file, order, nbytes, outlet, around))
             # The last file may hold what only one thread can write: it comes first.
             crew.run(StepQueue(steps[::-1]), threads)
@@ -114,14 +119,22 @@ def write_files(
         not_removed += discard(disk, files)
         raise
     return WrittenFiles(
-        generation=files[0].generation if files else 0,
+        mark=files[0].mark if files else "",
         variable_places=np.array([place[1:] for place in sorted(around.appended)], dtype=np.int64).reshape(-1, 2),
         names=tuple(file.committed_name for file in files),
         nbytes=sum(file.nbytes for file in files),
         how=tuple(sorted({_how(file) for file in files})),
         peak_buffer_nbytes=lease.used_nbytes,
         uncommitted_names=tuple(file.name for file in files),
+        digest=_digest(files),
     )
+
+
+def _digest(files: Sequence[DataFile]) -> bytes:
+    digests = [file.digest for file in files if file.digest is not None]
+    if len(digests) < len(files):
+        return b""
+    return hashlib.blake2b(b"".join(digests), digest_size=16, person=b"rdcp-rank").digest()
 
 
 def _page_nbytes(files: Sequence[DataFile], options: WriteOptions) -> int:

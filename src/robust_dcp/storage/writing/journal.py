@@ -2,7 +2,8 @@
 
 Owns what stands in it, which files it answers for, and whether the save that wrote it is over. The coordinator writes
 it, durably, before any rank makes a file, and removes it after the commit or when a failed save has cleaned up. So what
-a killed save has left is told from what others have put there. Called by ``leftovers`` and ``save_directory``.
+a killed save has left is told from what others have put there. Called by ``leftovers`` and ``save_directory``, which
+hold the lock of the directory.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import contextlib
 import os
 import re
 import socket
-import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -20,15 +20,16 @@ from typing import Final
 import msgspec
 
 from robust_dcp.errors import StorageError
-from robust_dcp.storage.files.disk import Disk, OpenFile
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import (
     JOURNAL_PREFIX,
     METADATA_NAME,
+    mark_of,
     parse_data_file_name,
     writer_of,
 )
 
-__all__ = ["Journal", "JournalRecord", "OtherSave", "SaveState", "journals_in", "token_of"]
+__all__ = ["Journal", "JournalRecord", "OtherSave", "SaveState", "journals_in"]
 
 _NAME: Final = re.compile(re.escape(JOURNAL_PREFIX) + r"[0-9a-f]{16}")
 _BOOT_ID: Final = "/proc/sys/kernel/random/boot_id"
@@ -63,18 +64,12 @@ class JournalRecord(msgspec.Struct, frozen=True, kw_only=True):
     present: tuple[str, ...]
 
     def may_have_made(self, names: Collection[str]) -> set[str]:
-        """Those of ``names`` that files of this save have: of its ranks, under the names that they would choose."""
-        before = {*self.replaces, *self.present}
-        # A rank takes the first generation whose names are free, so it never goes beyond the one after the last.
-        last: dict[int, int] = {}
-        for name in before:
+        """Those of ``names`` that files of this save have: of its ranks, plain or with its mark."""
+        mark = mark_of(self.save_id)
+        found = {f"{METADATA_NAME}.{mark}.tmp"} & set(names)
+        for name in set(names).difference(self.replaces, self.present):
             writer = writer_of(name)
-            if writer is not None:
-                last[writer.rank] = max(last.get(writer.rank, 0), writer.generation + 1)
-        found = {f"{METADATA_NAME}.{token_of(self.save_id)}.tmp"} & set(names)
-        for name in set(names) - before:
-            writer = writer_of(name)
-            if writer is None or writer.rank >= self.ranks or writer.generation > last.get(writer.rank, 0):
+            if writer is None or writer.rank >= self.ranks or writer.mark not in ("", mark):
                 continue
             if self.files is not None and writer.number >= self.files:
                 continue
@@ -83,18 +78,13 @@ class JournalRecord(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
-def token_of(save_id: str) -> str:
-    """16 hexadecimal digits of the id of a save, for names of files."""
-    return save_id.replace("-", "")[:16]
-
-
 def journals_in(names: Collection[str]) -> list[str]:
     """Those of ``names`` that are journals."""
     return sorted(name for name in names if _NAME.fullmatch(name))
 
 
 class Journal:
-    """The journal of a save of this process. Whoever drops it lets go of its lock.
+    """The journal of a save of this process.
 
     Attributes:
         record: what stands in it.
@@ -103,10 +93,9 @@ class Journal:
 
     def __init__(self, disk: Disk, directory: str, record: JournalRecord) -> None:
         self.record = record
-        self.path = os.path.join(directory, JOURNAL_PREFIX + token_of(record.save_id))
+        self.path = os.path.join(directory, JOURNAL_PREFIX + mark_of(record.save_id))
         self._disk = disk
         self._directory = directory
-        self._let_go: weakref.finalize[..., Journal] | None = None
 
     @classmethod
     def begin(
@@ -143,40 +132,28 @@ class Journal:
         return journal
 
     def write(self) -> None:
-        """Make the file, locked and durable.
+        """Make the file, durably.
 
         Raises:
             StorageError: a call failed; nothing is left.
         """
         file = self._disk.open_new(self.path)
-        self._let_go = weakref.finalize(self, _close, self._disk, file)
         try:
-            self._disk.lock(file)
-            self._disk.pwrite(file, msgspec.json.format(msgspec.json.encode(self.record)), 0)
-            self._disk.fsync(file)
+            try:
+                self._disk.pwrite(file, msgspec.json.format(msgspec.json.encode(self.record)), 0)
+                self._disk.fsync(file)
+            finally:
+                self._disk.close(file)
             self._disk.fsync_directory(self._directory)
         except BaseException:
             with contextlib.suppress(StorageError):
                 self._disk.unlink(self.path)
-            self.let_go()
             raise
-
-    def let_go(self) -> None:
-        """The save is over, one way or the other; the file stays, and says to the next save what this one may have
-        left."""
-        if self._let_go is not None:
-            self._let_go()
-
-
-def _close(disk: Disk, file: OpenFile) -> None:
-    with contextlib.suppress(StorageError):
-        disk.close(file)
 
 
 class SaveState(Enum):
     """What is known of a save whose journal was found."""
 
-    RUNNING = "it is running"
     OVER = "it is over"
     UNKNOWN = "it may be running on another machine"
 
@@ -196,10 +173,11 @@ class OtherSave:
     state: SaveState
 
     @classmethod
-    def read(cls, disk: Disk, directory: str, name: str, *, now_seconds: float) -> OtherSave:
+    def read(cls, disk: Disk, directory: str, name: str, *, now_seconds: float, is_locked: bool) -> OtherSave:
         """Read a journal and find out whether its save is over.
 
         Args:
+            is_locked: whether the caller holds the lock of the directory, which its save held as long as it ran.
             now_seconds: by the clock of the file system.
 
         Raises:
@@ -211,14 +189,13 @@ class OtherSave:
             nbytes = min(disk.size(path), _MAX_NBYTES)
             data = bytearray(nbytes)
             data = data[: disk.pread_into(file, data, 0)]
-            is_free = disk.lock(file, shared=True)
         finally:
             disk.close(file)
         try:
             record: JournalRecord | None = msgspec.json.decode(data, type=JournalRecord)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             record = None
-        return cls(name, record, _state_of(disk, path, record, is_free, now_seconds))
+        return cls(name, record, _state_of(disk, path, record, is_locked, now_seconds))
 
     @property
     def description(self) -> str:
@@ -231,16 +208,12 @@ class OtherSave:
         return set() if self.record is None else self.record.may_have_made(names)
 
 
-def _state_of(
-    disk: Disk, path: str, record: JournalRecord | None, is_free: bool | None, now_seconds: float
-) -> SaveState:
-    """A lock that somebody holds is proof. One that nobody holds is proof only if its owner would have to be on this
-    machine: over a network, locks may be those of each machine alone. Else the age decides.
+def _state_of(disk: Disk, path: str, record: JournalRecord | None, is_locked: bool, now_seconds: float) -> SaveState:
+    """To hold the lock proves that others are over only if they would have to be on this machine: over a network, locks
+    may be those of each machine alone. Else the age decides.
     """
-    if is_free is False:
-        return SaveState.RUNNING
     is_of_this_boot = record is not None and record.boot_id != "" and record.boot_id == _boot_id()
-    if is_free and (is_of_this_boot or disk.is_of_this_machine(path)):
+    if is_locked and (is_of_this_boot or disk.is_of_this_machine(path)):
         return SaveState.OVER
     is_old = now_seconds - disk.modified_seconds(path) > _OVER_AFTER_SECONDS
     return SaveState.OVER if is_old else SaveState.UNKNOWN

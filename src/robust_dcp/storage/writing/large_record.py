@@ -7,21 +7,21 @@ from several). Ranges of a payload are also what ``append`` writes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from robust_dcp.staging import Block, BlockLease, DeviceCopies, TensorBytes, memory_at
 from robust_dcp.storage.layouts import Frame
-from robust_dcp.storage.records.checksum import crc32, crc32_of_both
+from robust_dcp.storage.layouts.footer import FileSums
+from robust_dcp.storage.records.block_sums import joined, merged, sums_of
 from robust_dcp.storage.writing.copy_checked import copy_checked
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors, planned_tensor
 from robust_dcp.storage.writing.paged_file import PagedFile
 from robust_dcp.storage.writing.write_order import LargeRecord
 
-__all__ = ["LargePiece", "Outlet", "PayloadRange", "cut", "large_pieces", "put_frame"]
+__all__ = ["LargePiece", "Outlet", "PayloadRange", "cut", "finish_record", "large_pieces"]
 
 
 @dataclass(frozen=True)
@@ -32,25 +32,29 @@ class Outlet:
         file: where they go to.
         lease: of the blocks of memory.
         copies: from a device.
-        checksums: whether CRC-32s are computed; 0 stands for them otherwise.
-        for_head: uint32, the CRC-32 of each item by its place in the plan, filled in on the way: for a file whose
-            head holds them. ``None`` for a file of records.
+        sums: where the CRC-32s of the items' data are kept for the footer or the head of the file; ``None`` if none are
+            computed: 0 stands for them then.
     """
 
     file: PagedFile
     lease: BlockLease
     copies: DeviceCopies
-    checksums: bool = True
-    for_head: npt.NDArray[np.uint32] | None = None
+    sums: FileSums | None = None
 
-    def crc32(self, data: memoryview) -> int:
-        """The CRC-32 of ``data``, or 0."""
-        return crc32(data) if self.checksums else 0
+    @property
+    def checksums(self) -> bool:
+        """Whether CRC-32s are computed."""
+        return self.sums is not None
 
-    def note(self, places: npt.NDArray[np.int64] | int, checksums: npt.NDArray[np.uint32] | int) -> None:
-        """Keep the CRC-32 of items for the head, if there is one."""
-        if self.for_head is not None and self.checksums:
-            self.for_head[places] = checksums
+    def sums_of(self, data: memoryview, begin: int = 0) -> list[int]:
+        """The CRC-32s of ``data``, as of the function of that name; none if none are wanted."""
+        return sums_of(data, begin) if self.checksums else []
+
+    def note(self, offset: int, nbytes: int, sums: Sequence[int]) -> None:
+        """Keep the CRC-32s of the blocks of an item's data, which lies at ``offset`` in the file."""
+        if self.sums is not None:
+            columns = np.array([offset], dtype=np.int64), np.array([nbytes], dtype=np.int64)
+            self.sums.add(*columns, np.array(sums, dtype=np.uint32))
 
 
 def cut(payload_at: int, nbytes: int, outlet: Outlet) -> Iterator[tuple[int, int]]:
@@ -94,19 +98,19 @@ class PayloadRange:
             self._wait = outlet.copies.begin(self._data, self._begin, self._end, self._block, self._at)
         return runs
 
-    def write(self) -> int:
-        """Write the range; its CRC-32."""
+    def write(self) -> list[int]:
+        """Write the range; the CRC-32s of its pieces, as of ``sums_of``."""
         straight = self._straight()
         if straight is not None:
-            checksum = self._outlet.crc32(straight)
+            sums = self._outlet.sums_of(straight, self._begin)
             self._outlet.file.write(self._offset, straight)
-            return checksum
+            return sums
         try:
-            checksum, copied = self._copied()
+            sums, copied = self._copied()
             self._outlet.file.write(self._offset, copied)
         finally:
             self.drop()
-        return checksum
+        return sums
 
     def drop(self) -> None:
         """Give the block back. A range that was begun must be written or dropped."""
@@ -122,16 +126,16 @@ class PayloadRange:
             return None
         return memory_at(data.address + self._begin, self._end - self._begin)
 
-    def _copied(self) -> tuple[int, memoryview]:
-        """The CRC-32 of the range, and its bytes in the block."""
+    def _copied(self) -> tuple[list[int], memoryview]:
+        """The CRC-32s of the range, and its bytes in the block."""
         outlet, at, nbytes = self._outlet, self._at, self._end - self._begin
         if self._block is not None and self._wait is not None:
             self._wait()
             copied = self._block.view[at : at + nbytes]
-            return outlet.crc32(copied), copied
+            return outlet.sums_of(copied, self._begin), copied
         self._block = block = outlet.lease.take()
-        checksum = copy_checked(self._data, self._begin, self._end, block, at, checksums=outlet.checksums)
-        return checksum, block.view[at : at + nbytes]
+        sums = copy_checked(self._data, self._begin, self._end, block, at, checksums=outlet.checksums)
+        return sums, block.view[at : at + nbytes]
 
     @property
     def _at(self) -> int:
@@ -177,14 +181,25 @@ def large_pieces(large: LargeRecord, source: ItemSource, outlet: Outlet) -> Iter
         yield LargePiece(record, number, begin, end)
 
 
-def put_frame(file: PagedFile, offset: int, template: Frame, checksum: int) -> None:
-    """Write what stands before and after a payload.
+def finish_record(
+    outlet: Outlet, offset: int, template: Frame, ranges: Sequence[tuple[int, int]], sums: Sequence[Sequence[int]]
+) -> None:
+    """Write what stands before and after a payload, and keep its checksums.
 
     Args:
         offset: of the record.
+        ranges: of the payload, in order.
+        sums: of each range, what :meth:`PayloadRange.write` gave.
     """
-    file.put(offset, template.header(checksum))
-    file.put(offset + template.header_nbytes + template.payload_nbytes, template.trailer(checksum))
+    nbytes = template.payload_nbytes
+    blocks: list[int] = []
+    if outlet.checksums:
+        blocks = merged((begin, end, some) for (begin, end), some in zip(ranges, sums, strict=True))
+    checksum = joined(blocks, nbytes)
+    payload_at = offset + template.header_nbytes
+    outlet.file.put(offset, template.header(checksum))
+    outlet.file.put(payload_at + nbytes, template.trailer(checksum))
+    outlet.note(payload_at, nbytes, blocks)
 
 
 class _Record:
@@ -197,7 +212,7 @@ class _Record:
         self._large = large
         self.payload_at = large.offset + large.template.header_nbytes
         self.ranges = list(cut(self.payload_at, large.template.payload_nbytes, outlet))
-        self._checksums: list[int | None] = [None] * len(self.ranges)
+        self._sums: list[Sequence[int]] = [()] * len(self.ranges)
         self._missing = len(self.ranges)
         self._data: TensorBytes | None = None
         self._lock = threading.Lock()
@@ -208,18 +223,14 @@ class _Record:
                 self._data = TensorBytes(planned_tensor(self.source, self.place, self._large.template))
             return self._data
 
-    def written(self, number: int, checksum: int) -> None:
+    def written(self, number: int, sums: Sequence[int]) -> None:
         """One piece is; with the last one the frame is written too."""
         with self._lock:
-            self._checksums[number] = checksum
+            self._sums[number] = sums
             self._missing -= 1
             if self._missing:
                 return
             self._data = None
-        total = 0
-        for (begin, end), part in zip(self.ranges, self._checksums, strict=True):
-            total = crc32_of_both(total, part or 0, end - begin)
-        file, large = self.outlet.file, self._large
-        file.leave(large.offset - large.gap_before, large.gap_before)
-        put_frame(file, large.offset, large.template, total)
-        self.outlet.note(self.place, total)
+        outlet, large = self.outlet, self._large
+        outlet.file.leave(large.offset - large.gap_before, large.gap_before)
+        finish_record(outlet, large.offset, large.template, self.ranges, self._sums)

@@ -52,7 +52,13 @@ class LeftOvers:
 
 
 def find_left_overs(
-    disk: Disk, directory: str, names: Sequence[str], committed: Committed | None, *, now_seconds: float
+    disk: Disk,
+    directory: str,
+    names: Sequence[str],
+    committed: Committed | None,
+    *,
+    now_seconds: float,
+    is_locked: bool,
 ) -> LeftOvers:
     """Sort out what is there.
 
@@ -60,11 +66,12 @@ def find_left_overs(
         names: what lies in ``directory``; without the journal of the save that asks.
         committed: what is committed there.
         now_seconds: by the clock of the file system.
+        is_locked: whether the save that asks holds the lock of the directory.
 
     Raises:
         StorageError: a call failed.
     """
-    found = [_read(disk, directory, name, now_seconds) for name in journals_in(names)]
+    found = [_read(disk, directory, name, now_seconds, is_locked) for name in journals_in(names)]
     saves = [save for save in found if save is not None]
     over = [save for save in saves if save.state is SaveState.OVER]
     others = tuple(save for save in saves if save.state is not SaveState.OVER)
@@ -84,9 +91,9 @@ def find_left_overs(
     return LeftOvers(by_journal, others, other_files)
 
 
-def _read(disk: Disk, directory: str, name: str, now_seconds: float) -> OtherSave | None:
+def _read(disk: Disk, directory: str, name: str, now_seconds: float, is_locked: bool) -> OtherSave | None:
     try:
-        return OtherSave.read(disk, directory, name, now_seconds=now_seconds)
+        return OtherSave.read(disk, directory, name, now_seconds=now_seconds, is_locked=is_locked)
     except StorageError as error:
         if error.errno == errno.ENOENT:  # its save has just ended
             return None

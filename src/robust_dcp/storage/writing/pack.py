@@ -30,9 +30,10 @@ from robust_dcp.staging import (
 )
 from robust_dcp.storage.layouts import Frame
 from robust_dcp.storage.layouts.places import LARGE_NBYTES
+from robust_dcp.storage.records.block_sums import SUM_NBYTES, block_counts, joined, sums_of
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.torch_zip import payload_view
-from robust_dcp.storage.writing.copy_checked import HOT_NBYTES, copy_checked
+from robust_dcp.storage.writing.copy_checked import copy_checked
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors, planned_tensor
 from robust_dcp.storage.writing.paged_file import PagedFile
 
@@ -41,6 +42,9 @@ __all__ = ["Block", "Packing"]
 Int64 = npt.NDArray[np.int64]
 
 _CRC_DTYPE = np.dtype("<u4")
+
+_HOT_NBYTES = 512 << 10
+"""Copied before it is checksummed: half of a small second-level cache."""
 
 # ctypes.memmove releases the GIL and takes it again, which costs more than it gives while copies are short. Two
 # threads that copy at once, microseconds a copy: 1 KiB 0.39 holding the GIL, 0.74 releasing it; 64 KiB 1.8 and 4.8;
@@ -63,6 +67,7 @@ class Block:
         templates: of the n records.
         tails: what stands between each payload and the next record: its trailer without a checksum, and zeros.
         payload: int64 ``[n]``, where each payload begins, in bytes from the start of the block.
+        payload_nbytes: int64 ``[n]``.
         crc: int64 ``[n, c]``, where its CRC-32 stands: c is 2 for records (header, trailer), 0 where the head of the
             file has it.
         runs: how many records, front to back, are copied before they are checksummed: as many as the processor's cache
@@ -77,6 +82,7 @@ class Block:
     templates: tuple[Frame, ...]
     tails: tuple[bytes, ...]
     payload: Int64
+    payload_nbytes: Int64
     crc: Int64
     runs: tuple[int, ...]
     large: tuple[int, ...]
@@ -97,7 +103,7 @@ class Block:
         record = np.array([template.nbytes for template in templates], dtype=np.int64)
         crc_at = np.array([template.crc_at for template in templates], dtype=np.int64)
         gaps = np.append(starts[1:], starts[-1] + record[-1]) - starts - record
-        cache_fulls = (starts + header + payload) // HOT_NBYTES
+        cache_fulls = (starts + header + payload) // _HOT_NBYTES
         return cls(
             offset=int(offsets[0]),
             nbytes=int(starts[-1] + record[-1]),
@@ -106,6 +112,7 @@ class Block:
             templates=templates,
             tails=tuple(_tail(one.blank_trailer, gap) for one, gap in zip(templates, gaps.tolist(), strict=True)),
             payload=starts + header,
+            payload_nbytes=payload,
             crc=starts[:, None] + crc_at,
             runs=tuple(np.unique(cache_fulls, return_counts=True)[1].tolist()),
             large=tuple(np.flatnonzero(payload >= LARGE_NBYTES).tolist()),
@@ -153,6 +160,7 @@ class Packing:
         self._target = memory.view[self._at : self._at + block.nbytes]
         self._checksums = checksums
         self._values = np.zeros(len(block.places), dtype=_CRC_DTYPE)
+        self._sums: dict[int, list[int]] = {}
         self._begun: dict[int, _Begun] = {}
         self._elsewhere: list[_Elsewhere] = []
         self._straight: list[tuple[int, int, memoryview]] = []
@@ -183,7 +191,8 @@ class Packing:
         """Make the bytes of the block.
 
         Returns:
-            uint32 ``[n]``, the CRC-32 of each payload; 0 without ``checksums``.
+            uint32 ``[m]``, the CRC-32 of each block of each payload, one payload after the other; none without
+            ``checksums``.
 
         Raises:
             PlanConflict: an item is not what was planned.
@@ -212,7 +221,22 @@ class Packing:
             digits = self._values.view(np.uint8).reshape(-1, 1, _CRC_DTYPE.itemsize)
             into = self._memory.data[self._at : self._at + block.nbytes]
             into[block.crc[:, :, None] + np.arange(_CRC_DTYPE.itemsize)] = digits
-        return self._values
+        return self._sums_of_all()
+
+    def _sums_of_all(self) -> npt.NDArray[np.uint32]:
+        if not self._checksums:
+            return np.empty(0, dtype=np.uint32)
+        counts = block_counts(self._block.payload_nbytes)
+        sums = np.repeat(self._values, counts).astype(np.uint32)
+        behind = np.cumsum(counts).tolist()
+        for number, blocks in self._sums.items():
+            sums[behind[number] - len(blocks) : behind[number]] = blocks
+        return sums
+
+    def _note(self, number: int, sums: list[int]) -> None:
+        """Keep the CRC-32s of the blocks of a payload, and what they join to."""
+        self._values[number] = joined(sums, int(self._block.payload_nbytes[number]))
+        self._sums[number] = sums
 
     def parts(self) -> list[memoryview]:
         """What :meth:`pack` made, in the order of the file: the memory, and between its pages those of tensors."""
@@ -253,14 +277,14 @@ class Packing:
         data, wait = self._begun[number]
         if wait is not None:
             wait()
-            checksum = crc32(self._target[begin : begin + nbytes]) if self._checksums else 0
+            sums = sums_of(self._target[begin : begin + nbytes]) if self._checksums else []
         elif data.address is not None and self._file.takes(data.address, self._block.offset + begin):
-            checksum = self._take_straight(begin, memory_at(data.address, nbytes))
+            sums = self._take_straight(begin, memory_at(data.address, nbytes))
         else:
-            checksum = copy_checked(data, 0, nbytes, self._memory, self._at + begin, checksums=self._checksums)
-        self._values[number] = checksum
+            sums = copy_checked(data, 0, nbytes, self._memory, self._at + begin, checksums=self._checksums)
+        self._note(number, sums)
 
-    def _take_straight(self, begin: int, data: memoryview) -> int:
+    def _take_straight(self, begin: int, data: memoryview) -> list[int]:
         """Of a payload that may go out from where it is, only what shares a page with its neighbours is copied."""
         page_nbytes = self._file.page_nbytes
         end = begin + len(data)
@@ -272,7 +296,7 @@ class Packing:
             self._target[begin:first] = data[: first - begin]
             self._target[last:end] = data[last - begin :]
             self._straight.append((first, last, data[first - begin : last - begin]))
-        return crc32(data) if self._checksums else 0
+        return sums_of(data) if self._checksums else []
 
     def _take_scattered(self, number: int, begin: int, tensor: torch.Tensor) -> None:
         if tensor.is_cpu:
@@ -291,4 +315,8 @@ class Packing:
 
     def _checksum(self, numbers: Sequence[int], payload: list[int]) -> None:
         target, templates = self._target, self._block.templates
-        self._values[numbers] = [crc32(target[payload[n] : payload[n] + templates[n].payload_nbytes]) for n in numbers]
+        small = [n for n in numbers if templates[n].payload_nbytes <= SUM_NBYTES]
+        self._values[small] = [crc32(target[payload[n] : payload[n] + templates[n].payload_nbytes]) for n in small]
+        if len(small) < len(numbers):
+            for n in set(numbers).difference(small):
+                self._note(n, sums_of(target[payload[n] : payload[n] + templates[n].payload_nbytes]))

@@ -16,12 +16,22 @@ from typing import Final
 
 from robust_dcp.errors import RobustCheckpointError, StorageError
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import METADATA_NAME, PLAN_NAME, SAFETENSORS_SUFFIX, metadata_name, writer_of
+from robust_dcp.storage.files.paths import (
+    METADATA_NAME,
+    PLAN_NAME,
+    SAFETENSORS_SUFFIX,
+    is_data_file,
+    mark_of,
+    metadata_name,
+    writer_of,
+)
 from robust_dcp.storage.layouts import FileName, Layout
+from robust_dcp.storage.layouts.marks import is_of_save
 from robust_dcp.storage.writing.commit import BEFORE_RENAME, commit_metadata, remove_superseded
 from robust_dcp.storage.writing.committed import Committed, committed_in, remember
+from robust_dcp.storage.writing.directory_lock import DirectoryLock
 from robust_dcp.storage.writing.engine import WrittenFiles
-from robust_dcp.storage.writing.journal import Journal, journals_in, token_of
+from robust_dcp.storage.writing.journal import Journal, journals_in
 from robust_dcp.storage.writing.leftovers import LeftOvers, find_left_overs, named_by_ranks, tell_what_stays
 from robust_dcp.storage.writing.stripes import remove_targets
 
@@ -47,6 +57,12 @@ class MetadataToPublish:
     files: Collection[str]
     renames: Sequence[FileName] = ()
 
+    @property
+    def uncommitted_files(self) -> set[str]:
+        """The data files under the names that they have before the commit."""
+        new = {name.committed for name in self.renames}
+        return {name.written for name in self.renames} | (set(self.files) - new)
+
 
 class SaveDirectory:
     """What one rank knows of, and has made in, the directory of one save.
@@ -66,13 +82,16 @@ class SaveDirectory:
         self.path = path
         self.may_be_committed = False
         self._disk = disk
-        self._save_id = save_id
+        self.save_id = save_id
         self._layout = layout
         self._rank = rank
         self._metadata_name = metadata_name(rank)
         self._made: list[str] = []
         self._names: tuple[str, ...] = ()
         self._found = LeftOvers()
+        self._overwrite = True
+        self._lock: DirectoryLock | None = None
+        self._at_begin: Committed | None = None
         self._journal: Journal | None = None
         self._own: set[str] = set()
         self._stuck: list[str] = []
@@ -91,8 +110,12 @@ class SaveDirectory:
             StorageError: a checkpoint is there and must not be replaced, or the file system refuses.
         """
         self.make(self.path)
+        self._overwrite = overwrite
+        self._look()
+
+    def _look(self) -> None:
         is_committed = self._disk.exists(os.path.join(self.path, self._metadata_name))
-        if is_committed and not overwrite:
+        if is_committed and not self._overwrite:
             raise StorageError(
                 f"Checkpoint already exists in {self.path} and overwrite=False: save to another directory",
                 path=self.path,
@@ -103,21 +126,24 @@ class SaveDirectory:
         self._names = tuple(self._disk.list_directory(self.path))
 
     def announce(self, *, ranks: int, files: int | None) -> None:
-        """Say durably that a save begins, and find out what others have left; before any rank writes.
+        """Take the directory, say durably that a save begins, and find out what others have left; before any rank
+        writes.
 
         Args:
             ranks: how many write.
             files: how many each of them may write; ``None`` if that is not known.
 
         Raises:
-            StorageError: files are there with which those of the layout cannot share a directory, or the file system
-                refuses.
+            StorageError: another save is running into the directory; files are there with which those of the layout
+                cannot share a directory; or the file system refuses.
         """
-        committed = self._committed()
+        self._lock = DirectoryLock.take(self._disk, self.path, save_id=self.save_id)
+        self._look()  # another save may have ended since
+        committed = self._at_begin = self._committed()
         self._journal = Journal.begin(
             self._disk,
             self.path,
-            save_id=self._save_id,
+            save_id=self.save_id,
             layout=self._layout.name,
             ranks=ranks,
             files=files,
@@ -125,12 +151,28 @@ class SaveDirectory:
             present=self._names,
         )
         if journals_in(self._names):
-            now_seconds = self._disk.modified_seconds(self._journal.path)
-            self._found = find_left_overs(self._disk, self.path, self._names, committed, now_seconds=now_seconds)
+            self._found = find_left_overs(
+                self._disk,
+                self.path,
+                self._names,
+                committed,
+                now_seconds=self._disk.modified_seconds(self._journal.path),
+                is_locked=self._lock.is_proof,
+            )
         if not self._layout.may_share_directory:
             for name in self._names:
                 if name.endswith(SAFETENSORS_SUFFIX) and name not in self._found.files:
                     raise self._company(name)
+
+    def share(self) -> None:
+        """Take the directory together with other ranks that each commit by themselves; before this one writes.
+
+        Raises:
+            StorageError: another save is running into it.
+        """
+        if self._lock is None:
+            self._lock = DirectoryLock.take(self._disk, self.path, save_id=self.save_id, shared=True)
+            self._at_begin = self._committed()
 
     def _company(self, present: str) -> StorageError:
         """Readers of safetensors take every file of a directory: what they would find there must all be this save's."""
@@ -155,6 +197,27 @@ class SaveDirectory:
         """Paths of files that this rank made and could not remove; whoever finds one adds it."""
         return self._stuck
 
+    def check_own(self, files: Collection[str]) -> None:
+        """Make sure, right before the commit, that data files are still as this save has written them.
+
+        Args:
+            files: their names as long as they are not committed.
+
+        Raises:
+            StorageError: another save has written to one, or removed it.
+        """
+        for name in sorted(files):
+            if not is_of_save(self._disk, self._path_of(name), mark_of(self.save_id)):
+                raise self._interfered(f"{self._path_of(name)} is not as this save has written it")
+
+    def _interfered(self, what: str) -> StorageError:
+        return StorageError(
+            f"{what}: another save has written into {self.path} meanwhile; nothing is committed, and nothing of the "
+            "other save is touched. Save again, each job into a directory of its own",
+            path=self.path,
+            operation="commit",
+        )
+
     def publish(self, metadata: MetadataToPublish) -> None:
         """Commit, durably and in one step; :meth:`tidy_up` is to follow.
 
@@ -170,6 +233,10 @@ class SaveDirectory:
             )
         self._own |= {*metadata.files, *(name.written for name in metadata.renames)}
         replaced = self._committed()
+        if replaced != self._at_begin:
+            raise self._interfered(
+                f"{self._path_of(self._metadata_name)} is not the one that was there at the beginning"
+            )
         if not self._layout.may_share_directory:  # what a killed save has left is none of the new checkpoint
             self._remove(self._found.files)
         try:
@@ -179,14 +246,14 @@ class SaveDirectory:
                 metadata.fragments,
                 name=self._metadata_name,
                 renames=metadata.renames,
-                token=token_of(self._save_id),
+                token=mark_of(self.save_id),
             )
         except BaseException as error:
             self.may_be_committed = not (isinstance(error, StorageError) and error.operation in BEFORE_RENAME)
             raise
         self.may_be_committed = True
         self._has_replaced = replaced is not None
-        remember(self._path_of(self._metadata_name), metadata.fragments, metadata.files, self._save_id)
+        remember(self._path_of(self._metadata_name), metadata.fragments, metadata.files, self.save_id)
         self._replaced, self._committed_files = replaced, metadata.files
 
     def tidy_up(self) -> None:
@@ -234,13 +301,22 @@ class SaveDirectory:
 
     def remove_files(self) -> list[str]:
         """Remove the data files that this rank has made; the paths of those that are still there."""
-        names = set(self._own)
+        names = {name for name in self._own if self._is_mine(name)}
         if self._journal is not None:
-            names.add(f"{self._metadata_name}.{token_of(self._save_id)}.tmp")
+            names.add(f"{self._metadata_name}.{mark_of(self.save_id)}.tmp")
         left = [self._path_of(name) for name in self._remove(names)]
         left += [path for path in self._stuck if not self._is_removed(path)]
         self._stuck = []
         return left
+
+    def _is_mine(self, name: str) -> bool:
+        """Whether a file that this save has made is still there, and not another's that has its name."""
+        if not is_data_file(name):
+            return True
+        try:
+            return is_of_save(self._disk, self._path_of(name), mark_of(self.save_id))
+        except StorageError:
+            return True  # to remove it will fail as well, which is told
 
     def remove_directories(self) -> list[str]:
         """Remove the journal and the directories that this rank has made, once no rank has files there; the paths of
@@ -255,9 +331,9 @@ class SaveDirectory:
         return left
 
     def let_go(self) -> None:
-        """The save is over, and may have left files: its journal says which, and the next save removes them."""
-        if self._journal is not None:
-            self._journal.let_go()
+        """The save is over. If it has left files, its journal says which, and the next save removes them."""
+        if self._lock is not None:
+            self._lock.let_go()
 
     def take_back(self, error: BaseException) -> None:
         """Remove what all ranks have made, on a coordinator whose commit has failed and who cannot ask them.

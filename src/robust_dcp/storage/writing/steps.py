@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from robust_dcp.staging import Block as Memory
+from robust_dcp.storage.layouts.footer import FileSums, footer_of
 from robust_dcp.storage.layouts.places import Slot
 from robust_dcp.storage.writing.append import Appended, append_items
 from robust_dcp.storage.writing.data_files import DataFile
@@ -44,6 +45,7 @@ class Surroundings:
 
     Attributes:
         slots: of the items of variable size.
+        mark: of the save.
         check_stop: raises when the save is given up.
         packing: held by the thread that packs small records.
         appended: where the items of variable size came to lie.
@@ -52,6 +54,7 @@ class Surroundings:
     source: ItemSource
     slots: dict[int, Slot]
     check_stop: Callable[[], None]
+    mark: str
     packing: threading.Lock = field(default_factory=threading.Lock)
     appended: list[Appended] = field(default_factory=list)
 
@@ -63,6 +66,7 @@ class FileSteps:
         self, file: DataFile, order: WriteOrder, fixed_nbytes: int, outlet: Outlet, around: Surroundings
     ) -> None:
         self._file = file
+        self._mark = around.mark
         self._outlet = outlet
         self._steps = self._in_order(order, fixed_nbytes, around)
         self._head = order.head
@@ -102,11 +106,16 @@ class FileSteps:
             self._finish()
 
     def _finish(self) -> None:
-        outlet = self._outlet
+        file, outlet = self._file, self._outlet
+        sums = FileSums().columns() if outlet.sums is None else outlet.sums.columns()
+        footer = b""
         if self._head is not None:
-            known = outlet.for_head if outlet.checksums else None
-            outlet.file.put(0, self._head.encode(None if known is None else known[self._head.places]))
-        outlet.file.finish(self._file.nbytes)
+            outlet.file.put(0, self._head.encode(self._mark, sums if outlet.checksums else None))
+        else:
+            footer = footer_of(self._mark, file.nbytes, sums)
+            outlet.file.put(file.nbytes, footer)
+        outlet.file.finish(file.nbytes + len(footer))
+        file.digest = sums.digest if outlet.checksums else None
 
 
 class StepQueue:
@@ -152,8 +161,9 @@ class _PackedBlock:
         # every call that lets go of the GIL need twice the time of one. So one packs while the others write.
         is_small = block.nbytes < SMALL_NBYTES * len(block.places)
         with self._around.packing if is_small else nullcontext():
-            checksums = packing.pack()
-        self._outlet.note(block.places, checksums)
+            sums = packing.pack()
+        if self._outlet.sums is not None:
+            self._outlet.sums.add(block.offset + block.payload, block.payload_nbytes, sums)
         self._around.check_stop()
         file.leave(block.offset - block.gap_before, block.gap_before)
         file.write(block.offset, *packing.parts())

@@ -1,0 +1,204 @@
+"""The end of a file of records: which save it is of, and the checksums of all blocks of its items' data.
+
+Owns the format (docs/formats.md), and what is believed of it. Stock readers never look there: they read what
+``.metadata`` names, and that is before it. Made by ``writing.steps``, read by ``reading.read_file``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from robust_dcp.storage.records.block_sums import SUM_NBYTES, BlockSums, block_counts
+from robust_dcp.storage.records.checksum import crc32
+
+__all__ = ["TAIL_NBYTES", "FileSums", "Footer", "SumColumns", "Tail", "footer_of"]
+
+Int64 = npt.NDArray[np.int64]
+UInt32 = npt.NDArray[np.uint32]
+
+_MAGIC: Final = b"RDCPEND1"
+_TAIL: Final = struct.Struct("<8s16sQQQII")
+TAIL_NBYTES: Final = _TAIL.size + 4
+"""Magic, mark of the save in hexadecimal digits, length of the file, numbers of items and of blocks, bytes of a block,
+CRC-32 of the columns; and behind these a CRC-32 of the tail itself."""
+
+
+@dataclass(frozen=True, eq=False)
+class SumColumns:
+    """The blocks of n items' data in one file, in the order of the file.
+
+    Attributes:
+        offset: int64 ``[n]``, of the data, in bytes from the start of the file.
+        nbytes: int64 ``[n]``.
+        crcs: uint32 ``[m]``, of the blocks of all items, one item after the other.
+    """
+
+    offset: Int64
+    nbytes: Int64
+    crcs: UInt32
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes that change with any byte of any item; not with the id of the save."""
+        return hashlib.blake2b(self.encode(), digest_size=16, person=b"rdcp-data").digest()
+
+    def encode(self) -> bytes:
+        """The columns as they stand in a file."""
+        return b"".join(
+            (
+                self.offset.astype("<i8").tobytes(),
+                self.nbytes.astype("<i8").tobytes(),
+                self.crcs.astype("<u4").tobytes(),
+            )
+        )
+
+
+class FileSums:
+    """The checksums of one file, brought by several threads while it is written."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Int64, Int64, UInt32]] = []
+
+    def add(self, offset: Int64, nbytes: Int64, crcs: UInt32) -> None:
+        """Bring those of some items, as in :class:`SumColumns`."""
+        self._parts.append((offset, nbytes, crcs))
+
+    def columns(self) -> SumColumns:
+        """All that were brought."""
+        if not self._parts:
+            none: Int64 = np.empty(0, dtype=np.int64)
+            return SumColumns(none, none, np.empty(0, dtype=np.uint32))
+        offset, nbytes, crcs = (np.concatenate(column) for column in zip(*self._parts, strict=True))
+        order = np.lexsort((nbytes, offset))
+        counts = block_counts(nbytes)
+        first = np.cumsum(counts) - counts
+        # For each block of the sorted items, where it stood before.
+        moved = np.repeat(first[order] - (np.cumsum(counts[order]) - counts[order]), counts[order])
+        return SumColumns(offset[order], nbytes[order], crcs[np.arange(len(crcs)) + moved])
+
+
+class Tail:
+    """The last bytes of a file.
+
+    Args:
+        mark: of the save.
+        file_nbytes: length of the file, footer included.
+        n_items, n_blocks: rows of the columns.
+        block_nbytes: bytes of a block.
+        columns_crc32: CRC-32 of the columns.
+    """
+
+    def __init__(
+        self, mark: str, file_nbytes: int, n_items: int, n_blocks: int, block_nbytes: int, columns_crc32: int
+    ) -> None:
+        self.mark = mark
+        self.file_nbytes = file_nbytes
+        self.n_items = n_items
+        self.n_blocks = n_blocks
+        self.block_nbytes = block_nbytes
+        self.columns_crc32 = columns_crc32
+
+    @property
+    def columns_nbytes(self) -> int:
+        """Length of the columns, which lie right before the tail."""
+        return 16 * self.n_items + 4 * self.n_blocks
+
+    def encode(self) -> bytes:
+        """The bytes."""
+        fields = (self.file_nbytes, self.n_items, self.n_blocks, self.block_nbytes, self.columns_crc32)
+        tail = _TAIL.pack(_MAGIC, self.mark.encode("ascii"), *fields)
+        return tail + crc32(tail).to_bytes(4, "little")
+
+    @classmethod
+    def decode(cls, data: bytes, file_nbytes: int) -> Tail | None:
+        """What the last bytes of a file of ``file_nbytes`` bytes say; ``None`` if they are no such tail."""
+        if len(data) != TAIL_NBYTES or crc32(data[:-4]) != int.from_bytes(data[-4:], "little"):
+            return None
+        magic, mark, nbytes, n_items, n_blocks, block_nbytes, columns_crc32 = _TAIL.unpack(data[:-4])
+        tail = cls(mark.decode("ascii", "replace"), nbytes, n_items, n_blocks, block_nbytes, columns_crc32)
+        fits = nbytes == file_nbytes and tail.columns_nbytes <= file_nbytes - TAIL_NBYTES and block_nbytes > 0
+        return tail if magic == _MAGIC and fits else None
+
+
+def footer_of(mark: str, at: int, columns: SumColumns) -> bytes:
+    """The footer of a file whose items end at byte ``at``."""
+    encoded = columns.encode()
+    nbytes = at + len(encoded) + TAIL_NBYTES
+    tail = Tail(mark, nbytes, len(columns.offset), len(columns.crcs), SUM_NBYTES, crc32(encoded))
+    return encoded + tail.encode()
+
+
+class Footer:
+    """The footer of a file that is being read; its columns are read when they are first asked for, by any thread.
+
+    Args:
+        tail: of the file.
+        read: gives some bytes of the file, from an offset on, or fewer where it ends.
+    """
+
+    def __init__(self, tail: Tail, read: Callable[[int, int], bytes]) -> None:
+        self.tail = tail
+        self._read = read
+        self._lock = threading.Lock()
+        self._columns: SumColumns | None = None
+        self._first: Int64 = np.empty(0, dtype=np.int64)
+
+    def find(self, begin: int, end: int, item_offset: int) -> BlockSums | None:
+        """The blocks of the data that bytes ``begin`` to ``end`` of the file belong to; ``None`` if there are none.
+
+        Args:
+            item_offset: of the item in the file: what is returned counts from there.
+
+        Raises:
+            ValueError: the columns are damaged; says how.
+        """
+        columns = self.columns()
+        row = int(np.searchsorted(columns.offset, begin, side="right")) - 1
+        if row < 0:
+            return None
+        offset, nbytes = int(columns.offset[row]), int(columns.nbytes[row])
+        if end > offset + nbytes or offset < item_offset:
+            return None
+        first, last = self._first[row : row + 2].tolist()
+        return BlockSums(offset - item_offset, nbytes, self.tail.block_nbytes, columns.crcs[first:last].tolist())
+
+    def columns(self) -> SumColumns:
+        """The checksums of all items of the file.
+
+        Raises:
+            ValueError: they are damaged; says how.
+        """
+        with self._lock:
+            if self._columns is None:
+                self._columns = self._checked()
+                counts = block_counts(self._columns.nbytes, self.tail.block_nbytes)
+                self._first = np.concatenate(([0], np.cumsum(counts)))
+            return self._columns
+
+    def _checked(self) -> SumColumns:
+        tail = self.tail
+        end = tail.file_nbytes - TAIL_NBYTES
+        data = self._read(end - tail.columns_nbytes, tail.columns_nbytes)
+        if len(data) != tail.columns_nbytes or crc32(data) != tail.columns_crc32:
+            raise ValueError(f"the checksums of its blocks do not have their CRC-32 {tail.columns_crc32:08x}")
+        n_items = tail.n_items
+        offset = np.frombuffer(data, dtype="<i8", count=n_items).astype(np.int64)
+        nbytes = np.frombuffer(data, dtype="<i8", count=n_items, offset=8 * n_items).astype(np.int64)
+        crcs = np.frombuffer(data, dtype="<u4", offset=16 * n_items).astype(np.uint32)
+        limit = end - tail.columns_nbytes
+        if n_items:
+            in_file = (offset >= 0) & (nbytes >= 0) & (offset <= limit) & (nbytes <= limit - offset)
+            ascends = offset[1:] >= offset[:-1] + nbytes[:-1]
+            if not in_file.all() or not ascends.all():
+                raise ValueError("the checksums of its blocks are for data that cannot lie there")
+        if int(block_counts(nbytes, tail.block_nbytes).sum()) != tail.n_blocks:
+            raise ValueError("the checksums of its blocks are fewer or more than its data has blocks")
+        return SumColumns(offset, nbytes, crcs)

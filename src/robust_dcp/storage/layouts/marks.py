@@ -1,0 +1,50 @@
+"""Which save a data file is of: the mark that stands in it, whatever its layout.
+
+Owns that question, asked with one short read. Called by the commit, which makes sure of its files, and by the reader.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from robust_dcp.storage.files.disk import Disk, OpenFile
+from robust_dcp.storage.files.paths import holds_raw_bytes
+from robust_dcp.storage.layouts.footer import TAIL_NBYTES, Tail
+from robust_dcp.storage.layouts.safetensors_head import SAVE_KEY
+
+__all__ = ["is_of_save", "mark_in_head", "read_tail"]
+
+_HEAD_NBYTES: Final = 4096
+_MARK: Final = re.compile(rb'"' + re.escape(SAVE_KEY.encode()) + rb'":"([0-9a-f]{16})"')
+
+
+def is_of_save(disk: Disk, path: str, mark: str) -> bool:
+    """Whether the file at ``path`` has been written, to its end, by the save with this mark.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    file = disk.open_read(path)
+    try:
+        if holds_raw_bytes(path):
+            return mark_in_head(disk, file) == mark
+        tail = read_tail(disk, file, disk.size(path))
+    finally:
+        disk.close(file)
+    return tail is not None and tail.mark == mark
+
+
+def mark_in_head(disk: Disk, file: OpenFile) -> str | None:
+    """The mark in the head of an open safetensors file; ``None`` if there is none."""
+    head = bytearray(_HEAD_NBYTES)
+    found = _MARK.search(bytes(head[: disk.pread_into(file, head, 0)]))
+    return None if found is None else found[1].decode("ascii")
+
+
+def read_tail(disk: Disk, file: OpenFile, file_nbytes: int) -> Tail | None:
+    """The tail of an open file of records; ``None`` if it has none, or a damaged one."""
+    if file_nbytes < TAIL_NBYTES:
+        return None
+    data = bytearray(TAIL_NBYTES)
+    return Tail.decode(bytes(data[: disk.pread_into(file, data, file_nbytes - TAIL_NBYTES)]), file_nbytes)

@@ -1,0 +1,111 @@
+"""The lock that a save holds on its directory: a second save into it is told who is there, and touches nothing.
+
+Owns the file ``.robust_dcp.lock``. Its lock ends with the process that holds it, however that ends. Where a file system
+has no locks nobody holds one; then only the look before the commit (``save_directory``) tells two saves apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import weakref
+
+import msgspec
+
+from robust_dcp.errors import StorageError
+from robust_dcp.storage.files.disk import Disk, OpenFile
+from robust_dcp.storage.files.paths import LOCK_NAME
+
+__all__ = ["DirectoryLock"]
+
+_MAX_NBYTES = 4096
+
+
+class _Holder(msgspec.Struct):
+    """What stands in the file, for people and for the message to a second save: JSON."""
+
+    host: str
+    pid: int
+    save_id: str
+
+
+class DirectoryLock:
+    """See the module. Whoever drops it lets go of it.
+
+    Attributes:
+        is_proof: whether nobody else can hold it: the file system has locks.
+    """
+
+    def __init__(self, disk: Disk, path: str, file: OpenFile | None) -> None:
+        self.is_proof = file is not None
+        self._disk = disk
+        self._path = path
+        self._let_go = weakref.finalize(self, _let_go, disk, path, file)
+
+    @classmethod
+    def take(cls, disk: Disk, directory: str, *, save_id: str, shared: bool = False) -> DirectoryLock:
+        """Take the lock.
+
+        Args:
+            shared: for one of several ranks that each commit by themselves.
+
+        Raises:
+            StorageError: another save holds it, or a call failed; nothing is left.
+        """
+        path = os.path.join(directory, LOCK_NAME)
+        while True:
+            file = disk.open_lock(path)
+            try:
+                is_held = disk.lock(file, shared=shared)
+                if is_held is False:
+                    raise _taken(disk, directory, file)
+                if is_held is None:
+                    disk.close(file)
+                    with contextlib.suppress(StorageError):
+                        disk.unlink(path)
+                    return cls(disk, path, None)
+                # Whoever held it last may have removed the file between our two calls.
+                if disk.is_at(file, path):
+                    if not shared:
+                        holder = _Holder(socket.gethostname(), os.getpid(), save_id)
+                        disk.truncate(file, 0)
+                        disk.pwrite(file, msgspec.json.encode(holder), 0)
+                    return cls(disk, path, file)
+            except BaseException:
+                disk.close(file)
+                raise
+            disk.close(file)
+
+    def let_go(self) -> None:
+        """The save is over: the next one may begin."""
+        self._let_go()
+
+
+def _let_go(disk: Disk, path: str, file: OpenFile | None) -> None:
+    if file is None:
+        return
+    # Whatever goes wrong here, the save has ended as it has, and the lock goes with the process at the latest.
+    with contextlib.suppress(Exception):
+        # A shared lock becomes this one's alone when the last other has gone: then the file is removed.
+        if disk.lock(file) and disk.is_at(file, path):
+            disk.unlink(path)
+    with contextlib.suppress(Exception):
+        disk.unlock(file)  # a process that was forked meanwhile has the file open, too
+        disk.close(file)
+
+
+def _taken(disk: Disk, directory: str, file: OpenFile) -> StorageError:
+    data = bytearray(_MAX_NBYTES)
+    data = data[: disk.pread_into(file, data, 0)]
+    try:
+        holder = msgspec.json.decode(data, type=_Holder)
+        who = f"process {holder.pid} on {holder.host}, save {holder.save_id}"
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        who = "its process is not known"
+    return StorageError(
+        f"another save is running into {directory} ({who}): wait until it is over or end that process, or save to "
+        "another directory; nothing of it has been touched",
+        path=directory,
+        operation="begin",
+    )
