@@ -153,22 +153,21 @@ def test_a_stock_save_that_is_running_keeps_its_files(tmp_path: Path) -> None:
     check_loads(tmp_path, 1)  # it was the last to commit
 
 
-def test_another_save_of_ours_that_is_running_keeps_its_files_and_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_while_a_save_of_ours_is_running_another_one_is_told_who_it_is(tmp_path: Path) -> None:
     planner = OurWaits()
     with running(planner, lambda: robust_dcp.save(state_dict(1), checkpoint_id=tmp_path, planner=planner)):
         there = {name for name in os.listdir(tmp_path) if name.endswith(".distcp")}
         assert there
-        with caplog.at_level(logging.WARNING):
+        before = set(os.listdir(tmp_path))
+        with pytest.raises(StorageError, match=f"another save is running into .* \\(process {os.getpid()} on"):
             robust_dcp.save(state_dict(2), checkpoint_id=tmp_path)
-        check_loads(tmp_path, 2)
-        assert there <= set(os.listdir(tmp_path))
-        assert f"process {os.getpid()} on" in caplog.text and "it is running" in caplog.text
+        assert set(os.listdir(tmp_path)) == before
     check_loads(tmp_path, 1)
     left = {name for name in os.listdir(tmp_path) if name.endswith(".distcp")}
     assert left == there
-    assert not [name for name in os.listdir(tmp_path) if name.startswith(".robust_dcp.saving")]
+    assert not [name for name in os.listdir(tmp_path) if name.startswith((".robust_dcp.saving", ".robust_dcp.lock"))]
+    robust_dcp.save(state_dict(2), checkpoint_id=tmp_path)
+    check_loads(tmp_path, 2)
 
 
 def save_alone(directory: str, step: int) -> None:

@@ -15,6 +15,7 @@ from robust_dcp.storage.files.disk import PosixDisk
 from robust_dcp.storage.reading.read_file import ReadFile
 from robust_dcp.storage.reading.read_pieces import PiecewiseRead, cut
 from robust_dcp.storage.reading.stored_item import ItemInFile, find_box
+from robust_dcp.storage.reading.verification import Verification
 from tests.storage.test_read_file import forget
 
 PIECE_NBYTES = 1 << 20
@@ -36,14 +37,15 @@ def read_through_blocks(path: Path, target: torch.Tensor) -> list[torch.Tensor |
     stored = ItemInFile(opened, "w", 0, path.stat().st_size, lambda: None)
     box = find_box(stored, [0] * target.dim(), list(target.shape))
     assert box is not None
+    verification = Verification()
     with BlockPool().lease(PIECE_NBYTES + 8192, 1) as blocks:
         reading = PiecewiseRead(
             stored,
             box,
+            verification.range_for(stored, box.sums, box.offset, box.offset + box.nbytes),
             target,
             blocks,
             PIECE_NBYTES,
-            verify_checksum=True,
             copies=CopiesToDevice(),
             done=done.append,
         )

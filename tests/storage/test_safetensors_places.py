@@ -18,10 +18,12 @@ from robust_dcp.errors import PlanConflict
 from robust_dcp.plan.global_plan import make_global_plan
 from robust_dcp.plan.rank_plan import place_items, place_items_of_all
 from robust_dcp.storage.layouts import LAYOUTS, SAFETENSORS, ItemColumns, PlacedTensor
+from robust_dcp.storage.layouts.footer import SumColumns
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, RECORD_ALIGNMENT, Placements
 from robust_dcp.storage.layouts.read_head import parse_head
 from robust_dcp.storage.layouts.safetensors import _spread
-from robust_dcp.storage.layouts.safetensors_head import DTYPES, LENGTH_NBYTES, MAX_HEADER_NBYTES, ShardHead
+from robust_dcp.storage.layouts.safetensors_head import DTYPES, LENGTH_NBYTES, MAX_BLOCKS, MAX_HEADER_NBYTES, ShardHead
+from robust_dcp.storage.records.block_sums import block_counts, joined
 from tests.plan.structures import Item, chunk, obj, table, tensor
 
 _DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.complex64, torch.complex128, torch.int64, torch.bool]
@@ -49,6 +51,9 @@ def rank_items(draw: st.DrawFn) -> list[Item]:
         else:
             items.append(tensor(name, draw(_SHAPES), dtype))
     return items
+
+
+MARK = "0123456789abcdef"
 
 
 class Described:
@@ -129,23 +134,38 @@ def test_a_head_is_as_long_as_was_planned_and_says_what_was_placed(items: list[I
     placements = described.placed(files)
     file_nbytes = [nbytes for nbytes, head in zip(placements.file_nbytes, placements.head_nbytes, strict=True) if head]
     nbytes = [nbytes for nbytes in placements.head_nbytes if nbytes]
-    for head, whole, planned in zip(described.heads(placements), file_nbytes, nbytes, strict=True):
-        checksums = np.array([random.getrandbits(32) for _ in head.places], dtype=np.uint32)
-        for given_checksums in (checksums, None):
-            encoded = head.encode(given_checksums)
+    files_with_heads = [number for number, head in enumerate(placements.head_nbytes) if head]
+    for head, whole, planned, file in zip(
+        described.heads(placements), file_nbytes, nbytes, files_with_heads, strict=True
+    ):
+        places = sorted(members(placements, file), key=lambda n: (int(placements.offset[n]), int(placements.nbytes[n])))
+        data_nbytes = placements.nbytes[places]
+        counts = np.minimum(block_counts(data_nbytes), MAX_BLOCKS + 1)
+        if (counts > MAX_BLOCKS).any():  # too many blocks for a test
+            continue
+        blocks = np.array([random.getrandbits(32) for _ in range(counts.sum())], dtype=np.uint32)
+        sums = SumColumns(placements.offset[places], data_nbytes, blocks)
+        of_place = dict(zip(places, np.split(blocks, np.cumsum(counts)[:-1]), strict=True))
+        for given_checksums in (sums, None):
+            encoded = head.encode(MARK, given_checksums)
             assert len(encoded) == planned
             # The bound is close: what is left is less than two pages, and two numbers for each tensor.
-            assert len(encoded.rstrip(b" ")) > planned - 2 * PAGE_NBYTES - 40 * len(head.places) - 20
+            assert len(encoded.rstrip(b" ")) > planned - 2 * PAGE_NBYTES - 40 * len(places) - 20
             assert int.from_bytes(encoded[:LENGTH_NBYTES], "little") == planned - LENGTH_NBYTES
             found = parse_head(encoded[LENGTH_NBYTES:], whole, "file")
-            assert found.is_of_checkpoint
-            assert len(found.tensors) == len(head.places)
-            for number, place in enumerate(head.places.tolist()):
+            assert found.is_of_checkpoint and found.mark == MARK
+            assert len(found.tensors) == len(places)
+            for place in places:
                 stored = found.tensors[described.names[place]]
                 _, offset, size = described.dims[place]
                 assert (stored.shape, stored.chunk_offset) == (size, offset)
                 assert (stored.offset, stored.nbytes) == (placements.offset[place], placements.nbytes[place])
-                assert stored.crc32 == (None if given_checksums is None else checksums[number])
+                expected = of_place[place].tolist()
+                if given_checksums is None:
+                    assert (stored.crc32, stored.block_crc32s) == (None, ())
+                else:
+                    assert stored.crc32 == joined(expected, stored.nbytes)
+                    assert stored.block_crc32s == (tuple(expected) if len(expected) > 1 else ())
 
 
 @settings(max_examples=50)
@@ -213,5 +233,5 @@ def test_columns_without_dimensions_are_measured() -> None:
     placements = SAFETENSORS.place(SAFETENSORS.measure(columns), files=2)
     assert placements.nbytes.tolist() == [8]
     head = ShardHead([PlacedTensor(0, "s", torch.int64, (), (), int(placements.offset[0]))], placements.heads[0])
-    header = json.loads(head.encode("0" * 16, None)[LENGTH_NBYTES:])
+    header = json.loads(head.encode(MARK, None)[LENGTH_NBYTES:])
     assert header["s"] == {"dtype": "I64", "shape": [], "data_offsets": [0, 8]}

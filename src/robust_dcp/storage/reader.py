@@ -10,7 +10,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from errno import ENOENT, ENOTDIR
 from typing import Any
 
@@ -36,17 +36,6 @@ from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.writing.write_options import default_threads
 
 __all__ = ["RobustReader", "overwritten"]
-
-
-@dataclass
-class ReaderMeta(StorageMeta):
-    """What a reader notes in the metadata that it has decoded.
-
-    Attributes:
-        mark: that the data files must have; ``None`` if they need not have one.
-    """
-
-    mark: str | None = None
 
 
 class UnreadMetadata(Metadata):
@@ -149,9 +138,10 @@ class RobustReader(StorageReader):
         self.load_id = str(uuid.uuid4())
         self._check_stop: Callable[[int, int], None] = _goes_on
         self._was_read: tuple[int | None, tuple[int, int]] | None = None
+        self._are_marked: bool | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._metadata = self._was_read = None
+        self._metadata = self._was_read = self._are_marked = None
         self.node_reads_the_same = False
         if checkpoint_id:
             self.path = directory_path(checkpoint_id)
@@ -221,13 +211,10 @@ class RobustReader(StorageReader):
             CorruptCheckpoint, UnsafeCheckpoint: as :func:`~robust_dcp.storage.metadata.metadata_file.decode_metadata`.
         """
         metadata = decode_metadata(data, self._metadata_path(rank), is_checked=True)
-        meta = ReaderMeta()
-        for each in fields(StorageMeta) if metadata.storage_meta is not None else ():
-            setattr(meta, each.name, getattr(metadata.storage_meta, each.name, None))
-        meta.load_id = self.load_id
-        if meta.save_id is not None and files_are_marked(data):
-            meta.mark = mark_of(meta.save_id)
-        metadata.storage_meta = meta
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        self._are_marked = files_are_marked(data)
         return metadata
 
     @entry_point
@@ -282,7 +269,8 @@ class RobustReader(StorageReader):
         if self.node_reads_the_same and options.direct is None:
             options = replace(options, direct=False)
         metadata = self._known_metadata()
-        mark = getattr(metadata.storage_meta, "mark", None)
+        save_id = getattr(metadata.storage_meta, "save_id", None)
+        mark = mark_of(save_id) if isinstance(save_id, str) and self._files_are_marked() else None
         try:
             done = read_items(plan.items, planner, metadata, self.path, self._disk, options, self._check_stop, mark)
         except CorruptCheckpoint as error:
@@ -317,6 +305,13 @@ class RobustReader(StorageReader):
     def places_in_files(self) -> npt.NDArray[np.int64]:
         """For each stored item its place among all of them, by file and by offset: int64 ``[n]``."""
         return places_in_files(self._known_metadata())
+
+    def _files_are_marked(self) -> bool:
+        """Whether the ``.metadata`` that was set up says so: another reader may have read it."""
+        if self._are_marked is None:
+            path = self._metadata_path()
+            self._are_marked = self._disk.exists(path) and files_are_marked(self._bytes_of(path))
+        return self._are_marked
 
     def _known_metadata(self) -> Metadata:
         if self._metadata is None:

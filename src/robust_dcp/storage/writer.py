@@ -169,6 +169,7 @@ class RobustWriter(StorageWriter):
         self._alone = False
         self._is_coordinator = False
         self._begun = False
+        self._announces = False
         self._uncommitted_names: tuple[str, ...] = ()
 
     @property
@@ -293,13 +294,13 @@ class RobustWriter(StorageWriter):
             self._directory = None
         self._rank = None
         self._alone = False
-        self._begun = False
+        self._begun = self._announces = False
 
     def storage_meta(self) -> WriterMeta:
         return WriterMeta(checkpoint_id=self.path, save_id=self.save_id, writer=self)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._begun = False
+        self._begun = self._announces = False
         self._rank = kwargs.get("rank")
         self._is_coordinator = is_coordinator
         # With use_collectives=False every rank commits its own part, and stock's reader looks for `__{rank}.metadata`.
@@ -308,12 +309,14 @@ class RobustWriter(StorageWriter):
 
     @entry_point
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        if not self._begun:
+        if not self._begun:  # by our planner, which announces the save as well
             self.begin(is_coordinator=self._is_coordinator, ranks=None, alone=self._alone)
+            self._announces = self._is_coordinator
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self.announce(ranks=len(plans))
+        if self._announces:
+            self.announce(ranks=len(plans))
         return [replace(plan, storage_data=_Share(rank, self.save_id)) for rank, plan in enumerate(plans)]
 
     @entry_point

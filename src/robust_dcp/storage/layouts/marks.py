@@ -1,6 +1,7 @@
 """Which save a data file is of: the mark that stands in it, whatever its layout.
 
-Owns that question, asked with one short read. Called by the commit, which makes sure of its files, and by the reader.
+Owns that question, asked with one short read. Called by the commit, which makes sure of its files; the reader finds the
+mark in what it reads anyhow.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from robust_dcp.storage.files.paths import holds_raw_bytes
 from robust_dcp.storage.layouts.footer import TAIL_NBYTES, Tail
 from robust_dcp.storage.layouts.safetensors_head import SAVE_KEY
 
-__all__ = ["is_of_save", "mark_in_head", "read_tail"]
+__all__ = ["is_of_save", "read_tail"]
 
 _HEAD_NBYTES: Final = 4096
 _MARK: Final = re.compile(rb'"' + re.escape(SAVE_KEY.encode()) + rb'":"([0-9a-f]{16})"')
@@ -28,18 +29,13 @@ def is_of_save(disk: Disk, path: str, mark: str) -> bool:
     file = disk.open_read(path)
     try:
         if holds_raw_bytes(path):
-            return mark_in_head(disk, file) == mark
+            head = bytearray(_HEAD_NBYTES)
+            found = _MARK.search(bytes(head[: disk.pread_into(file, head, 0)]))
+            return found is not None and found[1] == mark.encode("ascii")
         tail = read_tail(disk, file, disk.size(path))
     finally:
         disk.close(file)
     return tail is not None and tail.mark == mark
-
-
-def mark_in_head(disk: Disk, file: OpenFile) -> str | None:
-    """The mark in the head of an open safetensors file; ``None`` if there is none."""
-    head = bytearray(_HEAD_NBYTES)
-    found = _MARK.search(bytes(head[: disk.pread_into(file, head, 0)]))
-    return None if found is None else found[1].decode("ascii")
 
 
 def read_tail(disk: Disk, file: OpenFile, file_nbytes: int) -> Tail | None:

@@ -28,6 +28,7 @@ from robust_dcp.storage.layouts.safetensors_head import (
     MAX_HEADER_NBYTES,
     METADATA_KEY,
     OFFSETS_KEY,
+    SAVE_KEY,
     SHARDING_KEY,
 )
 from robust_dcp.storage.records.block_sums import SUM_NBYTES
@@ -74,10 +75,12 @@ class FileHead:
     Attributes:
         tensors: by name.
         is_of_checkpoint: whether the file is one of ours that counts only together with a ``.metadata``.
+        mark: of the save that wrote it, if it says that.
     """
 
     tensors: dict[str, StoredTensor]
     is_of_checkpoint: bool
+    mark: str | None = None
 
     def find(self, name: str, offset: int, nbytes: int, file: str) -> StoredTensor:
         """The tensor that the metadata of a checkpoint places at ``offset``.
@@ -168,7 +171,7 @@ def parse_head(header: bytes, file_nbytes: int, file: str) -> FileHead:
         crc32, blocks = _checked_crc32s(name, checksums, end - begin, file)
         tensors[name] = StoredTensor(dtype, shape, base + begin, end - begin, offset, crc32, blocks)
     _refuse_holes(tensors, base, file_nbytes, file)
-    return FileHead(tensors, is_of_checkpoint=MARK_KEY in metadata)
+    return FileHead(tensors, is_of_checkpoint=MARK_KEY in metadata, mark=metadata.get(SAVE_KEY))
 
 
 def _checked_metadata(metadata: Any, file: str) -> dict[str, str]:

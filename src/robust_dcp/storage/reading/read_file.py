@@ -16,6 +16,7 @@ import contextlib
 import errno
 import threading
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Final
 
 from robust_dcp.errors import StorageError
@@ -24,7 +25,7 @@ from robust_dcp.storage.files.alignment import BUFFERED, Alignment
 from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
 from robust_dcp.storage.files.paths import holds_raw_bytes
 from robust_dcp.storage.layouts.footer import Footer
-from robust_dcp.storage.layouts.marks import mark_in_head, read_tail
+from robust_dcp.storage.layouts.marks import read_tail
 from robust_dcp.storage.layouts.places import PAGE_NBYTES
 from robust_dcp.storage.layouts.read_head import LazyHead
 from robust_dcp.storage.reading.scattered_read import ScatteredRead, Wanted
@@ -48,11 +49,9 @@ class ReadFile:
 
     Attributes:
         read_nbytes: how much has been read so far.
-        tail: what its end says, if it is a file of records with a footer.
-        footer: with the checksums of its blocks, if it has them.
 
     Raises:
-        StorageError: the file cannot be opened, or read.
+        StorageError: the file cannot be opened.
     """
 
     def __init__(self, disk: Disk, path: str, direct: bool | None) -> None:
@@ -63,8 +62,6 @@ class ReadFile:
         self._opened = disk.open_read(path)
         self.nbytes = disk.size(path)
         self.head = LazyHead(disk, path)
-        self.tail = None if holds_raw_bytes(path) else read_tail(disk, self._opened, self.nbytes)
-        self.footer = None if self.tail is None else Footer(self.tail, self._read_footer)
         self._opened_direct: OpenFile | None = None
         self._alignment: Alignment = BUFFERED
         self._lock = threading.Lock()
@@ -73,9 +70,16 @@ class ReadFile:
     @property
     def mark(self) -> str | None:
         """That of the save which wrote the file; ``None`` if it has none."""
-        if holds_raw_bytes(self.path):
-            return mark_in_head(self._disk, self._opened)
-        return None if self.tail is None else self.tail.mark
+        head = self.head.get()
+        if head is not None:
+            return head.mark
+        return None if self.footer is None else self.footer.tail.mark
+
+    @cached_property
+    def footer(self) -> Footer | None:
+        """With the mark of the save and the checksums of blocks, in a file of records by us."""
+        tail = None if holds_raw_bytes(self.path) else read_tail(self._disk, self._opened, self.nbytes)
+        return None if tail is None else Footer(tail, self._read_footer)
 
     def _read_footer(self, offset: int, nbytes: int) -> bytes:
         buffer = bytearray(nbytes)

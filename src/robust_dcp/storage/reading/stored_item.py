@@ -328,7 +328,30 @@ def _sums(stored: ItemBytes, record: ParsedRecord, begin: int, end: int) -> Bloc
             return whole
     if stored.raw is not None and stored.raw.block_crc32s:
         return BlockSums(0, record.data_nbytes, SUM_NBYTES, stored.raw.block_crc32s)
-    return stored.find_sums(begin, end) or whole
+    sums = stored.find_sums(begin, end)
+    if sums is None:
+        return whole
+    _check_frame(stored, record, sums)
+    return sums
+
+
+def _check_frame(stored: ItemBytes, record: ParsedRecord, sums: BlockSums) -> None:
+    """Make sure that the frame of a record is right about where its data lies: blocks of which a slice is read prove
+    the bytes of the file, not that they are the ones to take.
+
+    Raises:
+        CorruptCheckpoint: it is not.
+    """
+    if (sums.offset, sums.nbytes) == (record.data_offset, record.data_nbytes):
+        return
+    if (sums.offset, sums.nbytes) != (0, stored.nbytes):
+        expected = f"{sums.nbytes} bytes of data at {sums.offset}, as the footer of the file has it"
+        raise _corrupt(stored, expected, f"{record.data_nbytes} bytes at {record.data_offset}")
+    # The frame is summed as well.
+    for low, high in ((0, record.data_offset), (record.directory_at, stored.nbytes)):
+        first, last = sums.around(low, high)
+        if crc32(stored.read(first, last - first)) != sums.expected(first, last):
+            raise damaged(stored, sums, first, last)
 
 
 def _of_head(stored: ItemBytes, expected: tuple[torch.dtype, tuple[int, ...]] | None) -> ParsedRecord | None:

@@ -7,6 +7,7 @@ has no locks nobody holds one; then only the look before the commit (``save_dire
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import weakref
@@ -18,6 +19,8 @@ from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.paths import LOCK_NAME
 
 __all__ = ["DirectoryLock"]
+
+logger = logging.getLogger(__name__)
 
 _MAX_NBYTES = 4096
 
@@ -57,7 +60,10 @@ class DirectoryLock:
         while True:
             file = disk.open_lock(path)
             try:
-                is_held = disk.lock(file, shared=shared)
+                try:
+                    is_held = disk.lock(file, shared=shared)
+                except StorageError:
+                    is_held = None
                 if is_held is False:
                     raise _taken(disk, directory, file)
                 if is_held is None:
@@ -85,14 +91,16 @@ class DirectoryLock:
 def _let_go(disk: Disk, path: str, file: OpenFile | None) -> None:
     if file is None:
         return
-    # Whatever goes wrong here, the save has ended as it has, and the lock goes with the process at the latest.
-    with contextlib.suppress(Exception):
+    try:
         # A shared lock becomes this one's alone when the last other has gone: then the file is removed.
         if disk.lock(file) and disk.is_at(file, path):
             disk.unlink(path)
-    with contextlib.suppress(Exception):
-        disk.unlock(file)  # a process that was forked meanwhile has the file open, too
-        disk.close(file)
+    except Exception as error:
+        logger.warning("%s stays, which costs nothing: %s", path, error)
+    finally:
+        with contextlib.suppress(Exception):
+            disk.unlock(file)  # a process that was forked meanwhile has the file open, too
+            disk.close(file)
 
 
 def _taken(disk: Disk, directory: str, file: OpenFile) -> StorageError:

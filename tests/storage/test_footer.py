@@ -1,0 +1,123 @@
+"""The footer of a file says what its items sum to, in whatever order they were brought, and nothing that cannot be."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from robust_dcp.storage.layouts.footer import TAIL_NBYTES, FileSums, Footer, SumColumns, Tail, footer_of
+from robust_dcp.storage.records.block_sums import SUM_NBYTES, BlockSums, block_counts
+
+MARK = "0123456789abcdef"
+
+items = st.lists(st.tuples(st.integers(0, 3 * SUM_NBYTES), st.integers(0, 100)), max_size=8)
+"""Lengths of data, and of the gaps before them."""
+
+
+def columns_of(lengths_and_gaps: list[tuple[int, int]], *, seed: int = 1) -> SumColumns:
+    at, offsets = 0, []
+    for nbytes, gap in lengths_and_gaps:
+        offsets.append(at + gap)
+        at += gap + nbytes
+    nbytes = np.array([nbytes for nbytes, _ in lengths_and_gaps], dtype=np.int64)
+    generator = np.random.default_rng(seed)
+    crcs = generator.integers(0, 1 << 32, size=int(block_counts(nbytes).sum()), dtype=np.uint32)
+    return SumColumns(np.array(offsets, dtype=np.int64), nbytes, crcs)
+
+
+def parsed(content: bytes) -> Footer | None:
+    tail = Tail.decode(content[-TAIL_NBYTES:], len(content))
+    return None if tail is None else Footer(tail, lambda offset, nbytes: content[offset : offset + nbytes])
+
+
+def file_of(columns: SumColumns) -> bytes:
+    end = int((columns.offset + columns.nbytes).max(initial=0))
+    return bytes(end) + footer_of(MARK, end, columns)
+
+
+@given(items, st.randoms())
+def test_checksums_may_be_brought_in_any_order_and_number(
+    described: list[tuple[int, int]], shuffled: random.Random
+) -> None:
+    columns = columns_of(described)
+    ends = np.cumsum(block_counts(columns.nbytes)).tolist()
+    rows = [
+        (columns.offset[n : n + 1], columns.nbytes[n : n + 1], columns.crcs[first:last])
+        for n, (first, last) in enumerate(pairwise([0, *ends]))
+    ]
+    shuffled.shuffle(rows)
+    sums = FileSums()
+    while rows:
+        some = [rows.pop() for _ in range(min(len(rows), shuffled.randint(1, 3)))]
+        sums.add(*(np.concatenate(column) for column in zip(*some, strict=True)))
+    found = sums.columns()
+    assert found.encode() == columns.encode()
+
+
+@given(items)
+def test_what_is_written_is_found_again_for_every_slice(described: list[tuple[int, int]]) -> None:
+    columns = columns_of(described)
+    footer = parsed(file_of(columns))
+    assert footer is not None and footer.tail.mark == MARK
+    first = 0
+    for offset, nbytes in zip(columns.offset.tolist(), columns.nbytes.tolist(), strict=True):
+        n_blocks = -(-nbytes // SUM_NBYTES)
+        if nbytes:
+            expected = BlockSums(0, nbytes, SUM_NBYTES, columns.crcs[first : first + n_blocks].tolist())
+            assert footer.find(offset, offset + nbytes, offset) == expected
+            assert footer.find(offset + nbytes // 2, offset + nbytes, offset) == expected
+            assert footer.find(offset, offset + nbytes + 1, offset) is None
+            assert footer.find(offset, offset + nbytes, offset + 1) is None  # another item's
+        first += n_blocks
+
+
+@given(items.filter(bool), st.data())
+def test_every_flipped_bit_of_a_footer_is_found(described: list[tuple[int, int]], draw: st.DataObject) -> None:
+    columns = columns_of(described)
+    content = bytearray(file_of(columns))
+    footer_nbytes = TAIL_NBYTES + len(columns.encode())
+    bit = draw.draw(st.integers(8 * (len(content) - footer_nbytes), 8 * len(content) - 1))
+    content[bit // 8] ^= 1 << bit % 8
+    footer = parsed(bytes(content))
+    if footer is not None:
+        with pytest.raises(ValueError, match="do not have their CRC-32"):
+            footer.columns()
+
+
+def forged(columns: SumColumns) -> Footer:
+    footer = parsed(file_of(columns))
+    assert footer is not None
+    return footer
+
+
+def test_checksums_for_data_that_cannot_lie_there_are_refused() -> None:
+    two = np.array([7, 7], dtype=np.uint32)
+    for offset, nbytes in (([10, 5], [5, 5]), ([0, 3], [5, 5]), ([-1, 6], [5, 5]), ([0, 9], [-5, 5])):
+        columns = SumColumns(np.array(offset, dtype=np.int64), np.array(nbytes, dtype=np.int64), two)
+        content = bytes(100) + footer_of(MARK, 100, columns)
+        footer = parsed(content)
+        assert footer is not None
+        with pytest.raises(ValueError, match="cannot lie there"):
+            footer.columns()
+    beyond = SumColumns(np.array([99], dtype=np.int64), np.array([5], dtype=np.int64), two[:1])
+    footer = parsed(bytes(100) + footer_of(MARK, 100, beyond))
+    assert footer is not None
+    with pytest.raises(ValueError, match="cannot lie there"):
+        footer.columns()
+
+
+def test_more_or_fewer_checksums_than_blocks_are_refused() -> None:
+    columns = SumColumns(np.array([0]), np.array([SUM_NBYTES + 1]), np.array([1], dtype=np.uint32))
+    with pytest.raises(ValueError, match="fewer or more"):
+        forged(columns).columns()
+
+
+def test_a_tail_that_announces_more_than_the_file_holds_is_none() -> None:
+    tail = Tail(MARK, 500, 1 << 40, 1 << 40, SUM_NBYTES, 0)
+    assert parsed(bytes(500 - TAIL_NBYTES) + tail.encode()) is None
+    assert parsed(b"") is None and parsed(bytes(TAIL_NBYTES)) is None

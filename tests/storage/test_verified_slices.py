@@ -1,0 +1,161 @@
+"""Whatever is read of a tensor, the whole or a slice, a flipped bit in it is found, or was counted as not verified."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import robust_dcp
+from robust_dcp import CorruptCheckpoint, RobustReader, RobustWriter
+from robust_dcp.storage.records.block_sums import SUM_NBYTES
+from tests.storage.checkpoints import read_box, save_stock
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+ROWS, WIDTH = 1500, 1000
+BOXES = {
+    "all rows": ([0, 0], [ROWS, WIDTH]),
+    "the first rows": ([0, 0], [10, WIDTH]),
+    "rows in the middle": ([700, 0], [420, WIDTH]),
+    "the last row": ([ROWS - 1, 0], [1, WIDTH]),
+    "columns": ([0, 333], [ROWS, 2]),
+    "one element": ([999, 999], [1, 1]),
+}
+
+
+def save(directory: Path, layout: str, value: torch.Tensor, **options: Any) -> None:
+    writer = RobustWriter(directory, layout=layout, direct=False, files_per_rank=1, **options)
+    robust_dcp.save({"w": value}, storage_writer=writer, no_dist=True)
+
+
+def data_file(directory: Path) -> Path:
+    (found,) = [each for each in directory.iterdir() if each.suffix in (".distcp", ".safetensors")]
+    return found
+
+
+def bounds(box: tuple[list[int], list[int]]) -> tuple[int, int]:
+    """The bytes from the first to the last element."""
+    (row, column), (rows, columns) = box
+    return 4 * (row * WIDTH + column), 4 * ((row + rows - 1) * WIDTH + column + columns)
+
+
+@pytest.mark.parametrize("layout", ["torch", "safetensors"])
+@pytest.mark.parametrize("box", BOXES.values(), ids=BOXES)
+def test_a_flipped_bit_anywhere_in_a_slice_is_found(
+    tmp_path: Path, layout: str, box: tuple[list[int], list[int]]
+) -> None:
+    value = torch.rand(ROWS, WIDTH)
+    save(tmp_path, layout, value)
+    path = data_file(tmp_path)
+    content = bytearray(path.read_bytes())
+    begin, end = bounds(box)
+    data_at = content.index(value.numpy().tobytes())
+    generator = random.Random(7)
+    places = {begin, end - 1, *(generator.randrange(begin, end) for _ in range(6))}
+    places |= {at for at in range(0, 4 * value.numel(), SUM_NBYTES) if begin <= at < end}
+    for at in places:
+        content[data_at + at] ^= 16
+        path.write_bytes(content)
+        with pytest.raises(CorruptCheckpoint, match="'w at .*CRC-32") as caught:
+            read_box(tmp_path, torch.zeros(box[1]), *box)
+        first = at - at % SUM_NBYTES
+        if box != BOXES["all rows"]:  # whose one checksum is that of all of it
+            last = min(first + SUM_NBYTES, 4 * value.numel())
+            assert f"bytes {data_at + first} to {data_at + last} of the file" in str(caught.value)
+        read_box(tmp_path, torch.zeros(box[1]), *box, verify_checksums=False)
+        content[data_at + at] ^= 16
+    path.write_bytes(content)
+    target = torch.zeros(box[1])
+    read_box(tmp_path, target, *box, verify_checksums="all")
+    (row, column), (rows, columns) = box
+    assert torch.equal(target, value[row : row + rows, column : column + columns])
+
+
+@pytest.mark.parametrize("layout", ["torch", "safetensors"])
+def test_a_bit_that_flips_in_the_footer_is_found_by_those_who_need_it(tmp_path: Path, layout: str) -> None:
+    value = torch.rand(ROWS, WIDTH)
+    save(tmp_path, layout, value)
+    path = data_file(tmp_path)
+    sound = path.read_bytes()
+    data_at = sound.index(value.numpy().tobytes())
+    behind = range(data_at + 4 * value.numel(), len(sound))
+    for at in [*range(data_at), *behind] if layout == "torch" else range(0, data_at, 97):
+        content = bytearray(sound)
+        content[at] ^= 1
+        path.write_bytes(content)
+        target = torch.zeros(420, WIDTH)
+        try:
+            read_box(tmp_path, target, *BOXES["rows in the middle"], verify_checksums="all")
+        except CorruptCheckpoint:
+            continue
+        assert torch.equal(target, value[700:1120])  # it was harmless: a gap, a name in the zip
+
+
+def test_what_stock_has_written_is_verified_as_a_whole_and_counted_where_it_is_not(tmp_path: Path) -> None:
+    value = torch.rand(ROWS, WIDTH)
+    save_stock(tmp_path, {"w": value})
+
+    def loaded(box: tuple[list[int], list[int]], verify: Any) -> RobustReader:
+        reader = RobustReader(tmp_path, verify_checksums=verify)
+        target = torch.zeros(box[1])
+
+        class Planner(dcp.DefaultLoadPlanner):
+            def create_local_plan(self) -> dcp.LoadPlan:
+                plan = super().create_local_plan()
+                (item,) = plan.items
+                lengths = torch.Size(box[1])
+                return dcp.LoadPlan(
+                    [item.__class__(item.type, item.dest_index, torch.Size(box[0]), item.storage_index,
+                                    torch.Size(box[0]), lengths)]
+                )  # fmt: skip
+
+            def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+                return target
+
+        dcp.load({"w": torch.zeros(ROWS, WIDTH)}, storage_reader=reader, planner=Planner(), no_dist=True)
+        return reader
+
+    assert loaded(BOXES["all rows"], True).unverified_nbytes == 0
+    assert loaded(BOXES["rows in the middle"], True).unverified_nbytes == 420 * WIDTH * 4
+    assert loaded(BOXES["all rows"], False).unverified_nbytes == ROWS * WIDTH * 4
+    assert loaded(BOXES["rows in the middle"], "all").unverified_nbytes == 0
+
+
+def test_without_checksums_all_is_counted_or_refused(tmp_path: Path) -> None:
+    state = {"large": torch.rand(1 << 20), "small": torch.rand(10)}
+    robust_dcp.save(state, storage_writer=RobustWriter(tmp_path, checksums=False), no_dist=True)
+    found = {name: torch.zeros_like(value) for name, value in state.items()}
+    report = robust_dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
+    assert report.unverified_nbytes == (1 << 22) + 40 and "not verified" in str(report)
+    with pytest.raises(CorruptCheckpoint, match="cannot be verified"):
+        robust_dcp.load(found, storage_reader=RobustReader(tmp_path, verify_checksums="all"), no_dist=True)
+
+
+def test_with_checksums_a_report_says_that_all_was_verified(tmp_path: Path) -> None:
+    state = {"large": torch.rand(1 << 20), "small": torch.rand(10), "object": {"step": 3}}
+    saved = robust_dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    found: dict[str, Any] = {"large": torch.zeros(1 << 20), "small": torch.zeros(10), "object": {"step": 0}}
+    report = robust_dcp.load(found, storage_reader=RobustReader(tmp_path, verify_checksums="all"), no_dist=True)
+    assert report.unverified_nbytes == 0 and "not verified" not in str(report)
+    assert saved.digest is not None and len(saved.digest) == 32
+
+
+def test_the_digest_is_that_of_the_data_and_of_nothing_else(tmp_path: Path) -> None:
+    state = {"large": torch.rand(1 << 20), "small": torch.rand(10), "object": "text"}
+
+    def digest(name: str, **changes: Any) -> str | None:
+        return robust_dcp.save({**state, **changes}, checkpoint_id=tmp_path / name, no_dist=True).digest
+
+    first = digest("1")
+    assert first == digest("2") == digest("1")
+    assert first not in {digest("3", small=torch.rand(10)), digest("4", object="texs")}
+    large = state["large"].clone()  # type: ignore[attr-defined]
+    large[-1] += 1
+    assert first != digest("5", large=large)
+    writer = RobustWriter(tmp_path / "6", checksums=False)
+    assert robust_dcp.save(state, storage_writer=writer, no_dist=True).digest is None
