@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import robust_dcp
-from robust_dcp import RobustPlanner, RobustWriter
+from robust_dcp import RobustPlanner, RobustWriter, StorageError
 from robust_dcp.storage.files.disk import PosixDisk
 from tests.support.ranks import run_ranks, values
 from tests.support.simulated_disk import WatchedDisk
@@ -159,7 +159,7 @@ def test_while_a_save_of_ours_is_running_another_one_is_told_who_it_is(tmp_path:
         there = {name for name in os.listdir(tmp_path) if name.endswith(".distcp")}
         assert there
         before = set(os.listdir(tmp_path))
-        with pytest.raises(StorageError, match=f"another save is running into .* \\(process {os.getpid()} on"):
+        with pytest.raises(StorageError, match=rf"another save is running into .* \(process {os.getpid()} on"):
             robust_dcp.save(state_dict(2), checkpoint_id=tmp_path)
         assert set(os.listdir(tmp_path)) == before
     check_loads(tmp_path, 1)

@@ -26,7 +26,13 @@ from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageE
 from robust_dcp.storage.files.disk import Disk, PosixDisk
 from robust_dcp.storage.files.paths import directory_path, is_url, mark_of, metadata_name
 from robust_dcp.storage.files.what_is_there import what_is_there
-from robust_dcp.storage.metadata.metadata_file import check_metadata, decode_metadata, encode_metadata, files_are_marked
+from robust_dcp.storage.metadata.metadata_file import (
+    TRAILER_NBYTES,
+    check_metadata,
+    decode_metadata,
+    encode_metadata,
+    files_are_marked,
+)
 from robust_dcp.storage.metadata.shard_metadata import metadata_of_shards, shards_in
 from robust_dcp.storage.reading.common_reads import CommonReads, common_reads, places_in_files
 from robust_dcp.storage.reading.read_items import read_items
@@ -195,11 +201,12 @@ class RobustReader(StorageReader):
         except StorageError:
             return False
 
-    def _bytes_of(self, path: str) -> bytes:
+    def _bytes_of(self, path: str, *, last: int | None = None) -> bytes:
         opened = self._disk.open_read(path)
         try:
-            buffer = bytearray(self._disk.size(path))
-            found = self._disk.pread_into(opened, buffer, 0)
+            nbytes = self._disk.size(path)
+            buffer = bytearray(nbytes if last is None else min(last, nbytes))
+            found = self._disk.pread_into(opened, buffer, nbytes - len(buffer))
         finally:
             self._disk.close(opened)
         return bytes(memoryview(buffer)[:found])
@@ -310,7 +317,7 @@ class RobustReader(StorageReader):
         """Whether the ``.metadata`` that was set up says so: another reader may have read it."""
         if self._are_marked is None:
             path = self._metadata_path()
-            self._are_marked = self._disk.exists(path) and files_are_marked(self._bytes_of(path))
+            self._are_marked = self._disk.exists(path) and files_are_marked(self._bytes_of(path, last=TRAILER_NBYTES))
         return self._are_marked
 
     def _known_metadata(self) -> Metadata:

@@ -40,6 +40,7 @@ from robust_dcp.storage.records.unpickling import RestrictedUnpickler
 
 __all__ = [
     "FORMAT_VERSION",
+    "TRAILER_NBYTES",
     "StorageInfo",
     "check_metadata",
     "decode_metadata",
@@ -57,6 +58,7 @@ _MAGIC: Final = b"\nRDCPMD2"
 _MAGIC_WITHOUT_MARKS: Final = b"\nRDCPMD1"  # of the first edition, whose data files do not say which save they are of
 # Behind the pickle, where pickle.load does not look: magic, length of the pickle, CRC-32 of the pickle.
 _TRAILER: Final = struct.Struct("<8sQI")
+TRAILER_NBYTES: Final = _TRAILER.size
 
 # Up to this size a file is run through twice, which costs 0.3 s: then its keys, too, are known to be harmless.
 _RUN_TWICE_NBYTES: Final = 1 << 20

@@ -60,26 +60,24 @@ class DirectoryLock:
         while True:
             file = disk.open_lock(path)
             try:
-                try:
-                    is_held = disk.lock(file, shared=shared)
-                except StorageError:
-                    is_held = None
-                if is_held is False:
-                    raise _taken(disk, directory, file)
-                if is_held is None:
-                    disk.close(file)
-                    with contextlib.suppress(StorageError):
-                        disk.unlink(path)
-                    return cls(disk, path, None)
+                is_held = disk.lock(file, shared=shared)
+            except StorageError:
+                is_held = None
+            if is_held is False:
+                raise _taken(disk, directory, file)
+            if is_held is None:
+                disk.close(file)
+                with contextlib.suppress(StorageError):
+                    disk.unlink(path)
+                return cls(disk, path, None)
+            try:
                 # Whoever held it last may have removed the file between our two calls.
                 if disk.is_at(file, path):
                     if not shared:
-                        holder = _Holder(socket.gethostname(), os.getpid(), save_id)
-                        disk.truncate(file, 0)
-                        disk.pwrite(file, msgspec.json.encode(holder), 0)
+                        _write_holder(disk, file, save_id)
                     return cls(disk, path, file)
             except BaseException:
-                disk.close(file)
+                _let_go(disk, path, file)
                 raise
             disk.close(file)
 
@@ -103,9 +101,19 @@ def _let_go(disk: Disk, path: str, file: OpenFile | None) -> None:
             disk.close(file)
 
 
+def _write_holder(disk: Disk, file: OpenFile, save_id: str) -> None:
+    holder = _Holder(socket.gethostname(), os.getpid(), save_id)
+    disk.truncate(file, 0)
+    disk.pwrite(file, msgspec.json.encode(holder), 0)
+
+
 def _taken(disk: Disk, directory: str, file: OpenFile) -> StorageError:
+    """The error for a save that comes second; closes the ``file``."""
     data = bytearray(_MAX_NBYTES)
-    data = data[: disk.pread_into(file, data, 0)]
+    try:
+        data = data[: disk.pread_into(file, data, 0)]
+    finally:
+        disk.close(file)
     try:
         holder = msgspec.json.decode(data, type=_Holder)
         who = f"process {holder.pid} on {holder.host}, save {holder.save_id}"

@@ -207,8 +207,15 @@ class SaveDirectory:
             StorageError: another save has written to one, or removed it.
         """
         for name in sorted(files):
-            if not is_of_save(self._disk, self._path_of(name), mark_of(self.save_id)):
-                raise self._interfered(f"{self._path_of(name)} is not as this save has written it")
+            path = self._path_of(name)
+            try:
+                is_mine = is_of_save(self._disk, path, mark_of(self.save_id))
+            except StorageError as error:
+                if error.errno != errno.ENOENT:
+                    raise
+                raise self._interfered(f"{path}, which this save has written, is gone") from error
+            if not is_mine:
+                raise self._interfered(f"{path} is not as this save has written it")
 
     def _interfered(self, what: str) -> StorageError:
         return StorageError(
