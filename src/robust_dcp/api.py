@@ -135,7 +135,7 @@ def save(
             session.settle(write)
         with clock.phase("commit"):
             session.commit(
-                lambda: writer.publish(session.encoded_metadata(writer.plain_meta())),
+                lambda: writer.publish_planned(session),
                 writer.clean_up,
                 writer.keep_plan,
                 writer.check_own,

@@ -79,7 +79,7 @@ def touch_metadata(directory: str) -> None:
 
 
 def cut_a_file(directory: str) -> None:
-    path = next(Path(directory).glob("__1_*.distcp"))
+    path = max(Path(directory).glob("__1_*.distcp"), key=lambda path: path.stat().st_mtime_ns)
     os.truncate(path, path.stat().st_size - 1)
 
 

@@ -10,6 +10,7 @@ import io
 import logging
 import math
 import os
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +44,9 @@ logger = logging.getLogger(__name__)
 _FILES_PER_RANK: Final = 2
 """Threads share a file where I/O is direct; writes through the page cache take turns in one file."""
 
+
+_FEW_FILES: Final = 64
+_CHECK_AGAIN_SECONDS: Final = 1.0
 
 ResolveData = Callable[[WriteItem], torch.Tensor | io.BytesIO]
 
@@ -170,6 +174,7 @@ class RobustWriter(StorageWriter):
         self._is_coordinator = False
         self._begun = False
         self._announces = False
+        self._checked_at_seconds = -math.inf
         self._uncommitted_names: tuple[str, ...] = ()
 
     @property
@@ -268,6 +273,7 @@ class RobustWriter(StorageWriter):
         Raises:
             StorageError: somebody has.
         """
+        self._checked_at_seconds = time.monotonic()
         self.directory.check_own(self._uncommitted_names)
 
     def publish(self, metadata: MetadataToPublish) -> None:
@@ -375,7 +381,7 @@ class RobustWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         session = getattr(metadata, "session", None)
         if isinstance(session, SaveInProgress):
-            session.commit(lambda: self._publish_planned(session), self.clean_up, self.keep_plan, self.check_own)
+            session.commit(lambda: self.publish_planned(session), self.clean_up, self.keep_plan, self.check_own)
             return
         metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         metadata.storage_meta = self.plain_meta()
@@ -389,10 +395,17 @@ class RobustWriter(StorageWriter):
             raise
         self.clean_up()
 
-    def _publish_planned(self, session: SaveInProgress) -> None:
+    def publish_planned(self, session: SaveInProgress) -> None:
+        """Commit what ``session`` has planned, on the coordinator.
+
+        All ranks have looked at their own files by now, but where stock lets the coordinator alone commit. It looks at
+        all of them once more where these are few, or that was long ago: this process may have stood still since.
+        """
         encoded = session.encoded_metadata(self.plain_meta())
-        if not session.commits_together:  # stock lets the coordinator alone commit
-            self.directory.check_own(encoded.uncommitted_files)
+        files = encoded.uncommitted_files
+        is_long_ago = time.monotonic() - self._checked_at_seconds > _CHECK_AGAIN_SECONDS
+        if not session.commits_together or is_long_ago or len(files) <= _FEW_FILES:
+            self.directory.check_own(files)
         self.publish(encoded)
 
     def plain_meta(self) -> StorageMeta:

@@ -11,6 +11,7 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
@@ -41,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 _NOT_OURS_TO_EMPTY: Final = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT})
 _SHOWN: Final = 20
+
+_CHECK_THREADS: Final = 8
+"""One question to a network file system takes about a millisecond, and thousands of files may be asked about."""
 
 
 @dataclass(frozen=True)
@@ -206,16 +210,23 @@ class SaveDirectory:
         Raises:
             StorageError: another save has written to one, or removed it.
         """
-        for name in sorted(files):
-            path = self._path_of(name)
-            try:
-                is_mine = is_of_save(self._disk, path, mark_of(self.save_id))
-            except StorageError as error:
-                if error.errno != errno.ENOENT:
-                    raise
-                raise self._interfered(f"{path}, which this save has written, is gone") from error
-            if not is_mine:
-                raise self._interfered(f"{path} is not as this save has written it")
+        if len(files) <= _CHECK_THREADS:
+            for name in sorted(files):
+                self._check_own(name)
+            return
+        with ThreadPoolExecutor(_CHECK_THREADS, thread_name_prefix="robust_dcp-check") as pool:
+            list(pool.map(self._check_own, sorted(files)))
+
+    def _check_own(self, name: str) -> None:
+        path = self._path_of(name)
+        try:
+            is_mine = is_of_save(self._disk, path, mark_of(self.save_id))
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            raise self._interfered(f"{path}, which this save has written, is gone") from error
+        if not is_mine:
+            raise self._interfered(f"{path} is not as this save has written it")
 
     def _interfered(self, what: str) -> StorageError:
         return StorageError(
