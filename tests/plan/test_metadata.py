@@ -39,6 +39,9 @@ _TYPES = {
 }
 
 
+MARK = "0123456789abcdef"
+
+
 def _write_item(item: Item) -> WriteItem:
     if item.kind == ItemKind.BYTES:
         return WriteItem(index=MetadataIndex(item.name), type=_TYPES[item.kind])
@@ -76,9 +79,9 @@ def _decoded(encoded: EncodedMetadata) -> Metadata:
     return decode_metadata(b"".join(encoded.fragments), "a test")
 
 
-def _written(placements: Placements, mark: str = "") -> WrittenFiles:
+def _written(placements: Placements, are_plain: bool = True) -> WrittenFiles:
     places = [[64 * n, 10 + n] for n in range(len(placements.variable))]
-    return WrittenFiles(mark, np.array(places, dtype=np.int64).reshape(-1, 2), (), 0)
+    return WrittenFiles(are_plain, np.array(places, dtype=np.int64).reshape(-1, 2), (), 0)
 
 
 @settings(max_examples=40)
@@ -112,15 +115,15 @@ def test_every_item_points_at_its_place_in_the_files_of_its_rank() -> None:
     ]
     plan = make_global_plan([table(*items) for items in ranks])
     placements = _placements(plan)
-    written = [_written(p, mark) for p, mark in zip(placements, ("", "3", ""), strict=True)]
-    storage = _decoded(MetadataTemplate(plan, placements).encode(written, StorageMeta("id"))).storage_data
+    written = [_written(p, plain) for p, plain in zip(placements, (True, False, True), strict=True)]
+    storage = _decoded(MetadataTemplate(plan, placements).encode(written, StorageMeta(save_id=MARK))).storage_data
     found = {key.fqn + str(list(key.offset or ())): (i.relative_path, i.offset) for key, i in storage.items()}
     assert found == {
         "w[0]": ("__0_0.distcp", 0),
         "a[]": ("__0_1.distcp", 0),
-        "w[4]": ("__1_0.3.distcp", 0),
-        "b[]": ("__1_1.3.distcp", 0),
-        "c[]": ("__1_1.3.distcp", 64),
+        "w[4]": (f"__1_0.{MARK}.distcp", 0),
+        "b[]": (f"__1_1.{MARK}.distcp", 0),
+        "c[]": (f"__1_1.{MARK}.distcp", 64),
     }
     lengths = {key.fqn: info.length for key, info in storage.items() if key.fqn != "w"}
     assert lengths == {"a": 10, "b": 10, "c": 11}
@@ -132,15 +135,15 @@ def test_saves_by_one_plan_differ_in_what_the_plan_does_not_say() -> None:
     placements = _placements(plan)
     template = MetadataTemplate(plan, placements)
     first = template.encode([_written(placements[0])], StorageMeta("1"))
-    second = template.encode([_written(placements[0], "1")], StorageMeta("2"))
+    second = template.encode([_written(placements[0], are_plain=False)], StorageMeta("2", save_id=MARK))
     for encoded, names, meta in (
         (first, {"__0_0.distcp", "__0_1.distcp"}, "1"),
-        (second, {"__0_0.1.distcp", "__0_1.1.distcp"}, "2"),
+        (second, {f"__0_0.{MARK}.distcp", f"__0_1.{MARK}.distcp"}, "2"),
     ):
         metadata = _decoded(encoded)
         assert set(metadata.state_dict_metadata) == set(metadata.planner_data) == {"w", "o"}
         assert {info.relative_path for info in metadata.storage_data.values()} == names
-        assert metadata.storage_meta == StorageMeta(meta)
+        assert metadata.storage_meta.checkpoint_id == meta
     assert (placements[0].offset < 0).tolist() == [True, False]  # "o" keeps no place of an earlier save
 
 
@@ -163,7 +166,7 @@ def test_places_for_another_number_of_objects_are_refused() -> None:
     for rows in ([], [[0, 1]], [[0, 1]] * 4):
         places = np.array(rows, dtype=np.int64).reshape(-1, 2)
         with pytest.raises(ValueError, match="rank 0"):
-            template.encode([WrittenFiles("", places, (), 0)], StorageMeta("id"))
+            template.encode([WrittenFiles(True, places, (), 0)], StorageMeta("id"))
 
 
 @settings(max_examples=20)

@@ -43,7 +43,7 @@ def metadata_of(plan: CoordinatorPlan) -> bytes:
     """``.metadata`` of a save by ``plan`` whose objects all lie at the start of their files."""
     assert plan.metadata is not None
     objects = [int((t.forms[kept] == Form.VARIABLE).sum()) for t, kept in zip(plan.tables, plan.kept, strict=True)]
-    written = [WrittenFiles("", np.zeros((n, 2), dtype=np.int64), (), 0) for n in objects]
+    written = [WrittenFiles(True, np.zeros((n, 2), dtype=np.int64), (), 0) for n in objects]
     return b"".join(plan.metadata.encode(written, StorageMeta("id")).fragments)
 
 

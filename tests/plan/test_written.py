@@ -17,15 +17,14 @@ from robust_dcp.storage.writing.engine import WrittenFiles
 from tests.plan.structures import agreement_of
 
 _PLACES = [[0, 100], [128, 7]]
-_MARK = "0123456789abcdef"
 
 
 def _places(rows: list[Any]) -> npt.NDArray[np.int64]:
     return np.array(rows, dtype=np.int64).reshape(-1, 2)
 
 
-def _written(rows: list[Any], mark: str = "") -> WrittenFiles:
-    return WrittenFiles(mark, _places(rows), ("file",), 1)
+def _written(rows: list[Any], are_plain: bool = True) -> WrittenFiles:
+    return WrittenFiles(are_plain, _places(rows), ("file",), 1)
 
 
 def _told(
@@ -33,7 +32,7 @@ def _told(
 ) -> tuple[WrittenFiles, ...]:
     """What the coordinator makes of what all ranks offer and send."""
     digest = agreement_of([written_offer(written) for written in ranks]).signature
-    return written_by_all([written.mark for written in ranks], messages, known, digest, combined_signature)
+    return written_by_all([written.are_plain for written in ranks], messages, known, digest, combined_signature)
 
 
 _ROWS = st.tuples(st.integers(0, 2**40), st.integers(0, 2**40))
@@ -43,26 +42,26 @@ _MOVES = st.lists(st.tuples(_ROWS, _ROWS, st.booleans()), max_size=12)
 
 
 @settings(max_examples=50)
-@given(st.lists(st.tuples(_MOVES, st.sampled_from(["", _MARK])), min_size=1, max_size=5), st.booleans())
+@given(st.lists(st.tuples(_MOVES, st.booleans()), min_size=1, max_size=5), st.booleans())
 def test_the_coordinator_learns_the_places_and_the_file_names_of_every_rank(
-    ranks: list[tuple[list[tuple[Any, Any, bool]], str]], first_save: bool
+    ranks: list[tuple[list[tuple[Any, Any, bool]], bool]], first_save: bool
 ) -> None:
     known = None if first_save else [_places([old for old, _, _ in rows]) for rows, _ in ranks]
-    now = [_written([new if moved else old for old, new, moved in rows], mark) for rows, mark in ranks]
+    now = [_written([new if moved else old for old, new, moved in rows], plain) for rows, plain in ranks]
     messages = [news_of(each.variable_places, known and known[rank]) for rank, each in enumerate(now)]
     for found, written in zip(_told(now, messages, known), now, strict=True):
         assert found.variable_places.tolist() == written.variable_places.tolist()
-        assert found.mark == written.mark
+        assert found.are_plain == written.are_plain
 
 
-@given(st.lists(st.sampled_from([None, "", _MARK]), min_size=1, max_size=9))
-def test_ranks_see_in_the_agreement_whether_all_file_names_are_plain_or_marked(marks: list[str | None]) -> None:
-    ranks = [None if each is None else _written(_PLACES, each) for each in marks]
+@given(st.lists(st.sampled_from([None, False, True]), min_size=1, max_size=9))
+def test_ranks_see_in_the_agreement_whether_all_file_names_are_plain_or_marked(plain_or_not: list[bool | None]) -> None:
+    ranks = [None if each is None else _written(_PLACES, each) for each in plain_or_not]
     agreement = agreement_of([written_offer(written) for written in ranks])
-    found = {each for each in marks if each is not None}
+    found = {each for each in plain_or_not if each is not None}
     assert agreement.same_value == (len(found) < 2)
     if found:
-        assert (agreement.lowest, agreement.highest) == (1 + bool(min(found)), 1 + bool(max(found)))
+        assert (agreement.lowest, agreement.highest) == (1 + min(found), 1 + max(found))
 
 
 def test_a_rank_that_has_written_nothing_offers_nothing() -> None:

@@ -173,7 +173,7 @@ def test_a_rank_that_fails_to_write_leaves_nothing(tmp_path: Path, operation: st
                 return method
 
             def call(file: OpenFile, *args: Any) -> Any:
-                if file.fd >= 0 and file.path.endswith("00002.safetensors.part"):
+                if file.fd >= 0 and file.path.endswith(".part") and "00002.safetensors" in file.path:
                     os.close(file.fd)
                     file.fd = -1
                     raise StorageError("no", path=file.path, errno=5, operation=operation)

@@ -180,6 +180,13 @@ class SimulatedDisk:
         new = posixpath.basename(target)
         directory.pending.append(lambda names: names.__setitem__(new, names.pop(old)))
 
+    def link(self, source: str, target: str) -> None:
+        directory, name = self._split(target)
+        inode = self._inode(source, "link")
+        if name in directory.names:
+            raise self._error("link", target, errno.EEXIST)
+        directory.pending.append(lambda names: names.__setitem__(name, inode))
+
     def unlink(self, path: str) -> None:
         directory, name = self._split(path)
         self._inode(path, "remove")

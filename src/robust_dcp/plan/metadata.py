@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from robust_dcp.plan.global_plan import GlobalColumns, GlobalPlan
 from robust_dcp.plan.structure import ItemKind
 from robust_dcp.plan.structure.ragged import unique_rows
+from robust_dcp.storage.files.paths import mark_of
 from robust_dcp.storage.layouts import TORCH, FileName, Layout
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.metadata.pickled import MetadataColumns, MetadataPickle
@@ -66,7 +67,7 @@ class MetadataTemplate:
         """The bytes of ``.metadata``, and the data files of all ranks.
 
         Args:
-            written: for each rank the mark in its file names and the places of its items of variable size.
+            written: for each rank whether its file names are plain and the places of its items of variable size.
             storage_meta: goes into the file as it is.
 
         Raises:
@@ -79,18 +80,18 @@ class MetadataTemplate:
                 )
         compiled, order = self._compile()
         places = np.concatenate([files.variable_places for files in written])
-        of_files = self._file_names(written)
+        of_files = self._file_names(written, mark_of(storage_meta.save_id or ""))
         names = [name.committed for name in of_files]
         fragments = compiled.encode(names, places[order], storage_meta).fragments
         renames = tuple(name for name in of_files if name.written != name.committed)
         return MetadataToPublish(fragments, frozenset(names), renames)
 
-    def _file_names(self, written: Sequence[WrittenFiles]) -> list[FileName]:
+    def _file_names(self, written: Sequence[WrittenFiles], mark: str) -> list[FileName]:
         """Rank after rank."""
         return [
             name
             for rank, (files, heads) in enumerate(zip(written, self._heads, strict=True))
-            for name in self._layout.file_names(rank, heads, files.mark)
+            for name in self._layout.file_names(rank, heads, mark, plain=files.are_plain)
         ]
 
     def _compile(self) -> tuple[MetadataPickle, Places]:

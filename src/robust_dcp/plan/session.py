@@ -115,7 +115,7 @@ class SaveSession:
     _cached: CachedPlan | None = field(default=None, init=False)
     _base_kind: str = field(default="", init=False)
     _messages: Sequence[WrittenMessage | None] = field(default=(), init=False)
-    _marks: Sequence[str] = field(default=(), init=False)
+    _are_plain: Sequence[bool] = field(default=(), init=False)
     _written_agreement: Agreement | None = field(default=None, init=False)
     _may_be_writing: bool = field(default=False, init=False)
     """Whether some rank may have got so far, wherever the others are."""
@@ -295,19 +295,19 @@ class SaveSession:
             told = [(rank, message.unloadable) for rank, message in enumerate(self._messages) if message is not None]
             self.unloadable_objects = report_unloadable(self.checkpoint, told)
         self._written_agreement = self.channel.last_agreement
-        self._marks = self._agreed_marks(self._written_agreement)
+        self._are_plain = self._have_plain_names(self._written_agreement)
 
-    def _agreed_marks(self, agreement: Agreement) -> Sequence[str]:
-        """The mark in each rank's file names, on the coordinator: they differ where a save was killed, say."""
-        mark = mark_of(self.save_id)
+    def _have_plain_names(self, agreement: Agreement) -> Sequence[bool]:
+        """Of each rank, on the coordinator, whether its files are called as stock would call them. Ranks differ where
+        a save was killed, say."""
         if agreement.same_value:
-            return [mark if agreement.lowest == 2 else ""] * self.channel.size
+            return [agreement.lowest == 2] * self.channel.size
 
         def tell() -> FileNamesMessage:
-            return FileNamesMessage(self.written is not None and bool(self.written.mark))
+            return FileNamesMessage(self.written is not None and self.written.are_plain)
 
         told = self.channel.gather(self._named("file names"), tell, FileNamesMessage)
-        return [mark if each is not None and each.are_marked else "" for each in told or []]
+        return [each is not None and each.are_plain for each in told or []]
 
     def _replica_digests(self) -> bytes:
         """What this rank holds of the chunks that this save compares; no bytes if it compares none of them."""
@@ -371,7 +371,7 @@ class SaveSession:
         if self._written_agreement is None:
             raise ValueError("settle comes before the metadata")
         self._written_by_all = written_by_all(
-            self._marks,
+            self._are_plain,
             self._messages,
             self.coordinator.variable_places,
             self._written_agreement.signature,

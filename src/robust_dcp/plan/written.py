@@ -34,9 +34,9 @@ HAS_DIGEST = 1
 
 
 class FileNamesMessage(msgspec.Struct, frozen=True):
-    """Whether a rank's file names have the mark of the save, where ranks differ in that."""
+    """Whether a rank's file names are plain, where ranks differ in that."""
 
-    are_marked: bool
+    are_plain: bool
 
 
 class WrittenMessage(msgspec.Struct, frozen=True):
@@ -56,13 +56,13 @@ class WrittenMessage(msgspec.Struct, frozen=True):
 
 
 def written_offer(written: WrittenFiles | None) -> Offer:
-    """A digest of the places of all variable items, and whether file names are plain (1) or marked (2).
+    """A digest of the places of all variable items, and whether file names are marked (1) or plain (2).
 
     With them the coordinator never fills in places that a rank did not mean.
     """
     if written is None:
         return Offer()
-    return Offer(signature=_digest(written.variable_places), value=1 + bool(written.mark))
+    return Offer(signature=_digest(written.variable_places), value=1 + written.are_plain)
 
 
 def digest_offer(written: WrittenFiles | None) -> Offer:
@@ -100,7 +100,7 @@ def news_of(
 
 
 def written_by_all(
-    marks: Sequence[str],
+    are_plain: Sequence[bool],
     messages: Sequence[WrittenMessage | None],
     known: Sequence[Places] | None,
     digest: bytes,
@@ -109,7 +109,7 @@ def written_by_all(
     """What every rank has written; on the coordinator.
 
     Args:
-        marks: in the file names of each rank.
+        are_plain: of each rank, whether its file names are.
         messages: from each rank, :func:`news_of`.
         known: the places of each rank in the last committed save by the same plan.
         digest: what the digests of all ranks (:func:`written_offer`) were combined to.
@@ -126,8 +126,8 @@ def written_by_all(
             "the places of the objects that ranks wrote are not those that the coordinator has; save again"
         )
     return tuple(
-        WrittenFiles(mark=mark, variable_places=each, names=(), nbytes=0)
-        for mark, each in zip(marks, places, strict=True)
+        WrittenFiles(are_plain=plain, variable_places=each, names=(), nbytes=0)
+        for plain, each in zip(are_plain, places, strict=True)
     )
 
 

@@ -124,6 +124,9 @@ class Disk(Protocol):
     def rename(self, source: str, target: str) -> None:
         """Give ``source`` the name ``target`` in one step, replacing what had it."""
 
+    def link(self, source: str, target: str) -> None:
+        """Give the file ``source`` a second name, which must be free; not every file system can."""
+
     def unlink(self, path: str) -> None:
         """Remove a file or a symbolic link (not its target)."""
 
@@ -273,6 +276,9 @@ class PosixDisk:
 
     def rename(self, source: str, target: str) -> None:
         _call("rename", target, os.replace, source, target)
+
+    def link(self, source: str, target: str) -> None:
+        _call("link", target, os.link, source, target)
 
     def unlink(self, path: str) -> None:
         _call("remove", path, os.unlink, path)

@@ -161,12 +161,13 @@ class Layout(Protocol):
             PlanConflict: the items cannot lie in files of this layout.
         """
 
-    def file_names(self, rank: int, head_nbytes: Sequence[int], mark: str) -> list[FileName]:
+    def file_names(self, rank: int, head_nbytes: Sequence[int], mark: str, *, plain: bool) -> list[FileName]:
         """The names of a rank's files.
 
         Args:
             head_nbytes: of each file, as in :class:`~robust_dcp.storage.layouts.places.Placements`.
-            mark: of the save, where the plain names are not free; else empty.
+            mark: of the save.
+            plain: whether files are called as stock would call them, without the mark.
         """
 
     def frame(self, dtype: torch.dtype, shape: tuple[int, ...], head_nbytes: int) -> Frame | None:

@@ -89,7 +89,7 @@ class Safetensors:
             heads=tuple(heads),
         )
 
-    def file_names(self, rank: int, head_nbytes: Sequence[int], mark: str) -> list[FileName]:
+    def file_names(self, rank: int, head_nbytes: Sequence[int], mark: str, *, plain: bool) -> list[FileName]:
         count = sum(nbytes > 0 for nbytes in head_nbytes)
         names = []
         for number, nbytes in enumerate(head_nbytes):
@@ -97,7 +97,7 @@ class Safetensors:
                 name = shard_file_name(rank, number, count)
                 names.append(FileName(temporary_name(name, mark), name))
             else:
-                name = data_file_name(rank, number, mark)
+                name = data_file_name(rank, number, "" if plain else mark)
                 names.append(FileName(name, name))
         return names
 

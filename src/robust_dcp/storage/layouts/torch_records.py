@@ -41,8 +41,8 @@ class TorchRecords:
     def place(self, measures: Int64, *, files: int) -> Placements:
         return place_records(measures[:, 0], measures[:, 1], measures[:, 2], files=files)
 
-    def file_names(self, rank: int, head_nbytes: Sequence[int], mark: str) -> list[FileName]:
-        names = [data_file_name(rank, number, mark) for number in range(len(head_nbytes))]
+    def file_names(self, rank: int, head_nbytes: Sequence[int], mark: str, *, plain: bool) -> list[FileName]:
+        names = [data_file_name(rank, number, "" if plain else mark) for number in range(len(head_nbytes))]
         return [FileName(name, name) for name in names]
 
     def frame(self, dtype: torch.dtype, shape: tuple[int, ...], head_nbytes: int) -> Frame | None:

@@ -18,7 +18,11 @@ from typing import Final
 from robust_dcp.errors import RobustCheckpointError, StorageError
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import is_data_file
-from robust_dcp.storage.metadata.metadata_file import decode_metadata, referenced_files
+from robust_dcp.storage.metadata.metadata_file import (
+    decode_metadata,
+    files_are_marked,
+    referenced_files,
+)
 
 __all__ = ["Committed", "committed_in", "remember"]
 
@@ -44,12 +48,14 @@ class Committed:
         files: the data files that it names, as names in its directory; no other names.
         save_id: of the save that wrote it.
         is_readable: whether it could be decoded; if not, nobody knows which files it needs.
+        are_marked: whether the files have the mark of that save.
         fingerprint: of the file, taken before it was read: another says that somebody has written it since.
     """
 
     files: frozenset[str] = frozenset()
     save_id: str | None = None
     is_readable: bool = True
+    are_marked: bool = False
     fingerprint: _Fingerprint | None = None
 
 
@@ -89,7 +95,12 @@ def committed_in(disk: Disk, path: str) -> Committed | None:
         return Committed(is_readable=False, fingerprint=fingerprint)
     files = frozenset(name for name in referenced_files(metadata) if is_data_file(name))
     save_id = getattr(metadata.storage_meta, "save_id", None)
-    return Committed(files, save_id if isinstance(save_id, str) else None, fingerprint=fingerprint)
+    return Committed(
+        files,
+        save_id if isinstance(save_id, str) else None,
+        are_marked=files_are_marked(bytes(data[-_STAMP_NBYTES:])),
+        fingerprint=fingerprint,
+    )
 
 
 def remember(path: str, fragments: Sequence[bytes | memoryview], files: Collection[str], save_id: str) -> None:
@@ -101,7 +112,7 @@ def remember(path: str, fragments: Sequence[bytes | memoryview], files: Collecti
             break
     with _lock:
         key = os.path.realpath(path)
-        _known[key] = ((nbytes, tail[-_STAMP_NBYTES:]), Committed(frozenset(files), save_id))
+        _known[key] = ((nbytes, tail[-_STAMP_NBYTES:]), Committed(frozenset(files), save_id, are_marked=True))
         _known.move_to_end(key)
         while len(_known) > _DIRECTORIES_KEPT:
             _known.popitem(last=False)

@@ -2,6 +2,10 @@
 
 Owns the choice of names (design: no byte of a committed checkpoint is overwritten), the links to files on other mounts
 (``stripes`` says where), and the clean-up after a failure.
+
+A file is written under a name with the mark of its save, and gets the plain name that stock would give it when it is
+whole, if that is free. So nobody who takes the plain name meanwhile, as stock's writer does, writes into our file, nor
+do we into theirs.
 """
 
 from __future__ import annotations
@@ -11,14 +15,17 @@ import errno
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk, OpenFile
-from robust_dcp.storage.layouts import Layout
+from robust_dcp.storage.layouts import FileName, Layout
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.writing.stripes import stripe_of
 
-__all__ = ["DataFile", "create_data_files", "discard"]
+__all__ = ["DataFile", "create_data_files", "discard", "take_plain_names"]
+
+_CANNOT_LINK: Final = frozenset({errno.EEXIST, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
 
 
 @dataclass(eq=False)
@@ -27,7 +34,6 @@ class DataFile:
 
     Attributes:
         number: among the rank's files.
-        mark: what stands in its name: that of the save, or nothing.
         committed_name: what it is called from the commit on, relative to the checkpoint's directory.
         file: open for writing.
         link: the path of the symbolic link to it in the checkpoint's directory; ``None`` if it lies there itself.
@@ -36,7 +42,6 @@ class DataFile:
     """
 
     number: int
-    mark: str
     committed_name: str
     file: OpenFile
     link: str | None = None
@@ -61,10 +66,9 @@ def create_data_files(
     stripes: Sequence[str] = (),
     not_removed: list[str],
 ) -> list[DataFile]:
-    """Create the files of ``rank``: under plain names (``__0_0.distcp``) if these are all free, else under names with
-    the mark of the save (``__0_0.5f0c9a3e7b21d846.distcp``).
+    """Create the files of ``rank``, under names with the mark of the save (``__0_0.5f0c9a3e7b21d846.distcp``).
 
-    Files are created exclusively, so neither another process nor a stale directory listing can make this overwrite
+    They are created exclusively, so neither another process nor a stale directory listing can make this overwrite
     anything.
 
     Args:
@@ -78,30 +82,61 @@ def create_data_files(
     Raises:
         StorageError: no permission, no space for a name, …; the files made so far are removed.
     """
-    for in_name in ("", mark):
-        files: list[DataFile] = []
-        try:
-            for number, name in enumerate(layout.file_names(rank, placements.head_nbytes, in_name)):
-                path, link = os.path.join(directory, name.written), None
-                if stripes:
-                    # The link first: killed in between, it is found and removed by the next save, a file without a
-                    # link by nobody.
-                    path, link = os.path.join(stripe_of(rank, number, stripes), name.written), path
-                    disk.symlink(path, link)
-                try:
-                    opened = disk.open_new(path, direct=direct)
-                except BaseException:
-                    if link is not None and not _is_gone(disk, link):
-                        not_removed.append(link)
-                    raise
-                files.append(DataFile(number, in_name, name.committed, opened, link))
-            return files
-        except BaseException as error:
-            not_removed.extend(discard(disk, files))
-            is_taken = isinstance(error, StorageError) and error.errno == errno.EEXIST
-            if in_name == mark or not is_taken:
+    files: list[DataFile] = []
+    try:
+        for number, name in enumerate(layout.file_names(rank, placements.head_nbytes, mark, plain=False)):
+            path, link = os.path.join(directory, name.written), None
+            if stripes:
+                # The link first: killed in between, it is found and removed by the next save, a file without a link by
+                # nobody.
+                path, link = os.path.join(stripe_of(rank, number, stripes), name.written), path
+                disk.symlink(path, link)
+            try:
+                opened = disk.open_new(path, direct=direct)
+            except BaseException:
+                if link is not None and not _is_gone(disk, link):
+                    not_removed.append(link)
                 raise
-    raise ValueError("a save without a mark")
+            files.append(DataFile(number, name.committed, opened, link))
+    except BaseException:
+        not_removed.extend(discard(disk, files))
+        raise
+    return files
+
+
+def take_plain_names(disk: Disk, directory: str, files: Sequence[DataFile], plain: Sequence[FileName]) -> bool:
+    """Give files that are whole and closed the plain names of their layout, all of them or none.
+
+    Args:
+        plain: of each file.
+
+    Returns:
+        whether they have them now. Not if one is taken, or the file system cannot give a file a second name; nor for
+        files on other mounts, whose links must be called as they are.
+
+    Raises:
+        StorageError: a name cannot be given, or taken back; the files have their marked names.
+    """
+    renamed = [(file, name) for file, name in zip(files, plain, strict=True) if file.committed_name != name.committed]
+    if any(file.link is not None for file in files):
+        return False
+    taken: list[str] = []
+    try:
+        for file, name in renamed:
+            path = os.path.join(directory, name.committed)
+            disk.link(file.file.path, path)
+            taken.append(path)
+        for file, _ in renamed:
+            disk.unlink(file.file.path)
+    except StorageError as error:
+        for path in taken:
+            disk.unlink(path)
+        if error.operation == "link" and error.errno in _CANNOT_LINK:
+            return False
+        raise
+    for (file, name), path in zip(renamed, taken, strict=True):
+        file.file.path, file.committed_name = path, name.committed
+    return True
 
 
 def discard(disk: Disk, files: Sequence[DataFile]) -> list[str]:

@@ -23,7 +23,7 @@ from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.layouts import TORCH, Layout
 from robust_dcp.storage.layouts.footer import FileSums
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements, slots_of
-from robust_dcp.storage.writing.data_files import DataFile, create_data_files, discard
+from robust_dcp.storage.writing.data_files import DataFile, create_data_files, discard, take_plain_names
 from robust_dcp.storage.writing.item_source import ItemSource
 from robust_dcp.storage.writing.large_record import Outlet
 from robust_dcp.storage.writing.paged_file import PagedFile
@@ -40,7 +40,7 @@ class WrittenFiles:
     """What one rank has written, durably, but not yet committed.
 
     Attributes:
-        mark: what stands in the names of these files: that of the save where plain names were taken, else nothing.
+        are_plain: whether these files are called as stock would call them; else the mark of the save is in their names.
         variable_places: int64 ``[v, 2]``, offset and length of each item of variable size, in plan order.
         names: of the files from the commit on, relative to the directory.
         uncommitted_names: of the same files as long as they are not committed.
@@ -50,7 +50,7 @@ class WrittenFiles:
         peak_buffer_nbytes: the most memory that bytes passed through at any time.
     """
 
-    mark: str
+    are_plain: bool
     variable_places: npt.NDArray[np.int64]
     names: tuple[str, ...]
     nbytes: int
@@ -113,13 +113,15 @@ def write_files(
                 steps.append(FileSteps(file, order, nbytes, outlet, around))
             # The last file may hold what only one thread can write: it comes first.
             crew.run(StepQueue(steps[::-1]), threads)
+        plain = layout.file_names(rank, placements.head_nbytes, mark, plain=True)
+        are_plain = take_plain_names(disk, directory, files, plain)
         for place in (directory, *stripes):
             disk.fsync_directory(place)
     except BaseException:
         not_removed += discard(disk, files)
         raise
     return WrittenFiles(
-        mark=files[0].mark if files else "",
+        are_plain=are_plain,
         variable_places=np.array([place[1:] for place in sorted(around.appended)], dtype=np.int64).reshape(-1, 2),
         names=tuple(file.committed_name for file in files),
         nbytes=sum(file.nbytes for file in files),

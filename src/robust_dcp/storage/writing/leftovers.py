@@ -1,8 +1,8 @@
 """What earlier saves have left in a directory, told from what is not ours.
 
 Owns the rule: a file may go if the ``.metadata`` that was replaced names it, or if the journal of a save that is over
-answers for it and its bytes may be ours. Everything else stays, and the log says so. Removes nothing itself; called by
-``save_directory``.
+answers for it and it has the mark of that save. Everything else stays, and the log says so. Removes nothing itself;
+called by ``save_directory``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Final
 
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import METADATA_NAME, holds_raw_bytes, is_data_file
-from robust_dcp.storage.layouts.safetensors_head import MARK_KEY
+from robust_dcp.storage.files.paths import METADATA_NAME, is_data_file, mark_of, writer_of
+from robust_dcp.storage.layouts.marks import is_of_save
 from robust_dcp.storage.writing.committed import Committed, committed_in
 from robust_dcp.storage.writing.journal import OtherSave, SaveState, journals_in
 
@@ -27,7 +27,6 @@ __all__ = ["LeftOvers", "find_left_overs", "named_by_ranks", "tell_what_stays"]
 logger = logging.getLogger(__name__)
 
 _METADATA_OF_A_RANK: Final = re.compile(r"__\d+\.metadata")
-_LOOKED_AT_NBYTES: Final = 4096
 _SHOWN: Final = 5
 
 
@@ -81,13 +80,14 @@ def find_left_overs(
     needed = other_files | (frozenset() if committed is None else committed.files)
     by_journal = {}
     for save in over:
+        left: set[str] = set()
         if save.record is not None and committed is not None and save.record.save_id == committed.save_id:
             # Killed between its commit and the end: what it replaced is garbage.
-            candidates = set(save.record.replaces) & set(names)
-        else:
-            candidates = save.may_have_made(names)
-        left = (name for name in candidates - needed if _may_be_ours(disk, directory, name))
-        by_journal[save.name] = frozenset(left)
+            left = set(save.record.replaces) & set(names)
+        elif save.record is not None:
+            made = save.record.may_have_made(names) - needed
+            left = {name for name in made if _is_of(disk, directory, name, save.record.save_id)}
+        by_journal[save.name] = frozenset(left - needed)
     return LeftOvers(by_journal, others, other_files)
 
 
@@ -100,25 +100,15 @@ def _read(disk: Disk, directory: str, name: str, now_seconds: float, is_locked: 
         raise
 
 
-def _may_be_ours(disk: Disk, directory: str, name: str) -> bool:
-    """Whether the bytes at the head of a file may be those of a save of ours: nothing yet, zeros, a record, a shard of
-    ours. What somebody else has put there under that name since begins otherwise, as a rule."""
-    if not is_data_file(name):
+def _is_of(disk: Disk, directory: str, name: str, save_id: str) -> bool:
+    """Whether a file is of a save: its name has the mark, or what stands in it. Files have plain names only once they
+    are whole, so one without a mark is somebody else's."""
+    writer = writer_of(name)
+    if writer is None or writer.mark:
         return True
     path = os.path.join(directory, name)
-    if not disk.exists(path):  # the link of a stripe whose file is gone
-        return True
-    file = disk.open_read(path)
-    try:
-        head = bytearray(_LOOKED_AT_NBYTES)
-        head = head[: disk.pread_into(file, head, 0)]
-    finally:
-        disk.close(file)
-    if not any(head):
-        return True
-    if holds_raw_bytes(name):
-        return f'"{MARK_KEY}"'.encode() in head
-    return head.lstrip(b"\0").startswith(b"PK\x03\x04")  # a gap may come first
+    # The link of a stripe whose file is gone stays for its owner.
+    return disk.exists(path) and is_of_save(disk, path, mark_of(save_id))
 
 
 def named_by_ranks(disk: Disk, directory: str, names: Collection[str]) -> frozenset[str] | None:

@@ -96,6 +96,7 @@ class SaveDirectory:
         self._overwrite = True
         self._lock: DirectoryLock | None = None
         self._at_begin: Committed | None = None
+        self._unmarked: dict[str, tuple[int, int, int] | None] = {}
         self._journal: Journal | None = None
         self._own: set[str] = set()
         self._stuck: list[str] = []
@@ -144,6 +145,8 @@ class SaveDirectory:
         self._lock = DirectoryLock.take(self._disk, self.path, save_id=self.save_id)
         self._look()  # another save may have ended since
         committed = self._at_begin = self._committed()
+        if committed is not None and not committed.are_marked:
+            self._unmarked = {name: self._fingerprint(name) for name in committed.files}
         self._journal = Journal.begin(
             self._disk,
             self.path,
@@ -307,13 +310,30 @@ class SaveDirectory:
 
     def _superseded(self, replaced: Committed | None) -> set[str]:
         """What the replaced ``.metadata`` names, and what saves that are over have left."""
-        files = set() if replaced is None else set(replaced.files)
+        files = set() if replaced is None else {name for name in replaced.files if self._is_still(replaced, name)}
         if self._rank is None:
             return files | self._found.files
         # Ranks that commit by themselves do not judge the files of others.
         if METADATA_NAME in self._names:
             return set()
         return {name for name in files if (writer := writer_of(name)) is not None and writer.rank == self._rank}
+
+    def _is_still(self, replaced: Committed, name: str) -> bool:
+        """Whether a file is still the one of the replaced checkpoint: stock's writer takes the same name again."""
+        if self._journal is None:
+            return True
+        if not replaced.are_marked or replaced.save_id is None:
+            return self._unmarked.get(name) == self._fingerprint(name)
+        try:
+            return is_of_save(self._disk, self._path_of(name), mark_of(replaced.save_id))
+        except StorageError as error:
+            return error.errno == errno.ENOENT  # the link of a stripe whose file is gone
+
+    def _fingerprint(self, name: str) -> tuple[int, int, int] | None:
+        try:
+            return self._disk.fingerprint(self._path_of(name))
+        except StorageError:
+            return None
 
     # When the save has failed, and is known not to have been committed.
 
