@@ -100,11 +100,19 @@ class MetadataTemplate:
                 plan, placements = self._source
                 by_rank = _InPlanOrder.of(plan, placements)
                 compiled = MetadataPickle(_columns_of(plan, by_rank, n_files=sum(map(len, self._heads))))
-                self._compiled = compiled, by_rank.variable[compiled.variable]
+                self._compiled = compiled, self._places_of_variable(compiled.variable_files)
                 self._source = None
             if self._compiled is None:
                 raise ValueError("the metadata could not be compiled before")
             return self._compiled
+
+    def _places_of_variable(self, files: Int64) -> Places:
+        """Among the items of variable size of all ranks, rank after rank, the places of those that lie in ``files``,
+        where the items of each rank are in the order of its plan."""
+        rank = np.repeat(np.arange(len(self._heads)), list(map(len, self._heads)))[files]
+        places = np.empty(len(files), dtype=np.intp)
+        places[np.argsort(rank, kind="stable")] = np.arange(len(files))
+        return places
 
 
 class _InPlanOrder(NamedTuple):
@@ -113,26 +121,22 @@ class _InPlanOrder(NamedTuple):
     Attributes:
         file: int32 ``[K]``, place among the files of all ranks.
         start, nbytes: int64 ``[K]``, as in :class:`Placements`.
-        variable: intp ``[K]``, place of an item of variable size among those of all ranks, rank after rank; -1 for
-            others.
     """
 
     file: Int32
     start: Int64
     nbytes: Int64
-    variable: Places
 
     @classmethod
     def of(cls, plan: GlobalPlan, placements: Sequence[Placements]) -> _InPlanOrder:
         first_file = np.cumsum([0, *(placement.n_files for placement in placements)])
         file = np.concatenate([p.file + first for p, first in zip(placements, first_file.tolist(), strict=False)])
         start = np.concatenate([p.offset for p in placements])
-        variable = np.where(start < 0, np.cumsum(start < 0) - 1, -1)
         # Placements are rank after rank and ascend within a rank, as the rows of the columns do.
         place = np.empty(len(plan.written), dtype=np.intp)
         place[np.argsort(plan.written)] = np.arange(len(plan.written))
         nbytes = np.concatenate([p.nbytes for p in placements])
-        return cls(file[place].astype(np.int32), start[place], nbytes[place], variable[place])
+        return cls(file[place].astype(np.int32), start[place], nbytes[place])
 
 
 def _columns_of(plan: GlobalPlan, placed: _InPlanOrder, *, n_files: int) -> MetadataColumns:
