@@ -174,23 +174,24 @@ class _Sizes:
 
     def __init__(self) -> None:
         self._tables: list[Int64] = []
+        self._ndims: list[npt.NDArray[np.uint8]] = []
         self._count = 0
 
     def add(self, rows: Int64, ndims: npt.NDArray[np.uint8]) -> Places:
         """Places in the table of ``rows``, of which the first ``ndims`` entries count."""
-        keys = np.column_stack([ndims.astype(np.int64), rows])
-        first, which = unique_rows(keys)
-        self._tables.append(keys[first])
+        first, which = unique_rows(ndims, *rows.T)
+        self._tables.append(rows[first])
+        self._ndims.append(ndims[first])
         self._count += len(first)
         return which + (self._count - len(first))
 
     @property
     def values(self) -> Int64:
-        return np.concatenate(self._tables)[:, 1:]
+        return np.concatenate(self._tables)
 
     @property
     def ndims(self) -> npt.NDArray[np.uint8]:
-        return np.concatenate(self._tables)[:, 0].astype(np.uint8)
+        return np.concatenate(self._ndims)
 
 
 Properties = list[tuple[torch.dtype, torch.layout, bool]]
@@ -199,15 +200,15 @@ Properties = list[tuple[torch.dtype, torch.layout, bool]]
 def _properties(columns: GlobalColumns, rows: Places) -> tuple[Properties, Places]:
     """The distinct properties of ``rows``, and which each has; those of objects mean nothing."""
     is_object = columns.kind[rows] == ItemKind.BYTES
-    keys = np.column_stack([columns.dtype[rows], columns.layout[rows], columns.requires_grad[rows]]).astype(np.int64)
     which = np.zeros(len(rows), dtype=np.intp)
     if is_object.all():
         return [], which
     tensors = np.flatnonzero(~is_object)
-    first, which[tensors] = unique_rows(keys[tensors])
+    keys = [column[rows[tensors]] for column in (columns.dtype, columns.layout, columns.requires_grad)]
+    first, which[tensors] = unique_rows(*keys)
     distinct = [
         (getattr(torch, columns.dtypes[dtype]), getattr(torch, columns.layouts[layout]), bool(requires_grad))
-        for dtype, layout, requires_grad in keys[tensors][first].tolist()
+        for dtype, layout, requires_grad in zip(*(key[first].tolist() for key in keys), strict=True)
     ]
     return distinct, which
 

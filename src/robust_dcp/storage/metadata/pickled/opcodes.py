@@ -26,6 +26,7 @@ __all__ = ["REMEMBER", "Frame", "Gap", "Parts", "frame_of", "get", "records", "s
 
 Ints = npt.NDArray[np.integer[Any]]
 Int64 = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
 
 REMEMBER = pickle.MEMOIZE + pickle.POP
 """Gives the value on the stack the next number in the memo, and takes it from the stack."""
@@ -99,15 +100,15 @@ class Frame:
         if not cut.any():
             return self
         nbytes = np.diff(self.ends, prepend=0)
-        opcodes = np.frombuffer(self.data, dtype=np.uint8)[_FRAME.size :]
-        return _framed(opcodes[np.repeat(~cut, nbytes)], self.keys[~cut], nbytes[~cut])
+        stays = np.concatenate([np.ones(_FRAME.size, dtype=np.bool_), np.repeat(~cut, nbytes)])
+        return _framed(np.frombuffer(self.data, dtype=np.uint8)[stays], self.keys[~cut], nbytes[~cut])
 
 
 def frame_of(entries: Iterable[bytes], keys: Ints | None = None) -> Frame:
     """A frame of ``entries``, which are whole opcodes each."""
     entries = list(entries)
     nbytes = np.fromiter(map(len, entries), dtype=np.int64, count=len(entries))
-    return _framed(np.frombuffer(b"".join(entries), dtype=np.uint8), keys, nbytes)
+    return _framed(np.frombuffer(bytearray(b"".join((bytes(_FRAME.size), *entries))), dtype=np.uint8), keys, nbytes)
 
 
 def records(templates: Sequence[Parts], which: Ints, columns: Mapping[str, Ints], keys: Ints | None = None) -> Frame:
@@ -116,7 +117,8 @@ def records(templates: Sequence[Parts], which: Ints, columns: Mapping[str, Ints]
     blanks = [_blank(parts, columns, rows) for parts, rows in zip(templates, chosen, strict=True)]
     nbytes = np.array([len(blank) for blank, _ in blanks])[which]
     ends = np.cumsum(nbytes)
-    out: npt.NDArray[np.uint8] = np.empty(int(nbytes.sum()), dtype=np.uint8)
+    data: Bytes = np.empty(_FRAME.size + int(nbytes.sum()), dtype=np.uint8)
+    out = data[_FRAME.size :]
     for (blank, gaps), rows in zip(blanks, chosen, strict=True):
         if len(rows):
             whole = np.dtype((np.void, len(blank)))
@@ -126,7 +128,7 @@ def records(templates: Sequence[Parts], which: Ints, columns: Mapping[str, Ints]
             # Each byte of `out` as the first of a record: these overlap, but those that are written to do not.
             starts = np.ndarray(len(out) - len(blank) + 1, dtype=whole, buffer=out, strides=(1,))
             starts[ends[rows] - len(blank)] = filled
-    return _framed(out, keys, nbytes)
+    return _framed(data, keys, nbytes)
 
 
 def _blank(parts: Parts, columns: Mapping[str, Ints], rows: Ints) -> tuple[bytes, np.dtype[np.void]]:
@@ -149,10 +151,11 @@ def _blank(parts: Parts, columns: Mapping[str, Ints], rows: Ints) -> tuple[bytes
     return blank, np.dtype({"names": list(gaps), "formats": formats, "offsets": offsets, "itemsize": len(blank)})
 
 
-def _framed(opcodes: npt.NDArray[np.uint8], keys: Ints | None, nbytes: Int64) -> Frame:
-    data = memoryview(_FRAME.pack(pickle.FRAME, len(opcodes)) + opcodes.tobytes())
+def _framed(data: Bytes, keys: Ints | None, nbytes: Int64) -> Frame:
+    """A frame of ``data``, which has room for its header."""
+    data[: _FRAME.size] = np.frombuffer(_FRAME.pack(pickle.FRAME, len(data) - _FRAME.size), dtype=np.uint8)
     none: Int64 = np.empty(0, dtype=np.int64)
     if keys is None:
-        return Frame(data, none, none)
+        return Frame(data.data.toreadonly(), none, none)
     is_last = np.diff(keys, append=-1) != 0  # entries about the same go together
-    return Frame(data, keys[is_last], np.cumsum(nbytes)[is_last])
+    return Frame(data.data.toreadonly(), keys[is_last], np.cumsum(nbytes)[is_last])
