@@ -54,7 +54,7 @@ def places_of(pickled: MetadataPickle, content: Content, shift: int = 0) -> np.n
 @given(st.lists(contents(), min_size=2, max_size=4), st.data())
 def test_it_says_what_one_from_scratch_would(drawn: list[Content], data: st.DataObject) -> None:
     first, *others = drawn
-    pickled, before = MetadataPickle(first.columns()), first
+    pickled, before = MetadataPickle(first.columns(), max_files=5), first
     for other in others:
         kept = [entry for entry in before.entries if data.draw(st.booleans())]
         names = {entry.name for entry in kept}
@@ -81,7 +81,7 @@ def test_a_patch_keeps_the_frames_in_which_nothing_has_changed() -> None:
     before = example(n_tensors=40_000)
     float32 = replace(before.entries[0], name="new", chunks=(Chunk((0, 0), (4, 4), 2, (0, 900)),))
     after = replace(before, entries=(*before.entries, float32), n_files=3)
-    first = MetadataPickle(before.columns())
+    first = MetadataPickle(before.columns(), max_files=3)
     second = patched(first, before, after)
     kept = {id(fragment) for fragment in first.encode(names_of(2), places_of(first, before), None).fragments}
     encoded = second.encode(names_of(3), places_of(second, after), None)

@@ -70,6 +70,13 @@ class Paths:
     def _starts(self) -> npt.NDArray[np.int64]:
         return np.concatenate(([0], np.cumsum(self.counts, dtype=np.int64)))
 
+    def taken(self, places: npt.NDArray[np.intp]) -> Paths:
+        """The paths of the names at ``places``, ascending."""
+        is_taken = np.zeros(len(self), dtype=np.bool_)
+        is_taken[places] = True
+        names = tuple(map(self.names.__getitem__, places.tolist()))
+        return Paths(names, self.counts[places], self.lengths[np.repeat(is_taken, self.counts)])
+
     def check(self) -> None:
         """Make sure that each path spells its name.
 

@@ -40,9 +40,6 @@ __all__ = ["SLAB_ROWS", "EncodedMetadata", "MetadataPickle"]
 SLAB_ROWS = 1 << 14
 """About so many rows are emitted at once: a call of NumPy costs nothing for each, and temporaries stay in a cache."""
 
-_SPARE_FILES = 64
-"""Numbers in the memo, besides an eighth of all, that are kept for files that patches add."""
-
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.intp]
@@ -68,8 +65,6 @@ class MetadataPickle:
 
     Args:
         columns: what the plan determines; not kept.
-
-    Attributes:
         max_files: how many files there may be after patches.
 
     Raises:
@@ -77,10 +72,10 @@ class MetadataPickle:
         NotImplementedError: this torch pickles a class of metadata in a way that cannot be emitted.
     """
 
-    def __init__(self, columns: MetadataColumns) -> None:
-        self.max_files = columns.n_files * 9 // 8 + _SPARE_FILES
+    def __init__(self, columns: MetadataColumns, max_files: int = 0) -> None:
+        self._max_files = max(max_files, columns.n_files)
         self._numbers: dict[str, int] = {}
-        self._end = stock_records().n_constants + self.max_files
+        self._end = stock_records().n_constants + self._max_files
         self._definitions: Frames = ()
         self._state: Frames = ()
         self._planner: Frames = ()
@@ -185,7 +180,7 @@ class MetadataPickle:
             raise ValueError(f"places in a .metadata: expected starts and lengths in bytes, found {int(places.min())}")
         before_meta, before_version, end = self._rest
         files = [pickle.NONE if name is None else text(name) for name in file_names]
-        files += [pickle.NONE] * (self.max_files - self._n_files)
+        files += [pickle.NONE] * (self._max_files - self._n_files)
         before: Fragments = (pickle.PROTO + b"\x04" + stock_records().constants, _remembered(files).data)
         behind: Fragments = (
             _storage_entries({**self._variable, "start": places[:, 0], "nbytes": places[:, 1]}).data,
