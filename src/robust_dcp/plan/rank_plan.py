@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from robust_dcp.errors import ExchangeError
-from robust_dcp.plan.global_plan import GlobalPlan
+from robust_dcp.plan.global_plan import GlobalPlan, ascending
 from robust_dcp.plan.replica_checks import ReplicaChecks
 from robust_dcp.plan.structure import Form, ItemKind, StructureTable
 from robust_dcp.plan.structure.ragged import padded, unique_rows
@@ -140,7 +140,7 @@ def place_items(table: StructureTable, kept: Places, *, files: int, layout: Layo
 def place_items_of_all(plan: GlobalPlan, *, files: int, layout: Layout = TORCH) -> tuple[Placements, ...]:
     """:func:`place_items` for every rank of a plan."""
     columns = plan.columns
-    rows = np.sort(plan.written)  # rank after rank
+    rows = ascending(plan.written, len(columns))  # rank after rank
     items = _items_of(
         columns.names,
         columns.name[rows],

@@ -22,7 +22,7 @@ from robust_dcp.plan.global_plan.replicas import Replicas, find_replicas
 from robust_dcp.plan.global_plan.writers import choose_writers
 from robust_dcp.plan.structure import ItemKind, Paths, StructureTable
 
-__all__ = ["GlobalPlan", "make_global_plan", "plan_of_kept", "plan_of_written", "replicated_groups"]
+__all__ = ["GlobalPlan", "ascending", "make_global_plan", "plan_of_kept", "plan_of_written", "replicated_groups"]
 
 Places = npt.NDArray[np.intp]
 
@@ -147,9 +147,16 @@ def plan_of_written(tables: Sequence[StructureTable]) -> GlobalPlan:
 
 def _by_rank(columns: GlobalColumns, rows: Places) -> tuple[Places, ...]:
     """For each rank the places of its items among ``rows``, ascending."""
-    rows = np.sort(rows)  # the columns are rank after rank, each in the order of its table
+    rows = ascending(rows, len(columns))  # the columns are rank after rank, each in the order of its table
     ends = np.cumsum(np.bincount(columns.rank[rows], minlength=len(columns.tables)))
     return tuple(np.split(columns.item[rows].astype(np.intp), ends[:-1]))
+
+
+def ascending(rows: Places, n_rows: int) -> Places:
+    """Some of ``n_rows`` rows, no two of them equal, in their order."""
+    is_there = np.zeros(n_rows, dtype=np.bool_)
+    is_there[rows] = True
+    return np.flatnonzero(is_there)
 
 
 def _common_objects(columns: GlobalColumns) -> Places:
