@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from robust_dcp.errors import PlanConflict
 from robust_dcp.plan.cache import CachedPlan, CoordinatorPlan
@@ -39,6 +40,16 @@ def written_by(plan: CoordinatorPlan) -> Written:
 
 def unpickled(plan: CoordinatorPlan) -> Metadata:
     return decode_metadata(metadata_of(plan), "a test")
+
+
+def filled_chunks(metadata: Metadata) -> dict[str, Any]:
+    """``state_dict_metadata`` without the sizes of chunks that hold nothing: replicas of these may differ in them."""
+    return {
+        name: [entry.size, [(c.offsets, c.sizes if 0 not in c.sizes else None) for c in entry.chunks]]
+        if isinstance(entry, TensorStorageMetadata)
+        else entry
+        for name, entry in metadata.state_dict_metadata.items()
+    }
 
 
 def same_made_from_scratch(plan: CoordinatorPlan) -> CoordinatorPlan:
@@ -103,7 +114,7 @@ def test_a_patched_plan_is_as_right_as_a_fresh_one(world: World, others: list[Wo
         assert plan.nbytes == fresh.nbytes
         assert [each.tolist() for each in plan.common_objects] == [each.tolist() for each in fresh.common_objects]
         assert unpickled(plan) == unpickled(same_made_from_scratch(plan))
-        assert unpickled(plan).state_dict_metadata == unpickled(fresh).state_dict_metadata
+        assert filled_chunks(unpickled(plan)) == filled_chunks(unpickled(fresh))
         made_anew = shares_of(plan_of_kept(plan.tables, plan.kept))
         assert plan.shares.load.tolist() == made_anew.load.tolist()
         assert plan.shares.n_replicated == made_anew.n_replicated
