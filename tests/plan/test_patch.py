@@ -21,6 +21,7 @@ from robust_dcp.plan.planning import apply_plan, coordinator_plan_of
 from robust_dcp.plan.rank_plan import RankPlanMessage
 from robust_dcp.plan.stored_plan import encode_plan, read_plan
 from robust_dcp.storage.files.paths import PLAN_NAME
+from robust_dcp.storage.layouts import LAYOUTS, Layout
 from robust_dcp.storage.metadata.metadata_file import decode_metadata
 from tests.plan.structures import Item, World, obj, table, tensor, worlds
 from tests.plan.test_planning import first_save, locals_of, metadata_of, plan_of
@@ -52,10 +53,10 @@ def filled_chunks(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def same_made_from_scratch(plan: CoordinatorPlan) -> CoordinatorPlan:
+def same_made_from_scratch(plan: CoordinatorPlan, layout: Layout) -> CoordinatorPlan:
     """The plan with the same shares that knows nothing of the one before."""
     again = plan_of_kept(plan.tables, plan.kept)
-    return coordinator_plan_of(again, plan.signatures, plan.context, files=2)
+    return coordinator_plan_of(again, plan.signatures, plan.context, files=2, layout=layout)
 
 
 @pytest.fixture
@@ -93,14 +94,17 @@ def saved(
 
 
 @pytest.mark.usefixtures("any_change_is_patched")
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@settings(max_examples=40, deadline=None)
 @given(worlds(min_ranks=3, max_ranks=3), st.lists(worlds(min_ranks=3, max_ranks=3), min_size=1, max_size=3), st.data())
-def test_a_patched_plan_is_as_right_as_a_fresh_one(world: World, others: list[World], data: st.DataObject) -> None:
-    ranks = locals_of(world)
+def test_a_patched_plan_is_as_right_as_a_fresh_one(
+    layout: Layout, world: World, others: list[World], data: st.DataObject
+) -> None:
+    ranks = [replace(local, layout=layout) for local in locals_of(world)]
     cached, content = first_save(ranks), world.ranks
     for other in others:
         content = data.draw(changes(content, other.ranks))
-        before, ranks = ranks, locals_of(World(content))
+        before, ranks = ranks, [replace(local, layout=layout) for local in locals_of(World(content))]
         senders = senders_of(before, ranks)
         if not senders:
             continue
@@ -113,7 +117,7 @@ def test_a_patched_plan_is_as_right_as_a_fresh_one(world: World, others: list[Wo
         assert written_by(plan) == written_by(fresh)
         assert plan.nbytes == fresh.nbytes
         assert [each.tolist() for each in plan.common_objects] == [each.tolist() for each in fresh.common_objects]
-        assert unpickled(plan) == unpickled(same_made_from_scratch(plan))
+        assert unpickled(plan) == unpickled(same_made_from_scratch(plan, layout))
         assert filled_chunks(unpickled(plan)) == filled_chunks(unpickled(fresh))
         made_anew = shares_of(plan_of_kept(plan.tables, plan.kept))
         assert plan.shares.load.tolist() == made_anew.load.tolist()

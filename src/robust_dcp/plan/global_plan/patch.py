@@ -44,7 +44,7 @@ class Shares:
 
     Attributes:
         tables, kept, common_objects, replicated, n_replicated, nbytes: as in :class:`GlobalPlan`.
-        numbers: of each name. Plans that are made from each other share them, and no number is used twice.
+        numbers: of each name. A plan that is made from this one has the same, and more for names that are new.
         names: int32, for each rank the numbers of the names of its table; ranks with the same names share it.
         load: int64, of each rank, see :func:`~robust_dcp.plan.global_plan.writers.load_of`.
         imbalance: by how many times the largest load was above the mean when all was planned.
@@ -124,12 +124,14 @@ def patch_plan(
         return None
     if len({table.paths is None for table in (*before.tables, *tables) if table.names}) > 1:
         return None
-    is_changed = np.zeros(len(before.numbers) + len(changed), dtype=np.bool_)
-    is_changed[[before.numbers.setdefault(name, len(before.numbers)) for name in changed]] = True
+    numbers = dict(before.numbers)
+    which = [numbers.setdefault(name, len(numbers)) for name in changed]
+    is_changed = np.zeros(len(numbers), dtype=np.bool_)
+    is_changed[which] = True
     names = list(before.names)
     for rank in senders:
-        numbers = map(before.numbers.__getitem__, tables[rank].names)
-        names[rank] = np.fromiter(numbers, dtype=np.int32, count=len(tables[rank].names))
+        own = tables[rank].names
+        names[rank] = np.fromiter(map(numbers.__getitem__, own), dtype=np.int32, count=len(own))
     was = _items_called(is_changed, before.tables, before.names)
     now = _items_called(is_changed, tables, names)
     n_items = sum(map(len, tables))
@@ -173,7 +175,7 @@ def patch_plan(
             replicated=carried(before.replicated, plan.replicated),
             n_replicated=n_replicated + plan.n_replicated,
             nbytes=before.nbytes - int(old.nbytes[written].sum()) + plan.nbytes,
-            numbers=before.numbers,
+            numbers=numbers,
             names=tuple(names),
             load=load,
             imbalance=before.imbalance,
