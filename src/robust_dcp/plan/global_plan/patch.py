@@ -135,7 +135,7 @@ def patch_plan(
     was = _items_called(is_changed, before.tables, before.names)
     now = _items_called(is_changed, tables, names)
     n_items = sum(map(len, tables))
-    n_patched = before.n_patched + max(sum(map(len, now)), n_items // _LEAST)
+    n_patched = before.n_patched + max(sum(map(len, now)), n_items // _LEAST, 1)
     if n_patched * _MOST > n_items:
         return None
     old = merge_tables([table.taken(items) for table, items in zip(before.tables, was, strict=True)])
