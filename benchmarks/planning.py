@@ -102,9 +102,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=16, help="a power of two (default: %(default)s)")
     parser.add_argument("--items", type=int, default=2000, help="of each rank (default: %(default)s)")
     parser.add_argument("--kinds", default=None, help=f"some of {','.join(KINDS)} (default: all; fsdp2 for --growth)")
-    parser.add_argument(
-        "--saves", default=None, help=f"some of {','.join(SAVES)} (default: all; no patch for --growth)"
-    )
+    parser.add_argument("--saves", default=",".join(SAVES), help="some of %(default)s (default: all)")
     parser.add_argument("--no-stock", action="store_true", help="ours alone")
     parser.add_argument("--gc-off", action="store_true", help="without Python's cyclic garbage collector")
     parser.add_argument("--growth", action="store_true", help="over ranks and items, instead of --ranks and --items")
@@ -116,7 +114,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--plot", help="draw the cost against ranks there (.svg or .png; needs --growth)")
     arguments = parser.parse_args()
     arguments.kinds = (arguments.kinds or ("fsdp2" if arguments.growth else ",".join(KINDS))).split(",")
-    arguments.saves = tuple((arguments.saves or ("first,repeated" if arguments.growth else ",".join(SAVES))).split(","))
+    arguments.saves = tuple(arguments.saves.split(","))
     for chosen, known in ((arguments.kinds, KINDS), (arguments.saves, SAVES)):
         if not set(chosen) <= set(known):
             parser.error(f"{sorted(set(chosen) - set(known))} is none of {list(known)}")

@@ -14,7 +14,7 @@ from benchmarks.simulation.cases import Row
 
 __all__ = ["GROWTH_SIZES", "RANKS", "Fit", "fits_of", "stock_sizes"]
 
-RANKS = (16, 32, 64, 128, 256, 512, 1024)
+RANKS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 ITEMS = (500, 1000, 2000, 5000, 10000, 20000)
 _RANKS_OF_ITEMS = 128
 _ITEMS_OF_RANKS = 5000

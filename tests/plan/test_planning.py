@@ -16,7 +16,7 @@ from robust_dcp.plan.planning import apply_plan, plan_for_all
 from robust_dcp.plan.rank_plan import RankPlan, RankPlanMessage
 from robust_dcp.plan.structure import Form, ItemKind
 from robust_dcp.storage.writing.engine import WrittenFiles
-from tests.plan.structures import World, chunk, local_of, obj, table, tensor, worlds
+from tests.plan.structures import World, local_of, obj, table, tensor, worlds
 
 
 def locals_of(world: World, digest: int = 1) -> list[LocalStructure]:
@@ -65,36 +65,6 @@ def test_each_rank_takes_its_share_and_places_it_as_the_coordinator_does(world: 
         assert share.common_objects.tolist() == plan.common_objects[rank].tolist()
         assert share.placements is not None
         assert len(share.placements.file) == len(share.kept)
-
-
-@settings(max_examples=30)
-@given(worlds(min_ranks=3, max_ranks=3), st.sets(st.integers(0, 2), min_size=1, max_size=2))
-def test_a_patched_plan_is_the_plan_that_would_be_built_anew(world: World, changed: set[int]) -> None:
-    before = locals_of(world)
-    cached = first_save(before)
-    grown = World(
-        tuple(
-            (*items, obj("new object"), chunk("new tensor", [6], [2 * rank], [2])) if rank in changed else items
-            for rank, items in enumerate(world.ranks)
-        )
-    )
-    # Give the new tensor no gaps: the first rank that changed holds what the others do not.
-    first = min(changed)
-    missing = tuple(chunk("new tensor", [6], [2 * rank], [2]) for rank in range(3) if rank not in changed)
-    grown = World(tuple((*items, *missing) if rank == first else items for rank, items in enumerate(grown.ranks)))
-    after = locals_of(grown)
-    patched, replies = plan_of(after, tuple(sorted(changed)), cached[0])
-    built, _ = plan_of(after, (0, 1, 2), None)
-    assert [k.tolist() for k in patched.kept] == [k.tolist() for k in built.kept]
-    assert metadata_of(patched) == metadata_of(built)
-    assert patched.signatures == built.signatures
-    for rank, (local, reply) in enumerate(zip(after, replies, strict=True)):
-        assert reply.outcome == "patched"
-        assert (reply.kept is None) <= (rank not in changed)
-        share = apply_plan(reply, local, cached[rank])
-        assert share.kept.tolist() == built.kept[rank].tolist()
-        assert set(reply.added) == {"new object", "new tensor"}
-        assert reply.reason.startswith("on rank")
 
 
 def test_a_rank_whose_share_is_as_before_gets_no_bits() -> None:

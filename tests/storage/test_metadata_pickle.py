@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.metadata.metadata_file import StorageInfo, decode_metadata, encode_metadata
 from robust_dcp.storage.metadata.pickled import EncodedMetadata, MetadataColumns, MetadataPickle
-from robust_dcp.storage.metadata.pickled.slabs import SLAB_ROWS
+from robust_dcp.storage.metadata.pickled.emit import SLAB_ROWS
 from robust_dcp.storage.metadata.pickled.stock_records import stock_records
 
 Properties = tuple[torch.dtype, torch.layout, bool]
@@ -319,7 +319,7 @@ def test_what_was_emitted_cannot_be_written_to() -> None:
 def test_the_place_of_an_item_of_variable_size_is_the_one_of_its_row() -> None:
     content = example()
     compiled = MetadataPickle(content.columns())
-    assert compiled.variable.tolist() == [6]
+    assert compiled.variable_files.tolist() == [1]
     found = pickle.loads(joined(compiled.encode(names_of(2), np.array([[1 << 33, 3]]), None)))
     assert found.storage_data[MetadataIndex("step")] == StorageInfo(names_of(2)[1], 1 << 33, 3)
     assert found.storage_data[MetadataIndex("args")] == StorageInfo(names_of(2)[1], 7, 8)

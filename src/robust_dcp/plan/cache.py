@@ -10,12 +10,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import Metadata
 
+from robust_dcp.plan.global_plan import Shares
 from robust_dcp.plan.rank_plan import Places, RankPlan
 from robust_dcp.plan.structure import StructureTable
 
@@ -28,18 +29,35 @@ GroupKey = tuple[int, ...]
 """The global ranks of a group, in group order: what a plan depends on of its process group."""
 
 
+class StoredSections(NamedTuple):
+    """A plan as it is put beside each checkpoint (:mod:`robust_dcp.plan.stored_plan`).
+
+    Attributes:
+        shares: of each rank.
+        structures: bundles of the structures of ranks; what a later one says of a rank replaces what an earlier said.
+    """
+
+    shares: tuple[bytes, ...]
+    structures: tuple[bytes, ...]
+
+
 class MadeOnce:
-    """Bytes that are made when they are first asked for."""
+    """Sections that are made when they are first asked for."""
 
     def __init__(self) -> None:
-        self._value: bytes | None = None
+        self._value: StoredSections | None = None
         self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
-        return len(self._value or b"")
+        return 0 if self._value is None else sum(map(len, (*self._value.shares, *self._value.structures)))
 
-    def get(self, make: Callable[[], bytes]) -> bytes:
+    @property
+    def value(self) -> StoredSections | None:
+        """What was made, if anything was."""
+        return self._value
+
+    def get(self, make: Callable[[], StoredSections]) -> StoredSections:
         with self._lock:
             if self._value is None:
                 self._value = make()
@@ -60,10 +78,12 @@ class CoordinatorPlan:
         stock_metadata: DCP's own object for such a writer.
         variable_places: of every rank's items of variable size in the last committed save; ``None`` before there was
             one.
-        stored: the plan as it is put beside each checkpoint.
+        stored: the plan as it is put beside each checkpoint; ``stored_before`` that of the plan from which this one was
+            made, and ``changed_ranks`` those whose structure or share is not as it was there.
         columns_nbytes: memory of all tables and places.
         replicated, n_classes: of each rank, as in ``ReplicaChecks``; empty if replicas are not compared.
         is_contested: whether several ranks claim the main replica of some chunk.
+        shares: what the next plan is made from, if little changes.
     """
 
     tables: tuple[StructureTable, ...]
@@ -76,10 +96,13 @@ class CoordinatorPlan:
     stock_metadata: Metadata | None = None
     variable_places: tuple[npt.NDArray[np.int64], ...] | None = None
     stored: MadeOnce = field(default_factory=MadeOnce)
+    stored_before: MadeOnce | None = None
+    changed_ranks: tuple[int, ...] = ()
     columns_nbytes: int = 0
     replicated: tuple[Places, ...] = ()
     n_classes: int = 1
     is_contested: bool = False
+    shares: Shares | None = None
 
     @property
     def memory_nbytes(self) -> int:
@@ -88,10 +111,11 @@ class CoordinatorPlan:
         return self.columns_nbytes + emitted + self.stored.nbytes
 
 
-def nbytes_of_columns(tables: Sequence[StructureTable], *places: Sequence[Places]) -> int:
-    """Memory of columns and of places in them; columns that ranks share count once."""
+def nbytes_of_columns(tables: Sequence[StructureTable], *others: Sequence[npt.NDArray[np.integer[Any]]]) -> int:
+    """Memory of the columns of all tables, and of others of each rank; those that ranks share count once."""
     columns = {id(column): column.nbytes for table in tables for column in table.columns}
-    return sum(columns.values()) + sum(each.nbytes for of_ranks in places for each in of_ranks)
+    columns |= {id(column): column.nbytes for of_ranks in others for column in of_ranks}
+    return sum(columns.values())
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,8 @@ Coordinator only.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,11 +24,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from robust_dcp.plan.global_plan import GlobalColumns, GlobalPlan
+from robust_dcp.plan.global_plan import GlobalColumns, GlobalPlan, Patch, plan_of_written
 from robust_dcp.plan.structure import ItemKind
 from robust_dcp.plan.structure.ragged import unique_rows
 from robust_dcp.storage.files.paths import mark_of
-from robust_dcp.storage.layouts import TORCH, FileName, Layout
+from robust_dcp.storage.layouts import TORCH, Layout
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.metadata.pickled import MetadataColumns, MetadataPickle
 from robust_dcp.storage.writer import MetadataToPublish
@@ -38,6 +39,9 @@ __all__ = ["MetadataTemplate", "stock_metadata"]
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
 Places = npt.NDArray[np.intp]
+
+_SPARE_FILES = 64
+"""Room for files that patches add, besides an eighth of all."""
 
 
 class MetadataTemplate:
@@ -51,12 +55,60 @@ class MetadataTemplate:
     """
 
     def __init__(self, plan: GlobalPlan, placements: Sequence[Placements], layout: Layout = TORCH) -> None:
-        self._source: tuple[GlobalPlan, Sequence[Placements]] | None = (plan, placements)
-        self._compiled: tuple[MetadataPickle, Places] | None = None
-        self._lock = threading.Lock()
+        ends = np.cumsum([placement.n_files for placement in placements]).tolist()
+        self._ranks = [
+            _Files.of(placement, np.arange(end - placement.n_files, end, dtype=np.int32))
+            for placement, end in zip(placements, ends, strict=True)
+        ]
+        self._n_files = ends[-1] if ends else 0
+        self._max_files = self._n_files * 9 // 8 + _SPARE_FILES
         self._layout = layout
-        self._heads = [placement.head_nbytes for placement in placements]
-        self._variable = [int((placement.offset < 0).sum()) for placement in placements]
+        self._lock = threading.Lock()
+        self._compiled: tuple[MetadataPickle, Places] | None = None
+        self._compiler: Callable[[], MetadataPickle] | None = lambda: MetadataPickle(
+            _columns_of(plan, _InPlanOrder.of(plan, placements, self._ranks), n_files=self._n_files),
+            max_files=self._max_files,
+        )
+
+    def patched(self, patch: Patch, placements: Mapping[int, Placements]) -> MetadataTemplate | None:
+        """The metadata of a plan that was made from this one's.
+
+        Args:
+            patch: the plan.
+            placements: of the ranks that it has moved.
+
+        Returns:
+            ``None`` if it has more new files than there is room for.
+        """
+        new = copy(self)
+        new._lock, new._compiled, new._ranks = threading.Lock(), None, list(self._ranks)
+        for rank, placement in placements.items():
+            numbers = self._ranks[rank].numbers
+            end = new._n_files + max(0, placement.n_files - len(numbers))
+            numbers = np.append(numbers, np.arange(new._n_files, end, dtype=np.int32))
+            new._ranks[rank], new._n_files = _Files.of(placement, numbers), end
+        if new._n_files > self._max_files:
+            return None
+
+        def compiled() -> MetadataPickle:
+            tables = [
+                patch.shares.tables[rank].taken(patch.shares.kept[rank])
+                if rank in placements
+                else table.taken(patch.changed.kept[rank])
+                for rank, table in enumerate(patch.changed.columns.tables)
+            ]
+            all_placements = [placements.get(rank, _nowhere(len(table))) for rank, table in enumerate(tables)]
+            some = plan_of_written(tables)
+            placed = _InPlanOrder.of(some, all_placements, new._ranks)
+            columns = _columns_of(some, placed, n_files=new._n_files)
+            is_stale = np.zeros(new._n_files, dtype=np.bool_)
+            for rank in placements:
+                is_stale[new._ranks[rank].numbers] = True
+            is_new = np.array([name in patch.names for name in columns.names], dtype=np.bool_)
+            return self._compile()[0].patched(columns, is_new, is_stale, patch.names.difference(columns.names))
+
+        new._compiler = compiled
+        return new
 
     @property
     def nbytes(self) -> int:
@@ -73,39 +125,69 @@ class MetadataTemplate:
         Raises:
             ValueError: if places are not one for each item of variable size.
         """
-        for rank, (files, expected) in enumerate(zip(written, self._variable, strict=True)):
-            if len(files.variable_places) != expected:
+        for rank, (files, own) in enumerate(zip(written, self._ranks, strict=True)):
+            if len(files.variable_places) != own.n_variable:
                 raise ValueError(
-                    f"rank {rank} gave {len(files.variable_places)} places for {expected} items of variable size"
+                    f"rank {rank} gave {len(files.variable_places)} places for {own.n_variable} items of variable size"
                 )
         compiled, order = self._compile()
         places = np.concatenate([files.variable_places for files in written])
-        of_files = self._file_names(written, mark_of(storage_meta.save_id or ""))
-        names = [name.committed for name in of_files]
-        fragments = compiled.encode(names, places[order], storage_meta).fragments
-        renames = tuple(name for name in of_files if name.written != name.committed)
-        return MetadataToPublish(fragments, frozenset(names), renames)
-
-    def _file_names(self, written: Sequence[WrittenFiles], mark: str) -> list[FileName]:
-        """Rank after rank."""
-        return [
-            name
-            for rank, (files, heads) in enumerate(zip(written, self._heads, strict=True))
-            for name in self._layout.file_names(rank, heads, mark, plain=files.are_plain)
+        mark = mark_of(storage_meta.save_id or "")
+        of_files = [
+            self._layout.file_names(rank, own.head_nbytes, mark, plain=files.are_plain)
+            for rank, (files, own) in enumerate(zip(written, self._ranks, strict=True))
         ]
+        names: list[str | None] = [None] * self._n_files
+        for own, some in zip(self._ranks, of_files, strict=True):
+            for number, name in zip(own.numbers.tolist(), some, strict=False):
+                names[number] = name.committed
+        fragments = compiled.encode(names, places[order], storage_meta).fragments
+        renames = tuple(name for some in of_files for name in some if name.written != name.committed)
+        return MetadataToPublish(fragments, frozenset(name for name in names if name is not None), renames)
 
     def _compile(self) -> tuple[MetadataPickle, Places]:
-        """The pickle, and for each of its variable rows the place among those of all ranks."""
+        """The pickle, and for each item whose place it wants to be told that place among those of all ranks."""
         with self._lock:
-            if self._source is not None:
-                plan, placements = self._source
-                by_rank = _InPlanOrder.of(plan, placements)
-                compiled = MetadataPickle(_columns_of(plan, by_rank, n_files=sum(map(len, self._heads))))
-                self._compiled = compiled, by_rank.variable[compiled.variable]
-                self._source = None
+            if self._compiler is not None:
+                compiled = self._compiler()
+                self._compiled = compiled, self._places_of_variable(compiled.variable_files)
+                self._compiler = None
             if self._compiled is None:
                 raise ValueError("the metadata could not be compiled before")
             return self._compiled
+
+    def _places_of_variable(self, files: Int64) -> Places:
+        """Items of variable size are told rank after rank, in the order of its plan; so are those of each file."""
+        rank_of = np.empty(self._n_files, dtype=np.intp)
+        for rank, own in enumerate(self._ranks):
+            rank_of[own.numbers] = rank
+        places = np.empty(len(files), dtype=np.intp)
+        places[np.argsort(rank_of[files], kind="stable")] = np.arange(len(files))
+        return places
+
+
+class _Files(NamedTuple):
+    """The files of one rank.
+
+    Attributes:
+        numbers: int32, of each file among those of all ranks; after them those of files that were there before.
+        head_nbytes: as in :class:`Placements`.
+        n_variable: items of variable size in them.
+    """
+
+    numbers: Int32
+    head_nbytes: Sequence[int]
+    n_variable: int
+
+    @classmethod
+    def of(cls, placement: Placements, numbers: Int32) -> _Files:
+        return cls(numbers, placement.head_nbytes, int((placement.offset < 0).sum()))
+
+
+def _nowhere(n_items: int) -> Placements:
+    """Stands for places that nobody asks for."""
+    nothing = np.zeros(n_items, dtype=np.int64)
+    return Placements(nothing.astype(np.int32), nothing, nothing, (0,), None)
 
 
 class _InPlanOrder(NamedTuple):
@@ -114,26 +196,24 @@ class _InPlanOrder(NamedTuple):
     Attributes:
         file: int32 ``[K]``, place among the files of all ranks.
         start, nbytes: int64 ``[K]``, as in :class:`Placements`.
-        variable: intp ``[K]``, place of an item of variable size among those of all ranks, rank after rank; -1 for
-            others.
     """
 
     file: Int32
     start: Int64
     nbytes: Int64
-    variable: Places
 
     @classmethod
-    def of(cls, plan: GlobalPlan, placements: Sequence[Placements]) -> _InPlanOrder:
-        first_file = np.cumsum([0, *(placement.n_files for placement in placements)])
-        file = np.concatenate([p.file + first for p, first in zip(placements, first_file.tolist(), strict=False)])
-        start = np.concatenate([p.offset for p in placements])
-        variable = np.where(start < 0, np.cumsum(start < 0) - 1, -1)
+    def of(cls, plan: GlobalPlan, placements: Sequence[Placements], files: Sequence[_Files]) -> _InPlanOrder:
         # Placements are rank after rank and ascend within a rank, as the rows of the columns do.
-        place = np.empty(len(plan.written), dtype=np.intp)
-        place[np.argsort(plan.written)] = np.arange(len(plan.written))
-        nbytes = np.concatenate([p.nbytes for p in placements])
-        return cls(file[place].astype(np.int32), start[place], nbytes[place], variable[place])
+        is_written = np.zeros(len(plan.columns), dtype=np.bool_)
+        is_written[plan.written] = True
+        place = (np.cumsum(is_written) - 1)[plan.written]
+        file = [own.numbers[p.file] if len(p.file) else p.file for p, own in zip(placements, files, strict=True)]
+        return cls(
+            np.concatenate(file)[place],
+            np.concatenate([p.offset for p in placements])[place],
+            np.concatenate([p.nbytes for p in placements])[place],
+        )
 
 
 def _columns_of(plan: GlobalPlan, placed: _InPlanOrder, *, n_files: int) -> MetadataColumns:
@@ -171,23 +251,24 @@ class _Sizes:
 
     def __init__(self) -> None:
         self._tables: list[Int64] = []
+        self._ndims: list[npt.NDArray[np.uint8]] = []
         self._count = 0
 
     def add(self, rows: Int64, ndims: npt.NDArray[np.uint8]) -> Places:
         """Places in the table of ``rows``, of which the first ``ndims`` entries count."""
-        keys = np.column_stack([ndims.astype(np.int64), rows])
-        first, which = unique_rows(keys)
-        self._tables.append(keys[first])
+        first, which = unique_rows(ndims, *rows.T)
+        self._tables.append(rows[first])
+        self._ndims.append(ndims[first])
         self._count += len(first)
         return which + (self._count - len(first))
 
     @property
     def values(self) -> Int64:
-        return np.concatenate(self._tables)[:, 1:]
+        return np.concatenate(self._tables)
 
     @property
     def ndims(self) -> npt.NDArray[np.uint8]:
-        return np.concatenate(self._tables)[:, 0].astype(np.uint8)
+        return np.concatenate(self._ndims)
 
 
 Properties = list[tuple[torch.dtype, torch.layout, bool]]
@@ -196,15 +277,15 @@ Properties = list[tuple[torch.dtype, torch.layout, bool]]
 def _properties(columns: GlobalColumns, rows: Places) -> tuple[Properties, Places]:
     """The distinct properties of ``rows``, and which each has; those of objects mean nothing."""
     is_object = columns.kind[rows] == ItemKind.BYTES
-    keys = np.column_stack([columns.dtype[rows], columns.layout[rows], columns.requires_grad[rows]]).astype(np.int64)
     which = np.zeros(len(rows), dtype=np.intp)
     if is_object.all():
         return [], which
     tensors = np.flatnonzero(~is_object)
-    first, which[tensors] = unique_rows(keys[tensors])
+    keys = [column[rows[tensors]] for column in (columns.dtype, columns.layout, columns.requires_grad)]
+    first, which[tensors] = unique_rows(*keys)
     distinct = [
         (getattr(torch, columns.dtypes[dtype]), getattr(torch, columns.layouts[layout]), bool(requires_grad))
-        for dtype, layout, requires_grad in keys[tensors][first].tolist()
+        for dtype, layout, requires_grad in zip(*(key[first].tolist() for key in keys), strict=True)
     ]
     return distinct, which
 

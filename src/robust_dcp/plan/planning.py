@@ -8,14 +8,25 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+from torch.distributed.checkpoint.metadata import Metadata
 
 from robust_dcp.comm import combined_signature
 from robust_dcp.errors import ExchangeError, PlanConflict, StructureChanged, ranks_in_words
 from robust_dcp.plan.cache import CachedPlan, CoordinatorPlan, nbytes_of_columns
-from robust_dcp.plan.global_plan import GlobalPlan, differing_objects, make_global_plan
+from robust_dcp.plan.global_plan import (
+    GlobalPlan,
+    Shares,
+    differing_objects,
+    make_global_plan,
+    merge_tables,
+    patch_plan,
+    shares_of,
+)
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.metadata import MetadataTemplate, stock_metadata
 from robust_dcp.plan.rank_plan import (
@@ -43,6 +54,8 @@ from robust_dcp.storage.layouts import TORCH, Layout
 __all__ = ["apply_plan", "coordinator_plan_of", "plan_for_all"]
 
 logger = logging.getLogger(__name__)
+
+_NO_PLACES: Final[npt.NDArray[np.intp]] = np.empty(0, dtype=np.intp)
 
 _MAX_KEYS = 200
 """Keys of each kind that a reply spells out: a bound on what travels when everything has changed."""
@@ -83,40 +96,39 @@ def plan_for_all(
             removed=list(changes.removed[:_MAX_KEYS]),
             changed=list(changes.changed)[:_MAX_KEYS],
         )
-    plan = make_global_plan(tables, lowest_rank=local.lowest_rank)
-    _warn_of_unclaimed(plan)
-    verifies = local.verify_replicas != "off"
-    digests = [_digests(table, message) for table, message in zip(tables, structures, strict=True)]
+    patched = None if known is None else _patched(known, tables, changes, local)
+    if patched is None:
+        plan = make_global_plan(tables, lowest_rank=local.lowest_rank)
+        _warn_of_unclaimed(plan)
+        shares, contested = _shares_of(plan, local.verify_replicas), plan.contested
+        metadata, stock = _metadata_of(plan, local.files, local.layout)
+    else:
+        shares, metadata = patched
+        contested, stock = (_NO_PLACES,) * len(tables), None
     shared = {
         "outcome": "built" if known is None else "patched" if len(senders) < len(tables) else "rebuilt",
         "reason": _reason(senders, changes, is_first=known is None),
         "added": changes.added[:_MAX_KEYS],
         "removed": changes.removed[:_MAX_KEYS],
         "changed": dict(list(changes.changed.items())[:_MAX_KEYS]),
-        "n_classes": n_classes_of(plan.n_replicated, local.verify_replicas),
-        "differing_objects": dict(list(differing_objects(plan.columns, digests).items())[:_MAX_KEYS]),
+        "n_classes": n_classes_of(shares.n_replicated, local.verify_replicas),
+        "differing_objects": dict(list(_differing_objects(tables, structures).items())[:_MAX_KEYS]),
     }
     replies = [
         RankPlanMessage(
             kept=_unless_known(
-                plan.kept[rank], len(table), None if message is not None or known is None else known.kept[rank]
+                shares.kept[rank], len(table), None if message is not None or known is None else known.kept[rank]
             ),
-            common_objects=pack_places(plan.common_objects[rank], len(table)),
-            replicated=pack_some(plan.replicated[rank], len(table)) if verifies else b"",
-            contested=pack_some(plan.contested[rank], len(table)),
+            common_objects=pack_places(shares.common_objects[rank], len(table)),
+            replicated=pack_some(shares.replicated[rank], len(table)) if shares.replicated else b"",
+            contested=pack_some(contested[rank], len(table)),
             **shared,  # type: ignore[arg-type]
         )
         for rank, (table, message) in enumerate(zip(tables, structures, strict=True))
     ]
-    made = coordinator_plan_of(
-        plan,
-        signatures,
-        local.context.encode(),
-        files=local.files,
-        layout=local.layout,
-        verify_replicas=local.verify_replicas,
-    )
-    return made, replies
+    made = _coordinator_plan(shares, signatures, local.context.encode(), metadata, stock, local.verify_replicas)
+    made = replace(made, is_contested=any(map(len, contested)))
+    return made if known is None or patched is None else _with_stored(made, known), replies
 
 
 def coordinator_plan_of(
@@ -136,23 +148,90 @@ def coordinator_plan_of(
         layout: of these files.
         verify_replicas: what all ranks compare.
     """
-    metadata = None
-    if files is not None:
-        metadata = MetadataTemplate(plan, place_items_of_all(plan, files=files, layout=layout), layout)
+    metadata, stock = _metadata_of(plan, files, layout)
+    return _coordinator_plan(_shares_of(plan, verify_replicas), signatures, context, metadata, stock, verify_replicas)
+
+
+def _coordinator_plan(
+    shares: Shares,
+    signatures: tuple[bytes, ...],
+    context: bytes,
+    metadata: MetadataTemplate | None,
+    stock: Metadata | None,
+    verify_replicas: VerifyReplicas,
+) -> CoordinatorPlan:
     return CoordinatorPlan(
-        tables=plan.columns.tables,
+        tables=shares.tables,
         signatures=signatures,
-        kept=plan.kept,
-        common_objects=plan.common_objects,
-        nbytes=plan.nbytes,
+        kept=shares.kept,
+        common_objects=shares.common_objects,
+        nbytes=shares.nbytes,
         context=context,
         metadata=metadata,
-        stock_metadata=stock_metadata(plan) if metadata is None else None,
-        columns_nbytes=nbytes_of_columns(plan.columns.tables, plan.kept, plan.common_objects),
-        replicated=() if verify_replicas == "off" else plan.replicated,
-        n_classes=n_classes_of(plan.n_replicated, verify_replicas),
-        is_contested=any(map(len, plan.contested)),
+        stock_metadata=stock,
+        columns_nbytes=nbytes_of_columns(shares.tables, shares.kept, shares.common_objects, shares.names),
+        replicated=shares.replicated,
+        n_classes=n_classes_of(shares.n_replicated, verify_replicas),
+        shares=shares,
     )
+
+
+def _with_stored(plan: CoordinatorPlan, known: CoordinatorPlan) -> CoordinatorPlan:
+    """``plan``, which was made from ``known``, and of which only what differs is to be encoded."""
+    if plan.n_classes != known.n_classes:
+        return plan
+    columns = [(each.tables, each.kept, each.common_objects, each.replicated) for each in (plan, known)]
+    changed = {
+        rank
+        for now, before in zip(*columns, strict=True)
+        for rank, (one, other) in enumerate(zip(now, before, strict=True))
+        if one is not other
+    }
+    return replace(plan, stored_before=known.stored, changed_ranks=tuple(sorted(changed)))
+
+
+def _shares_of(plan: GlobalPlan, verify_replicas: VerifyReplicas) -> Shares:
+    shares = shares_of(plan)
+    return replace(shares, replicated=()) if verify_replicas == "off" else shares
+
+
+def _metadata_of(
+    plan: GlobalPlan, files: int | None, layout: Layout
+) -> tuple[MetadataTemplate | None, Metadata | None]:
+    """For our writer, or for another."""
+    if files is None:
+        return None, stock_metadata(plan)
+    return MetadataTemplate(plan, place_items_of_all(plan, files=files, layout=layout), layout), None
+
+
+def _patched(
+    known: CoordinatorPlan, tables: Sequence[StructureTable], changes: StructureDiff, local: LocalStructure
+) -> tuple[Shares, MetadataTemplate] | None:
+    """The plan made from the one before, where that is possible (:func:`patch_plan`)."""
+    if known.shares is None or known.metadata is None or local.files is None or known.is_contested:
+        return None
+    if known.context != local.context.encode() or bool(known.replicated) == (local.verify_replicas == "off"):
+        return None
+    names = frozenset((*changes.added, *changes.removed, *changes.changed))
+    patch = patch_plan(known.shares, tables, names, lowest_rank=local.lowest_rank)
+    if patch is None:
+        return None
+    placements = {
+        rank: place_items(tables[rank], patch.shares.kept[rank], files=local.files, layout=local.layout)
+        for rank in patch.moved
+    }
+    metadata = known.metadata.patched(patch, placements)
+    return None if metadata is None else (patch.shares, metadata)
+
+
+def _differing_objects(
+    tables: Sequence[StructureTable], structures: Sequence[StructureMessage | None]
+) -> dict[str, tuple[int, ...]]:
+    """Objects whose contents differ, as far as ranks have told them: what one alone has told differs from nothing."""
+    if sum(message is not None for message in structures) < 2:
+        return {}
+    objects = merge_tables([table.taken(np.flatnonzero(table.kinds == ItemKind.BYTES)) for table in tables])
+    return differing_objects(objects, [_digests(*each) for each in zip(tables, structures, strict=True)])
 
 
 def _warn_of_unclaimed(plan: GlobalPlan) -> None:
@@ -187,12 +266,13 @@ def _refuse_other_contexts(
     structures: Sequence[StructureMessage | None], base: CachedPlan | None, local: LocalStructure
 ) -> None:
     """All ranks must save with the same options and versions: the coordinator plans for them by its own."""
-    known = local.context.encode() if base is None or base.coordinator is None else base.coordinator.context
+    own = local.context.encode()
+    known = own if base is None or base.coordinator is None else base.coordinator.context
     differences: dict[str, list[int]] = defaultdict(list)
     for rank, message in enumerate(structures):
-        difference = local.context.difference(known if message is None else message.context)
-        if difference:
-            differences[difference].append(rank)
+        theirs = known if message is None else message.context
+        if theirs != own:
+            differences[local.context.difference(theirs)].append(rank)
     if differences:
         words = "; ".join(f"on {ranks_in_words(ranks)}: {what}" for what, ranks in differences.items())
         raise PlanConflict(

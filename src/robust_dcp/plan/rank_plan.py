@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from robust_dcp.errors import ExchangeError
-from robust_dcp.plan.global_plan import GlobalPlan
+from robust_dcp.plan.global_plan import GlobalPlan, ascending
 from robust_dcp.plan.replica_checks import ReplicaChecks
 from robust_dcp.plan.structure import Form, ItemKind, StructureTable
 from robust_dcp.plan.structure.ragged import padded, unique_rows
@@ -140,7 +140,7 @@ def place_items(table: StructureTable, kept: Places, *, files: int, layout: Layo
 def place_items_of_all(plan: GlobalPlan, *, files: int, layout: Layout = TORCH) -> tuple[Placements, ...]:
     """:func:`place_items` for every rank of a plan."""
     columns = plan.columns
-    rows = np.sort(plan.written)  # rank after rank
+    rows = ascending(plan.written, len(columns))  # rank after rank
     items = _items_of(
         columns.names,
         columns.name[rows],
@@ -153,7 +153,15 @@ def place_items_of_all(plan: GlobalPlan, *, files: int, layout: Layout = TORCH) 
     )
     measures = layout.measure(items)
     ends = np.cumsum([0, *map(len, plan.kept)])
-    return tuple(layout.place(measures[begin:end], files=files) for begin, end in pairwise(ends.tolist()))
+    # Ranks that write shards of the same sizes have the same places: these are computed once.
+    placed: dict[bytes, Placements] = {}
+    found = []
+    for begin, end in pairwise(ends.tolist()):
+        key = measures[begin:end].tobytes()
+        if key not in placed:
+            placed[key] = layout.place(measures[begin:end], files=files)
+        found.append(placed[key])
+    return tuple(found)
 
 
 def _items_of(
@@ -172,7 +180,12 @@ def _items_of(
     fixed = np.flatnonzero(is_fixed)
     kinds: list[tuple[str, tuple[int, ...]]] = []
     if len(fixed):
-        keys = np.column_stack([dtype_ids[fixed], ndims[fixed], sizes[fixed]]).astype(np.int64)
-        first, kind_ids[fixed] = unique_rows(keys)
-        kinds = [(dtypes[dtype], tuple(shape[:ndim])) for dtype, ndim, *shape in keys[first].tolist()]
+        first, kind_ids[fixed] = unique_rows(dtype_ids[fixed], ndims[fixed], *sizes[fixed].T)
+        chosen = fixed[first]
+        kinds = [
+            (dtypes[dtype], tuple(shape[:ndim]))
+            for dtype, ndim, shape in zip(
+                dtype_ids[chosen].tolist(), ndims[chosen].tolist(), sizes[chosen].tolist(), strict=True
+            )
+        ]
     return ItemColumns(names, name_ids, kinds, kind_ids, ndims, offsets)

@@ -432,12 +432,9 @@ class SaveSession:
         try:
             # A resumed job shall plan anew, and warn again, where several ranks claim to hold the main replica.
             if self.coordinator is not None and not self.coordinator.is_contested:
-                keep_plan(self._stored_plan(self.coordinator))
+                keep_plan(encode_plan(self.channel.ranks, self.coordinator))
         except Exception as error:  # the checkpoint is committed: whatever this is, the save has succeeded
             logger.warning("%s: a job that resumes from it plans anew: %s", self.checkpoint, error)
-
-    def _stored_plan(self, plan: CoordinatorPlan) -> bytes:
-        return plan.stored.get(lambda: encode_plan(self.channel.ranks, plan))
 
     def leave_commit_to_stock(self) -> None:
         """After :meth:`settle` on a rank whose ``commit`` stock will not call: it commits on the coordinator alone.

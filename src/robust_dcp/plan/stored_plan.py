@@ -19,7 +19,7 @@ from robust_dcp.comm import combined_signature, decode, encode
 from robust_dcp.comm.bundle import Bundler, open_bundle
 from robust_dcp.comm.wire import body_of
 from robust_dcp.errors import ExchangeError, RobustCheckpointError
-from robust_dcp.plan.cache import CachedPlan, CoordinatorPlan, GroupKey
+from robust_dcp.plan.cache import CachedPlan, CoordinatorPlan, GroupKey, StoredSections
 from robust_dcp.plan.global_plan import plan_of_kept
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.planning import coordinator_plan_of
@@ -44,7 +44,8 @@ _FACTOR = 64  # by which zstandard makes structures smaller, and more
 
 
 class _Index(msgspec.Struct, frozen=True):
-    """What follows the head; sections follow it: the share of each rank, then the structures of all.
+    """What follows the head; sections follow it: the share of each rank, then the structures of all, in a bundle or
+    several; what a later bundle says of a rank replaces what an earlier one says.
 
     Attributes:
         group: the global ranks of the group.
@@ -68,27 +69,9 @@ class _Share(msgspec.Struct, frozen=True):
 
 
 def encode_plan(group: GroupKey, plan: CoordinatorPlan) -> bytes:
-    """The bytes of the file; on the coordinator."""
-    bundler = Bundler(StructureMessage)
-    for rank, table in enumerate(plan.tables):
-        n_objects = int((table.kinds == ItemKind.BYTES).sum())
-        unknown = np.zeros(n_objects, dtype=np.uint64)
-        bundler.add(rank, StructureMessage.of(table, unknown, plan.context))
-    none = np.empty(0, dtype=np.intp)
-    sections = [
-        encode(
-            _Share(
-                kept=pack_places(kept, len(table)),
-                common_objects=pack_places(common, len(table)),
-                replicated=pack_some(replicated, len(table)),
-                n_classes=plan.n_classes,
-            )
-        )
-        for table, kept, common, replicated in zip(
-            plan.tables, plan.kept, plan.common_objects, plan.replicated or [none] * len(plan.tables), strict=True
-        )
-    ]
-    sections.append(bundler.encode())
+    """The bytes of the file; on the coordinator. Costs little for a plan that was encoded before, or patched."""
+    shares, structures = plan.stored.get(lambda: _sections(plan))
+    sections = (*shares, *structures)
     index = encode(
         _Index(
             group=group,
@@ -98,6 +81,26 @@ def encode_plan(group: GroupKey, plan: CoordinatorPlan) -> bytes:
         )
     )
     return b"".join((_HEAD.pack(_MAGIC, len(index), crc32(index)), index, *sections))
+
+
+def _sections(plan: CoordinatorPlan) -> StoredSections:
+    before = None if plan.stored_before is None else plan.stored_before.value
+    ranks = range(len(plan.tables)) if before is None else plan.changed_ranks
+    shares = [b""] * len(plan.tables) if before is None else list(before.shares)
+    bundler = Bundler(StructureMessage)
+    for rank in ranks:
+        table = plan.tables[rank]
+        unknown = np.zeros(int((table.kinds == ItemKind.BYTES).sum()), dtype=np.uint64)
+        bundler.add(rank, StructureMessage.of(table, unknown, plan.context))
+        shares[rank] = encode(
+            _Share(
+                kept=pack_places(plan.kept[rank], len(table)),
+                common_objects=pack_places(plan.common_objects[rank], len(table)),
+                replicated=pack_some(plan.replicated[rank], len(table)) if plan.replicated else b"",
+                n_classes=plan.n_classes,
+            )
+        )
+    return StoredSections(tuple(shares), (*(() if before is None else before.structures), bundler.encode()))
 
 
 def read_plan(
@@ -153,10 +156,12 @@ def read_plan(
 
 def _coordinator_plan(file: _PlanFile, local: LocalStructure, signatures: tuple[bytes, ...]) -> CoordinatorPlan:
     n_ranks = len(signatures)
-    bundle = file.section(n_ranks)
-    # What is compressed may be a bomb: first of all it must not announce more than so many ranks can have to say.
-    body_of(bundle, max_nbytes=max(_FACTOR * len(bundle), n_ranks * _ITEM_NBYTES * (len(local.table) + 1_000)))
-    messages = open_bundle(bundle, StructureMessage)
+    messages: dict[int, StructureMessage] = {}
+    for number in range(n_ranks, len(file.index.nbytes)):
+        bundle = file.section(number)
+        # What is compressed may be a bomb: first of all it must not announce more than so many ranks can have to say.
+        body_of(bundle, max_nbytes=max(_FACTOR * len(bundle), n_ranks * _ITEM_NBYTES * (len(local.table) + 1_000)))
+        messages |= open_bundle(bundle, StructureMessage)
     if sorted(messages) != list(range(n_ranks)):
         raise ExchangeError(f"it has the structures of ranks {sorted(messages)[:16]}, not of {n_ranks} ranks")
     decoder = TableDecoder()
@@ -212,7 +217,8 @@ class _PlanFile:
             raise self._damaged("the index does not have its CRC-32")
         index = decode(data, _Index, max_nbytes=_MAX_INDEX_NBYTES)
         ranks = len(index.group)
-        if len(index.signatures) != ranks * SIGNATURE_NBYTES or {len(index.nbytes), len(index.crc32)} != {ranks + 1}:
+        n_sections = len(index.nbytes)
+        if len(index.signatures) != ranks * SIGNATURE_NBYTES or not ranks < n_sections == len(index.crc32):
             raise self._damaged(f"the index is not for {ranks} ranks")
         starts = np.cumsum([_HEAD.size + nbytes, *index.nbytes]).tolist()
         if starts[-1] != self._disk.size(self._path):

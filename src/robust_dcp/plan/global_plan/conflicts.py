@@ -33,8 +33,8 @@ def refuse_contradictions(columns: GlobalColumns, order: npt.NDArray[np.intp]) -
     Raises:
         PlanConflict: for the first name where they do not.
     """
-    left, right = order[:-1], order[1:]
-    same_name = columns.name[left] == columns.name[right]
+    names = columns.name[order]
+    same_name = names[1:] == names[:-1]
     is_bytes = columns.kind == ItemKind.BYTES
     for column, what in (
         (is_bytes, "a tensor on some ranks and an object on others"),
@@ -43,12 +43,13 @@ def refuse_contradictions(columns: GlobalColumns, order: npt.NDArray[np.intp]) -
         (columns.ndim, "of different numbers of dimensions"),
         (columns.shape, "of different global sizes"),
     ):
-        differs = column[left] != column[right]
-        if differs.ndim == 2:
-            differs = differs.any(axis=1)
+        differs = np.zeros(len(same_name), dtype=np.bool_)
+        for values in column.T if column.ndim == 2 else (column,):
+            sorted_values = values[order]  # looked up once: `order` jumps from rank to rank
+            differs |= sorted_values[1:] != sorted_values[:-1]
         differs &= same_name
         if differs.any():
-            name = int(columns.name[left[np.flatnonzero(differs)[0]]])
+            name = int(names[np.flatnonzero(differs)[0]])
             raise _contradiction(columns, np.flatnonzero(columns.name == name), columns.names[name], what)
 
 

@@ -114,7 +114,7 @@ def _assign(holders: npt.NDArray[np.int32], weights: list[int], load: list[int])
         for rank, weight in zip(holders[:, 0].tolist(), weights, strict=True):
             load[rank] += weight
         return [0] * len(weights)
-    first, which = unique_rows(holders.astype(np.int64))
+    first, which = unique_rows(*holders.T)
     sets = holders[first]
     if len(np.unique(sets)) < sets.size:  # a rank is in several of them, so their turns matter to each other
         return _assign_one_by_one(holders.tolist(), weights, load)

@@ -22,7 +22,7 @@ from robust_dcp.plan.global_plan.replicas import Replicas, find_replicas
 from robust_dcp.plan.global_plan.writers import choose_writers
 from robust_dcp.plan.structure import ItemKind, Paths, StructureTable
 
-__all__ = ["GlobalPlan", "make_global_plan", "plan_of_kept"]
+__all__ = ["GlobalPlan", "ascending", "make_global_plan", "plan_of_kept", "plan_of_written", "replicated_groups"]
 
 Places = npt.NDArray[np.intp]
 
@@ -61,12 +61,15 @@ class GlobalPlan:
         return int(self.columns.nbytes[self.written].sum())
 
 
-def make_global_plan(tables: Sequence[StructureTable], *, lowest_rank: bool = False) -> GlobalPlan:
+def make_global_plan(
+    tables: Sequence[StructureTable], *, lowest_rank: bool = False, load: npt.NDArray[np.int64] | None = None
+) -> GlobalPlan:
     """Deduplicate replicas, balance the rest, and check that every tensor is saved exactly once.
 
     Args:
         tables: the structure of each rank, in rank order.
         lowest_rank: give every replica to the lowest rank that holds it (``dedup_save_to_lowest_rank``).
+        load: what each rank writes besides these tables (:func:`~robust_dcp.plan.global_plan.writers.load_of`).
 
     Raises:
         PlanConflict: where the ranks contradict each other; names the key and the ranks.
@@ -77,9 +80,9 @@ def make_global_plan(tables: Sequence[StructureTable], *, lowest_rank: bool = Fa
     refuse_contradictions(columns, order)
     paths = refuse_other_paths(columns)
     replicas = find_replicas(columns, order)
-    written = choose_writers(columns, replicas, lowest_rank=lowest_rank)
+    written = choose_writers(columns, replicas, lowest_rank=lowest_rank, load=load)
     check_coverage(columns, written, complete=len(tables) > 1)
-    replicated = _replicated_groups(columns, replicas)
+    replicated = replicated_groups(columns, replicas)
     unclaimed = columns.name[replicas.first[unclaimed_groups(columns, replicas)]]
     return GlobalPlan(
         columns=columns,
@@ -95,7 +98,7 @@ def make_global_plan(tables: Sequence[StructureTable], *, lowest_rank: bool = Fa
     )
 
 
-def _replicated_groups(columns: GlobalColumns, replicas: Replicas) -> npt.NDArray[np.bool_]:
+def replicated_groups(columns: GlobalColumns, replicas: Replicas) -> npt.NDArray[np.bool_]:
     """Whether each group is one of chunks of tensors, on more than one rank."""
     is_replicated: npt.NDArray[np.bool_] = np.diff(replicas.starts) > 1
     is_replicated &= columns.kind[replicas.first] != ItemKind.BYTES
@@ -122,7 +125,7 @@ def plan_of_kept(tables: Sequence[StructureTable], kept: Sequence[Places]) -> Gl
     written = order[is_written[order]]
     check_coverage(columns, written, complete=len(tables) > 1)
     replicas = find_replicas(columns, order)
-    replicated = _replicated_groups(columns, replicas)
+    replicated = replicated_groups(columns, replicas)
     return GlobalPlan(
         columns=columns,
         written=written,
@@ -135,11 +138,25 @@ def plan_of_kept(tables: Sequence[StructureTable], kept: Sequence[Places]) -> Gl
     )
 
 
+def plan_of_written(tables: Sequence[StructureTable]) -> GlobalPlan:
+    """What there is to say of items that are all written, and of which another plan has been made: no shares."""
+    columns = merge_tables(tables)
+    paths = refuse_other_paths(columns)
+    return GlobalPlan(columns, order_of(columns), kept=(), common_objects=(), paths=paths, attributes={})
+
+
 def _by_rank(columns: GlobalColumns, rows: Places) -> tuple[Places, ...]:
     """For each rank the places of its items among ``rows``, ascending."""
-    rows = np.sort(rows)  # the columns are rank after rank, each in the order of its table
+    rows = ascending(rows, len(columns))  # the columns are rank after rank, each in the order of its table
     ends = np.cumsum(np.bincount(columns.rank[rows], minlength=len(columns.tables)))
     return tuple(np.split(columns.item[rows].astype(np.intp), ends[:-1]))
+
+
+def ascending(rows: Places, n_rows: int) -> Places:
+    """Some of ``n_rows`` rows, no two of them equal, in their order."""
+    is_there = np.zeros(n_rows, dtype=np.bool_)
+    is_there[rows] = True
+    return np.flatnonzero(is_there)
 
 
 def _common_objects(columns: GlobalColumns) -> Places:

@@ -66,8 +66,10 @@ def find_replicas(columns: GlobalColumns, order: npt.NDArray[np.intp]) -> Replic
 def _differs_from_previous(columns: GlobalColumns, order: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
     """Whether each row of ``order`` has another (name, offsets) than the row before it."""
     differs = np.ones(len(order), dtype=np.bool_)
-    differs[1:] = columns.name[order[1:]] != columns.name[order[:-1]]
-    differs[1:] |= (columns.offset[order[1:]] != columns.offset[order[:-1]]).any(axis=1)
+    differs[1:] = False
+    for column in (columns.name, *columns.offset.T):
+        values = column[order]  # each is looked up once: `order` jumps from rank to rank
+        differs[1:] |= values[1:] != values[:-1]
     return differs
 
 
@@ -84,12 +86,14 @@ def _shadowed_empties(columns: GlobalColumns, order: npt.NDArray[np.intp]) -> np
 
 
 def _refuse_other_sizes(columns: GlobalColumns, groups: Replicas) -> None:
-    first = np.repeat(groups.first, np.diff(groups.starts))
-    differs = (columns.size[groups.order] != columns.size[first]).any(axis=1) & (columns.numel[groups.order] != 0)
+    is_other = np.ones(len(groups.order), dtype=np.bool_)
+    is_other[groups.starts[:-1]] = False
+    others, first = groups.order[is_other], np.repeat(groups.first, np.diff(groups.starts) - 1)
+    differs = (columns.size[others] != columns.size[first]).any(axis=1) & (columns.numel[others] != 0)
     if not differs.any():
         return
     place = int(np.flatnonzero(differs)[0])
-    row, other = int(groups.order[place]), int(first[place])
+    row, other = int(others[place]), int(first[place])
     key = columns.names[columns.name[row]]
     raise PlanConflict(
         f"chunks of {key!r} overlap: rank {columns.rank[other]} holds {columns.describe(other)}, rank "

@@ -18,7 +18,7 @@ from robust_dcp.plan.global_plan.replicas import Replicas
 from robust_dcp.plan.structure import ItemKind
 from robust_dcp.storage.layouts.balance import deal
 
-__all__ = ["by_holders", "choose_writers"]
+__all__ = ["by_holders", "choose_writers", "load_of"]
 
 _OBJECT_WEIGHT = 1
 """Bytes that an object counts for: its size is not known when the plan is made."""
@@ -26,20 +26,25 @@ _OBJECT_WEIGHT = 1
 Rows = npt.NDArray[np.intp]
 
 
-def choose_writers(columns: GlobalColumns, groups: Replicas, *, lowest_rank: bool) -> Rows:
+def choose_writers(
+    columns: GlobalColumns, groups: Replicas, *, lowest_rank: bool, load: npt.NDArray[np.int64] | None = None
+) -> Rows:
     """The row of each group that is written: int64 ``[G]``, in the order of the groups.
 
     A chunk goes to one of the least loaded (in bytes of chunks) of the ranks that hold it; an object, whose size
     nobody knows yet, and everything if ``lowest_rank``, to the lowest of them. The ranks that hold the fewest kinds of
     chunks choose first: what is replicated widely fills the gaps that they leave. Where the state dicts say which
     replica counts, Megatron's rule decides (:mod:`~robust_dcp.plan.global_plan.main_replicas`).
+
+    Args:
+        load: what each rank writes besides, see :func:`load_of`.
     """
     groups, has_main = may_write(columns, groups)
     chosen = groups.first.copy()
     counts = np.diff(groups.starts)
     is_object = columns.kind[groups.first] == ItemKind.BYTES
     fixed = (counts == 1) | is_object | lowest_rank
-    load = np.zeros(len(columns.tables), dtype=np.int64)
+    load = np.zeros(len(columns.tables), dtype=np.int64) if load is None else load.copy()
     weight = np.where(is_object, _OBJECT_WEIGHT, columns.nbytes[groups.first])
     if has_main.any() and not lowest_rank:
         dealt = np.flatnonzero(has_main & ~is_object)
@@ -50,6 +55,14 @@ def choose_writers(columns: GlobalColumns, groups: Replicas, *, lowest_rank: boo
         writer, load[ranks] = deal(weight[members], load[ranks])
         chosen[members] = groups.order[groups.starts[members] + writer]
     return chosen
+
+
+def load_of(columns: GlobalColumns, written: Rows) -> npt.NDArray[np.int64]:
+    """int64, for each rank what it writes: bytes of chunks, and something for each object."""
+    load = np.zeros(len(columns.tables), dtype=np.int64)
+    is_object = columns.kind[written] == ItemKind.BYTES
+    np.add.at(load, columns.rank[written], np.where(is_object, _OBJECT_WEIGHT, columns.nbytes[written]))
+    return load
 
 
 def by_holders(

@@ -8,7 +8,7 @@ that it makes share it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
+from operator import lt
 from typing import Any, TypeVar
 
 import msgspec
@@ -162,7 +162,7 @@ def _names(data: bytes) -> tuple[str, ...]:
         names = msgspec.msgpack.decode(data, type=tuple[str, ...])
     except (msgspec.MsgspecError, ValueError) as error:
         raise _malformed(f"the names are no list of strings ({error})") from None
-    if any(left >= right for left, right in pairwise(names)):
+    if not all(map(lt, names, names[1:])):
         raise _malformed("the names are not sorted")
     return names
 

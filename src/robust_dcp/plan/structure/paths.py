@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
 import numpy.typing as npt
@@ -70,6 +70,13 @@ class Paths:
     def _starts(self) -> npt.NDArray[np.int64]:
         return np.concatenate(([0], np.cumsum(self.counts, dtype=np.int64)))
 
+    def taken(self, places: npt.NDArray[np.intp]) -> Paths:
+        """The paths of the names at ``places``, ascending."""
+        is_taken = np.zeros(len(self), dtype=np.bool_)
+        is_taken[places] = True
+        names = tuple(map(self.names.__getitem__, places.tolist()))
+        return Paths(names, self.counts[places], self.lengths[np.repeat(is_taken, self.counts)])
+
     def check(self) -> None:
         """Make sure that each path spells its name.
 
@@ -112,10 +119,10 @@ def _are_no_indices(
 
 
 def _split(name: str, lengths: Sequence[int]) -> Path:
-    parts: list[str | int] = []
-    at = 0
-    for length in lengths:
-        text = name[at : at + abs(length)]
-        parts.append(int(text) if length < 0 else text)
-        at += abs(length) + 1
-    return tuple(parts)
+    parts = name.split(".")
+    if len(parts) != len(lengths):  # there is a dot within a part
+        ends = list(accumulate(abs(length) + 1 for length in lengths))
+        parts = [name[end - 1 - abs(length) : end - 1] for end, length in zip(ends, lengths, strict=True)]
+    if min(lengths) >= 0:
+        return tuple(parts)
+    return tuple(int(part) if length < 0 else part for part, length in zip(parts, lengths, strict=True))

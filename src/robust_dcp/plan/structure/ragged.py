@@ -5,13 +5,21 @@ Pure NumPy; used where the items of one rank or of all ranks are compared, sorte
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 __all__ = ["padded", "unique_rows"]
 
 Int64 = npt.NDArray[np.int64]
+Int32 = npt.NDArray[np.int32]
+UInt64 = npt.NDArray[np.uint64]
+Ints = npt.NDArray[np.integer[Any]]
 Places = npt.NDArray[np.intp]
+
+_SMALL_TABLE_BITS = 16
+_LARGEST_TABLE = 1 << 25
 
 
 def padded(ragged: npt.NDArray[np.integer], counts: npt.NDArray[np.integer], width: int, fill: int) -> Int64:
@@ -24,28 +32,55 @@ def padded(ragged: npt.NDArray[np.integer], counts: npt.NDArray[np.integer], wid
     return out
 
 
-def unique_rows(rows: Int64) -> tuple[Places, Places]:
-    """The distinct rows of ``rows``, int64 ``[N, W]``.
+def unique_rows(*columns: Ints) -> tuple[Places, Places]:
+    """The distinct rows of some columns of N integers each.
 
     Returns:
-        ``(first, which)``: ``rows[first]`` are distinct, and ``rows[first][which]`` are ``rows``. Exact: rows are told
+        ``(first, which)``: rows ``first`` are distinct, and rows ``first[which]`` are all rows. Exact: rows are told
         apart by 64-bit hashes, and compared afterwards; if two rows with one hash differ, by sorting.
     """
-    n_rows, width = rows.shape
-    if not n_rows or not width:
-        return np.zeros(min(n_rows, 1), dtype=np.intp), np.zeros(n_rows, dtype=np.intp)
-    hashes = np.zeros(n_rows, dtype=np.uint64)
-    for column in range(width):
-        hashes = _mixed(hashes ^ rows[:, column].astype(np.uint64))
-    _, first, which = np.unique(hashes, return_index=True, return_inverse=True)
-    if (rows[first][which] != rows).any():
-        _, first, which = np.unique(rows, axis=0, return_index=True, return_inverse=True)
-    return first.astype(np.intp, copy=False), which.reshape(-1).astype(np.intp, copy=False)
+    hashes: UInt64 = np.zeros(len(columns[0]), dtype=np.uint64)
+    for column in columns:
+        hashes ^= column.astype(np.uint64)
+        hashes = _mixed(hashes)
+    same = _first_of_each(hashes)
+    if any((column[same] != column).any() for column in columns):
+        _, first, which = np.unique(np.column_stack(columns), axis=0, return_index=True, return_inverse=True)
+        return first.astype(np.intp, copy=False), which.reshape(-1).astype(np.intp, copy=False)
+    first = np.flatnonzero(same == np.arange(len(same)))
+    number = np.empty(len(same), dtype=np.intp)
+    number[first] = np.arange(len(first))
+    return first, number[same]
 
 
-def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """A bijection of 64-bit integers whose bits all depend on each other (the finalizer of SplitMix64)."""
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+def _first_of_each(values: UInt64) -> Int32:
+    """For each value the place of one that equals it, for equal values the same place.
+
+    A hash table without chains: of all values in a slot one stays. Those that differ from it try again in a larger
+    table, where most are alone. Several times as fast as sorting where few values differ, and never slower.
+    """
+    same: Int32 = np.arange(len(values), dtype=np.int32)
+    left, mine = same, values
+    table: Int32 = np.empty(1 << _SMALL_TABLE_BITS, dtype=np.int32)
+    while len(left):
+        slots = (mine & np.uint64(len(table) - 1)).astype(np.int32)
+        table[slots] = left
+        found = table[slots]
+        is_other = values[found] != mine
+        if len(left) == len(values) and not is_other.any():
+            return found
+        same[left[~is_other]] = found[~is_other]
+        left, mine = left[is_other], mine[is_other]
+        if len(left) > len(table) // 2:
+            table = np.empty(1 << min(2 * len(left) - 1, _LARGEST_TABLE - 1).bit_length(), dtype=np.int32)
+    return same
+
+
+def _mixed(values: UInt64) -> UInt64:
+    """A bijection of 64-bit integers whose bits all depend on each other (the finalizer of SplitMix64), in place."""
+    values += np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        values ^= values >> np.uint64(shift)
+        values *= np.uint64(factor)
+    values ^= values >> np.uint64(31)
+    return values

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -156,6 +156,33 @@ class StructureTable:
             identity[has] = mixed ^ (mixed >> np.uint64(29))
         return identity
 
+    def taken(self, items: npt.NDArray[np.intp]) -> StructureTable:
+        """The table of some of the items alone, ascending; without ``attributes``."""
+        if not len(items):
+            return _NO_ITEMS
+        is_taken = np.zeros(len(self), dtype=np.bool_)
+        is_taken[items] = True
+        entries = np.repeat(is_taken, self.ndims)
+        names, name_ids = np.unique(self.name_ids[items], return_inverse=True)
+        return StructureTable(
+            names=tuple(map(self.names.__getitem__, names.tolist())),
+            paths=None if self.paths is None else self.paths.taken(names.astype(np.intp)),
+            dtypes=self.dtypes,
+            layouts=self.layouts,
+            name_ids=name_ids.astype(np.int32),
+            dtype_ids=self.dtype_ids[items],
+            layout_ids=self.layout_ids[items],
+            kinds=self.kinds[items],
+            forms=self.forms[items],
+            requires_grad=self.requires_grad[items],
+            ndims=self.ndims[items],
+            replicas=self.replicas[items],
+            shapes=self.shapes[entries],
+            offsets=self.offsets[entries],
+            sizes=self.sizes[entries],
+            peers=self.peers,
+        )
+
     def dims_of(self, item: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """(global size, chunk offsets, chunk sizes) of one item."""
         span = slice(int(self.starts[item]), int(self.starts[item + 1]))
@@ -285,3 +312,6 @@ def _refuse_duplicates(names: Sequence[str], items: Sequence[ItemStructure]) -> 
                 "each item of a state dict needs a name of its own: rename one of them",
                 key=left,
             )
+
+
+_NO_ITEMS: Final = table_of([], [])

@@ -1,6 +1,10 @@
-"""Pickle opcodes, protocol 4, as bytes: what the records and fragments of ``.metadata`` are put together from.
+"""Opcodes of a pickle, protocol 4, in frames; records of fixed width with gaps, which NumPy fills in.
 
-Owns how values, memo references and frames are spelt; never knows of DCP's classes. Called by the rest of the package.
+Owns how values, gaps and frames are spelt; never knows of DCP's classes. Called by the rest of the package.
+
+Frames matter to readers: where a file has no ``peek``, as those of object stores, ``pickle.load`` reads what is not in
+a frame opcode by opcode. 640,000 items: 0.95 s with frames, 1.8 s without from a ``BytesIO``, 3.4 s from a file object
+in Python.
 """
 
 from __future__ import annotations
@@ -8,59 +12,150 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-from typing import Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
-__all__ = [
-    "FRAME_HEADER_NBYTES",
-    "PROTOCOL_4",
-    "frame_header",
-    "memoized",
-    "remembered",
-    "spliced",
-    "text",
-    "tuple_of",
-]
+import numpy as np
+import numpy.typing as npt
 
-PROTOCOL_4: Final = pickle.PROTO + b"\x04"
-FRAME_HEADER_NBYTES: Final = 9
+from robust_dcp.storage.records.checksum import crc32
 
-_TUPLES: Final = (pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
+__all__ = ["REMEMBER", "Frame", "Gap", "Parts", "frame_of", "get", "records", "spliced", "text", "tuple_of"]
+
+Ints = npt.NDArray[np.integer[Any]]
+Int64 = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+
+REMEMBER = pickle.MEMOIZE + pickle.POP
+"""Gives the value on the stack the next number in the memo, and takes it from the stack."""
+
+_NUMBERED = struct.Struct("<cI")
+_FRAME = struct.Struct("<cQ")
+_TUPLES = (pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Where a record differs from row to row: a reference to the value of some number in the memo, or a number."""
+
+    name: str
+    is_number: bool = False
+
+
+Parts = Sequence[bytes | Gap]
+"""Opcodes and gaps, in turn."""
 
 
 def spliced(value: Any) -> bytes:
-    """Opcodes that push ``value`` and leave the memo alone, so that memo indices around them stay what they are.
-
-    By the real pickler, in protocol 3: its opcodes are valid in protocol 4, and it has no frames, which would have to
-    be taken apart. No value may contain itself.
-    """
-    buffer = io.BytesIO()
-    pickler = pickle.Pickler(buffer, protocol=3)
+    """Opcodes that push ``value`` and leave the memo alone. No value may contain itself."""
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, protocol=3)  # valid in protocol 4, and without frames, which would have to go
     pickler.fast = True
     pickler.dump(value)
-    return buffer.getvalue().removeprefix(pickle.PROTO + b"\x03").removesuffix(pickle.STOP)
+    return file.getvalue().removeprefix(pickle.PROTO + b"\x03").removesuffix(pickle.STOP)
 
 
 def text(value: str) -> bytes:
     """Opcodes that push ``value``."""
     encoded = value.encode("utf-8", "surrogatepass")
-    return pickle.BINUNICODE + struct.pack("<I", len(encoded)) + encoded
+    return _NUMBERED.pack(pickle.BINUNICODE, len(encoded)) + encoded
 
 
-def memoized(pushed: bytes) -> bytes:
-    """Opcodes that give the value that ``pushed`` pushes the next memo index, and leave the stack as it was."""
-    return pushed + pickle.MEMOIZE + pickle.POP
+def get(number: int) -> bytes:
+    """Opcodes that push the value of that number in the memo."""
+    return _NUMBERED.pack(pickle.LONG_BINGET, number)
 
 
-def remembered(index: int) -> bytes:
-    """Opcodes that push the value with memo index ``index``."""
-    return pickle.BINGET + bytes([index]) if index < 256 else pickle.LONG_BINGET + struct.pack("<I", index)
+def tuple_of(members: Sequence[Any]) -> tuple[Any, ...]:
+    """The opcodes of a tuple around those that push its members."""
+    if len(members) < len(_TUPLES):
+        return (*members, _TUPLES[len(members)])
+    return (pickle.MARK, *members, pickle.TUPLE)
 
 
-def tuple_of(count: int) -> tuple[bytes, bytes]:
-    """The opcodes before and behind those that push the ``count`` members of a tuple."""
-    return (b"", _TUPLES[count]) if count < len(_TUPLES) else (pickle.MARK, pickle.TUPLE)
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """Whole opcodes, kept and written as they are: entries, each of which is about something.
+
+    Attributes:
+        data: read-only.
+        keys: what each entry is about; empty in a frame that is never cut.
+        ends: int64, where each entry ends, from the first on.
+    """
+
+    data: memoryview
+    keys: Ints
+    ends: Int64
+
+    @cached_property
+    def crc(self) -> int:
+        """CRC-32 of ``data``, as it was when this was asked for first."""
+        return crc32(self.data)
+
+    def without(self, is_gone: npt.NDArray[np.bool_]) -> Frame:
+        """This frame without the entries whose keys are gone."""
+        cut = is_gone[self.keys]
+        if not cut.any():
+            return self
+        nbytes = np.diff(self.ends, prepend=0)
+        stays = np.concatenate([np.ones(_FRAME.size, dtype=np.bool_), np.repeat(~cut, nbytes)])
+        return _framed(np.frombuffer(self.data, dtype=np.uint8)[stays], self.keys[~cut], nbytes[~cut])
 
 
-def frame_header(nbytes: int) -> bytes:
-    """Says that the next ``nbytes`` bytes, all of whole opcodes, are to be read at once."""
-    return pickle.FRAME + struct.pack("<Q", nbytes)
+def frame_of(entries: Iterable[bytes], keys: Ints | None = None) -> Frame:
+    """A frame of ``entries``, which are whole opcodes each."""
+    entries = list(entries)
+    nbytes = np.fromiter(map(len, entries), dtype=np.int64, count=len(entries))
+    return _framed(np.frombuffer(bytearray(b"".join((bytes(_FRAME.size), *entries))), dtype=np.uint8), keys, nbytes)
+
+
+def records(templates: Sequence[Parts], which: Ints, columns: Mapping[str, Ints], keys: Ints | None = None) -> Frame:
+    """An entry for each row: the record ``templates[which[row]]`` with what ``columns`` have in that row."""
+    chosen = [np.flatnonzero(which == number) for number in range(len(templates))]
+    blanks = [_blank(parts, columns, rows) for parts, rows in zip(templates, chosen, strict=True)]
+    nbytes = np.array([len(blank) for blank, _ in blanks])[which]
+    ends = np.cumsum(nbytes)
+    data: Bytes = np.empty(_FRAME.size + int(nbytes.sum()), dtype=np.uint8)
+    out = data[_FRAME.size :]
+    for (blank, gaps), rows in zip(blanks, chosen, strict=True):
+        if len(rows):
+            whole = np.dtype((np.void, len(blank)))
+            filled = np.full(len(rows), np.frombuffer(blank, dtype=whole))
+            for name in gaps.names or ():
+                filled.view(gaps)[name] = columns[name][rows]
+            # Each byte of `out` as the first of a record: these overlap, but those that are written to do not.
+            starts = np.ndarray(len(out) - len(blank) + 1, dtype=whole, buffer=out, strides=(1,))
+            starts[ends[rows] - len(blank)] = filled
+    return _framed(data, keys, nbytes)
+
+
+def _blank(parts: Parts, columns: Mapping[str, Ints], rows: Ints) -> tuple[bytes, np.dtype[np.void]]:
+    """A record before its gaps are filled, and where these are; a number has room for the largest of ``rows``."""
+    blank = b""
+    gaps: dict[str, tuple[str, int]] = {}
+    for part in parts:
+        if isinstance(part, bytes):
+            blank += part
+            continue
+        if not part.is_number:
+            opcode, format_ = pickle.LONG_BINGET, "<u4"
+        elif int(columns[part.name][rows].max(initial=0)) < 1 << 31:
+            opcode, format_ = pickle.BININT, "<i4"
+        else:
+            opcode, format_ = pickle.LONG1 + b"\x08", "<i8"
+        gaps[part.name] = format_, len(blank) + len(opcode)
+        blank += opcode + bytes(int(format_[-1]))
+    formats, offsets = [each for each, _ in gaps.values()], [at for _, at in gaps.values()]
+    return blank, np.dtype({"names": list(gaps), "formats": formats, "offsets": offsets, "itemsize": len(blank)})
+
+
+def _framed(data: Bytes, keys: Ints | None, nbytes: Int64) -> Frame:
+    """A frame of ``data``, which has room for its header."""
+    data[: _FRAME.size] = np.frombuffer(_FRAME.pack(pickle.FRAME, len(data) - _FRAME.size), dtype=np.uint8)
+    none: Int64 = np.empty(0, dtype=np.int64)
+    if keys is None:
+        return Frame(data.data.toreadonly(), none, none)
+    is_last = np.diff(keys, append=-1) != 0  # entries about the same go together
+    return Frame(data.data.toreadonly(), keys[is_last], np.cumsum(nbytes)[is_last])
