@@ -15,6 +15,7 @@ from robust_dcp.storage.files.disk import Disk
 
 __all__ = [
     "DATA_SUFFIX",
+    "INDEX_NAME",
     "JOURNAL_PREFIX",
     "METADATA_NAME",
     "PLAN_NAME",
@@ -39,6 +40,9 @@ __all__ = [
 METADATA_NAME: Final = ".metadata"
 DATA_SUFFIX: Final = ".distcp"
 SAFETENSORS_SUFFIX: Final = ".safetensors"
+INDEX_NAME: Final = ".robust_dcp.index"
+"""What ``.metadata`` says, for readers that look up few of its items; nothing that stock looks for."""
+
 PLAN_NAME: Final = ".robust_dcp.plan"
 """The plan that a checkpoint was saved by; no part of the checkpoint, and nothing that stock looks for."""
 
