@@ -129,9 +129,7 @@ def save(
         with clock.phase("write"):
             session.settle(write)
         with clock.phase("commit"):
-            session.commit(
-                lambda: writer.publish(session.encoded_metadata(writer.plain_meta())), writer.clean_up, writer.keep_plan
-            )
+            session.commit(lambda: writer.publish(session.encoded_metadata(writer.plain_meta())), writer.clean_up)
     return _save_report(session, clock, writer, n_items=len(plan.kept))
 
 

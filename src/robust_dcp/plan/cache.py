@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from robust_dcp.plan.rank_plan import Places, RankPlan
 from robust_dcp.plan.structure import StructureTable
+from robust_dcp.storage.index import Section
 
 if TYPE_CHECKING:
     from robust_dcp.plan.metadata import MetadataTemplate
@@ -29,17 +30,17 @@ GroupKey = tuple[int, ...]
 
 
 class MadeOnce:
-    """Bytes that are made when they are first asked for."""
+    """Sections of an index that are made when they are first asked for."""
 
     def __init__(self) -> None:
-        self._value: bytes | None = None
+        self._value: Mapping[str, Section] | None = None
         self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
-        return len(self._value or b"")
+        return sum(len(section.data) for section in (self._value or {}).values())
 
-    def get(self, make: Callable[[], bytes]) -> bytes:
+    def get(self, make: Callable[[], Mapping[str, Section]]) -> Mapping[str, Section]:
         with self._lock:
             if self._value is None:
                 self._value = make()
@@ -60,7 +61,7 @@ class CoordinatorPlan:
         stock_metadata: DCP's own object for such a writer.
         variable_places: of every rank's items of variable size in the last committed save; ``None`` before there was
             one.
-        stored: the plan as it is put beside each checkpoint.
+        stored: the plan as it stands in the index of each checkpoint.
         columns_nbytes: memory of all tables and places.
         replicated, n_classes: of each rank, as in ``ReplicaChecks``; empty if replicas are not compared.
         is_contested: whether several ranks claim the main replica of some chunk.

@@ -1,4 +1,4 @@
-"""The ``.metadata`` of a checkpoint, from a global plan: what stock readers read.
+"""The ``.metadata`` of a checkpoint and its index, from a global plan.
 
 Owns the translation of the plan's columns into those that ``storage.metadata.pickled`` emits; what a plan determines is
 emitted once and kept with it, the names of files and the places of items of variable size are filled in at each commit.
@@ -7,8 +7,9 @@ Coordinator only.
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,8 +27,10 @@ from torch.distributed.checkpoint.metadata import (
 from robust_dcp.plan.global_plan import GlobalColumns, GlobalPlan
 from robust_dcp.plan.structure import ItemKind
 from robust_dcp.plan.structure.ragged import unique_rows
+from robust_dcp.storage.index import Fragment, IndexTemplate, Section
 from robust_dcp.storage.layouts import TORCH, FileName, Layout
 from robust_dcp.storage.layouts.places import Placements
+from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION
 from robust_dcp.storage.metadata.pickled import MetadataColumns, MetadataPickle
 from robust_dcp.storage.writer import MetadataToPublish
 from robust_dcp.storage.writing.engine import WrittenFiles
@@ -37,6 +40,8 @@ __all__ = ["MetadataTemplate", "stock_metadata"]
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
 Places = npt.NDArray[np.intp]
+
+logger = logging.getLogger(__name__)
 
 
 class MetadataTemplate:
@@ -51,7 +56,7 @@ class MetadataTemplate:
 
     def __init__(self, plan: GlobalPlan, placements: Sequence[Placements], layout: Layout = TORCH) -> None:
         self._source: tuple[GlobalPlan, Sequence[Placements]] | None = (plan, placements)
-        self._compiled: tuple[MetadataPickle, Places] | None = None
+        self._compiled: tuple[MetadataPickle, IndexTemplate | None, Places] | None = None
         self._lock = threading.Lock()
         self._layout = layout
         self._heads = [placement.head_nbytes for placement in placements]
@@ -60,14 +65,20 @@ class MetadataTemplate:
     @property
     def nbytes(self) -> int:
         """Bytes that are kept for later saves."""
-        return 0 if self._compiled is None else self._compiled[0].nbytes
+        if self._compiled is None:
+            return 0
+        pickled, index, _ = self._compiled
+        return pickled.nbytes + (0 if index is None else index.nbytes)
 
-    def encode(self, written: Sequence[WrittenFiles], storage_meta: StorageMeta) -> MetadataToPublish:
-        """The bytes of ``.metadata``, and the data files of all ranks.
+    def encode(
+        self, written: Sequence[WrittenFiles], storage_meta: StorageMeta, kept_plan: Mapping[str, Section] | None = None
+    ) -> MetadataToPublish:
+        """The bytes of ``.metadata`` and of the index, and the data files of all ranks.
 
         Args:
             written: for each rank the generation of its file names and the places of its items of variable size.
             storage_meta: goes into the file as it is.
+            kept_plan: what the index holds of the plan.
 
         Raises:
             ValueError: if places are not one for each item of variable size.
@@ -77,13 +88,19 @@ class MetadataTemplate:
                 raise ValueError(
                     f"rank {rank} gave {len(files.variable_places)} places for {expected} items of variable size"
                 )
-        compiled, order = self._compile()
-        places = np.concatenate([files.variable_places for files in written])
+        compiled, index, order = self._compile()
+        places = np.concatenate([files.variable_places for files in written])[order]
         of_files = self._file_names(written)
         names = [name.committed for name in of_files]
-        fragments = compiled.encode(names, places[order], storage_meta).fragments
+        fragments = compiled.encode(names, places, storage_meta).fragments
         renames = tuple(name for name in of_files if name.written != name.committed)
-        return MetadataToPublish(fragments, frozenset(names), renames)
+        encoded: tuple[Fragment, ...] = ()
+        if index is not None:
+            try:
+                encoded = index.encode(fragments, names, places, storage_meta, FORMAT_VERSION, kept_plan or {})
+            except ValueError as error:  # a path of which UTF-8 knows nothing, say
+                _tell_of_no_index(error)
+        return MetadataToPublish(fragments, frozenset(names), renames, encoded)
 
     def _file_names(self, written: Sequence[WrittenFiles]) -> list[FileName]:
         """Rank after rank."""
@@ -93,18 +110,31 @@ class MetadataTemplate:
             for name in self._layout.file_names(rank, heads, files.generation)
         ]
 
-    def _compile(self) -> tuple[MetadataPickle, Places]:
-        """The pickle, and for each of its variable rows the place among those of all ranks."""
+    def _compile(self) -> tuple[MetadataPickle, IndexTemplate | None, Places]:
+        """The pickle and the index, and for each of their variable rows the place among those of all ranks."""
         with self._lock:
             if self._source is not None:
                 plan, placements = self._source
                 by_rank = _InPlanOrder.of(plan, placements)
-                compiled = MetadataPickle(_columns_of(plan, by_rank, n_files=sum(map(len, self._heads))))
-                self._compiled = compiled, by_rank.variable[compiled.variable]
+                columns = _columns_of(plan, by_rank, n_files=sum(map(len, self._heads)))
+                compiled = MetadataPickle(columns)
+                self._compiled = compiled, _index_of(columns), by_rank.variable[compiled.variable]
                 self._source = None
             if self._compiled is None:
                 raise ValueError("the metadata could not be compiled before")
             return self._compiled
+
+
+def _index_of(columns: MetadataColumns) -> IndexTemplate | None:
+    try:
+        return IndexTemplate(columns)
+    except ValueError as error:
+        _tell_of_no_index(error)
+        return None
+
+
+def _tell_of_no_index(error: ValueError) -> None:
+    logger.warning("the checkpoint gets no index, so a load takes longer: %s", error)
 
 
 class _InPlanOrder(NamedTuple):

@@ -18,7 +18,6 @@ __all__ = [
     "INDEX_NAME",
     "JOURNAL_PREFIX",
     "METADATA_NAME",
-    "PLAN_NAME",
     "SAFETENSORS_SUFFIX",
     "DataFileName",
     "WriterOfFile",
@@ -41,10 +40,8 @@ METADATA_NAME: Final = ".metadata"
 DATA_SUFFIX: Final = ".distcp"
 SAFETENSORS_SUFFIX: Final = ".safetensors"
 INDEX_NAME: Final = ".robust_dcp.index"
-"""What ``.metadata`` says, for readers that look up few of its items; nothing that stock looks for."""
-
-PLAN_NAME: Final = ".robust_dcp.plan"
-"""The plan that a checkpoint was saved by; no part of the checkpoint, and nothing that stock looks for."""
+"""What ``.metadata`` says, for readers that look up few of its items, and the plan that it was saved by. Nothing that
+stock looks for."""
 
 JOURNAL_PREFIX: Final = ".robust_dcp.saving."
 """Followed by the id of a save: the file that says that this save is under way, and which files it may make."""

@@ -6,6 +6,7 @@ resumes finds its plan there. ``.metadata`` stays the truth: an index that does 
 
 from robust_dcp.storage.index.build import IndexTemplate
 from robust_dcp.storage.index.form import DamagedIndex, Fragment, Section
+from robust_dcp.storage.index.index_file import IndexFile
 from robust_dcp.storage.index.lazy import StoredChunks, StoredItems, lazy_metadata, look_up, stored_items_of
 from robust_dcp.storage.index.opened import fitting_index, index_called
 from robust_dcp.storage.index.stored_index import Overlap, StoredIndex
@@ -13,6 +14,7 @@ from robust_dcp.storage.index.stored_index import Overlap, StoredIndex
 __all__ = [
     "DamagedIndex",
     "Fragment",
+    "IndexFile",
     "IndexTemplate",
     "Overlap",
     "Section",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
+from itertools import pairwise
 from typing import Any, Protocol, TypeVar, overload
 
 import numpy as np
@@ -321,8 +322,13 @@ class StoredItems(Mapping[MetadataIndex, Any]):
         found = []
         for number, name in enumerate(index.names):
             stored = index.stored(number)
-            rows = range(stored.first, stored.end)
-            found += [MetadataIndex(name, None if stored.size is None else index.offsets(row)) for row in rows]
+            if stored.size is None:
+                found.append(MetadataIndex(name))
+                continue
+            offsets = [index.offsets(row) for row in range(stored.first, stored.end)]
+            if any(tuple(before) >= tuple(behind) for before, behind in pairwise(offsets)):
+                raise index.file.damaged(f"the chunks of name {number} do not ascend")
+            found += [MetadataIndex(name, each) for each in offsets]
         return iter(found)
 
     def _row(self, index: MetadataIndex) -> int | None:

@@ -1,6 +1,7 @@
 """The index of a checkpoint, if it has one that fits.
 
-Owns the decision. Called by ``reader`` before a load and by ``plan.stored_plan`` before a save.
+Owns the decision. Called by ``reader`` before a load and by ``plan.stored_plan`` before a save; both go on without an
+index that is damaged, and say so.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
 from robust_dcp.storage.index.fit import fit_of_file
-from robust_dcp.storage.index.form import DamagedIndex
 from robust_dcp.storage.index.index_file import IndexFile
 from robust_dcp.storage.index.stored_index import StoredIndex
 
@@ -22,9 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 def fitting_index(disk: Disk, directory: str) -> StoredIndex | None:
-    """The index in ``directory``; ``None`` if there is none, or it belongs to another ``.metadata``, or it is damaged.
+    """The index in ``directory``; ``None`` if there is none, or it belongs to another ``.metadata``.
 
-    What is wrong with one is logged: a load then reads ``.metadata``, and nothing is lost but time.
+    Raises:
+        DamagedIndex: it is not what was written.
+        StorageError: it cannot be read.
     """
     index = _opened(disk, directory)
     if index is None:
@@ -39,15 +41,15 @@ def fitting_index(disk: Disk, directory: str) -> StoredIndex | None:
 
 
 def index_called(disk: Disk, directory: str, identity: bytes) -> StoredIndex | None:
-    """The very index that another rank has found to fit; ``None`` if it is not what lies in ``directory`` here."""
+    """The very index that another rank has found to fit; ``None`` if it is not what lies in ``directory`` here.
+
+    Raises:
+        DamagedIndex, StorageError: as :func:`fitting_index`.
+    """
     index = _opened(disk, directory)
     return index if index is not None and index.file.identity == identity else None
 
 
 def _opened(disk: Disk, directory: str) -> StoredIndex | None:
     path = os.path.join(directory, INDEX_NAME)
-    try:
-        return StoredIndex(IndexFile(disk, path)) if disk.exists(path) else None
-    except (DamagedIndex, StorageError) as error:
-        logger.warning("%s", error.message)
-        return None
+    return StoredIndex(IndexFile(disk, path)) if disk.exists(path) else None

@@ -17,10 +17,10 @@ from typing import Final
 
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import METADATA_NAME, holds_raw_bytes, is_data_file
+from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, holds_raw_bytes, is_data_file
 from robust_dcp.storage.layouts.safetensors_head import MARK_KEY
 from robust_dcp.storage.writing.committed import Committed, committed_in
-from robust_dcp.storage.writing.journal import OtherSave, SaveState, journals_in
+from robust_dcp.storage.writing.journal import OtherSave, SaveState, journals_in, token_of
 
 __all__ = ["LeftOvers", "find_left_overs", "named_by_ranks", "tell_what_stays"]
 
@@ -78,7 +78,7 @@ def find_left_overs(
             # Killed between its commit and the end: what it replaced is garbage.
             candidates = set(save.record.replaces) & set(names)
         else:
-            candidates = save.may_have_made(names)
+            candidates = save.may_have_made(names) | _temporary_index(save, names)
         left = (name for name in candidates - needed if _may_be_ours(disk, directory, name))
         by_journal[save.name] = frozenset(left)
     return LeftOvers(by_journal, others, other_files)
@@ -91,6 +91,11 @@ def _read(disk: Disk, directory: str, name: str, now_seconds: float) -> OtherSav
         if error.errno == errno.ENOENT:  # its save has just ended
             return None
         raise
+
+
+def _temporary_index(save: OtherSave, names: Collection[str]) -> set[str]:
+    """What a save that was killed in its commit calls the index that it was about to rename."""
+    return set() if save.record is None else {f"{INDEX_NAME}.{token_of(save.record.save_id)}.tmp"} & set(names)
 
 
 def _may_be_ours(disk: Disk, directory: str, name: str) -> bool:
