@@ -11,12 +11,13 @@ import msgspec
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from robust_dcp.storage.files.disk import Disk, PosixDisk
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
-from robust_dcp.storage.index import IndexTemplate, fitting_index, lazy_metadata
+from robust_dcp.storage.index import IndexTemplate
 from robust_dcp.storage.index.form import SECTIONS, SLAB_NBYTES, head_nbytes
-from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, decode_metadata
+from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION
 from robust_dcp.storage.metadata.pickled import MetadataPickle
+from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.records.checksum import crc32
 from tests.storage.test_metadata_pickle import Content, Entry, contents, names_of
 
@@ -55,10 +56,12 @@ def put(directory: Path, content: Content, meta: StorageMeta | None = META) -> t
 
 def lazy(directory: Path, disk: Disk | None = None) -> Metadata | None:
     """What the index there says; ``None`` if it is not used."""
-    index = fitting_index(disk or PosixDisk(), str(directory))
-    if index is None:
-        return None
-    return lazy_metadata(index, lambda: decode_metadata((directory / METADATA_NAME).read_bytes(), ".metadata"))
+    reader = RobustReader(directory, disk=disk)
+    identity = reader.find_index()
+    metadata = reader.indexed_metadata(identity) if identity else None
+    if metadata is not None and metadata.storage_meta is not None:
+        metadata.storage_meta.load_id = None  # the reader's own
+    return metadata
 
 
 def with_fixed_checksums(data: bytes | bytearray) -> bytes:

@@ -78,17 +78,10 @@ def test_data_files_get_their_names_between_the_bytes_of_the_metadata_and_its_na
     disk = WatchedDisk(SimulatedDisk())
     save(disk)
     first = next(n for n, (call, path) in enumerate(disk.calls) if call == "open_new" and ".metadata" in path)
-    assert disk.operations[first : first + 9] == [
-        "open_new",
-        "pwrite",
-        "fsync",
-        "close",
-        "rename",
-        "rename",
-        "fsync_directory",
-        "rename",
-        "fsync_directory",
-    ]
+    written = ["open_new", "pwrite", "fsync", "close"]  # .metadata, then its index
+    named = ["rename", "rename"]  # the data files, then the index and .metadata
+    expected = [*written, *written, *named, "fsync_directory", *named, "fsync_directory"]
+    assert disk.operations[first : first + len(expected)] == expected
 
 
 def test_a_crash_before_any_call_leaves_nothing_or_everything() -> None:

@@ -5,6 +5,7 @@ resumes finds its plan there. ``.metadata`` stays the truth: an index that does 
 """
 
 from robust_dcp.storage.index.build import IndexTemplate
+from robust_dcp.storage.index.fit import fit_of
 from robust_dcp.storage.index.form import DamagedIndex, Fragment, Section
 from robust_dcp.storage.index.index_file import IndexFile
 from robust_dcp.storage.index.lazy import StoredChunks, StoredItems, lazy_metadata, look_up, stored_items_of
@@ -21,6 +22,7 @@ __all__ = [
     "StoredChunks",
     "StoredIndex",
     "StoredItems",
+    "fit_of",
     "fitting_index",
     "index_called",
     "lazy_metadata",

@@ -191,14 +191,18 @@ class _Entries(Mapping[str, Any]):
 
 
 class StoredChunks(Sequence[ChunkStorageMetadata]):
-    """``TensorStorageMetadata.chunks``: a list that makes its elements when they are asked for."""
+    """``TensorStorageMetadata.chunks``: a list that makes its elements when they are asked for.
 
-    __slots__ = ("_name", "_source", "_stored")
+    Whoever walks through all of them, as stock's planner does several times, is given the same list again.
+    """
+
+    __slots__ = ("_all", "_name", "_source", "_stored")
 
     def __init__(self, source: _Source, name: str, stored: StoredName) -> None:
         self._source = source
         self._name = name
         self._stored = stored
+        self._all: list[ChunkStorageMetadata] | None = None
 
     def _decoded(self, metadata: Metadata) -> Sequence[ChunkStorageMetadata]:
         entry: Any = metadata.state_dict_metadata[self._name]
@@ -216,13 +220,17 @@ class StoredChunks(Sequence[ChunkStorageMetadata]):
 
     @_or_decoded
     def __getitem__(self, place: int | slice) -> ChunkStorageMetadata | list[ChunkStorageMetadata]:
+        if self._all is not None:
+            return self._all[place]
         if isinstance(place, slice):
             return [self._chunk(each) for each in range(len(self))[place]]
         return self._chunk(range(len(self))[place])
 
     @_or_decoded
     def __iter__(self) -> Iterator[ChunkStorageMetadata]:
-        return iter([self._chunk(place) for place in range(len(self))])
+        if self._all is None:
+            self._all = [self._chunk(place) for place in range(len(self))]
+        return iter(self._all)
 
     def _chunk(self, place: int) -> ChunkStorageMetadata:
         index, row = self._source.index, self._stored.first + place
