@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.files.disk import PosixDisk
-from robust_dcp.storage.index import DamagedIndex, fitting_index
+from robust_dcp.storage.index import DamagedIndex, fitting_index, index_file
 from robust_dcp.storage.index.form import SECTIONS, head_nbytes
 from tests.storage.indices import META, indexed_contents, lazy, put, sorted_content, with_fixed_checksums
 from tests.storage.test_index import FLOAT32, _grid
@@ -80,8 +80,11 @@ def test_an_index_that_is_cut_off_is_put_aside(tmp_path: Path) -> None:
     assert lazy(tmp_path) is None
 
 
-def test_one_that_is_cut_off_while_it_is_used_is_put_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_that_is_cut_off_while_it_is_used_is_put_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is read and not mapped, so this is an error and not the end of the process."""
+    monkeypatch.setattr(index_file, "_FIRST_READ_NBYTES", head_nbytes())  # as if it were a large one
     _, index = put(tmp_path, CONTENT)
     metadata = lazy(tmp_path)
     assert metadata is not None

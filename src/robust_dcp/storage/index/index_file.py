@@ -24,6 +24,9 @@ __all__ = ["Column", "IndexFile"]
 
 _SLABS_KEPT: Final = 64
 
+_FIRST_READ_NBYTES: Final = 256 << 10
+"""Read at once and kept: all of most indices. Over a network each call takes its time, however little it reads."""
+
 
 class IndexFile:
     """An index, opened. Any number of threads may use it at once. The file is closed when nobody refers to it.
@@ -48,7 +51,9 @@ class IndexFile:
         self._file = disk.open_read(path)
         weakref.finalize(self, _close, disk, self._file)
         nbytes = disk.size(path)
-        data = self._read(0, min(head_nbytes(), nbytes))
+        self._beginning = b""
+        self._beginning = self._read(0, min(_FIRST_READ_NBYTES, nbytes))
+        data = self._beginning[: head_nbytes()]
         head = Head.decode(data, nbytes, path)
         self.fit = head.fit
         self.identity = hashlib.sha256(data).digest()
@@ -115,6 +120,8 @@ class IndexFile:
         return data[start - first * SLAB_NBYTES : end - first * SLAB_NBYTES]
 
     def _read(self, offset: int, nbytes: int) -> bytes:
+        if offset + nbytes <= len(self._beginning):
+            return self._beginning[offset : offset + nbytes]
         buffer = bytearray(nbytes)
         found = self._disk.pread_into(self._file, buffer, offset) if nbytes else 0
         if found != nbytes:
@@ -133,33 +140,42 @@ def _close(disk: Disk, file: OpenFile) -> None:
 
 
 class Column:
-    """The numbers of a section, one by one or some in a row."""
+    """The numbers of a section, one by one or some in a row. The slab that was asked last stays at hand."""
 
-    __slots__ = ("_file", "_held", "_kind", "_length", "_per_slab", "_section")
+    __slots__ = ("_file", "_held", "_kind", "_length", "_mask", "_section", "_shift")
 
     def __init__(self, file: IndexFile, section: str) -> None:
         self._file = file
         self._section = section
         self._kind = np.dtype(SECTIONS[section])
         self._length = file.nbytes(section) // self._kind.itemsize
-        self._per_slab = SLAB_NBYTES // self._kind.itemsize
+        per_slab = SLAB_NBYTES // self._kind.itemsize  # a power of two
+        self._shift, self._mask = per_slab.bit_length() - 1, per_slab - 1
         self._held: tuple[int, memoryview] = (-1, memoryview(b""))
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, row: int) -> int:
-        number, at = divmod(row, self._per_slab)
         held, values = self._held
-        if held != number:
-            if not 0 <= row < self._length:
-                raise self._file.damaged(f"{self._section} has {self._length} rows, and row {row} is referred to")
-            values = self._numbers(self._file.slab(self._section, number)).data
-            self._held = number, values
-        if at >= len(values):
-            raise self._file.damaged(f"{self._section} has {self._length} rows, and row {row} is referred to")
-        value: int = values[at]
+        number = row >> self._shift
+        if number != held:
+            values = self._hold(number, row)
+        try:
+            value: int = values[row & self._mask]
+        except IndexError:
+            raise self._no_such(row) from None
         return value
+
+    def _hold(self, number: int, row: int) -> memoryview:
+        if not 0 <= row < self._length:
+            raise self._no_such(row)
+        values = self._numbers(self._file.slab(self._section, number)).data
+        self._held = number, values
+        return values
+
+    def _no_such(self, row: int) -> DamagedIndex:
+        return self._file.damaged(f"{self._section} has {self._length} rows, and row {row} is referred to")
 
     def rows(self, first: int, end: int) -> npt.NDArray[Any]:
         """Rows ``first`` to ``end``."""

@@ -144,15 +144,16 @@ class _Entries(Mapping[str, Any]):
     def _decoded(self, metadata: Metadata) -> Mapping[str, Any]:
         return metadata.state_dict_metadata
 
-    @_or_decoded
     def __getitem__(self, name: str) -> Any:
         known = self._known.get(name)
         if known is None:
-            number = self._source.number(name)
-            if number is None:
-                raise KeyError(name)
-            known = self._known[name] = self._entry(name, number)
+            known = self._known[name] = self._entry(name)
         return known
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of a dict. Asked of each tensor of a load, so without the detour by way of an exception."""
+        known = self._known.get(name)
+        return super().get(name, default) if known is None else known
 
     @_or_decoded
     def __contains__(self, name: object) -> bool:
@@ -173,8 +174,18 @@ class _Entries(Mapping[str, Any]):
             except DamagedIndex as error:
                 self._source.put_aside(error)
 
-    def _entry(self, name: str, number: int) -> Any:
-        index = self._source.index
+    def _entry(self, name: str) -> Any:
+        if self._source.decoded is not None:
+            return self._source.decoded.state_dict_metadata[name]
+        try:
+            return self._stored_entry(name)
+        except DamagedIndex as error:
+            return self._source.put_aside(error).state_dict_metadata[name]
+
+    def _stored_entry(self, name: str) -> Any:
+        number, index = self._source.number(name), self._source.index
+        if number is None:
+            raise KeyError(name)
         stored = index.stored(number)
         if stored.size is None:
             return BytesStorageMetadata()
@@ -306,15 +317,22 @@ class StoredItems(Mapping[MetadataIndex, Any]):
     def _decoded(self, metadata: Metadata) -> Any:
         return metadata.storage_data
 
-    @_or_decoded
     def __getitem__(self, index: MetadataIndex) -> Any:
         known = self._known.get(index)
         if known is None:
-            row = self._row(index)
-            if row is None:
-                raise KeyError(index)
-            known = self._known[index] = StorageInfo(*self._source.index.place(row))
+            known = self._known[index] = self._info(index)
         return known
+
+    def _info(self, index: MetadataIndex) -> Any:
+        if self._source.decoded is not None:
+            return self._source.decoded.storage_data[index]
+        try:
+            row = self._row(index)
+            if row is not None:
+                return StorageInfo(*self._source.index.place(row))
+        except DamagedIndex as error:
+            return self._source.put_aside(error).storage_data[index]
+        raise KeyError(index)
 
     @_or_decoded
     def __contains__(self, index: object) -> bool:
