@@ -42,7 +42,7 @@ Row = dict[str, Any]
 _MIB = 1 << 20
 _SHAPES: Sequence[Shape] = ((3, 16), (1, 16), (4, 16), (1, 64), (2,), (1,))
 _RESHARDED: Sequence[Shape] = ((3, 768),)
-_TENSORS_RESHARDED = 16
+_TENSORS_RESHARDED = 64
 _CASES = ("same", "reshard 0", "reshard 1")
 
 _RATIOS = {

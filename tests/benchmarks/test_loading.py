@@ -23,6 +23,6 @@ def test_contenders_plan_the_same_reads(
     for case in ("same", "reshard 0", "reshard 1"):
         assert len({reads[case, who] for who in ("ours", "ours, no index", "stock")}) == 1
     assert reads["same", "ours"] == 10
-    assert reads["reshard 1", "ours"] == 8 * 16
+    assert reads["reshard 1", "ours"] == 8 * 64
     assert [row["case"] for row in found["ratios"]] == ["same", "reshard 0", "reshard 1"]
     assert "How many times less" in capsys.readouterr().out

@@ -66,7 +66,9 @@ def plan_reads(state_dict: Mapping[str, Any], metadata: Metadata) -> PlannedRead
                     held = chunks_held(value) if local is None else [local]
                     resharded = None if held is None else read_overlap(key, chunks, held)
                     if resharded is not None:
-                        items += resharded
+                        items += resharded.items
+                        if resharded.fill:
+                            filled.add(key)
                         continue
             if found is None:
                 others[key] = value

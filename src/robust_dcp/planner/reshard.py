@@ -1,16 +1,14 @@
-"""What is read for a box of a tensor that was saved in other chunks: read items, made from the columns of the index.
+"""What is read of a tensor that was saved in other chunks: read items, of the overlaps that the index has found.
 
-Owns the arithmetic of overlaps, for all chunks of a tensor at once; which chunks come into question is found by
-bisection. Called by ``load_items``.
+Owns which boxes of a tensor this rank holds, and the form of the items. Called by ``load_items``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -19,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from robust_dcp.storage.index import StoredChunks
 
-__all__ = ["chunks_held", "read_overlap"]
+__all__ = ["FoundReads", "chunks_held", "read_overlap"]
 
 _TENSOR = LoadItemType.TENSOR
 
@@ -42,35 +40,30 @@ def chunks_held(value: Any) -> Sequence[ChunkStorageMetadata] | None:
     return None
 
 
-def read_overlap(key: str, saved: StoredChunks, held: Sequence[ChunkStorageMetadata]) -> list[ReadItem] | None:
+class FoundReads(NamedTuple):
+    """The read items of one tensor, and whether they are known to fill all that is held of it."""
+
+    items: list[ReadItem]
+    fill: bool
+
+
+def read_overlap(key: str, saved: StoredChunks, held: Sequence[ChunkStorageMetadata]) -> FoundReads | None:
     """What stock's ``create_read_items_for_chunk_list`` makes of the same.
 
     Returns:
         ``None`` if the index is damaged: the saved chunks have to be looked at one by one.
     """
-    items = []
+    items: list[ReadItem] = []
+    missing_numel = 0
     for number, chunk in enumerate(held):
         found = saved.overlap(chunk.offsets, chunk.sizes)
         if found is None:
             return None
+        missing_numel += math.prod(chunk.sizes) - found.numel
         wanted = MetadataIndex(key, chunk.offsets, number)
-        columns = zip(
-            found.chunks.tolist(),
-            _sizes(found.offsets),
-            _sizes(found.begins - found.offsets),
-            _sizes(found.begins - np.array(chunk.offsets, dtype=np.int64)),
-            _sizes(found.lengths),
-            strict=True,
-        )
+        columns = zip(found.chunks, found.offsets, found.in_chunk, found.in_box, found.lengths, strict=True)
         items += [
-            ReadItem(_TENSOR, wanted, within, MetadataIndex(key, offset, place), begin, lengths)
-            for place, offset, begin, within, lengths in columns
+            ReadItem(_TENSOR, wanted, in_box, MetadataIndex(key, offsets, place), in_chunk, lengths)
+            for place, offsets, in_chunk, in_box, lengths in columns
         ]
-    return items
-
-
-def _sizes(rows: npt.NDArray[np.int64]) -> Iterator[torch.Size]:
-    """Each row; equal rows, as those of chunks of one shape, are one object."""
-    if len(rows) and (rows == rows[0]).all():
-        return iter([torch.Size(rows[0].tolist())] * len(rows))
-    return map(torch.Size, rows.tolist())
+    return FoundReads(items, missing_numel == 0)

@@ -10,7 +10,8 @@ from robust_dcp.storage.index.form import DamagedIndex, Fragment, Section
 from robust_dcp.storage.index.index_file import IndexFile
 from robust_dcp.storage.index.lazy import StoredChunks, StoredItems, lazy_metadata, look_up, stored_items_of
 from robust_dcp.storage.index.opened import fitting_index, index_called
-from robust_dcp.storage.index.stored_index import Overlap, StoredIndex
+from robust_dcp.storage.index.overlap import Overlap
+from robust_dcp.storage.index.stored_index import StoredIndex
 
 __all__ = [
     "DamagedIndex",

@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from robust_dcp.storage.index.form import DamagedIndex
-from robust_dcp.storage.index.stored_index import Overlap, StoredIndex, StoredName
+from robust_dcp.storage.index.overlap import Overlap
+from robust_dcp.storage.index.stored_index import StoredIndex, StoredName
 from robust_dcp.storage.metadata.metadata_classes import StorageInfo
 
 __all__ = ["StoredChunks", "StoredItems", "lazy_metadata", "look_up", "stored_items_of"]

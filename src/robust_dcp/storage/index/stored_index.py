@@ -6,7 +6,8 @@ used, since checksums prove only that a file is what somebody wrote. Called by `
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,12 +17,16 @@ import torch
 from robust_dcp.storage.files.paths import check_relative_path
 from robust_dcp.storage.index.index_file import IndexFile
 from robust_dcp.storage.index.messages import IndexMeta
+from robust_dcp.storage.index.overlap import Overlap, overlap_of_few, overlap_of_many
 from robust_dcp.storage.index.stored_names import StoredNames, text_of
 from robust_dcp.storage.index.stored_sizes import StoredSizes
 
-__all__ = ["Overlap", "StoredIndex", "StoredName"]
+__all__ = ["StoredIndex", "StoredName"]
 
 Int64 = npt.NDArray[np.int64]
+
+_FEW: Final = 16
+"""Chunks that are looked at one by one: with as many, columns take as long."""
 
 
 class StoredName(NamedTuple):
@@ -41,22 +46,6 @@ class StoredName(NamedTuple):
     first: int
     end: int
     reach: int
-
-
-class Overlap(NamedTuple):
-    """Chunks of which parts are wanted; numbers are int64, a row for each.
-
-    Attributes:
-        chunks: int64 ``[n]``, places among the chunks of the tensor.
-        offsets: of the chunks in the tensor.
-        begins: of the wanted parts in the tensor.
-        lengths: of the wanted parts.
-    """
-
-    chunks: Int64
-    offsets: Int64
-    begins: Int64
-    lengths: Int64
 
 
 class StoredIndex:
@@ -159,18 +148,16 @@ class StoredIndex:
         if whole is None or len(offsets) != len(whole) or len(sizes) != len(whole):
             raise self.file.damaged(f"chunks of {len(offsets)} dimensions are asked for")
         first, end = self._rows_near(tensor, offsets, sizes)
-        ndim = len(whole)
-        chunk_offsets = self._sizes.rows(self._chunk_offset.rows(first, end), ndim)
-        chunk_sizes = self._sizes.rows(self._chunk_size.rows(first, end), ndim)
-        extents = np.array(whole, dtype=np.int64)
-        if (chunk_offsets < 0).any() or (chunk_sizes < 0).any() or (chunk_sizes > extents - chunk_offsets).any():
+        if end - first <= _FEW:
+            chunks = ((row - tensor.first, self.offsets(row), self.sizes(row)) for row in range(first, end))
+            found = overlap_of_few(chunks, whole, offsets, sizes)
+        else:
+            chunk_offsets = self._sizes.rows(self._chunk_offset.rows(first, end), len(whole))
+            chunk_sizes = self._sizes.rows(self._chunk_size.rows(first, end), len(whole))
+            found = overlap_of_many(first - tensor.first, chunk_offsets, chunk_sizes, whole, offsets, sizes)
+        if found is None:
             raise self.file.damaged(f"chunks of name {tensor.number} leave their tensor")
-        low, high = np.array(offsets, dtype=np.int64), np.array(offsets, dtype=np.int64) + np.array(sizes)
-        begins = np.maximum(chunk_offsets, low)
-        lengths = np.minimum(chunk_offsets + chunk_sizes, high) - begins
-        kept = np.flatnonzero((lengths > 0).all(axis=1))
-        found = Overlap(kept + (first - tensor.first), chunk_offsets[kept], begins[kept], lengths[kept])
-        if sum(found.lengths.prod(axis=1).tolist()) > int((high - low).prod()):
+        if found.numel > math.prod(sizes):
             raise self.file.damaged(f"chunks of name {tensor.number} lie on each other")
         return found
 

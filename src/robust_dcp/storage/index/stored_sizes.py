@@ -69,6 +69,8 @@ class StoredSizes:
         at = self._at_of_ndim[ndim] + (lowest - self._first_of_ndim[ndim]) * ndim
         table = self._values.rows(at, at + (highest - lowest + 1) * ndim).reshape(-1, ndim)
         found: Int64 = table[numbers - lowest]
+        if int(found.min()) < 0:
+            raise self._file.damaged(f"one of the sizes {lowest} to {highest} is negative")
         return found
 
     def _places_of_sizes(self) -> tuple[list[int], list[int]]:
