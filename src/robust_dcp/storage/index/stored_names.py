@@ -51,11 +51,15 @@ class StoredNames:
         """
         found = {}
         at, count = 0, len(self)
-        for wanted, name in sorted((name.encode("utf-8", "surrogatepass"), name) for name in names):
+        for wanted, name in sorted((name.encode("utf-8", "surrogatepass"), name) for name in set(names)):
             # The first of the stored names that is not before `wanted` lies in [at, end].
-            step, end = 1, at
-            while end < count and self._name_bytes(end) < wanted:
+            step, end, stored = 1, at, b""
+            while end < count and (stored := self._name_bytes(end)) < wanted:
                 at, end, step = end + 1, end + step, 2 * step
+            if at == end < count:  # it was looked at last
+                if stored == wanted:
+                    found[name], at = at, at + 1
+                continue
             end = min(end, count)
             while at < end:
                 middle = (at + end) // 2
@@ -64,7 +68,7 @@ class StoredNames:
                 else:
                     end = middle
             if at < count and self._name_bytes(at) == wanted:
-                found[name] = at
+                found[name], at = at, at + 1
         return found
 
     def name(self, number: int) -> str:
