@@ -18,7 +18,7 @@ PYTEST_ARGS ?=
 SOURCES := $(wildcard src tests demo benchmarks torture)
 TRIALS ?= 2000
 SEED ?= 1
-BENCHMARKS := $(sort $(wildcard benchmarks/bench_*.py) $(wildcard benchmarks/planning.py))
+BENCHMARKS := $(sort $(wildcard benchmarks/bench_*.py) $(wildcard benchmarks/planning.py benchmarks/loading.py))
 
 .DELETE_ON_ERROR:
 .PHONY: demo test test-compat test-compat-smoke check format bench torture clean

@@ -52,7 +52,7 @@ _COSTS = {
     "arrived_per_item": "arrived B/item",
     "returned_per_item": "returned B/item",
     "metadata_nbytes": ".metadata B",
-    "plan_nbytes": "plan B",
+    "index_nbytes": "index B",
     "written": "written",
 }
 _FITS = {

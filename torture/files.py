@@ -1,4 +1,4 @@
-"""Files with right checksums around whatever stands in them: forged objects, ``.metadata``, plans.
+"""Files with right checksums around whatever stands in them: forged objects, ``.metadata``, indices.
 
 Owns how a forged file gets into a sound checkpoint, so that everything else of it fits.
 """
@@ -12,18 +12,18 @@ import struct
 import zipfile
 import zlib
 
-import msgspec
 import zstandard
 
+from robust_dcp.storage.files.paths import INDEX_NAME
+from robust_dcp.storage.index.form import Head, Section, encode_sections, head_nbytes
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata, trailer_of
 
 __all__ = [
     "archive",
     "framed",
     "metadata_with",
-    "plan_bomb",
-    "plan_index_bomb",
     "put_file",
+    "put_index_bomb",
     "put_metadata",
     "put_object",
     "put_places",
@@ -91,19 +91,21 @@ def _zstd_of_zeros(nbytes: int) -> bytes:
     return struct.pack("<BQ", 2, nbytes) + zstandard.ZstdCompressor(level=3).compress(bytes(nbytes))
 
 
-def plan_index_bomb() -> bytes:
-    """A plan whose index announces a GiB, and has it."""
-    index = _zstd_of_zeros(1 << 30)
-    return struct.pack("<8sII", b"RDCPPLN1", len(index), zlib.crc32(index)) + index
-
-
-def plan_bomb() -> bytes:
-    """A plan whose sections announce a GiB each, and have it."""
-    section = _zstd_of_zeros(1 << 30)
-    sizes, sums = (len(section), len(section)), (zlib.crc32(section),) * 2
-    body = msgspec.msgpack.encode({"group": [0], "signatures": bytes(16), "nbytes": sizes, "crc32": sums})
-    index = b"\x01" + body
-    return struct.pack("<8sII", b"RDCPPLN1", len(index), zlib.crc32(index)) + index + section * 2
+def put_index_bomb(directory: str, *names: str) -> str:
+    """Make these sections of the index announce a GiB each, and have it, with right checksums."""
+    path = os.path.join(directory, INDEX_NAME)
+    with open(path, "rb") as file:
+        data = file.read()
+    head = Head.decode(data[: head_nbytes()], len(data), path)
+    bomb = _zstd_of_zeros(1 << 30)
+    sections = {
+        name: Section.of(name, bomb if name in names else data[start : start + nbytes])
+        for name, (start, nbytes) in head.places.items()
+        if name != "checksums"
+    }
+    if "shares" in names:  # of the only rank
+        sections["share_ends"] = Section.of("share_ends", struct.pack("<Q", len(bomb)))
+    return put_file(directory, INDEX_NAME, b"".join(encode_sections(sections, head.fit)))
 
 
 def put_places(directory: str, offset: int, length: int) -> str:

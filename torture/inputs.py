@@ -25,9 +25,8 @@ from torture.files import (
     archive,
     framed,
     metadata_with,
-    plan_bomb,
-    plan_index_bomb,
     put_file,
+    put_index_bomb,
     put_metadata,
     put_object,
     put_places,
@@ -154,9 +153,9 @@ _SPECIAL = {
 
 def _special_files() -> Iterator[Input]:
     places = {
-        "torch layout": (".metadata", "__0_0.distcp"),
+        "torch layout": (".metadata", ".robust_dcp.index", "__0_0.distcp"),
         "safetensors layout": (".metadata", "shard-00001-model-00001-of-00001.safetensors"),
-        "kept plan": (".robust_dcp.plan",),
+        "kept plan": (".robust_dcp.index",),
         "Megatron": ("common.pt", "metadata.json"),
     }
     for sample, names in places.items():
@@ -211,8 +210,10 @@ def _forged_heads() -> Iterator[Input]:
         "empty metadata.json": b"",
     }.items():
         yield Input("forged head", name, megatron, _with_file("metadata.json", data), megatron.load)
-    for name, data in {"zeros": bytes(5000), "bomb": plan_bomb(), "index of a GiB": plan_index_bomb()}.items():
-        yield Input("forged head", f"plan: {name}", plan, _with_file(".robust_dcp.plan", data), plan.load)
+    for sample in (plan, torchs):
+        yield Input("forged head", "index of zeros", sample, _with_file(".robust_dcp.index", bytes(5000)), sample.load)
+    for section in ("structures", "shares", "meta", "properties", "attributes"):
+        yield Input("forged head", f"index: {section} of a GiB", plan, _with_index_bomb(section), plan.load)
     bomb = archive(framed(b"C\x01a" + b"0N" * 50_000_000), compressed=True)
     for name, data in {
         "deflated archive": archive(framed(b"]"), compressed=True),
@@ -245,6 +246,10 @@ def _with_head(data: bytes) -> Callable[[str, str], str]:
 
 def _with_file(name: str, data: bytes) -> Callable[[str, str], str]:
     return lambda directory, canary: put_file(directory, name, data)
+
+
+def _with_index_bomb(section: str) -> Callable[[str, str], str]:
+    return lambda directory, canary: put_index_bomb(directory, section)
 
 
 def _with_metadata(pickled: bytes, checksum: bool) -> Callable[[str, str], str]:
@@ -324,10 +329,10 @@ def _bytes_added(data: bytearray, chosen: random.Random) -> None:
 
 
 _DAMAGED_FILES = {
-    "torch layout": (".metadata", "__0_0.distcp", "__0_1.distcp", "__0_2.distcp"),
+    "torch layout": (".metadata", ".robust_dcp.index", "__0_0.distcp", "__0_1.distcp", "__0_2.distcp"),
     "safetensors layout": (".metadata", ".safetensors", ".distcp"),
     "stock checkpoint": ("__0_0.distcp",),
-    "kept plan": (".robust_dcp.plan",),
+    "kept plan": (".robust_dcp.index",),
     "Megatron": ("common.pt", "metadata.json"),
 }
 """Not the ``.metadata`` of a stock checkpoint: it has no checksum, and not all damage to it can be noticed."""

@@ -127,7 +127,7 @@ def _row(case: Case, name: SaveName, save: SimulatedSave) -> Row:
         "returned_nbytes": save.returned_nbytes,
         "merging_seconds": save.merging_seconds,
         "metadata_nbytes": save.metadata_nbytes,
-        "plan_nbytes": save.plan_nbytes,
+        "index_nbytes": save.index_nbytes,
         "written": save.n_written,
         "steps": {
             step: {"cpu_seconds": cost.cpu_seconds, "wall_seconds": cost.wall_seconds}

@@ -10,8 +10,8 @@ Owns which steps count. In order, named as in the rows:
 * ``plan``: ``plan_for_all``: tables, duplicates, coverage, who writes what and where. ``replies``: encoded, for all.
 * ``own share``: what every rank does with its reply, the coordinator too.
 * ``places``: what the ranks tell after writing. The writing itself is no work of the coordinator's.
-* ``metadata``: ``written_by_all``, and the bytes of ``.metadata``. ``commit``: written, fsynced, renamed, fsynced.
-* ``plan file``: the plan, kept beside the committed checkpoint. ``cache``: and in the plan cache.
+* ``metadata``: ``written_by_all``, and the bytes of ``.metadata`` and of the index, with the plan in it. ``commit``:
+  written, fsynced, renamed, fsynced. ``cache``: the plan is kept for the next save.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from robust_dcp.plan.cache import PLANS
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.session import SaveSession
 from robust_dcp.plan.structure import StructureTable
-from robust_dcp.storage.files.paths import METADATA_NAME, PLAN_NAME
+from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
 from robust_dcp.storage.writer import RobustWriter
 from robust_dcp.storage.writing.engine import WrittenFiles
 
@@ -45,7 +45,7 @@ class SimulatedSave:
         sent_nbytes: by the other ranks; ``arrived_nbytes``: what of that reached the coordinator.
         returned_nbytes: payloads that the coordinator sent.
         merging_seconds: CPU time of other ranks on the way up to the coordinator, which waits for it. Not in ``watch``.
-        metadata_nbytes: of ``.metadata``; ``plan_nbytes``: of the plan beside it.
+        metadata_nbytes: of ``.metadata``; ``index_nbytes``: of the index beside it.
         n_written: items that are written, each once.
         outcome: what was done about the plan.
     """
@@ -56,7 +56,7 @@ class SimulatedSave:
     returned_nbytes: int = 0
     merging_seconds: float = 0.0
     metadata_nbytes: int = 0
-    plan_nbytes: int = 0
+    index_nbytes: int = 0
     n_written: int = 0
     outcome: str = ""
 
@@ -100,20 +100,16 @@ class OurCoordinator:
             writer.publish(metadata)
             watch.lap("commit")
 
-        def keep_plan(data: bytes) -> None:
-            writer.keep_plan(data)
-            watch.lap("plan file")
-
         watch.start()
         session.agree(describe, leads=True)
         watch.lap("own share")
         session.settle(write)
-        session.commit(publish, writer.clean_up, keep_plan)
+        session.commit(publish, writer.clean_up)
         watch.lap("cache")
         made.sent_nbytes, made.arrived_nbytes = channel.sent_nbytes, channel.arrived_nbytes
         made.returned_nbytes, made.outcome = channel.returned_nbytes, session.outcome
         made.merging_seconds = channel.merging_seconds
         made.metadata_nbytes = os.path.getsize(os.path.join(directory, METADATA_NAME))
-        made.plan_nbytes = os.path.getsize(os.path.join(directory, PLAN_NAME))
+        made.index_nbytes = os.path.getsize(os.path.join(directory, INDEX_NAME))
         made.n_written = 0 if session.coordinator is None else sum(map(len, session.coordinator.kept))
         return made

@@ -29,6 +29,7 @@ from robust_dcp.plan.phases import PhaseClock, PhaseRecord
 from robust_dcp.plan.session import SaveSession
 from robust_dcp.plan.sharing import (
     SharedReads,
+    all_have_plans,
     deal_out,
     node_reads_the_same,
     ranks_share,
@@ -134,19 +135,20 @@ def save(
         with clock.phase("write"):
             session.settle(write)
         with clock.phase("commit"):
-            session.commit(
-                lambda: writer.publish_planned(session),
-                writer.clean_up,
-                writer.keep_plan,
-                writer.check_own,
-            )
+            session.commit(lambda: writer.publish_planned(session), writer.clean_up, writer.check_own)
     return _save_report(session, clock, writer, n_items=len(plan.kept))
 
 
-class _MetadataFile(msgspec.Struct, frozen=True):
-    """The bytes of ``.metadata``, as the coordinator read them."""
+class _StoredMetadata(msgspec.Struct, frozen=True):
+    """Where all ranks of a load have the metadata from.
 
-    data: bytes
+    Attributes:
+        index: of which index the coordinator has found that it fits; each rank opens it by itself.
+        file: else the bytes of ``.metadata``, as the coordinator read them.
+    """
+
+    index: bytes = b""
+    file: bytes = b""
 
 
 @entry_point
@@ -163,7 +165,8 @@ def load(
 ) -> LoadReport:
     """Load a checkpoint into a state dict, in place, on all ranks of a group.
 
-    The arguments are those of ``torch.distributed.checkpoint.load``. ``.metadata`` is read once, by the coordinator.
+    The arguments are those of ``torch.distributed.checkpoint.load``. The coordinator looks for the checkpoint's index,
+    in which each rank then finds what it asks for. If there is none, the coordinator reads ``.metadata``, once for all.
     All ranks check what they ask for against it before any of them reads a byte of data: if a key is missing on one
     rank, every rank raises the same exception and no state dict has changed.
 
@@ -194,13 +197,17 @@ def load(
     clock = PhaseClock(channel)
     values: dict[str, Any] = {}
     plan = LoadPlan([])
+    stored = _StoredMetadata()
     shared: SharedReads | None = None
 
-    def prepare(metadata_file: _MetadataFile | None) -> Offer:
+    def prepare() -> Offer:
         nonlocal plan
         _refuse_other_than_dict(state_dict)
         values.update(_state_dicts_of(dict(sorted(state_dict.items()))))
-        plan = _local_load_plan(values, reader, planner, metadata_file, channel)
+        metadata = _metadata_of(reader, stored)
+        if metadata is None:
+            return Offer()
+        plan = _local_load_plan(values, reader, planner, metadata, channel)
         if not isinstance(reader, RobustReader):
             return Offer()
         return sharing_offer(reader.share_reads, channel.rank, plan.items, can_share=may_ask_early(planner))
@@ -223,11 +230,15 @@ def load(
                 state_dict[key] = value
 
     def load_all() -> None:
-        nonlocal shared
+        nonlocal shared, stored
         shared = None
         with clock.phase("plan"):
-            metadata_file = _shared_metadata_file(channel, reader, checkpoint)
-            agreement = channel.agree(f"load {checkpoint}: plan", lambda: prepare(metadata_file))
+            stored = _share_metadata(channel, reader, checkpoint, by_index=True)
+            agreement = channel.agree(f"load {checkpoint}: plan", prepare)
+            if stored.index and not all_have_plans(agreement):
+                # Some see another directory, on disks of their own, say.
+                stored = _share_metadata(channel, reader, checkpoint, by_index=False)
+                agreement = channel.agree(f"load {checkpoint}: plan by .metadata", prepare)
             if isinstance(reader, RobustReader) and ranks_share(agreement):
                 shared = deal_out(channel, checkpoint, reader, plan, planner, process_group)
             elif isinstance(reader, RobustReader):
@@ -263,7 +274,7 @@ def load(
         nbytes=_planned_nbytes(plan, getattr(planner, "metadata", None)),
         phases=_phase_reports(clock.records),
         missing_keys=getattr(planner, "missing_keys", ()),
-        unread_keys=getattr(planner, "unread_keys", ()),
+        _find_unread_keys=planner.unread_keys_later() if isinstance(planner, RobustLoadPlanner) else tuple,
         shared_nbytes=0 if shared is None else shared.received_nbytes,
         peak_buffer_nbytes=getattr(reader, "peak_buffer_nbytes", 0),
         unverified_nbytes=getattr(reader, "unverified_nbytes", 0),
@@ -285,27 +296,29 @@ def _is_overwritten(channel: Channel, reader: StorageReader, checkpoint: str) ->
     return channel.broadcast(phase, lambda: _Overwritten(reader.is_overwritten()), _Overwritten).is_so
 
 
-def _shared_metadata_file(channel: Channel, reader: StorageReader, checkpoint: str) -> _MetadataFile | None:
-    """``.metadata``, read once for all; ``None`` for a reader that has other metadata than a file."""
+def _share_metadata(channel: Channel, reader: StorageReader, checkpoint: str, *, by_index: bool) -> _StoredMetadata:
+    """Let the coordinator look what there is, once for all. A reader of others has metadata of its own."""
     if not isinstance(reader, RobustReader):
-        return None
-    return channel.broadcast(
-        f"load {checkpoint}: metadata", lambda: _MetadataFile(reader.metadata_bytes()), _MetadataFile
-    )
+        return _StoredMetadata()
+
+    def look() -> _StoredMetadata:
+        index = reader.find_index() if by_index else b""
+        return _StoredMetadata(index=index) if index else _StoredMetadata(file=reader.metadata_bytes())
+
+    return channel.broadcast(f"load {checkpoint}: metadata", look, _StoredMetadata)
+
+
+def _metadata_of(reader: StorageReader, stored: _StoredMetadata) -> Metadata | None:
+    """``None`` if the index is not what this rank sees."""
+    if not isinstance(reader, RobustReader):
+        return reader.read_metadata()
+    return reader.indexed_metadata(stored.index) if stored.index else reader.decode_metadata(stored.file)
 
 
 def _local_load_plan(
-    state_dict: dict[str, Any],
-    reader: StorageReader,
-    planner: LoadPlanner,
-    metadata_file: _MetadataFile | None,
-    channel: Channel,
+    state_dict: dict[str, Any], reader: StorageReader, planner: LoadPlanner, metadata: Metadata, channel: Channel
 ) -> LoadPlan:
     """This rank's plan. Load plans are local in DCP, so no other rank's is needed (as with its ``no_dist``)."""
-    if metadata_file is not None and isinstance(reader, RobustReader):
-        metadata = reader.decode_metadata(metadata_file.data)
-    else:
-        metadata = reader.read_metadata()
     planner.set_up_planner(state_dict, metadata, channel.is_coordinator)
     # As stock does: readers from before torch 2.9 do not take these.
     takes_more = "kwargs" in inspect.signature(reader.set_up_storage_reader).parameters

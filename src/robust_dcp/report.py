@@ -131,7 +131,6 @@ class LoadReport(_Report):
 
     Attributes:
         missing_keys: keys of the state dict that the checkpoint does not have (only with ``allow_partial_load``).
-        unread_keys: keys of the checkpoint that the state dict did not ask for.
         shared_nbytes: of ``nbytes``, what another rank has read for this one.
         peak_buffer_nbytes: the most memory that data of this rank passed through on its way from the files.
         unverified_nbytes: of what this rank has read, bytes that were not compared with a checksum.
@@ -139,11 +138,19 @@ class LoadReport(_Report):
     """
 
     missing_keys: tuple[str, ...] = ()
-    unread_keys: tuple[str, ...] = ()
     shared_nbytes: int = 0
     peak_buffer_nbytes: int = 0
     unverified_nbytes: int = 0
     stragglers: tuple[str, ...] = ()
+    _find_unread_keys: Callable[[], tuple[str, ...]] = field(default=tuple, repr=False, compare=False)
+
+    @cached_property
+    def unread_keys(self) -> tuple[str, ...]:
+        """Keys of the checkpoint that the state dict did not ask for: looked up now, as there may be many."""
+        return self._find_unread_keys()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "unread_keys": self.unread_keys, "_find_unread_keys": tuple}
 
     def __str__(self) -> str:
         return self._lines(

@@ -33,7 +33,7 @@ LOOK_ALIKES = [
     ".metadata.tmp",
     ".metadata.0123456789abcdef.tmp",
     "__0.metadata.tmp",
-    ".robust_dcp.plan.0123456789abcdef.tmp",
+    ".robust_dcp.index.0123456789abcdef.tmp",
     "notes.txt",
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 from pathlib import Path
@@ -210,7 +211,7 @@ def test_stock_loads_a_flipped_byte_and_we_do_not(tmp_path: Path) -> None:
 
 
 def change_metadata(directory: str, change: Any) -> None:
-    metadata = RobustReader(directory).read_metadata()
+    metadata = copy.deepcopy(RobustReader(directory).read_metadata())  # what the index says cannot be changed
     change(metadata)
     Path(directory, ".metadata").write_bytes(encode_metadata(metadata))
 

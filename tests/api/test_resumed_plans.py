@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import robust_dcp
 from robust_dcp.plan.cache import PLANS
 from robust_dcp.plan.stored_plan import LOADED
-from robust_dcp.storage.files.paths import PLAN_NAME
+from robust_dcp.storage.files.paths import INDEX_NAME
 from tests.support.ranks import run_ranks, values
 
 
@@ -76,7 +76,7 @@ def test_the_first_save_after_a_load_reuses_the_plan_of_the_checkpoint(tmp_path:
     found = values(run_ranks(2, resume, os.fspath(tmp_path)))
     assert [(plan, nbytes, same) for plan, _, nbytes, same in found] == [("reused", 0, True)] * 2
     assert all(reason.endswith(f"since {tmp_path}/1") for _, reason, _, _ in found)
-    assert (tmp_path / "2" / PLAN_NAME).exists()
+    assert (tmp_path / "2" / INDEX_NAME).exists()
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,10 @@ def damaged(path: str) -> Any:
     PLANS.clear()
     dist.barrier()
     if rank == 0:
-        file = Path(path) / "1" / PLAN_NAME
+        file = Path(path) / "1" / INDEX_NAME
         data = bytearray(file.read_bytes())
-        data[len(data) // 2] ^= 0xFF
+        entry = data.index(b"signatures".ljust(16, b"\0"))  # in the directory of sections
+        data[int.from_bytes(data[entry + 24 : entry + 32], "little")] ^= 0xFF
         file.write_bytes(data)
     dist.barrier()
     state_dict = _state_dict(rank, 0.0)
@@ -118,7 +119,7 @@ def test_a_damaged_plan_costs_a_plan_and_nothing_else(tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_its_plan_loads_in_stock_and_ours(tmp_path: Path) -> None:
     robust_dcp.save({"w": torch.arange(4)}, checkpoint_id=tmp_path, no_dist=True)
-    (tmp_path / PLAN_NAME).unlink()
+    (tmp_path / INDEX_NAME).unlink()
     for load in (dcp.load, robust_dcp.load):
         state_dict = {"w": torch.zeros(4, dtype=torch.int64)}
         load(state_dict, checkpoint_id=tmp_path, no_dist=True)

@@ -24,6 +24,7 @@ from robust_dcp.comm.nodes import RANKS_PER_NODE
 from robust_dcp.plan.shared_reads import PARCEL_NBYTES
 from robust_dcp.report import LoadReport
 from robust_dcp.storage.files.disk import OpenFile, PosixDisk
+from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
 from tests.api.verdicts import Verdict, verdict_of
 from tests.support.ranks import run_ranks, values
 
@@ -43,7 +44,7 @@ class CountingDisk(PosixDisk):
 
     def pread_into(self, file: OpenFile, buffer: Any, offset: int) -> int:
         found = super().pread_into(file, buffer, offset)
-        if not file.path.endswith(".metadata"):
+        if not file.path.endswith((METADATA_NAME, INDEX_NAME)):
             self.nbytes += found
             self.reads += 1
             if self.reads == self.die_at:

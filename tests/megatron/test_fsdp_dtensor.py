@@ -123,7 +123,7 @@ def _both_ways(directory: Path) -> dict[str, Any]:
     found["stock loads ours"] = _locals(state) == expected
     found["parts"] = len(expected)
     found["saved by robust_dcp"] = {
-        name: (directory / name / ".robust_dcp.plan").exists() for name in ("stock", "ours")
+        name: (directory / name / ".robust_dcp.index").exists() for name in ("stock", "ours")
     }
     return found
 

@@ -67,7 +67,7 @@ def _held(state_dict: dict[str, Any]) -> Any:
 
 def _is_by_robust_dcp(directory: Path) -> bool:
     dist.barrier()
-    return (directory / ".robust_dcp.plan").exists()
+    return (directory / ".robust_dcp.index").exists()
 
 
 def _round_trips(directory: Path) -> dict[str, Any]:

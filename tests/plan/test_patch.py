@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -19,12 +20,14 @@ from robust_dcp.plan.global_plan import patch as patching
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.planning import apply_plan, coordinator_plan_of
 from robust_dcp.plan.rank_plan import RankPlanMessage
-from robust_dcp.plan.stored_plan import encode_plan, read_plan
-from robust_dcp.storage.files.paths import PLAN_NAME
+from robust_dcp.plan.stored_plan import plan_sections, read_plan
+from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
+from robust_dcp.storage.index import fitting_index, lazy_metadata
 from robust_dcp.storage.layouts import LAYOUTS, Layout
 from robust_dcp.storage.metadata.metadata_file import decode_metadata
 from tests.plan.structures import Item, World, obj, table, tensor, worlds
-from tests.plan.test_planning import first_save, locals_of, metadata_of, plan_of
+from tests.plan.test_planning import first_save, locals_of, metadata_of, plan_of, published
 
 Ranks = tuple[tuple[Item, ...], ...]
 Written = list[tuple[str, tuple[int, ...]]]
@@ -150,19 +153,27 @@ def test_it_refuses_what_a_fresh_one_refuses_in_the_same_words(world: World, oth
 @pytest.mark.usefixtures("any_change_is_patched")
 @settings(max_examples=40, deadline=None)
 @given(worlds(min_ranks=3, max_ranks=3), worlds(min_ranks=3, max_ranks=3), st.data())
-def test_a_patched_plan_lies_beside_its_checkpoint(
+def test_a_patched_plan_lies_in_the_index_of_its_checkpoint(
     tmp_path_factory: pytest.TempPathFactory, world: World, other: World, data: st.DataObject
 ) -> None:
     before = locals_of(world)
     cached = first_save(before)
     assert cached[0].coordinator is not None
-    encode_plan((0, 1, 2), cached[0].coordinator)
+    plan_sections((0, 1, 2), cached[0].coordinator)
     after = locals_of(World(data.draw(changes(world.ranks, other.ranks))))
     cached, _ = saved(after, cached, senders_of(before, after) or (0,))
     plan = cached[0].coordinator
     assert plan is not None
     directory = tmp_path_factory.mktemp("checkpoint")
-    (directory / PLAN_NAME).write_bytes(encode_plan((0, 1, 2), plan))
+    made = published(plan, plan_sections((0, 1, 2), plan))
+    (directory / METADATA_NAME).write_bytes(b"".join(made.fragments))
+    (directory / INDEX_NAME).write_bytes(b"".join(made.index))
+    index = fitting_index(PosixDisk(), os.fspath(directory))
+    assert index is not None
+    indexed = deepcopy(lazy_metadata(index, unreachable))
+    assert indexed.state_dict_metadata == unpickled(plan).state_dict_metadata
+    assert indexed.storage_data == unpickled(plan).storage_data
+    assert indexed.planner_data == unpickled(plan).planner_data
     for rank, local in enumerate(after):
         found = read_plan(os.fspath(directory), (0, 1, 2), rank, local, leads=rank == 0)
         assert found is not None
@@ -171,6 +182,10 @@ def test_a_patched_plan_lies_beside_its_checkpoint(
         if found.coordinator is not None:
             assert unpickled(found.coordinator) == unpickled(plan)
             assert found.coordinator.signatures == plan.signatures
+
+
+def unreachable() -> Any:
+    raise AssertionError("the index is damaged")
 
 
 def items(first: int, end: int) -> tuple[Item, ...]:

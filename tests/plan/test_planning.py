@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,6 +17,8 @@ from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.planning import apply_plan, plan_for_all
 from robust_dcp.plan.rank_plan import RankPlan, RankPlanMessage
 from robust_dcp.plan.structure import Form, ItemKind
+from robust_dcp.storage.index import Section
+from robust_dcp.storage.writer import MetadataToPublish
 from robust_dcp.storage.writing.engine import WrittenFiles
 from tests.plan.structures import World, local_of, obj, table, tensor, worlds
 
@@ -39,12 +43,17 @@ def _cached(local: LocalStructure, share: RankPlan, plan: CoordinatorPlan) -> Ca
     return CachedPlan(combined_signature(plan.signatures), local.signature.value, local.table, share, None, plan)
 
 
-def metadata_of(plan: CoordinatorPlan) -> bytes:
-    """``.metadata`` of a save by ``plan`` whose objects all lie at the start of their files."""
+def published(plan: CoordinatorPlan, kept_plan: Mapping[str, Section] | None = None) -> MetadataToPublish:
+    """What a save by ``plan`` publishes whose objects all lie at the start of their files."""
     assert plan.metadata is not None
     objects = [int((t.forms[kept] == Form.VARIABLE).sum()) for t, kept in zip(plan.tables, plan.kept, strict=True)]
     written = [WrittenFiles(True, np.zeros((n, 2), dtype=np.int64), (), 0) for n in objects]
-    return b"".join(plan.metadata.encode(written, StorageMeta("id")).fragments)
+    return plan.metadata.encode(written, StorageMeta("id"), kept_plan)
+
+
+def metadata_of(plan: CoordinatorPlan) -> bytes:
+    """The ``.metadata`` of :func:`published`."""
+    return b"".join(published(plan).fragments)
 
 
 def first_save(ranks: list[LocalStructure]) -> list[CachedPlan]:

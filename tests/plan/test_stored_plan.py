@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import os
+import random
+import struct
 from pathlib import Path
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from robust_dcp.comm import decode, encode
 from robust_dcp.errors import RobustCheckpointError
 from robust_dcp.plan.cache import CoordinatorPlan
 from robust_dcp.plan.local import LocalStructure
-from robust_dcp.plan.stored_plan import _HEAD, LoadedCheckpoints, _Index, encode_plan, read_plan
-from robust_dcp.storage.files.paths import PLAN_NAME
-from robust_dcp.storage.records.checksum import crc32
+from robust_dcp.plan.stored_plan import LoadedCheckpoints, plan_sections, read_plan
+from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
+from robust_dcp.storage.index.form import SECTIONS
 from tests.plan.structures import World, chunk, local_of, obj, table, tensor, worlds
-from tests.plan.test_planning import first_save, locals_of, metadata_of, plan_of
+from tests.plan.test_planning import first_save, locals_of, metadata_of, plan_of, published
+from tests.storage.indices import with_fixed_checksums
 
 _WORLD = World(
     (
@@ -29,13 +30,14 @@ _WORLD = World(
 
 
 def _stored(ranks: list[LocalStructure]) -> tuple[CoordinatorPlan, bytes]:
+    """A plan, and the index of a checkpoint that was saved by it."""
     plan, _ = plan_of(ranks, tuple(range(len(ranks))), None)
-    group = tuple(range(len(ranks)))
-    return plan, encode_plan(group, plan)
+    return plan, b"".join(published(plan, plan_sections(tuple(range(len(ranks))), plan)).index)
 
 
-def _put(directory: Path, data: bytes) -> str:
-    (directory / PLAN_NAME).write_bytes(data)
+def _put(directory: Path, plan: CoordinatorPlan, index: bytes) -> str:
+    (directory / METADATA_NAME).write_bytes(metadata_of(plan))
+    (directory / INDEX_NAME).write_bytes(index)
     return os.fspath(directory)
 
 
@@ -48,7 +50,7 @@ def test_every_rank_finds_its_share_and_the_coordinator_all_of_it(
     group = tuple(range(len(ranks)))
     made = first_save(ranks)
     plan, data = _stored(ranks)
-    directory = _put(tmp_path_factory.mktemp("checkpoint"), data)
+    directory = _put(tmp_path_factory.mktemp("checkpoint"), plan, data)
     for rank, local in enumerate(ranks):
         found = read_plan(directory, group, rank, local, leads=rank == 0)
         assert found is not None
@@ -68,8 +70,7 @@ def test_every_rank_finds_its_share_and_the_coordinator_all_of_it(
 
 def test_a_plan_for_another_group_or_structure_is_passed_over(tmp_path: Path) -> None:
     ranks = locals_of(_WORLD)
-    _, data = _stored(ranks)
-    directory = _put(tmp_path, data)
+    directory = _put(tmp_path, *_stored(ranks))
     assert read_plan(directory, (0, 1), 1, ranks[1], leads=False) is not None
     assert read_plan(directory, (2, 3), 1, ranks[1], leads=False) is None
     other = local_of(table(tensor("w"), obj("step"), tensor("norm")))
@@ -97,7 +98,7 @@ def test_a_damaged_plan_is_refused_or_was_not_needed(
         del bad[at:]
     else:
         bad += bytes(at + 1)
-    directory = _put(tmp_path_factory.mktemp("checkpoint"), bytes(bad))
+    directory = _put(tmp_path_factory.mktemp("checkpoint"), plan, bytes(bad))
     refused: list[str] = []
     for rank in range(2):
         try:
@@ -105,29 +106,33 @@ def test_a_damaged_plan_is_refused_or_was_not_needed(
         except RobustCheckpointError as error:
             refused.append(str(error))
             continue
-        assert damage == "flip"  # of the other rank's share
-        assert found is not None
+        assert damage == "flip"  # of what this rank does not ask for
+        if found is None:
+            assert at in range(32, 64)  # it does not fit
+            refused.append(INDEX_NAME)
+            continue
         if found.coordinator is not None:
             assert metadata_of(found.coordinator) == metadata_of(plan)
-    assert refused
-    assert all(PLAN_NAME in words for words in refused)
+    assert refused or damage == "flip"
+    assert all(INDEX_NAME in words for words in refused)
 
 
 def test_the_checkpoint_that_was_loaded_last_is_asked_first_and_once(tmp_path: Path) -> None:
     ranks = locals_of(_WORLD)
-    _, data = _stored(ranks)
+    plan, data = _stored(ranks)
     loaded = LoadedCheckpoints(max_entries=2)
     for name in ("first", "second", "third"):
         (tmp_path / name).mkdir()
-        loaded.add(_put(tmp_path / name, data))
-    found = [loaded.find_plan((0, 1), 0, ranks[0], leads=True) for _ in range(3)]
-    assert [None if plan is None else os.path.basename(plan.loaded_from) for plan in found] == ["third", "second", None]
+        loaded.add(_put(tmp_path / name, plan, data))
+    plans = [loaded.find_plan((0, 1), 0, ranks[0], leads=True) for _ in range(3)]
+    names = [None if found is None else os.path.basename(found.loaded_from) for found in plans]
+    assert names == ["third", "second", None]
 
 
 def test_a_damaged_plan_is_told_of_once_and_planned_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ranks = locals_of(_WORLD)
     loaded = LoadedCheckpoints()
-    loaded.add(_put(tmp_path, b"RDCPPLN2 and nothing that belongs there"))
+    loaded.add(_put(tmp_path, _stored(ranks)[0], b"RDCPIDX\n and nothing that belongs there"))
     assert loaded.find_plan((0, 1), 0, ranks[0], leads=True) is None
     assert loaded.find_plan((0, 1), 0, ranks[0], leads=True) is None
     assert [record.message for record in caplog.records if "planning anew" in record.message] == [
@@ -135,18 +140,28 @@ def test_a_damaged_plan_is_told_of_once_and_planned_without(tmp_path: Path, capl
     ]
 
 
-def test_a_plan_file_that_was_never_ours_costs_a_plan_and_no_save(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 1 << 32))
+def test_a_plan_that_was_never_ours_costs_a_plan_and_no_save(
+    tmp_path_factory: pytest.TempPathFactory, seed: int
 ) -> None:
-    """Right checksums over an index that no version of ours wrote: sections of negative length."""
+    """Right checksums over shares and structures that no version of ours wrote."""
     ranks = locals_of(_WORLD)
-    _, good = _stored(ranks)
-    magic, nbytes, _ = _HEAD.unpack_from(good)
-    index = decode(good[_HEAD.size : _HEAD.size + nbytes], _Index)
-    lengths = (sum(index.nbytes) + 8, *[0] * (len(index.nbytes) - 2), -8)
-    bad = encode(msgspec.structs.replace(index, nbytes=lengths))
+    plan, data = _stored(ranks)
+    bad, chance = bytearray(data), random.Random(seed)
+    number = list(SECTIONS).index(chance.choice(["ranks", "signatures", "shares", "share_ends", "structures"]))
+    start, nbytes = struct.unpack_from("<QQ", data, 64 + 40 * number + 24)
+    for _ in range(chance.randint(1, 3)):
+        bad[start + chance.randrange(nbytes)] = chance.choice([0, 1, 127, 128, 255])
     loaded = LoadedCheckpoints()
-    sections = good[_HEAD.size + nbytes :]
-    loaded.add(_put(tmp_path, b"".join((_HEAD.pack(magic, len(bad), crc32(bad)), bad, sections))))
-    assert all(loaded.find_plan((0, 1), rank, ranks[rank], leads=rank == 0) is None for rank in (0, 1))
-    assert any("planning anew" in record.message for record in caplog.records)
+    for rank in (0, 1):
+        loaded.add(_put(tmp_path_factory.mktemp("checkpoint"), plan, with_fixed_checksums(bad)))
+        loaded.find_plan((0, 1), rank, ranks[rank], leads=rank == 0)  # whatever it finds has to be agreed on
+
+
+def test_a_plan_in_an_index_of_another_metadata_is_passed_over(tmp_path: Path) -> None:
+    ranks = locals_of(_WORLD)
+    plan, data = _stored(ranks)
+    directory = _put(tmp_path, plan, data)
+    (tmp_path / METADATA_NAME).write_bytes(metadata_of(plan)[:-1])
+    assert read_plan(directory, (0, 1), 0, ranks[0], leads=True) is None

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+import robust_dcp
 from robust_dcp.planner.load_items import plan_reads
+from robust_dcp.storage.index import stored_items_of
+from robust_dcp.storage.reader import RobustReader
 from tests.api.kinds import KINDS
 from tests.planner.reference import stock_planner
 from tests.support.ranks import run_ranks, values
@@ -34,6 +39,14 @@ def _saved_by_all(state_dict: dict[str, Any]) -> Metadata:
 
 def _told(items: list[ReadItem]) -> list[str]:
     return sorted(f"{item} {item.storage_index.index} {item.dest_index.index}" for item in items)
+
+
+def _differs_by_index(state_dict: dict[str, Any], path: str) -> bool:
+    """Whether what is found in the index there is other than what stock plans by the ``.metadata``."""
+    indexed = RobustReader(path).read_metadata()
+    assert stored_items_of(indexed) is not None
+    expected = create_default_local_load_plan(state_dict, FileSystemReader(path).read_metadata(), strict=False)
+    return _told(plan_reads(state_dict, indexed).items) != _told(expected.items)
 
 
 def _differ(state_dict: dict[str, Any], metadata: Metadata) -> list[tuple[list[str], list[str]]]:
@@ -68,18 +81,21 @@ def test_a_tensor_that_was_saved_in_chunks_is_left_to_stock() -> None:
     assert plan_reads(state_dict, metadata).filled == {"v"}
 
 
-def _kinds_that_differ() -> list[str]:
+def _kinds_that_differ(path: str) -> list[str]:
     differing = []
     for name, make in KINDS.items():
         state_dict = {k: v.state_dict() if hasattr(v, "load_state_dict") else v for k, v in make(1).items()}
         flat = stock_planner(state_dict).state_dict
         if _differ(flat, _saved_by_all(state_dict)):
             differing.append(name)
+        robust_dcp.save(make(1), checkpoint_id=f"{path}/{name}")
+        if _differs_by_index(flat, f"{path}/{name}"):
+            differing.append(f"{name} by index")
     return differing
 
 
-def test_every_kind_of_state_dict_is_planned_as_stock_does() -> None:
-    assert values(run_ranks(4, _kinds_that_differ)) == [[]] * 4
+def test_every_kind_of_state_dict_is_planned_as_stock_does(tmp_path: Path) -> None:
+    assert values(run_ranks(4, _kinds_that_differ, str(tmp_path))) == [[]] * 4
 
 
 def _uneven(value: DTensor) -> DTensor:
@@ -90,7 +106,7 @@ def _uneven(value: DTensor) -> DTensor:
     return value
 
 
-def _resharded() -> list[str]:
+def _resharded(path: str) -> list[str]:
     whole = init_device_mesh("cpu", (4,))
     turned = DeviceMesh("cpu", [3, 2, 1, 0])
     part = DeviceMesh("cpu", [1, 2])
@@ -113,11 +129,14 @@ def _resharded() -> list[str]:
         state_dict = {name: load() for name, load in leaves.items()}
         if _differ(state_dict, metadata):
             differing.append(saved)
+        robust_dcp.save({name: save() for name in leaves}, checkpoint_id=f"{path}/{saved}")
+        if _differs_by_index({**state_dict, "rows": _uneven(leaves["rows"]())}, f"{path}/{saved}"):
+            differing.append(f"{saved} by index")
     metadata = _saved_by_all({"rows": leaves["rows"](), "uneven": leaves["rows"]()})
     if _differ({"rows": leaves["rows"](), "uneven": _uneven(of(whole, torch.zeros(2, 3), Shard(0)))}, metadata):
         differing.append("uneven")
     return differing
 
 
-def test_any_sharding_is_planned_as_stock_does_from_any_other() -> None:
-    assert values(run_ranks(4, _resharded)) == [[]] * 4
+def test_any_sharding_is_planned_as_stock_does_from_any_other(tmp_path: Path) -> None:
+    assert values(run_ranks(4, _resharded, str(tmp_path))) == [[]] * 4

@@ -67,7 +67,7 @@ def test_after_a_save_there_are_two_files_and_one_beside_them(tmp_path: Path) ->
     save(PosixDisk(), directory=str(tmp_path))
     assert sorted(os.listdir(tmp_path)) == [
         ".metadata",
-        ".robust_dcp.plan",
+        ".robust_dcp.index",
         "__0_2.distcp",
         "shard-00001-model-00001-of-00002.safetensors",
         "shard-00001-model-00002-of-00002.safetensors",
@@ -78,17 +78,10 @@ def test_data_files_get_their_names_between_the_bytes_of_the_metadata_and_its_na
     disk = WatchedDisk(SimulatedDisk())
     save(disk)
     first = next(n for n, (call, path) in enumerate(disk.calls) if call == "open_new" and ".metadata" in path)
-    assert disk.operations[first : first + 9] == [
-        "open_new",
-        "pwrite",
-        "fsync",
-        "close",
-        "rename",
-        "rename",
-        "fsync_directory",
-        "rename",
-        "fsync_directory",
-    ]
+    written = ["open_new", "pwrite", "fsync", "close"]  # .metadata, then its index
+    named = ["rename", "rename"]  # the data files, then the index and .metadata
+    expected = [*written, *written, *named, "fsync_directory", *named, "fsync_directory"]
+    assert disk.operations[first : first + len(expected)] == expected
 
 
 def test_a_crash_before_any_call_leaves_nothing_or_everything() -> None:
@@ -141,7 +134,7 @@ def test_the_next_save_removes_what_a_crash_has_left() -> None:
     states: list[SimulatedDisk] = []
     save(WatchedDisk(inner, before=lambda _: states.extend(distinct(inner.crashes()))))
     uncommitted = [state for state in states if not state.exists(f"{DIRECTORY}/.metadata")]
-    clean = {".metadata", ".robust_dcp.plan", *names_of_a_save()}
+    clean = {".metadata", ".robust_dcp.index", *names_of_a_save()}
     for state in distinct(iter(uncommitted)):
         save(state, 5)
         assert loaded_step(state) == 5

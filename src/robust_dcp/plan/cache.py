@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from robust_dcp.plan.global_plan import Shares
 from robust_dcp.plan.rank_plan import Places, RankPlan
 from robust_dcp.plan.structure import StructureTable
+from robust_dcp.storage.index import Section
 
 if TYPE_CHECKING:
     from robust_dcp.plan.metadata import MetadataTemplate
@@ -29,35 +30,37 @@ GroupKey = tuple[int, ...]
 """The global ranks of a group, in group order: what a plan depends on of its process group."""
 
 
-class StoredSections(NamedTuple):
-    """A plan as it is put beside each checkpoint (:mod:`robust_dcp.plan.stored_plan`).
+class StoredPlan(NamedTuple):
+    """A plan as it stands in the index of each checkpoint (:mod:`robust_dcp.plan.stored_plan`).
 
     Attributes:
         shares: of each rank.
         structures: bundles of the structures of ranks; what a later one says of a rank replaces what an earlier said.
+        sections: the same, and the rest, as they are written.
     """
 
     shares: tuple[bytes, ...]
     structures: tuple[bytes, ...]
+    sections: Mapping[str, Section]
 
 
 class MadeOnce:
-    """Sections that are made when they are first asked for."""
+    """Sections of an index that are made when they are first asked for."""
 
     def __init__(self) -> None:
-        self._value: StoredSections | None = None
+        self._value: StoredPlan | None = None
         self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._value is None else sum(map(len, (*self._value.shares, *self._value.structures)))
+        return 0 if self._value is None else sum(len(section.data) for section in self._value.sections.values())
 
     @property
-    def value(self) -> StoredSections | None:
+    def value(self) -> StoredPlan | None:
         """What was made, if anything was."""
         return self._value
 
-    def get(self, make: Callable[[], StoredSections]) -> StoredSections:
+    def get(self, make: Callable[[], StoredPlan]) -> StoredPlan:
         with self._lock:
             if self._value is None:
                 self._value = make()
@@ -78,8 +81,8 @@ class CoordinatorPlan:
         stock_metadata: DCP's own object for such a writer.
         variable_places: of every rank's items of variable size in the last committed save; ``None`` before there was
             one.
-        stored: the plan as it is put beside each checkpoint; ``stored_before`` that of the plan from which this one was
-            made, and ``changed_ranks`` those whose structure or share is not as it was there.
+        stored: the plan as it stands in the index of each checkpoint; ``stored_before`` that of the plan from which
+            this one was made, and ``changed_ranks`` those whose structure or share is not as it was there.
         columns_nbytes: memory of all tables and places.
         replicated, n_classes: of each rank, as in ``ReplicaChecks``; empty if replicas are not compared.
         is_contested: whether several ranks claim the main replica of some chunk.

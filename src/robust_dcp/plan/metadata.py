@@ -1,4 +1,4 @@
-"""The ``.metadata`` of a checkpoint, from a global plan: what stock readers read.
+"""The ``.metadata`` of a checkpoint and its index, from a global plan.
 
 Owns the translation of the plan's columns into those that ``storage.metadata.pickled`` emits; what a plan determines is
 emitted once and kept with it, the names of files and the places of items of variable size are filled in at each commit.
@@ -7,6 +7,7 @@ Coordinator only.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -28,8 +29,10 @@ from robust_dcp.plan.global_plan import GlobalColumns, GlobalPlan, Patch, plan_o
 from robust_dcp.plan.structure import ItemKind
 from robust_dcp.plan.structure.ragged import unique_rows
 from robust_dcp.storage.files.paths import mark_of
+from robust_dcp.storage.index import Fragment, IndexTemplate, Section
 from robust_dcp.storage.layouts import TORCH, Layout
 from robust_dcp.storage.layouts.places import Placements
+from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION
 from robust_dcp.storage.metadata.pickled import MetadataColumns, MetadataPickle
 from robust_dcp.storage.writer import MetadataToPublish
 from robust_dcp.storage.writing.engine import WrittenFiles
@@ -40,8 +43,13 @@ Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
 Places = npt.NDArray[np.intp]
 
+logger = logging.getLogger(__name__)
+
 _SPARE_FILES = 64
 """Room for files that patches add, besides an eighth of all."""
+
+_NO_FILE = "-"
+"""Stands in the index for a file that a patch has made needless."""
 
 
 class MetadataTemplate:
@@ -64,11 +72,15 @@ class MetadataTemplate:
         self._max_files = self._n_files * 9 // 8 + _SPARE_FILES
         self._layout = layout
         self._lock = threading.Lock()
-        self._compiled: tuple[MetadataPickle, Places] | None = None
-        self._compiler: Callable[[], MetadataPickle] | None = lambda: MetadataPickle(
-            _columns_of(plan, _InPlanOrder.of(plan, placements, self._ranks), n_files=self._n_files),
-            max_files=self._max_files,
-        )
+        self._placements = list(placements)
+        self._compiled: _Compiled | None = None
+
+        def compiled() -> tuple[MetadataPickle, MetadataColumns]:
+            placed = _InPlanOrder.of(plan, placements, self._ranks)
+            columns = _columns_of(plan, placed, n_files=self._n_files)
+            return MetadataPickle(columns, max_files=self._max_files), columns
+
+        self._compiler: Callable[[], tuple[MetadataPickle, MetadataColumns]] | None = compiled
 
     def patched(self, patch: Patch, placements: Mapping[int, Placements]) -> MetadataTemplate | None:
         """The metadata of a plan that was made from this one's.
@@ -82,7 +94,9 @@ class MetadataTemplate:
         """
         new = copy(self)
         new._lock, new._compiled, new._ranks = threading.Lock(), None, list(self._ranks)
+        new._placements = list(self._placements)
         for rank, placement in placements.items():
+            new._placements[rank] = placement
             numbers = self._ranks[rank].numbers
             end = new._n_files + max(0, placement.n_files - len(numbers))
             numbers = np.append(numbers, np.arange(new._n_files, end, dtype=np.int32))
@@ -90,7 +104,7 @@ class MetadataTemplate:
         if new._n_files > self._max_files:
             return None
 
-        def compiled() -> MetadataPickle:
+        def compiled() -> tuple[MetadataPickle, MetadataColumns]:
             tables = [
                 patch.shares.tables[rank].taken(patch.shares.kept[rank])
                 if rank in placements
@@ -105,22 +119,36 @@ class MetadataTemplate:
             for rank in placements:
                 is_stale[new._ranks[rank].numbers] = True
             is_new = np.array([name in patch.names for name in columns.names], dtype=np.bool_)
-            return self._compile()[0].patched(columns, is_new, is_stale, patch.names.difference(columns.names))
+            gone = patch.names.difference(columns.names)
+            return self._compile().pickled.patched(columns, is_new, is_stale, gone), new._all_columns(patch)
 
         new._compiler = compiled
         return new
 
+    def _all_columns(self, patch: Patch) -> MetadataColumns:
+        """What a patched plan determines, of all ranks: the index is sorted, so it is made as a whole."""
+        shares = zip(patch.shares.tables, patch.shares.kept, strict=True)
+        plan = plan_of_written([table.taken(kept) for table, kept in shares])
+        placed = _InPlanOrder.of(plan, self._placements, self._ranks)
+        return _columns_of(plan, placed, n_files=self._n_files)
+
     @property
     def nbytes(self) -> int:
         """Bytes that are kept for later saves."""
-        return 0 if self._compiled is None else self._compiled[0].nbytes
+        if self._compiled is None:
+            return 0
+        index = self._compiled.indexed
+        return self._compiled.pickled.nbytes + (0 if index is None else index.nbytes)
 
-    def encode(self, written: Sequence[WrittenFiles], storage_meta: StorageMeta) -> MetadataToPublish:
-        """The bytes of ``.metadata``, and the data files of all ranks.
+    def encode(
+        self, written: Sequence[WrittenFiles], storage_meta: StorageMeta, kept_plan: Mapping[str, Section] | None = None
+    ) -> MetadataToPublish:
+        """The bytes of ``.metadata`` and of the index, and the data files of all ranks.
 
         Args:
             written: for each rank whether its file names are plain and the places of its items of variable size.
             storage_meta: goes into the file as it is.
+            kept_plan: what the index holds of the plan.
 
         Raises:
             ValueError: if places are not one for each item of variable size.
@@ -130,7 +158,7 @@ class MetadataTemplate:
                 raise ValueError(
                     f"rank {rank} gave {len(files.variable_places)} places for {own.n_variable} items of variable size"
                 )
-        compiled, order = self._compile()
+        compiled = self._compile()
         places = np.concatenate([files.variable_places for files in written])
         mark = mark_of(storage_meta.save_id or "")
         of_files = [
@@ -141,22 +169,48 @@ class MetadataTemplate:
         for own, some in zip(self._ranks, of_files, strict=True):
             for number, name in zip(own.numbers.tolist(), some, strict=False):
                 names[number] = name.committed
-        fragments = compiled.encode(names, places[order], storage_meta).fragments
+        fragments = compiled.pickled.encode(names, places[compiled.order], storage_meta).fragments
+        index = self._index(compiled, fragments, names, places, storage_meta, kept_plan or {})
         renames = tuple(name for some in of_files for name in some if name.written != name.committed)
-        return MetadataToPublish(fragments, frozenset(name for name in names if name is not None), renames)
+        return MetadataToPublish(fragments, frozenset(name for name in names if name is not None), renames, index)
 
-    def _compile(self) -> tuple[MetadataPickle, Places]:
-        """The pickle, and for each item whose place it wants to be told that place among those of all ranks."""
+    def _index(
+        self,
+        compiled: _Compiled,
+        fragments: Sequence[Fragment],
+        names: Sequence[str | None],
+        places: Int64,
+        storage_meta: StorageMeta,
+        kept_plan: Mapping[str, Section],
+    ) -> tuple[Fragment, ...]:
+        """The index of a checkpoint with this ``.metadata``; nothing if there can be none."""
+        if compiled.indexed is None:
+            return ()
+        used = [name or _NO_FILE for name in names]
+        try:
+            return compiled.indexed.encode(
+                fragments, used, places[compiled.index_order], storage_meta, FORMAT_VERSION, kept_plan
+            )
+        except ValueError as error:  # a path of which UTF-8 knows nothing, say
+            _tell_of_no_index(error)
+            return ()
+
+    def _compile(self) -> _Compiled:
         with self._lock:
             if self._compiler is not None:
-                compiled = self._compiler()
-                self._compiled = compiled, self._places_of_variable(compiled.variable_files)
+                pickled, columns = self._compiler()
+                self._compiled = _Compiled(
+                    pickled,
+                    self._places_of_variable(pickled.variable_files),
+                    _index_of(columns),
+                    self._places_of_variable(columns.file[columns.start < 0]),
+                )
                 self._compiler = None
             if self._compiled is None:
                 raise ValueError("the metadata could not be compiled before")
             return self._compiled
 
-    def _places_of_variable(self, files: Int64) -> Places:
+    def _places_of_variable(self, files: npt.NDArray[np.integer[Any]]) -> Places:
         """Items of variable size are told rank after rank, in the order of its plan; so are those of each file."""
         rank_of = np.empty(self._n_files, dtype=np.intp)
         for rank, own in enumerate(self._ranks):
@@ -164,6 +218,22 @@ class MetadataTemplate:
         places = np.empty(len(files), dtype=np.intp)
         places[np.argsort(rank_of[files], kind="stable")] = np.arange(len(files))
         return places
+
+
+class _Compiled(NamedTuple):
+    """What a plan determines.
+
+    Attributes:
+        pickled: ``.metadata``.
+        order: for each item whose place it wants to be told, that place among those of all ranks.
+        indexed: the index; ``None`` if there can be none.
+        index_order: as ``order``, for the index.
+    """
+
+    pickled: MetadataPickle
+    order: Places
+    indexed: IndexTemplate | None
+    index_order: Places
 
 
 class _Files(NamedTuple):
@@ -188,6 +258,18 @@ def _nowhere(n_items: int) -> Placements:
     """Stands for places that nobody asks for."""
     nothing = np.zeros(n_items, dtype=np.int64)
     return Placements(nothing.astype(np.int32), nothing, nothing, (0,), None)
+
+
+def _index_of(columns: MetadataColumns) -> IndexTemplate | None:
+    try:
+        return IndexTemplate(columns)
+    except ValueError as error:
+        _tell_of_no_index(error)
+        return None
+
+
+def _tell_of_no_index(error: ValueError) -> None:
+    logger.warning("the checkpoint gets no index, so a load takes longer: %s", error)
 
 
 class _InPlanOrder(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -40,7 +40,7 @@ from robust_dcp.plan.rank_plan import RankPlan, RankPlanMessage
 from robust_dcp.plan.replica_checks import Differing, DigestItems, VerifyReplicas, compare, digest_columns
 from robust_dcp.plan.replica_checks import report as report_replicas
 from robust_dcp.plan.replicated_objects import ObjectDigests, report_differing
-from robust_dcp.plan.stored_plan import LOADED, encode_plan
+from robust_dcp.plan.stored_plan import LOADED, plan_sections
 from robust_dcp.plan.structure import StructureDiff, StructureMessage
 from robust_dcp.plan.unloadable import UnloadableObjects, report_unloadable
 from robust_dcp.plan.written import (
@@ -53,6 +53,7 @@ from robust_dcp.plan.written import (
     written_offer,
 )
 from robust_dcp.storage.files.paths import mark_of
+from robust_dcp.storage.index import Section
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.writer import MetadataToPublish
 from robust_dcp.storage.writing.engine import WrittenFiles
@@ -377,14 +378,21 @@ class SaveSession:
             self._written_agreement.signature,
             self.channel.combined_signature,
         )
-        return self.coordinator.metadata.encode(self._written_by_all, storage_meta)
+        return self.coordinator.metadata.encode(self._written_by_all, storage_meta, self._kept_plan(self.coordinator))
+
+    def _kept_plan(self, plan: CoordinatorPlan) -> Mapping[str, Section]:
+        """What a job that resumes needs to plan no more: it goes into the index."""
+        # A resumed job shall plan anew, and warn again, where several ranks claim to hold the main replica.
+        if plan.is_contested:
+            return {}
+        try:
+            return plan_sections(self.channel.ranks, plan)
+        except Exception as error:  # a checkpoint without it is complete
+            logger.warning("%s: a job that resumes from it plans anew: %s", self.checkpoint, error)
+            return {}
 
     def commit(
-        self,
-        publish: Callable[[], None],
-        clean_up: Callable[[], None],
-        keep_plan: Callable[[bytes], None],
-        check: Callable[[], None] = lambda: None,
+        self, publish: Callable[[], None], clean_up: Callable[[], None], check: Callable[[], None] = lambda: None
     ) -> None:
         """Make the checkpoint visible, on the coordinator, and keep the plan for the next save.
 
@@ -392,8 +400,6 @@ class SaveSession:
             publish: writes ``.metadata``; called on the coordinator only, once ``check`` has returned on all ranks.
             clean_up: removes what the new checkpoint replaces; called on the coordinator only, once all ranks know that
                 the checkpoint is committed, so that nobody waits for it. It must not raise.
-            keep_plan: puts the plan beside the checkpoint, for a job that resumes from it; called on the coordinator
-                only, once the checkpoint is committed. If it fails, nothing is lost.
             check: makes sure that what this rank has written is still as it was; called on every rank that commits.
         """
         try:
@@ -413,7 +419,6 @@ class SaveSession:
         self._keep_plan(confirmed=self.commits_together)
         if self.channel.is_coordinator:  # all ranks know by now: nobody waits for what follows
             clean_up()
-            self._keep_beside(keep_plan)
             self._compare_replicas()
 
     def _clean_up_commit(self, error: BaseException) -> None:
@@ -427,14 +432,6 @@ class SaveSession:
             clean_up(self.channel, self._named("clean up"), undo, error)
         else:
             undo.let_go()
-
-    def _keep_beside(self, keep_plan: Callable[[bytes], None]) -> None:
-        try:
-            # A resumed job shall plan anew, and warn again, where several ranks claim to hold the main replica.
-            if self.coordinator is not None and not self.coordinator.is_contested:
-                keep_plan(encode_plan(self.channel.ranks, self.coordinator))
-        except Exception as error:  # the checkpoint is committed: whatever this is, the save has succeeded
-            logger.warning("%s: a job that resumes from it plans anew: %s", self.checkpoint, error)
 
     def leave_commit_to_stock(self) -> None:
         """After :meth:`settle` on a rank whose ``commit`` stock will not call: it commits on the coordinator alone.

@@ -26,7 +26,7 @@ from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.reading.common_reads import CommonReads
 from robust_dcp.storage.records.checksum import crc32
 
-__all__ = ["SharedReads", "deal_out", "node_reads_the_same", "ranks_share", "sharing_offer"]
+__all__ = ["SharedReads", "all_have_plans", "deal_out", "node_reads_the_same", "ranks_share", "sharing_offer"]
 
 _NOTHING: Final = Offer().plan_id
 
@@ -48,6 +48,11 @@ def sharing_offer(share_reads: bool | None, rank: int, items: Sequence[ReadItem]
     """
     flags = _WISHES[share_reads] | (_CAN if can_share else 0)
     return Offer(plan_id=_digest(items), value=node_of(rank), flags=flags)
+
+
+def all_have_plans(agreement: Agreement) -> bool:
+    """Whether all ranks have told what :func:`sharing_offer` tells. One that offers nothing has no index to plan by."""
+    return sum(agreement.count(wish) for wish in _WISHES.values()) == agreement.n_ranks
 
 
 def node_reads_the_same(agreement: Agreement) -> bool:

@@ -1,16 +1,17 @@
-"""A plan as a file of the checkpoint that was saved by it, so that a job that resumes need not plan again.
+"""A plan in the index of the checkpoint that was saved by it, so that a job that resumes need not plan again.
 
-Owns the format (docs/formats.md) and which checkpoints this process has loaded. The file is advice and nothing more: it
-is not part of the checkpoint, stock readers do not know it, and what it says counts only if in the next save every
-rank shows the signature that stands in it. One that is damaged, or of another group, is passed over.
+Owns the sections that hold it (docs/formats.md) and which checkpoints this process has loaded. What they say is advice
+and nothing more: it counts only if in the next save every rank shows the signature that stands there. An index that is
+damaged, or of another group, is passed over.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import struct
 from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,8 +19,8 @@ import numpy as np
 from robust_dcp.comm import combined_signature, decode, encode
 from robust_dcp.comm.bundle import Bundler, open_bundle
 from robust_dcp.comm.wire import body_of
-from robust_dcp.errors import ExchangeError, RobustCheckpointError
-from robust_dcp.plan.cache import CachedPlan, CoordinatorPlan, GroupKey, StoredSections
+from robust_dcp.errors import ExchangeError
+from robust_dcp.plan.cache import CachedPlan, CoordinatorPlan, GroupKey, StoredPlan
 from robust_dcp.plan.global_plan import plan_of_kept
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.planning import coordinator_plan_of
@@ -27,36 +28,15 @@ from robust_dcp.plan.rank_plan import RankPlan, checks_of, pack_places, pack_som
 from robust_dcp.plan.structure import ItemKind, StructureMessage, TableDecoder
 from robust_dcp.plan.structure.signature import SIGNATURE_NBYTES
 from robust_dcp.storage.files.disk import Disk, PosixDisk
-from robust_dcp.storage.files.paths import PLAN_NAME
-from robust_dcp.storage.records.checksum import crc32
+from robust_dcp.storage.files.paths import INDEX_NAME
+from robust_dcp.storage.index import IndexFile, Section, fitting_index
 
-__all__ = ["LOADED", "LoadedCheckpoints", "encode_plan", "read_plan"]
+__all__ = ["LOADED", "LoadedCheckpoints", "plan_sections", "read_plan"]
 
 logger = logging.getLogger(__name__)
 
-_HEAD = struct.Struct("<8sII")
-"""Magic, length of the index, its CRC-32."""
-
-_MAGIC = b"RDCPPLN2"
-_MAX_INDEX_NBYTES = 64 << 20
 _ITEM_NBYTES = 512  # in a structure, much more than any takes
 _FACTOR = 64  # by which zstandard makes structures smaller, and more
-
-
-class _Index(msgspec.Struct, frozen=True):
-    """What follows the head; sections follow it: the share of each rank, then the structures of all, in a bundle or
-    several; what a later bundle says of a rank replaces what an earlier one says.
-
-    Attributes:
-        group: the global ranks of the group.
-        signatures: 16 bytes for each rank.
-        nbytes, crc32: of each section.
-    """
-
-    group: tuple[int, ...]
-    signatures: bytes
-    nbytes: tuple[int, ...]
-    crc32: tuple[int, ...]
 
 
 class _Share(msgspec.Struct, frozen=True):
@@ -68,22 +48,12 @@ class _Share(msgspec.Struct, frozen=True):
     n_classes: int = 1
 
 
-def encode_plan(group: GroupKey, plan: CoordinatorPlan) -> bytes:
-    """The bytes of the file; on the coordinator. Costs little for a plan that was encoded before, or patched."""
-    shares, structures = plan.stored.get(lambda: _sections(plan))
-    sections = (*shares, *structures)
-    index = encode(
-        _Index(
-            group=group,
-            signatures=b"".join(plan.signatures),
-            nbytes=tuple(map(len, sections)),
-            crc32=tuple(map(crc32, sections)),
-        )
-    )
-    return b"".join((_HEAD.pack(_MAGIC, len(index), crc32(index)), index, *sections))
+def plan_sections(group: GroupKey, plan: CoordinatorPlan) -> Mapping[str, Section]:
+    """The sections that hold a plan; on the coordinator. A plan that was encoded before, or patched, costs little."""
+    return plan.stored.get(lambda: _stored(group, plan)).sections
 
 
-def _sections(plan: CoordinatorPlan) -> StoredSections:
+def _stored(group: GroupKey, plan: CoordinatorPlan) -> StoredPlan:
     before = None if plan.stored_before is None else plan.stored_before.value
     ranks = range(len(plan.tables)) if before is None else plan.changed_ranks
     shares = [b""] * len(plan.tables) if before is None else list(before.shares)
@@ -100,7 +70,17 @@ def _sections(plan: CoordinatorPlan) -> StoredSections:
                 n_classes=plan.n_classes,
             )
         )
-    return StoredSections(tuple(shares), (*(() if before is None else before.structures), bundler.encode()))
+    structures = (*(() if before is None else before.structures), bundler.encode())
+    values: dict[str, Any] = {
+        "ranks": np.array(group, dtype=np.int64),
+        "signatures": b"".join(plan.signatures),
+        "shares": b"".join(shares),
+        "share_ends": np.cumsum(list(map(len, shares)), dtype=np.int64),
+        "structures": b"".join(structures),
+        "structure_ends": np.cumsum(list(map(len, structures)), dtype=np.int64),
+    }
+    sections = {name: Section.of(name, each) for name, each in values.items()}
+    return StoredPlan(tuple(shares), structures, sections)
 
 
 def read_plan(
@@ -118,25 +98,21 @@ def read_plan(
         ``None`` if there is none, or it is for others.
 
     Raises:
-        RobustCheckpointError: the file cannot be read, or is damaged.
+        RobustCheckpointError: the index cannot be read, or is damaged.
     """
-    disk = PosixDisk() if disk is None else disk
-    path = os.path.join(directory, PLAN_NAME)
-    if local.files is None or not disk.exists(path):
+    index = None if local.files is None else fitting_index(PosixDisk() if disk is None else disk, directory)
+    if local.files is None or index is None:
         return None
-    file = _PlanFile(disk, path)
-    try:
-        index = file.index
-        mine = index.signatures[rank * SIGNATURE_NBYTES : (rank + 1) * SIGNATURE_NBYTES]
-        if index.group != group or mine != local.signature.value:
-            return None
-        signatures = tuple(
-            index.signatures[at : at + SIGNATURE_NBYTES] for at in range(0, len(index.signatures), SIGNATURE_NBYTES)
-        )
-        coordinator = _coordinator_plan(file, local, signatures) if leads else None
-        share = decode(file.section(rank), _Share, max_nbytes=_share_nbytes(len(local.table)))
-    finally:
-        file.close()
+    file = index.file
+    n_ranks = file.nbytes("signatures") // SIGNATURE_NBYTES
+    if n_ranks != len(group) or tuple(file.column("ranks").rows(0, n_ranks).tolist()) != group:
+        return None
+    if file.read("signatures", rank * SIGNATURE_NBYTES, (rank + 1) * SIGNATURE_NBYTES) != local.signature.value:
+        return None
+    of_all = file.read("signatures", 0, n_ranks * SIGNATURE_NBYTES)
+    signatures = tuple(of_all[at : at + SIGNATURE_NBYTES] for at in range(0, len(of_all), SIGNATURE_NBYTES))
+    coordinator = _coordinator_plan(file, local, signatures) if leads else None
+    share = _share_of(file, rank, len(local.table))
     kept = unpack_places(share.kept, len(local.table))
     return CachedPlan(
         plan_id=combined_signature(signatures),
@@ -154,11 +130,21 @@ def read_plan(
     )
 
 
-def _coordinator_plan(file: _PlanFile, local: LocalStructure, signatures: tuple[bytes, ...]) -> CoordinatorPlan:
+def _share_of(file: IndexFile, rank: int, n_items: int) -> _Share:
+    """What ``rank`` writes of its ``n_items`` items."""
+    ends = file.column("share_ends")
+    data = file.read("shares", ends[rank - 1] if rank else 0, ends[rank])
+    return decode(data, _Share, max_nbytes=n_items // 4 + 1_000)  # two bits for each item, and more
+
+
+def _coordinator_plan(file: IndexFile, local: LocalStructure, signatures: tuple[bytes, ...]) -> CoordinatorPlan:
     n_ranks = len(signatures)
+    data = file.read("structures", 0, file.nbytes("structures"))
     messages: dict[int, StructureMessage] = {}
-    for number in range(n_ranks, len(file.index.nbytes)):
-        bundle = file.section(number)
+    begin = 0
+    ends = file.column("structure_ends")
+    for number in range(file.nbytes("structure_ends") // 8):
+        bundle, begin = data[begin : ends[number]], ends[number]
         # What is compressed may be a bomb: first of all it must not announce more than so many ranks can have to say.
         body_of(bundle, max_nbytes=max(_FACTOR * len(bundle), n_ranks * _ITEM_NBYTES * (len(local.table) + 1_000)))
         messages |= open_bundle(bundle, StructureMessage)
@@ -166,9 +152,7 @@ def _coordinator_plan(file: _PlanFile, local: LocalStructure, signatures: tuple[
         raise ExchangeError(f"it has the structures of ranks {sorted(messages)[:16]}, not of {n_ranks} ranks")
     decoder = TableDecoder()
     tables = [decoder.decode(messages[rank]) for rank in range(n_ranks)]
-    shares = [
-        decode(file.section(rank), _Share, max_nbytes=_share_nbytes(len(table))) for rank, table in enumerate(tables)
-    ]
+    shares = [_share_of(file, rank, len(table)) for rank, table in enumerate(tables)]
     kept = [unpack_places(share.kept, len(table)) for share, table in zip(shares, tables, strict=True)]
     return coordinator_plan_of(
         plan_of_kept(tables, kept),
@@ -178,62 +162,6 @@ def _coordinator_plan(file: _PlanFile, local: LocalStructure, signatures: tuple[
         layout=local.layout,
         verify_replicas=local.verify_replicas,
     )
-
-
-def _share_nbytes(n_items: int) -> int:
-    """The most that a rank's share of ``n_items`` items takes: two bits for each."""
-    return n_items // 4 + 1_000
-
-
-class _PlanFile:
-    """The file, opened: its index, and its sections as they are asked for."""
-
-    def __init__(self, disk: Disk, path: str) -> None:
-        self._disk = disk
-        self._path = path
-        self._file = disk.open_read(path)
-        try:
-            self.index, self._starts = self._read_index()
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        self._disk.close(self._file)
-
-    def section(self, number: int) -> bytes:
-        data = self._read(self._starts[number], self.index.nbytes[number])
-        if crc32(data) != self.index.crc32[number]:
-            raise self._damaged(f"section {number} does not have its CRC-32")
-        return data
-
-    def _read_index(self) -> tuple[_Index, list[int]]:
-        head = self._read(0, _HEAD.size)
-        magic, nbytes, checksum = _HEAD.unpack(head)
-        if magic != _MAGIC or nbytes > min(_MAX_INDEX_NBYTES, self._disk.size(self._path)):
-            raise self._damaged(f"it begins with {head!r}")
-        data = self._read(_HEAD.size, nbytes)
-        if crc32(data) != checksum:
-            raise self._damaged("the index does not have its CRC-32")
-        index = decode(data, _Index, max_nbytes=_MAX_INDEX_NBYTES)
-        ranks = len(index.group)
-        n_sections = len(index.nbytes)
-        if len(index.signatures) != ranks * SIGNATURE_NBYTES or not ranks < n_sections == len(index.crc32):
-            raise self._damaged(f"the index is not for {ranks} ranks")
-        starts = np.cumsum([_HEAD.size + nbytes, *index.nbytes]).tolist()
-        if starts[-1] != self._disk.size(self._path):
-            raise self._damaged(f"it has {self._disk.size(self._path)} bytes, not {starts[-1]}")
-        return index, starts
-
-    def _read(self, offset: int, nbytes: int) -> bytes:
-        buffer = bytearray(nbytes)
-        found = self._disk.pread_into(self._file, buffer, offset)
-        if found != nbytes:
-            raise self._damaged(f"it ends after {offset + found} bytes")
-        return bytes(buffer)
-
-    def _damaged(self, what: str) -> RobustCheckpointError:
-        return RobustCheckpointError(f"{self._path} is not used: {what}; the checkpoint itself is not concerned")
 
 
 class LoadedCheckpoints:
@@ -262,8 +190,8 @@ class LoadedCheckpoints:
         for directory in reversed(tuple(self._directories)):
             try:
                 plan = read_plan(directory, group, rank, local, leads=leads)
-            except Exception as error:  # the file is advice: whatever is wrong with it costs a plan, and never a save
-                logger.warning("planning anew, not by %s: %s", os.path.join(directory, PLAN_NAME), error)
+            except Exception as error:  # the plan is advice: whatever is wrong with it costs a plan, and never a save
+                logger.warning("planning anew, not by %s: %s", os.path.join(directory, INDEX_NAME), error)
                 self._directories.pop(directory, None)
                 continue
             if plan is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -22,6 +22,7 @@ from robust_dcp.errors import CorruptCheckpoint, PlanConflict, entry_point
 from robust_dcp.planner.load_items import PlannedReads, plan_reads
 from robust_dcp.planner.missing_keys import near_names, renamed_in_words, what_is_saved
 from robust_dcp.storage.files.garbage import without_garbage_collection
+from robust_dcp.storage.index import look_up, stored_items_of
 from robust_dcp.storage.records.objects import ObjectBytes, check_object, not_an_object
 
 __all__ = ["RobustLoadPlanner", "check_filled", "local_numel"]
@@ -63,12 +64,18 @@ class RobustLoadPlanner(DefaultLoadPlanner):
     @property
     def missing_keys(self) -> tuple[str, ...]:
         """Keys of the state dict that the checkpoint does not have."""
-        return tuple(sorted(self.state_dict.keys() - self._saved.keys()))
+        saved = self._saved
+        return tuple(sorted(key for key in self.state_dict if key not in saved))
 
     @property
     def unread_keys(self) -> tuple[str, ...]:
         """Keys of the checkpoint that the state dict does not ask for."""
-        return tuple(sorted(self._saved.keys() - self.state_dict.keys()))
+        return self.unread_keys_later()()
+
+    def unread_keys_later(self) -> Callable[[], tuple[str, ...]]:
+        """What gives :attr:`unread_keys` of this load, also after the next one has begun."""
+        saved, asked = self._saved, frozenset(self.state_dict)
+        return lambda: tuple(sorted(key for key in saved if key not in asked))
 
     @property
     def _saved(self) -> Mapping[str, Any]:
@@ -85,6 +92,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         if self.metadata is None:
             raise ValueError("set_up_planner was not given the checkpoint's metadata")
         with without_garbage_collection():
+            look_up(self.metadata, self.state_dict)
             planned = self._checked_plan(self.metadata)
             check_filled(planned.items, _wanted(planned, self.state_dict, self.metadata))
         return LoadPlan(planned.items)
@@ -107,9 +115,10 @@ class RobustLoadPlanner(DefaultLoadPlanner):
 
     def _may_have_old_names(self) -> bool:
         """Whether keys that are not asked for may be older names of those that are: the latter then have a list on
-        their path."""
+        their path. A checkpoint with an index is younger."""
         return (
             self.flatten_state_dict
+            and (self.metadata is None or stored_items_of(self.metadata) is None)
             and not self._saved.keys() <= self.state_dict.keys()
             and any(isinstance(part, int) for path in self.mappings.values() for part in path)
         )

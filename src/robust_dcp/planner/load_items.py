@@ -1,7 +1,7 @@
 """What a load reads for each value of a state dict: stock's read items, without asking stock about each of them.
 
-Owns the usual cases, in which a tensor or a shard is one saved chunk. All others go to stock's planning. Called by
-``load`` for each load.
+Owns the usual cases, in which a tensor or a shard is one saved chunk. Others are found in the index (``reshard``);
+where there is none, they go to stock's planning. Called by ``load`` for each load.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.tensor import DTensor
+
+from robust_dcp.planner.reshard import chunks_held, read_overlap
+from robust_dcp.storage.index import StoredChunks
 
 __all__ = ["PlannedReads", "plan_reads"]
 
@@ -58,6 +61,15 @@ def plan_reads(state_dict: Mapping[str, Any], metadata: Metadata) -> PlannedRead
             if isinstance(saved, TensorStorageMetadata):
                 local = chunks_of(value)
                 found = None if local is None else _found(key, local, saved)
+                chunks: Any = saved.chunks
+                if found is None and isinstance(chunks, StoredChunks):
+                    held = chunks_held(value) if local is None else [local]
+                    resharded = None if held is None else read_overlap(key, chunks, held)
+                    if resharded is not None:
+                        items += resharded.items
+                        if resharded.fill:
+                            filled.add(key)
+                        continue
             if found is None:
                 others[key] = value
                 continue
@@ -72,15 +84,24 @@ def plan_reads(state_dict: Mapping[str, Any], metadata: Metadata) -> PlannedRead
 def _found(key: str, local: ChunkStorageMetadata, saved: TensorStorageMetadata) -> ReadItem | None:
     """One saved chunk as a whole, if that is just what is asked for."""
     offsets = local.offsets
+    chunks: Any = saved.chunks
+    if isinstance(chunks, StoredChunks):
+        place = chunks.find(offsets)
+        return None if place is None or chunks[place].sizes != local.sizes else _whole(key, local, place)
     for number, chunk in enumerate(saved.chunks):
         if chunk.offsets == offsets:
             if chunk.sizes != local.sizes:
                 return None
-            zeros = _zeros(len(offsets))
-            stored = MetadataIndex(key, offsets, number)
-            wanted = stored if number == 0 else MetadataIndex(key, offsets, 0)
-            return ReadItem(LoadItemType.TENSOR, wanted, zeros, stored, zeros, local.sizes)
+            return _whole(key, local, number)
     return None
+
+
+def _whole(key: str, local: ChunkStorageMetadata, number: int) -> ReadItem:
+    """All of the saved chunk ``number``, which is ``local``."""
+    zeros = _zeros(len(local.offsets))
+    stored = MetadataIndex(key, local.offsets, number)
+    wanted = stored if number == 0 else MetadataIndex(key, local.offsets, 0)
+    return ReadItem(LoadItemType.TENSOR, wanted, zeros, stored, zeros, local.sizes)
 
 
 class _LocalChunks:

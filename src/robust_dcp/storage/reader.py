@@ -1,18 +1,20 @@
 """DCP's ``StorageReader`` over a directory.
 
-Owns DCP's interface and the metadata file of a checkpoint; the items are read by ``read_items``. Never writes, and
-never runs what it reads. Stock ``load`` and Megatron-Core call it, and so does our own ``load``.
+Owns DCP's interface and the metadata of a checkpoint, by its index or decoded from its file; the items are read by
+``read_items``. Never writes, and never runs what it reads. Stock ``load`` and Megatron-Core call it, and
+so does our own ``load``.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from errno import ENOENT, ENOTDIR
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +28,16 @@ from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageE
 from robust_dcp.storage.files.disk import Disk, PosixDisk
 from robust_dcp.storage.files.paths import directory_path, is_url, mark_of, metadata_name
 from robust_dcp.storage.files.what_is_there import what_is_there
+from robust_dcp.storage.index import (
+    DamagedIndex,
+    StoredIndex,
+    fit_of,
+    fit_of_file,
+    fitting_index,
+    index_called,
+    lazy_metadata,
+    stored_items_of,
+)
 from robust_dcp.storage.metadata.metadata_file import (
     TRAILER_NBYTES,
     check_metadata,
@@ -38,10 +50,13 @@ from robust_dcp.storage.reading.common_reads import CommonReads, common_reads, p
 from robust_dcp.storage.reading.read_items import read_items
 from robust_dcp.storage.reading.read_options import BLOCK_NBYTES, ReadOptions
 from robust_dcp.storage.reading.verification import Verify
-from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.writing.write_options import default_threads
 
 __all__ = ["RobustReader", "overwritten"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class UnreadMetadata(Metadata):
@@ -65,10 +80,6 @@ def overwritten(path: str, error: RobustCheckpointError) -> StorageError:
         path=path,
         operation="load",
     )
-
-
-def _stamp(data: bytes) -> tuple[int, int]:
-    return len(data), crc32(data)
 
 
 def _goes_on(done_nbytes: int, total_nbytes: int) -> None:
@@ -137,17 +148,19 @@ class RobustReader(StorageReader):
         )
         self._disk: Disk = PosixDisk() if disk is None else disk
         self._metadata: Metadata | None = None
+        self._index: StoredIndex | None = None
         self.share_reads = share_reads
         self.peak_buffer_nbytes = 0
         self.unverified_nbytes = 0
         self.node_reads_the_same = False
         self.load_id = str(uuid.uuid4())
         self._check_stop: Callable[[int, int], None] = _goes_on
-        self._was_read: tuple[int | None, tuple[int, int]] | None = None
+        self._was_read: tuple[int | None, bytes] | None = None
         self._are_marked: bool | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._metadata = self._was_read = self._are_marked = None
+        self._index = None
         self.node_reads_the_same = False
         if checkpoint_id:
             self.path = directory_path(checkpoint_id)
@@ -188,16 +201,16 @@ class RobustReader(StorageReader):
             message += f"\n  {what_is_there(self._disk, self.path)}"
             raise StorageError(message, path=path, errno=error.errno, operation="open") from error
         check_metadata(data, path)
-        self._was_read = rank, _stamp(data)
+        self._was_read = rank, fit_of([data])
         return data
 
     def is_overwritten(self) -> bool:
         """Whether the ``.metadata`` that this reader has read last has been replaced since."""
         if self._was_read is None:
             return False
-        rank, stamp = self._was_read
+        rank, fit = self._was_read
         try:
-            return _stamp(self._bytes_of(self._metadata_path(rank))) != stamp
+            return fit_of_file(self._disk, self._metadata_path(rank)) != fit
         except StorageError:
             return False
 
@@ -217,16 +230,65 @@ class RobustReader(StorageReader):
         Raises:
             CorruptCheckpoint, UnsafeCheckpoint: as :func:`~robust_dcp.storage.metadata.metadata_file.decode_metadata`.
         """
-        metadata = decode_metadata(data, self._metadata_path(rank), is_checked=True)
+        self._are_marked = files_are_marked(data)
+        return self._of_this_load(decode_metadata(data, self._metadata_path(rank), is_checked=True))
+
+    def _of_this_load(self, metadata: Metadata) -> Metadata:
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
-        self._are_marked = files_are_marked(data)
         return metadata
+
+    def find_index(self) -> bytes:
+        """Look for an index that fits the ``.metadata`` beside it.
+
+        Returns:
+            by what other ranks recognise it; no bytes if there is none, or it is damaged, which is logged.
+        """
+        self._index = self._opened(lambda: fitting_index(self._disk, self.path))
+        self._was_read = None if self._index is None else (None, self._index.file.fit)
+        return b"" if self._index is None else self._index.file.identity
+
+    def indexed_metadata(self, identity: bytes) -> Metadata | None:
+        """What the index says that :meth:`find_index` has found, here or on another rank: mappings that look up what
+        they are asked for. If it turns out to be damaged they go on with ``.metadata``.
+
+        Returns:
+            ``None`` if it is not what lies in the directory here.
+        """
+        index = self._index
+        if index is None or index.file.identity != identity:
+            index = self._index = self._opened(lambda: index_called(self._disk, self.path, identity))
+        if index is None:
+            return None
+        found = index
+        self._are_marked = True  # no version without marks has written an index
+        metadata = self._opened(lambda: lazy_metadata(found, lambda: self._instead_of(found)))
+        return None if metadata is None else self._of_this_load(metadata)
+
+    def _opened(self, open_it: Callable[[], T | None]) -> T | None:
+        try:
+            return open_it()
+        except (DamagedIndex, StorageError) as error:
+            logger.warning("%s", error.message)
+            return None
+
+    def _instead_of(self, index: StoredIndex) -> Metadata:
+        """What the ``.metadata`` says that a damaged index belongs to."""
+        data = self.metadata_bytes()
+        if fit_of([data]) != index.file.fit:
+            raise CorruptCheckpoint(
+                f"the index of {self.path} is damaged, and another save has replaced the checkpoint; load it again",
+                file=index.file.path,
+                expected="the .metadata of the index",
+                found="another",
+            )
+        return self.decode_metadata(data)
 
     @entry_point
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read ``.metadata``; with ``rank=`` the ``__{rank}.metadata`` of a stock save without collectives.
+        """What ``.metadata`` says, by its index if it has one; with ``rank=`` the ``__{rank}.metadata`` of a
+        stock save without collectives.
 
         Stock ``load`` asks with ``rank`` when it could not read the common file. It makes an ``AssertionError`` of what
         is then raised, and the class is lost; so where that rank has no file either, what is returned raises the error
@@ -236,6 +298,11 @@ class RobustReader(StorageReader):
             StorageError, CorruptCheckpoint, UnsafeCheckpoint: as :meth:`metadata_bytes` and :meth:`decode_metadata`.
         """
         rank = kwargs.get("rank")
+        if rank is None:
+            identity = self.find_index()
+            indexed = self.indexed_metadata(identity) if identity else None
+            if indexed is not None:
+                return indexed
         if rank is None or self._disk.exists(self._metadata_path(rank)):
             return self.decode_metadata(self.metadata_bytes(rank), rank)
         try:
@@ -247,7 +314,7 @@ class RobustReader(StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if isinstance(metadata, UnreadMetadata):
             raise metadata.error
-        if not isinstance(metadata.storage_data, dict):
+        if not isinstance(metadata.storage_data, Mapping):
             raise CorruptCheckpoint(
                 f"the metadata of {self.path} does not say where its items lie: no save was finished there",
                 file=self._metadata_path(kwargs.get("rank")),
@@ -257,6 +324,11 @@ class RobustReader(StorageReader):
         self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        stored = None if self._metadata is None else stored_items_of(self._metadata)
+        if stored is not None:
+            # An index that is damaged there is put aside now, while nobody waits for data.
+            for item in plan.items:
+                stored.get(item.storage_index)
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -307,11 +379,20 @@ class RobustReader(StorageReader):
         self, plan: LoadPlan, planner: LoadPlanner, stays_on: Callable[[torch.device], bool]
     ) -> CommonReads:
         """What of ``plan`` another rank may read for this one: see :mod:`robust_dcp.storage.reading.common_reads`."""
-        return common_reads(plan.items, planner, self._known_metadata(), self.path, stays_on)
+        metadata = self._known_metadata()
+        stored = stored_items_of(metadata)
+        if stored is None:
+            return common_reads(plan.items, planner, metadata, self.path, stays_on)
+        rows = stored.rows(item.storage_index for item in plan.items)
+        in_order = sorted(rows, key=rows.__getitem__)
+        of_plan = replace(metadata, storage_data={index: stored[index] for index in in_order})
+        found = common_reads(plan.items, planner, of_plan, self.path, stays_on)
+        return found._replace(items=np.array([rows[index] for index in in_order], dtype=np.int32)[found.items])
 
     def places_in_files(self) -> npt.NDArray[np.int64]:
         """For each stored item its place among all of them, by file and by offset: int64 ``[n]``."""
-        return places_in_files(self._known_metadata())
+        stored = stored_items_of(self._known_metadata())
+        return places_in_files(self._known_metadata()) if stored is None else stored.order_in_files()
 
     def _files_are_marked(self) -> bool:
         """Whether the ``.metadata`` that was set up says so: another reader may have read it."""

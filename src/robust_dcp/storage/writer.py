@@ -26,11 +26,10 @@ from torch.futures import Future
 
 from robust_dcp.errors import entry_point
 from robust_dcp.storage.files.disk import Disk, PosixDisk
-from robust_dcp.storage.files.paths import PLAN_NAME, directory_path, is_url, mark_of
+from robust_dcp.storage.files.paths import directory_path, is_url, mark_of
 from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.layouts.places import Placements, place_as_they_come
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, StorageInfo, encode_metadata, referenced_files
-from robust_dcp.storage.writing.commit import keep_beside
 from robust_dcp.storage.writing.engine import WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
 from robust_dcp.storage.writing.save_directory import MetadataToPublish, SaveDirectory
@@ -81,11 +80,7 @@ class SaveInProgress(Protocol):
     def encoded_metadata(self, storage_meta: StorageMeta) -> MetadataToPublish: ...
 
     def commit(
-        self,
-        publish: Callable[[], None],
-        clean_up: Callable[[], None],
-        keep_plan: Callable[[bytes], None],
-        check: Callable[[], None] = ...,
+        self, publish: Callable[[], None], clean_up: Callable[[], None], check: Callable[[], None] = ...
     ) -> None: ...
 
 
@@ -285,10 +280,6 @@ class RobustWriter(StorageWriter):
         """Remove what the committed checkpoint supersedes; what cannot be removed is logged, and stays."""
         self.directory.tidy_up()
 
-    def keep_plan(self, data: bytes) -> None:
-        """Put the plan beside the committed checkpoint, for the first save of a job that resumes from it."""
-        keep_beside(self._disk, self.path, data, name=PLAN_NAME)
-
     # The hooks of stock `torch.distributed.checkpoint.save`, in the order in which it calls them.
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -381,7 +372,7 @@ class RobustWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         session = getattr(metadata, "session", None)
         if isinstance(session, SaveInProgress):
-            session.commit(lambda: self.publish_planned(session), self.clean_up, self.keep_plan, self.check_own)
+            session.commit(lambda: self.publish_planned(session), self.clean_up, self.check_own)
             return
         metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         metadata.storage_meta = self.plain_meta()

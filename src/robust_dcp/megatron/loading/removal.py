@@ -9,7 +9,7 @@ import logging
 import os
 
 from robust_dcp.storage.files.disk import PosixDisk
-from robust_dcp.storage.files.paths import directory_path
+from robust_dcp.storage.files.paths import INDEX_NAME, directory_path
 from robust_dcp.storage.metadata.metadata_file import encode_metadata, referenced_files
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.writing.commit import commit_metadata, remove_superseded
@@ -47,4 +47,5 @@ def remove_keys(checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None
     after = set(referenced_files(metadata))
     disk = PosixDisk()
     commit_metadata(disk, directory, encode_metadata(metadata))
-    remove_superseded(disk, directory, before - after, keep=after)
+    # The index belongs to what was replaced. Nobody would use it, and it would stay for ever.
+    remove_superseded(disk, directory, (before - after) | {INDEX_NAME}, keep=after)

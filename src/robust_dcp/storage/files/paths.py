@@ -16,10 +16,10 @@ from robust_dcp.storage.files.disk import Disk
 
 __all__ = [
     "DATA_SUFFIX",
+    "INDEX_NAME",
     "JOURNAL_PREFIX",
     "LOCK_NAME",
     "METADATA_NAME",
-    "PLAN_NAME",
     "SAFETENSORS_SUFFIX",
     "DataFileName",
     "WriterOfFile",
@@ -42,8 +42,9 @@ __all__ = [
 METADATA_NAME: Final = ".metadata"
 DATA_SUFFIX: Final = ".distcp"
 SAFETENSORS_SUFFIX: Final = ".safetensors"
-PLAN_NAME: Final = ".robust_dcp.plan"
-"""The plan that a checkpoint was saved by; no part of the checkpoint, and nothing that stock looks for."""
+INDEX_NAME: Final = ".robust_dcp.index"
+"""What ``.metadata`` says, for readers that look up few of its items, and the plan that it was saved by. Nothing that
+stock looks for."""
 
 JOURNAL_PREFIX: Final = ".robust_dcp.saving."
 """Followed by the mark of a save: the file that says that this save is under way, and which files it may make."""

@@ -10,19 +10,19 @@ import errno
 import logging
 import os
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import METADATA_NAME, check_relative_path
+from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, check_relative_path
 from robust_dcp.storage.layouts import FileName
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["BEFORE_RENAME", "commit_metadata", "keep_beside", "remove_superseded"]
+__all__ = ["BEFORE_RENAME", "commit_metadata", "remove_superseded"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,8 @@ def commit_metadata(
     name: str = METADATA_NAME,
     renames: Sequence[FileName] = (),
     token: str | None = None,
-) -> None:
+    index: Sequence[Buffer] = (),
+) -> bool:
     """Make ``encoded`` (in parts that follow each other) the metadata of the checkpoint in ``directory``, wholly or not
     at all.
 
@@ -51,40 +52,74 @@ def commit_metadata(
     1. create ``.metadata.<token>.tmp`` (exclusively: no left-over of a killed save is written to)
     2. write it
     3. fsync it: its bytes are durable
-    4. close it; give each data file its name, where the layout has another one until then
+    4. close it; do the same with the index, if there is one; give each data file its name, where the layout has another
+       one until then
     5. fsync the directory: the names of the new data files are durable
-    6. rename it to ``.metadata``, over the old one
+    6. rename the index, then it to ``.metadata``, each over the old one
     7. fsync the directory: the rename is durable
+
+    Within call 6 the index is already the new one and does not fit the old ``.metadata``, so nobody uses it. If it
+    cannot be written the checkpoint is committed without it: readers can do without.
 
     Args:
         renames: the data files whose names change with the commit.
-        token: by which the journal of the save knows the temporary file; by default random.
+        token: by which the journal of the save knows the temporary files; by default random.
+        index: what goes into the index, in parts that follow each other; none if there is to be none.
+
+    Returns:
+        whether the checkpoint has an index.
 
     Raises:
         StorageError: a call failed. Up to call 5 the old checkpoint is untouched, and the temporary file and what call
             4 has renamed are removed. If call 6 or 7 failed, either may be found later: both are complete, so keep
             the data files of both.
     """
-    temporary = os.path.join(directory, f"{name}.{token or secrets.token_hex(8)}.tmp")
-    file = disk.open_new(temporary)
+    token = token or secrets.token_hex(8)
+    temporary = os.path.join(directory, f"{name}.{token}.tmp")
+    index_path = os.path.join(directory, f"{INDEX_NAME}.{token}.tmp") if index else ""
     renamed: list[str] = []
     try:
-        try:
-            disk.pwrite(file, encoded, 0)
-            disk.fsync(file)
-        finally:
-            disk.close(file)
+        _write(disk, temporary, encoded)
+        if index and not _index_works(lambda: _write(disk, index_path, index)):
+            _remove(disk, index_path)
+            index_path = ""
         _rename_data(disk, directory, renames, renamed)
         with _as_operation(_FSYNC_NAMES):
             disk.fsync_directory(directory)
         renamed = []  # from here on they may be a committed checkpoint's
+        has_index = index_path != "" and _index_works(
+            lambda: disk.rename(index_path, os.path.join(directory, INDEX_NAME))
+        )
         disk.rename(temporary, os.path.join(directory, name))
     except BaseException:
-        _remove(disk, temporary)
-        for path in renamed:
-            _remove(disk, path)
+        for path in (temporary, index_path, *renamed):
+            if path:
+                _remove(disk, path)
         raise
     disk.fsync_directory(directory)
+    if index_path and not has_index:
+        _remove(disk, index_path)
+    return has_index
+
+
+def _write(disk: Disk, path: str, data: Buffer | Sequence[Buffer]) -> None:
+    """Make a new file and its bytes durable."""
+    file = disk.open_new(path)
+    try:
+        disk.pwrite(file, data, 0)
+        disk.fsync(file)
+    finally:
+        disk.close(file)
+
+
+def _index_works(step: Callable[[], None]) -> bool:
+    """Take a step towards an index; whether that went well."""
+    try:
+        step()
+    except StorageError as error:
+        logger.warning("the checkpoint gets no index, so a load takes longer: %s", error.message)
+        return False
+    return True
 
 
 def _rename_data(disk: Disk, directory: str, renames: Sequence[FileName], renamed: list[str]) -> None:
@@ -105,26 +140,6 @@ def _as_operation(operation: str) -> Iterator[None]:
         yield
     except StorageError as error:
         raise StorageError(error.message, path=error.path, errno=error.errno, operation=operation) from error
-
-
-def keep_beside(disk: Disk, directory: str, data: bytes, *, name: str) -> None:
-    """Put a file beside a committed checkpoint that it can do without, and whose reader notices if it is not whole: not
-    in one step, and without waiting for the disk.
-
-    Raises:
-        StorageError: a call failed; the file is gone.
-    """
-    path = os.path.join(directory, name)
-    _remove(disk, path)
-    file = disk.open_new(path)
-    try:
-        try:
-            disk.pwrite(file, data, 0)
-        finally:
-            disk.close(file)
-    except BaseException:
-        _remove(disk, path)
-        raise
 
 
 def remove_superseded(disk: Disk, directory: str, files: Iterable[str], *, keep: Collection[str] = ()) -> list[str]:

@@ -22,6 +22,7 @@ import msgspec
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import (
+    INDEX_NAME,
     JOURNAL_PREFIX,
     METADATA_NAME,
     mark_of,
@@ -66,7 +67,7 @@ class JournalRecord(msgspec.Struct, frozen=True, kw_only=True):
     def may_have_made(self, names: Collection[str]) -> set[str]:
         """Those of ``names`` that files of this save have: of its ranks, plain or with its mark."""
         mark = mark_of(self.save_id)
-        found = {f"{METADATA_NAME}.{mark}.tmp"} & set(names)
+        found = {f"{METADATA_NAME}.{mark}.tmp", f"{INDEX_NAME}.{mark}.tmp"} & set(names)
         for name in set(names).difference(self.replaces, self.present):
             writer = writer_of(name)
             if writer is None or writer.rank >= self.ranks or writer.mark not in ("", mark):

@@ -18,8 +18,8 @@ from typing import Final
 from robust_dcp.errors import RobustCheckpointError, StorageError
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import (
+    INDEX_NAME,
     METADATA_NAME,
-    PLAN_NAME,
     SAFETENSORS_SUFFIX,
     is_data_file,
     mark_of,
@@ -55,11 +55,13 @@ class MetadataToPublish:
         fragments: the bytes of ``.metadata``, one after the other.
         files: the data files that it names.
         renames: those whose names change with the commit.
+        index: the bytes of the index, one after the other; none if there is to be none.
     """
 
     fragments: Sequence[bytes | memoryview]
     files: Collection[str]
     renames: Sequence[FileName] = ()
+    index: Sequence[bytes | memoryview] = ()
 
     @property
     def uncommitted_files(self) -> set[str]:
@@ -101,6 +103,7 @@ class SaveDirectory:
         self._own: set[str] = set()
         self._stuck: list[str] = []
         self._has_replaced = False
+        self._has_index = False
         self._replaced: Committed | None = None
         self._committed_files: Collection[str] = ()
 
@@ -261,13 +264,14 @@ class SaveDirectory:
         if not self._layout.may_share_directory:  # what a killed save has left is none of the new checkpoint
             self._remove(self._found.files)
         try:
-            commit_metadata(
+            self._has_index = commit_metadata(
                 self._disk,
                 self.path,
                 metadata.fragments,
                 name=self._metadata_name,
                 renames=metadata.renames,
                 token=mark_of(self.save_id),
+                index=metadata.index,
             )
         except BaseException as error:
             self.may_be_committed = not (isinstance(error, StorageError) and error.operation in BEFORE_RENAME)
@@ -294,6 +298,8 @@ class SaveDirectory:
             of_ranks = named_by_ranks(self._disk, self.path, self._names)
         superseded = self._superseded(replaced) if of_ranks is not None else set()
         superseded -= of_ranks or frozenset()
+        if INDEX_NAME in self._names and self._rank is None and not self._has_index:
+            superseded.add(INDEX_NAME)  # of the checkpoint that was replaced
         left = self._remove(superseded, keep=files)
         if self._journal is None:
             return
@@ -341,7 +347,7 @@ class SaveDirectory:
         """Remove the data files that this rank has made; the paths of those that are still there."""
         names = {name for name in self._own if self._is_mine(name)}
         if self._journal is not None:
-            names.add(f"{self._metadata_name}.{mark_of(self.save_id)}.tmp")
+            names |= {f"{name}.{mark_of(self.save_id)}.tmp" for name in (self._metadata_name, INDEX_NAME)}
         left = [self._path_of(name) for name in self._remove(names)]
         left += [path for path in self._stuck if not self._is_removed(path)]
         self._stuck = []
@@ -403,7 +409,7 @@ class SaveDirectory:
         self._disk.unlink(self._path_of(self._metadata_name))
         self._disk.fsync_directory(self.path)
         self.may_be_committed = False
-        self._own.add(PLAN_NAME)
+        self._own.add(INDEX_NAME)
         return True
 
     def _remove(self, names: Collection[str], keep: Collection[str] = ()) -> list[str]:

@@ -1,0 +1,33 @@
+"""``.robust_dcp.index``: what ``.metadata`` says, in sorted columns, of which a load reads what it asks for.
+
+``plan.metadata`` builds it, the commit writes it beside ``.metadata``, the reader looks up items in it, and a job that
+resumes finds its plan there. ``.metadata`` stays the truth: an index that does not fit it, or is damaged, is put aside.
+"""
+
+from robust_dcp.storage.index.build import IndexTemplate
+from robust_dcp.storage.index.fit import fit_of, fit_of_file
+from robust_dcp.storage.index.form import DamagedIndex, Fragment, Section
+from robust_dcp.storage.index.index_file import IndexFile
+from robust_dcp.storage.index.lazy import StoredChunks, StoredItems, lazy_metadata, look_up, stored_items_of
+from robust_dcp.storage.index.opened import fitting_index, index_called
+from robust_dcp.storage.index.overlap import Overlap
+from robust_dcp.storage.index.stored_index import StoredIndex
+
+__all__ = [
+    "DamagedIndex",
+    "Fragment",
+    "IndexFile",
+    "IndexTemplate",
+    "Overlap",
+    "Section",
+    "StoredChunks",
+    "StoredIndex",
+    "StoredItems",
+    "fit_of",
+    "fit_of_file",
+    "fitting_index",
+    "index_called",
+    "lazy_metadata",
+    "look_up",
+    "stored_items_of",
+]

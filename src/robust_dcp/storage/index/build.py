@@ -1,0 +1,212 @@
+"""An index, from the columns that ``.metadata`` is made of.
+
+Owns what stands in each section. What a plan determines is made once and kept with it; the digest of ``.metadata``,
+names and ids of files and the places of items of variable size are filled in at each save, without work for each item.
+Called by ``plan.metadata``.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from robust_dcp.storage.index.fit import fit_of
+from robust_dcp.storage.index.form import MAX_NAME_NBYTES, Fragment, Section, encode_sections
+from robust_dcp.storage.index.messages import IndexMeta, StoredMeta
+from robust_dcp.storage.metadata.pickled import MetadataColumns
+
+__all__ = ["IndexTemplate"]
+
+Int64 = npt.NDArray[np.int64]
+
+_ROWS = 1 << 18
+"""That are looked at together, so that what is computed of them stays small."""
+
+
+@runtime_checkable
+class _PathColumns(Protocol):
+    """Paths that exist as columns already: the lengths of their parts, negative for the index of a list."""
+
+    counts: npt.NDArray[Any]
+    lengths: npt.NDArray[np.int32]
+
+
+class IndexTemplate:
+    """The indices of all checkpoints that are written by one plan. Any number of threads may use it at once.
+
+    Args:
+        columns: what the plan determines; not kept.
+
+    Raises:
+        ValueError: names or chunks are not sorted, so that nothing could be found by bisection.
+    """
+
+    def __init__(self, columns: MetadataColumns) -> None:
+        _check_order(columns)
+        self._has_paths = columns.paths is not None
+        values: dict[str, Any] = {
+            **_names(columns),
+            **_paths(columns),
+            **_chunks(columns),
+            "variable_rows": np.flatnonzero(columns.start < 0),
+            "properties": msgspec.json.encode([_in_words(*each) for each in columns.properties]),
+            "attributes": msgspec.msgpack.encode(dict(columns.attributes)) if columns.attributes else b"",
+        }
+        self._constant = {name: Section.of(name, each) for name, each in values.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that are kept."""
+        return sum(len(section.data) for section in self._constant.values())
+
+    def encode(
+        self,
+        metadata: Sequence[Fragment],
+        file_names: Sequence[str],
+        places: Int64,
+        storage_meta: StorageMeta | None,
+        version: str | None,
+        plan: Mapping[str, Section],
+    ) -> tuple[Fragment, ...]:
+        """The index of one checkpoint, in parts that follow each other.
+
+        Args:
+            metadata: the ``.metadata`` that it belongs to.
+            file_names: the data files, relative to the checkpoint.
+            places: int64 ``[V, 2]``, start and length of each item of variable size, in bytes.
+            storage_meta: goes into the file as it is.
+            version: of DCP's format.
+            plan: the sections that ``plan.stored_plan`` owns; none if the plan is not kept.
+        """
+        names, ends = _joined(file_names)
+        stored = None if storage_meta is None else _stored(storage_meta)
+        meta = IndexMeta(version=version, has_paths=self._has_paths, storage_meta=stored)
+        values: dict[str, Any] = {
+            "variable_places": places,
+            "files": names,
+            "file_ends": ends,
+            "file_ids": _id_of(stored) * len(file_names),
+            "meta": msgspec.json.encode(meta),
+        }
+        own = {name: Section.of(name, each) for name, each in values.items()}
+        return encode_sections({**self._constant, **own, **plan}, fit_of(metadata))
+
+
+def _stored(meta: StorageMeta) -> StoredMeta:
+    path = meta.checkpoint_id
+    return StoredMeta(
+        checkpoint_id=None if path is None else os.fsdecode(path),
+        save_id=meta.save_id,
+        load_id=meta.load_id,
+        modules=tuple(meta.modules),
+    )
+
+
+def _id_of(meta: StoredMeta | None) -> bytes:
+    """The id of a save, 16 bytes; zeros where it is no UUID."""
+    try:
+        return uuid.UUID((None if meta is None else meta.save_id) or "").bytes
+    except ValueError:
+        return bytes(16)
+
+
+def _in_words(dtype: Any, layout: Any, requires_grad: bool) -> tuple[str, str, bool]:
+    return str(dtype).removeprefix("torch."), str(layout).removeprefix("torch."), requires_grad
+
+
+def _joined(texts: Sequence[str]) -> tuple[bytes, Int64]:
+    """All texts in UTF-8, one after the other, and where each ends."""
+    text = "".join(texts)
+    if text.isascii():
+        return text.encode(), np.cumsum(np.fromiter(map(len, texts), dtype=np.int64, count=len(texts)))
+    encoded = [each.encode("utf-8", "surrogatepass") for each in texts]
+    return b"".join(encoded), np.cumsum(np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded)))
+
+
+def _names(columns: MetadataColumns) -> dict[str, Any]:
+    names, ends = _joined(columns.names)
+    if int(np.diff(ends, prepend=0).max(initial=0)) > MAX_NAME_NBYTES:
+        raise ValueError(f"names of an index have at most {MAX_NAME_NBYTES} bytes, and one of these has more")
+    first_rows = np.searchsorted(columns.name, np.arange(len(columns.names)))
+    number = _numbers_of_sizes(columns)
+    extent = np.where(columns.size_ndims > 0, columns.sizes[:, :1].max(axis=1, initial=0), 0)
+    of_chunk = np.where(columns.size < 0, 0, extent[columns.size]) if len(extent) else np.zeros(len(columns.size))
+    return {
+        "names": names,
+        "name_ends": ends,
+        "name_chunks": np.append(first_rows[1:], len(columns.name)) if len(first_rows) else first_rows,
+        "name_properties": columns.name_properties,
+        "name_size": _renumbered(number, columns.name_size),
+        "name_reach": np.maximum.reduceat(of_chunk, first_rows) if len(first_rows) else first_rows,
+    }
+
+
+def _chunks(columns: MetadataColumns) -> dict[str, Any]:
+    number = _numbers_of_sizes(columns)
+    order = np.argsort(columns.size_ndims, kind="stable")
+    counts = np.bincount(columns.size_ndims, minlength=1)
+    ends = np.cumsum(counts).tolist()
+    tables = [
+        columns.sizes[order[first:end], :ndim].reshape(-1)
+        for ndim, (first, end) in enumerate(zip([0, *ends], ends, strict=False))
+    ]
+    return {
+        "size_counts": counts,
+        "sizes": np.concatenate(tables),
+        "chunk_offset": _renumbered(number, columns.offset),
+        "chunk_size": _renumbered(number, columns.size),
+        "chunk_file": columns.file,
+        "chunk_start": columns.start,
+        "chunk_nbytes": columns.nbytes,
+    }
+
+
+def _numbers_of_sizes(columns: MetadataColumns) -> npt.NDArray[np.int32]:
+    """The number that each size has in the index: those of fewest dimensions first."""
+    number: npt.NDArray[np.int32] = np.empty(len(columns.sizes), dtype=np.int32)
+    number[np.argsort(columns.size_ndims, kind="stable")] = np.arange(len(number), dtype=np.int32)
+    return number
+
+
+def _renumbered(number: npt.NDArray[np.int32], places: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    return np.where(places < 0, np.int32(-1), number[places]) if len(number) else places
+
+
+def _paths(columns: MetadataColumns) -> dict[str, Any]:
+    paths = columns.paths
+    if paths is None:
+        return {}
+    if isinstance(paths, _PathColumns):
+        return {"path_parts": paths.lengths, "path_ends": np.cumsum(paths.counts, dtype=np.int64)}
+    lengths, counts = [], []
+    for name, path in zip(columns.names, paths, strict=True):
+        if ".".join(map(str, path)) != name:
+            raise ValueError(f"the path of {name!r} does not spell it")
+        counts.append(len(path))
+        lengths += [-len(str(part)) if isinstance(part, int) else len(part) for part in path]
+    return {"path_parts": np.array(lengths, dtype=np.int32), "path_ends": np.cumsum(counts, dtype=np.int64)}
+
+
+def _check_order(columns: MetadataColumns) -> None:
+    """Make sure that names ascend, and the chunks of each by their offsets."""
+    names = list(columns.names)
+    if names != sorted(names):
+        raise ValueError("names of an index are sorted, and these are not")
+    for first in range(0, len(columns.name) - 1, _ROWS):
+        rows = slice(first, first + _ROWS + 1)
+        name, offset = columns.name[rows], columns.offset[rows]
+        undecided = (name[1:] == name[:-1]) & (offset[1:] >= 0)
+        if not undecided.any():
+            continue
+        values = columns.sizes[offset]
+        for before, behind in zip(values[:-1].T, values[1:].T, strict=True):
+            if (undecided & (behind < before)).any():
+                raise ValueError("chunks of an index are sorted by their offsets, and these are not")
+            undecided &= behind == before

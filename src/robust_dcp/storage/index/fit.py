@@ -1,0 +1,49 @@
+"""Which ``.metadata`` an index belongs to.
+
+Owns the digest by which the two know each other. It covers the length of ``.metadata`` and its last 4096 bytes. There
+stand the id of the save, which the emitter puts behind all items, and the CRC-32 of the whole file: another save, or
+another tool that writes ``.metadata``, gives another digest. So nobody has to read a file that grows with the job.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Final
+
+from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.index.form import Fragment
+
+__all__ = ["fit_of", "fit_of_file"]
+
+_TAIL_NBYTES: Final = 4096
+
+
+def fit_of(metadata: Sequence[Fragment]) -> bytes:
+    """32 bytes for a ``.metadata`` that consists of these fragments, one after the other."""
+    tail = b""
+    for fragment in reversed(metadata):
+        tail = bytes(fragment[-_TAIL_NBYTES:]) + tail
+        if len(tail) >= _TAIL_NBYTES:
+            break
+    return _digest(sum(map(len, metadata)), tail[-_TAIL_NBYTES:])
+
+
+def fit_of_file(disk: Disk, path: str) -> bytes:
+    """The same of a ``.metadata`` on disk.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    file = disk.open_read(path)
+    try:
+        nbytes = disk.size(path)
+        tail = bytearray(min(nbytes, _TAIL_NBYTES))
+        found = disk.pread_into(file, tail, nbytes - len(tail))
+    finally:
+        disk.close(file)
+    return _digest(nbytes, bytes(tail[:found]))
+
+
+def _digest(nbytes: int, tail: bytes) -> bytes:
+    return hashlib.sha256(nbytes.to_bytes(8, "little") + tail).digest()

@@ -1,0 +1,120 @@
+"""The names of an index: sorted, one after the other in UTF-8, and the place of each in the nested state dict.
+
+Owns how a name is found and decoded. Only those that are asked for become Python objects. Called by ``stored_index``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from robust_dcp.storage.index.form import MAX_NAME_NBYTES
+from robust_dcp.storage.index.index_file import IndexFile
+
+__all__ = ["StoredNames", "text_of"]
+
+_MAX_PARTS: Final = 10_000  # of a path
+_NAMES_AT_ONCE: Final = 1 << 12
+
+
+class StoredNames:
+    """The names of a checkpoint.
+
+    Args:
+        file: an open index.
+
+    Raises:
+        DamagedIndex: from all methods, if something refers to what is not there.
+    """
+
+    def __init__(self, file: IndexFile) -> None:
+        self._file = file
+        self._name_ends = file.column("name_ends")
+        self._path_parts, self._path_ends = file.column("path_parts"), file.column("path_ends")
+
+    def __len__(self) -> int:
+        return len(self._name_ends)
+
+    @property
+    def n_paths(self) -> int:
+        """How many of them have a place in a nested state dict."""
+        return len(self._path_ends)
+
+    def find(self, name: str) -> int | None:
+        """The number of a name; ``None`` if the checkpoint does not have it."""
+        return self.find_all([name]).get(name)
+
+    def find_all(self, names: Iterable[str]) -> dict[str, int]:
+        """The numbers of those of ``names`` that the checkpoint has.
+
+        Names are looked for in order, each from where the last one was: neighbours cost a comparison or two.
+        """
+        found = {}
+        at, count = 0, len(self)
+        for wanted, name in sorted((name.encode("utf-8", "surrogatepass"), name) for name in set(names)):
+            # The first of the stored names that is not before `wanted` lies in [at, end].
+            step, end, stored = 1, at, b""
+            while end < count and (stored := self._name_bytes(end)) < wanted:
+                at, end, step = end + 1, end + step, 2 * step
+            if at == end < count:  # it was looked at last
+                if stored == wanted:
+                    found[name], at = at, at + 1
+                continue
+            end = min(end, count)
+            while at < end:
+                middle = (at + end) // 2
+                if self._name_bytes(middle) < wanted:
+                    at = middle + 1
+                else:
+                    end = middle
+            if at < count and self._name_bytes(at) == wanted:
+                found[name], at = at, at + 1
+        return found
+
+    def name(self, number: int) -> str:
+        """The name with this number."""
+        return text_of(self._file, self._name_bytes(number))
+
+    def __iter__(self) -> Iterator[str]:
+        """All names, ascending."""
+        before = b""
+        for first in range(0, len(self), _NAMES_AT_ONCE):
+            ends = self._name_ends.rows(first, min(first + _NAMES_AT_ONCE, len(self))).tolist()
+            start = self._name_ends[first - 1] if first else 0
+            data = self._file.read("names", start, ends[-1])
+            for begin, end in zip([start, *ends], ends, strict=False):
+                encoded = data[begin - start : end - start]
+                if begin > end or (encoded <= before and (first or begin)):
+                    raise self._file.damaged("its names do not ascend")
+                before = encoded
+                yield text_of(self._file, encoded)
+
+    def _name_bytes(self, number: int) -> bytes:
+        start, end = self._name_ends[number - 1] if number else 0, self._name_ends[number]
+        if end - start > MAX_NAME_NBYTES:
+            raise self._file.damaged(f"name {number} has {end - start} bytes")
+        return self._file.read("names", start, end)
+
+    def path(self, number: int) -> tuple[str | int, ...]:
+        """The place of a name in the nested state dict."""
+        name, at = self.name(number), 0
+        start, end = self._path_ends[number - 1] if number else 0, self._path_ends[number]
+        if not 0 < end - start <= _MAX_PARTS:
+            raise self._file.damaged(f"the path of {name[:60]!r} has {end - start} parts")
+        parts: list[str | int] = []
+        for length in self._path_parts.rows(start, end).tolist():
+            text = name[at : at + abs(length)]
+            is_index = length < 0
+            if len(text) != abs(length) or (is_index and not (text.isascii() and text.isdigit() and len(text) < 19)):
+                raise self._file.damaged(f"the path of {name[:60]!r} does not spell it")
+            parts.append(int(text) if is_index else text)
+            at += abs(length) + 1
+        return tuple(parts)
+
+
+def text_of(file: IndexFile, encoded: bytes) -> str:
+    """Decode a text of an index."""
+    try:
+        return encoded.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        raise file.damaged(f"{encoded[:40]!r} is no text") from None

@@ -1,0 +1,71 @@
+"""docs/formats.md suffices to read an index: 50 lines of NumPy that import nothing of ours find a tensor's bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import robust_dcp
+
+
+def read_chunk(directory: Path, name: str, offsets: tuple[int, ...]) -> tuple[str, tuple[int, ...], Path, int, int]:
+    """Dtype and sizes of the chunk of ``name`` at ``offsets``, its file, and where in it its record lies."""
+    data = (directory / ".robust_dcp.index").read_bytes()
+    head = np.frombuffer(data, "<u4", 6, 8)
+    assert data[:8] == b"RDCPIDX\n" and head[0] == 1 and int.from_bytes(data[16:24], "little") == len(data)
+    metadata = (directory / ".metadata").read_bytes()
+    assert data[32:64] == hashlib.sha256(len(metadata).to_bytes(8, "little") + metadata[-4096:]).digest()
+    kind = np.dtype([("name", "S16"), ("type", "S4"), ("zero", "<u4"), ("start", "<u8"), ("nbytes", "<u8")])
+    entries = np.frombuffer(data, kind, head[1], 64)
+    assert zlib.crc32(data[: 64 + 40 * head[1]]) == int.from_bytes(data[64 + 40 * head[1] :][:4], "little")
+    sections, sums = {}, []
+    for entry in entries:
+        nbytes, start = int(entry["nbytes"]), int(entry["start"])
+        dtype = np.dtype(entry["type"].decode())
+        sections[entry["name"].decode()] = np.frombuffer(data, dtype, nbytes // dtype.itemsize, start)
+        slabs = range(start, start + nbytes, int(head[4]))
+        sums += [zlib.crc32(data[at : min(at + head[4], start + nbytes)]) for at in slabs]
+    assert sums[: len(sections["checksums"])] == sections["checksums"].tolist()
+
+    def part(heap: str, ends: str, number: int) -> bytes:
+        start = int(sections[ends][number - 1]) if number else 0
+        return sections[heap][start : int(sections[ends][number])].tobytes()
+
+    size_ends = np.cumsum(sections["size_counts"]).tolist()
+
+    def size(number: int) -> tuple[int, ...]:
+        ndim = int(np.searchsorted(size_ends, number, side="right"))
+        at = sum(d * int(n) for d, n in enumerate(sections["size_counts"][:ndim]))
+        at += (number - (size_ends[ndim - 1] if ndim else 0)) * ndim
+        return tuple(sections["sizes"][at : at + ndim].tolist())
+
+    low, high = 0, len(sections["name_ends"])
+    while low < high:  # the names are sorted
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if part("names", "name_ends", middle) < name.encode() else (low, middle)
+    assert part("names", "name_ends", low) == name.encode()
+    rows = range(int(sections["name_chunks"][low - 1]) if low else 0, int(sections["name_chunks"][low]))
+    row = next(row for row in rows if size(int(sections["chunk_offset"][row])) == offsets)
+    file = directory / part("files", "file_ends", int(sections["chunk_file"][row])).decode()
+    dtype_name = json.loads(sections["properties"].tobytes())[int(sections["name_properties"][low])][0]
+    place = int(sections["chunk_start"][row]), int(sections["chunk_nbytes"][row])
+    return dtype_name, size(int(sections["chunk_size"][row])), file, *place
+
+
+def test_the_document_is_enough_to_find_a_tensor(tmp_path: Path) -> None:
+    assert len(inspect.getsource(read_chunk).splitlines()) <= 50
+    state = {f"layer.{n}": {"w": torch.full((3, n + 1), float(n))} for n in range(12)} | {"step": 7}
+    robust_dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    dtype, sizes, file, start, nbytes = read_chunk(tmp_path, "layer.7.w", (0, 0))
+    assert (dtype, sizes) == ("float32", (3, 8))
+    record = file.read_bytes()[start : start + nbytes]
+    (tmp_path / "record").write_bytes(record)
+    assert torch.equal(torch.load(tmp_path / "record", weights_only=True), state["layer.7"]["w"])
+    values = torch.full((3, 8), 7.0).numpy().tobytes()
+    assert values in record
