@@ -7,7 +7,8 @@
 #   make check   format, lint, types, layers; changes nothing
 #   make format  what `check` would complain about and ruff can repair
 #   make bench   the benchmarks
-#   make torture thousands of faults between ranks, 300 kills, and TRIALS=2000 hostile checkpoints; SEED=1 (about an hour)
+#   make torture thousands of faults between ranks, 300 kills, 300 pairs of jobs that save into one directory, and
+#                TRIALS=2000 hostile checkpoints; SEED=1 (about an hour)
 #   make clean   remove all that make has made
 
 PYTHON ?= python3
@@ -88,6 +89,7 @@ bench: $(INSTALLED)
 torture: $(INSTALLED)
 	$(BIN)/python -m torture.exchanges --trials 3000 --seed $(SEED)
 	$(BIN)/python -m torture.kills --trials 300 --seed $(SEED)
+	$(BIN)/python -m torture.savers --rounds 300 --seed $(SEED)
 	$(BIN)/python -m torture.hostile --trials $(TRIALS) --seed $(SEED)
 
 clean:

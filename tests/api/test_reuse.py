@@ -178,10 +178,10 @@ class FailingWriter(RobustWriter):
             raise RuntimeError("transient")
         return super().write(*args, **kwargs)
 
-    def publish(self, metadata: Any) -> None:
+    def publish_planned(self, session: Any) -> None:
         if self.fail_in == "commit":
             raise RuntimeError("transient")
-        super().publish(metadata)
+        super().publish_planned(session)
 
 
 def test_a_failed_save_leaves_no_plan_on_any_rank(tmp_path: Path) -> None:

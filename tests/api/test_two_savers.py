@@ -3,6 +3,7 @@ there loads as one checkpoint."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import robust_dcp
 from robust_dcp import CorruptCheckpoint, RobustPlanner, RobustReader, RobustWriter, StorageError
 from robust_dcp.storage.files.disk import OpenFile, PosixDisk
 from robust_dcp.storage.files.paths import LOCK_NAME
+from robust_dcp.storage.writing.directory_lock import DirectoryLock
 from tests.api.verdicts import Verdict, verdict_of
 from tests.support.ranks import run_ranks, values
 
@@ -160,6 +162,31 @@ def test_of_two_jobs_that_save_at_once_each_is_told_the_truth(tmp_path: Path, lo
     one, other = (verdicts for verdicts, _ in values(run_ranks(2, save_twice_at_once, str(tmp_path / "c"), locks)))
     for verdicts in zip(one, other, strict=True):
         assert "" in verdicts  # what is there is what one of them was told that it has saved
+
+
+class Network(PosixDisk):
+    """A file system of several machines."""
+
+    def is_of_this_machine(self, path: str) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("is_of_this_boot", [True, False])
+def test_on_a_network_file_system_only_a_holder_on_this_machine_is_believed(
+    tmp_path: Path, is_of_this_boot: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = DirectoryLock.take(Network(), str(tmp_path), save_id="a save")
+    if not is_of_this_boot:
+        lock = tmp_path / LOCK_NAME
+        lock.write_text(json.dumps({**json.loads(lock.read_text()), "boot_id": "another", "host": "elsewhere"}))
+    writer = RobustWriter(tmp_path, disk=Network())
+    if is_of_this_boot:
+        with pytest.raises(StorageError, match="another save is running"):
+            robust_dcp.save(state(1), storage_writer=writer, no_dist=True)
+    else:
+        robust_dcp.save(state(1), storage_writer=writer, no_dist=True)
+        assert "on elsewhere" in caplog.text and loaded_step(str(tmp_path)) == 1
+    held.let_go()
 
 
 def be_killed_holding_the_lock(directory: str) -> None:

@@ -271,11 +271,6 @@ class RobustWriter(StorageWriter):
         self._checked_at_seconds = time.monotonic()
         self.directory.check_own(self._uncommitted_names)
 
-    def publish(self, metadata: MetadataToPublish) -> None:
-        """Commit: make ``metadata`` the checkpoint's, durably and in one step. All its files have been looked at
-        (:meth:`check_own`), here or on the ranks that wrote them."""
-        self.directory.publish(metadata)
-
     def clean_up(self) -> None:
         """Remove what the committed checkpoint supersedes; what cannot be removed is logged, and stays."""
         self.directory.tidy_up()
@@ -379,8 +374,7 @@ class RobustWriter(StorageWriter):
         metadata.version = FORMAT_VERSION
         files = referenced_files(metadata)
         try:
-            self.directory.check_own(files)
-            self.publish(MetadataToPublish((encode_metadata(metadata),), files))
+            self.directory.publish(MetadataToPublish((encode_metadata(metadata),), files))
         except BaseException as error:
             self.directory.take_back(error)
             raise
@@ -393,11 +387,13 @@ class RobustWriter(StorageWriter):
         all of them once more where these are few, or that was long ago: this process may have stood still since.
         """
         encoded = session.encoded_metadata(self.plain_meta())
-        files = encoded.uncommitted_files
-        is_long_ago = time.monotonic() - self._checked_at_seconds > _CHECK_AGAIN_SECONDS
-        if not session.commits_together or is_long_ago or len(files) <= _FEW_FILES:
-            self.directory.check_own(files)
-        self.publish(encoded)
+        are_few = len(encoded.files) <= _FEW_FILES
+
+        def is_checked() -> bool:
+            is_recent = time.monotonic() - self._checked_at_seconds < _CHECK_AGAIN_SECONDS
+            return session.commits_together and is_recent and not are_few
+
+        self.directory.publish(encoded, is_checked=is_checked)
 
     def plain_meta(self) -> StorageMeta:
         """What goes into ``.metadata``: stock's class, and nothing of this process."""

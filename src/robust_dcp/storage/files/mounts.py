@@ -1,6 +1,6 @@
-"""Whether a file system belongs to this machine alone, by what the kernel says of its mounts.
+"""Which machine this is, and whether a file system belongs to it alone, by what the kernel says.
 
-Owns nothing but that answer. Asked by ``disk``, for who wants to know what a lock that nobody holds is worth.
+Owns nothing but these answers. Asked by ``disk`` and ``writing``, for who wants to know what a lock is worth.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import re
 from collections.abc import Iterable
 from typing import Final
 
-__all__ = ["is_of_this_machine", "type_in_mounts"]
+__all__ = ["boot_id", "is_of_this_machine", "type_in_mounts"]
+
+_BOOT_ID: Final = "/proc/sys/kernel/random/boot_id"
 
 _LOCAL_TYPES: Final = frozenset(
     [
@@ -59,3 +61,12 @@ def type_in_mounts(mounts: Iterable[str], path: str) -> str:
         if is_above and len(place) >= len(longest):  # of two mounts in one place, the later one is seen
             longest, found = place, rest.split(" ")[0]
     return found
+
+
+def boot_id() -> str:
+    """Which boot of which machine this is; empty where the system does not say."""
+    try:
+        with open(_BOOT_ID, encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:  # there is none outside Linux
+        return ""

@@ -22,13 +22,14 @@ from robust_dcp.storage.layouts import FileName
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["BEFORE_RENAME", "commit_metadata", "remove_superseded"]
+__all__ = ["BEFORE_RENAME", "CHECK", "commit_metadata", "remove_superseded"]
 
 logger = logging.getLogger(__name__)
 
 _RENAME_DATA: Final = "give data files their names"
 _FSYNC_NAMES: Final = "make the names of data files durable"
-BEFORE_RENAME: Final = frozenset({"create", "write", "fsync", "close", _RENAME_DATA, _FSYNC_NAMES})
+CHECK: Final = "look before the commit"
+BEFORE_RENAME: Final = frozenset({"create", "write", "fsync", "close", _RENAME_DATA, _FSYNC_NAMES, CHECK})
 """Operations (of a ``StorageError``) whose failure in :func:`commit_metadata` leaves the old checkpoint the only one.
 After any other both may be found later, and the data files of both have to stay."""
 
@@ -42,6 +43,7 @@ def commit_metadata(
     renames: Sequence[FileName] = (),
     token: str | None = None,
     index: Sequence[Buffer] = (),
+    check: Callable[[], None] = lambda: None,
 ) -> bool:
     """Make ``encoded`` (in parts that follow each other) the metadata of the checkpoint in ``directory``, wholly or not
     at all.
@@ -54,7 +56,7 @@ def commit_metadata(
     3. fsync it: its bytes are durable
     4. close it; do the same with the index, if there is one; give each data file its name, where the layout has another
        one until then
-    5. fsync the directory: the names of the new data files are durable
+    5. fsync the directory: the names of the new data files are durable; ``check``
     6. rename the index, then it to ``.metadata``, each over the old one
     7. fsync the directory: the rename is durable
 
@@ -65,6 +67,7 @@ def commit_metadata(
         renames: the data files whose names change with the commit.
         token: by which the journal of the save knows the temporary files; by default random.
         index: what goes into the index, in parts that follow each other; none if there is to be none.
+        check: makes sure, right before the rename, that nobody else has written here; what it raises ends the commit.
 
     Returns:
         whether the checkpoint has an index.
@@ -86,6 +89,8 @@ def commit_metadata(
         _rename_data(disk, directory, renames, renamed)
         with _as_operation(_FSYNC_NAMES):
             disk.fsync_directory(directory)
+        with _as_operation(CHECK):
+            check()
         renamed = []  # from here on they may be a committed checkpoint's
         has_index = index_path != "" and _index_works(
             lambda: disk.rename(index_path, os.path.join(directory, INDEX_NAME))

@@ -1,7 +1,8 @@
 """The lock that a save holds on its directory: a second save into it is told who is there, and touches nothing.
 
 Owns the file ``.robust_dcp.lock``. Its lock ends with the process that holds it, however that ends. Where a file system
-has no locks nobody holds one; then only the look before the commit (``save_directory``) tells two saves apart.
+has no locks nobody holds one, and on a network file system the lock of another machine may be that of one that crashed;
+then only the look before the commit (``save_directory``) tells two saves apart.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import msgspec
 
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk, OpenFile
+from robust_dcp.storage.files.mounts import boot_id
 from robust_dcp.storage.files.paths import LOCK_NAME
 
 __all__ = ["DirectoryLock"]
@@ -31,6 +33,10 @@ class _Holder(msgspec.Struct):
     host: str
     pid: int
     save_id: str
+    boot_id: str = ""
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, save {self.save_id}"
 
 
 class DirectoryLock:
@@ -64,7 +70,16 @@ class DirectoryLock:
             except StorageError:
                 is_held = None
             if is_held is False:
-                raise _taken(disk, directory, file)
+                holder = _read_holder(disk, file)
+                if disk.is_of_this_machine(path) or holder is None or holder.boot_id == boot_id():
+                    raise _taken(directory, holder)
+                logger.warning(
+                    "%s: another save is running into it, or its machine crashed (%s). If it runs, one of the two will "
+                    "be told before it commits",
+                    directory,
+                    holder,
+                )
+                return cls(disk, path, None)
             if is_held is None:
                 disk.close(file)
                 with contextlib.suppress(StorageError):
@@ -102,23 +117,27 @@ def _let_go(disk: Disk, path: str, file: OpenFile | None) -> None:
 
 
 def _write_holder(disk: Disk, file: OpenFile, save_id: str) -> None:
-    holder = _Holder(socket.gethostname(), os.getpid(), save_id)
+    holder = _Holder(socket.gethostname(), os.getpid(), save_id, boot_id())
     disk.truncate(file, 0)
     disk.pwrite(file, msgspec.json.encode(holder), 0)
 
 
-def _taken(disk: Disk, directory: str, file: OpenFile) -> StorageError:
-    """The error for a save that comes second; closes the ``file``."""
+def _read_holder(disk: Disk, file: OpenFile) -> _Holder | None:
+    """Who says that it holds the lock of ``file``, which is closed."""
     data = bytearray(_MAX_NBYTES)
     try:
         data = data[: disk.pread_into(file, data, 0)]
     finally:
         disk.close(file)
     try:
-        holder = msgspec.json.decode(data, type=_Holder)
-        who = f"process {holder.pid} on {holder.host}, save {holder.save_id}"
+        return msgspec.json.decode(data, type=_Holder)
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        who = "its process is not known"
+        return None
+
+
+def _taken(directory: str, holder: _Holder | None) -> StorageError:
+    """The error for a save that comes second."""
+    who = "its process is not known" if holder is None else str(holder)
     return StorageError(
         f"another save is running into {directory} ({who}): wait until it is over or end that process, or save to "
         "another directory; nothing of it has been touched",

@@ -21,6 +21,7 @@ import msgspec
 
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.mounts import boot_id
 from robust_dcp.storage.files.paths import (
     INDEX_NAME,
     JOURNAL_PREFIX,
@@ -33,7 +34,6 @@ from robust_dcp.storage.files.paths import (
 __all__ = ["Journal", "JournalRecord", "OtherSave", "SaveState", "journals_in"]
 
 _NAME: Final = re.compile(re.escape(JOURNAL_PREFIX) + r"[0-9a-f]{16}")
-_BOOT_ID: Final = "/proc/sys/kernel/random/boot_id"
 
 _OVER_AFTER_SECONDS: Final = 24 * 3600.0
 """Where no lock can tell, a save that began longer ago than this is over. None takes so long; what was left waits."""
@@ -121,7 +121,7 @@ class Journal:
             save_id=save_id,
             host=socket.gethostname(),
             pid=os.getpid(),
-            boot_id=_boot_id(),
+            boot_id=boot_id(),
             layout=layout,
             ranks=ranks,
             files=files,
@@ -213,16 +213,8 @@ def _state_of(disk: Disk, path: str, record: JournalRecord | None, is_locked: bo
     """To hold the lock proves that others are over only if they would have to be on this machine: over a network, locks
     may be those of each machine alone. Else the age decides.
     """
-    is_of_this_boot = record is not None and record.boot_id != "" and record.boot_id == _boot_id()
+    is_of_this_boot = record is not None and record.boot_id != "" and record.boot_id == boot_id()
     if is_locked and (is_of_this_boot or disk.is_of_this_machine(path)):
         return SaveState.OVER
     is_old = now_seconds - disk.modified_seconds(path) > _OVER_AFTER_SECONDS
     return SaveState.OVER if is_old else SaveState.UNKNOWN
-
-
-def _boot_id() -> str:
-    try:
-        with open(_BOOT_ID, encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:  # there is none outside Linux
-        return ""

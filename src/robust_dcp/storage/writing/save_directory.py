@@ -28,7 +28,7 @@ from robust_dcp.storage.files.paths import (
 )
 from robust_dcp.storage.layouts import FileName, Layout
 from robust_dcp.storage.layouts.marks import is_of_save
-from robust_dcp.storage.writing.commit import BEFORE_RENAME, commit_metadata, remove_superseded
+from robust_dcp.storage.writing.commit import BEFORE_RENAME, CHECK, commit_metadata, remove_superseded
 from robust_dcp.storage.writing.committed import Committed, committed_in, remember
 from robust_dcp.storage.writing.directory_lock import DirectoryLock
 from robust_dcp.storage.writing.engine import WrittenFiles
@@ -62,12 +62,6 @@ class MetadataToPublish:
     files: Collection[str]
     renames: Sequence[FileName] = ()
     index: Sequence[bytes | memoryview] = ()
-
-    @property
-    def uncommitted_files(self) -> set[str]:
-        """The data files under the names that they have before the commit."""
-        new = {name.committed for name in self.renames}
-        return {name.written for name in self.renames} | (set(self.files) - new)
 
 
 class SaveDirectory:
@@ -239,11 +233,14 @@ class SaveDirectory:
             f"{what}: another save has written into {self.path} meanwhile; nothing is committed, and nothing of the "
             "other save is touched. Save again, each job into a directory of its own",
             path=self.path,
-            operation="commit",
+            operation=CHECK,
         )
 
-    def publish(self, metadata: MetadataToPublish) -> None:
+    def publish(self, metadata: MetadataToPublish, *, is_checked: Callable[[], bool] = lambda: False) -> None:
         """Commit, durably and in one step; :meth:`tidy_up` is to follow.
+
+        Args:
+            is_checked: whether, right before the rename, all data files have just been looked at.
 
         Raises:
             StorageError: a call failed; :attr:`may_be_committed` says what that means.
@@ -256,11 +253,15 @@ class SaveDirectory:
                 operation="commit",
             )
         self._own |= {*metadata.files, *(name.written for name in metadata.renames)}
-        replaced = self._committed()
-        if replaced != self._at_begin:
-            raise self._interfered(
-                f"{self._path_of(self._metadata_name)} is not the one that was there at the beginning"
-            )
+        replaced = self._at_begin
+
+        def check() -> None:
+            if self._committed() != replaced:
+                path = self._path_of(self._metadata_name)
+                raise self._interfered(f"{path} is not the one that was there at the beginning")
+            if not is_checked():
+                self.check_own(metadata.files)
+
         if not self._layout.may_share_directory:  # what a killed save has left is none of the new checkpoint
             self._remove(self._found.files)
         try:
@@ -272,6 +273,7 @@ class SaveDirectory:
                 renames=metadata.renames,
                 token=mark_of(self.save_id),
                 index=metadata.index,
+                check=check,
             )
         except BaseException as error:
             self.may_be_committed = not (isinstance(error, StorageError) and error.operation in BEFORE_RENAME)
