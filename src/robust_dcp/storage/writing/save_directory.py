@@ -298,11 +298,18 @@ class SaveDirectory:
         of_ranks: frozenset[str] | None = frozenset()
         if self._rank is None:
             of_ranks = named_by_ranks(self._disk, self.path, self._names)
-        superseded = self._superseded(replaced) if of_ranks is not None else set()
-        superseded -= of_ranks or frozenset()
+        old = self._named_by(replaced) if of_ranks is not None else set()
+        superseded = old | self._found.files if of_ranks is not None and self._rank is None else old
+        superseded = superseded.difference(of_ranks or (), files)
         if INDEX_NAME in self._names and self._rank is None and not self._has_index:
             superseded.add(INDEX_NAME)  # of the checkpoint that was replaced
-        left = self._remove(superseded, keep=files)
+        left = []
+        for name in sorted(superseded):
+            # Looked at right before it goes: stock's writer takes the names of old files again.
+            if name not in old or replaced is None or self._is_still(replaced, name):
+                left += self._remove([name], keep=files)
+            else:
+                superseded.remove(name)
         if self._journal is None:
             return
         tell_what_stays(self.path, self._names, self._found, of_ranks or (), known={*files, *superseded})
@@ -316,11 +323,11 @@ class SaveDirectory:
         # Else a power cut could bring the journal back, which then would answer for the files of this checkpoint.
         self._disk.fsync_directory(self.path)
 
-    def _superseded(self, replaced: Committed | None) -> set[str]:
-        """What the replaced ``.metadata`` names, and what saves that are over have left."""
-        files = set() if replaced is None else {name for name in replaced.files if self._is_still(replaced, name)}
+    def _named_by(self, replaced: Committed | None) -> set[str]:
+        """What the replaced ``.metadata`` names, as far as this rank may judge that."""
+        files = set() if replaced is None else set(replaced.files)
         if self._rank is None:
-            return files | self._found.files
+            return files
         # Ranks that commit by themselves do not judge the files of others.
         if METADATA_NAME in self._names:
             return set()
