@@ -226,7 +226,10 @@ def test_the_users_own_frames_are_shown_with_what_led_to_them(tmp_path: Path) ->
         assert "in lookup_object" in found["planner"] and "raised on rank 2" in found["planner"]
         both = found["two differ"]
         assert "failed on ranks 1-2" in both and "rank 1: LookupError" in both and "rank 2: Robust" in both
-        assert re.search(r"/__\d_\d\.[0-9a-f]{16}\.distcp: ", found["full disk"]) and "raised on rank" in found["full disk"]
+        assert (
+            re.search(r"/__\d_\d\.[0-9a-f]{16}\.distcp: ", found["full disk"])
+            and "raised on rank" in found["full disk"]
+        )
         assert errno.errorcode[errno.ENOSPC] in found["full disk"] and "free space" in found["full disk"]
 
 
