@@ -108,6 +108,20 @@ def test_a_bit_that_flips_around_the_data_is_found_or_harmless(tmp_path: Path, l
     assert n_found > 200
 
 
+@pytest.mark.parametrize("place", ["columns", "tail"])
+def test_data_under_a_damaged_footer_can_be_saved(tmp_path: Path, place: str) -> None:
+    value = torch.rand(300, WIDTH)
+    save(tmp_path, "torch", value)
+    path = data_file(tmp_path)
+    flip(path, path.stat().st_size - (70 if place == "columns" else 20))
+    box = [100, 0], [30, WIDTH]
+    with pytest.raises(CorruptCheckpoint):
+        read_box(tmp_path, torch.zeros(box[1]), *box)
+    target = torch.zeros(box[1])
+    read_box(tmp_path, target, *box, verify_checksums=False)
+    assert torch.equal(target, value[100:130])
+
+
 def test_what_stock_has_written_is_verified_as_a_whole_and_counted_where_it_is_not(tmp_path: Path) -> None:
     value = torch.rand(ROWS, WIDTH)
     save_stock(tmp_path, {"w": value})

@@ -157,7 +157,8 @@ class ReadTasks:
         item = read.item
         into = target if target is not None and is_flat(target) else None
         on_device = into is not None and not into.is_cpu
-        box = find_box(stored, item.storage_offsets, item.lengths, read.expected)
+        with_sums = self._verification.verify is not False
+        box = find_box(stored, item.storage_offsets, item.lengths, read.expected, with_sums=with_sums)
         if box is None:
             result.set_result(self._loaded_by_torch(read, stored))
         elif box.nbytes <= _MEDIUM_NBYTES:

@@ -213,11 +213,14 @@ def find_box(
     offsets: Sequence[int],
     lengths: Sequence[int],
     expected: tuple[torch.dtype, tuple[int, ...]] | None = None,
+    *,
+    with_sums: bool = True,
 ) -> StoredBox | None:
     """Where the box of ``lengths`` at ``offsets`` of a stored tensor lies; ``None`` if only ``torch.load`` may know.
 
     Args:
         expected: dtype and shape according to the metadata. A record that we wrote of these is recognised at once.
+        with_sums: whether the box is to be verified; else the footer of the file is not looked at.
 
     Raises:
         CorruptCheckpoint: the stored tensor has no such box.
@@ -237,7 +240,7 @@ def find_box(
         lengths=tuple(lengths),
         offset=offset,
         numel=count,
-        sums=_sums(stored, record, offset, offset + count * record.dtype.itemsize),
+        sums=_sums(stored, record, offset, offset + count * record.dtype.itemsize) if with_sums else None,
         is_one_piece=_in_one_piece(lengths, record.stride),
     )
 
@@ -272,7 +275,7 @@ def read_tensor(
         UnsafeCheckpoint: the record names classes that are not known to be data.
         StorageError: a read failed.
     """
-    box = find_box(stored, offsets, lengths, expected)
+    box = find_box(stored, offsets, lengths, expected, with_sums=verification.verify is not False)
     if box is not None:
         return read_box(stored, box, into, verification)
     whole = _loaded(stored, verification, trusted)
