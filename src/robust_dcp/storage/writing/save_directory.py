@@ -140,6 +140,13 @@ class SaveDirectory:
                 cannot share a directory; or the file system refuses.
         """
         self._lock = DirectoryLock.take(self._disk, self.path, save_id=self.save_id)
+        try:
+            self._announce(ranks, files, is_locked=self._lock.is_proof)
+        except BaseException:
+            self.let_go()
+            raise
+
+    def _announce(self, ranks: int, files: int | None, *, is_locked: bool) -> None:
         self._look()  # another save may have ended since
         committed = self._at_begin = self._committed()
         if committed is not None and not committed.are_marked:
@@ -161,7 +168,7 @@ class SaveDirectory:
                 self._names,
                 committed,
                 now_seconds=self._disk.modified_seconds(self._journal.path),
-                is_locked=self._lock.is_proof,
+                is_locked=is_locked,
             )
         if not self._layout.may_share_directory:
             for name in self._names:
