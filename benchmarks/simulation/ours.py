@@ -97,7 +97,7 @@ class OurCoordinator:
         def publish() -> None:
             metadata = session.encoded_metadata(writer.plain_meta())
             watch.lap("metadata")
-            writer.publish(metadata)
+            writer.directory.publish(metadata, is_checked=lambda: True)  # nobody has written data
             watch.lap("commit")
 
         watch.start()
