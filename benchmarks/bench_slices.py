@@ -9,7 +9,6 @@ asked the system for, beside those that were wanted.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import resource
 import statistics
@@ -145,7 +144,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json")
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", "torch.distributed is")
-    logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory(dir=options.directory) as base:
         directory = os.path.join(base, "checkpoint")
         tensors = {f"w{n}": torch.rand(_ROWS, _WIDTH) for n in range(max(1, round(options.gib * 16)))}
