@@ -99,6 +99,25 @@ def test_a_stock_checkpoint_whose_metadata_was_moved_away_can_be_moved_back(tmp_
     check_loads(tmp_path, 1)
 
 
+class KilledAfterItsCommit(RobustWriter):
+    """Its journal stays, as of a process that was killed before it could tidy up."""
+
+    def clean_up(self) -> None:
+        self.directory.let_go()
+
+
+def test_what_a_user_puts_in_the_place_of_a_file_that_a_killed_save_had_replaced_stays(tmp_path: Path) -> None:
+    robust_dcp.save(state_dict(1), checkpoint_id=tmp_path)
+    robust_dcp.save(state_dict(2), storage_writer=KilledAfterItsCommit(tmp_path))
+    old = sorted(name for name in os.listdir(tmp_path) if name.endswith(".distcp") and name.count(".") == 1)
+    assert len(old) > 1
+    users = put(tmp_path, old[:1])
+    robust_dcp.save(state_dict(3), checkpoint_id=tmp_path)
+    check_loads(tmp_path, 3)
+    assert contents(tmp_path, old[:1]) == users
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".robust_dcp.saving")]
+
+
 class Waits(dcp.DefaultSavePlanner):
     """Stops in the middle of its data until it is told to go on."""
 

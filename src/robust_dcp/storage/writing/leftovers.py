@@ -17,8 +17,9 @@ from typing import Final
 
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import METADATA_NAME, is_data_file, mark_of, writer_of
+from robust_dcp.storage.files.paths import METADATA_NAME, holds_raw_bytes, is_data_file, mark_of, writer_of
 from robust_dcp.storage.layouts.marks import is_of_save
+from robust_dcp.storage.layouts.safetensors_head import MARK_KEY
 from robust_dcp.storage.writing.committed import Committed, committed_in
 from robust_dcp.storage.writing.journal import OtherSave, SaveState, journals_in
 
@@ -27,6 +28,7 @@ __all__ = ["LeftOvers", "find_left_overs", "named_by_ranks", "tell_what_stays"]
 logger = logging.getLogger(__name__)
 
 _METADATA_OF_A_RANK: Final = re.compile(r"__\d+\.metadata")
+_LOOKED_AT_NBYTES: Final = 4096
 _SHOWN: Final = 5
 
 
@@ -83,7 +85,7 @@ def find_left_overs(
         left: set[str] = set()
         if save.record is not None and committed is not None and save.record.save_id == committed.save_id:
             # Killed between its commit and the end: what it replaced is garbage.
-            left = set(save.record.replaces) & set(names)
+            left = {name for name in set(save.record.replaces) & set(names) if _may_be_data(disk, directory, name)}
         elif save.record is not None:
             made = save.record.may_have_made(names) - needed
             left = {name for name in made if _is_of(disk, directory, name, save.record.save_id)}
@@ -98,6 +100,25 @@ def _read(disk: Disk, directory: str, name: str, now_seconds: float, is_locked: 
         if error.errno == errno.ENOENT:  # its save has just ended
             return None
         raise
+
+
+def _may_be_data(disk: Disk, directory: str, name: str) -> bool:
+    """Whether the bytes at the head of a file may be those of a checkpoint: nothing yet, zeros, a record, a shard of
+    ours. What somebody else has put there under that name since begins otherwise, as a rule."""
+    path = os.path.join(directory, name)
+    if not disk.exists(path):  # the link of a stripe whose file is gone
+        return True
+    file = disk.open_read(path)
+    try:
+        head = bytearray(_LOOKED_AT_NBYTES)
+        head = head[: disk.pread_into(file, head, 0)]
+    finally:
+        disk.close(file)
+    if not any(head):
+        return True
+    if holds_raw_bytes(name):
+        return f'"{MARK_KEY}"'.encode() in head
+    return head.lstrip(b"\0").startswith(b"PK\x03\x04")  # a gap may come first
 
 
 def _is_of(disk: Disk, directory: str, name: str, save_id: str) -> bool:
