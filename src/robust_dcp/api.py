@@ -249,19 +249,21 @@ def load(
             with clock.phase("share"):
                 channel.relay(f"load {checkpoint}: share", shared.relay())
 
-    with channel.together():
+    def load_one_version(*, is_last_try: bool) -> None:
         try:
             load_all()
         except (CorruptCheckpoint, StorageError) as error:
             if not _is_overwritten(channel, reader, checkpoint):
                 raise
+            if is_last_try:
+                raise overwritten(checkpoint, error) from error
             logger.warning("%s was overwritten while it was loaded: it is loaded once more (%s)", checkpoint, error)
-            try:
-                load_all()
-            except (CorruptCheckpoint, StorageError) as again:
-                if not _is_overwritten(channel, reader, checkpoint):
-                    raise
-                raise overwritten(checkpoint, again) from again
+        else:
+            return
+        load_one_version(is_last_try=True)
+
+    with channel.together():
+        load_one_version(is_last_try=False)
         with clock.phase("apply"):
             channel.barrier(f"load {checkpoint}: apply", apply)
     if isinstance(reader, RobustReader):

@@ -15,7 +15,7 @@ import zstandard
 
 from robust_dcp.errors import ExchangeError
 
-__all__ = ["COMPRESS_ABOVE_NBYTES", "MAX_MESSAGE_NBYTES", "body_of", "decode", "decode_body", "encode"]
+__all__ = ["COMPRESS_ABOVE_NBYTES", "MAX_MESSAGE_NBYTES", "body_of", "decode", "decode_body", "encode", "with_tuples"]
 
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -138,3 +138,12 @@ def _inflate(view: memoryview, max_nbytes: int) -> bytes:
         return decompressor.decompress(compressed, max_output_size=nbytes, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise ValueError(f"zstandard: {error}") from None
+
+
+def with_tuples(value: Any) -> Any:
+    """A decoded value with tuples again where msgpack has arrays only."""
+    if isinstance(value, list):
+        return tuple(map(with_tuples, value))
+    if isinstance(value, dict):
+        return {key: with_tuples(each) for key, each in value.items()}
+    return value

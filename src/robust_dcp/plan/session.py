@@ -408,8 +408,7 @@ class SaveSession:
                     self._named("commit"), check, then=publish, offer=lambda: digest_offer(self.written)
                 )
                 self.digest = digest_of(self.channel.last_agreement)
-            elif self.channel.is_coordinator:
-                check()
+            elif self.channel.is_coordinator:  # `publish` looks at the files of all
                 publish()
         except BaseException as error:
             # Ranks may have learnt of the commit or not: with the plan gone they agree on what they know again.

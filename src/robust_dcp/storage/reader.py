@@ -277,6 +277,7 @@ class RobustReader(StorageReader):
         """What the ``.metadata`` says that a damaged index belongs to."""
         data = self.metadata_bytes()
         if fit_of([data]) != index.file.fit:
+            self._was_read = None, index.file.fit  # what this load has begun with is the index
             raise CorruptCheckpoint(
                 f"the index of {self.path} is damaged, and another save has replaced the checkpoint; load it again",
                 file=index.file.path,

@@ -15,6 +15,8 @@ from typing import Any, Final
 import msgspec
 from torch.distributed.checkpoint.metadata import Metadata
 
+from robust_dcp.comm.wire import with_tuples
+
 __all__ = ["NO_ATTRIBUTES", "Attributes", "attributes_of", "encode_attributes"]
 
 Attributes = Mapping[str, Mapping[str, Any]]
@@ -51,13 +53,4 @@ def attributes_of(data: bytes) -> dict[str, dict[str, Any]]:
         found = msgspec.msgpack.decode(data, type=dict[str, dict[str, Any]])
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ValueError(f"attributes of the metadata cannot be decoded: {error}") from None
-    return {attribute: {name: _frozen(fact) for name, fact in facts.items()} for attribute, facts in found.items()}
-
-
-def _frozen(value: Any) -> Any:
-    """The value with tuples again where msgpack has arrays only."""
-    if isinstance(value, list):
-        return tuple(map(_frozen, value))
-    if isinstance(value, dict):
-        return {key: _frozen(each) for key, each in value.items()}
-    return value
+    return {attribute: {name: with_tuples(fact) for name, fact in facts.items()} for attribute, facts in found.items()}

@@ -135,11 +135,33 @@ def _or_decoded(method: _Method) -> _Method:
     return ask  # type: ignore[return-value]
 
 
-class _Entries(Mapping[str, Any]):
-    """``Metadata.state_dict_metadata``. Entries that were asked for are remembered, as a dict would give them again."""
+class _ByName(Mapping[str, Any]):
+    """What the index has for each name."""
 
     def __init__(self, source: _Source) -> None:
         self._source = source
+
+    @_or_decoded
+    def __contains__(self, name: object) -> bool:
+        return self._source.number(name) is not None
+
+    @_or_decoded
+    def __len__(self) -> int:
+        return len(self._source.index)
+
+    @_or_decoded
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._source.index.names))
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+class _Entries(_ByName):
+    """``Metadata.state_dict_metadata``. Entries that were asked for are remembered, as a dict would give them again."""
+
+    def __init__(self, source: _Source) -> None:
+        super().__init__(source)
         self._known: dict[str, Any] = {}
 
     def _decoded(self, metadata: Metadata) -> Mapping[str, Any]:
@@ -155,18 +177,6 @@ class _Entries(Mapping[str, Any]):
         """As of a dict. Asked of each tensor of a load, so without the detour by way of an exception."""
         known = self._known.get(name)
         return super().get(name, default) if known is None else known
-
-    @_or_decoded
-    def __contains__(self, name: object) -> bool:
-        return self._source.number(name) is not None
-
-    @_or_decoded
-    def __len__(self) -> int:
-        return len(self._source.index)
-
-    @_or_decoded
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(self._source.index.names))
 
     def look_up(self, names: Iterable[str]) -> None:
         if self._source.decoded is None:
@@ -197,9 +207,6 @@ class _Entries(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"<{len(self)} names of {self._source.index.file.path}>"
-
-    def __reduce__(self) -> Any:
-        return dict, (dict(self),)
 
 
 class StoredChunks(Sequence[ChunkStorageMetadata]):
@@ -276,11 +283,8 @@ class StoredChunks(Sequence[ChunkStorageMetadata]):
         return list, (list(self),)
 
 
-class _Paths(Mapping[str, "tuple[str | int, ...]"]):
+class _Paths(_ByName):
     """``Metadata.planner_data``."""
-
-    def __init__(self, source: _Source) -> None:
-        self._source = source
 
     def _decoded(self, metadata: Metadata) -> Any:
         return metadata.planner_data
@@ -291,21 +295,6 @@ class _Paths(Mapping[str, "tuple[str | int, ...]"]):
         if number is None:
             raise KeyError(name)
         return self._source.index.names.path(number)
-
-    @_or_decoded
-    def __contains__(self, name: object) -> bool:
-        return self._source.number(name) is not None
-
-    @_or_decoded
-    def __len__(self) -> int:
-        return len(self._source.index)
-
-    @_or_decoded
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(self._source.index.names))
-
-    def __reduce__(self) -> Any:
-        return dict, (dict(self),)
 
 
 class StoredItems(Mapping[MetadataIndex, Any]):

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from robust_dcp.comm.wire import with_tuples
 from robust_dcp.storage.files.paths import check_relative_path
 from robust_dcp.storage.index.index_file import IndexFile
 from robust_dcp.storage.index.messages import IndexMeta
@@ -268,18 +269,9 @@ class StoredIndex:
             return {}
         try:
             told = msgspec.msgpack.decode(data, type=dict[str, dict[str, Any]])
-            return {name: {key: _frozen(fact) for key, fact in facts.items()} for name, facts in told.items()}
+            return {name: {key: with_tuples(fact) for key, fact in facts.items()} for name, facts in told.items()}
         except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
             raise self.file.damaged(f"its section attributes cannot be decoded: {error}") from None
 
     def _all(self, section: str) -> bytes:
         return self.file.read(section, 0, self.file.nbytes(section))
-
-
-def _frozen(value: Any) -> Any:
-    """The value with tuples again where msgpack has arrays only."""
-    if isinstance(value, list):
-        return tuple(map(_frozen, value))
-    if isinstance(value, dict):
-        return {key: _frozen(each) for key, each in value.items()}
-    return value

@@ -40,10 +40,6 @@ class StoredNames:
         """How many of them have a place in a nested state dict."""
         return len(self._path_ends)
 
-    def find(self, name: str) -> int | None:
-        """The number of a name; ``None`` if the checkpoint does not have it."""
-        return self.find_all([name]).get(name)
-
     def find_all(self, names: Iterable[str]) -> dict[str, int]:
         """The numbers of those of ``names`` that the checkpoint has.
 

@@ -212,7 +212,7 @@ class SaveDirectory:
         """Make sure, right before the commit, that data files are still as this save has written them.
 
         Args:
-            files: their names as long as they are not committed.
+            files: their names, as they are called now.
 
         Raises:
             StorageError: another save has written to one, or removed it.
