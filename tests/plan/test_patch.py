@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,7 +102,7 @@ def saved(
 @settings(max_examples=40, deadline=None)
 @given(worlds(min_ranks=3, max_ranks=3), st.lists(worlds(min_ranks=3, max_ranks=3), min_size=1, max_size=3), st.data())
 def test_a_patched_plan_is_as_right_as_a_fresh_one(
-    layout: Layout, world: World, others: list[World], data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory, layout: Layout, world: World, others: list[World], data: st.DataObject
 ) -> None:
     ranks = [replace(local, layout=layout) for local in locals_of(world)]
     cached, content = first_save(ranks), world.ranks
@@ -121,6 +122,7 @@ def test_a_patched_plan_is_as_right_as_a_fresh_one(
         assert plan.nbytes == fresh.nbytes
         assert [each.tolist() for each in plan.common_objects] == [each.tolist() for each in fresh.common_objects]
         assert unpickled(plan) == unpickled(same_made_from_scratch(plan, layout))
+        check_index(plan, os.fspath(tmp_path_factory.mktemp("checkpoint")))
         assert filled_chunks(unpickled(plan)) == filled_chunks(unpickled(fresh))
         made_anew = shares_of(plan_of_kept(plan.tables, plan.kept))
         assert plan.shares.load.tolist() == made_anew.load.tolist()
@@ -164,24 +166,29 @@ def test_a_patched_plan_lies_in_the_index_of_its_checkpoint(
     cached, _ = saved(after, cached, senders_of(before, after) or (0,))
     plan = cached[0].coordinator
     assert plan is not None
-    directory = tmp_path_factory.mktemp("checkpoint")
-    made = published(plan, plan_sections((0, 1, 2), plan))
-    (directory / METADATA_NAME).write_bytes(b"".join(made.fragments))
-    (directory / INDEX_NAME).write_bytes(b"".join(made.index))
-    index = fitting_index(PosixDisk(), os.fspath(directory))
-    assert index is not None
-    indexed = deepcopy(lazy_metadata(index, unreachable))
-    assert indexed.state_dict_metadata == unpickled(plan).state_dict_metadata
-    assert indexed.storage_data == unpickled(plan).storage_data
-    assert indexed.planner_data == unpickled(plan).planner_data
+    directory = os.fspath(tmp_path_factory.mktemp("checkpoint"))
+    check_index(plan, directory)
     for rank, local in enumerate(after):
-        found = read_plan(os.fspath(directory), (0, 1, 2), rank, local, leads=rank == 0)
+        found = read_plan(directory, (0, 1, 2), rank, local, leads=rank == 0)
         assert found is not None
         assert found.rank_plan.kept.tolist() == plan.kept[rank].tolist()
         assert found.rank_plan.common_objects.tolist() == plan.common_objects[rank].tolist()
         if found.coordinator is not None:
             assert unpickled(found.coordinator) == unpickled(plan)
             assert found.coordinator.signatures == plan.signatures
+
+
+def check_index(plan: CoordinatorPlan, directory: str) -> None:
+    """Publish ``plan`` in ``directory`` and make sure that its index says what its ``.metadata`` says."""
+    made = published(plan, plan_sections((0, 1, 2), plan))
+    Path(directory, METADATA_NAME).write_bytes(b"".join(made.fragments))
+    Path(directory, INDEX_NAME).write_bytes(b"".join(made.index))
+    index = fitting_index(PosixDisk(), directory)
+    assert index is not None
+    indexed, stored = deepcopy(lazy_metadata(index, unreachable)), unpickled(plan)
+    assert indexed.state_dict_metadata == stored.state_dict_metadata
+    assert indexed.storage_data == stored.storage_data
+    assert indexed.planner_data == stored.planner_data
 
 
 def unreachable() -> Any:

@@ -25,9 +25,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from robust_dcp.plan.global_plan import GlobalColumns, GlobalPlan, Patch, plan_of_written
+from robust_dcp.plan.global_plan import GlobalPlan, Patch, plan_of_written
+from robust_dcp.plan.metadata_columns import metadata_columns
+from robust_dcp.plan.patched_columns import patched_columns
 from robust_dcp.plan.structure import ItemKind
-from robust_dcp.plan.structure.ragged import unique_rows
 from robust_dcp.storage.files.paths import mark_of
 from robust_dcp.storage.index import Fragment, IndexTemplate, Section
 from robust_dcp.storage.layouts import TORCH, Layout
@@ -72,12 +73,11 @@ class MetadataTemplate:
         self._max_files = self._n_files * 9 // 8 + _SPARE_FILES
         self._layout = layout
         self._lock = threading.Lock()
-        self._placements = list(placements)
         self._compiled: _Compiled | None = None
 
         def compiled() -> tuple[MetadataPickle, MetadataColumns]:
-            placed = _InPlanOrder.of(plan, placements, self._ranks)
-            columns = _columns_of(plan, placed, n_files=self._n_files)
+            numbers = [files.numbers for files in self._ranks]
+            columns = metadata_columns(plan, placements, numbers, self._n_files)
             return MetadataPickle(columns, max_files=self._max_files), columns
 
         self._compiler: Callable[[], tuple[MetadataPickle, MetadataColumns]] | None = compiled
@@ -94,9 +94,7 @@ class MetadataTemplate:
         """
         new = copy(self)
         new._lock, new._compiled, new._ranks = threading.Lock(), None, list(self._ranks)
-        new._placements = list(self._placements)
         for rank, placement in placements.items():
-            new._placements[rank] = placement
             numbers = self._ranks[rank].numbers
             end = new._n_files + max(0, placement.n_files - len(numbers))
             numbers = np.append(numbers, np.arange(new._n_files, end, dtype=np.int32))
@@ -113,32 +111,27 @@ class MetadataTemplate:
             ]
             all_placements = [placements.get(rank, _nowhere(len(table))) for rank, table in enumerate(tables)]
             some = plan_of_written(tables)
-            placed = _InPlanOrder.of(some, all_placements, new._ranks)
-            columns = _columns_of(some, placed, n_files=new._n_files)
+            columns = metadata_columns(some, all_placements, [files.numbers for files in new._ranks], new._n_files)
             is_stale = np.zeros(new._n_files, dtype=np.bool_)
             for rank in placements:
                 is_stale[new._ranks[rank].numbers] = True
             is_new = np.array([name in patch.names for name in columns.names], dtype=np.bool_)
             gone = patch.names.difference(columns.names)
-            return self._compile().pickled.patched(columns, is_new, is_stale, gone), new._all_columns(patch)
+            before = self._compile()
+            pickled = before.pickled.patched(columns, is_new, is_stale, gone)
+            return pickled, patched_columns(before.columns, columns, is_new, is_stale, gone)
 
         new._compiler = compiled
         return new
-
-    def _all_columns(self, patch: Patch) -> MetadataColumns:
-        """What a patched plan determines, of all ranks: the index is sorted, so it is made as a whole."""
-        shares = zip(patch.shares.tables, patch.shares.kept, strict=True)
-        plan = plan_of_written([table.taken(kept) for table, kept in shares])
-        placed = _InPlanOrder.of(plan, self._placements, self._ranks)
-        return _columns_of(plan, placed, n_files=self._n_files)
 
     @property
     def nbytes(self) -> int:
         """Bytes that are kept for later saves."""
         if self._compiled is None:
             return 0
-        index = self._compiled.indexed
-        return self._compiled.pickled.nbytes + (0 if index is None else index.nbytes)
+        columns, index = self._compiled.columns, self._compiled.indexed
+        own = columns.name.nbytes + columns.offset.nbytes + columns.size.nbytes  # the index is made of the others
+        return self._compiled.pickled.nbytes + own + (0 if index is None else index.nbytes)
 
     def encode(
         self, written: Sequence[WrittenFiles], storage_meta: StorageMeta, kept_plan: Mapping[str, Section] | None = None
@@ -202,6 +195,7 @@ class MetadataTemplate:
                 self._compiled = _Compiled(
                     pickled,
                     self._places_of_variable(pickled.variable_files),
+                    columns,
                     _index_of(columns),
                     self._places_of_variable(columns.file[columns.start < 0]),
                 )
@@ -226,12 +220,14 @@ class _Compiled(NamedTuple):
     Attributes:
         pickled: ``.metadata``.
         order: for each item whose place it wants to be told, that place among those of all ranks.
+        columns: what both are made of.
         indexed: the index; ``None`` if there can be none.
         index_order: as ``order``, for the index.
     """
 
     pickled: MetadataPickle
     order: Places
+    columns: MetadataColumns
     indexed: IndexTemplate | None
     index_order: Places
 
@@ -270,106 +266,6 @@ def _index_of(columns: MetadataColumns) -> IndexTemplate | None:
 
 def _tell_of_no_index(error: ValueError) -> None:
     logger.warning("the checkpoint gets no index, so a load takes longer: %s", error)
-
-
-class _InPlanOrder(NamedTuple):
-    """Where the written items lie, in the order of ``GlobalPlan.written``.
-
-    Attributes:
-        file: int32 ``[K]``, place among the files of all ranks.
-        start, nbytes: int64 ``[K]``, as in :class:`Placements`.
-    """
-
-    file: Int32
-    start: Int64
-    nbytes: Int64
-
-    @classmethod
-    def of(cls, plan: GlobalPlan, placements: Sequence[Placements], files: Sequence[_Files]) -> _InPlanOrder:
-        # Placements are rank after rank and ascend within a rank, as the rows of the columns do.
-        is_written = np.zeros(len(plan.columns), dtype=np.bool_)
-        is_written[plan.written] = True
-        place = (np.cumsum(is_written) - 1)[plan.written]
-        file = [own.numbers[p.file] if len(p.file) else p.file for p, own in zip(placements, files, strict=True)]
-        return cls(
-            np.concatenate(file)[place],
-            np.concatenate([p.offset for p in placements])[place],
-            np.concatenate([p.nbytes for p in placements])[place],
-        )
-
-
-def _columns_of(plan: GlobalPlan, placed: _InPlanOrder, *, n_files: int) -> MetadataColumns:
-    columns, written = plan.columns, plan.written
-    is_object = columns.kind[written] == ItemKind.BYTES
-    name = columns.name[written]
-    first_of_name = np.flatnonzero(np.diff(name, prepend=-1))  # every name is written
-    properties, which_properties = _properties(columns, written[first_of_name])
-    ndims = columns.ndim[written]
-    sizes = _Sizes()
-    whole = sizes.add(columns.shape[written[first_of_name]], ndims[first_of_name])
-    offset = sizes.add(columns.offset[written], ndims)
-    size = sizes.add(columns.size[written], ndims)
-    return MetadataColumns(
-        names=columns.names,
-        paths=plan.paths,
-        attributes=plan.attributes,
-        properties=properties,
-        name_properties=np.where(is_object[first_of_name], -1, which_properties).astype(np.int32),
-        name_size=np.where(is_object[first_of_name], -1, whole).astype(np.int32),
-        sizes=sizes.values,
-        size_ndims=sizes.ndims,
-        name=name,
-        offset=np.where(is_object, -1, offset).astype(np.int32),
-        size=np.where(is_object, -1, size).astype(np.int32),
-        file=placed.file,
-        start=placed.start,
-        nbytes=placed.nbytes,
-        n_files=n_files,
-    )
-
-
-class _Sizes:
-    """The distinct ``torch.Size`` values of several columns, in one table."""
-
-    def __init__(self) -> None:
-        self._tables: list[Int64] = []
-        self._ndims: list[npt.NDArray[np.uint8]] = []
-        self._count = 0
-
-    def add(self, rows: Int64, ndims: npt.NDArray[np.uint8]) -> Places:
-        """Places in the table of ``rows``, of which the first ``ndims`` entries count."""
-        first, which = unique_rows(ndims, *rows.T)
-        self._tables.append(rows[first])
-        self._ndims.append(ndims[first])
-        self._count += len(first)
-        return which + (self._count - len(first))
-
-    @property
-    def values(self) -> Int64:
-        return np.concatenate(self._tables)
-
-    @property
-    def ndims(self) -> npt.NDArray[np.uint8]:
-        return np.concatenate(self._ndims)
-
-
-Properties = list[tuple[torch.dtype, torch.layout, bool]]
-
-
-def _properties(columns: GlobalColumns, rows: Places) -> tuple[Properties, Places]:
-    """The distinct properties of ``rows``, and which each has; those of objects mean nothing."""
-    is_object = columns.kind[rows] == ItemKind.BYTES
-    which = np.zeros(len(rows), dtype=np.intp)
-    if is_object.all():
-        return [], which
-    tensors = np.flatnonzero(~is_object)
-    keys = [column[rows[tensors]] for column in (columns.dtype, columns.layout, columns.requires_grad)]
-    first, which[tensors] = unique_rows(*keys)
-    distinct = [
-        (getattr(torch, columns.dtypes[dtype]), getattr(torch, columns.layouts[layout]), bool(requires_grad))
-        for dtype, layout, requires_grad in zip(*(key[first].tolist() for key in keys), strict=True)
-    ]
-    return distinct, which
 
 
 def stock_metadata(plan: GlobalPlan) -> Metadata:
