@@ -16,6 +16,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PYTEST_ARGS ?=
+# Many tests wait for a timeout, so three at once take little longer than one on two cores. A module's tests run in one
+# process, since they share what is dear to set up.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile
 SOURCES := $(wildcard src tests demo benchmarks torture)
 TRIALS ?= 2000
 SEED ?= 1
@@ -28,7 +31,7 @@ demo: $(INSTALLED)
 	$(BIN)/python demo/run.py
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 # Other versions of Megatron, each in a folder of its own that lies before .venv's packages on the path. The sources of
 # 0.19.2 hold megatron.training as well; they ask for Python 3.12, and run on 3.10 with tests/megatron/standins.
