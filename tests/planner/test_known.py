@@ -20,9 +20,8 @@ StateDict = dict[str, Any]
 def _describe(state_dict: StateDict, **options: Any) -> LocalStructure:
     planner = RobustPlanner(**options)
     planner.set_up_planner(state_dict, is_coordinator=True)
-    planner.raise_set_up_error()
     channel = Channel.for_group(None, timeout_seconds=10, no_dist=True)
-    return planner.describe(channel, None)
+    return planner.describe(channel)
 
 
 def _state_dict() -> StateDict:

@@ -6,7 +6,6 @@ come from the plan; with another planner than ours it makes them itself. Called 
 
 from __future__ import annotations
 
-import io
 import logging
 import math
 import os
@@ -18,7 +17,6 @@ from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -31,12 +29,12 @@ from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.layouts.places import Placements, place_as_they_come
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, StorageInfo, encode_metadata, referenced_files
 from robust_dcp.storage.writing.engine import WrittenFiles, write_files
-from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
+from robust_dcp.storage.writing.item_source import ItemSource, Resolve, WriteItemSource
 from robust_dcp.storage.writing.save_directory import MetadataToPublish, SaveDirectory
 from robust_dcp.storage.writing.stripes import stripe_directories
 from robust_dcp.storage.writing.write_options import WriteOptions
 
-__all__ = ["MetadataToPublish", "RobustWriter", "SaveInProgress", "WriterMeta"]
+__all__ = ["PlannedSave", "RobustWriter", "WriterMeta"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,48 +45,22 @@ _FILES_PER_RANK: Final = 2
 _FEW_FILES: Final = 64
 _CHECK_AGAIN_SECONDS: Final = 1.0
 
-ResolveData = Callable[[WriteItem], torch.Tensor | io.BytesIO]
-
 
 @runtime_checkable
-class SaveInProgress(Protocol):
-    """What the writer needs of a save that ``RobustPlanner`` has planned (``plan.session.SaveSession``)."""
+class PlannedSave(Protocol):
+    """A save that ``RobustPlanner`` has planned. It calls the writer's methods itself, in the order that it has agreed
+    on with all ranks; where stock calls a hook of the writer instead, the hook gives it its turn."""
 
-    @property
-    def rank(self) -> int: ...
+    def write_items(self, items: Sequence[WriteItem], resolve: Resolve) -> None: ...
 
-    @property
-    def placements(self) -> Placements | None: ...
-
-    @property
-    def known_places(self) -> npt.NDArray[np.int64] | None: ...
-
-    @property
-    def save_id(self) -> str: ...
-
-    @property
-    def commits_together(self) -> bool: ...
-
-    def settle(self, write: Callable[[], WrittenFiles]) -> None: ...
-
-    def leave_commit_to_stock(self) -> None: ...
-
-    def check_stop(self, done_nbytes: int, total_nbytes: int) -> None: ...
-
-    def watched(self, resolve: ResolveData) -> ResolveData: ...
-
-    def encoded_metadata(self, storage_meta: StorageMeta) -> MetadataToPublish: ...
-
-    def commit(
-        self, publish: Callable[[], None], clean_up: Callable[[], None], check: Callable[[], None] = ...
-    ) -> None: ...
+    def commit(self) -> None: ...
 
 
 class _Share(NamedTuple):
     """What the coordinator of a save by another planner than ours tells each rank, in its plan."""
 
     rank: int
-    save_id: str
+    mark: int
 
 
 @dataclass
@@ -203,11 +175,17 @@ class RobustWriter(StorageWriter):
             self.directory.remove_directories()
             raise
 
-    def adopt(self, save_id: str) -> None:
-        """Make ``save_id`` the one of this save; before :meth:`write`, on every rank."""
-        self.save_id = save_id
-        if self._directory is not None:
-            self._directory.save_id = save_id
+    @property
+    def mark(self) -> int:
+        """What tells the files of this save from those of others, as a number."""
+        return int(mark_of(self.save_id), 16)
+
+    def adopt(self, mark: int) -> None:
+        """Take the coordinator's ``mark`` for that of this save; before :meth:`write`, on every rank."""
+        if mark != self.mark:
+            self.save_id = f"{mark:016x}"
+            if self._directory is not None:
+                self._directory.save_id = self.save_id
 
     def announce(self, *, ranks: int) -> None:
         """On the coordinator, before any rank writes: make sure that what ranks write can be told from what others do.
@@ -239,7 +217,7 @@ class RobustWriter(StorageWriter):
     ) -> WrittenFiles:
         """Write this rank's items to their places, durably. Nothing is visible to readers yet.
 
-        :attr:`save_id` must be the one of the save: all ranks put its mark into their files.
+        All ranks must have adopted one mark: they put it into their files.
         """
         if self._alone:
             self.directory.share()
@@ -270,6 +248,24 @@ class RobustWriter(StorageWriter):
         """
         self._checked_at_seconds = time.monotonic()
         self.directory.check_own(self._uncommitted_names)
+
+    def publish(self, metadata: MetadataToPublish, *, are_checked: bool) -> None:
+        """Commit, on the coordinator. It looks at the files of all ranks once more where these are few, or where they
+        were looked at long ago: this process may have stood still since.
+
+        Args:
+            are_checked: whether all ranks have called :meth:`check_own`.
+
+        Raises:
+            StorageError: as ``SaveDirectory.publish``.
+        """
+        are_few = len(metadata.files) <= _FEW_FILES
+
+        def is_checked() -> bool:
+            is_recent = time.monotonic() - self._checked_at_seconds < _CHECK_AGAIN_SECONDS
+            return are_checked and is_recent and not are_few
+
+        self.directory.publish(metadata, is_checked=is_checked)
 
     def clean_up(self) -> None:
         """Remove what the committed checkpoint supersedes; what cannot be removed is logged, and stays."""
@@ -309,29 +305,16 @@ class RobustWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if self._announces:
             self.announce(ranks=len(plans))
-        return [replace(plan, storage_data=_Share(rank, self.save_id)) for rank, plan in enumerate(plans)]
+        return [replace(plan, storage_data=_Share(rank, self.mark)) for rank, plan in enumerate(plans)]
 
     @entry_point
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's share. With ``RobustPlanner`` the results have been told to the coordinator by the time
         this returns, and stock gathers an empty list; with another planner they are returned."""
         results: list[WriteResult] = []
-        session = plan.planner_data
-        if isinstance(session, SaveInProgress):
-            placements = session.placements
-            if placements is None:
-                raise ValueError("this save was planned for another storage writer")
-            self.adopt(session.save_id)
-            session.settle(
-                lambda: self.write(
-                    session.rank,
-                    WriteItemSource(plan.items, session.watched(planner.resolve_data)),
-                    placements,
-                    session.check_stop,
-                    session.known_places,
-                )
-            )
-            session.leave_commit_to_stock()
+        save = plan.planner_data
+        if isinstance(save, PlannedSave):
+            save.write_items(plan.items, planner.resolve_data)
         else:
             results = self._write_unplanned(plan, planner)
         future: Future[list[WriteResult]] = Future()
@@ -345,12 +328,12 @@ class RobustWriter(StorageWriter):
                 f"RobustWriter with layout={self.layout.name!r} needs the places that RobustPlanner plans, and was "
                 f"called with {type(planner).__name__}; pass planner=RobustPlanner()"
             )
-        share = plan.storage_data if isinstance(plan.storage_data, _Share) else _Share(0, self.save_id)
+        share = plan.storage_data if isinstance(plan.storage_data, _Share) else _Share(0, self.mark)
         rank = share.rank
         if self._alone and self._rank is not None:
             rank = self._rank
         else:
-            self.adopt(share.save_id)
+            self.adopt(share.mark)
         placements = place_as_they_come([_chunk_nbytes(item) for item in plan.items], files=self.files_per_rank)
         source = WriteItemSource(plan.items, planner.resolve_data)
         written = self.write(rank, source, placements, lambda done_nbytes, total_nbytes: None)
@@ -365,9 +348,9 @@ class RobustWriter(StorageWriter):
 
     @entry_point
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        session = getattr(metadata, "session", None)
-        if isinstance(session, SaveInProgress):
-            session.commit(lambda: self.publish_planned(session), self.clean_up, self.check_own)
+        save = getattr(metadata, "save", None)
+        if isinstance(save, PlannedSave):
+            save.commit()
             return
         metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         metadata.storage_meta = self.plain_meta()
@@ -379,21 +362,6 @@ class RobustWriter(StorageWriter):
             self.directory.take_back(error)
             raise
         self.clean_up()
-
-    def publish_planned(self, session: SaveInProgress) -> None:
-        """Commit what ``session`` has planned, on the coordinator.
-
-        All ranks have looked at their own files by now, but where stock lets the coordinator alone commit. It looks at
-        all of them once more where these are few, or that was long ago: this process may have stood still since.
-        """
-        encoded = session.encoded_metadata(self.plain_meta())
-        are_few = len(encoded.files) <= _FEW_FILES
-
-        def is_checked() -> bool:
-            is_recent = time.monotonic() - self._checked_at_seconds < _CHECK_AGAIN_SECONDS
-            return session.commits_together and is_recent and not are_few
-
-        self.directory.publish(encoded, is_checked=is_checked)
 
     def plain_meta(self) -> StorageMeta:
         """What goes into ``.metadata``: stock's class, and nothing of this process."""
