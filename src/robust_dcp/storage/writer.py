@@ -38,10 +38,6 @@ __all__ = ["PlannedSave", "RobustWriter", "WriterMeta"]
 
 logger = logging.getLogger(__name__)
 
-_FILES_PER_RANK: Final = 2
-"""Threads share a file where I/O is direct; writes through the page cache take turns in one file."""
-
-
 _FEW_FILES: Final = 64
 _CHECK_AGAIN_SECONDS: Final = 1.0
 
@@ -78,23 +74,8 @@ class RobustWriter(StorageWriter):
 
     Args:
         path: the checkpoint's directory; made if it is not there.
-        layout: ``"torch"``: files of torch-save records, as stock ``FileSystemReader`` and Megatron-Core read them.
-            ``"safetensors"``: files that ``HuggingFaceStorageReader`` and ``safetensors`` read, and beside them one
-            file of records a rank for what these cannot hold (objects, some dtypes), which only ``RobustReader``
-            reads. It takes a directory without a checkpoint, since readers of safetensors read every file of one,
-            and ``RobustPlanner``.
-        threads: that write at the same time, for each rank; by default a few, by cores and ranks of the node.
-        files_per_rank: files that a rank's tensors are spread over, the same on all ranks; by default ``threads`` if
-            that is given, else 2.
-        block_bytes: bytes of one write.
-        buffer_bytes: bound of the memory of each rank that data passes through on its way, whatever the sizes of
-            tensors; by default a 64th of the node's memory, divided over its ranks.
-        direct: ``None`` for direct I/O where the file system has it, ``True`` to insist on it (or ``StorageError``),
-            ``False`` for the page cache.
-        stripe_paths: directories on other mounts over which the files of a rank are spread. ``path`` then holds
-            symbolic links to them, which all readers follow; who deletes ``path`` by hand deletes those as well.
-        checksums: whether records get a CRC-32, which readers of ours verify. Without it a damaged checkpoint loads.
-        overwrite: whether a committed checkpoint in ``path`` may be replaced.
+        options: how to write, see :class:`WriteOptions`. Each can also be given as a keyword of its own; one that is
+            given in both places must be the same.
         disk: the file system.
 
     Raises:
@@ -106,6 +87,7 @@ class RobustWriter(StorageWriter):
         self,
         path: str | os.PathLike[str],
         *,
+        options: WriteOptions | None = None,
         layout: str = "torch",
         threads: int | None = None,
         files_per_rank: int | None = None,
@@ -118,21 +100,19 @@ class RobustWriter(StorageWriter):
         disk: Disk | None = None,
     ) -> None:
         super().__init__()
-        self.layout = layout_named(layout)
-        self.options = WriteOptions.of_this_machine(
+        self.options = (options or WriteOptions()).with_keywords(
+            layout=layout,
             threads=threads,
+            files_per_rank=files_per_rank,
             block_bytes=block_bytes,
             buffer_bytes=buffer_bytes,
             direct=direct,
-            stripe_paths=tuple(directory_path(stripe) for stripe in stripe_paths),
+            stripe_paths=stripe_paths,
             checksums=checksums,
+            overwrite=overwrite,
         )
-        # Part of the plan, so no guess from the machine: ranks on different machines must agree.
-        self.files_per_rank = next(n for n in (files_per_rank, threads, _FILES_PER_RANK) if n is not None)
-        if self.files_per_rank < 1:
-            raise ValueError(f"files_per_rank must be at least 1, got {files_per_rank}")
+        self.layout = layout_named(self.options.layout)
         self.path = directory_path(path)
-        self.overwrite = overwrite
         self._disk: Disk = disk or PosixDisk()
         self.save_id = str(uuid.uuid4())
         self._directory: SaveDirectory | None = None
@@ -143,6 +123,11 @@ class RobustWriter(StorageWriter):
         self._announces = False
         self._checked_at_seconds = -math.inf
         self._uncommitted_names: tuple[str, ...] = ()
+
+    @property
+    def files_per_rank(self) -> int:
+        """Files that a rank's tensors are spread over: part of the plan."""
+        return self.options.n_files
 
     @property
     def plan_options(self) -> dict[str, str | int]:
@@ -168,7 +153,7 @@ class RobustWriter(StorageWriter):
         if not is_coordinator:
             return
         try:
-            self.directory.begin(overwrite=self.overwrite)
+            self.directory.begin(overwrite=self.options.overwrite)
             if ranks is not None:
                 self.announce(ranks=ranks)
         except BaseException:
@@ -221,7 +206,7 @@ class RobustWriter(StorageWriter):
         """
         if self._alone:
             self.directory.share()
-        for place in (self.path, *stripe_directories(self._disk, self.path, self.options.stripe_paths)):
+        for place in (self.path, *stripe_directories(self._disk, self.path, self.options.stripes)):
             self.directory.make(place)
         written = write_files(
             self._disk,

@@ -92,7 +92,7 @@ def write_files(
         PlanConflict: if an item is not what was planned.
         RobustCheckpointError: if an item cannot be resolved; names the item.
     """
-    stripes = stripe_directories(disk, directory, options.stripe_paths) if options.stripe_paths else []
+    stripes = stripe_directories(disk, directory, options.stripes) if options.stripe_paths else []
     not_removed = [] if not_removed is None else not_removed
     direct = options.direct is not False
     files = create_data_files(
