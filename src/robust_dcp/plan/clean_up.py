@@ -67,11 +67,11 @@ def clean_up(channel: Channel, phase: str, directory: SaveDirectory, error: Base
             left = _told_to_all(channel, phase, directory, left)
         except RobustCheckpointError as lost:
             logger.warning("%s: the ranks have not cleaned up together: %s", phase, lost.message)
-            directory.let_go()
+            directory.release()
             name_left_over(error, left)
             return
     if left:
-        directory.let_go()
+        directory.release()
     else:
         left = directory.remove_directories()
     name_left_over(error, left)

@@ -230,9 +230,9 @@ class SaveSession:
                 if failed_in_step(error):
                     clean_up(self.channel, self._named("clean up"), directory, error)
                 elif self.plan.may_be_writing:
-                    directory.let_go()
+                    directory.release()
                 else:
-                    directory.take_back(error)
+                    directory.roll_back(error)
             if isinstance(error, RobustCheckpointError) and self._others_tell(error):
                 raise error.in_brief() from error
             raise
@@ -315,11 +315,11 @@ class SaveSession:
     def _clean_up_commit(self, directory: SaveDirectory, error: BaseException) -> None:
         """As after other failures, if the coordinator knows that nothing was committed."""
         if not self.commits_together:  # the coordinator is alone here, and knows the files of all
-            directory.take_back(error)
+            directory.roll_back(error)
         elif failed_in_step(error) and nothing_is_committed(self.channel, self._named("clean up"), directory, error):
             clean_up(self.channel, self._named("clean up"), directory, error)
         else:
-            directory.let_go()
+            directory.release()
 
     def _keep_plan(self, *, confirmed: bool) -> None:
         if self.written is not None:

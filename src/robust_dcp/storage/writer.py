@@ -263,7 +263,7 @@ class RobustWriter(StorageWriter):
             self.path = directory_path(checkpoint_id)
         self.save_id = str(uuid.uuid4())
         if self._directory is not None:
-            self._directory.let_go()
+            self._directory.release()
             self._directory = None
         self._rank = None
         self._alone = False
@@ -344,7 +344,7 @@ class RobustWriter(StorageWriter):
         try:
             self.directory.publish(MetadataToPublish((encode_metadata(metadata),), files))
         except BaseException as error:
-            self.directory.take_back(error)
+            self.directory.roll_back(error)
             raise
         self.clean_up()
 

@@ -143,7 +143,7 @@ class SaveDirectory:
         try:
             self._announce(ranks, files, is_locked=self._lock.is_proof)
         except BaseException:
-            self.let_go()
+            self.release()
             raise
 
     def _announce(self, ranks: int, files: int | None, *, is_locked: bool) -> None:
@@ -296,7 +296,7 @@ class SaveDirectory:
             self._tidy_up(self._replaced, self._committed_files)
         except Exception as error:  # the checkpoint is committed: whatever this is, the save has succeeded
             logger.warning("%s is committed, but not tidied up: %s", self.path, error)
-            self.let_go()
+            self.release()
 
     def _committed(self) -> Committed | None:
         return committed_in(self._disk, self._path_of(self._metadata_name))
@@ -326,7 +326,7 @@ class SaveDirectory:
                 self._is_removed(self._path_of(name))
         if replaced is None or replaced.files.isdisjoint(left):
             self._is_removed(self._journal.path)
-        self.let_go()
+        self.release()
         # Else a power cut could bring the journal back, which then would answer for the files of this checkpoint.
         self._disk.fsync_directory(self.path)
 
@@ -384,18 +384,18 @@ class SaveDirectory:
         left = []
         if self._journal is not None and not self._is_removed(self._journal.path):
             left.append(self._journal.path)
-        self.let_go()
+        self.release()
         self._journal = None
         left += [path for path in reversed(self._made) if not _is_gone(self._disk.rmdir, path, _NOT_OURS_TO_EMPTY)]
         self._made = []
         return left
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """The save is over. If it has left files, its journal says which, and the next save removes them."""
         if self._lock is not None:
-            self._lock.let_go()
+            self._lock.release()
 
-    def take_back(self, error: BaseException) -> None:
+    def roll_back(self, error: BaseException) -> None:
         """Remove what all ranks have made, on a coordinator whose commit has failed and who cannot ask them.
 
         Args:
@@ -403,7 +403,7 @@ class SaveDirectory:
         """
         left = [] if self.may_be_committed else self.remove_files()
         if left or self.may_be_committed:
-            self.let_go()
+            self.release()
         else:
             left = self.remove_directories()
         name_left_over(error, left)
