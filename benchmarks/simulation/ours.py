@@ -35,9 +35,9 @@ from robust_dcp.plan.session import SaveSession
 from robust_dcp.plan.structure import StructureTable
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
 from robust_dcp.storage.writer import RobustWriter
+from robust_dcp.storage.writing.commit import MetadataToPublish
 from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.storage.writing.item_source import WriteItemSource
-from robust_dcp.storage.writing.save_directory import MetadataToPublish
 
 __all__ = ["OurCoordinator", "SimulatedSave"]
 

@@ -18,8 +18,8 @@ from robust_dcp.plan.planning import apply_plan, plan_for_all
 from robust_dcp.plan.rank_plan import RankPlan, RankPlanMessage
 from robust_dcp.plan.structure import Form, ItemKind
 from robust_dcp.storage.index import Section
+from robust_dcp.storage.writing.commit import MetadataToPublish
 from robust_dcp.storage.writing.engine import WrittenFiles
-from robust_dcp.storage.writing.save_directory import MetadataToPublish
 from tests.plan.structures import World, local_of, obj, table, tensor, worlds
 
 

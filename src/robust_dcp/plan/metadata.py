@@ -34,8 +34,8 @@ from robust_dcp.storage.layouts import TORCH, Layout
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION
 from robust_dcp.storage.metadata.pickled import MetadataColumns, MetadataPickle
+from robust_dcp.storage.writing.commit import MetadataToPublish
 from robust_dcp.storage.writing.engine import WrittenFiles
-from robust_dcp.storage.writing.save_directory import MetadataToPublish
 
 __all__ = ["MetadataTemplate", "stock_metadata"]
 

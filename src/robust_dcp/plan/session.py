@@ -41,9 +41,10 @@ from robust_dcp.plan.written import (
 )
 from robust_dcp.storage.index import Section
 from robust_dcp.storage.layouts.places import Placements
+from robust_dcp.storage.writing.commit import MetadataToPublish
 from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
-from robust_dcp.storage.writing.save_directory import MetadataToPublish, SaveDirectory
+from robust_dcp.storage.writing.save_directory import SaveDirectory
 
 __all__ = ["SaveSession", "SessionWriter"]
 

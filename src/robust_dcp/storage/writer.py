@@ -28,9 +28,10 @@ from robust_dcp.storage.files.paths import directory_path, is_url, mark_of
 from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.layouts.places import Placements, place_as_they_come
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, StorageInfo, encode_metadata, referenced_files
+from robust_dcp.storage.writing.commit import MetadataToPublish
 from robust_dcp.storage.writing.engine import WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource, Resolve, WriteItemSource
-from robust_dcp.storage.writing.save_directory import MetadataToPublish, SaveDirectory
+from robust_dcp.storage.writing.save_directory import SaveDirectory
 from robust_dcp.storage.writing.stripes import stripe_directories
 from robust_dcp.storage.writing.write_options import WriteOptions
 

@@ -10,12 +10,11 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Final
 
-from robust_dcp.errors import RobustCheckpointError, StorageError
+from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import (
     INDEX_NAME,
@@ -26,42 +25,24 @@ from robust_dcp.storage.files.paths import (
     metadata_name,
     writer_of,
 )
-from robust_dcp.storage.layouts import FileName, Layout
+from robust_dcp.storage.layouts import Layout
 from robust_dcp.storage.layouts.marks import is_of_save
-from robust_dcp.storage.writing.commit import BEFORE_RENAME, CHECK, commit_metadata, remove_superseded
+from robust_dcp.storage.writing.commit import BEFORE_RENAME, CHECK, MetadataToPublish, commit_metadata
 from robust_dcp.storage.writing.committed import Committed, committed_in, remember
 from robust_dcp.storage.writing.directory_lock import DirectoryLock
 from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.storage.writing.journal import Journal, journals_in
 from robust_dcp.storage.writing.leftovers import LeftOvers, find_left_overs, named_by_ranks, tell_what_stays
-from robust_dcp.storage.writing.stripes import remove_targets
+from robust_dcp.storage.writing.removal import is_gone, name_left_over, remove_data_files
 
-__all__ = ["MetadataToPublish", "SaveDirectory", "name_left_over"]
+__all__ = ["SaveDirectory"]
 
 logger = logging.getLogger(__name__)
 
 _NOT_OURS_TO_EMPTY: Final = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT})
-_SHOWN: Final = 20
 
 _CHECK_THREADS: Final = 8
 """One question to a network file system takes about a millisecond, and thousands of files may be asked about."""
-
-
-@dataclass(frozen=True)
-class MetadataToPublish:
-    """What a commit makes visible.
-
-    Attributes:
-        fragments: the bytes of ``.metadata``, one after the other.
-        files: the data files that it names.
-        renames: those whose names change with the commit.
-        index: the bytes of the index, one after the other; none if there is to be none.
-    """
-
-    fragments: Sequence[bytes | memoryview]
-    files: Collection[str]
-    renames: Sequence[FileName] = ()
-    index: Sequence[bytes | memoryview] = ()
 
 
 class SaveDirectory:
@@ -386,7 +367,7 @@ class SaveDirectory:
             left.append(self._journal.path)
         self.release()
         self._journal = None
-        left += [path for path in reversed(self._made) if not _is_gone(self._disk.rmdir, path, _NOT_OURS_TO_EMPTY)]
+        left += [path for path in reversed(self._made) if not is_gone(self._disk.rmdir, path, _NOT_OURS_TO_EMPTY)]
         self._made = []
         return left
 
@@ -429,34 +410,10 @@ class SaveDirectory:
         return True
 
     def _remove(self, names: Collection[str], keep: Collection[str] = ()) -> list[str]:
-        doomed = set(names) - set(keep)
-        left = remove_targets(self._disk, self.path, doomed)
-        return left + remove_superseded(self._disk, self.path, doomed - set(left), keep=keep)
+        return remove_data_files(self._disk, self.path, names, keep=keep)
 
     def _is_removed(self, path: str) -> bool:
-        return _is_gone(self._disk.unlink, path)
+        return is_gone(self._disk.unlink, path)
 
     def _path_of(self, name: str) -> str:
         return os.path.join(self.path, name)
-
-
-def _is_gone(remove: Callable[[str], None], path: str, harmless: Collection[int] = (errno.ENOENT,)) -> bool:
-    """Remove ``path``; whether that worked, or failed as it may."""
-    try:
-        remove(path)
-    except StorageError as error:
-        return error.errno in harmless
-    return True
-
-
-def name_left_over(error: BaseException, paths: Collection[str]) -> None:
-    """Name in the error of a failed save what it has made and could not remove."""
-    if not paths:
-        return
-    named = sorted(set(paths))
-    shown = ", ".join(named[:_SHOWN]) + (f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else "")
-    told = f"what the failed save has made and could not remove: {shown}; the next save into that directory tries again"
-    if isinstance(error, RobustCheckpointError):
-        error.message = f"{error.message}; {told}"
-    else:
-        logger.warning("%s", told)
