@@ -130,10 +130,10 @@ class AgreedPlan:
         """Agree once more, on the last plan of the kind that is saved now."""
         ranks = self.channel.ranks
         votes = self.channel.gather(
-            self._named("kind"), lambda: vote(PLANS, ranks, self.kind, self.local.table), KindVote
+            self.phase("kind"), lambda: vote(PLANS, ranks, self.kind, self.local.table), KindVote
         )
         base = self.channel.broadcast(
-            self._named("kind found"),
+            self.phase("kind found"),
             lambda: choose_base(PLANS, ranks, self.kind, votes or []) or ChosenBase(),
             ChosenBase,
         )
@@ -154,7 +154,7 @@ class AgreedPlan:
             own.append(offer())
             return own[0]
 
-        return self.channel.led_by(0).agree(self._named(phase), contribute), own[0]
+        return self.channel.led_by(0).agree(self.phase(phase), contribute), own[0]
 
     def _look_into_loaded_checkpoints(self) -> None:
         """Without a plan of this process for what there is to save, one may lie in the checkpoint that was loaded."""
@@ -167,7 +167,7 @@ class AgreedPlan:
 
     def _make_plan(self, decision: Decision, agreement: Agreement) -> None:
         structures = self.channel.gather(
-            self._named("structures"),
+            self.phase("structures"),
             lambda: self.local.to_message() if decision.sends else None,
             StructureMessage,
         )
@@ -181,7 +181,7 @@ class AgreedPlan:
             return replies
 
         self.may_be_writing = True
-        reply = self.channel.scatter(self._named("plan"), reply_to_all, RankPlanMessage)
+        reply = self.channel.scatter(self.phase("plan"), reply_to_all, RankPlanMessage)
         if reply is None:
             raise ExchangeError(f"{self.checkpoint}: the coordinator sent this rank no plan", phase="plan")
         self.rank_plan = apply_plan(reply, self.local, self._cached)
@@ -196,7 +196,7 @@ class AgreedPlan:
         """Name the replicated objects that differ: only digests of the common ones travel, and only if some differ."""
         digests = self.local.digests_of(cached.rank_plan.common_objects)
         found = self.channel.combine(
-            self._named("objects"), lambda: ObjectDigests.of(digests), ObjectDigests.with_other, ObjectDigests
+            self.phase("objects"), lambda: ObjectDigests.of(digests), ObjectDigests.with_other, ObjectDigests
         )
         names = [self.local.table.names[self.local.table.name_ids[i]] for i in cached.rank_plan.common_objects]
         self.differing_objects = found.differing(names, self.channel.size)
@@ -228,5 +228,6 @@ class AgreedPlan:
         """Drop the plan after a commit that failed: some ranks may have learnt of it, and others not."""
         PLANS.forget(self.channel.ranks, self._plan_id)
 
-    def _named(self, phase: str) -> str:
-        return f"save {self.checkpoint}: {phase}"
+    def phase(self, name: str) -> str:
+        """What a phase of this save is called in exchanges and errors."""
+        return f"save {self.checkpoint}: {name}"

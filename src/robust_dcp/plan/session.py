@@ -184,14 +184,14 @@ class SaveSession:
 
         with self._cleaned_up_after_failure():
             messages = self.channel.gather(
-                self._named("write"), write_own, WrittenMessage, offer=lambda _: written_offer(self.written)
+                self.plan.phase("write"), write_own, WrittenMessage, offer=lambda _: written_offer(self.written)
             )
         self._messages = messages or []
         if self.channel.is_coordinator:
             told = [(rank, message.unloadable) for rank, message in enumerate(self._messages) if message is not None]
             self.unloadable_objects = report_unloadable(self.checkpoint, told)
         self._written_agreement = self.channel.last_agreement
-        self._are_plain = are_named_plainly(self.channel, self._named("file names"), self.written)
+        self._are_plain = are_named_plainly(self.channel, self.plan.phase("file names"), self.written)
 
     def write_items(self, items: Sequence[WriteItem], resolve: Callable[[WriteItem], Data]) -> None:
         """:meth:`write`, where stock ``save`` calls the writer's ``write_data``, with the planner's ``resolve_data``.
@@ -229,7 +229,7 @@ class SaveSession:
             if self.writer is not None:
                 directory = self.writer.directory
                 if failed_in_step(error):
-                    clean_up(self.channel, self._named("clean up"), directory, error)
+                    clean_up(self.channel, self.plan.phase("clean up"), directory, error)
                 elif self.plan.may_be_writing:
                     directory.release()
                 else:
@@ -294,7 +294,7 @@ class SaveSession:
         try:
             if self.commits_together:
                 self.channel.barrier(
-                    self._named("commit"),
+                    self.plan.phase("commit"),
                     writer.check_own,
                     then=lambda: self._publish(writer),
                     offer=lambda: digest_offer(self.written),
@@ -317,8 +317,10 @@ class SaveSession:
         """As after other failures, if the coordinator knows that nothing was committed."""
         if not self.commits_together:  # the coordinator is alone here, and knows the files of all
             directory.roll_back(error)
-        elif failed_in_step(error) and nothing_is_committed(self.channel, self._named("clean up"), directory, error):
-            clean_up(self.channel, self._named("clean up"), directory, error)
+        elif failed_in_step(error) and nothing_is_committed(
+            self.channel, self.plan.phase("clean up"), directory, error
+        ):
+            clean_up(self.channel, self.plan.phase("clean up"), directory, error)
         else:
             directory.release()
 
@@ -326,6 +328,3 @@ class SaveSession:
         if self.written is not None:
             places_of_all = tuple(files.variable_places for files in self._written_by_all)
             self.plan.keep(self.written.variable_places, places_of_all, confirmed=confirmed)
-
-    def _named(self, phase: str) -> str:
-        return f"save {self.checkpoint}: {phase}"

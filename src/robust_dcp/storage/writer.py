@@ -6,7 +6,6 @@ come from the plan; with another planner than ours it makes them itself. Called 
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import time
@@ -36,8 +35,6 @@ from robust_dcp.storage.writing.stripes import stripe_directories
 from robust_dcp.storage.writing.write_options import WriteOptions
 
 __all__ = ["PlannedSave", "RobustWriter", "WriterMeta"]
-
-logger = logging.getLogger(__name__)
 
 _FEW_FILES: Final = 64
 _CHECK_AGAIN_SECONDS: Final = 1.0
@@ -220,7 +217,7 @@ class RobustWriter(StorageWriter):
             check_stop=check_stop,
             known_places=known_places,
             layout=self.layout,
-            not_removed=self.directory.stuck,
+            not_removed=self.directory.not_removed,
         )
         self.directory.has_written(written)
         self._uncommitted_names = written.uncommitted_names

@@ -76,7 +76,7 @@ class SaveDirectory:
         self._unmarked: dict[str, tuple[int, int, int] | None] = {}
         self._journal: Journal | None = None
         self._own: set[str] = set()
-        self._stuck: list[str] = []
+        self._not_removed: list[str] = []
         self._has_replaced = False
         self._has_index = False
         self._replaced: Committed | None = None
@@ -105,7 +105,7 @@ class SaveDirectory:
                 operation="begin",
             )
         if is_committed and not self._layout.may_share_directory:
-            raise self._company("a committed checkpoint")
+            raise self._cannot_share("a committed checkpoint")
         self._names = tuple(self._disk.list_directory(self.path))
 
     def announce(self, *, ranks: int, files: int | None) -> None:
@@ -154,7 +154,7 @@ class SaveDirectory:
         if not self._layout.may_share_directory:
             for name in self._names:
                 if name.endswith(SAFETENSORS_SUFFIX) and name not in self._found.files:
-                    raise self._company(name)
+                    raise self._cannot_share(name)
 
     def share(self) -> None:
         """Take the directory together with other ranks that each commit by themselves; before this one writes.
@@ -166,7 +166,7 @@ class SaveDirectory:
             self._lock = DirectoryLock.take(self._disk, self.path, save_id=self.save_id, shared=True)
             self._at_begin = self._committed()
 
-    def _company(self, present: str) -> StorageError:
+    def _cannot_share(self, present: str) -> StorageError:
         """Readers of safetensors take every file of a directory: what they would find there must all be this save's."""
         return StorageError(
             f"{self.path} holds {present}: readers of safetensors take every file of a directory, so a checkpoint with "
@@ -185,9 +185,9 @@ class SaveDirectory:
         self._own |= {*written.uncommitted_names, *written.names}
 
     @property
-    def stuck(self) -> list[str]:
+    def not_removed(self) -> list[str]:
         """Paths of files that this rank made and could not remove; whoever finds one adds it."""
-        return self._stuck
+        return self._not_removed
 
     def check_own(self, files: Collection[str]) -> None:
         """Make sure, right before the commit, that data files are still as this save has written them.
@@ -346,8 +346,8 @@ class SaveDirectory:
         if self._journal is not None:
             names |= {f"{name}.{mark_of(self.save_id)}.tmp" for name in (self._metadata_name, INDEX_NAME)}
         left = [self._path_of(name) for name in self._remove(names)]
-        left += [path for path in self._stuck if not self._is_removed(path)]
-        self._stuck = []
+        left += [path for path in self._not_removed if not self._is_removed(path)]
+        self._not_removed = []
         return left
 
     def _is_mine(self, name: str) -> bool:
