@@ -33,6 +33,7 @@ PUBLIC_NAMES = [
     "StructureChanged",
     "StructureSignature",
     "UnsafeCheckpoint",
+    "WriteOptions",
     "__version__",
     "load",
     "save",

@@ -22,7 +22,7 @@ from robust_dcp.comm import Offer, combined_signature
 from robust_dcp.plan.agreement import MATCHES
 from robust_dcp.plan.rank_plan import Places, RankPlanMessage, unpack_places
 from robust_dcp.plan.structure import Form, StructureTable
-from robust_dcp.plan.written import WrittenMessage, news_of, written_offer
+from robust_dcp.plan.written import WrittenMessage, written_message, written_offer
 from robust_dcp.storage.writing.engine import WrittenFiles
 
 __all__ = ["OtherRanks", "SaveName", "written_files"]
@@ -90,7 +90,7 @@ class OtherRanks:
             written = written_files(self._tables()[rank], self.kept[rank], rank)
             self.written.append(written_offer(written))
             places = written.variable_places
-            message = news_of(places, places if save == "repeated" else None)
+            message = written_message(places, places if save == "repeated" else None)
             if message is not None:
                 mailbox.post(rank, message)
         mailbox.merge(WrittenMessage)

@@ -19,19 +19,25 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
 
 from benchmarks.simulation.channel import SimulatedChannel
 from benchmarks.simulation.others import OtherRanks, SaveName, written_files
 from benchmarks.simulation.payloads import Payloads, coordinators_local
 from benchmarks.simulation.stopwatch import Stopwatch
-from benchmarks.virtual_ranks import FILES_PER_RANK
+from robust_dcp.plan.agreed_plan import AgreedPlan
 from robust_dcp.plan.cache import PLANS
-from robust_dcp.plan.local import LocalStructure
+from robust_dcp.plan.rank_plan import Places
 from robust_dcp.plan.session import SaveSession
 from robust_dcp.plan.structure import StructureTable
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
 from robust_dcp.storage.writer import RobustWriter
+from robust_dcp.storage.writing.commit import MetadataToPublish
 from robust_dcp.storage.writing.engine import WrittenFiles
+from robust_dcp.storage.writing.item_source import WriteItemSource
 
 __all__ = ["OurCoordinator", "SimulatedSave"]
 
@@ -61,11 +67,42 @@ class SimulatedSave:
     outcome: str = ""
 
 
+class _Writer(RobustWriter):
+    """Writes no data, into a directory that is nobody else's; its commits are real."""
+
+    def __init__(self, directory: str, table: StructureTable, watch: Stopwatch) -> None:
+        super().__init__(directory)
+        self._table, self._watch = table, watch
+        self.kept: Places = np.empty(0, dtype=np.intp)
+
+    def begin(self, *, is_coordinator: bool, ranks: int | None, alone: bool = False) -> None:
+        pass
+
+    def announce(self, *, ranks: int) -> None:
+        pass
+
+    def write(self, rank: int, *args: Any, **kwargs: Any) -> WrittenFiles:
+        with self._watch.paused():
+            return written_files(self._table, self.kept, rank)
+
+    def check_own(self) -> None:
+        pass
+
+    def publish(self, metadata: MetadataToPublish, *, are_checked: bool) -> None:
+        self._watch.lap("metadata")
+        self.directory.publish(metadata, is_checked=lambda: True)
+        self._watch.lap("commit")
+
+
+def _no_data() -> WriteItemSource:
+    return WriteItemSource([], lambda item: torch.empty(0))
+
+
 class OurCoordinator:
     """Rank 0 of virtual ranks, from its first save on.
 
     Attributes:
-        session: the last save.
+        plan: of the last save.
         others: the other ranks.
     """
 
@@ -73,43 +110,33 @@ class OurCoordinator:
         PLANS.clear()
         self._payloads = payloads
         self._local = coordinators_local(payloads)
-        self.session: SaveSession | None = None
+        self.plan: AgreedPlan | None = None
         self.others = OtherRanks(payloads, self._tables)
 
     def _tables(self) -> Sequence[StructureTable]:
-        plan = None if self.session is None else self.session.coordinator
+        plan = None if self.plan is None else self.plan.coordinator
         return () if plan is None else plan.tables
 
     def save(self, name: SaveName, directory: str) -> SimulatedSave:
         """One save into ``directory``, which is there and empty."""
         made = SimulatedSave()
-        watch, writer = made.watch, RobustWriter(directory, threads=FILES_PER_RANK)
+        watch = made.watch
         channel = SimulatedChannel(self._payloads, self.others, name, watch)
-        session = self.session = SaveSession(channel, directory, on_structure_change="quiet", commits_together=True)
-
-        def describe() -> LocalStructure:
-            return self._local
-
-        def write() -> WrittenFiles:
-            with watch.paused():
-                return written_files(self._local.table, session.rank_plan.kept, session.rank)
-
-        def publish() -> None:
-            metadata = session.encoded_metadata(writer.plain_meta())
-            watch.lap("metadata")
-            writer.directory.publish(metadata, is_checked=lambda: True)  # nobody has written data
-            watch.lap("commit")
+        writer = _Writer(directory, self._local.table, watch)
+        plan = self.plan = AgreedPlan(channel, directory, on_structure_change="quiet")
+        session = SaveSession(plan, writer, commits_together=True)
 
         watch.start()
-        session.agree(describe, leads=True)
+        session.agree(lambda: self._local, leads=True)
         watch.lap("own share")
-        session.settle(write)
-        session.commit(publish, writer.clean_up)
+        writer.kept = plan.rank_plan.kept
+        session.write(_no_data)
+        session.commit()
         watch.lap("cache")
         made.sent_nbytes, made.arrived_nbytes = channel.sent_nbytes, channel.arrived_nbytes
-        made.returned_nbytes, made.outcome = channel.returned_nbytes, session.outcome
+        made.returned_nbytes, made.outcome = channel.returned_nbytes, plan.outcome
         made.merging_seconds = channel.merging_seconds
         made.metadata_nbytes = os.path.getsize(os.path.join(directory, METADATA_NAME))
         made.index_nbytes = os.path.getsize(os.path.join(directory, INDEX_NAME))
-        made.n_written = 0 if session.coordinator is None else sum(map(len, session.coordinator.kept))
+        made.n_written = 0 if plan.coordinator is None else sum(map(len, plan.coordinator.kept))
         return made

@@ -15,7 +15,7 @@ from robust_dcp.errors import (
 from robust_dcp.plan.structure import StructureSignature
 from robust_dcp.planner import RobustLoadPlanner, RobustPlanner
 from robust_dcp.report import LoadReport, SaveReport
-from robust_dcp.storage import RobustReader, RobustWriter
+from robust_dcp.storage import RobustReader, RobustWriter, WriteOptions
 from robust_dcp.version import __version__
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "StructureChanged",
     "StructureSignature",
     "UnsafeCheckpoint",
+    "WriteOptions",
     "__version__",
     "load",
     "save",

@@ -42,7 +42,6 @@ from robust_dcp.report import LoadReport, PhaseReport, SaveReport
 from robust_dcp.storage.reader import RobustReader, overwritten
 from robust_dcp.storage.reading.targets import may_ask_early
 from robust_dcp.storage.writer import RobustWriter
-from robust_dcp.storage.writing.engine import WrittenFiles
 
 __all__ = ["load", "save"]
 
@@ -103,6 +102,7 @@ def save(
     planner = _robust_planner(planner)
     session = planner.open_session(
         checkpoint_name(writer.path),
+        writer,
         process_group=process_group,
         timeout_seconds=timeout_seconds,
         deadline_seconds=deadline_seconds,
@@ -110,32 +110,20 @@ def save(
         kind=kind,
     )
     session.commits_together = True
-    session.undo = lambda: writer.directory
-    session.save_id = writer.save_id
     clock = PhaseClock(session.channel)
 
     def describe() -> LocalStructure:
         _refuse_other_than_dict(state_dict)
-        is_coordinator = session.channel.is_coordinator
-        writer.begin(is_coordinator=is_coordinator, ranks=session.channel.size)
-        planner.set_up_planner(_state_dicts_of(state_dict), writer.storage_meta(), is_coordinator)
-        planner.raise_set_up_error()
-        return planner.describe(session.channel, writer)
-
-    def write() -> WrittenFiles:
-        source, placements = planner.source(session), session.placements
-        if placements is None:
-            raise ValueError("the plan has no places for RobustWriter")
-        writer.adopt(session.save_id)
-        return writer.write(session.rank, source, placements, session.check_stop, session.known_places)
+        planner.set_up_planner(_state_dicts_of(state_dict), writer.storage_meta(), session.channel.is_coordinator)
+        return planner.describe(session.channel)
 
     with session.channel.together():
         with clock.phase("plan"):
             plan = session.agree(describe, leads=session.channel.is_coordinator)
         with clock.phase("write"):
-            session.settle(write)
+            session.write(lambda: planner.source(session))
         with clock.phase("commit"):
-            session.commit(lambda: writer.publish_planned(session), writer.clean_up, writer.check_own)
+            session.commit()
     return _save_report(session, clock, writer, n_items=len(plan.kept))
 
 
@@ -401,12 +389,12 @@ def _save_report(session: SaveSession, clock: PhaseClock, writer: RobustWriter, 
         items=n_items,
         nbytes=0 if written is None else written.nbytes,
         phases=_phase_reports(clock.records),
-        plan=session.outcome,
-        reason=session.reason,
-        changes=session.changes,
-        differing_objects=session.differing_objects,
+        plan=session.plan.outcome,
+        reason=session.plan.reason,
+        changes=session.plan.changes,
+        differing_objects=session.plan.differing_objects,
         unloadable_objects=session.unloadable_objects,
-        total_nbytes=None if session.coordinator is None else session.coordinator.nbytes,
+        total_nbytes=None if session.plan.coordinator is None else session.plan.coordinator.nbytes,
         digest=session.digest,
         files=() if written is None else written.names,
         how=() if written is None else written.how,

@@ -132,10 +132,10 @@ class FailsWhenTold(RobustPlanner):
 
     rank_to_fail: int | None = None
 
-    def describe(self, channel: Any, writer: Any) -> LocalStructure:
+    def describe(self, channel: Any) -> LocalStructure:
         if FailsWhenTold.rank_to_fail == channel.rank:
             raise RuntimeError("transient")
-        return super().describe(channel, writer)
+        return super().describe(channel)
 
 
 def grow_with_a_failure_between(directory: str, rank_to_fail: int, saver: str) -> tuple[Verdict, list[str]]:

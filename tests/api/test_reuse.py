@@ -178,10 +178,10 @@ class FailingWriter(RobustWriter):
             raise RuntimeError("transient")
         return super().write(*args, **kwargs)
 
-    def publish_planned(self, session: Any) -> None:
+    def publish(self, *args: Any, **kwargs: Any) -> None:
         if self.fail_in == "commit":
             raise RuntimeError("transient")
-        super().publish_planned(session)
+        super().publish(*args, **kwargs)
 
 
 def test_a_failed_save_leaves_no_plan_on_any_rank(tmp_path: Path) -> None:

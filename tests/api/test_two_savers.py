@@ -186,7 +186,7 @@ def test_on_a_network_file_system_only_a_holder_on_this_machine_is_believed(
     else:
         robust_dcp.save(state(1), storage_writer=writer, no_dist=True)
         assert "on elsewhere" in caplog.text and loaded_step(str(tmp_path)) == 1
-    held.let_go()
+    held.release()
 
 
 def be_killed_holding_the_lock(directory: str) -> None:

@@ -93,7 +93,7 @@ def test_every_chunk_is_written_once(saved: Saved, name: SaveName) -> None:
 
 
 def test_each_rank_finds_its_items_where_the_metadata_says(saved: Saved) -> None:
-    plan = saved.coordinator.session.coordinator if saved.coordinator.session else None
+    plan = saved.coordinator.plan.coordinator if saved.coordinator.plan else None
     assert plan is not None
     stored = dict(saved.our_metadata["patch"].storage_data or {})
     for rank in range(1, saved.payloads.ranks):

@@ -41,7 +41,7 @@ def _loader(step: int) -> dict[str, Any]:
 def _in_turn(directory: Path) -> Any:
     """The model's structure must not change; the loader's may."""
     outcomes = []
-    with chosen(), warnings_of("robust_dcp.plan.session") as lines:
+    with chosen(), warnings_of("robust_dcp.plan.agreed_plan") as lines:
         for step in range(3):
             for kind, state in (("model", _model(step)), ("loader", _loader(step))):
                 mode: Any = "error" if kind == "model" or step == 0 else "quiet"

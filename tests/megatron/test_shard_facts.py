@@ -15,9 +15,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 
 from robust_dcp.errors import PlanConflict
 from robust_dcp.megatron.checks.access import columns_of
-from robust_dcp.megatron.checks.shard_facts import ShardFacts, forget_facts
+from robust_dcp.megatron.checks.shard_facts import ShardFacts
 from robust_dcp.megatron.checks.validation import AccessCheck
 from robust_dcp.megatron.saving.described_shards import saved_shards
+from robust_dcp.structure_cache import CACHE
 
 Shards = list[Any]
 Change = Callable[[Any], None]
@@ -25,9 +26,9 @@ Change = Callable[[Any], None]
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known() -> Iterator[None]:
-    forget_facts()
+    CACHE.clear()
     yield
-    forget_facts()
+    CACHE.clear()
 
 
 def _shards() -> Shards:
@@ -117,7 +118,7 @@ def test_what_has_changed_is_described_as_it_is_and_as_it_was_when_it_was_never_
     change(shards[place])
     found = _described(shards)
     assert found[2] == columns_of(shards)
-    forget_facts()
+    CACHE.clear()
     assert _described(shards) == found
 
 

@@ -39,11 +39,11 @@ def test_a_plan_is_found_by_this_ranks_signature() -> None:
 
 
 def test_plans_that_take_too_much_memory_together_go_and_the_latest_stays() -> None:
-    cache = PlanCache(max_nbytes=100)
-    for name, nbytes in ((b"a", 60), (b"b", 40), (b"c", 1)):
+    cache = PlanCache(max_nbytes=100_000)
+    for name, nbytes in ((b"a", 60_000), (b"b", 40_000), (b"c", 1)):
         cache.put(GROUP, _plan(name, nbytes=nbytes))
     assert [cache.find(GROUP, name) is not None for name in (b"a", b"b", b"c")] == [False, True, True]
-    cache.put(GROUP, _plan(b"large", nbytes=1000))
+    cache.put(GROUP, _plan(b"large", nbytes=1_000_000))
     assert len(cache) == 1
     assert cache.find(GROUP, b"large") is not None
 

@@ -40,7 +40,7 @@ def _signature(items: list[Item], paths: dict[str, Path] | None, context: PlanCo
 def _signature_of_state_dict(state_dict: dict[str, Any], *, flatten: bool = True) -> StructureSignature:
     planner = RobustPlanner(flatten_state_dict=flatten, no_dist=True)
     planner.set_up_planner(state_dict)
-    return planner.describe(Channel.for_group(None, no_dist=True), None).signature
+    return planner.describe(Channel.for_group(None, no_dist=True)).signature
 
 
 def _reversed(value: Any) -> Any:

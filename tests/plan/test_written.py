@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from robust_dcp.comm import Offer, combined_signature
 from robust_dcp.errors import ExchangeError
-from robust_dcp.plan.written import WrittenMessage, news_of, written_by_all, written_offer
+from robust_dcp.plan.written import WrittenMessage, written_by_all, written_message, written_offer
 from robust_dcp.storage.writing.engine import WrittenFiles
 from tests.plan.structures import agreement_of
 
@@ -48,7 +48,7 @@ def test_the_coordinator_learns_the_places_and_the_file_names_of_every_rank(
 ) -> None:
     known = None if first_save else [_places([old for old, _, _ in rows]) for rows, _ in ranks]
     now = [_written([new if moved else old for old, new, moved in rows], plain) for rows, plain in ranks]
-    messages = [news_of(each.variable_places, known and known[rank]) for rank, each in enumerate(now)]
+    messages = [written_message(each.variable_places, known and known[rank]) for rank, each in enumerate(now)]
     for found, written in zip(_told(now, messages, known), now, strict=True):
         assert found.variable_places.tolist() == written.variable_places.tolist()
         assert found.are_plain == written.are_plain
@@ -69,15 +69,15 @@ def test_a_rank_that_has_written_nothing_offers_nothing() -> None:
 
 
 def test_a_rank_whose_places_are_known_sends_no_message() -> None:
-    assert news_of(_places([]), None) is None
-    assert news_of(_places(_PLACES), _places(_PLACES)) is None
+    assert written_message(_places([]), None) is None
+    assert written_message(_places(_PLACES), _places(_PLACES)) is None
 
 
 def test_only_the_places_that_moved_are_sent() -> None:
     known = _places([[64 * n, 60] for n in range(1000)])
     now = known.copy()
     now[7] = [10**6, 61]
-    message = news_of(now, known)
+    message = written_message(now, known)
     assert message is not None
     assert (len(message.items), len(message.places)) == (8, 16)
 
@@ -92,7 +92,7 @@ def test_the_coordinator_never_fills_in_places_that_the_rank_did_not_mean(known:
 
 def test_the_places_of_one_rank_are_never_taken_for_those_of_another() -> None:
     ranks = [_written([[5, 6]]), _written(_PLACES)]
-    messages = [news_of(each.variable_places, None) for each in ranks]
+    messages = [written_message(each.variable_places, None) for each in ranks]
     with pytest.raises(ExchangeError):
         _told(ranks, messages[::-1], None)
 

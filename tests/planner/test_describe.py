@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from robust_dcp import PlanConflict, RobustCheckpointError
 from robust_dcp.plan.structure import Form, ItemStructure
-from robust_dcp.planner import describe
 from robust_dcp.planner.describe import DescribedItems, describe_items
+from robust_dcp.structure_cache import CACHE
 from tests.api.kinds import DTYPES, KINDS
 from tests.planner.reference import stock_planner, stock_structures
 from tests.support.ranks import run_ranks, values
@@ -138,15 +138,13 @@ def test_an_item_that_cannot_be_described_is_named() -> None:
         _of({"w": torch.zeros(1), "odd": Broken()})
 
 
-def test_the_memo_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    memo = describe._Memo()
-    monkeypatch.setattr(describe, "_MEMO", memo)
-    monkeypatch.setattr(describe, "MEMO_SIZE", 10)
+def test_structures_of_earlier_saves_are_described_as_at_first() -> None:
     state_dict = {str(n): torch.zeros(n) for n in range(35)}
     planner = stock_planner(state_dict)
+    CACHE.clear()
     for _ in range(2):
         assert _described(planner) == stock_structures(planner)
-        assert len(memo.plain) <= 10
+        assert CACHE.nbytes["items"] > 0
 
 
 # On ranks: DTensors, ShardedTensors, models.

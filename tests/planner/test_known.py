@@ -20,9 +20,8 @@ StateDict = dict[str, Any]
 def _describe(state_dict: StateDict, **options: Any) -> LocalStructure:
     planner = RobustPlanner(**options)
     planner.set_up_planner(state_dict, is_coordinator=True)
-    planner.raise_set_up_error()
     channel = Channel.for_group(None, timeout_seconds=10, no_dist=True)
-    return planner.describe(channel, None)
+    return planner.describe(channel)
 
 
 def _state_dict() -> StateDict:
@@ -126,7 +125,8 @@ def test_what_is_known_is_what_would_be_made_anew() -> None:
 
 
 def test_only_the_last_few_are_kept() -> None:
-    structures = KnownStructures(limit=2)
+    first = KnownStructures().of(["a"], [_OBJECT], None)
+    structures = KnownStructures(max_nbytes=2 * first.nbytes)
     first, second, third = (structures.of([name], [_OBJECT], None) for name in "abc")
     assert structures.of(["b"], [_OBJECT], None) is second
     assert structures.of(["c"], [_OBJECT], None) is third

@@ -30,11 +30,10 @@ StateDict = dict[str, Any]
 def _session(planner: RobustPlanner, state_dict: StateDict, *, every: int = 1) -> SaveSession:
     """The save of every ``every``-th item of ``state_dict``, agreed on."""
     planner.set_up_planner(state_dict, is_coordinator=True)
-    planner.raise_set_up_error()
     session = planner.open_session("checkpoint", no_dist=True)
-    session.local = planner.describe(session.channel, None)
-    kept = np.arange(0, len(session.local.table), every)
-    session.rank_plan = RankPlan(kept=kept, common_objects=kept[:0], placements=None)
+    session.plan.local = planner.describe(session.channel)
+    kept = np.arange(0, len(session.plan.local.table), every)
+    session.plan.rank_plan = RankPlan(kept=kept, common_objects=kept[:0], placements=None)
     return session
 
 

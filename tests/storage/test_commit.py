@@ -23,7 +23,8 @@ from robust_dcp.storage.files.paths import data_file_name
 from robust_dcp.storage.metadata.metadata_file import StorageInfo, decode_metadata, encode_metadata, referenced_files
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.records.torch_zip import payload_view, record_template
-from robust_dcp.storage.writing.commit import commit_metadata, remove_superseded
+from robust_dcp.storage.writing.commit import commit_metadata
+from robust_dcp.storage.writing.removal import remove_data_files
 from tests.support.simulated_disk import SimulatedDisk, WatchedDisk, runs_with_each_call_failing
 
 DIRECTORY = "/checkpoint"
@@ -55,7 +56,7 @@ def save(disk: Disk, step: int, directory: str = DIRECTORY) -> None:
         old = referenced_files(RobustReader(directory, disk=disk).read_metadata())
     metadata = write_data(disk, step, directory)
     commit_metadata(disk, directory, encode_metadata(metadata))
-    remove_superseded(disk, directory, old, keep=referenced_files(metadata))
+    remove_data_files(disk, directory, old, keep=referenced_files(metadata))
 
 
 def loaded_step(disk: Disk, directory: str = DIRECTORY) -> int | None:
@@ -163,14 +164,14 @@ def test_saves_replace_each_other_on_a_real_disk(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_removed_is_reported_and_fails_nothing(caplog: pytest.LogCaptureFixture) -> None:
     disk = WatchedDisk(disk_with(1, 2), fail_at=0, code=errno.EACCES)
     name = data_file_name(0, 0, "2")
-    assert remove_superseded(disk, DIRECTORY, [name, data_file_name(5, 5)]) == [name]
+    assert remove_data_files(disk, DIRECTORY, [name, data_file_name(5, 5)]) == [name]
     assert "not removed" in caplog.text
 
 
 def test_what_the_committed_checkpoint_names_is_never_removed() -> None:
     disk = disk_with(1)
     metadata = decode_metadata(encode_metadata(write_data(disk_with(), 1)), ".metadata")
-    assert remove_superseded(disk, DIRECTORY, [data_file_name(0, 0, "1")], keep=referenced_files(metadata)) == []
+    assert remove_data_files(disk, DIRECTORY, [data_file_name(0, 0, "1")], keep=referenced_files(metadata)) == []
     assert loaded_step(disk) == 1
     with pytest.raises(UnsafeCheckpoint):
-        remove_superseded(disk, DIRECTORY, ["../other/__0_0.distcp"])
+        remove_data_files(disk, DIRECTORY, ["../other/__0_0.distcp"])

@@ -16,7 +16,7 @@ import robust_dcp
 from robust_dcp import RobustWriter, StorageError
 from robust_dcp.storage.files.disk import PosixDisk
 from robust_dcp.storage.files.paths import LOCK_NAME
-from robust_dcp.storage.writing.stripes import remove_targets, stripe_of
+from robust_dcp.storage.writing.stripes import remove_target, stripe_of
 from tests.support.simulated_disk import WatchedDisk
 
 StateDict = dict[str, Any]
@@ -130,7 +130,8 @@ def test_only_links_to_data_files_of_this_checkpoint_are_followed(tmp_path: Path
     for name in ("__0_0.distcp", "precious"):
         (tmp_path / name).write_bytes(b"precious")
         (tmp_path / "checkpoint" / name).symlink_to(tmp_path / name)
-    remove_targets(PosixDisk(), str(tmp_path / "checkpoint"), ["__0_0.distcp", "precious", "__0_1.distcp"])
+    for name in ("__0_0.distcp", "precious", "__0_1.distcp"):
+        remove_target(PosixDisk(), str(tmp_path / "checkpoint"), name)
     assert files_below(tmp_path) == {"__0_0.distcp", "precious"}
 
 

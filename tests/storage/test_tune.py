@@ -18,7 +18,7 @@ import robust_dcp
 from robust_dcp.errors import StorageError
 from robust_dcp.storage import tune
 from robust_dcp.storage.files.disk import OpenFile, PosixDisk, storage_error
-from robust_dcp.storage.tuning.tune import BLOCKS_NBYTES, GOOD_ENOUGH, Measured, Setting, choose
+from robust_dcp.storage.tuning.settings import BLOCKS_NBYTES, GOOD_ENOUGH, Measured, Setting, choose
 
 MIB = 1 << 20
 
@@ -105,7 +105,7 @@ def test_the_table_says_what_was_measured_and_which_was_chosen(tmp_path: Path) -
     options = tune(tmp_path, seconds=0.2)
 
     assert options.table
-    assert choose(options.table) == Setting(options.direct, options.threads, options.block_bytes)
+    assert choose(options.table) == options.writing
     assert choose(options.read_table) == options.reading
     lines = str(options).splitlines()
     assert (lines[0], lines[len(options.table) + 2]) == ("writing", "reading")
@@ -139,7 +139,7 @@ def test_the_order_of_the_table_does_not_matter(data: st.DataObject) -> None:
 def test_without_direct_io_it_measures_the_page_cache_and_says_why(tmp_path: Path, refuses_at: str) -> None:
     options = tune(tmp_path, seconds=0.1, disk=NoDirectIo(refuses_at))
 
-    assert not options.direct
+    assert not options.writing.direct
     assert not any(row.setting.direct for row in (*options.table, *options.read_table))
     assert options.reader_options["direct"] is False
     assert "Invalid argument" in (options.direct_refused or "")
@@ -152,7 +152,7 @@ def test_under_a_quota_it_measures_less(tmp_path: Path) -> None:
 
     options = tune(tmp_path, seconds=0.5, disk=disk)
 
-    assert options.threads * options.block_bytes <= 9 * MIB
+    assert options.writing.in_flight_nbytes <= 9 * MIB
     assert all(row.nbytes <= 9 * MIB for row in (*options.table, *options.read_table))
 
 

@@ -15,7 +15,7 @@ from robust_dcp.storage.files.disk import OpenFile
 from robust_dcp.storage.layouts.places import LARGE_NBYTES, place_as_they_come
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.torch_zip import record_template
-from robust_dcp.storage.writing.write_options import WriteOptions
+from robust_dcp.storage.writing.write_options import WriteOptions, default_buffer_bytes, default_threads
 from tests.storage.sources import DIRECTORY, ListSource, content_of, framed_one_by_one, placed, write
 from tests.support.simulated_disk import SimulatedDisk
 
@@ -68,13 +68,10 @@ def test_options_that_allow_nothing_are_refused(name: str) -> None:
 @pytest.mark.parametrize("ranks", ["1", "8", "1000", "", "eight"])
 def test_defaults_fit_the_machine_and_the_ranks_on_it(ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    options = WriteOptions.of_this_machine()
-    assert 2 <= options.threads <= 4
-    assert 32 * MIB <= options.buffer_bytes <= 1024 * MIB
-    assert options.fitted(4096) == (
-        options.threads,
-        min(options.block_bytes, options.buffer_bytes // options.threads // 2),
-    )
+    threads, block_nbytes = WriteOptions().fitted(4096)
+    assert threads == default_threads() and 2 <= threads <= 4
+    assert 32 * MIB <= default_buffer_bytes() <= 1024 * MIB
+    assert block_nbytes == min(8 * MIB, default_buffer_bytes() // threads // 2)
 
 
 class ComparesPayload(SimulatedDisk):

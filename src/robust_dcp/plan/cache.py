@@ -1,13 +1,12 @@
 """Plans of committed saves, kept for the next one: bounded, keyed by group and signature.
 
-Owns the only mutable state of planning. An entry is put in after its save was committed, by
+Owns what is remembered of plans. An entry is put in after its save was committed, by
 ``plan.session``, and used only if every rank shows in that very save that it still holds (``plan.agreement``).
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,6 +19,7 @@ from robust_dcp.plan.global_plan import Shares
 from robust_dcp.plan.rank_plan import Places, RankPlan
 from robust_dcp.plan.structure import StructureTable
 from robust_dcp.storage.index import Section
+from robust_dcp.structure_cache import CACHE, StructureCache, Table
 
 if TYPE_CHECKING:
     from robust_dcp.plan.metadata import MetadataTemplate
@@ -147,6 +147,12 @@ class CachedPlan:
     loaded_from: str = ""
     kind: str = ""
 
+    @property
+    def memory_nbytes(self) -> int:
+        """What it takes to keep this, about."""
+        of_all = 0 if self.coordinator is None else self.coordinator.memory_nbytes
+        return nbytes_of_columns([self.table], [self.rank_plan.kept]) + of_all
+
 
 class PlanCache:
     """The most recently used plans of this process, over all groups.
@@ -154,82 +160,56 @@ class PlanCache:
     A model and its EMA that are saved in turn both hit: each finds its own entry by signature.
 
     Args:
-        max_entries: plans that are kept.
-        max_nbytes: memory that the coordinator's parts of them may take together; the latest is kept whatever it takes.
+        cache: in which they are a table; ``None`` for one of its own.
+        max_entries: plans that are kept: each is looked at when none fits.
+        max_nbytes: memory that they may take together; the latest is kept whatever it takes.
     """
 
-    def __init__(self, max_entries: int = 8, max_nbytes: int = 2 << 30) -> None:
-        self._max_entries = max_entries
-        self._max_nbytes = max_nbytes
-        self._entries: OrderedDict[tuple[GroupKey, bytes], CachedPlan] = OrderedDict()
-        self._last_of_kind: dict[tuple[GroupKey, str], bytes] = {}
-        self._lock = threading.Lock()
+    def __init__(self, cache: StructureCache | None = None, *, max_entries: int = 8, max_nbytes: int = 2 << 30) -> None:
+        # One plan may be that of two kinds, which hold the same: each goes on from it by itself.
+        self._table: Table[tuple[GroupKey, bytes, str], CachedPlan] = (cache or StructureCache()).table(
+            "plans", lambda _, plan: plan.memory_nbytes, max_nbytes=max_nbytes, max_entries=max_entries
+        )
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._table)
 
     def find(self, group: GroupKey, signature: bytes) -> CachedPlan | None:
         """The latest plan in which this rank's structure has ``signature``."""
-        return self._latest(group, lambda plan: plan.signature == signature)
+        return next((plan for plan in self._of(group) if plan.signature == signature), None)
 
     def latest(self, group: GroupKey) -> CachedPlan | None:
         """The plan that ``group`` used last."""
-        return self._latest(group, lambda plan: True)
+        return next(iter(self._of(group)), None)
 
     def get(self, group: GroupKey, plan_id: bytes) -> CachedPlan | None:
         """The plan of that identity."""
-        with self._lock:
-            return self._entries.get((group, plan_id))
+        return next((plan for plan in self._of(group) if plan.plan_id == plan_id), None)
 
     def last_of_each_kind(self, group: GroupKey) -> dict[str, CachedPlan]:
         """For each kind that ``group`` has saved the plan that it used last; the kind saved last comes first."""
-        with self._lock:
-            last = reversed(self._last_of_kind.items())
-            return {kind: self._entries[key, plan_id] for (key, kind), plan_id in last if key == group}
+        found: dict[str, CachedPlan] = {}
+        for plan in self._of(group):
+            found.setdefault(plan.kind, plan)
+        return found
 
-    def _latest(self, group: GroupKey, wanted: Callable[[CachedPlan], bool]) -> CachedPlan | None:
-        with self._lock:
-            matches = (plan for (key, _), plan in reversed(self._entries.items()) if key == group and wanted(plan))
-            return next(matches, None)
+    def _of(self, group: GroupKey) -> list[CachedPlan]:
+        # To look for a plan is no use of it: it is used once its save is committed, and put in again then.
+        return [plan for key, plan in self._table.latest_first() if key[0] == group]
 
     def put(self, group: GroupKey, plan: CachedPlan) -> None:
         """Keep ``plan`` as the latest; the least recently used one beyond the bound goes."""
-        with self._lock:
-            self._entries[group, plan.plan_id] = plan
-            self._entries.move_to_end((group, plan.plan_id))
-            self._last_of_kind.pop((group, plan.kind), None)  # so that it comes last
-            self._last_of_kind[group, plan.kind] = plan.plan_id
-            while len(self._entries) > 1 and self._is_too_large():
-                self._entries.popitem(last=False)
-            self._mend_kinds()
-
-    def _mend_kinds(self) -> None:
-        """A kind whose last plan has gone goes back to the one before, if there is one."""
-        for (group, kind), plan_id in list(self._last_of_kind.items()):
-            if (group, plan_id) in self._entries:
-                continue
-            entries = reversed(self._entries.items())
-            before = next((entry[1] for entry, plan in entries if entry[0] == group and plan.kind == kind), None)
-            if before is None:
-                del self._last_of_kind[group, kind]
-            else:
-                self._last_of_kind[group, kind] = before
-
-    def _is_too_large(self) -> bool:
-        nbytes = sum(plan.coordinator.memory_nbytes for plan in self._entries.values() if plan.coordinator is not None)
-        return len(self._entries) > self._max_entries or nbytes > self._max_nbytes
+        self._table.put((group, plan.plan_id, plan.kind), plan)
 
     def forget(self, group: GroupKey, plan_id: bytes) -> None:
         """Drop a plan, if it is there."""
-        with self._lock:
-            self._entries.pop((group, plan_id), None)
-            self._mend_kinds()
+        for key, _ in self._table.latest_first():
+            if key[:2] == (group, plan_id):
+                self._table.forget(key)
 
     def clear(self) -> None:
-        with self._lock:
-            self._entries.clear()
-            self._last_of_kind.clear()
+        self._table.clear()
 
 
-PLANS = PlanCache()
-"""The plans of this process: nothing depends on keeping a planner object between saves."""
+PLANS = PlanCache(CACHE)
+"""The plans of this process."""

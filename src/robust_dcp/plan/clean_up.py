@@ -7,34 +7,20 @@ has a journal that answers for it. Called by ``session`` and by ``megatron.savin
 from __future__ import annotations
 
 import logging
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
 from robust_dcp.comm import Channel
 from robust_dcp.errors import ExchangeError, RobustCheckpointError
-from robust_dcp.storage.writing.save_directory import name_left_over
+from robust_dcp.storage.writing.removal import name_left_over
+from robust_dcp.storage.writing.save_directory import SaveDirectory
 
-__all__ = ["Undo", "clean_up", "failed_in_step", "nothing_is_committed"]
+__all__ = ["clean_up", "failed_in_step", "nothing_is_committed"]
 
 logger = logging.getLogger(__name__)
 
 _INTERRUPTS: Final = frozenset({"KeyboardInterrupt", "SystemExit", "GeneratorExit"})
-
-
-class Undo(Protocol):
-    """What a save that failed asks of its directory (``storage.writing.save_directory``), on each rank."""
-
-    @property
-    def may_be_committed(self) -> bool: ...
-
-    def remove_files(self) -> list[str]: ...
-
-    def remove_directories(self) -> list[str]: ...
-
-    def let_go(self) -> None: ...
-
-    def take_back(self, error: BaseException) -> None: ...
 
 
 class _NotRemoved(msgspec.Struct, frozen=True):
@@ -54,20 +40,20 @@ class _State(msgspec.Struct, frozen=True):
     may_be_committed: bool
 
 
-def nothing_is_committed(channel: Channel, phase: str, undo: Undo, error: BaseException) -> bool:
+def nothing_is_committed(channel: Channel, phase: str, directory: SaveDirectory, error: BaseException) -> bool:
     """Whether the coordinator knows that its commit, which failed in step, came to nothing; the same on all ranks."""
     if _was_interrupted(error):
         return False
     try:
         return not channel.broadcast(
-            f"{phase}: is it committed", lambda: _State(undo.may_be_committed), _State
+            f"{phase}: is it committed", lambda: _State(directory.may_be_committed), _State
         ).may_be_committed
     except RobustCheckpointError as lost:
         logger.warning("%s: nobody knows whether it is committed: %s", phase, lost.message)
         return False
 
 
-def clean_up(channel: Channel, phase: str, undo: Undo, error: BaseException) -> None:
+def clean_up(channel: Channel, phase: str, directory: SaveDirectory, error: BaseException) -> None:
     """Remove what all ranks have made in a save that failed in step; what stays is named in ``error``, on all ranks.
 
     Never raises: that the save has failed is what the caller has to tell.
@@ -76,28 +62,28 @@ def clean_up(channel: Channel, phase: str, undo: Undo, error: BaseException) -> 
         phase: of the save, for the names of exchanges.
         error: that all ranks are about to raise.
     """
-    left = undo.remove_files()
+    left = directory.remove_files()
     if not _was_interrupted(error):
         try:
-            left = _told_to_all(channel, phase, undo, left)
+            left = _told_to_all(channel, phase, directory, left)
         except RobustCheckpointError as lost:
             logger.warning("%s: the ranks have not cleaned up together: %s", phase, lost.message)
-            undo.let_go()
+            directory.release()
             name_left_over(error, left)
             return
     if left:
-        undo.let_go()
+        directory.release()
     else:
-        left = undo.remove_directories()
+        left = directory.remove_directories()
     name_left_over(error, left)
 
 
-def _told_to_all(channel: Channel, phase: str, undo: Undo, left: list[str]) -> list[str]:
+def _told_to_all(channel: Channel, phase: str, directory: SaveDirectory, left: list[str]) -> list[str]:
     gathered = channel.gather(f"{phase}: remove files", lambda: _NotRemoved(tuple(left)) if left else None, _NotRemoved)
 
     def remove_directories() -> _NotRemoved:
         paths = [path for message in gathered or () if message is not None for path in message.paths]
-        return _NotRemoved(tuple(paths or undo.remove_directories()))
+        return _NotRemoved(tuple(paths or directory.remove_directories()))
 
     return list(channel.broadcast(f"{phase}: remove directories", remove_directories, _NotRemoved).paths)
 

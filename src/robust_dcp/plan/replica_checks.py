@@ -171,6 +171,21 @@ def compare(of_ranks: Sequence[bytes], tables: Sequence[StructureTable], *, cont
     return tuple(found)
 
 
+def compare_replicas(
+    of_ranks: Sequence[bytes], tables: Sequence[StructureTable], checkpoint: str
+) -> tuple[Differing, ...]:
+    """On the coordinator, after the commit: the chunks that differ, which a warning has named. Never raises."""
+    if not any(of_ranks):
+        return ()
+    try:
+        differing = compare(of_ranks, tables, contested=False)
+        report(differing, compare(of_ranks, tables, contested=True), checkpoint)
+    except Exception as error:  # the checkpoint is committed: whatever this is, the save has succeeded
+        logger.warning("%s: its replicas could not be compared: %s", checkpoint, error)
+        return ()
+    return differing
+
+
 def _named(table: StructureTable, identity: int, same: dict[int, list[int]]) -> Differing:
     place = int(np.flatnonzero(table.identities == np.uint64(identity))[0])
     _, offsets, _ = table.dims_of(place)

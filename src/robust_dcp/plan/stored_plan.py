@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +29,7 @@ from robust_dcp.plan.structure.signature import SIGNATURE_NBYTES
 from robust_dcp.storage.files.disk import Disk, PosixDisk
 from robust_dcp.storage.files.paths import INDEX_NAME
 from robust_dcp.storage.index import IndexFile, Section, fitting_index
+from robust_dcp.structure_cache import CACHE, StructureCache, Table
 
 __all__ = ["LOADED", "LoadedCheckpoints", "plan_sections", "read_plan"]
 
@@ -168,37 +168,36 @@ class LoadedCheckpoints:
     """The checkpoints that this process has loaded last: where plans may lie for what it will save.
 
     Args:
+        cache: in which they are a table; ``None`` for one of its own.
         max_entries: how many of them are looked at.
     """
 
-    def __init__(self, max_entries: int = 4) -> None:
-        self._max_entries = max_entries
-        self._directories: OrderedDict[str, None] = OrderedDict()
+    def __init__(self, cache: StructureCache | None = None, *, max_entries: int = 4) -> None:
+        self._directories: Table[str, None] = (cache or StructureCache()).table(
+            "loaded checkpoints", lambda directory, _: len(directory), max_nbytes=1 << 20, max_entries=max_entries
+        )
 
     def add(self, directory: str) -> None:
         """A checkpoint has been loaded from ``directory``."""
-        self._directories[directory] = None
-        self._directories.move_to_end(directory)
-        while len(self._directories) > self._max_entries:
-            self._directories.popitem(last=False)
+        self._directories.put(directory, None)
 
     def clear(self) -> None:
         self._directories.clear()
 
     def find_plan(self, group: GroupKey, rank: int, local: LocalStructure, *, leads: bool) -> CachedPlan | None:
         """The plan for this rank's structure that lies in the latest of these checkpoints; each serves once."""
-        for directory in reversed(tuple(self._directories)):
+        for directory, _ in self._directories.latest_first():
             try:
                 plan = read_plan(directory, group, rank, local, leads=leads)
             except Exception as error:  # the plan is advice: whatever is wrong with it costs a plan, and never a save
                 logger.warning("planning anew, not by %s: %s", os.path.join(directory, INDEX_NAME), error)
-                self._directories.pop(directory, None)
+                self._directories.forget(directory)
                 continue
             if plan is not None:
-                self._directories.pop(directory, None)
+                self._directories.forget(directory)
                 return plan
         return None
 
 
-LOADED = LoadedCheckpoints()
+LOADED = LoadedCheckpoints(CACHE)
 """What this process has loaded."""

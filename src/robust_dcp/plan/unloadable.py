@@ -9,13 +9,12 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from robust_dcp.errors import UnsafeCheckpoint, ranks_in_words
 from robust_dcp.storage.records.objects import Refusal, refusal_of, registered_names
+from robust_dcp.structure_cache import CACHE, Table
 
 __all__ = ["OnUnloadableObject", "UnloadableObjects", "report_unloadable"]
 
@@ -24,16 +23,17 @@ OnUnloadableObject = Literal["warn", "error", "ignore"]
 logger = logging.getLogger(__name__)
 
 _SHOWN = 8
-_MAX_VERDICTS = 10_000
+_VERDICT_NBYTES = 500
 
 
 class _Verdicts:
     """What has been found of bytes before: most objects are saved again as they were."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[bytes, Refusal | None] = OrderedDict()
+        self._known: Table[bytes, tuple[Refusal | None]] = CACHE.table(
+            "objects", lambda digest, verdict: _VERDICT_NBYTES, max_nbytes=10_000 * _VERDICT_NBYTES
+        )
         self._registered: frozenset[str] = frozenset()
-        self._lock = threading.Lock()
 
     def begin(self) -> None:
         """A save begins: with other classes registered, what was refused may be allowed now, and the reverse."""
@@ -44,15 +44,11 @@ class _Verdicts:
 
     def of(self, data: bytes) -> Refusal | None:
         digest = hashlib.blake2b(data, digest_size=16).digest()
-        with self._lock:  # threads of the writer ask
-            if digest in self._known:
-                return self._known[digest]
-        verdict = refusal_of(data)
-        with self._lock:
-            self._known[digest] = verdict
-            if len(self._known) > _MAX_VERDICTS:
-                self._known.popitem(last=False)
-        return verdict
+        known = self._known.get(digest)
+        if known is None:
+            known = (refusal_of(data),)
+            self._known.put(digest, known)
+        return known[0]
 
 
 _VERDICTS = _Verdicts()

@@ -13,17 +13,17 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from robust_dcp.comm import Agreement, Offer
+from robust_dcp.comm import Agreement, Channel, Offer
 from robust_dcp.errors import ExchangeError
 from robust_dcp.storage.writing.engine import WrittenFiles
 
 __all__ = [
-    "FileNamesMessage",
     "WrittenMessage",
+    "are_named_plainly",
     "digest_of",
     "digest_offer",
-    "news_of",
     "written_by_all",
+    "written_message",
     "written_offer",
 ]
 
@@ -33,7 +33,7 @@ HAS_DIGEST = 1
 """Flag of an offer: all that this rank has written has checksums, and a digest."""
 
 
-class FileNamesMessage(msgspec.Struct, frozen=True):
+class _FileNames(msgspec.Struct, frozen=True):
     """Whether a rank's file names are plain, where ranks differ in that."""
 
     are_plain: bool
@@ -65,6 +65,17 @@ def written_offer(written: WrittenFiles | None) -> Offer:
     return Offer(signature=_digest(written.variable_places), value=1 + written.are_plain)
 
 
+def are_named_plainly(channel: Channel, phase: str, written: WrittenFiles | None) -> Sequence[bool]:
+    """Of each rank, on the coordinator, whether its files are called as stock would call them; right after the exchange
+    of :func:`written_offer`. Ranks differ where a save was killed, say: then each tells its own, in ``phase``."""
+    agreement = channel.last_agreement
+    if agreement.same_value:
+        return [agreement.lowest == 2] * channel.size
+    own = _FileNames(written is not None and written.are_plain)
+    told = channel.gather(phase, lambda: own, _FileNames)
+    return [each is not None and each.are_plain for each in told or []]
+
+
 def digest_offer(written: WrittenFiles | None) -> Offer:
     """The digest of what a rank has written, if it has one."""
     if written is None or not written.digest:
@@ -77,7 +88,7 @@ def digest_of(agreement: Agreement) -> str | None:
     return agreement.signature.hex() if agreement.all_have(HAS_DIGEST) else None
 
 
-def news_of(
+def written_message(
     places: Places, known: Places | None, replicas: bytes = b"", unloadable: Mapping[str, str] | None = None
 ) -> WrittenMessage | None:
     """What the coordinator has to be told; ``None`` if it knows all.
@@ -110,7 +121,7 @@ def written_by_all(
 
     Args:
         are_plain: of each rank, whether its file names are.
-        messages: from each rank, :func:`news_of`.
+        messages: from each rank, :func:`written_message`.
         known: the places of each rank in the last committed save by the same plan.
         digest: what the digests of all ranks (:func:`written_offer`) were combined to.
         combined: combines digests in rank order in the same way.
@@ -120,7 +131,9 @@ def written_by_all(
     """
     none = np.empty((0, 2), dtype=np.int64)
     places = [none if known is None else known[rank] for rank in range(len(messages))]
-    places = [each if news is None else _updated(each, news) for each, news in zip(places, messages, strict=True)]
+    places = [
+        each if message is None else _updated(each, message) for each, message in zip(places, messages, strict=True)
+    ]
     if combined([_digest(each) for each in places]) != digest:
         raise ExchangeError(
             "the places of the objects that ranks wrote are not those that the coordinator has; save again"
@@ -136,12 +149,12 @@ def _updated(places: Places, message: WrittenMessage) -> Places:
     if len(message.items) % 8 or len(message.places) != 16 * n_items:
         raise ExchangeError(f"{len(message.places)} bytes of places came for {len(message.items)} bytes of items")
     items = np.frombuffer(message.items, dtype="<i8")
-    news = np.frombuffer(message.places, dtype="<i8").reshape(-1, 2)
+    changed = np.frombuffer(message.places, dtype="<i8").reshape(-1, 2)
     if n_items and not 0 <= items.min() <= items.max() < len(places) + n_items:
         raise ExchangeError(f"a place came for item {items.max()} of {len(places) + n_items} of variable size at most")
     updated = np.zeros((max(len(places), int(items.max(initial=-1)) + 1), 2), dtype=np.int64)
     updated[: len(places)] = places
-    updated[items] = news
+    updated[items] = changed
     return updated
 
 

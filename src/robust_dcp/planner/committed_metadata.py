@@ -53,8 +53,8 @@ class CommittedMetadata(Metadata):
 
 
 class PlannedMetadata(CommittedMetadata):
-    """The same before the commit: it leads ``RobustWriter.finish`` to the session, and crosses the wire as a path."""
+    """The same before the commit: it leads ``RobustWriter.finish`` to the save, and crosses the wire as a path."""
 
-    def __init__(self, session: SaveSession, checkpoint: str) -> None:
+    def __init__(self, save: SaveSession, checkpoint: str) -> None:
         super().__init__(checkpoint)
-        self.session = session
+        self.save = save

@@ -1,14 +1,15 @@
 """What each item of a state dict is, without asking stock about each of them again.
 
-Owns the memo of what stock's planner says of a tensor. Its keys are made of every property that a structure is made
-of, and are compared by value: no identity of a tensor, a mesh or a placement stands for what it was at an earlier
-save, so a memo that lives as long as the process can not be out of date. Called by ``save`` for each save.
+Owns what is remembered of what stock's planner says of a tensor. Its keys are made of every property that a structure
+is made of, and are compared by value: no identity of a tensor, a mesh or a placement stands for what it was at an
+earlier save, so what is remembered can not be out of date. Called by ``save`` for each save.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,18 +23,18 @@ from robust_dcp.errors import PlanConflict, RobustCheckpointError
 from robust_dcp.plan.structure import Form, ItemKind, ItemStructure
 from robust_dcp.planner.write_items import structure_of, write_item_of
 from robust_dcp.storage.records.torch_zip import is_fixed_size, record_template
+from robust_dcp.structure_cache import CACHE, Table
 
 __all__ = ["DescribedItems", "ItemData", "describe_items", "holds_shards"]
 
-MEMO_SIZE = 100_000
-"""Structures that are remembered, for all models of the process; then all are forgotten."""
+_ENTRY_NBYTES = 1000
+"""What it takes to remember one structure, about."""
 
 ItemData = torch.Tensor | MetadataIndex
 """Where the data of an item is: a plain tensor or DTensor that holds it, or what to ask the planner for."""
 
 Lookup = Callable[[MetadataIndex], Any]
 TensorKey = tuple[Any, ...]
-Structures = dict[TensorKey, ItemStructure | None]
 
 _OBJECT = ItemStructure(kind=ItemKind.BYTES, form=Form.VARIABLE)
 
@@ -92,27 +93,34 @@ def describe_items(
     return description.items
 
 
-class _Memo:
-    """What stock said of tensors, and of DTensors by the way in which they are spread over ranks."""
-
-    def __init__(self) -> None:
-        self.plain: Structures = {}
-        self._spread: dict[tuple[Any, ...], Structures] = {}
-        self._n_known = 0
-
-    def spread(self, key: tuple[Any, ...]) -> Structures:
-        return self._spread.setdefault(key, {})
-
-    def learn(self, known: Structures, key: TensorKey, structure: ItemStructure | None) -> None:
-        if self._n_known >= MEMO_SIZE:
-            self.plain.clear()
-            self._spread.clear()
-            self._n_known = 0
-        known[key] = structure
-        self._n_known += 1
+_STRUCTURES: Table[tuple[Any, ...], tuple[ItemStructure | None]] = CACHE.table(
+    "items", lambda key, structure: _ENTRY_NBYTES, max_nbytes=64 << 20
+)
+"""What stock said of tensors, and of DTensors by the way in which they are spread over ranks."""
 
 
-_MEMO = _Memo()
+class _Spread:
+    """How DTensors of one state dict are spread over ranks.
+
+    Args:
+        key: all that torch computes a chunk from; no mesh is kept alive by it, nor one of an earlier group mistaken.
+
+    Attributes:
+        found: the structures of those that this state dict has shown so far.
+    """
+
+    def __init__(self, key: tuple[Any, ...] = ()) -> None:
+        self.found: dict[TensorKey, ItemStructure | None] = {}
+        self._key = key
+
+    def find(self, key: TensorKey, by_stock: Callable[[], ItemStructure | None]) -> ItemStructure | None:
+        """The structure of a tensor as an earlier state dict has shown it, or else by stock."""
+        known = _STRUCTURES.get((self._key, key))
+        if known is None:
+            known = (by_stock(),)
+            _STRUCTURES.put((self._key, key), known)
+        self.found[key] = known[0]
+        return known[0]
 
 
 class _Description:
@@ -122,9 +130,10 @@ class _Description:
         self.items = DescribedItems([], [], [])
         self._lookup = lookup
         self._is_coordinator = is_coordinator
-        self._plain = _MEMO.plain
+        self._plain = _Spread()
+        self._plain_found = self._plain.found
         # The mesh is kept so that its id stays its own as long as this lives.
-        self._spreads: dict[tuple[Any, ...], tuple[DeviceMesh, Structures | None]] = {}
+        self._spreads: dict[tuple[Any, ...], tuple[DeviceMesh, _Spread | None]] = {}
 
     def take(self, name: str, value: Any) -> None:
         kind = type(value)
@@ -148,31 +157,29 @@ class _Description:
             self.take_any(name, tensor)
             return
         key = (tensor.dtype, tensor.requires_grad, tensor.shape)
-        structure = self._plain.get(key)
+        structure = self._plain_found.get(key)
         if structure is None:
-            structure = self._structure_by_stock(name, tensor)
-            if structure is None:
-                raise RobustCheckpointError(f"stock plans nothing for the tensor {name!r}")
-            _MEMO.learn(self._plain, key, structure)
+            structure = self._plain.find(key, partial(self._structure_by_stock, name, tensor))
+        if structure is None:
+            raise RobustCheckpointError(f"stock plans nothing for the tensor {name!r}")
         self._append(name, structure, tensor)
 
     def _take_dtensor(self, name: str, value: DTensor) -> None:
         local = value.to_local()
-        known = self._known_of_spread(name, value)
-        if known is None or type(local) not in (torch.Tensor, torch.nn.Parameter) or not _is_plain(local):
+        spread = self._spread_of(name, value)
+        if spread is None or type(local) not in (torch.Tensor, torch.nn.Parameter) or not _is_plain(local):
             self.take_any(name, value)
             return
         key = (local.dtype, value.requires_grad, value.shape, local.shape)
         try:
-            structure = known[key]
+            structure = spread.found[key]
         except KeyError:
-            structure = self._structure_by_stock(name, value)
-            _MEMO.learn(known, key, structure)
+            structure = spread.find(key, partial(self._structure_by_stock, name, value))
         if structure is not None:
             self._append(name, structure, value)
 
-    def _known_of_spread(self, name: str, value: DTensor) -> Structures | None:
-        """What is known of DTensors on this mesh with these placements; ``None`` where nothing may be remembered."""
+    def _spread_of(self, name: str, value: DTensor) -> _Spread | None:
+        """That of DTensors on this mesh with these placements; ``None`` where nothing may be remembered."""
         mesh, placements = value.device_mesh, value.placements
         # Equal placements may be of two classes (Shard and _StridedShard of torch 2.7), which place differently.
         classes = tuple(map(type, placements))
@@ -181,13 +188,12 @@ class _Description:
         if found is None:
             _refuse_partial(name, value)
             coordinate = mesh.get_coordinate()
-            known = None
+            spread = None
             # Whether a placement class of somebody else's compares all that matters is not for us to say.
             if all(_is_torchs(placement_class) for placement_class in classes):
-                # All that torch computes a chunk from; no mesh is kept alive, nor one of an earlier group mistaken.
                 place = None if coordinate is None else tuple(coordinate)
-                known = _MEMO.spread((tuple(mesh.shape), place, placements, classes))
-            found = self._spreads[key] = (mesh, known)
+                spread = _Spread((tuple(mesh.shape), place, placements, classes))
+            found = self._spreads[key] = (mesh, spread)
         return found[1]
 
     def _structure_by_stock(self, name: str, value: torch.Tensor) -> ItemStructure | None:

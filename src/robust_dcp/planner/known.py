@@ -6,7 +6,6 @@ changed goes unseen. Called by ``save`` for each save.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -26,6 +25,7 @@ from robust_dcp.plan.structure import (
     sorted_places,
     table_of,
 )
+from robust_dcp.structure_cache import CACHE, StructureCache, Table
 
 __all__ = ["STRUCTURES", "Expected", "KnownStructure", "KnownStructures"]
 
@@ -33,6 +33,9 @@ Expected = tuple[torch.dtype, torch.Size]
 
 _CONTEXTS = 8
 """Signatures that one structure keeps: it may be saved by several groups, or with other options."""
+
+_ITEM_NBYTES = 500
+"""What lists, names and paths take for each item, about."""
 
 
 class KnownStructure:
@@ -80,6 +83,11 @@ class KnownStructure:
         self.expected: list[Expected | None] = [expected[structures[place]] for place in order]
         self._signatures: dict[bytes, StructureSignature] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """What it takes to keep this, about."""
+        return sum(column.nbytes for column in self.table.columns) + _ITEM_NBYTES * len(self._names)
+
     def matches(
         self,
         names: list[str],
@@ -116,16 +124,17 @@ def _expected(structure: ItemStructure) -> Expected | None:
 
 
 class KnownStructures:
-    """The structures that were used last; safe to use from several threads.
+    """The structures that were used last.
 
     Args:
-        limit: how many are kept.
+        cache: in which they are a table; ``None`` for one of its own.
+        max_nbytes: memory that they may take together.
     """
 
-    def __init__(self, limit: int = 8) -> None:
-        self._limit = limit
-        self._known: list[KnownStructure] = []
-        self._lock = threading.Lock()
+    def __init__(self, cache: StructureCache | None = None, *, max_nbytes: int = 512 << 20) -> None:
+        self._table: Table[KnownStructure, None] = (cache or StructureCache()).table(
+            "structures", lambda known, _: known.nbytes, max_nbytes=max_nbytes
+        )
 
     def of(
         self,
@@ -150,12 +159,11 @@ class KnownStructures:
         """
         paths = None if mappings is None else _paths_of(names, mappings)
         told = encode_attributes(attributes or {})
-        known = self._known  # never changed, only replaced
+        known = (one for one, _ in self._table.latest_first())
         found = next((one for one in known if one.matches(names, structures, paths, told, peers)), None)
         if found is None:
             found = KnownStructure(names, structures, paths, told, peers)
-        with self._lock:
-            self._known = [found, *(one for one in self._known if one is not found)][: self._limit]
+        self._table.put(found, None)
         return found
 
 
@@ -169,5 +177,5 @@ def _paths_of(names: Sequence[str], mappings: Mapping[str, Path]) -> list[Path]:
         ) from None
 
 
-STRUCTURES = KnownStructures()
+STRUCTURES = KnownStructures(CACHE)
 """Of this process, for all planners: a planner may live for one save."""

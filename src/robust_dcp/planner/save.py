@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +23,11 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from robust_dcp.comm import Channel
 from robust_dcp.errors import PlanConflict, RobustCheckpointError, entry_point
+from robust_dcp.plan.agreed_plan import AgreedPlan, OnObjectMismatch, OnStructureChange
 from robust_dcp.plan.global_plan import object_digest
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.replica_checks import VerifyReplicas
-from robust_dcp.plan.session import OnObjectMismatch, OnStructureChange, SaveSession
+from robust_dcp.plan.session import SaveSession
 from robust_dcp.plan.structure import Attributes, ItemKind, PlanContext
 from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects
 from robust_dcp.planner.committed_metadata import PlannedMetadata
@@ -101,14 +102,10 @@ class RobustPlanner(DefaultSavePlanner):
             flatten_sharded_tensors=flatten_sharded_tensors,
             dedup_save_to_lowest_rank=dedup_save_to_lowest_rank,
         )
-        if on_structure_change not in ("rebuild", "error", "quiet"):
-            raise ValueError(f'on_structure_change is "rebuild", "error" or "quiet", not {on_structure_change!r}')
-        if on_object_mismatch not in ("warn", "error", "ignore"):
-            raise ValueError(f'on_object_mismatch is "warn", "error" or "ignore", not {on_object_mismatch!r}')
-        if verify_replicas not in ("off", "sample", "all"):
-            raise ValueError(f'verify_replicas is "off", "sample" or "all", not {verify_replicas!r}')
-        if on_unloadable_object not in ("warn", "error", "ignore"):
-            raise ValueError(f'on_unloadable_object is "warn", "error" or "ignore", not {on_unloadable_object!r}')
+        _refuse_others("on_structure_change", on_structure_change, OnStructureChange)
+        _refuse_others("on_object_mismatch", on_object_mismatch, OnObjectMismatch)
+        _refuse_others("verify_replicas", verify_replicas, VerifyReplicas)
+        _refuse_others("on_unloadable_object", on_unloadable_object, OnUnloadableObject)
         self.process_group = process_group
         self.timeout_seconds = timeout_seconds
         self.on_structure_change: OnStructureChange = on_structure_change
@@ -121,13 +118,13 @@ class RobustPlanner(DefaultSavePlanner):
         self._structure: KnownStructure | None = None
         self._writer: RobustWriter | None = None
         self._checkpoint = ""
-        self._told_coordinator = False
         self._set_up_error: Exception | None = None
         self._session: SaveSession | None = None
 
     def open_session(
         self,
         checkpoint: str,
+        writer: RobustWriter | None = None,
         *,
         process_group: dist.ProcessGroup | None = None,
         timeout_seconds: float | None = None,
@@ -144,29 +141,33 @@ class RobustPlanner(DefaultSavePlanner):
             no_dist=self.no_dist or no_dist,
         )
         return SaveSession(
-            channel,
-            checkpoint,
-            self.on_structure_change,
-            self.on_object_mismatch,
+            AgreedPlan(
+                channel,
+                checkpoint,
+                self.on_structure_change,
+                self.on_object_mismatch,
+                self.kind if kind is None else kind,
+            ),
+            writer,
             unloadable=UnloadableObjects(self.on_unloadable_object, self.refused_before()),
             verify_replicas=self.verify_replicas,
             digest_items=self._digests_of,
-            kind=self.kind if kind is None else kind,
         )
 
     def refused_before(self) -> Mapping[str, Refusal]:
         """Objects of this checkpoint that are saved beside the plan, and that a load would refuse, by key."""
         return {}
 
-    def describe(self, channel: Channel, writer: RobustWriter | None) -> LocalStructure:
-        """The structure of the state dict that :meth:`set_up_planner` was given.
-
-        Args:
-            writer: where it will be written; ``None`` for a writer that is not ours and places items itself.
+    def describe(self, channel: Channel) -> LocalStructure:
+        """The structure of the state dict that :meth:`set_up_planner` was given; called inside an exchange, so that all
+        ranks learn of what is wrong with it.
 
         Raises:
             PlanConflict: a name stands for two items, or a DTensor is a pending reduction (``Partial``).
         """
+        if self._set_up_error is not None:
+            raise self._set_up_error
+        writer = self._writer
         items = self.items_of_state_dict(is_coordinator=channel.is_coordinator)
         layout = TORCH if writer is None else writer.layout
         mappings = self.mappings if self.flatten_state_dict else None
@@ -218,14 +219,16 @@ class RobustPlanner(DefaultSavePlanner):
         """
         if any(map(self._overrides, ("lookup_object", "resolve_data", "transform_object"))):
             return WriteItemSource(self.kept_items(session), session.watched(self.resolve_data))
-        kept = session.rank_plan.kept
+        kept = session.plan.rank_plan.kept
         return StateDictSource(
             self._items, self._described(), kept, self.lookup_object, session.watched(self.resolve_data)
         )
 
     def kept_items(self, session: SaveSession) -> list[WriteItem]:
         """The write items of this rank's share of the plan, in plan order."""
-        return [self._items.write_item(place) for place in self._described().order[session.rank_plan.kept].tolist()]
+        return [
+            self._items.write_item(place) for place in self._described().order[session.plan.rank_plan.kept].tolist()
+        ]
 
     def _described(self) -> KnownStructure:
         if self._structure is None:
@@ -286,12 +289,12 @@ class RobustPlanner(DefaultSavePlanner):
         """Take the state dict of one save. What is wrong with it is raised on all ranks by the first exchange."""
         self._writer = storage_meta.writer if isinstance(storage_meta, WriterMeta) else None
         self._checkpoint = checkpoint_name(None if storage_meta is None else storage_meta.checkpoint_id)
-        self._told_coordinator = is_coordinator
+        self.is_coordinator = is_coordinator
         self._session = None
         self._set_up_error = None
         try:
             self._take_state_dict(state_dict, storage_meta, is_coordinator)
-        except Exception as error:  # raised in create_local_plan, inside the exchange, so that no rank waits for us
+        except Exception as error:  # raised in describe, inside the exchange, so that no rank waits for us
             self._set_up_error = _named_conflict(error)
 
     def _take_state_dict(
@@ -310,39 +313,18 @@ class RobustPlanner(DefaultSavePlanner):
             return
         else:
             self.state_dict = state_dict
-        self.is_coordinator = is_coordinator
-
-    def raise_set_up_error(self) -> None:
-        """Raise what :meth:`set_up_planner` found; called inside an exchange, so that all ranks learn of it."""
-        if self._set_up_error is not None:
-            raise self._set_up_error
 
     @entry_point
     def create_local_plan(self) -> SavePlan:
         """Agree with all ranks on the plan. What stock gathers from here on is an empty stub."""
-        session = self.open_session(self._checkpoint)
-        writer = self._writer
-        if writer is not None:
-            session.undo = lambda: writer.directory
-            session.save_id = writer.save_id
-
-        def describe() -> LocalStructure:
-            self.raise_set_up_error()
-            if self._writer is not None:
-                # Where stock tells every rank that it is the coordinator (no_dist=True), rank 0 is.
-                ranks = session.channel.size if session.channel.rank == 0 else None
-                self._writer.begin(is_coordinator=self._told_coordinator, ranks=ranks)
-            return self.describe(session.channel, self._writer)
-
-        session.agree(describe, leads=self._told_coordinator)
-        if self._writer is None and session.n_leaders > 1:
+        session = self.open_session(self._checkpoint, self._writer)
+        session.agree(lambda: self.describe(session.channel), leads=self.is_coordinator)
+        if self._writer is None and session.plan.n_leaders > 1:
             raise RobustCheckpointError(
                 f"no_dist=True in a job of {session.channel.size} ranks needs RobustWriter: with another storage "
                 "writer each rank would write its own .metadata over those of the others; pass "
                 "storage_writer=RobustWriter(path), or RobustPlanner(no_dist=True) to save on one rank alone"
             )
-        if self._writer is not None and session.channel.is_coordinator:
-            self._writer.announce(ranks=session.channel.size)
         self._session = session
         return SavePlan([])
 
@@ -353,19 +335,19 @@ class RobustPlanner(DefaultSavePlanner):
         if self._writer is not None:
             session.commits_together = len(all_plans) < session.channel.size
             return list(all_plans), PlannedMetadata(session, self._checkpoint)
-        if session.coordinator is None:
+        plan = session.plan.coordinator
+        if plan is None:
             raise RobustCheckpointError(
                 "use_collectives=False needs storage_writer=RobustWriter(path): this planner's plan is global, and a "
                 "storage writer that commits each rank by itself would lose it"
             )
-        metadata = session.coordinator.stock_metadata
-        if metadata is None:
+        if plan.stock_metadata is None:
             raise RobustCheckpointError("this plan was made for RobustWriter, not for another storage writer")
-        return list(all_plans), metadata
+        return list(all_plans), plan.stock_metadata
 
     @entry_point
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """This rank's share; RobustWriter finds the places of its items, and the session, in ``planner_data``."""
+        """This rank's share; RobustWriter finds the session in ``planner_data``."""
         session = self._begun()
         self.plan = replace(
             new_plan,
@@ -383,6 +365,13 @@ class RobustPlanner(DefaultSavePlanner):
 def checkpoint_name(checkpoint_id: str | os.PathLike[str] | None) -> str:
     """How a checkpoint is called in exchanges and messages: ranks that name another one are in another operation."""
     return "" if checkpoint_id is None else os.path.normpath(os.fspath(checkpoint_id))
+
+
+def _refuse_others(option: str, value: object, allowed: object) -> None:
+    words = get_args(allowed)
+    if value not in words:
+        *first, last = (f'"{word}"' for word in words)
+        raise ValueError(f"{option} is {', '.join(first)} or {last}, not {value!r}")
 
 
 def _named_conflict(error: Exception) -> Exception:

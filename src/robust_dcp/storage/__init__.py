@@ -4,5 +4,6 @@ from robust_dcp.storage.consolidate import consolidate
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.tuning.tune import tune
 from robust_dcp.storage.writer import RobustWriter
+from robust_dcp.storage.writing.write_options import WriteOptions
 
-__all__ = ["RobustReader", "RobustWriter", "consolidate", "tune"]
+__all__ = ["RobustReader", "RobustWriter", "WriteOptions", "consolidate", "tune"]

@@ -6,8 +6,6 @@ come from the plan; with another planner than ours it makes them itself. Called 
 
 from __future__ import annotations
 
-import io
-import logging
 import math
 import os
 import time
@@ -18,7 +16,6 @@ from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -30,65 +27,34 @@ from robust_dcp.storage.files.paths import directory_path, is_url, mark_of
 from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.layouts.places import Placements, place_as_they_come
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, StorageInfo, encode_metadata, referenced_files
+from robust_dcp.storage.writing.commit import MetadataToPublish
 from robust_dcp.storage.writing.engine import WrittenFiles, write_files
-from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
-from robust_dcp.storage.writing.save_directory import MetadataToPublish, SaveDirectory
+from robust_dcp.storage.writing.item_source import ItemSource, Resolve, WriteItemSource
+from robust_dcp.storage.writing.save_directory import SaveDirectory
 from robust_dcp.storage.writing.stripes import stripe_directories
 from robust_dcp.storage.writing.write_options import WriteOptions
 
-__all__ = ["MetadataToPublish", "RobustWriter", "SaveInProgress", "WriterMeta"]
-
-logger = logging.getLogger(__name__)
-
-_FILES_PER_RANK: Final = 2
-"""Threads share a file where I/O is direct; writes through the page cache take turns in one file."""
-
+__all__ = ["PlannedSave", "RobustWriter", "WriterMeta"]
 
 _FEW_FILES: Final = 64
 _CHECK_AGAIN_SECONDS: Final = 1.0
 
-ResolveData = Callable[[WriteItem], torch.Tensor | io.BytesIO]
-
 
 @runtime_checkable
-class SaveInProgress(Protocol):
-    """What the writer needs of a save that ``RobustPlanner`` has planned (``plan.session.SaveSession``)."""
+class PlannedSave(Protocol):
+    """A save that ``RobustPlanner`` has planned. It calls the writer's methods itself, in the order that it has agreed
+    on with all ranks; where stock calls a hook of the writer instead, the hook gives it its turn."""
 
-    @property
-    def rank(self) -> int: ...
+    def write_items(self, items: Sequence[WriteItem], resolve: Resolve) -> None: ...
 
-    @property
-    def placements(self) -> Placements | None: ...
-
-    @property
-    def known_places(self) -> npt.NDArray[np.int64] | None: ...
-
-    @property
-    def save_id(self) -> str: ...
-
-    @property
-    def commits_together(self) -> bool: ...
-
-    def settle(self, write: Callable[[], WrittenFiles]) -> None: ...
-
-    def leave_commit_to_stock(self) -> None: ...
-
-    def check_stop(self, done_nbytes: int, total_nbytes: int) -> None: ...
-
-    def watched(self, resolve: ResolveData) -> ResolveData: ...
-
-    def encoded_metadata(self, storage_meta: StorageMeta) -> MetadataToPublish: ...
-
-    def commit(
-        self, publish: Callable[[], None], clean_up: Callable[[], None], check: Callable[[], None] = ...
-    ) -> None: ...
+    def commit(self) -> None: ...
 
 
 class _Share(NamedTuple):
     """What the coordinator of a save by another planner than ours tells each rank, in its plan."""
 
     rank: int
-    save_id: str
+    mark: int
 
 
 @dataclass
@@ -106,23 +72,8 @@ class RobustWriter(StorageWriter):
 
     Args:
         path: the checkpoint's directory; made if it is not there.
-        layout: ``"torch"``: files of torch-save records, as stock ``FileSystemReader`` and Megatron-Core read them.
-            ``"safetensors"``: files that ``HuggingFaceStorageReader`` and ``safetensors`` read, and beside them one
-            file of records a rank for what these cannot hold (objects, some dtypes), which only ``RobustReader``
-            reads. It takes a directory without a checkpoint, since readers of safetensors read every file of one,
-            and ``RobustPlanner``.
-        threads: that write at the same time, for each rank; by default a few, by cores and ranks of the node.
-        files_per_rank: files that a rank's tensors are spread over, the same on all ranks; by default ``threads`` if
-            that is given, else 2.
-        block_bytes: bytes of one write.
-        buffer_bytes: bound of the memory of each rank that data passes through on its way, whatever the sizes of
-            tensors; by default a 64th of the node's memory, divided over its ranks.
-        direct: ``None`` for direct I/O where the file system has it, ``True`` to insist on it (or ``StorageError``),
-            ``False`` for the page cache.
-        stripe_paths: directories on other mounts over which the files of a rank are spread. ``path`` then holds
-            symbolic links to them, which all readers follow; who deletes ``path`` by hand deletes those as well.
-        checksums: whether records get a CRC-32, which readers of ours verify. Without it a damaged checkpoint loads.
-        overwrite: whether a committed checkpoint in ``path`` may be replaced.
+        options: how to write, see :class:`WriteOptions`. Each can also be given as a keyword of its own; one that is
+            given in both places must be the same.
         disk: the file system.
 
     Raises:
@@ -134,6 +85,7 @@ class RobustWriter(StorageWriter):
         self,
         path: str | os.PathLike[str],
         *,
+        options: WriteOptions | None = None,
         layout: str = "torch",
         threads: int | None = None,
         files_per_rank: int | None = None,
@@ -146,21 +98,19 @@ class RobustWriter(StorageWriter):
         disk: Disk | None = None,
     ) -> None:
         super().__init__()
-        self.layout = layout_named(layout)
-        self.options = WriteOptions.of_this_machine(
+        self.options = (options or WriteOptions()).with_keywords(
+            layout=layout,
             threads=threads,
+            files_per_rank=files_per_rank,
             block_bytes=block_bytes,
             buffer_bytes=buffer_bytes,
             direct=direct,
-            stripe_paths=tuple(directory_path(stripe) for stripe in stripe_paths),
+            stripe_paths=stripe_paths,
             checksums=checksums,
+            overwrite=overwrite,
         )
-        # Part of the plan, so no guess from the machine: ranks on different machines must agree.
-        self.files_per_rank = next(n for n in (files_per_rank, threads, _FILES_PER_RANK) if n is not None)
-        if self.files_per_rank < 1:
-            raise ValueError(f"files_per_rank must be at least 1, got {files_per_rank}")
+        self.layout = layout_named(self.options.layout)
         self.path = directory_path(path)
-        self.overwrite = overwrite
         self._disk: Disk = disk or PosixDisk()
         self.save_id = str(uuid.uuid4())
         self._directory: SaveDirectory | None = None
@@ -171,6 +121,11 @@ class RobustWriter(StorageWriter):
         self._announces = False
         self._checked_at_seconds = -math.inf
         self._uncommitted_names: tuple[str, ...] = ()
+
+    @property
+    def files_per_rank(self) -> int:
+        """Files that a rank's tensors are spread over: part of the plan."""
+        return self.options.n_files
 
     @property
     def plan_options(self) -> dict[str, str | int]:
@@ -196,18 +151,24 @@ class RobustWriter(StorageWriter):
         if not is_coordinator:
             return
         try:
-            self.directory.begin(overwrite=self.overwrite)
+            self.directory.begin(overwrite=self.options.overwrite)
             if ranks is not None:
                 self.announce(ranks=ranks)
         except BaseException:
             self.directory.remove_directories()
             raise
 
-    def adopt(self, save_id: str) -> None:
-        """Make ``save_id`` the one of this save; before :meth:`write`, on every rank."""
-        self.save_id = save_id
-        if self._directory is not None:
-            self._directory.save_id = save_id
+    @property
+    def mark(self) -> int:
+        """What tells the files of this save from those of others, as a number."""
+        return int(mark_of(self.save_id), 16)
+
+    def adopt(self, mark: int) -> None:
+        """Take the coordinator's ``mark`` for that of this save; before :meth:`write`, on every rank."""
+        if mark != self.mark:
+            self.save_id = f"{mark:016x}"
+            if self._directory is not None:
+                self._directory.save_id = self.save_id
 
     def announce(self, *, ranks: int) -> None:
         """On the coordinator, before any rank writes: make sure that what ranks write can be told from what others do.
@@ -239,11 +200,11 @@ class RobustWriter(StorageWriter):
     ) -> WrittenFiles:
         """Write this rank's items to their places, durably. Nothing is visible to readers yet.
 
-        :attr:`save_id` must be the one of the save: all ranks put its mark into their files.
+        All ranks must have adopted one mark: they put it into their files.
         """
         if self._alone:
             self.directory.share()
-        for place in (self.path, *stripe_directories(self._disk, self.path, self.options.stripe_paths)):
+        for place in (self.path, *stripe_directories(self._disk, self.path, self.options.stripes)):
             self.directory.make(place)
         written = write_files(
             self._disk,
@@ -256,7 +217,7 @@ class RobustWriter(StorageWriter):
             check_stop=check_stop,
             known_places=known_places,
             layout=self.layout,
-            not_removed=self.directory.stuck,
+            not_removed=self.directory.not_removed,
         )
         self.directory.has_written(written)
         self._uncommitted_names = written.uncommitted_names
@@ -271,6 +232,24 @@ class RobustWriter(StorageWriter):
         self._checked_at_seconds = time.monotonic()
         self.directory.check_own(self._uncommitted_names)
 
+    def publish(self, metadata: MetadataToPublish, *, are_checked: bool) -> None:
+        """Commit, on the coordinator. It looks at the files of all ranks once more where these are few, or where they
+        were looked at long ago: this process may have stood still since.
+
+        Args:
+            are_checked: whether all ranks have called :meth:`check_own`.
+
+        Raises:
+            StorageError: as ``SaveDirectory.publish``.
+        """
+        are_few = len(metadata.files) <= _FEW_FILES
+
+        def is_checked() -> bool:
+            is_recent = time.monotonic() - self._checked_at_seconds < _CHECK_AGAIN_SECONDS
+            return are_checked and is_recent and not are_few
+
+        self.directory.publish(metadata, is_checked=is_checked)
+
     def clean_up(self) -> None:
         """Remove what the committed checkpoint supersedes; what cannot be removed is logged, and stays."""
         self.directory.tidy_up()
@@ -282,7 +261,7 @@ class RobustWriter(StorageWriter):
             self.path = directory_path(checkpoint_id)
         self.save_id = str(uuid.uuid4())
         if self._directory is not None:
-            self._directory.let_go()
+            self._directory.release()
             self._directory = None
         self._rank = None
         self._alone = False
@@ -309,29 +288,16 @@ class RobustWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if self._announces:
             self.announce(ranks=len(plans))
-        return [replace(plan, storage_data=_Share(rank, self.save_id)) for rank, plan in enumerate(plans)]
+        return [replace(plan, storage_data=_Share(rank, self.mark)) for rank, plan in enumerate(plans)]
 
     @entry_point
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's share. With ``RobustPlanner`` the results have been told to the coordinator by the time
         this returns, and stock gathers an empty list; with another planner they are returned."""
         results: list[WriteResult] = []
-        session = plan.planner_data
-        if isinstance(session, SaveInProgress):
-            placements = session.placements
-            if placements is None:
-                raise ValueError("this save was planned for another storage writer")
-            self.adopt(session.save_id)
-            session.settle(
-                lambda: self.write(
-                    session.rank,
-                    WriteItemSource(plan.items, session.watched(planner.resolve_data)),
-                    placements,
-                    session.check_stop,
-                    session.known_places,
-                )
-            )
-            session.leave_commit_to_stock()
+        save = plan.planner_data
+        if isinstance(save, PlannedSave):
+            save.write_items(plan.items, planner.resolve_data)
         else:
             results = self._write_unplanned(plan, planner)
         future: Future[list[WriteResult]] = Future()
@@ -345,12 +311,12 @@ class RobustWriter(StorageWriter):
                 f"RobustWriter with layout={self.layout.name!r} needs the places that RobustPlanner plans, and was "
                 f"called with {type(planner).__name__}; pass planner=RobustPlanner()"
             )
-        share = plan.storage_data if isinstance(plan.storage_data, _Share) else _Share(0, self.save_id)
+        share = plan.storage_data if isinstance(plan.storage_data, _Share) else _Share(0, self.mark)
         rank = share.rank
         if self._alone and self._rank is not None:
             rank = self._rank
         else:
-            self.adopt(share.save_id)
+            self.adopt(share.mark)
         placements = place_as_they_come([_chunk_nbytes(item) for item in plan.items], files=self.files_per_rank)
         source = WriteItemSource(plan.items, planner.resolve_data)
         written = self.write(rank, source, placements, lambda done_nbytes, total_nbytes: None)
@@ -365,9 +331,9 @@ class RobustWriter(StorageWriter):
 
     @entry_point
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        session = getattr(metadata, "session", None)
-        if isinstance(session, SaveInProgress):
-            session.commit(lambda: self.publish_planned(session), self.clean_up, self.check_own)
+        save = getattr(metadata, "save", None)
+        if isinstance(save, PlannedSave):
+            save.commit()
             return
         metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         metadata.storage_meta = self.plain_meta()
@@ -376,24 +342,9 @@ class RobustWriter(StorageWriter):
         try:
             self.directory.publish(MetadataToPublish((encode_metadata(metadata),), files))
         except BaseException as error:
-            self.directory.take_back(error)
+            self.directory.roll_back(error)
             raise
         self.clean_up()
-
-    def publish_planned(self, session: SaveInProgress) -> None:
-        """Commit what ``session`` has planned, on the coordinator.
-
-        All ranks have looked at their own files by now, but where stock lets the coordinator alone commit. It looks at
-        all of them once more where these are few, or that was long ago: this process may have stood still since.
-        """
-        encoded = session.encoded_metadata(self.plain_meta())
-        are_few = len(encoded.files) <= _FEW_FILES
-
-        def is_checked() -> bool:
-            is_recent = time.monotonic() - self._checked_at_seconds < _CHECK_AGAIN_SECONDS
-            return session.commits_together and is_recent and not are_few
-
-        self.directory.publish(encoded, is_checked=is_checked)
 
     def plain_meta(self) -> StorageMeta:
         """What goes into ``.metadata``: stock's class, and nothing of this process."""

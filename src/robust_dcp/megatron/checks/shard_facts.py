@@ -8,7 +8,6 @@ the contents of tensors, and nothing of an earlier save keeps its tensors alive.
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -16,13 +15,14 @@ from typing import Any, TypeVar
 import torch
 
 from robust_dcp.megatron.versions import ShardedBase, ShardedObject, ShardedTensor
+from robust_dcp.structure_cache import CACHE, Table
 
-__all__ = ["ShardFacts", "forget_facts"]
+__all__ = ["ShardFacts"]
 
 T = TypeVar("T")
 
-_LIMIT = 8
-"""State dicts that are remembered: a job may save several in turn."""
+_SHARD_NBYTES = 2000
+"""What it takes to remember the facts of one shard, and what is made of them, about."""
 
 
 def _properties_of(kind: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
@@ -46,8 +46,9 @@ class _Known:
         self.made: dict[Callable[..., Any], Any] = {}
 
 
-_known: list[_Known] = []
-_lock = threading.Lock()
+_KNOWN: Table[_Known, None] = CACHE.table(
+    "shard facts", lambda known, _: _SHARD_NBYTES * len(known.facts), max_nbytes=256 << 20
+)
 
 
 class ShardFacts:
@@ -85,12 +86,10 @@ class ShardFacts:
 
     def _known(self) -> _Known:
         if self._found is None:
-            found = next((one for one in tuple(_known) if one.facts == self.facts), None)
+            found = next((one for one, _ in _KNOWN.latest_first() if one.facts == self.facts), None)
             self._found = found or _Known(self.facts)
             if found is not None or _can_be_kept(self.facts):
-                with _lock:
-                    others = [one for one in _known if one is not self._found]
-                    _known[:] = [self._found, *others][:_LIMIT]
+                _KNOWN.put(self._found, None)
         return self._found
 
 
@@ -115,9 +114,3 @@ def _can_be_kept(facts: Facts) -> bool:
     except TypeError:
         return False
     return True
-
-
-def forget_facts() -> None:
-    """Forget all earlier saves; for tests and measurements of first saves."""
-    with _lock:
-        _known.clear()

@@ -6,7 +6,6 @@ by ``saving`` and ``loading``, and by the replacements of Megatron's own functio
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from robust_dcp.megatron.checks.shard_facts import ShardFacts
 from robust_dcp.megatron.failures import InvalidAccess
 from robust_dcp.megatron.hooks.options import current_options
 from robust_dcp.megatron.versions import nested_values
+from robust_dcp.structure_cache import CACHE, Table
 
 __all__ = [
     "AccessCheck",
@@ -32,8 +32,6 @@ __all__ = [
     "compare_common_state",
     "exchange_metadata",
 ]
-
-_KNOWN_SIZE = 64
 
 Identity = bytes
 
@@ -47,30 +45,14 @@ class _Verdict(msgspec.Struct, frozen=True):
     message: str = ""
 
 
-class _KnownStructures:
-    """Structures that were validated with success: by group and own signature, the identity of all ranks' signatures.
+_RIGHT: Table[tuple[tuple[int, ...], bytes], Identity] = CACHE.table(
+    "right accesses", lambda key, identity: 200 + 8 * len(key[0]), max_nbytes=1 << 20
+)
+"""Structures that were validated with success: by group and own signature, the identity of all ranks' signatures.
 
-    A rank offers the identity that it knows; only if all ranks offer the same one, and it is that of the signatures
-    that go with it, is nothing validated anew. What is remembered here is never believed by itself.
-    """
-
-    def __init__(self) -> None:
-        self._known: OrderedDict[tuple[tuple[int, ...], bytes], Identity] = OrderedDict()
-
-    def find(self, group: tuple[int, ...], signature: bytes) -> Identity | None:
-        return self._known.get((group, signature))
-
-    def put(self, group: tuple[int, ...], signature: bytes, identity: Identity) -> None:
-        self._known[group, signature] = identity
-        self._known.move_to_end((group, signature))
-        while len(self._known) > _KNOWN_SIZE:
-            self._known.popitem(last=False)
-
-    def forget_all(self) -> None:
-        self._known.clear()
-
-
-KNOWN = _KnownStructures()
+A rank offers the identity that it knows; only if all ranks offer the same one, and it is that of the signatures
+that go with it, is nothing validated anew. What is remembered here is never believed by itself.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +75,7 @@ class AccessCheck:
 
     def offer(self, group: tuple[int, ...], value: int = 0) -> Offer:
         """What to tell all ranks: the own signature, and the identity under which it was found right."""
-        return Offer(signature=self.signature, plan_id=KNOWN.find(group, self.signature) or bytes(16), value=value)
+        return Offer(signature=self.signature, plan_id=_RIGHT.get((group, self.signature)) or bytes(16), value=value)
 
     def is_known(self, agreement: Agreement) -> bool:
         """Whether what all ranks hold has been validated before; the same answer on all ranks."""
@@ -114,7 +96,7 @@ class AccessCheck:
 
     def remember(self, channel: Channel, agreement: Agreement) -> None:
         """Note that what the ranks hold, by ``agreement``, was found right."""
-        KNOWN.put(channel.ranks, self.signature, agreement.signature)
+        _RIGHT.put((channel.ranks, self.signature), agreement.signature)
 
     def _verdict(self, channel: Channel, phase: str, *, with_keys: bool) -> _Verdict:
         gathered = channel.gather(f"{phase}: shards", lambda: self.columns, AccessColumns)

@@ -12,7 +12,8 @@ from robust_dcp.storage.files.disk import PosixDisk
 from robust_dcp.storage.files.paths import INDEX_NAME, directory_path
 from robust_dcp.storage.metadata.metadata_file import encode_metadata, referenced_files
 from robust_dcp.storage.reader import RobustReader
-from robust_dcp.storage.writing.commit import commit_metadata, remove_superseded
+from robust_dcp.storage.writing.commit import commit_metadata
+from robust_dcp.storage.writing.removal import remove_data_files
 
 __all__ = ["remove_keys"]
 
@@ -48,4 +49,4 @@ def remove_keys(checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None
     disk = PosixDisk()
     commit_metadata(disk, directory, encode_metadata(metadata))
     # The index belongs to what was replaced. Nobody would use it, and it would stay for ever.
-    remove_superseded(disk, directory, (before - after) | {INDEX_NAME}, keep=after)
+    remove_data_files(disk, directory, (before - after) | {INDEX_NAME}, keep=after)

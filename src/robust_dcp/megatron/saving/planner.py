@@ -58,19 +58,16 @@ class MegatronPlanner(RobustPlanner):
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Look at the shards of the state dict. What is wrong is raised on all ranks by the first exchange."""
-        self._shards_error, self._shards = None, None
+        shards_error: Exception | None = None
+        self._shards = None
         facts, self._facts = self._facts, None
         try:
             self._shards = saved_shards(ShardFacts(nested_values(state_dict)) if facts is None else facts)
         except Exception as error:
-            self._shards_error = error
+            shards_error = error
         values: Any = {} if self._shards is None else self._shards.state_dict
         super().set_up_planner(values, storage_meta, is_coordinator)
-
-    def raise_set_up_error(self) -> None:
-        if self._shards_error is not None:
-            raise self._shards_error
-        super().raise_set_up_error()
+        self._set_up_error = shards_error or self._set_up_error
 
     def items_of_state_dict(self, *, is_coordinator: bool) -> DescribedItems:
         """The shards as they have been described; by stock's way for a planner that looks values up in its own."""

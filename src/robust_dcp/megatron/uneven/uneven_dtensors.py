@@ -9,8 +9,6 @@ nothing has changed anywhere since the last time, one exchange without payloads 
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,6 +28,7 @@ from robust_dcp.megatron.uneven.uneven_shards import (
     columns_of,
     describe,
 )
+from robust_dcp.structure_cache import CACHE, Table
 
 __all__ = [
     "check_part",
@@ -43,30 +42,10 @@ __all__ = [
 
 PHASE = "uneven DTensors"
 
-_REMEMBERED = 16
-"""State dicts whose offsets are kept: a model, its optimizer, and their splits, a few times over."""
-
-
-class _Memory:
-    """The offsets of earlier exchanges, by the signature of what this rank held."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._entries: OrderedDict[bytes, tuple[bytes, PlacedOffsets]] = OrderedDict()
-
-    def find(self, signature: bytes) -> tuple[bytes, PlacedOffsets] | None:
-        with self._lock:
-            return self._entries.get(signature)
-
-    def keep(self, signature: bytes, made_for: bytes, offsets: PlacedOffsets) -> None:
-        with self._lock:
-            self._entries[signature] = (made_for, offsets)
-            self._entries.move_to_end(signature)
-            if len(self._entries) > _REMEMBERED:
-                self._entries.popitem(last=False)
-
-
-_MEMORY = _Memory()
+_OFFSETS: Table[bytes, tuple[bytes, PlacedOffsets]] = CACHE.table(
+    "uneven offsets", lambda signature, known: sum(map(len, known[1].spreads)), max_nbytes=64 << 20
+)
+"""The offsets of earlier exchanges, and for which ranks together, by the signature of what this rank held."""
 
 
 def dtensors_of(state_dict: Mapping[Any, Any]) -> dict[str, DTensor]:
@@ -124,17 +103,17 @@ def place_chunks(state_dict: Mapping[Any, Any], channel: Channel) -> None:
         parts.update({key: describer.part(key, value) for key, value in tensors.items()})
         columns = columns_of(parts)
         signature = hashlib.blake2b(msgspec.msgpack.encode(columns), digest_size=16).digest()
-        known = _MEMORY.find(signature)
+        known = _OFFSETS.get(signature)
         return Offer(signature=signature) if known is None else Offer(signature=signature, plan_id=known[0])
 
     agreement = channel.agree(PHASE, offer)
     made_for = agreement.signature
-    known = _MEMORY.find(signature)
+    known = _OFFSETS.get(signature)
     if known is not None and agreement.same_plan_id and agreement.plan_id == made_for:
         offsets = known[1]
     else:
         offsets = _exchanged(columns, channel)
-        _MEMORY.keep(signature, made_for, offsets)
+        _OFFSETS.put(signature, (made_for, offsets))
     for key, begins in _by_key(columns, offsets):
         UnevenChunk.at(parts[key], begins).note_on(tensors[key])
 

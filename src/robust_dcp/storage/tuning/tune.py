@@ -9,74 +9,46 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import time
-import uuid
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
 
 from robust_dcp.errors import StorageError
-from robust_dcp.storage.files.disk import Disk, OpenFile, PosixDisk
+from robust_dcp.storage.files.disk import Disk, PosixDisk
 from robust_dcp.storage.files.paths import directory_path
-from robust_dcp.storage.records.checksum import crc32
-from robust_dcp.storage.tuning.settings import (
-    BLOCKS_NBYTES,
-    GOOD_ENOUGH,
-    ROUNDS,
-    Measured,
-    Setting,
-    best_of_rounds,
-    choose,
-    settings_for,
-    table_of,
-)
+from robust_dcp.storage.tuning.settings import BLOCKS_NBYTES, Measured, Setting, choose, settings_for, table_of
 from robust_dcp.storage.tuning.tune_reads import measure_reads
+from robust_dcp.storage.tuning.tune_writes import measure_writes, why_not_direct
 
-__all__ = ["BLOCKS_NBYTES", "GOOD_ENOUGH", "Measured", "Setting", "TunedOptions", "choose", "tune"]
+__all__ = ["TunedOptions", "tune"]
 
-_MIB: Final = 1 << 20
-_PILOT_NBYTES: Final = 16 * _MIB
-_PILOT_SECONDS: Final = 0.03
-_MOST_NBYTES: Final = 512 * _MIB
 _SHARE_OF_FREE_SPACE: Final = 4
-_REFUSALS: Final = (errno.EINVAL, errno.EOPNOTSUPP)
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
 class TunedOptions:
-    """Options for ``RobustWriter``, with the figures behind them; ``print`` shows the table.
+    """Options for ``RobustWriter`` and ``RobustReader``, with the figures behind them; ``print`` shows the tables.
 
     Attributes:
-        threads: writes in flight.
-        files_per_rank: as many, since some file systems let one thread at a time write to a file.
-        block_bytes: size of a write.
-        direct: whether to go past the page cache.
-        table: what was measured of writing, in the order in which it was tried.
+        writing, reading: the settings that were chosen.
+        table, read_table: what was measured of writing and of reading, in the order in which it was tried.
         direct_refused: why direct I/O was not measured; ``None`` if it was.
-        reading: the setting for ``RobustReader``.
-        read_table: what was measured of reading.
     """
 
-    threads: int
-    files_per_rank: int
-    block_bytes: int
-    direct: bool
-    table: tuple[Measured, ...] = ()
+    writing: Setting
+    reading: Setting
+    table: tuple[Measured, ...]
+    read_table: tuple[Measured, ...]
     direct_refused: str | None = None
-    reading: Setting | None = None
-    read_table: tuple[Measured, ...] = ()
 
     @property
     def writer_options(self) -> dict[str, Any]:
-        """The keyword arguments: ``RobustWriter(path, **tune(path).writer_options)``."""
-        return {
-            "threads": self.threads,
-            "files_per_rank": self.files_per_rank,
-            "block_bytes": self.block_bytes,
-            "direct": self.direct,
-        }
+        """The keyword arguments: ``RobustWriter(path, **tune(path).writer_options)``.
+
+        As many files as threads, since some file systems let one thread at a time write to a file.
+        """
+        direct, depth, block_nbytes = self.writing
+        return {"threads": depth, "files_per_rank": depth, "block_bytes": block_nbytes, "direct": direct}
 
     @property
     def reader_options(self) -> dict[str, Any]:
@@ -84,16 +56,11 @@ class TunedOptions:
 
         Where direct reads are better the reader still looks first whether bytes are in the page cache.
         """
-        if self.reading is None:
-            return {}
-        direct = None if self.reading.direct else False
-        return {"threads": self.reading.depth, "block_bytes": self.reading.block_nbytes, "direct": direct}
+        direct, depth, block_nbytes = self.reading
+        return {"threads": depth, "block_bytes": block_nbytes, "direct": None if direct else False}
 
     def __str__(self) -> str:
-        chosen = Setting(self.direct, self.threads, self.block_bytes)
-        lines = ["writing", *table_of(self.table, chosen)]
-        if self.reading is not None:
-            lines += ["reading", *table_of(self.read_table, self.reading)]
+        lines = ["writing", *table_of(self.table, self.writing), "reading", *table_of(self.read_table, self.reading)]
         if self.direct_refused:
             lines.append(f"direct I/O was not measured: {self.direct_refused}")
         return "\n".join(lines)
@@ -131,112 +98,33 @@ def tune(path: str | os.PathLike[str], *, seconds: float = 4.0, disk: Disk | Non
     if seconds <= 0:
         raise ValueError(f"seconds must be positive, got {seconds}")
     directory = _existing_directory(os.path.abspath(directory_path(path)))
-    device = _Device(PosixDisk() if disk is None else disk, directory)
+    disk = PosixDisk() if disk is None else disk
+    # From the system's pages: aligned for direct I/O. Not zeros, which some devices do not store.
+    source = mmap.mmap(-1, max(BLOCKS_NBYTES))
+    source.write(os.urandom(min(BLOCKS_NBYTES)) * (max(BLOCKS_NBYTES) // min(BLOCKS_NBYTES)))
     share_nbytes = _free_nbytes(directory) // _SHARE_OF_FREE_SPACE
-    refused = device.why_not_direct()
-    while True:
+    measured = None
+    while measured is None and share_nbytes >= min(BLOCKS_NBYTES):
+        measured = _measured(disk, directory, source, seconds, share_nbytes)
+        share_nbytes //= 2
+    if measured is None:
+        raise _too_full(directory)
+    return measured
+
+
+def _measured(disk: Disk, directory: str, source: mmap.mmap, seconds: float, share_nbytes: int) -> TunedOptions | None:
+    """``None`` if there is less room than ``share_nbytes``: a quota, or others who write there as well. The system's
+    figure is no promise."""
+    try:
+        refused = why_not_direct(disk, directory, source)
         settings = settings_for(share_nbytes, with_direct=refused is None)
-        if not settings:
-            raise _too_full(directory)
-        try:
-            table = _measure_all(device, settings, seconds / 2, share_nbytes)
-            read_table = measure_reads(device.disk, directory, device.source, settings, seconds / 2, share_nbytes)
-        except StorageError as error:
-            # A quota, or others who write there as well: the system's figure is no promise.
-            if error.errno not in _FULL:
-                raise
-            share_nbytes //= 2
-            continue
-        chosen = choose(table)
-        return TunedOptions(
-            threads=chosen.depth,
-            files_per_rank=chosen.depth,
-            block_bytes=chosen.block_nbytes,
-            direct=chosen.direct,
-            table=tuple(table),
-            direct_refused=refused,
-            reading=choose(read_table),
-            read_table=tuple(read_table),
-        )
-
-
-class _Device:
-    """Writes and times, in files without a name."""
-
-    def __init__(self, disk: Disk, directory: str) -> None:
-        self.disk = disk
-        self.directory = directory
-        # From the system's pages: aligned for direct I/O. Not zeros, which some devices do not store.
-        self.source = mmap.mmap(-1, max(BLOCKS_NBYTES))
-        self.source.write(os.urandom(_MIB) * (max(BLOCKS_NBYTES) // _MIB))
-
-    def why_not_direct(self) -> str | None:
-        """Whether the file system takes direct I/O, found out by trying: the refusal in words, or ``None``."""
-        file = self.open(direct=True)
-        try:
-            if file.alignment is None:
-                return file.why_buffered or "the file system refuses O_DIRECT"
-            self.disk.pwrite(file, memoryview(self.source)[: min(BLOCKS_NBYTES)], 0)
-        except StorageError as error:
-            if error.errno in _REFUSALS:
-                return error.message
-            if error.errno in _FULL:
-                raise _too_full(self.directory) from error
+        table = measure_writes(disk, directory, source, settings, seconds / 2, share_nbytes)
+        read_table = measure_reads(disk, directory, source, settings, seconds / 2, share_nbytes)
+    except StorageError as error:
+        if error.errno not in _FULL:
             raise
-        finally:
-            self.disk.close(file)
         return None
-
-    def open(self, *, direct: bool) -> OpenFile:
-        path = os.path.join(self.directory, f".robust_dcp.tune-{uuid.uuid4()}")
-        file = self.disk.open_new(path, direct=direct)
-        self.disk.unlink(path)
-        return file
-
-    def measure(self, setting: Setting, nbytes: int) -> Measured:
-        """Checksum and write about ``nbytes`` as ``setting`` says; the time is until all of it is durable."""
-        blocks_each = max(1, nbytes // setting.in_flight_nbytes)
-        block = memoryview(self.source)[: setting.block_nbytes]
-        with ExitStack() as stack:
-            pool = stack.enter_context(ThreadPoolExecutor(setting.depth, thread_name_prefix="robust_dcp-tune"))
-            files = [self.open(direct=setting.direct) for _ in range(setting.depth)]
-            for file in files:
-                stack.callback(self.disk.close, file)
-
-            def write(file: OpenFile) -> None:
-                self.disk.preallocate(file, blocks_each * setting.block_nbytes)
-                for number in range(blocks_each):
-                    # As a save does: a thread that computes a checksum leaves the device to the others meanwhile.
-                    crc32(block)
-                    self.disk.pwrite(file, block, number * setting.block_nbytes)
-                self.disk.fsync(file)
-
-            started, cpu_started = time.perf_counter(), time.process_time()
-            for written in [pool.submit(write, file) for file in files]:
-                written.result()
-            return Measured(
-                setting,
-                blocks_each * setting.in_flight_nbytes,
-                time.perf_counter() - started,
-                time.process_time() - cpu_started,
-            )
-
-
-def _measure_all(device: _Device, settings: list[Setting], seconds: float, share_nbytes: int) -> list[Measured]:
-    """The best of each setting, in about ``seconds``."""
-    rate = _pilot_rate(device, settings[0], share_nbytes)
-    nbytes = min(int(rate * seconds / (ROUNDS * len(settings))), _MOST_NBYTES, share_nbytes)
-    return best_of_rounds(settings, nbytes, device.measure)
-
-
-def _pilot_rate(device: _Device, setting: Setting, share_nbytes: int) -> float:
-    """Bytes a second, roughly: of more and more bytes, until what a first write costs once no longer matters."""
-    nbytes = min(_PILOT_NBYTES, share_nbytes)
-    while True:
-        pilots = [device.measure(setting, nbytes) for _ in range(2)]
-        if min(pilot.seconds for pilot in pilots) > _PILOT_SECONDS or 2 * nbytes > min(share_nbytes, _MOST_NBYTES):
-            return max(pilot.nbytes_per_second for pilot in pilots)
-        nbytes *= 2
+    return TunedOptions(choose(table), choose(read_table), tuple(table), tuple(read_table), refused)
 
 
 def _existing_directory(path: str) -> str:

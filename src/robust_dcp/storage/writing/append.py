@@ -16,7 +16,8 @@ from robust_dcp.storage.layouts.places import LARGE_NBYTES, RECORD_ALIGNMENT, Sl
 from robust_dcp.storage.records.block_sums import joined
 from robust_dcp.storage.records.torch_zip import RecordTemplate, is_fixed_size, payload_view, record_template
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors
-from robust_dcp.storage.writing.large_record import Outlet, PayloadRange, cut, finish_record
+from robust_dcp.storage.writing.large_record import PayloadRange, cut, finish_record
+from robust_dcp.storage.writing.paged_file import FileOutput
 
 __all__ = ["Appended", "append_items"]
 
@@ -60,7 +61,7 @@ def append_items(
     places: Sequence[int],
     slots: dict[int, Slot],
     source: ItemSource,
-    outlet: Outlet,
+    output: FileOutput,
     *,
     after: int,
     check_stop: Callable[[], None],
@@ -75,14 +76,14 @@ def append_items(
     Returns:
         (where each came to lie, the length of the file).
     """
-    stream = _Stream(outlet, after, check_stop)
+    stream = _Stream(output, after, check_stop)
     written: list[Appended] = []
     too_large: list[tuple[int, _Whole | _Large]] = []
     try:
         for place in sorted(places, key=lambda place: slots[place].offset) if slots else places:
             slot = slots.get(place)
             with NamedErrors(source, place):
-                record = _record(source.resolve(place), outlet)
+                record = _record(source.resolve(place), output)
                 if slot is not None and record.nbytes > slot.nbytes:
                     too_large.append((place, record))
                     continue
@@ -96,36 +97,36 @@ def append_items(
     return written, stream.end
 
 
-def _record(data: torch.Tensor | io.BytesIO, outlet: Outlet) -> _Whole | _Large:
+def _record(data: torch.Tensor | io.BytesIO, output: FileOutput) -> _Whole | _Large:
     if not isinstance(data, torch.Tensor):
-        return _opaque(data, outlet)
+        return _opaque(data, output)
     template = record_template(data.dtype, tuple(data.shape)) if is_fixed_size(data) else None
     if template is None:
         buffer = io.BytesIO()
         torch.save(_compact(data), buffer)
-        return _opaque(buffer, outlet)
+        return _opaque(buffer, output)
     if template.payload_nbytes >= LARGE_NBYTES:
         return _Large(template, data)
     payload = payload_view(to_host(data))
-    sums = outlet.sums_of(payload)
+    sums = output.sums_of(payload)
     checksum = joined(sums, len(payload))
     parts = (template.header(checksum), payload, template.trailer(checksum))
     return _Whole(parts, template.header_nbytes, len(payload), sums)
 
 
-def _opaque(buffer: io.BytesIO, outlet: Outlet) -> _Whole:
+def _opaque(buffer: io.BytesIO, output: FileOutput) -> _Whole:
     """A record of which nobody knows where its data begins: all of it is summed."""
     data = buffer.getbuffer()
-    return _Whole((data,), 0, len(data), outlet.sums_of(data))
+    return _Whole((data,), 0, len(data), output.sums_of(data))
 
 
 class _Stream:
     """The end of a file: bytes are gathered in a block, and go out when it is full."""
 
-    def __init__(self, outlet: Outlet, begin: int, check_stop: Callable[[], None]) -> None:
-        self._outlet = outlet
+    def __init__(self, output: FileOutput, begin: int, check_stop: Callable[[], None]) -> None:
+        self._output = output
         self._check_stop = check_stop
-        self._block = outlet.lease.take()
+        self._block = output.lease.take()
         self._begin = begin  # from here on bytes are in the block
         self.end = begin
 
@@ -138,7 +139,7 @@ class _Stream:
         else:
             for part in record.parts:
                 self._append(part)
-            self._outlet.note(offset + record.data_at, record.data_nbytes, record.sums)
+            self._output.note(offset + record.data_at, record.data_nbytes, record.sums)
         return offset
 
     def flush(self) -> None:
@@ -146,11 +147,11 @@ class _Stream:
         self._check_stop()
         if self.end > self._begin:
             at = self._begin % self._page_nbytes
-            self._outlet.file.write(self._begin, self._block.view[at : at + self.end - self._begin])
+            self._output.file.write(self._begin, self._block.view[at : at + self.end - self._begin])
         self._begin = self.end
 
     def close(self) -> None:
-        self._outlet.lease.give_back(self._block)
+        self._output.lease.give_back(self._block)
 
     def _move_to(self, offset: int) -> None:
         """What is passed over reads as zeros."""
@@ -165,29 +166,29 @@ class _Stream:
         done = 0
         while done < len(data):
             at = self._begin % self._page_nbytes + self.end - self._begin
-            nbytes = min(self._outlet.lease.block_nbytes - at, len(data) - done)
+            nbytes = min(self._output.lease.block_nbytes - at, len(data) - done)
             self._block.data.data[at : at + nbytes] = data[done : done + nbytes]
             self.end += nbytes
             done += nbytes
-            if at + nbytes == self._outlet.lease.block_nbytes:
+            if at + nbytes == self._output.lease.block_nbytes:
                 self.flush()
 
     def _append_large(self, record: _Large) -> None:
         self.flush()
-        outlet, template, offset = self._outlet, record.template, self.end
+        output, template, offset = self._output, record.template, self.end
         data = TensorBytes(record.tensor)
         payload_at = offset + template.header_nbytes
-        ranges = list(cut(payload_at, template.payload_nbytes, outlet))
+        ranges = list(cut(payload_at, template.payload_nbytes, output))
         sums = []
         for begin, end in ranges:
             self._check_stop()
-            sums.append(PayloadRange(outlet, data, begin, end, payload_at + begin).write())
-        finish_record(outlet, offset, template, ranges, sums)
+            sums.append(PayloadRange(output, data, begin, end, payload_at + begin).write())
+        finish_record(output, offset, template, ranges, sums)
         self._begin = self.end = offset + template.nbytes
 
     @property
     def _page_nbytes(self) -> int:
-        return self._outlet.file.page_nbytes
+        return self._output.file.page_nbytes
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:

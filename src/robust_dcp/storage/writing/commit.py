@@ -1,4 +1,4 @@
-"""The moment at which a save counts: ``.metadata`` replaced in one durable step, and what is removed afterwards.
+"""The moment at which a save counts: ``.metadata`` replaced in one durable step.
 
 Owns the order of the system calls. Never touches a data file of a committed checkpoint before the next is durable.
 The coordinator calls it once every rank has written, fsynced and closed its data files.
@@ -6,23 +6,24 @@ The coordinator calls it once every rank has written, fsynced and closed its dat
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, check_relative_path
+from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
 from robust_dcp.storage.layouts import FileName
+from robust_dcp.storage.writing.removal import is_gone_or_told
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["BEFORE_RENAME", "CHECK", "commit_metadata", "remove_superseded"]
+__all__ = ["BEFORE_RENAME", "CHECK", "MetadataToPublish", "commit_metadata"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,23 @@ CHECK: Final = "look before the commit"
 BEFORE_RENAME: Final = frozenset({"create", "write", "fsync", "close", _RENAME_DATA, _FSYNC_NAMES, CHECK})
 """Operations (of a ``StorageError``) whose failure in :func:`commit_metadata` leaves the old checkpoint the only one.
 After any other both may be found later, and the data files of both have to stay."""
+
+
+@dataclass(frozen=True)
+class MetadataToPublish:
+    """What a commit makes visible.
+
+    Attributes:
+        fragments: the bytes of ``.metadata``, one after the other.
+        files: the data files that it names.
+        renames: those whose names change with the commit.
+        index: the bytes of the index, one after the other; none if there is to be none.
+    """
+
+    fragments: Sequence[bytes | memoryview]
+    files: Collection[str]
+    renames: Sequence[FileName] = ()
+    index: Sequence[bytes | memoryview] = ()
 
 
 def commit_metadata(
@@ -84,7 +102,7 @@ def commit_metadata(
     try:
         _write(disk, temporary, encoded)
         if index and not _index_works(lambda: _write(disk, index_path, index)):
-            _remove(disk, index_path)
+            is_gone_or_told(disk.unlink, index_path)
             index_path = ""
         _rename_data(disk, directory, renames, renamed)
         with _as_operation(_FSYNC_NAMES):
@@ -99,11 +117,11 @@ def commit_metadata(
     except BaseException:
         for path in (temporary, index_path, *renamed):
             if path:
-                _remove(disk, path)
+                is_gone_or_told(disk.unlink, path)
         raise
     disk.fsync_directory(directory)
     if index_path and not has_index:
-        _remove(disk, index_path)
+        is_gone_or_told(disk.unlink, index_path)
     return has_index
 
 
@@ -145,34 +163,3 @@ def _as_operation(operation: str) -> Iterator[None]:
         yield
     except StorageError as error:
         raise StorageError(error.message, path=error.path, errno=error.errno, operation=operation) from error
-
-
-def remove_superseded(disk: Disk, directory: str, files: Iterable[str], *, keep: Collection[str] = ()) -> list[str]:
-    """Remove data files that no committed checkpoint names any more; call it after :func:`commit_metadata` returned.
-
-    A file that cannot be removed is logged and stays: the checkpoint is committed and right, only larger on disk.
-
-    Args:
-        files: relative paths, of the old checkpoint or of saves that failed.
-        keep: relative paths that the committed metadata names; these are never removed.
-
-    Returns:
-        The relative paths that are still there.
-
-    Raises:
-        UnsafeCheckpoint: a path leaves the directory.
-    """
-    doomed = sorted({check_relative_path(path, file=directory) for path in files} - set(keep))
-    return [path for path in doomed if not _remove(disk, os.path.join(directory, path))]
-
-
-def _remove(disk: Disk, path: str) -> bool:
-    """Remove ``path`` if that is possible; whether it is gone."""
-    try:
-        disk.unlink(path)
-    except StorageError as error:
-        if error.errno == errno.ENOENT:
-            return True
-        logger.warning("not removed, which costs space and nothing else: %s", error.message)
-        return False
-    return True

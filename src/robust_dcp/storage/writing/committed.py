@@ -9,10 +9,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from threading import Lock
 from typing import Final
 
 from robust_dcp.errors import RobustCheckpointError, StorageError
@@ -23,6 +21,7 @@ from robust_dcp.storage.metadata.metadata_file import (
     files_are_marked,
     referenced_files,
 )
+from robust_dcp.structure_cache import CACHE, Table
 
 __all__ = ["Committed", "committed_in", "remember"]
 
@@ -30,8 +29,6 @@ logger = logging.getLogger(__name__)
 
 _STAMP_NBYTES: Final = 20
 """As long as what we put behind the pickle, with its CRC-32; the pickle holds the id of its save."""
-
-_DIRECTORIES_KEPT: Final = 4
 
 _Stamp = tuple[int, bytes]
 """Length and last bytes of a ``.metadata``."""
@@ -59,8 +56,10 @@ class Committed:
     fingerprint: _Fingerprint | None = None
 
 
-_known: OrderedDict[str, tuple[_Stamp, Committed]] = OrderedDict()
-_lock = Lock()
+_COMMITTED: Table[str, tuple[_Stamp, Committed]] = CACHE.table(
+    "committed", lambda path, known: sum(map(len, known[1].files)) + 100 * len(known[1].files), max_nbytes=64 << 20
+)
+"""By path."""
 
 
 def committed_in(disk: Disk, path: str) -> Committed | None:
@@ -80,8 +79,7 @@ def committed_in(disk: Disk, path: str) -> Committed | None:
         nbytes = disk.size(path)
         tail = bytearray(min(_STAMP_NBYTES, nbytes))
         disk.pread_into(file, tail, nbytes - len(tail))
-        with _lock:
-            known = _known.get(os.path.realpath(path))
+        known = _COMMITTED.get(os.path.realpath(path))
         if known is not None and known[0] == (nbytes, bytes(tail)):
             return replace(known[1], fingerprint=fingerprint)
         data = bytearray(nbytes)
@@ -110,9 +108,5 @@ def remember(path: str, fragments: Sequence[bytes | memoryview], files: Collecti
         tail = bytes(fragment[-_STAMP_NBYTES:]) + tail
         if len(tail) >= _STAMP_NBYTES:
             break
-    with _lock:
-        key = os.path.realpath(path)
-        _known[key] = ((nbytes, tail[-_STAMP_NBYTES:]), Committed(frozenset(files), save_id, are_marked=True))
-        _known.move_to_end(key)
-        while len(_known) > _DIRECTORIES_KEPT:
-            _known.popitem(last=False)
+    committed = Committed(frozenset(files), save_id, are_marked=True)
+    _COMMITTED.put(os.path.realpath(path), ((nbytes, tail[-_STAMP_NBYTES:]), committed))

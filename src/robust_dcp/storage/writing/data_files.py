@@ -21,6 +21,7 @@ from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.layouts import FileName, Layout
 from robust_dcp.storage.layouts.places import Placements
+from robust_dcp.storage.writing.removal import is_gone
 from robust_dcp.storage.writing.stripes import stripe_of
 
 __all__ = ["DataFile", "create_data_files", "discard", "take_plain_names"]
@@ -94,7 +95,7 @@ def create_data_files(
             try:
                 opened = disk.open_new(path, direct=direct)
             except BaseException:
-                if link is not None and not _is_gone(disk, link):
+                if link is not None and not is_gone(disk.unlink, link):
                     not_removed.append(link)
                 raise
             files.append(DataFile(number, name.committed, opened, link))
@@ -150,15 +151,7 @@ def discard(disk: Disk, files: Sequence[DataFile]) -> list[str]:
         with contextlib.suppress(StorageError):
             disk.close(file.file)
         paths = [file.file.path] if file.link is None else [file.file.path, file.link]
-        while paths and _is_gone(disk, paths[0]):
+        while paths and is_gone(disk.unlink, paths[0]):
             del paths[0]
         left += paths
     return left
-
-
-def _is_gone(disk: Disk, path: str) -> bool:
-    try:
-        disk.unlink(path)
-    except StorageError as error:
-        return error.errno == errno.ENOENT
-    return True

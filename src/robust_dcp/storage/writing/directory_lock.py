@@ -50,7 +50,7 @@ class DirectoryLock:
         self.is_proof = file is not None
         self._disk = disk
         self._path = path
-        self._let_go = weakref.finalize(self, _let_go, disk, path, file)
+        self._finalizer = weakref.finalize(self, _release, disk, path, file)
 
     @classmethod
     def take(cls, disk: Disk, directory: str, *, save_id: str, shared: bool = False) -> DirectoryLock:
@@ -92,16 +92,16 @@ class DirectoryLock:
                         _write_holder(disk, file, save_id)
                     return cls(disk, path, file)
             except BaseException:
-                _let_go(disk, path, file)
+                _release(disk, path, file)
                 raise
             disk.close(file)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """The save is over: the next one may begin."""
-        self._let_go()
+        self._finalizer()
 
 
-def _let_go(disk: Disk, path: str, file: OpenFile | None) -> None:
+def _release(disk: Disk, path: str, file: OpenFile | None) -> None:
     if file is None:
         return
     try:

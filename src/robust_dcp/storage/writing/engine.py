@@ -25,9 +25,8 @@ from robust_dcp.storage.layouts.footer import FileSums
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements, slots_of
 from robust_dcp.storage.writing.data_files import DataFile, create_data_files, discard, take_plain_names
 from robust_dcp.storage.writing.item_source import ItemSource
-from robust_dcp.storage.writing.large_record import Outlet
-from robust_dcp.storage.writing.paged_file import PagedFile
-from robust_dcp.storage.writing.steps import FileSteps, Step, StepQueue, Surroundings
+from robust_dcp.storage.writing.paged_file import FileOutput, PagedFile
+from robust_dcp.storage.writing.steps import FileSteps, Step, StepQueue, WriteContext
 from robust_dcp.storage.writing.stripes import stripe_directories
 from robust_dcp.storage.writing.write_options import BLOCKS_PER_THREAD, WriteOptions
 from robust_dcp.storage.writing.write_order import write_orders
@@ -92,7 +91,7 @@ def write_files(
         PlanConflict: if an item is not what was planned.
         RobustCheckpointError: if an item cannot be resolved; names the item.
     """
-    stripes = stripe_directories(disk, directory, options.stripe_paths) if options.stripe_paths else []
+    stripes = stripe_directories(disk, directory, options.stripes) if options.stripe_paths else []
     not_removed = [] if not_removed is None else not_removed
     direct = options.direct is not False
     files = create_data_files(
@@ -102,17 +101,17 @@ def write_files(
         page_nbytes = _page_nbytes(files, options)
         threads, block_nbytes = options.fitted(page_nbytes)
         orders = write_orders(placements, source, block_nbytes, page_nbytes, layout)
-        crew = _Crew(check_stop, sum(placements.file_nbytes))
+        workers = _Workers(check_stop, sum(placements.file_nbytes))
         with POOL.lease(block_nbytes, threads * BLOCKS_PER_THREAD) as lease:
-            around = Surroundings(source, slots_of(placements, known_places), crew.stop_if_told, mark)
+            context = WriteContext(source, slots_of(placements, known_places), workers.stop_if_told, mark)
             steps = []
             for file, order, nbytes in zip(files, orders, placements.file_nbytes, strict=True):
                 disk.preallocate(file.file, -(-nbytes // page_nbytes) * page_nbytes)
-                paged = PagedFile(disk, file.file, page_nbytes, crew.wrote, must_be_direct=options.direct is True)
-                outlet = Outlet(paged, lease, crew.copies, FileSums() if options.checksums else None)
-                steps.append(FileSteps(file, order, nbytes, outlet, around))
+                paged = PagedFile(disk, file.file, page_nbytes, workers.wrote, must_be_direct=options.direct is True)
+                output = FileOutput(paged, lease, workers.copies, FileSums() if options.checksums else None)
+                steps.append(FileSteps(file, order, nbytes, output, context))
             # The last file may hold what only one thread can write: it comes first.
-            crew.run(StepQueue(steps[::-1]), threads)
+            workers.run(StepQueue(steps[::-1]), threads)
         plain = layout.file_names(rank, placements.head_nbytes, mark, plain=True)
         are_plain = take_plain_names(disk, directory, files, plain)
         for place in (directory, *stripes):
@@ -122,7 +121,7 @@ def write_files(
         raise
     return WrittenFiles(
         are_plain=are_plain,
-        variable_places=np.array([place[1:] for place in sorted(around.appended)], dtype=np.int64).reshape(-1, 2),
+        variable_places=np.array([place[1:] for place in sorted(context.appended)], dtype=np.int64).reshape(-1, 2),
         names=tuple(file.committed_name for file in files),
         nbytes=sum(file.nbytes for file in files),
         how=tuple(sorted({_how(file) for file in files})),
@@ -163,7 +162,7 @@ class _SiblingFailed(Exception):
     """Another thread of this rank failed; its error is the one to raise."""
 
 
-class _Crew:
+class _Workers:
     """The threads of one save."""
 
     def __init__(self, check_stop: Callable[[int, int], None], total_nbytes: int) -> None:

@@ -8,69 +8,32 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
-import numpy as np
-
-from robust_dcp.staging import Block, BlockLease, DeviceCopies, TensorBytes, memory_at
+from robust_dcp.staging import Block, TensorBytes, memory_at
 from robust_dcp.storage.layouts import Frame
-from robust_dcp.storage.layouts.footer import FileSums
-from robust_dcp.storage.records.block_sums import joined, merged, sums_of
+from robust_dcp.storage.records.block_sums import joined, merged
 from robust_dcp.storage.writing.copy_checked import copy_checked
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors, planned_tensor
-from robust_dcp.storage.writing.paged_file import PagedFile
+from robust_dcp.storage.writing.paged_file import FileOutput
 from robust_dcp.storage.writing.write_order import LargeRecord
 
-__all__ = ["LargePiece", "Outlet", "PayloadRange", "cut", "finish_record", "large_pieces"]
+__all__ = ["LargePiece", "PayloadRange", "cut", "finish_record", "large_pieces"]
 
 
-@dataclass(frozen=True)
-class Outlet:
-    """What the bytes of one file pass through.
-
-    Attributes:
-        file: where they go to.
-        lease: of the blocks of memory.
-        copies: from a device.
-        sums: where the CRC-32s of the items' data are kept for the footer or the head of the file; ``None`` if none are
-            computed: 0 stands for them then.
-    """
-
-    file: PagedFile
-    lease: BlockLease
-    copies: DeviceCopies
-    sums: FileSums | None = None
-
-    @property
-    def checksums(self) -> bool:
-        """Whether CRC-32s are computed."""
-        return self.sums is not None
-
-    def sums_of(self, data: memoryview, begin: int = 0) -> list[int]:
-        """The CRC-32s of ``data``, as of the function of that name; none if none are wanted."""
-        return sums_of(data, begin) if self.checksums else []
-
-    def note(self, offset: int, nbytes: int, sums: Sequence[int]) -> None:
-        """Keep the CRC-32s of the blocks of an item's data, which lies at ``offset`` in the file."""
-        if self.sums is not None:
-            columns = np.array([offset], dtype=np.int64), np.array([nbytes], dtype=np.int64)
-            self.sums.add(*columns, np.array(sums, dtype=np.uint32))
-
-
-def cut(payload_at: int, nbytes: int, outlet: Outlet) -> Iterator[tuple[int, int]]:
+def cut(payload_at: int, nbytes: int, output: FileOutput) -> Iterator[tuple[int, int]]:
     """Ranges of a payload, front to back, each of which fits into a block; one of no bytes for an empty payload.
 
     Args:
         payload_at: where the payload begins in the file.
     """
     begin = 0
-    room = outlet.lease.block_nbytes - payload_at % outlet.file.page_nbytes
+    room = output.lease.block_nbytes - payload_at % output.file.page_nbytes
     while True:
         end = min(begin + room, nbytes)
         yield begin, end
         if end == nbytes:
             return
-        begin, room = end, outlet.lease.block_nbytes
+        begin, room = end, output.lease.block_nbytes
 
 
 class PayloadRange:
@@ -81,8 +44,8 @@ class PayloadRange:
         offset: where byte ``begin`` goes to in the file.
     """
 
-    def __init__(self, outlet: Outlet, data: TensorBytes, begin: int, end: int, offset: int) -> None:
-        self._outlet = outlet
+    def __init__(self, output: FileOutput, data: TensorBytes, begin: int, end: int, offset: int) -> None:
+        self._output = output
         self._data = data
         self._begin, self._end = begin, end
         self._offset = offset
@@ -91,23 +54,23 @@ class PayloadRange:
 
     def begin_copy(self) -> bool:
         """Begin the copy if it will go on by itself, and say whether it does."""
-        outlet = self._outlet
-        runs = outlet.copies.can_run_ahead(self._data)
+        output = self._output
+        runs = output.copies.can_run_ahead(self._data)
         if runs:
-            self._block = outlet.lease.take()
-            self._wait = outlet.copies.begin(self._data, self._begin, self._end, self._block, self._at)
+            self._block = output.lease.take()
+            self._wait = output.copies.begin(self._data, self._begin, self._end, self._block, self._at)
         return runs
 
     def write(self) -> list[int]:
         """Write the range; the CRC-32s of its pieces, as of ``sums_of``."""
         straight = self._straight()
         if straight is not None:
-            sums = self._outlet.sums_of(straight, self._begin)
-            self._outlet.file.write(self._offset, straight)
+            sums = self._output.sums_of(straight, self._begin)
+            self._output.file.write(self._offset, straight)
             return sums
         try:
             sums, copied = self._copied()
-            self._outlet.file.write(self._offset, copied)
+            self._output.file.write(self._offset, copied)
         finally:
             self.drop()
         return sums
@@ -117,30 +80,30 @@ class PayloadRange:
         if self._block is not None:
             if self._wait is not None:
                 self._wait()  # nobody else may have the block while a device copies into it
-            self._outlet.lease.give_back(self._block)
+            self._output.lease.give_back(self._block)
             self._block = self._wait = None
 
     def _straight(self) -> memoryview | None:
         data = self._data
-        if data.address is None or not self._outlet.file.takes(data.address + self._begin, self._offset):
+        if data.address is None or not self._output.file.takes(data.address + self._begin, self._offset):
             return None
         return memory_at(data.address + self._begin, self._end - self._begin)
 
     def _copied(self) -> tuple[list[int], memoryview]:
         """The CRC-32s of the range, and its bytes in the block."""
-        outlet, at, nbytes = self._outlet, self._at, self._end - self._begin
+        output, at, nbytes = self._output, self._at, self._end - self._begin
         if self._block is not None and self._wait is not None:
             self._wait()
             copied = self._block.view[at : at + nbytes]
-            return outlet.sums_of(copied, self._begin), copied
-        self._block = block = outlet.lease.take()
-        sums = copy_checked(self._data, self._begin, self._end, block, at, checksums=outlet.checksums)
+            return output.sums_of(copied, self._begin), copied
+        self._block = block = output.lease.take()
+        sums = copy_checked(self._data, self._begin, self._end, block, at, checksums=output.checksums)
         return sums, block.view[at : at + nbytes]
 
     @property
     def _at(self) -> int:
         """Where in the block: pages of the file are pages of the block."""
-        return self._offset % self._outlet.file.page_nbytes
+        return self._offset % self._output.file.page_nbytes
 
 
 class LargePiece:
@@ -157,7 +120,7 @@ class LargePiece:
         record = self._record
         with NamedErrors(record.source, record.place):
             self._range = PayloadRange(
-                record.outlet, record.data(), self._begin, self._end, record.payload_at + self._begin
+                record.output, record.data(), self._begin, self._end, record.payload_at + self._begin
             )
             return self._range.begin_copy()
 
@@ -174,15 +137,15 @@ class LargePiece:
             self._range.drop()
 
 
-def large_pieces(large: LargeRecord, source: ItemSource, outlet: Outlet) -> Iterator[LargePiece]:
+def large_pieces(large: LargeRecord, source: ItemSource, output: FileOutput) -> Iterator[LargePiece]:
     """The pieces of a record, in order; they may be written by several threads."""
-    record = _Record(large, source, outlet)
+    record = _Record(large, source, output)
     for number, (begin, end) in enumerate(record.ranges):
         yield LargePiece(record, number, begin, end)
 
 
 def finish_record(
-    outlet: Outlet, offset: int, template: Frame, ranges: Sequence[tuple[int, int]], sums: Sequence[Sequence[int]]
+    output: FileOutput, offset: int, template: Frame, ranges: Sequence[tuple[int, int]], sums: Sequence[Sequence[int]]
 ) -> None:
     """Write what stands before and after a payload, and keep its checksums.
 
@@ -193,25 +156,25 @@ def finish_record(
     """
     nbytes = template.payload_nbytes
     blocks: list[int] = []
-    if outlet.checksums:
+    if output.checksums:
         blocks = merged((begin, end, some) for (begin, end), some in zip(ranges, sums, strict=True))
     checksum = joined(blocks, nbytes)
     payload_at = offset + template.header_nbytes
-    outlet.file.put(offset, template.header(checksum))
-    outlet.file.put(payload_at + nbytes, template.trailer(checksum))
-    outlet.note(payload_at, nbytes, blocks)
+    output.file.put(offset, template.header(checksum))
+    output.file.put(payload_at + nbytes, template.trailer(checksum))
+    output.note(payload_at, nbytes, blocks)
 
 
 class _Record:
     """What the pieces of one record share: the data while they are written, and their checksums."""
 
-    def __init__(self, large: LargeRecord, source: ItemSource, outlet: Outlet) -> None:
+    def __init__(self, large: LargeRecord, source: ItemSource, output: FileOutput) -> None:
         self.place = large.place
         self.source = source
-        self.outlet = outlet
+        self.output = output
         self._large = large
         self.payload_at = large.offset + large.template.header_nbytes
-        self.ranges = list(cut(self.payload_at, large.template.payload_nbytes, outlet))
+        self.ranges = list(cut(self.payload_at, large.template.payload_nbytes, output))
         self._sums: list[Sequence[int]] = [()] * len(self.ranges)
         self._missing = len(self.ranges)
         self._data: TensorBytes | None = None
@@ -231,6 +194,6 @@ class _Record:
             if self._missing:
                 return
             self._data = None
-        outlet, large = self.outlet, self._large
-        outlet.file.leave(large.offset - large.gap_before, large.gap_before)
-        finish_record(outlet, large.offset, large.template, self.ranges, self._sums)
+        output, large = self.output, self._large
+        output.file.skip(large.offset - large.gap_before, large.gap_before)
+        finish_record(output, large.offset, large.template, self.ranges, self._sums)

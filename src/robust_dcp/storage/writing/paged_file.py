@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from robust_dcp.errors import StorageError
-from robust_dcp.staging import aligned_bytes
+from robust_dcp.staging import BlockLease, DeviceCopies, aligned_bytes
 from robust_dcp.storage.files.alignment import BUFFERED, Alignment
 from robust_dcp.storage.files.disk import Disk, OpenFile
-from robust_dcp.storage.writing.seams import Run, Seams
+from robust_dcp.storage.layouts.footer import FileSums
+from robust_dcp.storage.records.block_sums import sums_of
+from robust_dcp.storage.writing.shared_pages import Run, SharedPages
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["PagedFile"]
+__all__ = ["FileOutput", "PagedFile"]
 
 _RUN_NBYTES = 256 << 10
 """Shared pages go out once there are so many bytes of them: next to each other, most of them go in one write."""
@@ -50,7 +55,7 @@ class PagedFile:
         self.page_nbytes = page_nbytes
         self._wrote = wrote
         self._must_be_direct = must_be_direct
-        self._seams = Seams(page_nbytes)
+        self._shared_pages = SharedPages(page_nbytes)
         self._switching = threading.Lock()
 
     @property
@@ -92,13 +97,13 @@ class PagedFile:
         """Add bytes that are few, from anywhere in memory."""
         if not memoryview(data):
             return
-        self._seams.put(offset, data)
-        self._write_runs(self._seams.take(_RUN_NBYTES // self.page_nbytes or 1))
+        self._shared_pages.put(offset, data)
+        self._write_runs(self._shared_pages.take(_RUN_NBYTES // self.page_nbytes or 1))
 
-    def leave(self, offset: int, nbytes: int) -> None:
+    def skip(self, offset: int, nbytes: int) -> None:
         """Leave a short gap: nothing else will be written there. A gap of pages need not be told."""
         if nbytes:
-            self._seams.leave(offset, nbytes)
+            self._shared_pages.skip(offset, nbytes)
 
     def finish(self, nbytes: int) -> None:
         """Write what waits, set the file's length, make it durable and close it; call it once, at the end.
@@ -106,7 +111,7 @@ class PagedFile:
         Raises:
             StorageError: a call failed; after a failed fsync the file is given up.
         """
-        self._write_runs(self._seams.take_all())
+        self._write_runs(self._shared_pages.take_all())
         self._disk.truncate(self._file, nbytes)  # the last page is a whole one as well
         self._disk.fsync(self._file)
         self._disk.close(self._file)
@@ -138,3 +143,36 @@ class PagedFile:
                     self._disk.use_page_cache(self._file, f"a direct write was refused: {error.message}")
             self._disk.pwrite(self._file, data, offset)
         self._wrote(sum(map(len, parts)))
+
+
+@dataclass(frozen=True)
+class FileOutput:
+    """What the bytes of one file pass through.
+
+    Attributes:
+        file: where they go to.
+        lease: of the blocks of memory.
+        copies: from a device.
+        sums: where the CRC-32s of the items' data are kept for the footer or the head of the file; ``None`` if none are
+            computed: 0 stands for them then.
+    """
+
+    file: PagedFile
+    lease: BlockLease
+    copies: DeviceCopies
+    sums: FileSums | None = None
+
+    @property
+    def checksums(self) -> bool:
+        """Whether CRC-32s are computed."""
+        return self.sums is not None
+
+    def sums_of(self, data: memoryview, begin: int = 0) -> list[int]:
+        """The CRC-32s of ``data``, as of the function of that name; none if none are wanted."""
+        return sums_of(data, begin) if self.checksums else []
+
+    def note(self, offset: int, nbytes: int, sums: Sequence[int]) -> None:
+        """Keep the CRC-32s of the blocks of an item's data, which lies at ``offset`` in the file."""
+        if self.sums is not None:
+            columns = np.array([offset], dtype=np.int64), np.array([nbytes], dtype=np.int64)
+            self.sums.add(*columns, np.array(sums, dtype=np.uint32))

@@ -10,12 +10,11 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Final
 
-from robust_dcp.errors import RobustCheckpointError, StorageError
+from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import (
     INDEX_NAME,
@@ -26,42 +25,24 @@ from robust_dcp.storage.files.paths import (
     metadata_name,
     writer_of,
 )
-from robust_dcp.storage.layouts import FileName, Layout
+from robust_dcp.storage.layouts import Layout
 from robust_dcp.storage.layouts.marks import is_of_save
-from robust_dcp.storage.writing.commit import BEFORE_RENAME, CHECK, commit_metadata, remove_superseded
+from robust_dcp.storage.writing.commit import BEFORE_RENAME, CHECK, MetadataToPublish, commit_metadata
 from robust_dcp.storage.writing.committed import Committed, committed_in, remember
 from robust_dcp.storage.writing.directory_lock import DirectoryLock
 from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.storage.writing.journal import Journal, journals_in
 from robust_dcp.storage.writing.leftovers import LeftOvers, find_left_overs, named_by_ranks, tell_what_stays
-from robust_dcp.storage.writing.stripes import remove_targets
+from robust_dcp.storage.writing.removal import is_gone, name_left_over, remove_data_files
 
-__all__ = ["MetadataToPublish", "SaveDirectory", "name_left_over"]
+__all__ = ["SaveDirectory"]
 
 logger = logging.getLogger(__name__)
 
 _NOT_OURS_TO_EMPTY: Final = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT})
-_SHOWN: Final = 20
 
 _CHECK_THREADS: Final = 8
 """One question to a network file system takes about a millisecond, and thousands of files may be asked about."""
-
-
-@dataclass(frozen=True)
-class MetadataToPublish:
-    """What a commit makes visible.
-
-    Attributes:
-        fragments: the bytes of ``.metadata``, one after the other.
-        files: the data files that it names.
-        renames: those whose names change with the commit.
-        index: the bytes of the index, one after the other; none if there is to be none.
-    """
-
-    fragments: Sequence[bytes | memoryview]
-    files: Collection[str]
-    renames: Sequence[FileName] = ()
-    index: Sequence[bytes | memoryview] = ()
 
 
 class SaveDirectory:
@@ -95,7 +76,7 @@ class SaveDirectory:
         self._unmarked: dict[str, tuple[int, int, int] | None] = {}
         self._journal: Journal | None = None
         self._own: set[str] = set()
-        self._stuck: list[str] = []
+        self._not_removed: list[str] = []
         self._has_replaced = False
         self._has_index = False
         self._replaced: Committed | None = None
@@ -124,7 +105,7 @@ class SaveDirectory:
                 operation="begin",
             )
         if is_committed and not self._layout.may_share_directory:
-            raise self._company("a committed checkpoint")
+            raise self._cannot_share("a committed checkpoint")
         self._names = tuple(self._disk.list_directory(self.path))
 
     def announce(self, *, ranks: int, files: int | None) -> None:
@@ -143,7 +124,7 @@ class SaveDirectory:
         try:
             self._announce(ranks, files, is_locked=self._lock.is_proof)
         except BaseException:
-            self.let_go()
+            self.release()
             raise
 
     def _announce(self, ranks: int, files: int | None, *, is_locked: bool) -> None:
@@ -173,7 +154,7 @@ class SaveDirectory:
         if not self._layout.may_share_directory:
             for name in self._names:
                 if name.endswith(SAFETENSORS_SUFFIX) and name not in self._found.files:
-                    raise self._company(name)
+                    raise self._cannot_share(name)
 
     def share(self) -> None:
         """Take the directory together with other ranks that each commit by themselves; before this one writes.
@@ -185,7 +166,7 @@ class SaveDirectory:
             self._lock = DirectoryLock.take(self._disk, self.path, save_id=self.save_id, shared=True)
             self._at_begin = self._committed()
 
-    def _company(self, present: str) -> StorageError:
+    def _cannot_share(self, present: str) -> StorageError:
         """Readers of safetensors take every file of a directory: what they would find there must all be this save's."""
         return StorageError(
             f"{self.path} holds {present}: readers of safetensors take every file of a directory, so a checkpoint with "
@@ -204,9 +185,9 @@ class SaveDirectory:
         self._own |= {*written.uncommitted_names, *written.names}
 
     @property
-    def stuck(self) -> list[str]:
+    def not_removed(self) -> list[str]:
         """Paths of files that this rank made and could not remove; whoever finds one adds it."""
-        return self._stuck
+        return self._not_removed
 
     def check_own(self, files: Collection[str]) -> None:
         """Make sure, right before the commit, that data files are still as this save has written them.
@@ -296,7 +277,7 @@ class SaveDirectory:
             self._tidy_up(self._replaced, self._committed_files)
         except Exception as error:  # the checkpoint is committed: whatever this is, the save has succeeded
             logger.warning("%s is committed, but not tidied up: %s", self.path, error)
-            self.let_go()
+            self.release()
 
     def _committed(self) -> Committed | None:
         return committed_in(self._disk, self._path_of(self._metadata_name))
@@ -326,7 +307,7 @@ class SaveDirectory:
                 self._is_removed(self._path_of(name))
         if replaced is None or replaced.files.isdisjoint(left):
             self._is_removed(self._journal.path)
-        self.let_go()
+        self.release()
         # Else a power cut could bring the journal back, which then would answer for the files of this checkpoint.
         self._disk.fsync_directory(self.path)
 
@@ -365,8 +346,8 @@ class SaveDirectory:
         if self._journal is not None:
             names |= {f"{name}.{mark_of(self.save_id)}.tmp" for name in (self._metadata_name, INDEX_NAME)}
         left = [self._path_of(name) for name in self._remove(names)]
-        left += [path for path in self._stuck if not self._is_removed(path)]
-        self._stuck = []
+        left += [path for path in self._not_removed if not self._is_removed(path)]
+        self._not_removed = []
         return left
 
     def _is_mine(self, name: str) -> bool:
@@ -384,18 +365,18 @@ class SaveDirectory:
         left = []
         if self._journal is not None and not self._is_removed(self._journal.path):
             left.append(self._journal.path)
-        self.let_go()
+        self.release()
         self._journal = None
-        left += [path for path in reversed(self._made) if not _is_gone(self._disk.rmdir, path, _NOT_OURS_TO_EMPTY)]
+        left += [path for path in reversed(self._made) if not is_gone(self._disk.rmdir, path, _NOT_OURS_TO_EMPTY)]
         self._made = []
         return left
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """The save is over. If it has left files, its journal says which, and the next save removes them."""
         if self._lock is not None:
-            self._lock.let_go()
+            self._lock.release()
 
-    def take_back(self, error: BaseException) -> None:
+    def roll_back(self, error: BaseException) -> None:
         """Remove what all ranks have made, on a coordinator whose commit has failed and who cannot ask them.
 
         Args:
@@ -403,7 +384,7 @@ class SaveDirectory:
         """
         left = [] if self.may_be_committed else self.remove_files()
         if left or self.may_be_committed:
-            self.let_go()
+            self.release()
         else:
             left = self.remove_directories()
         name_left_over(error, left)
@@ -429,34 +410,10 @@ class SaveDirectory:
         return True
 
     def _remove(self, names: Collection[str], keep: Collection[str] = ()) -> list[str]:
-        doomed = set(names) - set(keep)
-        left = remove_targets(self._disk, self.path, doomed)
-        return left + remove_superseded(self._disk, self.path, doomed - set(left), keep=keep)
+        return remove_data_files(self._disk, self.path, names, keep=keep)
 
     def _is_removed(self, path: str) -> bool:
-        return _is_gone(self._disk.unlink, path)
+        return is_gone(self._disk.unlink, path)
 
     def _path_of(self, name: str) -> str:
         return os.path.join(self.path, name)
-
-
-def _is_gone(remove: Callable[[str], None], path: str, harmless: Collection[int] = (errno.ENOENT,)) -> bool:
-    """Remove ``path``; whether that worked, or failed as it may."""
-    try:
-        remove(path)
-    except StorageError as error:
-        return error.errno in harmless
-    return True
-
-
-def name_left_over(error: BaseException, paths: Collection[str]) -> None:
-    """Name in the error of a failed save what it has made and could not remove."""
-    if not paths:
-        return
-    named = sorted(set(paths))
-    shown = ", ".join(named[:_SHOWN]) + (f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else "")
-    told = f"what the failed save has made and could not remove: {shown}; the next save into that directory tries again"
-    if isinstance(error, RobustCheckpointError):
-        error.message = f"{error.message}; {told}"
-    else:
-        logger.warning("%s", told)

@@ -18,11 +18,12 @@ from robust_dcp.storage.layouts.places import Slot
 from robust_dcp.storage.writing.append import Appended, append_items
 from robust_dcp.storage.writing.data_files import DataFile
 from robust_dcp.storage.writing.item_source import ItemSource
-from robust_dcp.storage.writing.large_record import Outlet, large_pieces
+from robust_dcp.storage.writing.large_record import large_pieces
 from robust_dcp.storage.writing.pack import Block, Packing
+from robust_dcp.storage.writing.paged_file import FileOutput
 from robust_dcp.storage.writing.write_order import WriteOrder
 
-__all__ = ["FileSteps", "Step", "StepQueue", "Surroundings"]
+__all__ = ["FileSteps", "Step", "StepQueue", "WriteContext"]
 
 SMALL_NBYTES: Final = 16 << 10
 """Where records are smaller than this on average, what Python does for each outweighs copies and checksums."""
@@ -40,7 +41,7 @@ class Step(Protocol):
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class WriteContext:
     """What the steps of all files of a rank share.
 
     Attributes:
@@ -63,26 +64,26 @@ class FileSteps:
     """One file on its way: its steps, in order, and how many of them are under way."""
 
     def __init__(
-        self, file: DataFile, order: WriteOrder, fixed_nbytes: int, outlet: Outlet, around: Surroundings
+        self, file: DataFile, order: WriteOrder, fixed_nbytes: int, output: FileOutput, context: WriteContext
     ) -> None:
         self._file = file
-        self._mark = around.mark
-        self._outlet = outlet
-        self._steps = self._in_order(order, fixed_nbytes, around)
+        self._mark = context.mark
+        self._output = output
+        self._steps = self._in_order(order, fixed_nbytes, context)
         self._head = order.head
         self._under_way = 0
         self._exhausted = False
         self._lock = threading.Lock()
         file.nbytes = fixed_nbytes
 
-    def _in_order(self, order: WriteOrder, fixed_nbytes: int, around: Surroundings) -> Iterator[Step]:
+    def _in_order(self, order: WriteOrder, fixed_nbytes: int, context: WriteContext) -> Iterator[Step]:
         for piece in order.fixed:
             if isinstance(piece, Block):
-                yield _PackedBlock(piece, self._outlet, around)
+                yield _PackedBlock(piece, self._output, context)
             else:
-                yield from large_pieces(piece, around.source, self._outlet)
+                yield from large_pieces(piece, context.source, self._output)
         if order.variable:
-            yield _Appended(self._file, order.variable, fixed_nbytes, self._outlet, around)
+            yield _Appended(self._file, order.variable, fixed_nbytes, self._output, context)
 
     def take(self) -> Step | None:
         """The next step; ``None`` after the last. :meth:`done` follows each."""
@@ -106,16 +107,16 @@ class FileSteps:
             self._finish()
 
     def _finish(self) -> None:
-        file, outlet = self._file, self._outlet
-        sums = FileSums().columns() if outlet.sums is None else outlet.sums.columns()
+        file, output = self._file, self._output
+        sums = FileSums().columns() if output.sums is None else output.sums.columns()
         footer = b""
         if self._head is not None:
-            outlet.file.put(0, self._head.encode(self._mark, sums if outlet.checksums else None))
+            output.file.put(0, self._head.encode(self._mark, sums if output.checksums else None))
         else:
             footer = footer_of(self._mark, file.nbytes, sums)
-            outlet.file.put(file.nbytes, footer)
-        outlet.file.finish(file.nbytes + len(footer))
-        file.digest = sums.digest if outlet.checksums else None
+            output.file.put(file.nbytes, footer)
+        output.file.finish(file.nbytes + len(footer))
+        file.digest = sums.digest if output.checksums else None
 
 
 class StepQueue:
@@ -144,68 +145,72 @@ class StepQueue:
 class _PackedBlock:
     """Records that go out in one write."""
 
-    def __init__(self, block: Block, outlet: Outlet, around: Surroundings) -> None:
+    def __init__(self, block: Block, output: FileOutput, context: WriteContext) -> None:
         self._block = block
-        self._outlet = outlet
-        self._around = around
+        self._output = output
+        self._context = context
         self._memory: Memory | None = None
         self._packing: Packing | None = None
 
     def prepare(self) -> bool:
-        return bool(self._block.large) and self._begin().begin_copies(self._outlet.copies)
+        return bool(self._block.large) and self._begin().begin_copies(self._output.copies)
 
     def write(self) -> None:
-        block, file = self._block, self._outlet.file
+        block, file = self._block, self._output.file
         packing = self._packing or self._begin()
         # Many small items are work for the interpreter, which runs one thread at a time: two that take turns at
         # every call that lets go of the GIL need twice the time of one. So one packs while the others write.
         is_small = block.nbytes < SMALL_NBYTES * len(block.places)
-        with self._around.packing if is_small else nullcontext():
+        with self._context.packing if is_small else nullcontext():
             sums = packing.pack()
-        if self._outlet.sums is not None:
-            self._outlet.sums.add(block.offset + block.payload, block.payload_nbytes, sums)
-        self._around.check_stop()
-        file.leave(block.offset - block.gap_before, block.gap_before)
+        if self._output.sums is not None:
+            self._output.sums.add(block.offset + block.payload, block.payload_nbytes, sums)
+        self._context.check_stop()
+        file.skip(block.offset - block.gap_before, block.gap_before)
         file.write(block.offset, *packing.parts())
 
     def drop(self) -> None:
         if self._packing is not None:
             self._packing.drop()
         if self._memory is not None:
-            self._outlet.lease.give_back(self._memory)
+            self._output.lease.give_back(self._memory)
         self._packing = self._memory = None
 
     def _begin(self) -> Packing:
-        outlet = self._outlet
-        self._memory = outlet.lease.take()
-        self._packing = Packing(self._block, self._around.source, outlet.file, self._memory, checksums=outlet.checksums)
+        output = self._output
+        self._memory = output.lease.take()
+        self._packing = Packing(
+            self._block, self._context.source, output.file, self._memory, checksums=output.checksums
+        )
         return self._packing
 
 
 class _Appended:
     """The items of variable size of a file."""
 
-    def __init__(self, file: DataFile, places: Sequence[int], after: int, outlet: Outlet, around: Surroundings) -> None:
+    def __init__(
+        self, file: DataFile, places: Sequence[int], after: int, output: FileOutput, context: WriteContext
+    ) -> None:
         self._file = file
         self._places = places
         self._after = after
-        self._outlet = outlet
-        self._around = around
+        self._output = output
+        self._context = context
 
     def prepare(self) -> bool:
         return False
 
     def write(self) -> None:
-        around = self._around
+        context = self._context
         appended, self._file.nbytes = append_items(
             self._places,
-            around.slots,
-            around.source,
-            self._outlet,
+            context.slots,
+            context.source,
+            self._output,
             after=self._after,
-            check_stop=around.check_stop,
+            check_stop=context.check_stop,
         )
-        around.appended.extend(appended)
+        context.appended.extend(appended)
 
     def drop(self) -> None:
         pass

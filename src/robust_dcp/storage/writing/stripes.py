@@ -1,21 +1,20 @@
 """Where the data files of a checkpoint lie when they are spread over several mounts.
 
 Owns the directories on those mounts, and which files in them may be removed. The checkpoint's directory holds a
-symbolic link of the same name for each file, so that every reader finds it. Called by ``data_files`` and ``writer``.
+symbolic link of the same name for each file, so that every reader finds it. Called by ``data_files``, ``removal`` and
+``writer``.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import committed_name, is_data_file
 
-__all__ = ["remove_targets", "stripe_directories", "stripe_of"]
+__all__ = ["remove_target", "stripe_directories", "stripe_of"]
 
 
 def stripe_directories(disk: Disk, directory: str, stripe_paths: Sequence[str]) -> list[str]:
@@ -33,30 +32,19 @@ def stripe_of(rank: int, number: int, directories: Sequence[str]) -> str:
     return directories[(rank + number) % len(directories)]
 
 
-def remove_targets(disk: Disk, directory: str, names: Iterable[str]) -> list[str]:
-    """Remove what the links ``names`` in ``directory`` lead to, if it belongs to this checkpoint; the links stay.
+def remove_target(disk: Disk, directory: str, name: str) -> None:
+    """Remove what the link ``name`` in ``directory`` leads to, if it belongs to this checkpoint; the link stays.
 
-    Targets go before links: a link without a target is found and removed by the next commit, a target without a link
-    by nobody.
-
-    Returns:
-        those of ``names`` whose targets are still there.
+    Raises:
+        StorageError: it cannot be removed, or has gone already.
     """
-    left = []
-    for name in sorted(names):
-        if not is_data_file(name):
-            continue
-        path = os.path.join(directory, name)
-        try:
-            target = disk.resolve(path)
-            is_ours = os.path.basename(os.path.dirname(target)) == _name(disk, directory)
-            same_name = committed_name(os.path.basename(target)) == committed_name(name)
-            if is_ours and same_name and target != path:
-                disk.unlink(target)
-        except StorageError as error:
-            if error.errno != errno.ENOENT:
-                left.append(name)
-    return left
+    if not is_data_file(name):
+        return
+    path = os.path.join(directory, name)
+    target = disk.resolve(path)
+    is_ours = os.path.basename(os.path.dirname(target)) == _name(disk, directory)
+    if target != path and is_ours and committed_name(os.path.basename(target)) == committed_name(name):
+        disk.unlink(target)
 
 
 def _name(disk: Disk, directory: str) -> str:

@@ -1,14 +1,17 @@
-"""How a rank's files are written: threads, blocks, memory, direct I/O; and what fits the machine where nobody says.
+"""How a rank's files are written: the options of ``RobustWriter``, and what fits the machine where nobody says.
 
-Owns the options of ``engine`` and their defaults. Made by ``writer``.
+Owns the options, their checks and their defaults. Made by users and by ``writer``; ``engine`` asks it.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final
 
+from robust_dcp.storage.files.paths import directory_path
+from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.layouts.places import PAGE_NBYTES
 
 __all__ = ["WriteOptions", "default_buffer_bytes", "default_threads"]
@@ -19,60 +22,111 @@ BLOCK_NBYTES: Final = 8 * _MIB
 BLOCKS_PER_THREAD: Final = 2
 """One that is written while a device copies into the other."""
 
+_FILES_PER_RANK: Final = 2
+"""Threads share a file where I/O is direct; writes through the page cache take turns in one file."""
 
-@dataclass(frozen=True)
+_LEAST: Final = {
+    "threads": 1,
+    "files_per_rank": 1,
+    "block_bytes": PAGE_NBYTES,
+    "buffer_bytes": BLOCKS_PER_THREAD * PAGE_NBYTES,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
 class WriteOptions:
-    """Options of one rank's writing.
+    """How ``RobustWriter`` writes. An option that is ``None`` is chosen for the machine and the ranks on it.
 
-    Attributes:
-        threads: that write at the same time, each one block.
-        block_bytes: bytes of one write.
-        buffer_bytes: bound of the memory that bytes pass through; blocks get smaller, and threads fewer, to keep it.
-        direct: ``None`` for direct I/O where the file system has it, ``True`` to insist on it, ``False`` for the page
-            cache.
-        stripe_paths: directories on other mounts that take the files; empty for the checkpoint's own.
-        checksums: whether records get the CRC-32 of their data. Without, they get 0, as from ``torch.save`` after
-            ``torch.serialization.set_crc32_options(False)``, and readers verify nothing.
+    Args:
+        layout: ``"torch"``: files of torch-save records, as stock ``FileSystemReader`` and Megatron-Core read them.
+            ``"safetensors"``: files that ``HuggingFaceStorageReader`` and ``safetensors`` read, and beside them one
+            file of records a rank for what these cannot hold (objects, some dtypes), which only ``RobustReader``
+            reads. It takes a directory without a checkpoint, since readers of safetensors read every file of one,
+            and ``RobustPlanner``.
+        threads: that write at the same time, for each rank; by default a few, by cores and ranks of the node.
+        files_per_rank: files that a rank's tensors are spread over, the same on all ranks; by default ``threads`` if
+            that is given, else 2.
+        block_bytes: bytes of one write; by default 8 MiB.
+        buffer_bytes: bound of the memory of each rank that data passes through on its way, whatever the sizes of
+            tensors; by default a 64th of the node's memory, divided over its ranks. Blocks get smaller, and threads
+            fewer, to keep it.
+        direct: ``None`` for direct I/O where the file system has it, ``True`` to insist on it (or ``StorageError``),
+            ``False`` for the page cache.
+        stripe_paths: directories on other mounts over which the files of a rank are spread. The checkpoint's directory
+            then holds symbolic links to them, which all readers follow; who deletes it by hand deletes those as well.
+        checksums: whether records get a CRC-32, which readers of ours verify. Without it they hold 0, as those of
+            ``torch.save`` after ``torch.serialization.set_crc32_options(False)``, and a damaged checkpoint loads.
+        overwrite: whether a committed checkpoint in the directory may be replaced.
+
+    Raises:
+        ValueError: an option is out of range, or a path is a URL (``scheme://…``).
+
+    Example:
+        >>> import torch, robust_dcp, tempfile
+        >>> options = robust_dcp.WriteOptions(threads=2, buffer_bytes=64 << 20, overwrite=False)
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     writer = robust_dcp.RobustWriter(path, options=options)
+        ...     report = robust_dcp.save({"w": torch.ones(4)}, storage_writer=writer)
+        >>> report.peak_buffer_nbytes <= options.buffer_bytes
+        True
     """
 
-    threads: int = 2
-    block_bytes: int = BLOCK_NBYTES
-    buffer_bytes: int = 256 * _MIB
+    layout: str = "torch"
+    threads: int | None = None
+    files_per_rank: int | None = None
+    block_bytes: int | None = None
+    buffer_bytes: int | None = None
     direct: bool | None = None
-    stripe_paths: tuple[str, ...] = ()
+    stripe_paths: Sequence[str | os.PathLike[str]] = ()
     checksums: bool = True
+    overwrite: bool = True
 
     def __post_init__(self) -> None:
-        least = {"threads": 1, "block_bytes": PAGE_NBYTES, "buffer_bytes": BLOCKS_PER_THREAD * PAGE_NBYTES}
-        for name, at_least in least.items():
-            if getattr(self, name) < at_least:
-                raise ValueError(f"{name} must be at least {at_least}, got {getattr(self, name)}")
+        layout_named(self.layout)
+        for name, at_least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < at_least:
+                raise ValueError(f"{name} must be at least {at_least}, got {value}")
+        self.stripes  # noqa: B018 a URL is refused now, not when the save begins
 
-    @classmethod
-    def of_this_machine(
-        cls,
-        *,
-        threads: int | None = None,
-        block_bytes: int | None = None,
-        buffer_bytes: int | None = None,
-        direct: bool | None = None,
-        stripe_paths: tuple[str, ...] = (),
-        checksums: bool = True,
-    ) -> WriteOptions:
-        """The options given, and for the others what fits this machine and the ranks on it."""
-        return cls(
-            threads=default_threads() if threads is None else threads,
-            block_bytes=BLOCK_NBYTES if block_bytes is None else block_bytes,
-            buffer_bytes=default_buffer_bytes() if buffer_bytes is None else buffer_bytes,
-            direct=direct,
-            stripe_paths=stripe_paths,
-            checksums=checksums,
-        )
+    def with_keywords(self, **keywords: Any) -> WriteOptions:
+        """These options, with those of ``keywords`` that are not left at their defaults.
+
+        Raises:
+            ValueError: an option is given here and there, and not the same.
+        """
+        given = WriteOptions(**keywords)
+        changed = {}
+        for field in fields(self):
+            own, keyword = getattr(self, field.name), getattr(given, field.name)
+            if keyword == field.default:
+                continue
+            if own not in (field.default, keyword):
+                raise ValueError(
+                    f"{field.name}={keyword!r} contradicts options, which has {field.name}={own!r}: give it once, or "
+                    f"pass options=dataclasses.replace(options, {field.name}={keyword!r})"
+                )
+            changed[field.name] = keyword
+        return replace(self, **changed)
+
+    @property
+    def n_files(self) -> int:
+        """Files that a rank's tensors are spread over. Part of the plan, so no guess from the machine: all ranks must
+        agree, and may be on different ones."""
+        return next(n for n in (self.files_per_rank, self.threads, _FILES_PER_RANK) if n is not None)
+
+    @property
+    def stripes(self) -> tuple[str, ...]:
+        """``stripe_paths``, absolute."""
+        return tuple(map(directory_path, self.stripe_paths))
 
     def fitted(self, page_nbytes: int) -> tuple[int, int]:
         """(threads, bytes of a block) that together stay within ``buffer_bytes``; blocks are whole pages."""
-        threads = min(self.threads, max(self.buffer_bytes // (BLOCKS_PER_THREAD * page_nbytes), 1))
-        block_nbytes = min(self.block_bytes, self.buffer_bytes // (BLOCKS_PER_THREAD * threads))
+        buffer_bytes = default_buffer_bytes() if self.buffer_bytes is None else self.buffer_bytes
+        threads = default_threads() if self.threads is None else self.threads
+        threads = min(threads, max(buffer_bytes // (BLOCKS_PER_THREAD * page_nbytes), 1))
+        block_nbytes = BLOCK_NBYTES if self.block_bytes is None else self.block_bytes
+        block_nbytes = min(block_nbytes, buffer_bytes // (BLOCKS_PER_THREAD * threads))
         return threads, max(block_nbytes // page_nbytes, 1) * page_nbytes
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +19,7 @@ from robust_dcp.storage.layouts import TORCH, Frame, Head, Layout, PlacedTensor
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors
 from robust_dcp.storage.writing.pack import Block
+from robust_dcp.structure_cache import CACHE, Table
 
 __all__ = ["LargeRecord", "WriteOrder", "write_orders"]
 
@@ -58,9 +58,13 @@ class WriteOrder:
     head: Head | None = None
 
 
-# An entry is immutable, refers to nothing that refers to its key, and so goes with the plan. Where saves by one plan
-# overlap it is made twice at worst.
-_kept: WeakKeyDictionary[Placements, tuple[tuple[int, int], tuple[WriteOrder, ...]]] = WeakKeyDictionary()
+_ITEM_NBYTES = 300
+"""What the order of one item takes, about."""
+
+# Entries are immutable. Where saves by one plan overlap, one is made twice at worst.
+_ORDERS: Table[tuple[Placements, int, int], tuple[WriteOrder, ...]] = CACHE.table(
+    "write orders", lambda key, _: _ITEM_NBYTES * len(key[0].offset), max_nbytes=256 << 20
+)
 
 
 def write_orders(
@@ -86,10 +90,12 @@ def write_orders(
     """
     if len(source) != len(placements.offset):
         raise ValueError(f"expected {len(placements.offset)} items, as many as the plan has places, got {len(source)}")
-    made_for, orders = _kept.get(placements, ((0, 0), ()))
-    if made_for != (block_nbytes, page_nbytes):
+    key = placements, block_nbytes, page_nbytes
+    orders = _ORDERS.get(key)
+    if orders is None:
         orders = _make(placements, source, block_nbytes, page_nbytes, layout)
-        _kept[placements] = ((block_nbytes, page_nbytes), orders)
+        if any(order.fixed for order in orders):  # else these are places of one save, by another planner than ours
+            _ORDERS.put(key, orders)
     return orders
 
 

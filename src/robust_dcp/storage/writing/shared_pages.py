@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Run", "Seams"]
+__all__ = ["Run", "SharedPages"]
 
 Run = tuple[int, list[bytearray]]
 """Pages that follow each other: where the first lies in the file, in bytes, and the pages."""
@@ -26,7 +26,7 @@ class _Page:
         self.covered = 0
 
 
-class Seams:
+class SharedPages:
     """The pages of one file that several pieces share.
 
     Every byte of the file is brought once, as data or as a gap. A page is complete when all of it has been brought.
@@ -54,7 +54,7 @@ class Seams:
                 self._cover(number, page, nbytes)
                 position += nbytes
 
-    def leave(self, offset: int, nbytes: int) -> None:
+    def skip(self, offset: int, nbytes: int) -> None:
         """Bring a gap: it reads as zeros."""
         with self._lock:
             end = offset + nbytes
