@@ -1,10 +1,10 @@
 """Which rank reads what several ranks need, and how it reaches the others: decided by the coordinator, on columns.
 
-Owns the messages, the dealing of reads by bytes, and the rounds in which their bytes are passed on. Pure: never reads
+Owns the messages, the choice of readers by bytes, and the rounds in which their bytes are passed on. Pure: never reads
 nor sends anything. Called by ``plan.sharing``.
 
-Ranks read the same where they read the same box of the same stored item. All ranks have decoded the same bytes of
-``.metadata``, so the place of an item in it names it.
+Ranks need the same where they read the same box of the same stored item into the same dtype. All ranks go by the same
+bytes of metadata, so the place of an item in it names it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ import numpy.typing as npt
 from robust_dcp.errors import ExchangeError
 from robust_dcp.plan.global_plan.writers import by_holders
 from robust_dcp.storage.layouts.balance import deal, fill_up
-from robust_dcp.storage.reading.common_reads import ON_DEVICE
+from robust_dcp.storage.reading.sharable_reads import ON_DEVICE
 
-__all__ = ["PARCEL_NBYTES", "ROUND_NBYTES", "Piece", "ReadColumns", "ReadShare", "deal_reads", "pieces_of"]
+__all__ = ["BUCKET_NBYTES", "ROUND_NBYTES", "Piece", "ReadColumns", "ReadShare", "assign_readers", "pieces_of"]
 
-PARCEL_NBYTES: Final = 8 << 20
-"""At most so many bytes are passed on at once; smaller items are packed."""
+BUCKET_NBYTES: Final = 8 << 20
+"""At most so many bytes are passed on at once; smaller items are packed. A multiple of the size of any element."""
 
 ROUND_NBYTES: Final = 64 << 20
 """At most so many bytes are under way at a rank, in either direction."""
 
 _LARGE_NBYTES: Final = 1 << 20
-"""Smaller items are dealt in the order of their places: what one rank reads then lies together, and is read at once."""
+"""Smaller items are assigned in the order of their places: what one rank reads then lies together, and is read at
+once."""
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -44,7 +45,7 @@ class ReadColumns(msgspec.Struct, frozen=True):
         node: the number of the rank's node.
         items: int32 ``[n]``, the place of the stored item in ``.metadata``.
         boxes: uint64 ``[n]``, which part of it; ``ON_DEVICE`` is set if its bytes stay on devices. Empty if all are 0.
-        nbytes: int64 ``[n]``, of the tensor that is to be filled.
+        nbytes: int64 ``[n]``, of what is to be filled.
     """
 
     node: int
@@ -54,23 +55,25 @@ class ReadColumns(msgspec.Struct, frozen=True):
 
 
 class ReadShare(msgspec.Struct, frozen=True):
-    """The coordinator's word to one rank. A stream is what one rank reads for one set of ranks.
+    """The coordinator's word to one rank. A transfer is what one rank reads for one set of ranks.
 
     Attributes:
         groups: sets of ranks, ascending, that need the same.
-        streams: (place in ``groups``, the rank that reads, whether the bytes stay on devices).
-        stream_of: int32 ``[n]``, the stream of each of the rank's items; -1: it reads that for itself.
-        parcels: int32 ``[p, 3]``, round, stream, number within the stream: in the order in which they are passed on.
+        transfers: (place in ``groups``, the rank that reads, whether the bytes stay on devices).
+        transfer_of: int32 ``[n]``, the transfer of each of the rank's items; -1: it reads that for itself.
+        buckets: int32 ``[p, 3]``, round, transfer, number within it: in the order in which they are passed on.
+        any_on_device: whether bytes stay on devices in the transfer of any rank.
     """
 
     groups: tuple[tuple[int, ...], ...]
-    streams: tuple[tuple[int, int, bool], ...]
-    stream_of: bytes
-    parcels: bytes
+    transfers: tuple[tuple[int, int, bool], ...]
+    transfer_of: bytes
+    buckets: bytes
+    any_on_device: bool
 
 
 class Piece(NamedTuple):
-    """What a parcel holds: items ``first`` to ``last`` of a stream; of the only one, bytes ``begin`` to ``end``."""
+    """What a bucket holds: items ``first`` to ``last`` of a transfer; of the only one, bytes ``begin`` to ``end``."""
 
     first: int
     last: int
@@ -79,17 +82,17 @@ class Piece(NamedTuple):
 
 
 def pieces_of(nbytes: Int64) -> list[Piece]:
-    """The parcels of a stream of items of ``nbytes`` each: packed, or one item in pieces."""
+    """The buckets of a transfer of items of ``nbytes`` each: packed, or one item in pieces."""
     pieces: list[Piece] = []
     first, filled = 0, 0
     for number, size in enumerate(nbytes.tolist()):
-        if filled and filled + size > PARCEL_NBYTES:
+        if filled and filled + size > BUCKET_NBYTES:
             pieces.append(Piece(first, number, 0, filled))
             filled = 0
-        if size > PARCEL_NBYTES:
+        if size > BUCKET_NBYTES:
             pieces += [
-                Piece(number, number + 1, begin, min(size, begin + PARCEL_NBYTES))
-                for begin in range(0, size, PARCEL_NBYTES)
+                Piece(number, number + 1, begin, min(size, begin + BUCKET_NBYTES))
+                for begin in range(0, size, BUCKET_NBYTES)
             ]
             continue
         if not filled:
@@ -100,7 +103,7 @@ def pieces_of(nbytes: Int64) -> list[Piece]:
     return pieces
 
 
-class _Stream(NamedTuple):
+class _Transfer(NamedTuple):
     """``reader`` reads ``needs``, ascending by (item, box), for all ranks of group ``group``."""
 
     group: int
@@ -109,12 +112,13 @@ class _Stream(NamedTuple):
     needs: Rows
 
 
-def deal_reads(
+def assign_readers(
     columns: Sequence[ReadColumns | None], place_of_item: Int64, *, across_nodes: bool = False
 ) -> list[ReadShare | None]:
     """A share for each rank.
 
-    What several ranks need goes to one of them, by bytes, what only one of them needs counted as well.
+    What several ranks need is read by one of them, so that all read about as many bytes, what only one of them needs
+    counted as well.
 
     Args:
         columns: of each rank; ``None`` for one that shares nothing.
@@ -133,23 +137,23 @@ def deal_reads(
     np.add.at(load, needs.ranks[needs.starts[:-1][alone]], needs.nbytes[alone])
     nodes = [0 if each is None else each.node for each in columns]
     groups: list[tuple[int, ...]] = []
-    streams: list[_Stream] = []
-    stream_of_need = np.full(len(needs.counts), -1, dtype=np.int32)
+    transfers: list[_Transfer] = []
+    transfer_of_need = np.full(len(needs.counts), -1, dtype=np.int32)
     for members, ranks in by_holders(needs.ranks, needs.starts, np.flatnonzero(needs.is_shared)):
         if across_nodes and len({nodes[rank] for rank in ranks.tolist()}) == 1:
             load[ranks] += needs.nbytes[members].sum()
             continue
         members = np.sort(members)
-        reader, load[ranks] = _dealt(needs.nbytes[members], load[ranks])
+        reader, load[ranks] = _balanced(needs.nbytes[members], load[ranks])
         for place, rank in enumerate(ranks.tolist()):
             for on_device in (False, True):
                 mine = members[(reader == place) & (needs.on_device[members] == on_device)]
                 if len(mine):
-                    stream_of_need[mine] = len(streams)
-                    streams.append(_Stream(len(groups), rank, on_device, needs.as_ranks_sort(mine)))
+                    transfer_of_need[mine] = len(transfers)
+                    transfers.append(_Transfer(len(groups), rank, on_device, needs.as_ranks_sort(mine)))
         groups.append(tuple(ranks.tolist()))
-    parcels = _in_rounds(needs, groups, streams)
-    return [_share_of(rank, needs, groups, streams, stream_of_need, parcels) for rank in range(len(columns))]
+    buckets = _in_rounds(needs, groups, transfers)
+    return [_share_of(rank, needs, groups, transfers, transfer_of_need, buckets) for rank in range(len(columns))]
 
 
 class _Needs:
@@ -210,7 +214,7 @@ def _decoded(rank: int, columns: ReadColumns | None, n_stored: int) -> tuple[Int
     return items, boxes, nbytes
 
 
-def _dealt(nbytes: Int64, load: Int64) -> tuple[Rows, Int64]:
+def _balanced(nbytes: Int64, load: Int64) -> tuple[Rows, Int64]:
     large = nbytes >= _LARGE_NBYTES
     chosen = np.zeros(len(nbytes), dtype=np.intp)
     chosen[large], load = deal(nbytes[large], load)
@@ -220,26 +224,26 @@ def _dealt(nbytes: Int64, load: Int64) -> tuple[Rows, Int64]:
     return chosen, load
 
 
-def _in_rounds(needs: _Needs, groups: Sequence[tuple[int, ...]], streams: Sequence[_Stream]) -> Int32:
-    """int32 ``[P, 3]``: round, stream and number of each parcel. A round is full for a rank at ``ROUND_NBYTES``."""
-    parcels = [
-        (number, stream_number, piece.end - piece.begin)
-        for stream_number, stream in enumerate(streams)
-        for number, piece in enumerate(pieces_of(needs.nbytes[stream.needs]))
+def _in_rounds(needs: _Needs, groups: Sequence[tuple[int, ...]], transfers: Sequence[_Transfer]) -> Int32:
+    """int32 ``[P, 3]``: round, transfer and number of each bucket. A round is full for a rank at ``ROUND_NBYTES``."""
+    buckets = [
+        (number, transfer_number, piece.end - piece.begin)
+        for transfer_number, transfer in enumerate(transfers)
+        for number, piece in enumerate(pieces_of(needs.nbytes[transfer.needs]))
     ]
-    parcels.sort()
+    buckets.sort()
     members = [np.array(group, dtype=np.intp) for group in groups]
     round_of = np.zeros(int(needs.ranks.max(initial=0)) + 1, dtype=np.int64)
     filled = np.zeros_like(round_of)
-    found = np.empty((len(parcels), 3), dtype=np.int32)
-    for row, (number, stream_number, nbytes) in enumerate(parcels):
-        ranks = members[streams[stream_number].group]
+    found = np.empty((len(buckets), 3), dtype=np.int32)
+    for row, (number, transfer_number, nbytes) in enumerate(buckets):
+        ranks = members[transfers[transfer_number].group]
         current = int(round_of[ranks].max())
         if ((round_of[ranks] == current) & (filled[ranks] + nbytes > ROUND_NBYTES)).any():
             current += 1
         filled[ranks] = np.where(round_of[ranks] == current, filled[ranks], 0) + nbytes
         round_of[ranks] = current
-        found[row] = current, stream_number, number
+        found[row] = current, transfer_number, number
     return found[np.argsort(found[:, 0], kind="stable")]
 
 
@@ -247,23 +251,26 @@ def _share_of(
     rank: int,
     needs: _Needs,
     groups: Sequence[tuple[int, ...]],
-    streams: Sequence[_Stream],
-    stream_of_need: Int32,
-    parcels: Int32,
+    transfers: Sequence[_Transfer],
+    transfer_of_need: Int32,
+    buckets: Int32,
 ) -> ReadShare | None:
-    stream_of = stream_of_need[needs.of_rank[rank]]
-    held = np.unique(stream_of[stream_of >= 0])
-    if not len(held):
+    transfer_of = transfer_of_need[needs.of_rank[rank]]
+    held = np.unique(transfer_of[transfer_of >= 0])
+    any_on_device = any(transfer.on_device for transfer in transfers)
+    if not len(held) and not any_on_device:
         return None
-    local_stream = np.full(len(streams) + 1, -1, dtype=np.int32)  # the last one is for -1
-    local_stream[held] = np.arange(len(held))
-    held_groups = sorted({streams[number].group for number in held.tolist()})
+    local_transfer = np.full(len(transfers) + 1, -1, dtype=np.int32)  # the last one is for -1
+    local_transfer[held] = np.arange(len(held))
+    held_transfers = [transfers[number] for number in held.tolist()]
+    held_groups = sorted({transfer.group for transfer in held_transfers})
     local_group = {group: number for number, group in enumerate(held_groups)}
-    own = parcels[local_stream[parcels[:, 1]] >= 0].copy()
-    own[:, 1] = local_stream[own[:, 1]]
+    own = buckets[local_transfer[buckets[:, 1]] >= 0].copy()
+    own[:, 1] = local_transfer[own[:, 1]]
     return ReadShare(
         groups=tuple(groups[number] for number in held_groups),
-        streams=tuple((local_group[streams[n].group], streams[n].reader, streams[n].on_device) for n in held.tolist()),
-        stream_of=local_stream[stream_of].astype("<i4").tobytes(),
-        parcels=own.astype("<i4").tobytes(),
+        transfers=tuple((local_group[each.group], each.reader, each.on_device) for each in held_transfers),
+        transfer_of=local_transfer[transfer_of].astype("<i4").tobytes(),
+        buckets=own.astype("<i4").tobytes(),
+        any_on_device=any_on_device,
     )
