@@ -1,7 +1,7 @@
 """What is taken over of Megatron-Core's loads of ``torch_dist``.
 
 Owns the replacements; each does what Megatron does where robust_dcp is not the chosen planner. The work is in
-``loading``, ``load_strategy`` and ``parallel_load``, which import Megatron: so they are imported when one is called.
+``loading`` and ``load_strategy``, which import Megatron: so they are imported when one is called.
 """
 
 from __future__ import annotations
@@ -71,10 +71,9 @@ def _load_tensors_metadata(original: Replaced) -> Replaced:
     @functools.wraps(original)
     def load_tensors_metadata(self: Any, checkpoint_dir: Any, metadata: Any = None) -> Any:
         if metadata is None and is_chosen():
-            from robust_dcp.megatron.loading.load_strategy import read_metadata
-            from robust_dcp.storage.reader import RobustReader
+            from robust_dcp.megatron.loading.load_strategy import checkpoint_reader
 
-            metadata = read_metadata(RobustReader(checkpoint_dir))
+            metadata = checkpoint_reader(checkpoint_dir).read_metadata()
         return original(self, checkpoint_dir, metadata)
 
     return load_tensors_metadata
@@ -87,10 +86,9 @@ def _load_sharded_metadata(original: Replaced) -> Replaced:
     def load_sharded_metadata(self: Any, checkpoint_dir: Any) -> Any:
         if not is_chosen():
             return original(self, checkpoint_dir)
-        from robust_dcp.megatron.loading.load_strategy import read_metadata, shapes_and_objects
-        from robust_dcp.storage.reader import RobustReader
+        from robust_dcp.megatron.loading.load_strategy import checkpoint_reader, shapes_and_objects
 
-        return shapes_and_objects(read_metadata(RobustReader(checkpoint_dir)))
+        return shapes_and_objects(checkpoint_reader(checkpoint_dir).read_metadata())
 
     return load_sharded_metadata
 
@@ -118,7 +116,7 @@ def _parallel_load(original: Replaced) -> Replaced:
         from robust_dcp.megatron.hooks.options import current_options
 
         if is_chosen():
-            from robust_dcp.megatron.loading.parallel_load import load_in_parallel
+            from robust_dcp.megatron.loading.load_strategy import load_in_parallel
             from robust_dcp.megatron.versions import is_parallel_load_wrapper
 
             if is_parallel_load_wrapper(self):
