@@ -27,8 +27,8 @@ from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageE
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.phases import PhaseClock, PhaseRecord
 from robust_dcp.plan.session import SaveSession
+from robust_dcp.plan.shared_reads import SharedReads
 from robust_dcp.plan.sharing import (
-    SharedReads,
     all_have_plans,
     choose_readers,
     node_reads_the_same,

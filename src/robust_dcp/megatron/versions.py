@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,6 +39,7 @@ from robust_dcp.storage.files.whole_file import read_whole_file
 __all__ = [
     "COMMON_STATE_KEY",
     "CheckpointingException",
+    "KeyOnly",
     "MCoreLoadPlanner",
     "Resharding",
     "ShardedBase",
@@ -295,6 +295,15 @@ def _values_of(value: Any) -> Any:
     return megatron_torch._unwrap_pyt_sharded_tensor(value) if isinstance(value, torch.Tensor) else value
 
 
+class KeyOnly:
+    """Stands for a ShardedTensor or ShardedObject of which only the key is known here."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+
 def check_keys(
     sharded_state_dict: dict[str, Any], strict: Any, global_metadata: Any, saved: Iterable[str]
 ) -> tuple[dict[str, Any], set[str], set[str]]:
@@ -318,7 +327,7 @@ def check_keys(
         False,
         list(nested_values(sharded_state_dict)),
         global_metadata,
-        {key: SimpleNamespace(key=key) for key in saved if key != COMMON_STATE_KEY},
+        {key: KeyOnly(key) for key in saved if key != COMMON_STATE_KEY},
     )
     return checked
 

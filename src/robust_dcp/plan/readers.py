@@ -152,8 +152,19 @@ def assign_readers(
                     transfer_of_need[mine] = len(transfers)
                     transfers.append(_Transfer(len(groups), rank, on_device, needs.as_ranks_sort(mine)))
         groups.append(tuple(ranks.tolist()))
-    buckets = _in_rounds(needs, groups, transfers)
-    return [_share_of(rank, needs, groups, transfers, transfer_of_need, buckets) for rank in range(len(columns))]
+    rounds = _in_rounds(needs, groups, transfers)
+    plan = _Plan(groups, transfers, transfer_of_need, rounds, any(each.on_device for each in transfers))
+    return [_share_of(rank, needs, plan) for rank in range(len(columns))]
+
+
+class _Plan(NamedTuple):
+    """What :class:`ReadShare` says, of all ranks; ``transfer_of_need`` is -1 for what each reads for itself."""
+
+    groups: Sequence[tuple[int, ...]]
+    transfers: Sequence[_Transfer]
+    transfer_of_need: Int32
+    buckets: Int32
+    any_on_device: bool
 
 
 class _Needs:
@@ -247,30 +258,23 @@ def _in_rounds(needs: _Needs, groups: Sequence[tuple[int, ...]], transfers: Sequ
     return found[np.argsort(found[:, 0], kind="stable")]
 
 
-def _share_of(
-    rank: int,
-    needs: _Needs,
-    groups: Sequence[tuple[int, ...]],
-    transfers: Sequence[_Transfer],
-    transfer_of_need: Int32,
-    buckets: Int32,
-) -> ReadShare | None:
-    transfer_of = transfer_of_need[needs.of_rank[rank]]
+def _share_of(rank: int, needs: _Needs, plan: _Plan) -> ReadShare | None:
+    """What of the plan a rank has to know, with numbers of its own for groups and transfers."""
+    transfer_of = plan.transfer_of_need[needs.of_rank[rank]]
     held = np.unique(transfer_of[transfer_of >= 0])
-    any_on_device = any(transfer.on_device for transfer in transfers)
-    if not len(held) and not any_on_device:
+    if not len(held) and not plan.any_on_device:
         return None
-    local_transfer = np.full(len(transfers) + 1, -1, dtype=np.int32)  # the last one is for -1
+    local_transfer = np.full(len(plan.transfers) + 1, -1, dtype=np.int32)  # the last one is for -1
     local_transfer[held] = np.arange(len(held))
-    held_transfers = [transfers[number] for number in held.tolist()]
-    held_groups = sorted({transfer.group for transfer in held_transfers})
-    local_group = {group: number for number, group in enumerate(held_groups)}
-    own = buckets[local_transfer[buckets[:, 1]] >= 0].copy()
-    own[:, 1] = local_transfer[own[:, 1]]
+    transfers = [plan.transfers[number] for number in held.tolist()]
+    groups = sorted({transfer.group for transfer in transfers})
+    local_group = {group: number for number, group in enumerate(groups)}
+    buckets = plan.buckets[local_transfer[plan.buckets[:, 1]] >= 0].copy()
+    buckets[:, 1] = local_transfer[buckets[:, 1]]
     return ReadShare(
-        groups=tuple(groups[number] for number in held_groups),
-        transfers=tuple((local_group[each.group], each.reader, each.on_device) for each in held_transfers),
+        groups=tuple(plan.groups[number] for number in groups),
+        transfers=tuple((local_group[each.group], each.reader, each.on_device) for each in transfers),
         transfer_of=local_transfer[transfer_of].astype("<i4").tobytes(),
-        buckets=own.astype("<i4").tobytes(),
-        any_on_device=any_on_device,
+        buckets=buckets.astype("<i4").tobytes(),
+        any_on_device=plan.any_on_device,
     )

@@ -79,33 +79,18 @@ def _load_tensors_metadata(original: Replaced) -> Replaced:
     return load_tensors_metadata
 
 
-def _load_sharded_metadata(original: Replaced) -> Replaced:
-    """``TorchDistLoadShardedStrategy.load_sharded_metadata``."""
+def _of_our_strategy(original: Replaced) -> Replaced:
+    """A method of ``TorchDistLoadShardedStrategy`` that :class:`RobustLoadStrategy` has too: the latter is called."""
 
     @functools.wraps(original)
-    def load_sharded_metadata(self: Any, checkpoint_dir: Any) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_chosen():
-            return original(self, checkpoint_dir)
-        from robust_dcp.megatron.loading.load_strategy import checkpoint_reader, shapes_and_objects
+            return original(self, *args, **kwargs)
+        from robust_dcp.megatron.loading.load_strategy import RobustLoadStrategy
 
-        return shapes_and_objects(checkpoint_reader(checkpoint_dir).read_metadata())
+        return getattr(RobustLoadStrategy, original.__name__)(self, *args, **kwargs)
 
-    return load_sharded_metadata
-
-
-def _remove_sharded_tensors(original: Replaced) -> Replaced:
-    """``TorchDistLoadShardedStrategy.remove_sharded_tensors``."""
-
-    @functools.wraps(original)
-    def remove_sharded_tensors(self: Any, checkpoint_dir: Any, key_prefix: str) -> None:
-        if not is_chosen():
-            original(self, checkpoint_dir, key_prefix)
-            return
-        from robust_dcp.megatron.loading.removal import remove_keys
-
-        remove_keys(checkpoint_dir, key_prefix)
-
-    return remove_sharded_tensors
+    return method
 
 
 def _parallel_load(original: Replaced) -> Replaced:
@@ -140,7 +125,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(_DIST_CHECKPOINTING, "serialization.load_common_state_dict", _load_common_state_dict),
     Patch(_TORCH, "TorchDistLoadShardedStrategy.load", _strategy_load),
     Patch(_TORCH, "TorchDistLoadShardedStrategy.load_tensors_metadata", _load_tensors_metadata),
-    Patch(_TORCH, "TorchDistLoadShardedStrategy.load_sharded_metadata", _load_sharded_metadata),
-    Patch(_TORCH, "TorchDistLoadShardedStrategy.remove_sharded_tensors", _remove_sharded_tensors),
+    Patch(_TORCH, "TorchDistLoadShardedStrategy.load_sharded_metadata", _of_our_strategy),
+    Patch(_TORCH, "TorchDistLoadShardedStrategy.remove_sharded_tensors", _of_our_strategy),
     Patch(f"{_DIST_CHECKPOINTING}.strategies.fully_parallel", "FullyParallelLoadStrategyWrapper.load", _parallel_load),
 )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -30,7 +29,6 @@ from robust_dcp.storage.index import look_up
 from robust_dcp.storage.reader import RobustReader
 
 __all__ = [
-    "LoadedShards",
     "RobustLoadStrategy",
     "checkpoint_reader",
     "load_in_parallel",
@@ -44,21 +42,6 @@ CheckpointDir = str | os.PathLike[str]
 
 _PART = "/shard_"
 """Between the key of a ShardedObject and what part of it an item holds."""
-
-
-@dataclass(frozen=True)
-class LoadedShards:
-    """What :func:`read_sharded` has read.
-
-    Attributes:
-        state_dict: nested as it was asked for, with tensors and objects for leaves.
-        metadata: of the checkpoint.
-        report: of the load.
-    """
-
-    state_dict: dict[str, Any]
-    metadata: Metadata | None
-    report: LoadReport
 
 
 def checkpoint_reader(checkpoint_dir: CheckpointDir, *, share_reads: bool = False) -> RobustReader:
@@ -75,7 +58,7 @@ def read_sharded(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     strategy: Any = None,
-) -> LoadedShards:
+) -> dict[str, Any]:
     """Read what the shards of a sharded state dict ask for, into their tensors where they have one.
 
     Args:
@@ -85,6 +68,9 @@ def read_sharded(
         process_group: the ranks that load together; ``None`` for all.
         no_dist: this rank loads by itself; no other is asked or told.
         strategy: Megatron's, whose options count, and which gets the attributes that a load sets.
+
+    Returns:
+        The same nested state dict, with tensors and objects for leaves.
 
     Raises:
         RobustCheckpointError: on every rank that loads together, whichever of them failed.
@@ -121,10 +107,10 @@ def read_sharded(
             no_dist=no_dist,
             timeout_seconds=timeout_seconds,
         )
-    if hasattr(strategy, "cached_global_metadata"):
+    if isinstance(strategy, versions.TorchDistLoadShardedStrategy):
         strategy.cached_global_metadata = planner.metadata
         strategy.last_report = report
-    return LoadedShards(restore(targets), planner.metadata, report)
+    return restore(targets)
 
 
 def _tensors_in(sharded_state_dict: dict[str, Any]) -> list[ShardedTensor]:
@@ -148,15 +134,16 @@ def load_in_parallel(
     Raises:
         RobustCheckpointError: on every rank of the group, whichever of them failed.
     """
-    read = read_sharded(
+    strategy = wrapper.base_strategy
+    loaded: dict[str, Any] = read_sharded(
         versions.dequantized(sharded_state_dict),
         checkpoint_reader(checkpoint_dir, share_reads=True),
         timeout_seconds=timeout_seconds,
         process_group=wrapper.parallelization_group,
-        strategy=wrapper.base_strategy,
+        strategy=strategy,
     )
-    wrapper.cached_global_metadata = read.metadata
-    return read.state_dict
+    wrapper.cached_global_metadata = getattr(strategy, "cached_global_metadata", None)
+    return loaded
 
 
 def stored_keys(metadata: Metadata) -> set[str]:
@@ -191,7 +178,7 @@ def read_for_strategy(strategy: Any, sharded_state_dict: dict[str, Any], checkpo
         timeout_seconds=current_options().exchange_timeout_seconds,
         no_dist=not versions.load_is_collective(),
         strategy=strategy,
-    ).state_dict
+    )
 
 
 class RobustLoadStrategy(versions.TorchDistLoadShardedStrategy):
@@ -250,7 +237,7 @@ class RobustLoadStrategy(versions.TorchDistLoadShardedStrategy):
             timeout_seconds=self.timeout_seconds,
             process_group=self.process_group,
             strategy=self,
-        ).state_dict
+        )
 
     def load_tensors_metadata(self, checkpoint_dir: CheckpointDir, metadata: Metadata | None = None) -> dict[str, Any]:
         """The tensors of a checkpoint, without data. Local to this rank."""

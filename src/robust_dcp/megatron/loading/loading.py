@@ -227,7 +227,7 @@ class _Load:
             timeout_seconds=self._channel.timeout_seconds,
             process_group=call.process_group,
             strategy=strategy,
-        ).state_dict
+        )
 
     def _read_in_parallel(self, wrapper: Any) -> dict[str, Any]:
         """Each parallelization group by itself; a failure in one of them is that of all ranks."""
