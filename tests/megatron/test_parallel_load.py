@@ -101,9 +101,10 @@ def _converted(directory: Path) -> dict[str, Any]:
         strategy = RobustLoadStrategy(timeout_seconds=30)
         wrapper = FullyParallelLoadStrategyWrapper(strategy, dist.group.WORLD)
         into = [torch.zeros(8, 5, dtype=torch.bfloat16), torch.zeros(8, 5), torch.zeros(8, 9)[:, 2:7]][rank]
-        _load({"table": _tensor("table", into)}, path, wrapper)
+        loaded = _load({"table": _tensor("table", into)}, path, wrapper)["table"]
     assert strategy.last_report is not None
-    return {"converted": torch.equal(into.float(), table), "converted nbytes": strategy.last_report.shared_nbytes}
+    is_right = loaded.dtype == into.dtype and torch.equal(loaded.float(), table)
+    return {"converted": is_right, "converted nbytes": strategy.last_report.shared_nbytes}
 
 
 def test_each_rank_gets_what_it_would_read_alone_and_a_missing_key_of_one_is_an_error_on_all(tmp_path: Path) -> None:

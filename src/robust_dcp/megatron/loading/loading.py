@@ -277,8 +277,9 @@ class _KeepsBytes(DefaultLoadPlanner):
 
 
 def _decoded(opened: _Opened, directory: str) -> Any:
-    trusted = current_options().trusted
+    """The common state, without running code that its bytes name."""
+    file, item = directory, versions.COMMON_STATE_KEY
     if opened.is_file:
-        path = os.path.join(directory, common_state.COMMON_FILE)
-        return common_state.load_common_bytes(opened.common, path, trusted=trusted)
-    return load_object(opened.common, file=directory, item=versions.COMMON_STATE_KEY, trusted=trusted)[0]
+        file, item = os.path.join(directory, common_state.COMMON_FILE), common_state.COMMON_FILE
+    found = load_object(opened.common, file=file, item=item, trusted=current_options().trusted)
+    return found if opened.is_file else found[0]
