@@ -89,6 +89,7 @@ def _run(directory: Path) -> dict[str, Any]:
         "failed": sorted({failure.rank for failure in caught.value.rank_failures}),
         "names": "more" in str(caught.value),
         **_converted(directory / "2"),
+        **_of_a_class_of_its_own(directory / "3"),
     }
 
 
@@ -107,11 +108,31 @@ def _converted(directory: Path) -> dict[str, Any]:
     return {"converted": is_right, "converted nbytes": strategy.last_report.shared_nbytes}
 
 
+class Tagged(torch.Tensor):
+    """A tensor of a class of its own, as Transformer Engine's FP8 tensors are."""
+
+
+def _of_a_class_of_its_own(directory: Path) -> dict[str, Any]:
+    path, table = str(made(directory)), torch.arange(6.0)
+    with chosen():
+        dist_checkpointing.save({"table": _tensor("table", table)}, path, stock_strategy())
+        strategy = RobustLoadStrategy(timeout_seconds=30)
+        wrapper = FullyParallelLoadStrategyWrapper(strategy, dist.group.WORLD)
+        loaded = [
+            _load({"table": _tensor("table", torch.zeros(6).as_subclass(Tagged))}, path, each)["table"]
+            for each in (strategy, wrapper)
+        ]
+    assert strategy.last_report is not None
+    return {"tagged": [each.tolist() for each in loaded], "tagged nbytes": strategy.last_report.shared_nbytes}
+
+
 def test_each_rank_gets_what_it_would_read_alone_and_a_missing_key_of_one_is_an_error_on_all(tmp_path: Path) -> None:
     ranks = values(run_ranks(3, _run, tmp_path, timeout_seconds=100))
     nbytes = [found.pop("nbytes") for found in ranks]
     converted_nbytes = sum(found.pop("converted nbytes") for found in ranks)
     for found in ranks:
+        # Megatron's planner wants to hear of each tensor of a class of its own, so each rank reads it.
+        assert (found.pop("tagged"), found.pop("tagged nbytes")) == ([list(range(6))] * 2, 0)
         assert found == {"same": True, "objects": 0, "failed": [2], "names": True, "converted": True}
     # What all ranks hold, each of three parts that one rank holds, and two pairs.
     stored = 7 * (4 + 2 + 8 + 1 + 1) + 4 + 3 * 2 * 4 + 2 * 4 * 5 * 4
