@@ -18,7 +18,7 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
@@ -27,10 +27,10 @@ from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageE
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.phases import PhaseClock, PhaseRecord
 from robust_dcp.plan.session import SaveSession
+from robust_dcp.plan.shared_reads import SharedReads
 from robust_dcp.plan.sharing import (
-    SharedReads,
     all_have_plans,
-    deal_out,
+    choose_readers,
     node_reads_the_same,
     ranks_share,
     sharing_offer,
@@ -205,11 +205,15 @@ def load(
         channel.stop_if_announced()
 
     def read() -> None:
-        left = plan if shared is None else LoadPlan(shared.left_to_read(plan.items))
         with reader.checking(check_stop) if isinstance(reader, RobustReader) else nullcontext():
-            reader.read_data(left, planner).wait()
+            if shared is not None and isinstance(reader, RobustReader):
+                shared.read(reader, planner)
+            else:
+                reader.read_data(plan, planner).wait()
 
     def apply() -> None:
+        if shared is not None:
+            shared.load_objects(planner, checkpoint)
         for key, value in values.items():
             target = state_dict[key]
             if _is_stateful(target):
@@ -228,7 +232,7 @@ def load(
                 stored = _share_metadata(channel, reader, checkpoint, by_index=False)
                 agreement = channel.agree(f"load {checkpoint}: plan by .metadata", prepare)
             if isinstance(reader, RobustReader) and ranks_share(agreement):
-                shared = deal_out(channel, checkpoint, reader, plan, planner, process_group)
+                shared = choose_readers(channel, checkpoint, reader, plan, planner, process_group)
             elif isinstance(reader, RobustReader):
                 reader.node_reads_the_same = node_reads_the_same(agreement)
         with clock.phase("read"):
@@ -261,11 +265,11 @@ def load(
         rank=channel.rank,
         world_size=channel.size,
         items=len(plan.items),
-        nbytes=_planned_nbytes(plan, getattr(planner, "metadata", None)),
+        nbytes=_planned_nbytes(plan.items, getattr(planner, "metadata", None)),
         phases=_phase_reports(clock.records),
         missing_keys=getattr(planner, "missing_keys", ()),
         _find_unread_keys=planner.unread_keys_later() if isinstance(planner, RobustLoadPlanner) else tuple,
-        shared_nbytes=0 if shared is None else shared.received_nbytes,
+        shared_nbytes=0 if shared is None else _planned_nbytes(shared.received, getattr(planner, "metadata", None)),
         peak_buffer_nbytes=getattr(reader, "peak_buffer_nbytes", 0),
         unverified_nbytes=getattr(reader, "unverified_nbytes", 0),
         stragglers=channel.stragglers,
@@ -418,11 +422,11 @@ def _phase_reports(records: Sequence[PhaseRecord]) -> tuple[PhaseReport, ...]:
     )
 
 
-def _planned_nbytes(plan: LoadPlan, metadata: Metadata | None) -> int:
-    """Bytes of tensor data that a plan reads."""
+def _planned_nbytes(items: Sequence[ReadItem], metadata: Metadata | None) -> int:
+    """Bytes of stored tensor data in what is read."""
     saved = {} if metadata is None else metadata.state_dict_metadata
     total = 0
-    for item in plan.items:
+    for item in items:
         entry = saved.get(item.storage_index.fqn)
         if item.type == LoadItemType.TENSOR and isinstance(entry, TensorStorageMetadata):
             total += math.prod(item.lengths) * int(entry.properties.dtype.itemsize)

@@ -12,23 +12,23 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_dcp.comm import Channel, GroupMover, Parcel, Relay
+from robust_dcp.comm import Bucket, Channel, GroupMover, Relay
 from robust_dcp.errors import ExchangeError, ExchangeTimeout
 from robust_dcp.storage.records.checksum import crc32
 from tests.support.ranks import errors, run_ranks, values
 
-PARCELS = (
-    Parcel(0, (0, 1, 2, 3), 1000),
-    Parcel(0, (2, 0, 1, 3), 1),
-    Parcel(0, (1, 3), 3 << 20),
-    Parcel(1, (0, 1, 2, 3), 70_000),
-    Parcel(1, (3, 0, 2), 17),
-    Parcel(5, (1, 3), 2),
+BUCKETS = (
+    Bucket(0, (0, 1, 2, 3), 1000),
+    Bucket(0, (2, 0, 1, 3), 1),
+    Bucket(0, (1, 3), 3 << 20),
+    Bucket(1, (0, 1, 2, 3), 70_000),
+    Bucket(1, (3, 0, 2), 17),
+    Bucket(5, (1, 3), 2),
 )
 
 
-def contents(parcel: Parcel, number: int) -> torch.Tensor:
-    return (torch.arange(parcel.nbytes) * 7 + number + parcel.ranks[0]).to(torch.uint8)
+def contents(bucket: Bucket, number: int) -> torch.Tensor:
+    return (torch.arange(bucket.nbytes) * 7 + number + bucket.ranks[0]).to(torch.uint8)
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -36,18 +36,18 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 class Boxes:
-    """The parcels of one rank; ``die`` ends the process instead of sending or receiving."""
+    """The buckets of one rank; ``die`` ends the process instead of sending or receiving."""
 
     def __init__(self, rank: int, *, on_device: bool = False, die: bool = False) -> None:
-        self.mine = [(number, parcel) for number, parcel in enumerate(PARCELS) if rank in parcel.ranks]
-        self.parcels = [parcel._replace(on_device=on_device) for _, parcel in self.mine]
+        self.mine = [(number, bucket) for number, bucket in enumerate(BUCKETS) if rank in bucket.ranks]
+        self.buckets = [bucket._replace(on_device=on_device) for _, bucket in self.mine]
         self.found: dict[int, torch.Tensor] = {}
         self.die = die
 
     def outgoing(self, number: int) -> torch.Tensor:
         self._die_if_told()
-        whole, parcel = self.mine[number]
-        return contents(parcel, whole)
+        whole, bucket = self.mine[number]
+        return contents(bucket, whole)
 
     def incoming(self, number: int) -> torch.Tensor:
         self._die_if_told()
@@ -61,26 +61,26 @@ class Boxes:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def check(self, rank: int) -> None:
-        assert sorted(self.found) == [number for number, parcel in self.mine if parcel.ranks[0] != rank]
+        assert sorted(self.found) == [number for number, bucket in self.mine if bucket.ranks[0] != rank]
         for number, received in self.found.items():
-            assert torch.equal(received, contents(PARCELS[number], number))
+            assert torch.equal(received, contents(BUCKETS[number], number))
 
 
 def relay_all(on_device: bool) -> int:
     channel = Channel.for_group(operation="test", timeout_seconds=20)
     boxes = Boxes(channel.rank, on_device=on_device)
-    mover = GroupMover(dist.group.WORLD) if on_device else None
+    mover = GroupMover(dist.group.WORLD, "cpu") if on_device else None
     with channel.recording() as stats:
-        channel.relay("pass on", Relay(boxes.parcels, boxes, checksum, mover))
+        channel.relay("pass on", Relay(boxes.buckets, boxes, checksum, mover))
     boxes.check(channel.rank)
     channel.barrier("in step")
     return stats.phases["pass on"].payload_nbytes_sent
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_every_rank_gets_its_parcels(on_device: bool) -> None:
+def test_every_rank_gets_its_buckets(on_device: bool) -> None:
     sent = values(run_ranks(4, relay_all, on_device))
-    nbytes = sum(parcel.nbytes * (len(parcel.ranks) - 1) for parcel in PARCELS)
+    nbytes = sum(bucket.nbytes * (len(bucket.ranks) - 1) for bucket in BUCKETS)
     assert nbytes <= sum(sent) < nbytes + 1000  # and the checksums
 
 
@@ -97,7 +97,7 @@ def relay_with_damage() -> Any:
         channel._link.relay_pipes.move = move_and_damage  # type: ignore[method-assign]
     boxes = Boxes(channel.rank)
     try:
-        channel.relay("pass on", Relay(boxes.parcels, boxes, checksum))
+        channel.relay("pass on", Relay(boxes.buckets, boxes, checksum))
     except ExchangeError as error:
         channel.barrier("in step")
         return error.message, error.ranks
@@ -107,14 +107,14 @@ def relay_with_damage() -> Any:
 def test_what_arrives_damaged_is_named_on_all_ranks() -> None:
     for message, ranks in values(run_ranks(4, relay_with_damage)):
         assert "arrived at rank 3 with another checksum" in message
-        assert ranks == [PARCELS[0].ranks[0]] or ranks[0] in (0, 1, 2)
+        assert ranks == [BUCKETS[0].ranks[0]] or ranks[0] in (0, 1, 2)
 
 
 def relay_with_a_death(on_device: bool) -> None:
     channel = Channel.for_group(operation="test", timeout_seconds=10 if on_device else 100)
     boxes = Boxes(channel.rank, on_device=on_device, die=channel.rank == 1)
-    mover = GroupMover(dist.group.WORLD) if on_device else None
-    channel.relay("pass on", Relay(boxes.parcels, boxes, checksum, mover))
+    mover = GroupMover(dist.group.WORLD, "cpu") if on_device else None
+    channel.relay("pass on", Relay(boxes.buckets, boxes, checksum, mover))
 
 
 @pytest.mark.parametrize("on_device", [False, True])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ pytest.importorskip("megatron.core")
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
@@ -26,7 +28,10 @@ from benchmarks.collectives import counted_collectives
 from demo import megatron_cpu
 from robust_dcp import RobustCheckpointError
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
+from robust_dcp.megatron import versions
+from robust_dcp.megatron.checks import common_state
 from robust_dcp.megatron.loading.load_strategy import RobustLoadStrategy
+from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
 from tests.megatron.stock import stock_strategy
 from tests.megatron.torch_dist import (
     Scenarios,
@@ -76,7 +81,7 @@ def _plain(value: Any) -> Any:
     """A loaded state dict as values that can be compared."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
     return (str(value.dtype), value.tolist()) if isinstance(value, torch.Tensor) else value
 
@@ -172,8 +177,98 @@ def test_every_mode_of_strictness_does_what_it_says_and_refuses_on_all_ranks(fou
             assert results[passing]["cut"] == results["ignore_all"]["cut"]
             assert "unknown" not in results[passing]
         unexpected = {"unknown"} if rank == 1 else set()
-        assert results["return_unexpected"][1:] == (set(), unexpected)
-        assert results["return_all"][1:] == ({"more", "small"}, unexpected)
+        assert results["return_unexpected"][1:] == [set(), unexpected]
+        assert results["return_all"][1:] == [{"more", "small"}, unexpected]
+
+
+def _with_garbage_for_metadata(directory: Path) -> None:
+    """Overwrite what only somebody who decodes ``.metadata`` would read: an index is fitted by the last 4 KiB."""
+    path = directory / METADATA_NAME
+    data = path.read_bytes()
+    assert len(data) > 3 * 4096
+    path.write_bytes(bytes(4096) + data[4096:])
+
+
+def _outcome(load: Callable[[], Any], directory: Path) -> Any:
+    """What was loaded; or the class of the error, who failed, and the words of it in any order."""
+    try:
+        return _plain(load())
+    except (CheckpointingException, RobustCheckpointError) as error:
+        failures = [(each.rank, each.type_name) for each in getattr(error, "rank_failures", ())]
+        return type(error).__name__, failures, sorted(re.findall(r"[\w.]+", str(error).replace(str(directory), "")))
+
+
+def _all_outcomes(directory: Path) -> dict[str, Any]:
+    def asked() -> dict[str, Any]:
+        template = {**_template(), "wide": [replicated(f"wide.{n}", torch.zeros(2)) for n in range(100)]}
+        del template["small"]
+        if dist.get_rank() == 1:
+            template["unknown"] = replicated("unknown", torch.zeros(2), replica_id=0)
+            template["no object"] = ShardedObject("no_object", None, (1,), (0,))
+        return template
+
+    def of_another_shape() -> dict[str, Any]:
+        return {**_template(), "small": replicated("small", torch.zeros(4 + dist.get_rank()))}
+
+    def of_no_object() -> dict[str, Any]:
+        return {**_template(), "more": replicated_object("none", None)}
+
+    path = str(directory)
+    wrapper = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), dist.group.WORLD)
+    ways: dict[str, Callable[[], Any]] = {
+        "whole": lambda: _load(directory),
+        "in parallel": lambda: _load(directory, _template, wrapper),
+        "another shape": lambda: _load(directory, of_another_shape, validate_access_integrity=False),
+        "no object": lambda: _load(directory, of_no_object),
+        "tensors": lambda: sorted(dist_checkpointing.load_tensors_metadata(path)),
+        "all": lambda: sorted(load_sharded_metadata(path)),
+    }
+    for strict in StrictHandling:
+        ways[strict.value] = lambda strict=strict: _load(directory, asked, strict=strict)  # type: ignore[misc]
+    return {name: _outcome(load, directory) for name, load in ways.items()}
+
+
+@SCENARIOS.add
+def _by_index(directory: Path) -> Any:
+    wide = [replicated(f"wide.{n}", torch.ones(2)) for n in range(100)]
+    with chosen():
+        save({**_state(), "wide": wide}, directory / "indexed")
+        if dist.get_rank() == 0:
+            shutil.copytree(directory / "indexed", directory / "plain")
+            (directory / "plain" / INDEX_NAME).unlink()
+            _with_garbage_for_metadata(directory / "indexed")
+        dist.barrier()
+        return _all_outcomes(directory / "indexed"), _all_outcomes(directory / "plain")
+
+
+def test_no_rank_decodes_the_metadata_of_a_checkpoint_with_an_index_and_all_comes_out_the_same(
+    found: dict[str, list[Any]],
+) -> None:
+    for indexed, plain in found["_by_index"]:
+        assert indexed == plain
+        assert indexed["in parallel"] == indexed["whole"]
+        assert isinstance(indexed["whole"], dict) and isinstance(indexed["log_all"], dict)
+        refused = ("another shape", "no object", "raise_all", "raise_unexpected", "assume_ok_unexpected")
+        assert not any(isinstance(indexed[name], dict) for name in refused)
+
+
+@SCENARIOS.add
+def _common_state_as_an_object(directory: Path) -> Any:
+    """As Megatron saves it from 0.19 on."""
+    state: dict[str, Any] = {"wide": [replicated(f"wide.{n}", torch.ones(2)) for n in range(100)], "iteration": 7}
+    if not versions.common_state_is_a_sharded_object():
+        state["common"] = replicated_object(versions.COMMON_STATE_KEY, {"iteration": 7})
+    with chosen():
+        save(state, directory / "1")
+        if dist.get_rank() == 0:
+            (directory / "1" / common_state.COMMON_FILE).unlink(missing_ok=True)
+            _with_garbage_for_metadata(directory / "1")
+        dist.barrier()
+        return dist_checkpointing.load_common_state_dict(str(directory / "1"))["iteration"]
+
+
+def test_a_common_state_that_is_an_object_is_found_in_the_index(found: dict[str, list[Any]]) -> None:
+    assert found["_common_state_as_an_object"] == [7, 7]
 
 
 @SCENARIOS.add

@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core")
 from megatron.core import dist_checkpointing
 
 from robust_dcp.megatron import RobustLoadStrategy, RobustSaveStrategy
-from robust_dcp.megatron.loading.parallel_load import load_in_parallel
+from robust_dcp.megatron.loading.load_strategy import load_in_parallel
 from tests.megatron.torch_dist import chosen
 
 WAYS_IN: dict[str, Callable[[Any], Any]] = {

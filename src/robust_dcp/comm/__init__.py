@@ -8,17 +8,17 @@ from robust_dcp.comm.channel import Channel
 from robust_dcp.comm.combine import Agreement, Offer, combined_signature
 from robust_dcp.comm.failures import Stopped
 from robust_dcp.comm.nodes import node_of
-from robust_dcp.comm.relay import GroupMover, Parcel, Relay
+from robust_dcp.comm.relay import Bucket, GroupMover, Relay
 from robust_dcp.comm.stats import ExchangeStats, PhaseStats
 from robust_dcp.comm.wire import decode, encode
 
 __all__ = [
     "Agreement",
+    "Bucket",
     "Channel",
     "ExchangeStats",
     "GroupMover",
     "Offer",
-    "Parcel",
     "PhaseStats",
     "Relay",
     "Stopped",

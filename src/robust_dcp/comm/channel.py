@@ -22,7 +22,7 @@ from robust_dcp.comm.failures import Stopped
 from robust_dcp.comm.operation import Contribution, Operation, Work
 from robust_dcp.comm.pipe import Payload, PipeBroken
 from robust_dcp.comm.registry import link_for, local_link
-from robust_dcp.comm.relay import Relay, carry, refuse_damage
+from robust_dcp.comm.relay import Relay, move_buckets, refuse_damage
 from robust_dcp.comm.stats import ExchangeStats, PhaseStats
 from robust_dcp.errors import ExchangeError, ExchangeTimeout
 
@@ -318,7 +318,7 @@ class Channel:
 
         def move() -> None:
             try:
-                damaged = carry(self.rank, relayed, pipes, self.timeout_seconds, cost, operation.note_progress)
+                damaged = move_buckets(self.rank, relayed, pipes, self.timeout_seconds, cost, operation.note_progress)
             except PipeBroken as error:
                 self.stop_if_announced()
                 raise ExchangeTimeout(

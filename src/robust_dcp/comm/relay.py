@@ -1,11 +1,11 @@
-"""Tensors on their way from the rank that has read them to all others that need them: in parcels, round after round.
+"""Bytes on their way from the rank that has read them to all others that need them: in buckets, round after round.
 
-Owns the tree that a parcel is passed down, the order in which ranks send and receive, and the checksums of what
-arrives. Never decides who sends what (``plan.shared_reads``), nor what bytes mean. Called by ``Channel.relay`` only.
+Owns the tree that a bucket is passed down, the order in which ranks send and receive, and the checksums of what
+arrives. Never decides who sends what (``plan.readers``), nor what bytes mean. Called by ``Channel.relay`` only.
 
-Within a round each parcel goes from its first rank to the others in ``log2(ranks)`` steps: in step ``t`` the ranks at
+Within a round each bucket goes from its first rank to the others in ``log2(ranks)`` steps: in step ``t`` the ranks at
 the first ``2**t`` places each pass it to the one ``2**t`` places behind. All ranks take rounds and steps in one order,
-so nobody waits for a rank that waits for another; and no rank has more under way than the parcels of a round.
+so nobody waits for a rank that waits for another; and no rank has more under way than the buckets of a round.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from robust_dcp.comm.pipe import GlooPipe, PipeBroken
 from robust_dcp.comm.stats import PhaseStats
 from robust_dcp.errors import ExchangeError
 
-__all__ = ["GroupMover", "Move", "Parcel", "Relay", "RelayContents", "RelayPipes", "carry", "refuse_damage"]
+__all__ = ["Bucket", "GroupMover", "Move", "Relay", "RelayContents", "RelayPipes", "move_buckets", "refuse_damage"]
 
 _POLL_SECONDS = 0.0005
 _TAG = 1
@@ -41,7 +41,7 @@ Move = Callable[[Ends, Ends, Deadline], None]
 Checksum = Callable[[torch.Tensor], int]
 
 
-class Parcel(NamedTuple):
+class Bucket(NamedTuple):
     """``nbytes`` bytes that go from the first of ``ranks`` to the others, in round ``round``.
 
     Attributes:
@@ -58,10 +58,10 @@ class Parcel(NamedTuple):
 
 
 class RelayContents(Protocol):
-    """Where the bytes of parcels are, by their number in the list. Called by one thread."""
+    """Where the bytes of buckets are, by their number in the list. Called by one thread."""
 
     def outgoing(self, number: int) -> torch.Tensor:
-        """What this rank sends first: uint8 ``[nbytes]``, contiguous, on the CPU unless the parcel is on a device."""
+        """What this rank sends first: uint8 ``[nbytes]``, contiguous, on the CPU unless the bucket is on a device."""
 
     def incoming(self, number: int) -> torch.Tensor:
         """Where to receive: as for ``outgoing``."""
@@ -70,28 +70,34 @@ class RelayContents(Protocol):
         """``received``, which is what ``incoming`` gave, has been filled, and passed on."""
 
 
-class Relay(NamedTuple):
-    """What a rank contributes: the parcels in which it takes part, ascending by round, in an order that is the same on
-    all ranks for those that they share; where their bytes are; and how bytes on devices move."""
-
-    parcels: Sequence[Parcel]
-    contents: RelayContents
-    checksum: Checksum
-    move_on_device: Move | None = None
-
-
 class GroupMover:
     """Moves tensors over a process group, whatever its backend: NCCL from device to device.
 
     Args:
-        group: the one whose ranks parcels count.
+        group: the one whose ranks buckets count.
+        device_type: where its tensors are.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, device_type: str) -> None:
         self._group = group
         self._ranks = dist.get_process_group_ranks(group)
+        self._device_type = device_type
+
+    def connect(self, deadline: Deadline) -> None:
+        """Make the group's connections. All ranks call it before any of them moves something.
+
+        NCCL makes them in the first operation, and waits there for all ranks of the group. Within the relay it would
+        wait for ever for a rank that has nothing on its device, or waits itself for bytes of this one's host.
+        """
+        token = torch.zeros(1, device=self._device_type)
+        try:
+            dist.all_reduce(token, group=self._group, async_op=True).wait(deadline.as_timeout())
+        except RuntimeError as error:
+            raise PipeBroken(f"the group that moves between devices: {error}") from None
+        _await_stream(token.device, deadline)
 
     def __call__(self, outgoing: Ends, incoming: Ends, deadline: Deadline) -> None:
+        """See :data:`Move`."""
         operations = [dist.P2POp(dist.irecv, t, self._ranks[peer], self._group) for t, peer in incoming]
         operations += [dist.P2POp(dist.isend, t, self._ranks[peer], self._group) for t, peer in outgoing]
         peer = (*incoming, *outgoing)[0][1]
@@ -101,19 +107,29 @@ class GroupMover:
         except RuntimeError as error:
             raise PipeBroken(f"rank {peer}: {error}") from None
         # For a device "waited" means that its current stream waits.
-        for tensor, other in (*outgoing, *incoming):
-            if tensor.device.type != "cpu":
-                _await_stream(tensor.device, other, deadline)
-                break
+        _await_stream((*outgoing, *incoming)[0][0].device, deadline)
 
 
-def _await_stream(device: torch.device, peer: int, deadline: Deadline) -> None:
+def _await_stream(device: torch.device, deadline: Deadline) -> None:
+    if device.type == "cpu":
+        return
     done = torch.Event(device.type)
     done.record()
     while not done.query():
         if deadline.has_passed:
-            raise PipeBroken(f"rank {peer}: what moves between devices did not come within the timeout ({device})")
+            raise PipeBroken(f"what moves between devices did not come within the timeout ({device})")
         time.sleep(_POLL_SECONDS)
+
+
+class Relay(NamedTuple):
+    """What a rank contributes: the buckets in which it takes part, ascending by round, in an order that is the same on
+    all ranks for those that they share; where their bytes are; and what moves bytes between devices. All ranks of the
+    group give the latter, or none does."""
+
+    buckets: Sequence[Bucket]
+    contents: RelayContents
+    checksum: Checksum
+    move_on_device: GroupMover | None = None
 
 
 class RelayPipes:
@@ -190,10 +206,10 @@ def _result(peer: int, pipe: Future[GlooPipe], deadline: Deadline) -> GlooPipe:
         raise PipeBroken(f"rank {peer} did not come to connect") from None
 
 
-def carry(
+def move_buckets(
     rank: int, relay: Relay, pipes: RelayPipes, timeout_seconds: float, cost: PhaseStats, progress: Callable[[], None]
 ) -> list[int]:
-    """Move all parcels of this rank.
+    """Move all buckets of this rank.
 
     Args:
         rank: of this process in the group.
@@ -211,14 +227,16 @@ def carry(
         PipeBroken: a rank is gone, or too slow.
     """
     checksums: dict[tuple[int, ...], list[int]] = {}
-    movers = {False: pipes.move, True: relay.move_on_device or pipes.move}
-    numbered = list(enumerate(relay.parcels))
+    if relay.move_on_device is not None:
+        relay.move_on_device.connect(Deadline(timeout_seconds))
+    movers: dict[bool, Move] = {False: pipes.move, True: relay.move_on_device or pipes.move}
+    numbered = list(enumerate(relay.buckets))
     for _, in_round in groupby(numbered, key=lambda pair: pair[1].round):
-        _carry_round(rank, relay, list(in_round), movers, timeout_seconds, cost, checksums)
+        _move_round(rank, relay, list(in_round), movers, timeout_seconds, cost, checksums)
         progress()
     sent = {ranks: torch.tensor(found, dtype=torch.int64) for ranks, found in checksums.items()}
     received = {ranks: found.clone() for ranks, found in sent.items()}
-    tables = [(Parcel(0, ranks, found.nbytes), found.view(torch.uint8)) for ranks, found in received.items()]
+    tables = [(Bucket(0, ranks, found.nbytes), found.view(torch.uint8)) for ranks, found in received.items()]
     _pass_down(rank, tables, movers, timeout_seconds, cost)
     return sorted({ranks[0] for ranks, found in sent.items() if not torch.equal(found, received[ranks])})
 
@@ -238,51 +256,51 @@ def refuse_damage(senders: Sequence[int], rank: int, phase: str) -> None:
         )
 
 
-def _carry_round(
+def _move_round(
     rank: int,
     relay: Relay,
-    parcels: Sequence[tuple[int, Parcel]],
+    buckets: Sequence[tuple[int, Bucket]],
     movers: dict[bool, Move],
     timeout_seconds: float,
     cost: PhaseStats,
     checksums: dict[tuple[int, ...], list[int]],
 ) -> None:
     tensors = [
-        relay.contents.outgoing(number) if parcel.ranks[0] == rank else relay.contents.incoming(number)
-        for number, parcel in parcels
+        relay.contents.outgoing(number) if bucket.ranks[0] == rank else relay.contents.incoming(number)
+        for number, bucket in buckets
     ]
-    pairs = [(parcel, tensor) for (_, parcel), tensor in zip(parcels, tensors, strict=True)]
+    pairs = [(bucket, tensor) for (_, bucket), tensor in zip(buckets, tensors, strict=True)]
     _pass_down(rank, pairs, movers, timeout_seconds, cost)
-    for (number, parcel), tensor in zip(parcels, tensors, strict=True):
-        if not parcel.on_device:
-            checksums.setdefault(parcel.ranks, []).append(relay.checksum(tensor))
-        if parcel.ranks[0] != rank:
-            cost.payload_nbytes_received += parcel.nbytes
+    for (number, bucket), tensor in zip(buckets, tensors, strict=True):
+        if not bucket.on_device:
+            checksums.setdefault(bucket.ranks, []).append(relay.checksum(tensor))
+        if bucket.ranks[0] != rank:
+            cost.payload_nbytes_received += bucket.nbytes
             cost.payloads_received += 1
             relay.contents.arrived(number, tensor)
 
 
 def _pass_down(
     rank: int,
-    parcels: Sequence[tuple[Parcel, torch.Tensor]],
+    buckets: Sequence[tuple[Bucket, torch.Tensor]],
     movers: dict[bool, Move],
     timeout_seconds: float,
     cost: PhaseStats,
 ) -> None:
-    """Each parcel from its first rank to all others, step by step."""
-    most = max((len(parcel.ranks) for parcel, _ in parcels), default=1)
+    """Each bucket from its first rank to all others, step by step."""
+    most = max((len(bucket.ranks) for bucket, _ in buckets), default=1)
     for step in range((most - 1).bit_length()):
         for on_device, move in movers.items():
             outgoing: list[tuple[torch.Tensor, int]] = []
             incoming: list[tuple[torch.Tensor, int]] = []
-            for parcel, tensor in parcels:
-                if parcel.on_device != on_device:
+            for bucket, tensor in buckets:
+                if bucket.on_device != on_device:
                     continue
-                place = parcel.ranks.index(rank)
-                if place < 1 << step and place + (1 << step) < len(parcel.ranks):
-                    outgoing.append((tensor, parcel.ranks[place + (1 << step)]))
+                place = bucket.ranks.index(rank)
+                if place < 1 << step and place + (1 << step) < len(bucket.ranks):
+                    outgoing.append((tensor, bucket.ranks[place + (1 << step)]))
                 elif 1 << step <= place < 2 << step:
-                    incoming.append((tensor, parcel.ranks[place - (1 << step)]))
+                    incoming.append((tensor, bucket.ranks[place - (1 << step)]))
             if outgoing or incoming:
                 cost.payload_nbytes_sent += sum(tensor.nbytes for tensor, _ in outgoing)
                 move(outgoing, incoming, Deadline(timeout_seconds))

@@ -5,10 +5,11 @@ The only module that imports such names: it looks at what is there, never at a v
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -38,6 +39,7 @@ from robust_dcp.storage.files.whole_file import read_whole_file
 __all__ = [
     "COMMON_STATE_KEY",
     "CheckpointingException",
+    "KeyOnly",
     "MCoreLoadPlanner",
     "Resharding",
     "ShardedBase",
@@ -50,8 +52,8 @@ __all__ = [
     "checkpoint_config",
     "common_state_is_a_sharded_object",
     "dequantized",
-    "dict_list_map_outplace",
     "finished_request",
+    "has_quantized_data",
     "is_main_replica",
     "is_parallel_load_wrapper",
     "load_is_collective",
@@ -64,7 +66,6 @@ __all__ = [
     "reads_torch_dist",
     "saved_shapes",
     "strictness",
-    "target_of",
     "to_dcp_targets",
     "to_dcp_values",
     "translates_flattened_ranges",
@@ -294,8 +295,17 @@ def _values_of(value: Any) -> Any:
     return megatron_torch._unwrap_pyt_sharded_tensor(value) if isinstance(value, torch.Tensor) else value
 
 
+class KeyOnly:
+    """Stands for a ShardedTensor or ShardedObject of which only the key is known here."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+
 def check_keys(
-    sharded_state_dict: dict[str, Any], strict: Any, global_metadata: Any, saved: dict[str, ShardedBase]
+    sharded_state_dict: dict[str, Any], strict: Any, global_metadata: Any, saved: Iterable[str]
 ) -> tuple[dict[str, Any], set[str], set[str]]:
     """Megatron's strictness: log, raise or ignore what checkpoint and state dict do not both have.
 
@@ -303,7 +313,7 @@ def check_keys(
         sharded_state_dict: of this rank.
         strict: a ``StrictHandling``.
         global_metadata: the keys of all ranks, in lists of objects with a ``key``; ``None`` if not asked for.
-        saved: what the checkpoint holds.
+        saved: the keys that the checkpoint holds.
 
     Returns:
         The state dict without unexpected keys; the missing and the unexpected keys.
@@ -317,7 +327,7 @@ def check_keys(
         False,
         list(nested_values(sharded_state_dict)),
         global_metadata,
-        {key: found for key, found in saved.items() if found.key != COMMON_STATE_KEY},
+        {key: KeyOnly(key) for key in saved if key != COMMON_STATE_KEY},
     )
     return checked
 
@@ -351,18 +361,24 @@ def saved_shapes(metadata: Any) -> dict[str, ShardedTensor]:
     return dict(TorchDistLoadShardedStrategy.load_tensors_metadata(None, None, metadata))
 
 
-def dequantized(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of Transformer Engine's FP8 classes in its nominal dtype; any other as it is."""
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-        return tensor
-    from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
-
-    return dequantize_fp8_tensor(tensor) if is_float8tensor(tensor) else tensor
+def has_quantized_data(shard: ShardedTensor) -> bool:
+    """Whether a shard holds a tensor of some class of its own, such as Transformer Engine's for FP8."""
+    return shard.data is not None and type(shard.data) not in (torch.Tensor, torch.nn.Parameter)
 
 
-def target_of(shard: ShardedTensor) -> torch.Tensor:
-    """A tensor to load a shard into: its own, or a new one on the CPU, where Megatron makes it for a plain load too."""
-    if shard.data is None:
-        shard.init_data("cpu")
-    target: torch.Tensor = shard.data.detach()
-    return dequantized(target)
+def dequantized(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The same with FP8 tensors in their nominal dtype, as ``FullyParallelLoadStrategyWrapper`` returns them."""
+
+    def in_nominal_dtype(value: Any) -> Any:
+        if not isinstance(value, ShardedTensor) or not has_quantized_data(value):
+            return value
+        from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
+
+        if not is_float8tensor(value.data):
+            return value
+        found = copy.copy(value)
+        found.data = dequantize_fp8_tensor(value.data.detach())
+        return found
+
+    found: dict[str, Any] = dict_list_map_outplace(in_nominal_dtype, sharded_state_dict)
+    return found

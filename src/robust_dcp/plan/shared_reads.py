@@ -1,269 +1,168 @@
-"""Which rank reads what several ranks need, and how it reaches the others: decided by the coordinator, on columns.
+"""What a rank reads for others, and what it gets from them: the bytes, from one target into the buckets to another.
 
-Owns the messages, the dealing of reads by bytes, and the rounds in which their bytes are passed on. Pure: never reads
-nor sends anything. Called by ``plan.sharing``.
-
-Ranks read the same where they read the same box of the same stored item. All ranks have decoded the same bytes of
-``.metadata``, so the place of an item in it names it.
+Owns where in its targets the bytes of each bucket are. Who reads what is decided in ``readers``; how buckets travel is
+``comm.relay``'s. Made by ``sharing`` for one load, and used by ``api.load``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+import io
+from collections.abc import Iterator, Sequence
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
-from robust_dcp.errors import ExchangeError
-from robust_dcp.plan.global_plan.writers import by_holders
-from robust_dcp.storage.layouts.balance import deal, fill_up
-from robust_dcp.storage.reading.common_reads import ON_DEVICE
+from robust_dcp.comm import Bucket, GroupMover, Relay
+from robust_dcp.plan.readers import Piece, ReadShare, pieces_of
+from robust_dcp.staging import flat_bytes, parts_in_order
+from robust_dcp.storage.reader import RobustReader
+from robust_dcp.storage.reading.sharable_reads import SharableReads
+from robust_dcp.storage.records.checksum import crc32
+from robust_dcp.storage.records.objects import ObjectBytes
 
-__all__ = ["PARCEL_NBYTES", "ROUND_NBYTES", "Piece", "ReadColumns", "ReadShare", "deal_reads", "pieces_of"]
-
-PARCEL_NBYTES: Final = 8 << 20
-"""At most so many bytes are passed on at once; smaller items are packed."""
-
-ROUND_NBYTES: Final = 64 << 20
-"""At most so many bytes are under way at a rank, in either direction."""
-
-_LARGE_NBYTES: Final = 1 << 20
-"""Smaller items are dealt in the order of their places: what one rank reads then lies together, and is read at once."""
-
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
-Rows = npt.NDArray[np.intp]
+__all__ = ["SharedReads"]
 
 
-class ReadColumns(msgspec.Struct, frozen=True):
-    """What a rank needs and could get from another: little-endian columns, ascending by (item, box).
+class SharedReads:
+    """What one rank gets from others, and what it reads for them."""
 
-    Attributes:
-        node: the number of the rank's node.
-        items: int32 ``[n]``, the place of the stored item in ``.metadata``.
-        boxes: uint64 ``[n]``, which part of it; ``ON_DEVICE`` is set if its bytes stay on devices. Empty if all are 0.
-        nbytes: int64 ``[n]``, of the tensor that is to be filled.
-    """
+    def __init__(
+        self,
+        rank: int,
+        items: Sequence[ReadItem],
+        needed: SharableReads,
+        share: ReadShare | None,
+        move_on_device: GroupMover | None,
+    ) -> None:
+        self._rank = rank
+        self._items = items
+        self._needed = needed
+        self._move_on_device = move_on_device
+        self._objects: dict[int, torch.Tensor] = {}
+        self._buckets: list[Bucket] = []
+        self._contents: list[tuple[npt.NDArray[np.intp], Piece]] = []
+        self._received: set[int] = set()
+        if share is not None:
+            self._unpack(share)
 
-    node: int
-    items: bytes
-    boxes: bytes
-    nbytes: bytes
+    @property
+    def received(self) -> list[ReadItem]:
+        """What other ranks read for this one."""
+        return [self._items[place] for place in sorted(self._received)]
 
+    def _unpack(self, share: ReadShare) -> None:
+        needed = self._needed
+        transfer_of = np.frombuffer(share.transfer_of, dtype="<i4")
+        reader = np.array([reader for _, reader, _ in share.transfers] + [self._rank])[transfer_of]  # -1: itself
+        self._received = set(needed.places[reader != self._rank].tolist())
+        for number in np.flatnonzero(transfer_of >= 0).tolist():
+            if needed.targets[number] is None:
+                self._objects[number] = torch.empty(int(needed.nbytes[number]), dtype=torch.uint8)
+        members = [np.flatnonzero(transfer_of == number) for number in range(len(share.transfers))]
+        pieces = [pieces_of(needed.nbytes[each]) for each in members]
+        for number_of_round, transfer, number in np.frombuffer(share.buckets, dtype="<i4").reshape(-1, 3).tolist():
+            group, reader_rank, on_device = share.transfers[transfer]
+            piece = pieces[transfer][number]
+            ranks = (reader_rank, *(rank for rank in share.groups[group] if rank != reader_rank))
+            self._buckets.append(Bucket(number_of_round, ranks, piece.end - piece.begin, on_device))
+            self._contents.append((members[transfer][piece.first : piece.last], piece))
 
-class ReadShare(msgspec.Struct, frozen=True):
-    """The coordinator's word to one rank. A stream is what one rank reads for one set of ranks.
+    def read(self, reader: RobustReader, planner: LoadPlanner) -> None:
+        """Read what no other rank reads for this one."""
+        left = [item for place, item in enumerate(self._items) if place not in self._received]
+        reader.read_data(LoadPlan(left), self._keeping_objects(planner)).wait()
 
-    Attributes:
-        groups: sets of ranks, ascending, that need the same.
-        streams: (place in ``groups``, the rank that reads, whether the bytes stay on devices).
-        stream_of: int32 ``[n]``, the stream of each of the rank's items; -1: it reads that for itself.
-        parcels: int32 ``[p, 3]``, round, stream, number within the stream: in the order in which they are passed on.
-    """
+    def _keeping_objects(self, planner: LoadPlanner) -> LoadPlanner:
+        """``planner``; and the bytes of objects that other ranks need are kept for them."""
+        places = self._needed.places.tolist()
+        slots = {self._items[places[number]]: slot for number, slot in self._objects.items()}
+        return _ObjectsKept(planner, slots) if slots else planner
 
-    groups: tuple[tuple[int, ...], ...]
-    streams: tuple[tuple[int, int, bool], ...]
-    stream_of: bytes
-    parcels: bytes
+    def relay(self) -> Relay:
+        """For ``Channel.relay``, once this rank has read its share."""
+        return Relay(self._buckets, self, _checksum, self._move_on_device)
 
+    def load_objects(self, planner: LoadPlanner, directory: str) -> None:
+        """Hand the objects that came from other ranks to ``planner``."""
+        for number, slot in self._objects.items():
+            place = int(self._needed.places[number])
+            if place in self._received:
+                planner.load_bytes(self._items[place], ObjectBytes(slot.numpy().tobytes(), directory))
 
-class Piece(NamedTuple):
-    """What a parcel holds: items ``first`` to ``last`` of a stream; of the only one, bytes ``begin`` to ``end``."""
+    def outgoing(self, number: int) -> torch.Tensor:
+        """The bytes of a bucket, as ``comm.relay.RelayContents`` says: one piece of a target, or several packed."""
+        parts = self._parts(number)
+        buffer = self._buffer(number, parts)
+        if len(parts) > 1 or buffer.data_ptr() != parts[0].data_ptr():
+            for part, where in _side_by_side(parts, buffer):
+                where.copy_(flat_bytes(part))
+        return buffer
 
-    first: int
-    last: int
-    begin: int
-    end: int
+    def incoming(self, number: int) -> torch.Tensor:
+        return self._buffer(number, self._parts(number))
 
+    def arrived(self, number: int, received: torch.Tensor) -> None:
+        parts = self._parts(number)
+        if len(parts) == 1 and received.data_ptr() == parts[0].data_ptr():
+            return
+        for part, where in _side_by_side(parts, received):
+            if part.is_contiguous():
+                flat_bytes(part).copy_(where)
+            else:
+                flat = torch.empty_like(part, memory_format=torch.contiguous_format)
+                flat_bytes(flat).copy_(where)
+                part.copy_(flat)
 
-def pieces_of(nbytes: Int64) -> list[Piece]:
-    """The parcels of a stream of items of ``nbytes`` each: packed, or one item in pieces."""
-    pieces: list[Piece] = []
-    first, filled = 0, 0
-    for number, size in enumerate(nbytes.tolist()):
-        if filled and filled + size > PARCEL_NBYTES:
-            pieces.append(Piece(first, number, 0, filled))
-            filled = 0
-        if size > PARCEL_NBYTES:
-            pieces += [
-                Piece(number, number + 1, begin, min(size, begin + PARCEL_NBYTES))
-                for begin in range(0, size, PARCEL_NBYTES)
-            ]
-            continue
-        if not filled:
-            first = number
-        filled += size
-    if filled:
-        pieces.append(Piece(first, len(nbytes), 0, filled))
-    return pieces
+    def _parts(self, number: int) -> list[torch.Tensor]:
+        """What a bucket holds, as parts of targets."""
+        members, piece = self._contents[number]
+        if len(members) == 1:
+            whole = self._tensor(int(members[0]))
+            size = whole.element_size()
+            return list(parts_in_order(whole, piece.begin // size, piece.end // size))
+        return [self._tensor(member) for member in members.tolist()]
 
+    def _tensor(self, number: int) -> torch.Tensor:
+        target = self._needed.targets[number]
+        return self._objects[number] if target is None else target
 
-class _Stream(NamedTuple):
-    """``reader`` reads ``needs``, ascending by (item, box), for all ranks of group ``group``."""
-
-    group: int
-    reader: int
-    on_device: bool
-    needs: Rows
-
-
-def deal_reads(
-    columns: Sequence[ReadColumns | None], place_of_item: Int64, *, across_nodes: bool = False
-) -> list[ReadShare | None]:
-    """A share for each rank.
-
-    What several ranks need goes to one of them, by bytes, what only one of them needs counted as well.
-
-    Args:
-        columns: of each rank; ``None`` for one that shares nothing.
-        place_of_item: int64, where each stored item lies: files and places in them in ascending order.
-        across_nodes: ranks that are all on one node share nothing.
-
-    Returns:
-        In rank order; ``None`` for a rank that has nothing in common with others.
-
-    Raises:
-        ExchangeError: a rank's columns do not fit together.
-    """
-    needs = _Needs(columns, place_of_item)
-    load = np.zeros(len(columns), dtype=np.int64)
-    alone = needs.counts == 1
-    np.add.at(load, needs.ranks[needs.starts[:-1][alone]], needs.nbytes[alone])
-    nodes = [0 if each is None else each.node for each in columns]
-    groups: list[tuple[int, ...]] = []
-    streams: list[_Stream] = []
-    stream_of_need = np.full(len(needs.counts), -1, dtype=np.int32)
-    for members, ranks in by_holders(needs.ranks, needs.starts, np.flatnonzero(needs.is_shared)):
-        if across_nodes and len({nodes[rank] for rank in ranks.tolist()}) == 1:
-            load[ranks] += needs.nbytes[members].sum()
-            continue
-        members = np.sort(members)
-        reader, load[ranks] = _dealt(needs.nbytes[members], load[ranks])
-        for place, rank in enumerate(ranks.tolist()):
-            for on_device in (False, True):
-                mine = members[(reader == place) & (needs.on_device[members] == on_device)]
-                if len(mine):
-                    stream_of_need[mine] = len(streams)
-                    streams.append(_Stream(len(groups), rank, on_device, needs.as_ranks_sort(mine)))
-        groups.append(tuple(ranks.tolist()))
-    parcels = _in_rounds(needs, groups, streams)
-    return [_share_of(rank, needs, groups, streams, stream_of_need, parcels) for rank in range(len(columns))]
+    def _buffer(self, number: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Where a bucket's bytes are while they travel: where they belong, if they can be sent from there."""
+        bucket, first = self._buckets[number], parts[0]
+        if len(parts) == 1 and first.is_contiguous() and (bucket.on_device or first.is_cpu):
+            return flat_bytes(first)
+        device = first.device if bucket.on_device else torch.device("cpu")
+        return torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
 
 
-class _Needs:
-    """What is needed, each once, in the order in which it lies in files.
+class _ObjectsKept(DefaultLoadPlanner):
+    """Hands all to another planner, which leaves ``commit_tensor`` as it is, and keeps the bytes of some objects."""
 
-    Attributes:
-        ranks: int32 ``[K]``, who needs it, need after need, ascending.
-        starts: int64 ``[G + 1]``, where in ``ranks`` each need begins.
-        counts, nbytes: int64 ``[G]``.
-        is_shared, on_device: bool ``[G]``.
-        of_rank: for each rank, int64 ``[n]``, the need of each of its items.
-    """
+    def __init__(self, planner: LoadPlanner, slots: dict[ReadItem, torch.Tensor]) -> None:
+        super().__init__()
+        self._planner = planner
+        self._slots = slots
 
-    def __init__(self, columns: Sequence[ReadColumns | None], place_of_item: Int64) -> None:
-        rows = [_decoded(rank, each, len(place_of_item)) for rank, each in enumerate(columns)]
-        sizes = [len(items) for items, _, _ in rows]
-        ranks = np.repeat(np.arange(len(rows), dtype=np.int32), sizes)
-        items, boxes, nbytes = (np.concatenate([row[column] for row in rows]) for column in range(3))
-        order = np.lexsort((ranks, boxes, place_of_item[items]))
-        differs = np.ones(len(order), dtype=np.bool_)
-        differs[1:] = (items[order[1:]] != items[order[:-1]]) | (boxes[order[1:]] != boxes[order[:-1]])
-        first = np.flatnonzero(differs)
-        self.ranks = ranks[order]
-        self.starts = np.append(first, len(order)).astype(np.intp)
-        self.counts = np.diff(self.starts)
-        self.nbytes = nbytes[order[first]]
-        self._items, self._boxes = items[order[first]], boxes[order[first]]
-        self.on_device = self._boxes >= np.uint64(ON_DEVICE)
-        need_of_row = np.empty(len(order), dtype=np.intp)
-        need_of_row[order] = need = np.cumsum(differs) - 1
-        # Not what a rank needs twice, or would take another size of: it reads that itself.
-        same_rank = ~differs
-        same_rank[1:] &= self.ranks[1:] == self.ranks[:-1]
-        odd = np.zeros(len(first), dtype=np.bool_)
-        odd[need[same_rank]] = True
-        odd[need[nbytes[order] != self.nbytes[need]]] = True
-        self.is_shared = (self.counts > 1) & ~odd
-        self.of_rank = np.split(need_of_row, np.cumsum(sizes)[:-1])
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return self._planner.resolve_tensor(read_item)
 
-    def as_ranks_sort(self, needs: Rows) -> Rows:
-        """``needs`` in the order of :class:`ReadColumns`, which all ranks know."""
-        return needs[np.lexsort((self._boxes[needs], self._items[needs]))]
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        if read_item in self._slots:
+            self._slots[read_item].copy_(torch.frombuffer(value.getbuffer(), dtype=torch.uint8))
+        self._planner.load_bytes(read_item, value)
 
 
-def _decoded(rank: int, columns: ReadColumns | None, n_stored: int) -> tuple[Int32, npt.NDArray[np.uint64], Int64]:
-    if columns is None:
-        return np.zeros(0, np.int32), np.zeros(0, np.uint64), np.zeros(0, np.int64)
-    items = np.frombuffer(columns.items, dtype="<i4").astype(np.int32)
-    nbytes = np.frombuffer(columns.nbytes, dtype="<i8").astype(np.int64)
-    boxes = (
-        np.frombuffer(columns.boxes, dtype="<u8").astype(np.uint64) if columns.boxes else np.zeros_like(items, "<u8")
-    )
-    fits = len(items) == len(nbytes) == len(boxes)
-    if not fits or (len(items) and not (items.min() >= 0 and items.max() < n_stored and nbytes.min() > 0)):
-        raise ExchangeError(
-            f"the reads of rank {rank} do not fit the checkpoint's {n_stored} stored items", ranks=[rank]
-        )
-    return items, boxes, nbytes
+def _side_by_side(parts: Sequence[torch.Tensor], buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each part, and its place in ``buffer``."""
+    at = 0
+    for part in parts:
+        nbytes = part.numel() * part.element_size()
+        yield part, buffer[at : at + nbytes]
+        at += nbytes
 
 
-def _dealt(nbytes: Int64, load: Int64) -> tuple[Rows, Int64]:
-    large = nbytes >= _LARGE_NBYTES
-    chosen = np.zeros(len(nbytes), dtype=np.intp)
-    chosen[large], load = deal(nbytes[large], load)
-    if not large.all():
-        chosen[~large] = fill_up(nbytes[~large], load)
-        np.add.at(load, chosen[~large], nbytes[~large])
-    return chosen, load
-
-
-def _in_rounds(needs: _Needs, groups: Sequence[tuple[int, ...]], streams: Sequence[_Stream]) -> Int32:
-    """int32 ``[P, 3]``: round, stream and number of each parcel. A round is full for a rank at ``ROUND_NBYTES``."""
-    parcels = [
-        (number, stream_number, piece.end - piece.begin)
-        for stream_number, stream in enumerate(streams)
-        for number, piece in enumerate(pieces_of(needs.nbytes[stream.needs]))
-    ]
-    parcels.sort()
-    members = [np.array(group, dtype=np.intp) for group in groups]
-    round_of = np.zeros(int(needs.ranks.max(initial=0)) + 1, dtype=np.int64)
-    filled = np.zeros_like(round_of)
-    found = np.empty((len(parcels), 3), dtype=np.int32)
-    for row, (number, stream_number, nbytes) in enumerate(parcels):
-        ranks = members[streams[stream_number].group]
-        current = int(round_of[ranks].max())
-        if ((round_of[ranks] == current) & (filled[ranks] + nbytes > ROUND_NBYTES)).any():
-            current += 1
-        filled[ranks] = np.where(round_of[ranks] == current, filled[ranks], 0) + nbytes
-        round_of[ranks] = current
-        found[row] = current, stream_number, number
-    return found[np.argsort(found[:, 0], kind="stable")]
-
-
-def _share_of(
-    rank: int,
-    needs: _Needs,
-    groups: Sequence[tuple[int, ...]],
-    streams: Sequence[_Stream],
-    stream_of_need: Int32,
-    parcels: Int32,
-) -> ReadShare | None:
-    stream_of = stream_of_need[needs.of_rank[rank]]
-    held = np.unique(stream_of[stream_of >= 0])
-    if not len(held):
-        return None
-    local_stream = np.full(len(streams) + 1, -1, dtype=np.int32)  # the last one is for -1
-    local_stream[held] = np.arange(len(held))
-    held_groups = sorted({streams[number].group for number in held.tolist()})
-    local_group = {group: number for number, group in enumerate(held_groups)}
-    own = parcels[local_stream[parcels[:, 1]] >= 0].copy()
-    own[:, 1] = local_stream[own[:, 1]]
-    return ReadShare(
-        groups=tuple(groups[number] for number in held_groups),
-        streams=tuple((local_group[streams[n].group], streams[n].reader, streams[n].on_device) for n in held.tolist()),
-        stream_of=local_stream[stream_of].astype("<i4").tobytes(),
-        parcels=own.astype("<i4").tobytes(),
-    )
+def _checksum(tensor: torch.Tensor) -> int:
+    return crc32(memoryview(tensor.numpy().data))

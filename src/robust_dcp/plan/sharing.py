@@ -1,7 +1,7 @@
 """One read for replicas: of what several ranks of a load need, each byte is read by one and passed on to the others.
 
-Owns the decision whether to, the exchange that deals the reads, and the bytes on their way. Who reads what is
-``shared_reads``'s, how tensors travel ``comm.relay``'s. Called by ``api.load``.
+Owns the decision whether to, and the exchange by which ranks agree on readers. Who reads what is decided in
+``readers``; the bytes are ``shared_reads``'s. Called by ``api.load``.
 """
 
 from __future__ import annotations
@@ -13,20 +13,17 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
-from robust_dcp.comm import Agreement, Channel, GroupMover, Offer, Parcel, Relay, node_of
+from robust_dcp.comm import Agreement, Channel, GroupMover, Offer, node_of
 from robust_dcp.errors import PlanConflict
-from robust_dcp.plan.shared_reads import Piece, ReadColumns, ReadShare, deal_reads, pieces_of
+from robust_dcp.plan.readers import ReadColumns, ReadShare, assign_readers
+from robust_dcp.plan.shared_reads import SharedReads
 from robust_dcp.storage.reader import RobustReader
-from robust_dcp.storage.reading.common_reads import CommonReads
-from robust_dcp.storage.records.checksum import crc32
+from robust_dcp.storage.reading.sharable_reads import SharableReads
 
-__all__ = ["SharedReads", "all_have_plans", "deal_out", "node_reads_the_same", "ranks_share", "sharing_offer"]
+__all__ = ["all_have_plans", "choose_readers", "node_reads_the_same", "ranks_share", "sharing_offer"]
 
 _NOTHING: Final = Offer().plan_id
 
@@ -103,7 +100,7 @@ def ranks_share(agreement: Agreement) -> bool:
     return True in wishes or (None in wishes and not agreement.same_value)
 
 
-def deal_out(
+def choose_readers(
     channel: Channel,
     checkpoint: str,
     reader: RobustReader,
@@ -121,121 +118,37 @@ def deal_out(
     Raises:
         RobustCheckpointError: the same on all ranks.
     """
-    mover, devices = _device_mover(process_group) if channel.size > 1 else (None, frozenset[str]())
-    needed: list[CommonReads] = []
+    device_type = _type_of_devices(process_group) if channel.size > 1 else None
+    needed: list[SharableReads] = []
 
     def tell() -> ReadColumns | None:
-        needed.append(reader.common_reads(plan, planner, lambda device: device.type in devices))
+        needed.append(reader.sharable_reads(plan, planner, lambda device: device.type == device_type))
         return _columns_of(needed[0], node_of(channel.rank)) if len(needed[0].places) else None
 
-    def deal() -> list[ReadShare | None]:
-        return deal_reads(told or [], reader.places_in_files(), across_nodes=reader.share_reads is None)
+    def assign() -> list[ReadShare | None]:
+        return assign_readers(told or [], reader.places_in_files(), across_nodes=reader.share_reads is None)
 
     told = channel.gather(f"load {checkpoint}: reads", tell, ReadColumns)
-    share = channel.scatter(f"load {checkpoint}: shares", deal, ReadShare)
-    return SharedReads(channel.rank, needed[0], share, mover)
+    share = channel.scatter(f"load {checkpoint}: readers", assign, ReadShare)
+    mover = None
+    if device_type is not None and share is not None and share.any_on_device:
+        mover = GroupMover(dist.group.WORLD if process_group is None else process_group, device_type)
+    return SharedReads(channel.rank, plan.items, needed[0], share, mover)
 
 
-def _device_mover(process_group: dist.ProcessGroup | None) -> tuple[GroupMover | None, frozenset[str]]:
-    """What moves tensors from device to device over the group that trains, and between which types of devices."""
+def _type_of_devices(process_group: dist.ProcessGroup | None) -> str | None:
+    """Between which devices the group that trains moves bytes directly: ``"cuda"`` for NCCL; ``None`` for gloo."""
     group: Any = dist.group.WORLD if process_group is None else process_group
     backends = dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(",") if ":" in entry)
     # gloo would go by way of the host as well, and the channel's own group has a timeout that names ranks.
-    direct = frozenset(device for device, backend in backends.items() if device != "cpu" and backend != "gloo")
-    return (GroupMover(group), direct) if direct else (None, direct)
+    direct = (device for device, backend in backends.items() if device != "cpu" and backend != "gloo")
+    return next(direct, None)
 
 
-def _columns_of(needed: CommonReads, node: int) -> ReadColumns:
+def _columns_of(needed: SharableReads, node: int) -> ReadColumns:
     return ReadColumns(
         node=node,
         items=needed.items.astype("<i4").tobytes(),
         boxes=needed.boxes.astype("<u8").tobytes() if needed.boxes.any() else b"",
         nbytes=needed.nbytes.astype("<i8").tobytes(),
     )
-
-
-class SharedReads:
-    """What one rank gets from others, and what it reads for them.
-
-    Attributes:
-        received: int64, places in the plan of the items that another rank reads.
-        received_nbytes: of these items.
-    """
-
-    def __init__(
-        self, rank: int, needed: CommonReads, share: ReadShare | None, move_on_device: GroupMover | None
-    ) -> None:
-        self._rank = rank
-        self._targets = needed.targets
-        self._move_on_device = move_on_device
-        self._parcels: list[Parcel] = []
-        self._contents: list[tuple[npt.NDArray[np.intp], Piece]] = []
-        self.received = np.zeros(0, dtype=np.int64)
-        self.received_nbytes = 0
-        if share is not None:
-            self._unpack(share, needed)
-
-    def _unpack(self, share: ReadShare, needed: CommonReads) -> None:
-        stream_of = np.frombuffer(share.stream_of, dtype="<i4")
-        reader = np.array([reader for _, reader, _ in share.streams] + [self._rank])[stream_of]  # -1: itself
-        from_others = reader != self._rank
-        self.received = needed.places[from_others]
-        self.received_nbytes = int(needed.nbytes[from_others].sum())
-        members = [np.flatnonzero(stream_of == number) for number in range(len(share.streams))]
-        pieces = [pieces_of(needed.nbytes[each]) for each in members]
-        for number_of_round, stream, number in np.frombuffer(share.parcels, dtype="<i4").reshape(-1, 3).tolist():
-            group, reader_rank, on_device = share.streams[stream]
-            piece = pieces[stream][number]
-            ranks = (reader_rank, *(rank for rank in share.groups[group] if rank != reader_rank))
-            self._parcels.append(Parcel(number_of_round, ranks, piece.end - piece.begin, on_device))
-            self._contents.append((members[stream][piece.first : piece.last], piece))
-
-    def left_to_read(self, items: Sequence[ReadItem]) -> list[ReadItem]:
-        """Those of the plan's ``items`` that this rank reads itself."""
-        received = set(self.received.tolist())
-        return [item for place, item in enumerate(items) if place not in received]
-
-    def relay(self) -> Relay:
-        """For ``Channel.relay``, once this rank has read its share."""
-        return Relay(self._parcels, self, _checksum, self._move_on_device)
-
-    def outgoing(self, number: int) -> torch.Tensor:
-        """The bytes of a parcel, as ``comm.relay.RelayContents`` says: one piece of a target, or several packed."""
-        parts = self._parts(number)
-        buffer = self._buffer(number, parts)
-        if buffer is parts[0]:
-            return buffer
-        at = 0
-        for part in parts:
-            buffer[at : at + len(part)].copy_(part)
-            at += len(part)
-        return buffer
-
-    def incoming(self, number: int) -> torch.Tensor:
-        return self._buffer(number, self._parts(number))
-
-    def arrived(self, number: int, received: torch.Tensor) -> None:
-        parts = self._parts(number)
-        if len(parts) == 1 and received.data_ptr() == parts[0].data_ptr():
-            return
-        at = 0
-        for part in parts:
-            part.copy_(received[at : at + len(part)])
-            at += len(part)
-
-    def _parts(self, number: int) -> list[torch.Tensor]:
-        members, piece = self._contents[number]
-        if len(members) == 1:
-            return [self._targets[int(members[0])][piece.begin : piece.end]]
-        return [self._targets[member] for member in members.tolist()]
-
-    def _buffer(self, number: int, parts: list[torch.Tensor]) -> torch.Tensor:
-        parcel = self._parcels[number]
-        if len(parts) == 1 and (parcel.on_device or parts[0].is_cpu):
-            return parts[0]
-        device = parts[0].device if parcel.on_device else torch.device("cpu")
-        return torch.empty(parcel.nbytes, dtype=torch.uint8, device=device)
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    return crc32(memoryview(tensor.numpy().data))

@@ -3,7 +3,7 @@
 from robust_dcp.staging.blocks import POOL, Block, BlockLease, BlockPool, aligned_bytes, copy_bytes, memory_at
 from robust_dcp.staging.device import CopiesToDevice, DeviceCopies
 from robust_dcp.staging.host import to_host
-from robust_dcp.staging.tensor_bytes import TensorBytes, host_address
+from robust_dcp.staging.tensor_bytes import TensorBytes, host_address, parts_in_order
 from robust_dcp.staging.together import flat_bytes, to_host_together
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "flat_bytes",
     "host_address",
     "memory_at",
+    "parts_in_order",
     "to_host",
     "to_host_together",
 ]

@@ -1,17 +1,19 @@
 """The bytes of one tensor, a range at a time, wherever the tensor is and however its elements lie.
 
 Owns how a range is found in memory or copied out of it, so that no tensor is ever staged as a whole. Never keeps a
-buffer. Called by ``pack``, ``large_record`` and ``append`` of ``storage.writing``.
+buffer. Called by ``pack``, ``large_record`` and ``append`` of ``storage.writing``, and by ``plan.shared_reads``.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 
 from robust_dcp.staging.blocks import Block, copy_bytes
 from robust_dcp.staging.host import to_host
 
-__all__ = ["TensorBytes", "host_address"]
+__all__ = ["TensorBytes", "host_address", "parts_in_order"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -106,24 +108,28 @@ def _copy_range(tensor: torch.Tensor, first: int, last: int, into: torch.Tensor,
     Args:
         into: ``[last - first]``, of the same dtype.
     """
+    done = 0
+    for part in parts_in_order(tensor, first, last):
+        into[done : done + part.numel()].view(part.shape).copy_(part, non_blocking=non_blocking)
+        done += part.numel()
+
+
+def parts_in_order(tensor: torch.Tensor, first: int, last: int) -> Iterator[torch.Tensor]:
+    """Elements ``first`` to ``last`` of ``tensor``, in the order of a contiguous one, as few views as that takes."""
     if first >= last:
         return
-    if tensor.dim() == 0:
-        into.copy_(tensor.reshape(1), non_blocking=non_blocking)
+    if tensor.is_contiguous():
+        yield tensor.view(-1)[first:last]
         return
     row_numel = tensor.numel() // tensor.shape[0]
     (top, from_column), (bottom, to_column) = divmod(first, row_numel), divmod(last, row_numel)
     if top == bottom:
-        _copy_range(tensor[top], from_column, to_column, into, non_blocking)
+        yield from parts_in_order(tensor[top], from_column, to_column)
         return
-    done = 0
     if from_column:
-        done = row_numel - from_column
-        _copy_range(tensor[top], from_column, row_numel, into[:done], non_blocking)
+        yield from parts_in_order(tensor[top], from_column, row_numel)
         top += 1
-    rows = tensor[top:bottom]
-    if rows.numel():
-        into[done : done + rows.numel()].view(rows.shape).copy_(rows, non_blocking=non_blocking)
-        done += rows.numel()
+    if top < bottom:
+        yield tensor[top:bottom]
     if to_column:
-        _copy_range(tensor[bottom], 0, to_column, into[done:], non_blocking)
+        yield from parts_in_order(tensor[bottom], 0, to_column)

@@ -46,9 +46,9 @@ from robust_dcp.storage.metadata.metadata_file import (
     files_are_marked,
 )
 from robust_dcp.storage.metadata.shard_metadata import metadata_of_shards, shards_in
-from robust_dcp.storage.reading.common_reads import CommonReads, common_reads, places_in_files
 from robust_dcp.storage.reading.read_items import read_items
 from robust_dcp.storage.reading.read_options import BLOCK_NBYTES, ReadOptions
+from robust_dcp.storage.reading.sharable_reads import SharableReads, places_in_files, sharable_reads
 from robust_dcp.storage.reading.verification import Verify
 from robust_dcp.storage.writing.write_options import default_threads
 
@@ -107,8 +107,7 @@ class RobustReader(StorageReader):
             the same. ``True``: always, or it is an error; ``False``: never. Small reads always go through the cache.
         share_reads: of what several ranks of a load need, each byte is read by one of them and passed on to the others
             over the network. ``None``: where these ranks are on several nodes. The same on all ranks. Only
-            ``robust_dcp.load`` does that, and only for planners whose ``commit_tensor`` is ``DefaultLoadPlanner``'s;
-            objects, and tensors that are converted or not contiguous, are read by each.
+            ``robust_dcp.load`` does that, and only for planners whose ``commit_tensor`` is ``DefaultLoadPlanner``'s.
         extension_registry: as for stock's reader; by default the transforms that come with torch.
         disk: where the files are.
 
@@ -376,18 +375,19 @@ class RobustReader(StorageReader):
         finally:
             self._check_stop = _goes_on
 
-    def common_reads(
+    def sharable_reads(
         self, plan: LoadPlan, planner: LoadPlanner, stays_on: Callable[[torch.device], bool]
-    ) -> CommonReads:
-        """What of ``plan`` another rank may read for this one: see :mod:`robust_dcp.storage.reading.common_reads`."""
+    ) -> SharableReads:
+        """What of ``plan`` another rank may read for this one: see :mod:`robust_dcp.storage.reading.sharable_reads`."""
         metadata = self._known_metadata()
+        trusted = self._options.trusted
         stored = stored_items_of(metadata)
         if stored is None:
-            return common_reads(plan.items, planner, metadata, self.path, stays_on)
+            return sharable_reads(plan.items, planner, metadata, self.path, stays_on, trusted=trusted)
         rows = stored.rows(item.storage_index for item in plan.items)
         in_order = sorted(rows, key=rows.__getitem__)
         of_plan = replace(metadata, storage_data={index: stored[index] for index in in_order})
-        found = common_reads(plan.items, planner, of_plan, self.path, stays_on)
+        found = sharable_reads(plan.items, planner, of_plan, self.path, stays_on, trusted=trusted)
         return found._replace(items=np.array([rows[index] for index in in_order], dtype=np.int32)[found.items])
 
     def places_in_files(self) -> npt.NDArray[np.int64]:

@@ -1,7 +1,7 @@
 """Who accesses which shard: a rank's sharded state dict as columns, and whether those of all ranks fit together.
 
 Owns Megatron's access rule (every shard is the main replica of exactly one rank) on columns; knows no process group.
-Called by ``validation`` for both save and load, and by ``parallel_load`` for the shards' identities.
+Called by ``validation`` for both save and load.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ import torch
 from robust_dcp.comm import Channel
 from robust_dcp.storage.files.disk import PosixDisk
 from robust_dcp.storage.files.whole_file import read_whole_file
-from robust_dcp.storage.records.objects import Refusal, load_object, refusal_of
+from robust_dcp.storage.records.objects import Refusal, refusal_of
 from robust_dcp.storage.writing.commit import commit_metadata
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "LeafDigests",
     "encode_common",
     "leaf_digests",
-    "load_common_bytes",
     "read_file",
     "refused_in",
     "report_differences",
@@ -149,17 +148,6 @@ def refused_in(common: dict[str, Any], encoded: bytes) -> dict[str, Refusal]:
             if refusal is not None:
                 refused[f"{COMMON_FILE}: {path}"] = refusal
     return refused or {COMMON_FILE: whole}
-
-
-def load_common_bytes(data: bytes, file: str, *, trusted: bool = False) -> Any:
-    """The common state from the bytes of ``common.pt``, without running code that they name.
-
-    Raises:
-        UnsafeCheckpoint: it holds an object of a class that is not known to be data. Megatron registers its own with
-            ``torch.serialization.add_safe_globals``; so may you.
-        CorruptCheckpoint: these are not the bytes of a ``torch.save``.
-    """
-    return load_object(data, file=file, item=COMMON_FILE, trusted=trusted)
 
 
 def read_file(path: str) -> bytes | None:

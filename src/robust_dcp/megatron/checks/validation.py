@@ -21,13 +21,12 @@ from robust_dcp.megatron.checks.common_state import LeafDigests, leaf_digests, r
 from robust_dcp.megatron.checks.shard_facts import ShardFacts
 from robust_dcp.megatron.failures import InvalidAccess
 from robust_dcp.megatron.hooks.options import current_options
-from robust_dcp.megatron.versions import nested_values
+from robust_dcp.megatron.versions import KeyOnly, nested_values
 from robust_dcp.structure_cache import CACHE, Table
 
 __all__ = [
     "AccessCheck",
     "GlobalMetadata",
-    "KeyOnly",
     "agree_on_access",
     "compare_common_state",
     "exchange_metadata",
@@ -112,15 +111,6 @@ class AccessCheck:
 
 def _check_of_facts(facts: ShardFacts) -> AccessCheck:
     return AccessCheck.of(facts.shards)
-
-
-class KeyOnly:
-    """Stands for a ShardedTensor or ShardedObject of some rank, of which only the key is known here."""
-
-    __slots__ = ("key",)
-
-    def __init__(self, key: str) -> None:
-        self.key = key
 
 
 class GlobalMetadata(list[list[KeyOnly]]):

@@ -1,7 +1,7 @@
 """What is taken over of Megatron-Core's loads of ``torch_dist``.
 
 Owns the replacements; each does what Megatron does where robust_dcp is not the chosen planner. The work is in
-``loading``, ``load_strategy`` and ``parallel_load``, which import Megatron: so they are imported when one is called.
+``loading`` and ``load_strategy``, which import Megatron: so they are imported when one is called.
 """
 
 from __future__ import annotations
@@ -71,43 +71,26 @@ def _load_tensors_metadata(original: Replaced) -> Replaced:
     @functools.wraps(original)
     def load_tensors_metadata(self: Any, checkpoint_dir: Any, metadata: Any = None) -> Any:
         if metadata is None and is_chosen():
-            from robust_dcp.megatron.loading.load_strategy import read_metadata
-            from robust_dcp.storage.reader import RobustReader
+            from robust_dcp.megatron.loading.load_strategy import checkpoint_reader
 
-            metadata = read_metadata(RobustReader(checkpoint_dir))
+            metadata = checkpoint_reader(checkpoint_dir).read_metadata()
         return original(self, checkpoint_dir, metadata)
 
     return load_tensors_metadata
 
 
-def _load_sharded_metadata(original: Replaced) -> Replaced:
-    """``TorchDistLoadShardedStrategy.load_sharded_metadata``."""
+def _of_our_strategy(original: Replaced) -> Replaced:
+    """A method of ``TorchDistLoadShardedStrategy`` that :class:`RobustLoadStrategy` has too: the latter is called."""
 
     @functools.wraps(original)
-    def load_sharded_metadata(self: Any, checkpoint_dir: Any) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_chosen():
-            return original(self, checkpoint_dir)
-        from robust_dcp.megatron.loading.load_strategy import read_metadata, shapes_and_objects
-        from robust_dcp.storage.reader import RobustReader
+            return original(self, *args, **kwargs)
+        from robust_dcp.megatron.loading.load_strategy import RobustLoadStrategy
 
-        return shapes_and_objects(read_metadata(RobustReader(checkpoint_dir)))
+        return getattr(RobustLoadStrategy, original.__name__)(self, *args, **kwargs)
 
-    return load_sharded_metadata
-
-
-def _remove_sharded_tensors(original: Replaced) -> Replaced:
-    """``TorchDistLoadShardedStrategy.remove_sharded_tensors``."""
-
-    @functools.wraps(original)
-    def remove_sharded_tensors(self: Any, checkpoint_dir: Any, key_prefix: str) -> None:
-        if not is_chosen():
-            original(self, checkpoint_dir, key_prefix)
-            return
-        from robust_dcp.megatron.loading.removal import remove_keys
-
-        remove_keys(checkpoint_dir, key_prefix)
-
-    return remove_sharded_tensors
+    return method
 
 
 def _parallel_load(original: Replaced) -> Replaced:
@@ -118,7 +101,7 @@ def _parallel_load(original: Replaced) -> Replaced:
         from robust_dcp.megatron.hooks.options import current_options
 
         if is_chosen():
-            from robust_dcp.megatron.loading.parallel_load import load_in_parallel
+            from robust_dcp.megatron.loading.load_strategy import load_in_parallel
             from robust_dcp.megatron.versions import is_parallel_load_wrapper
 
             if is_parallel_load_wrapper(self):
@@ -142,7 +125,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(_DIST_CHECKPOINTING, "serialization.load_common_state_dict", _load_common_state_dict),
     Patch(_TORCH, "TorchDistLoadShardedStrategy.load", _strategy_load),
     Patch(_TORCH, "TorchDistLoadShardedStrategy.load_tensors_metadata", _load_tensors_metadata),
-    Patch(_TORCH, "TorchDistLoadShardedStrategy.load_sharded_metadata", _load_sharded_metadata),
-    Patch(_TORCH, "TorchDistLoadShardedStrategy.remove_sharded_tensors", _remove_sharded_tensors),
+    Patch(_TORCH, "TorchDistLoadShardedStrategy.load_sharded_metadata", _of_our_strategy),
+    Patch(_TORCH, "TorchDistLoadShardedStrategy.remove_sharded_tensors", _of_our_strategy),
     Patch(f"{_DIST_CHECKPOINTING}.strategies.fully_parallel", "FullyParallelLoadStrategyWrapper.load", _parallel_load),
 )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -21,54 +20,33 @@ from robust_dcp.errors import entry_point
 from robust_dcp.megatron import versions
 from robust_dcp.megatron.failures import as_megatron_raises
 from robust_dcp.megatron.hooks.options import current_options
-from robust_dcp.megatron.loading.load_planner import MegatronLoadPlanner
+from robust_dcp.megatron.loading.load_planner import load_planner_for
 from robust_dcp.megatron.loading.removal import remove_keys
 from robust_dcp.megatron.versions import ShardedObject, ShardedTensor
 from robust_dcp.planner.save import checkpoint_name
 from robust_dcp.report import LoadReport
+from robust_dcp.storage.index import look_up
 from robust_dcp.storage.reader import RobustReader
 
 __all__ = [
-    "LoadedShards",
-    "ReaderOfKnownMetadata",
     "RobustLoadStrategy",
+    "checkpoint_reader",
+    "load_in_parallel",
     "read_for_strategy",
-    "read_metadata",
     "read_sharded",
     "shapes_and_objects",
+    "stored_keys",
 ]
 
 CheckpointDir = str | os.PathLike[str]
 
-
-class ReaderOfKnownMetadata(RobustReader):
-    """A reader that has been given the bytes of ``.metadata``, so that not every rank reads the file."""
-
-    def __init__(self, path: CheckpointDir, metadata_file: bytes | None = None) -> None:
-        super().__init__(path, trusted=current_options().trusted)
-        self._metadata_file = metadata_file
-
-    def metadata_bytes(self, rank: int | None = None) -> bytes:
-        if self._metadata_file is None or rank is not None:
-            self._metadata_file = super().metadata_bytes(rank)
-        return self._metadata_file
+_PART = "/shard_"
+"""Between the key of a ShardedObject and what part of it an item holds."""
 
 
-@dataclass(frozen=True)
-class LoadedShards:
-    """What :func:`read_sharded` has read.
-
-    Attributes:
-        state_dict: nested as it was asked for, with tensors and objects for leaves.
-        object_bytes: the bytes of the objects, by key, if they were asked for.
-        metadata: of the checkpoint.
-        report: of the load.
-    """
-
-    state_dict: dict[str, Any]
-    object_bytes: dict[str, bytes]
-    metadata: Metadata | None
-    report: LoadReport
+def checkpoint_reader(checkpoint_dir: CheckpointDir, *, share_reads: bool = False) -> RobustReader:
+    """A reader as the options of robust_dcp say. Only ``FullyParallelLoadStrategyWrapper`` asks to share reads."""
+    return RobustReader(checkpoint_dir, trusted=current_options().trusted, share_reads=share_reads)
 
 
 @entry_point
@@ -79,9 +57,8 @@ def read_sharded(
     timeout_seconds: float,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
-    stream_dequantize: bool | None = None,
-    keep_object_bytes: bool = False,
-) -> LoadedShards:
+    strategy: Any = None,
+) -> dict[str, Any]:
     """Read what the shards of a sharded state dict ask for, into their tensors where they have one.
 
     Args:
@@ -90,8 +67,10 @@ def read_sharded(
         timeout_seconds: of each exchange.
         process_group: the ranks that load together; ``None`` for all.
         no_dist: this rank loads by itself; no other is asked or told.
-        stream_dequantize: ``stream_ckpt_dequant`` of Megatron's strategy (0.19); ``None`` where it has none.
-        keep_object_bytes: return the bytes of objects too.
+        strategy: Megatron's, whose options count, and which gets the attributes that a load sets.
+
+    Returns:
+        The same nested state dict, with tensors and objects for leaves.
 
     Raises:
         RobustCheckpointError: on every rank that loads together, whichever of them failed.
@@ -104,21 +83,20 @@ def read_sharded(
     def translate() -> None:
         nonlocal targets, restore, wanted
         is_flat = any(getattr(shard, "flattened_range", None) is not None for shard in _tensors_in(sharded_state_dict))
-        resharding = versions.Resharding(sharded_state_dict, read_metadata(reader) if is_flat else None)
+        resharding = versions.Resharding(sharded_state_dict, reader.read_metadata() if is_flat else None)
         targets, restore = versions.to_dcp_targets(resharding)
         wanted = _tensors_in(resharding.sharded_state_dict)
 
     channel = Channel.for_group(
         process_group, operation=f"translate {name}", timeout_seconds=timeout_seconds, no_dist=no_dist
     )
+    stream_dequantize = getattr(strategy, "stream_ckpt_dequant", None)
     with as_megatron_raises():
         channel.barrier(f"load {name}: translate", translate)
-        planner = MegatronLoadPlanner(
+        planner = load_planner_for(
+            wanted,
             name,
             trusted=current_options().trusted,
-            keeps_bytes=keep_object_bytes,
-            shapes_validation_sharded_tensors=[shard for shard in wanted if not shard.allow_shape_mismatch],
-            allow_shape_mismatch_sharded_tensors={shard.key: shard for shard in wanted if shard.allow_shape_mismatch},
             **({} if stream_dequantize is None else {"stream_ckpt_dequant": stream_dequantize}),
         )
         report = api.load(
@@ -129,21 +107,52 @@ def read_sharded(
             no_dist=no_dist,
             timeout_seconds=timeout_seconds,
         )
-    return LoadedShards(restore(targets), planner.object_bytes, planner.metadata, report)
+    if isinstance(strategy, versions.TorchDistLoadShardedStrategy):
+        strategy.cached_global_metadata = planner.metadata
+        strategy.last_report = report
+    return restore(targets)
 
 
 def _tensors_in(sharded_state_dict: dict[str, Any]) -> list[ShardedTensor]:
     return [shard for shard in versions.nested_values(sharded_state_dict) if isinstance(shard, ShardedTensor)]
 
 
-def read_metadata(reader: RobustReader) -> Metadata:
-    """The metadata of a checkpoint, read by this rank alone, without running code that the file names.
+@entry_point
+def load_in_parallel(
+    wrapper: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: CheckpointDir, timeout_seconds: float
+) -> dict[str, Any]:
+    """What ``FullyParallelLoadStrategyWrapper.load`` loads, on all ranks of its parallelization group.
+
+    What several of them need is read by one, and passed on as in any load that shares its reads.
+
+    Args:
+        wrapper: Megatron's wrapper; its group and its base strategy count, and no cached distribution.
+        sharded_state_dict: factories applied.
+        checkpoint_dir: the checkpoint's directory.
+        timeout_seconds: of each exchange.
 
     Raises:
-        StorageError: there is none.
-        CorruptCheckpoint, UnsafeCheckpoint: it is not what a save wrote.
+        RobustCheckpointError: on every rank of the group, whichever of them failed.
     """
-    return reader.decode_metadata(reader.metadata_bytes())
+    strategy = wrapper.base_strategy
+    loaded: dict[str, Any] = read_sharded(
+        versions.dequantized(sharded_state_dict),
+        checkpoint_reader(checkpoint_dir, share_reads=True),
+        timeout_seconds=timeout_seconds,
+        process_group=wrapper.parallelization_group,
+        strategy=strategy,
+    )
+    wrapper.cached_global_metadata = getattr(strategy, "cached_global_metadata", None)
+    return loaded
+
+
+def stored_keys(metadata: Metadata) -> set[str]:
+    """The keys of the ShardedTensors and ShardedObjects that a checkpoint holds."""
+    entries = metadata.state_dict_metadata
+    may_be_parts = [name for name in entries if _PART in name]
+    look_up(metadata, may_be_parts)
+    parts = {name for name in may_be_parts if isinstance(entries[name], BytesStorageMetadata)}
+    return {name.partition(_PART)[0] if name in parts else name for name in entries}
 
 
 def shapes_and_objects(metadata: Metadata) -> dict[str, Any]:
@@ -163,16 +172,13 @@ def read_for_strategy(strategy: Any, sharded_state_dict: dict[str, Any], checkpo
     Args:
         strategy: Megatron's; gets the attributes that a load sets.
     """
-    read = read_sharded(
+    return read_sharded(
         sharded_state_dict,
-        RobustReader(checkpoint_dir, trusted=current_options().trusted),
+        checkpoint_reader(checkpoint_dir),
         timeout_seconds=current_options().exchange_timeout_seconds,
         no_dist=not versions.load_is_collective(),
-        stream_dequantize=getattr(strategy, "stream_ckpt_dequant", None),
+        strategy=strategy,
     )
-    strategy.cached_global_metadata = read.metadata
-    strategy.last_report = read.report
-    return read.state_dict
 
 
 class RobustLoadStrategy(versions.TorchDistLoadShardedStrategy):
@@ -225,24 +231,23 @@ class RobustLoadStrategy(versions.TorchDistLoadShardedStrategy):
         Raises:
             RobustCheckpointError: on every rank, whichever of them failed.
         """
-        loaded = read_sharded(
+        return read_sharded(
             sharded_state_dict,
-            RobustReader(checkpoint_dir, trusted=current_options().trusted),
+            checkpoint_reader(checkpoint_dir),
             timeout_seconds=self.timeout_seconds,
             process_group=self.process_group,
-            stream_dequantize=getattr(self, "stream_ckpt_dequant", None),
+            strategy=self,
         )
-        self.cached_global_metadata = loaded.metadata
-        self.last_report = loaded.report
-        return loaded.state_dict
 
     def load_tensors_metadata(self, checkpoint_dir: CheckpointDir, metadata: Metadata | None = None) -> dict[str, Any]:
         """The tensors of a checkpoint, without data. Local to this rank."""
-        return versions.saved_shapes(read_metadata(RobustReader(checkpoint_dir)) if metadata is None else metadata)
+        return versions.saved_shapes(
+            checkpoint_reader(checkpoint_dir).read_metadata() if metadata is None else metadata
+        )
 
     def load_sharded_metadata(self, checkpoint_dir: CheckpointDir) -> dict[str, Any]:
         """The tensors and objects of a checkpoint, without data. Local to this rank."""
-        return shapes_and_objects(read_metadata(RobustReader(checkpoint_dir)))
+        return shapes_and_objects(checkpoint_reader(checkpoint_dir).read_metadata())
 
     def remove_sharded_tensors(self, checkpoint_dir: CheckpointDir, key_prefix: str) -> None:
         """Remove tensors whose key starts with ``key_prefix``. Local to this rank; no other may save or load now."""

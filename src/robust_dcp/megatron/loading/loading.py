@@ -9,14 +9,15 @@ Owns the order of the steps: common state, prepare, validate, strictness, read, 
 | common state | a broadcast: rank 0 reads ``metadata.json`` and the common state, once |
 | prepare | ``agree``: each rank offers the signature of what it asks for |
 | validate | none, if all ranks show that this structure was found right before, and no strictness asks for keys |
-| strictness | a broadcast of ``.metadata`` and a barrier, for the modes that look at the checkpoint's keys |
-| read | those of :func:`robust_dcp.load`; with ``FullyParallelLoadStrategyWrapper`` those of ``parallel_load`` |
+| strictness | a broadcast of the checkpoint's keys and a barrier, for the modes that look at them |
+| read | those of :func:`robust_dcp.load`; with ``FullyParallelLoadStrategyWrapper`` in each of its groups |
 | merge | a barrier |
 """
 
 from __future__ import annotations
 
 import inspect
+import io
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +25,10 @@ from typing import Any
 
 import msgspec
 import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import ReadItem
 
+from robust_dcp import api
 from robust_dcp.comm import Agreement, Channel
 from robust_dcp.errors import entry_point
 from robust_dcp.megatron import versions
@@ -34,16 +38,14 @@ from robust_dcp.megatron.failures import as_megatron_raises, told_by_who_failed
 from robust_dcp.megatron.hooks.options import MegatronOptions, current_options
 from robust_dcp.megatron.hooks.stock_paths import say_stays_stock
 from robust_dcp.megatron.loading.load_strategy import (
-    ReaderOfKnownMetadata,
     RobustLoadStrategy,
-    read_metadata,
+    checkpoint_reader,
+    load_in_parallel,
     read_sharded,
-    shapes_and_objects,
+    stored_keys,
 )
-from robust_dcp.megatron.loading.parallel_load import load_in_parallel
 from robust_dcp.planner.save import checkpoint_name
 from robust_dcp.storage.files.paths import directory_path
-from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.records.objects import load_object
 
 __all__ = ["LoadCall", "load_common_state", "load_torch_dist"]
@@ -102,10 +104,10 @@ class _Opened(msgspec.Struct, frozen=True):
     is_file: bool = True
 
 
-class _MetadataFile(msgspec.Struct, frozen=True):
-    """The bytes of ``.metadata``."""
+class _Keys(msgspec.Struct, frozen=True):
+    """The keys that the checkpoint holds, as rank 0 finds them in its index."""
 
-    data: bytes
+    keys: tuple[str, ...]
 
 
 @entry_point
@@ -200,15 +202,14 @@ class _Load:
         return None
 
     def _check_keys(self, strict: Any, global_metadata: GlobalMetadata | None) -> None:
-        reader = ReaderOfKnownMetadata(self._call.checkpoint_dir)
-        metadata_file = self._channel.broadcast(
-            f"{self._phase}: keys", lambda: _MetadataFile(reader.metadata_bytes()), _MetadataFile
-        )
+        def find() -> _Keys:
+            return _Keys(tuple(sorted(stored_keys(checkpoint_reader(self._call.checkpoint_dir).read_metadata()))))
+
+        stored = self._channel.broadcast(f"{self._phase}: keys", find, _Keys)
 
         def check() -> None:
-            known = ReaderOfKnownMetadata(self._call.checkpoint_dir, metadata_file.data)
             self._sharded, self._missing, self._unexpected = versions.check_keys(
-                self._sharded, strict, global_metadata, shapes_and_objects(read_metadata(known))
+                self._sharded, strict, global_metadata, stored.keys
             )
 
         self._channel.barrier(f"{self._phase}: strictness", check)
@@ -220,17 +221,13 @@ class _Load:
         if not versions.reads_torch_dist(strategy):
             loaded: dict[str, Any] = strategy.load(self._sharded, call.checkpoint_dir)
             return loaded
-        read = read_sharded(
+        return read_sharded(
             self._sharded,
-            RobustReader(call.checkpoint_dir, trusted=current_options().trusted),
+            checkpoint_reader(call.checkpoint_dir),
             timeout_seconds=self._channel.timeout_seconds,
             process_group=call.process_group,
-            stream_dequantize=getattr(strategy, "stream_ckpt_dequant", None),
+            strategy=strategy,
         )
-        if hasattr(strategy, "cached_global_metadata"):
-            strategy.cached_global_metadata = read.metadata
-            strategy.last_report = read.report
-        return read.state_dict
 
     def _read_in_parallel(self, wrapper: Any) -> dict[str, Any]:
         """Each parallelization group by itself; a failure in one of them is that of all ranks."""
@@ -262,18 +259,27 @@ def _read_common(directory: str) -> _Opened:
     if file is not None:
         return _Opened("torch_dist", file)
     key = versions.ShardedObject(versions.COMMON_STATE_KEY, None, (1,), (0,)).unique_key
-    reader = ReaderOfKnownMetadata(directory)
-    if key not in read_metadata(reader).state_dict_metadata:
+    reader, planner = checkpoint_reader(directory), _KeepsBytes()
+    if key not in reader.read_metadata().state_dict_metadata:
         raise versions.CheckpointingException(f"Common file {path} does not exist")
-    template = versions.ShardedObject(versions.COMMON_STATE_KEY, None, (1,), (0,))
     with told_by_who_failed(0):
-        read = read_sharded({"common": template}, reader, timeout_seconds=300.0, no_dist=True, keep_object_bytes=True)
-    return _Opened("torch_dist", read.object_bytes[key], is_file=False)
+        api.load({key: None}, storage_reader=reader, planner=planner, no_dist=True)
+    return _Opened("torch_dist", planner.data, is_file=False)
+
+
+class _KeepsBytes(DefaultLoadPlanner):
+    """Leaves the one object that it loads as it is stored, in ``data``: each rank decodes it."""
+
+    data = b""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.data = value.getvalue()
 
 
 def _decoded(opened: _Opened, directory: str) -> Any:
-    trusted = current_options().trusted
+    """The common state, without running code that its bytes name."""
+    file, item = directory, versions.COMMON_STATE_KEY
     if opened.is_file:
-        path = os.path.join(directory, common_state.COMMON_FILE)
-        return common_state.load_common_bytes(opened.common, path, trusted=trusted)
-    return load_object(opened.common, file=directory, item=versions.COMMON_STATE_KEY, trusted=trusted)[0]
+        file, item = os.path.join(directory, common_state.COMMON_FILE), common_state.COMMON_FILE
+    found = load_object(opened.common, file=file, item=item, trusted=current_options().trusted)
+    return found if opened.is_file else found[0]

@@ -1,7 +1,7 @@
 """The tensors that a planner gives for what it asked to be read.
 
 Owns when they may be asked for, which of them take bytes as they are stored, and the check of their size. Called by
-``read_items``, ``read_tasks`` and ``common_reads``.
+``read_items``, ``read_tasks`` and ``sharable_reads``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-__all__ = ["is_flat", "may_ask_early", "target_of"]
+__all__ = ["is_flat", "is_plain", "may_ask_early", "target_of"]
 
 
 def may_ask_early(planner: LoadPlanner) -> bool:
@@ -22,14 +22,18 @@ def may_ask_early(planner: LoadPlanner) -> bool:
     return getattr(type(planner), "commit_tensor", None) is DefaultLoadPlanner.commit_tensor
 
 
-def is_flat(target: torch.Tensor) -> bool:
-    """Whether ``target``, on any device, holds its elements one after the other, as they are stored."""
+def is_plain(target: torch.Tensor) -> bool:
+    """Whether the memory of ``target``, on any device, holds its elements as they are stored, in any order."""
     return (
         type(target) in (torch.Tensor, torch.nn.Parameter)
         and target.layout == torch.strided
         and not (target.is_quantized or target.is_conj() or target.is_neg())
-        and target.is_contiguous()
     )
+
+
+def is_flat(target: torch.Tensor) -> bool:
+    """Whether ``target``, on any device, holds its elements one after the other, as they are stored."""
+    return is_plain(target) and target.is_contiguous()
 
 
 def target_of(planner: LoadPlanner, item: ReadItem, *, early: bool) -> torch.Tensor:
