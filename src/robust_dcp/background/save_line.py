@@ -128,7 +128,7 @@ class _Lines:
             return self._lines[ranks]
 
     def all(self) -> list[SaveLine]:
-        return list(self._LINES.all())
+        return list(self._lines.values())
 
     def forget_all(self) -> None:
         """In a forked child, which has none of the threads."""
