@@ -1,6 +1,7 @@
 """Saves and loads PyTorch distributed checkpoints: validated plans, exchanges that end, durable commits."""
 
 from robust_dcp.api import load, save
+from robust_dcp.async_save import AsyncSave, async_save, finish_async_saves
 from robust_dcp.comm import Channel
 from robust_dcp.errors import (
     CorruptCheckpoint,
@@ -19,6 +20,7 @@ from robust_dcp.storage import RobustReader, RobustWriter, WriteOptions
 from robust_dcp.version import __version__
 
 __all__ = [
+    "AsyncSave",
     "Channel",
     "CorruptCheckpoint",
     "ExchangeError",
@@ -37,6 +39,8 @@ __all__ = [
     "UnsafeCheckpoint",
     "WriteOptions",
     "__version__",
+    "async_save",
+    "finish_async_saves",
     "load",
     "save",
 ]

@@ -10,8 +10,10 @@ import inspect
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -22,6 +24,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from robust_dcp.background import SaveLine, line_of
 from robust_dcp.comm import Channel, Offer
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.plan.local import LocalStructure
@@ -42,8 +45,9 @@ from robust_dcp.report import LoadReport, PhaseReport, SaveReport
 from robust_dcp.storage.reader import RobustReader, overwritten
 from robust_dcp.storage.reading.targets import may_ask_early
 from robust_dcp.storage.writer import RobustWriter
+from robust_dcp.storage.writing.item_source import ItemSource
 
-__all__ = ["load", "save"]
+__all__ = ["StartedSave", "load", "save"]
 
 logger = logging.getLogger(__name__)
 
@@ -98,33 +102,129 @@ def save(
         >>> first.items, again.plan
         (1, 'reused')
     """
-    writer = _robust_writer(storage_writer, checkpoint_id)
-    planner = _robust_planner(planner)
-    session = planner.open_session(
-        checkpoint_name(writer.path),
-        writer,
+    started = StartedSave.of(
+        checkpoint_id=checkpoint_id,
+        storage_writer=storage_writer,
+        planner=planner,
         process_group=process_group,
+        no_dist=no_dist,
         timeout_seconds=timeout_seconds,
         deadline_seconds=deadline_seconds,
-        no_dist=no_dist,
         kind=kind,
     )
-    session.commits_together = True
-    clock = PhaseClock(session.channel)
+    with started.in_turn():
+        started.agree(state_dict)
+        started.write(started.source)
+        started.commit()
+    return started.report(blocked_seconds=started.seconds)
 
-    def describe() -> LocalStructure:
-        _refuse_other_than_dict(state_dict)
-        planner.set_up_planner(_state_dicts_of(state_dict), writer.storage_meta(), session.channel.is_coordinator)
-        return planner.describe(session.channel)
 
-    with session.channel.together():
-        with clock.phase("plan"):
-            plan = session.agree(describe, leads=session.channel.is_coordinator)
-        with clock.phase("write"):
-            session.write(lambda: planner.source(session))
-        with clock.phase("commit"):
-            session.commit()
-    return _save_report(session, clock, writer, n_items=len(plan.kept))
+@dataclass(eq=False)
+class StartedSave:
+    """One save on one rank, phase by phase: what :func:`save` does at once, and ``async_save`` in two parts."""
+
+    session: SaveSession
+    writer: RobustWriter
+    planner: RobustPlanner
+    line: SaveLine
+    clock: PhaseClock
+    started_seconds: float
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        checkpoint_id: CheckpointId | None,
+        storage_writer: StorageWriter | None,
+        planner: SavePlanner | None,
+        process_group: dist.ProcessGroup | None,
+        no_dist: bool,
+        timeout_seconds: float | None,
+        deadline_seconds: float | None,
+        kind: str | None,
+    ) -> StartedSave:
+        """A save of which nothing has been exchanged yet. The arguments are those of :func:`save`."""
+        started_seconds = time.perf_counter()
+        writer = _robust_writer(storage_writer, checkpoint_id)
+        own_planner = _robust_planner(planner)
+        session = own_planner.open_session(
+            checkpoint_name(writer.path),
+            writer,
+            process_group=process_group,
+            timeout_seconds=timeout_seconds,
+            deadline_seconds=deadline_seconds,
+            no_dist=no_dist,
+            kind=kind,
+        )
+        session.commits_together = True
+        channel = session.channel
+        return cls(session, writer, own_planner, line_of(channel.ranks), PhaseClock(channel), started_seconds)
+
+    @property
+    def seconds(self) -> float:
+        """Since the call."""
+        return time.perf_counter() - self.started_seconds
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """A save comes after the async saves of its group that were asked for earlier."""
+        self.line.wait()
+        with self.session.channel.together():
+            yield
+
+    def agree(self, state_dict: dict[str, Any]) -> None:
+        """Agree with all ranks on the plan. If an async save before this one has failed, and some rank has not been
+        told, all raise its error."""
+
+        def describe() -> LocalStructure:
+            self.line.raise_untold()
+            _refuse_other_than_dict(state_dict)
+            is_coordinator = self.session.channel.is_coordinator
+            self.planner.set_up_planner(_state_dicts_of(state_dict), self.writer.storage_meta(), is_coordinator)
+            return self.planner.describe(self.session.channel)
+
+        try:
+            with self.clock.phase("plan"):
+                self.session.agree(describe, leads=self.session.channel.is_coordinator)
+        finally:
+            self.line.forget_untold()
+
+    def source(self) -> ItemSource:
+        """The data of what this rank writes."""
+        return self.planner.source(self.session)
+
+    def write(self, source: Callable[[], ItemSource]) -> None:
+        with self.clock.phase("write"):
+            self.session.write(source)
+
+    def commit(self) -> None:
+        with self.clock.phase("commit"):
+            self.session.commit()
+
+    def report(self, *, blocked_seconds: float) -> SaveReport:
+        """What was done."""
+        session, written, path = self.session, self.session.written, self.writer.path
+        return SaveReport(
+            checkpoint_id=checkpoint_name(path),
+            rank=session.rank,
+            world_size=session.channel.size,
+            items=len(session.plan.rank_plan.kept),
+            nbytes=0 if written is None else written.nbytes,
+            phases=_phase_reports(self.clock.records),
+            blocked_seconds=blocked_seconds,
+            plan=session.plan.outcome,
+            reason=session.plan.reason,
+            changes=session.plan.changes,
+            differing_objects=session.plan.differing_objects,
+            unloadable_objects=session.unloadable_objects,
+            total_nbytes=None if session.plan.coordinator is None else session.plan.coordinator.nbytes,
+            digest=session.digest,
+            files=() if written is None else written.names,
+            how=() if written is None else written.how,
+            peak_buffer_nbytes=0 if written is None else written.peak_buffer_nbytes,
+            stragglers=session.channel.stragglers,
+            _read_metadata=lambda: RobustReader(path).read_metadata(),
+        )
 
 
 class _StoredMetadata(msgspec.Struct, frozen=True):
@@ -381,31 +481,6 @@ def _reader(reader: StorageReader | None, checkpoint_id: CheckpointId | None) ->
         return RobustReader(checkpoint_id)
     reader.reset(checkpoint_id)
     return reader
-
-
-def _save_report(session: SaveSession, clock: PhaseClock, writer: RobustWriter, n_items: int) -> SaveReport:
-    written = session.written
-    path = writer.path
-    return SaveReport(
-        checkpoint_id=checkpoint_name(path),
-        rank=session.rank,
-        world_size=session.channel.size,
-        items=n_items,
-        nbytes=0 if written is None else written.nbytes,
-        phases=_phase_reports(clock.records),
-        plan=session.plan.outcome,
-        reason=session.plan.reason,
-        changes=session.plan.changes,
-        differing_objects=session.plan.differing_objects,
-        unloadable_objects=session.unloadable_objects,
-        total_nbytes=None if session.plan.coordinator is None else session.plan.coordinator.nbytes,
-        digest=session.digest,
-        files=() if written is None else written.names,
-        how=() if written is None else written.how,
-        peak_buffer_nbytes=0 if written is None else written.peak_buffer_nbytes,
-        stragglers=session.channel.stragglers,
-        _read_metadata=lambda: RobustReader(path).read_metadata(),
-    )
 
 
 def _phase_reports(records: Sequence[PhaseRecord]) -> tuple[PhaseReport, ...]:

@@ -76,6 +76,8 @@ class SaveReport(_Report):
     """What a save did. Printed, it is a table.
 
     Attributes:
+        blocked_seconds: how long the caller was kept from its own work: all of a synchronous save; of an async one the
+            agreement on a plan, and the copies.
         plan: ``built`` (no plan of this kind was cached), ``reused``, ``patched`` (some ranks changed) or ``rebuilt``
             (all did).
         reason: why, in words.
@@ -93,6 +95,7 @@ class SaveReport(_Report):
         stragglers: on the coordinator, whom all ranks have waited for, and how far those had come: as it was logged.
     """
 
+    blocked_seconds: float = 0.0
     plan: PlanOutcome = "built"
     reason: str = ""
     changes: StructureDiff | None = None

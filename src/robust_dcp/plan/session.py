@@ -116,6 +116,7 @@ class SaveSession:
     written: WrittenFiles | None = field(default=None, init=False)
     unloadable_objects: dict[str, str] = field(default_factory=dict, init=False)
     digest: str | None = field(default=None, init=False)
+    _digests: bytes | None = field(default=None, init=False)
     _messages: Sequence[WrittenMessage | None] = field(default=(), init=False)
     _are_plain: Sequence[bool] = field(default=(), init=False)
     _written_agreement: Agreement | None = field(default=None, init=False)
@@ -179,7 +180,7 @@ class SaveSession:
             self.written = self.writer.write(self.rank, source(), placements, self.check_stop, known_places)
             self.unloadable.raise_if_forbidden(self.checkpoint)
             return written_message(
-                self.written.variable_places, known_places, self._replica_digests(), self.unloadable.found
+                self.written.variable_places, known_places, self.take_digests(), self.unloadable.found
             )
 
         with self._cleaned_up_after_failure():
@@ -203,15 +204,18 @@ class SaveSession:
         if not self.channel.is_coordinator and not self.commits_together:
             self._keep_plan(confirmed=False)
 
-    def _replica_digests(self) -> bytes:
-        """What this rank holds of the chunks that this save compares; no bytes if it compares none of them."""
-        checks = self.plan.rank_plan.checks
-        if self.digest_items is None or self.channel.size == 1:
-            return b""
-        return digest_columns(
-            *(self.plan.local.table, checks, self.verify_replicas, self.checkpoint, self.digest_items),
-            is_new=self.plan.outcome != "reused",
-        )
+    def take_digests(self) -> bytes:
+        """What this rank holds of the chunks that this save compares; no bytes if it compares none of them. Looked at
+        in the first call: a save whose data may change while it is written calls this before."""
+        if self._digests is None:
+            self._digests = b""
+            if self.digest_items is not None and self.channel.size > 1:
+                checks = self.plan.rank_plan.checks
+                self._digests = digest_columns(
+                    *(self.plan.local.table, checks, self.verify_replicas, self.checkpoint, self.digest_items),
+                    is_new=self.plan.outcome != "reused",
+                )
+        return self._digests
 
     def _others_tell(self, error: RobustCheckpointError) -> bool:
         """Whether stock prints this error once for each rank: within its ``save`` with collectives, the coordinator's

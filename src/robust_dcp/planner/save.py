@@ -224,6 +224,11 @@ class RobustPlanner(DefaultSavePlanner):
             self._items, self._described(), kept, self.lookup_object, session.watched(self.resolve_data)
         )
 
+    def forget_state_dict(self) -> None:
+        """Let go of the state dict, once all that is written of it has been copied: its memory may be needed."""
+        self.state_dict = {}
+        self._items = DescribedItems([], [], [])
+
     def kept_items(self, session: SaveSession) -> list[WriteItem]:
         """The write items of this rank's share of the plan, in plan order."""
         return [

@@ -3,16 +3,20 @@
 from robust_dcp.staging.blocks import POOL, Block, BlockLease, BlockPool, aligned_bytes, copy_bytes, memory_at
 from robust_dcp.staging.device import CopiesToDevice, DeviceCopies
 from robust_dcp.staging.host import to_host
+from robust_dcp.staging.staging_buffers import STAGING, StagingBuffer, StagingBuffers
 from robust_dcp.staging.tensor_bytes import TensorBytes, host_address, parts_in_order
 from robust_dcp.staging.together import flat_bytes, to_host_together
 
 __all__ = [
     "POOL",
+    "STAGING",
     "Block",
     "BlockLease",
     "BlockPool",
     "CopiesToDevice",
     "DeviceCopies",
+    "StagingBuffer",
+    "StagingBuffers",
     "TensorBytes",
     "aligned_bytes",
     "copy_bytes",

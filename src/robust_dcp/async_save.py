@@ -1,0 +1,269 @@
+"""``async_save``: training stops for a copy of what its rank writes; the rest goes on beside it.
+
+Owns the two parts of an async save: what the caller waits for, and what runs on the line of its group. The phases
+themselves are those of ``save``.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal, get_args
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter
+
+from robust_dcp.api import CheckpointId, StartedSave
+from robust_dcp.background import StagedSource, close_lines
+from robust_dcp.background.save_line import SaveFuture
+from robust_dcp.errors import RobustCheckpointError, entry_point
+from robust_dcp.report import SaveReport
+
+__all__ = ["AsyncSave", "Staging", "WhenBusy", "async_save", "finish_async_saves"]
+
+Staging = Literal["full", "lazy"]
+WhenBusy = Literal["wait", "skip", "raise"]
+
+
+@dataclass(eq=False)
+class AsyncSave(AbstractContextManager["AsyncSave"]):
+    """An async save whose copies are still being made: ``async_save(…, staging="lazy")``.
+
+    It has the attributes of ``torch.distributed.checkpoint.state_dict_saver.AsyncSaveResponse``. The tensors that are
+    saved must not change before :meth:`wait_staged` has returned.
+
+        save = robust_dcp.async_save(state_dict, checkpoint_id=path, staging="lazy")
+        loss = model(batch).loss
+        loss.backward()
+        with save:  # waits until all tensors have been copied
+            optimizer.step()
+
+    Attributes:
+        staging_completion: done when all tensors have been copied.
+        upload_completion: the report, once the checkpoint is committed.
+    """
+
+    staging_completion: Future[None]
+    upload_completion: Future[SaveReport]
+    _waited_seconds: list[float] = field(default_factory=list)
+
+    def wait_staged(self) -> None:
+        """Wait until tensors may change. An error of the copies is told by ``upload_completion``, on all ranks."""
+        started = time.perf_counter()
+        self.staging_completion.exception()
+        self._waited_seconds.append(time.perf_counter() - started)
+
+    def wait_before_step_of(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the next step of ``optimizer`` wait for the copies, and no later one."""
+
+        def wait_once(*_: Any) -> None:
+            handle.remove()
+            self.wait_staged()
+
+        handle = optimizer.register_step_pre_hook(wait_once)
+
+    def __enter__(self) -> AsyncSave:
+        self.wait_staged()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        return None
+
+
+class _Room(msgspec.Struct, frozen=True):
+    """Whether a save is under way, on some rank, which leaves no room for another."""
+
+    is_full: bool
+
+
+@entry_point
+def async_save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: CheckpointId | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    async_checkpointer_type: Any = None,
+    async_stager: Any = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    staging: Staging = "full",
+    max_in_flight: int = 1,
+    when_busy: WhenBusy = "wait",
+    timeout_seconds: float | None = None,
+    deadline_seconds: float | None = None,
+    kind: str | None = None,
+) -> Future[SaveReport] | Future[SaveReport | None] | AsyncSave:
+    """Save a state dict while training goes on.
+
+    The ranks agree on the plan, and each copies what it will write: that is what the caller waits for. Writing and
+    commit run on a thread. Saves of one group are committed in the order of the calls. If one fails, its error is
+    raised on all ranks alike: by ``result()`` of the future; or, if some rank has not asked for that, by the next save.
+    A process that ends, also by SIGTERM, first finishes the save that is under way.
+
+    Args:
+        state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, timeout_seconds, deadline_seconds,
+            kind: as for :func:`robust_dcp.save`.
+        async_checkpointer_type, async_stager, use_collectives: of ``torch.distributed.checkpoint.async_save``. Only
+            their defaults, and ``AsyncCheckpointerType.THREAD``, are known here.
+        staging: ``"full"``: return when all has been copied. ``"lazy"``: return before, and copy while training goes
+            through forward and backward; tensors must not change before ``wait_staged()`` has returned.
+        max_in_flight: saves of a group that may be under way, this one included. Each needs memory for its copies.
+        when_busy: what to do if that many are: ``"wait"`` until one is over; ``"skip"`` this save on all ranks, whose
+            future then has ``None`` for a result; or ``"raise"`` a ``RobustCheckpointError`` on all ranks.
+
+    Returns:
+        With ``staging="full"`` a future of the report; with ``"lazy"`` an :class:`AsyncSave`.
+
+    Raises:
+        RobustCheckpointError: the ranks cannot agree, or an earlier async save has failed and not told it.
+
+    Example:
+        >>> import torch, robust_dcp, tempfile
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     weight = torch.ones(4)
+        ...     saving = robust_dcp.async_save({"weight": weight}, checkpoint_id=path)
+        ...     weight.zero_()  # training goes on
+        ...     report = saving.result()
+        ...     loaded = robust_dcp.load({"weight": weight}, checkpoint_id=path)
+        ...     weight.tolist()
+        [1.0, 1.0, 1.0, 1.0]
+    """
+    _refuse_unknown(async_checkpointer_type, async_stager, use_collectives)
+    for name, value, known in (("staging", staging, Staging), ("when_busy", when_busy, WhenBusy)):
+        if value not in get_args(known):
+            raise ValueError(f"{name} is one of {', '.join(get_args(known))}, not {value!r}")
+    if max_in_flight < 1:
+        raise ValueError(f"max_in_flight must be at least 1, got {max_in_flight}")
+    started = StartedSave.of(
+        checkpoint_id=checkpoint_id,
+        storage_writer=storage_writer,
+        planner=planner,
+        process_group=process_group,
+        no_dist=no_dist,
+        timeout_seconds=timeout_seconds,
+        deadline_seconds=deadline_seconds,
+        kind=kind,
+    )
+    channel, line = started.session.channel, started.line
+    if when_busy == "wait":
+        line.wait(below=max_in_flight)
+    with channel.together():
+        if when_busy != "wait" and _is_full(started, max_in_flight):
+            if when_busy == "skip":
+                skipped: Future[SaveReport | None] = Future()
+                skipped.set_result(None)
+                return skipped
+            raise RobustCheckpointError(
+                f"{started.session.checkpoint}: {max_in_flight} async saves are under way already; wait for one of "
+                'them, or pass when_busy="wait"'
+            )
+        started.agree(state_dict)
+        staged = _Staged(started)
+        if staging == "full":
+            staged.copy()
+    del state_dict
+    waited: list[float] = [started.seconds]
+    copied: Future[None] = Future()
+
+    def run() -> SaveReport:
+        try:
+            with channel.together():
+                if staging == "lazy":
+                    staged.copy()
+                copied.set_result(None)
+                started.write(staged.source)
+                started.commit()
+        finally:
+            if not copied.done():
+                copied.set_result(None)
+            staged.release()
+        return started.report(blocked_seconds=sum(waited))
+
+    future: SaveFuture[SaveReport] = line.submit(run)
+    return future if staging == "full" else AsyncSave(copied, future, waited)
+
+
+def finish_async_saves(timeout_seconds: float | None = None) -> bool:
+    """Wait for all async saves of this process.
+
+    Args:
+        timeout_seconds: how long; ``None`` for as long as it takes.
+
+    Returns:
+        Whether all are over.
+
+    Raises:
+        RobustCheckpointError: of a save that failed and whose error nobody has been told.
+    """
+    return close_lines(timeout_seconds)
+
+
+class _Staged:
+    """What a save copies. An error is kept for the exchange in which all ranks say whether they have written."""
+
+    def __init__(self, started: StartedSave) -> None:
+        self._started = started
+        self._source: StagedSource | None = None
+        self._error: Exception | None = None
+        try:
+            self._source = StagedSource(started.source(), started.session.channel.note_progress)
+            started.session.take_digests()
+            started.planner.forget_state_dict()
+        except Exception as error:
+            self._error = error
+
+    def copy(self) -> None:
+        if self._source is None:
+            return
+        try:
+            with self._started.clock.phase("stage"):
+                self._source.copy()
+        except Exception as error:
+            self._error = error
+
+    def source(self) -> StagedSource:
+        """For the writer.
+
+        Raises:
+            Exception: what went wrong while the items were copied.
+        """
+        if self._error is not None or self._source is None:
+            raise self._error or RuntimeError("nothing was copied")
+        return self._source
+
+    def release(self) -> None:
+        if self._source is not None:
+            self._source.release()
+
+
+def _is_full(started: StartedSave, max_in_flight: int) -> bool:
+    """Whether some rank has no room; the same answer on all ranks."""
+    channel = started.session.channel
+    room = channel.combine(
+        f"save {started.session.checkpoint}: room",
+        lambda: _Room(started.line.n_under_way >= max_in_flight),
+        lambda one, other: _Room(one.is_full or other.is_full),
+        _Room,
+    )
+    return room.is_full
+
+
+def _refuse_unknown(async_checkpointer_type: Any, async_stager: Any, use_collectives: bool) -> None:
+    kind = getattr(async_checkpointer_type, "value", async_checkpointer_type)
+    if kind not in (None, "thread"):
+        raise ValueError(f"async_checkpointer_type is {async_checkpointer_type}: robust_dcp saves on a thread")
+    if async_stager is not None:
+        raise ValueError(
+            "robust_dcp.async_save copies by itself, only what a rank writes; to stage with "
+            f"{type(async_stager).__name__} call torch.distributed.checkpoint.async_save(…, planner=RobustPlanner())"
+        )
+    if not use_collectives:
+        raise ValueError("robust_dcp.async_save needs use_collectives=True: its ranks agree on every save")

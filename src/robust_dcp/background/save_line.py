@@ -1,0 +1,195 @@
+"""The async saves of one group: one after the other, in the order in which they were asked for.
+
+Owns the thread that they run on, how many are under way, and what becomes of their errors: each is told once, to
+whoever asks for the result, or to the next save. Called by ``async_save``, and by ``save``, which waits for its turn.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import FrameType
+from typing import Any, Final, TypeVar
+
+__all__ = ["SaveFuture", "SaveLine", "close_lines", "line_of"]
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+GRACE_SECONDS: Final = 20.0
+"""How long a process that is told to end (SIGTERM) goes on with a save that is under way. Launchers kill what is still
+there after 30 seconds."""
+
+
+class SaveFuture(Future[T]):
+    """The outcome of one save. Who asks for it has been told of an error; the next save raises those of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.was_told = False
+
+    def cancel(self) -> bool:
+        """A save cannot be taken back by one rank."""
+        return False
+
+    def result(self, timeout: float | None = None) -> T:
+        try:
+            return super().result(timeout)
+        finally:
+            self.was_told |= self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = super().exception(timeout)
+        self.was_told = True
+        return error
+
+
+class SaveLine:
+    """Saves in the order in which they were submitted, on one thread."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="robust_dcp-async-save")
+        self._changed = threading.Condition()
+        self._under_way: list[SaveFuture[Any]] = []
+        self._failed: list[SaveFuture[Any]] = []
+
+    @property
+    def n_under_way(self) -> int:
+        """Saves that are not over."""
+        with self._changed:
+            return len(self._under_way)
+
+    def wait(self, *, below: int = 1, timeout_seconds: float | None = None) -> bool:
+        """Wait until fewer than ``below`` saves are under way.
+
+        Returns:
+            Whether that is so, or the time is up.
+        """
+        with self._changed:
+            return self._changed.wait_for(lambda: len(self._under_way) < below, timeout_seconds)
+
+    def raise_untold(self) -> None:
+        """Raise the error of an earlier save, if nobody has been told of it."""
+        with self._changed:
+            failed, self._failed = self._failed, []
+        for future in failed:
+            if not future.was_told:
+                error = future.exception()
+                if error is not None:
+                    raise error
+
+    def forget_untold(self) -> None:
+        """All ranks have been told by now: what one raises in an exchange, all do."""
+        with self._changed:
+            self._failed = []
+
+    def submit(self, run: Callable[[], T]) -> SaveFuture[T]:
+        """Run a save after those before it."""
+        future: SaveFuture[T] = SaveFuture()
+        _end_well_on_sigterm()
+        with self._changed:
+            self._under_way.append(future)
+        self._pool.submit(self._run, run, future)
+        return future
+
+    def _run(self, run: Callable[[], T], future: SaveFuture[T]) -> None:
+        future.set_running_or_notify_cancel()
+        try:
+            value = run()
+        except BaseException as error:
+            logger.error("an async save failed: %s", error)
+            with self._changed:
+                self._failed.append(future)
+            future.set_exception(error)
+        else:
+            future.set_result(value)
+        with self._changed:
+            self._under_way.remove(future)
+            self._changed.notify_all()
+
+
+class _Lines:
+    """The lines of this process, by the global ranks of their group."""
+
+    def __init__(self) -> None:
+        self._lines: dict[tuple[int, ...], SaveLine] = {}
+        self._lock = threading.Lock()
+
+    def of(self, ranks: tuple[int, ...]) -> SaveLine:
+        with self._lock:
+            if ranks not in self._lines:
+                self._lines[ranks] = SaveLine()
+            return self._lines[ranks]
+
+    def all(self) -> list[SaveLine]:
+        return list(self._lines.values())
+
+    def forget_all(self) -> None:
+        """In a forked child, which has none of the threads."""
+        self._lock = threading.Lock()
+        self._lines = {}
+
+
+_LINES: Final = _Lines()
+
+
+def line_of(ranks: tuple[int, ...]) -> SaveLine:
+    """The line of the group of these global ranks."""
+    return _LINES.of(ranks)
+
+
+def close_lines(timeout_seconds: float | None = None) -> bool:
+    """Wait for all async saves of this process.
+
+    Returns:
+        Whether all are over, or the time is up.
+
+    Raises:
+        RobustCheckpointError: of the first of them that failed and whose error nobody has been told.
+    """
+    ends_at = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    lines = _LINES.all()
+    are_over = all(
+        line.wait(timeout_seconds=None if ends_at is None else max(0.0, ends_at - time.monotonic())) for line in lines
+    )
+    for line in lines:
+        line.raise_untold()
+    return are_over
+
+
+def _finish_at_exit() -> None:
+    if any(line.n_under_way for line in _LINES.all()):
+        logger.warning("this process ends after the async saves that are under way")
+    for line in _LINES.all():
+        line.wait()
+
+
+def _end_well_on_sigterm() -> None:
+    """See to it that a SIGTERM lets the saves that are under way end first, unless somebody handles it already."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    ends_at = time.monotonic() + GRACE_SECONDS
+    for line in _LINES.all():
+        if not line.wait(timeout_seconds=max(0.0, ends_at - time.monotonic())):
+            logger.error(
+                "SIGTERM: an async save is not over after %.0f seconds, and ends uncommitted; the checkpoint before it "
+                "is still there",
+                GRACE_SECONDS,
+            )
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+# Before concurrent.futures ends: until then a save that is under way may start the threads that it needs. Functions
+# that are registered later are called earlier. There is no public way to say so, as `atexit` comes after it.
+threading._register_atexit(_finish_at_exit)  # type: ignore[attr-defined]
+os.register_at_fork(after_in_child=_LINES.forget_all)

@@ -1,0 +1,135 @@
+"""Memory for the copies of tensors that a save writes while training goes on: kept between saves, pinned for a GPU.
+
+Owns the memory, and the tensors that lie in it: a repeated save finds them where those of the save before were, so it
+costs one pass of copies. Called by ``background.staged_source``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from robust_dcp.staging.blocks import Block
+
+__all__ = ["STAGING", "StagingBuffer", "StagingBuffers", "TensorForm"]
+
+TensorForm = tuple[torch.dtype, torch.Size]
+"""The dtype and the size of a tensor: all that its place in a buffer depends on."""
+
+_ALIGNMENT: Final = 64
+"""Bytes: a cache line, and more than any dtype asks for."""
+
+_ROUNDED_TO: Final = 2 << 20
+"""Bytes: a huge page. A state dict that grows a little still fits into the buffer that it had."""
+
+
+class StagingBuffer:
+    """One piece of memory, and tensors in it.
+
+    Args:
+        nbytes: of the memory.
+
+    Attributes:
+        is_pinned: whether a CUDA device copies into it by itself.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._block = Block(nbytes, stays_at_fork=True)
+        self._forms: Sequence[TensorForm] = ()
+        self._tensors: list[torch.Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._block.data)
+
+    @property
+    def is_pinned(self) -> bool:
+        return self._block.is_pinned
+
+    def pin(self) -> None:
+        """Lock the memory, so that copies from a CUDA device go on by themselves; without it they work as well."""
+        self._block.pin()
+
+    def tensors(self, forms: Sequence[TensorForm]) -> list[torch.Tensor]:
+        """One contiguous CPU tensor for each form, in this memory; what they hold is whatever was there last."""
+        if forms != self._forms:
+            ends = _ends(forms)
+            memory = self._block.tensor
+            self._tensors = [
+                memory[end - _nbytes_of(form) : end].view(form[0]).view(form[1])
+                for form, end in zip(forms, ends, strict=True)
+            ]
+            self._forms = list(forms)
+        return self._tensors
+
+    def release(self) -> None:
+        """To be called before the memory goes."""
+        self._block.unpin()
+
+
+class StagingBuffers:
+    """The buffers of a process that no save uses at the moment."""
+
+    def __init__(self) -> None:
+        self._free: list[StagingBuffer] = []
+        self._lock = threading.Lock()
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Memory that is held while no save runs."""
+        return sum(buffer.nbytes for buffer in self._free)
+
+    def take(self, forms: Sequence[TensorForm]) -> StagingBuffer:
+        """A buffer in which tensors of these forms have room.
+
+        Raises:
+            OSError: the host has no such memory.
+        """
+        ends = _ends(forms)
+        nbytes = max(-(-(ends[-1] if ends else 0) // _ROUNDED_TO), 1) * _ROUNDED_TO
+        with self._lock:
+            fitting = [buffer for buffer in self._free if nbytes <= buffer.nbytes <= 2 * nbytes]
+            if fitting:
+                # Of those with room the one that held the same: its tensors need not be made again.
+                chosen = min(fitting, key=lambda buffer: (buffer._forms != forms, buffer.nbytes))
+                self._free.remove(chosen)
+                return chosen
+            # What is free does not fit. It goes before new memory is taken: the host may not have room for both.
+            dropped, self._free = self._free, []
+        for buffer in dropped:
+            buffer.release()
+        del dropped
+        return StagingBuffer(nbytes)
+
+    def give_back(self, buffer: StagingBuffer) -> None:
+        """The next save may use it."""
+        with self._lock:
+            self._free.append(buffer)
+
+    def release(self) -> None:
+        """Give all memory that no save uses back to the system."""
+        with self._lock:
+            dropped, self._free = self._free, []
+        for buffer in dropped:
+            buffer.release()
+
+
+STAGING = StagingBuffers()
+"""The buffers of this process."""
+
+
+def _nbytes_of(form: TensorForm) -> int:
+    dtype, size = form
+    return size.numel() * dtype.itemsize
+
+
+def _ends(forms: Sequence[TensorForm]) -> list[int]:
+    """Where the bytes of each tensor end, one behind the other."""
+    at, ends = 0, []
+    for form in forms:
+        at = -(-at // _ALIGNMENT) * _ALIGNMENT + _nbytes_of(form)
+        ends.append(at)
+    return ends
