@@ -1,6 +1,15 @@
 """Between devices and files: blocks of memory, and the bytes of tensors."""
 
-from robust_dcp.staging.blocks import POOL, Block, BlockLease, BlockPool, aligned_bytes, copy_bytes, memory_at
+from robust_dcp.staging.blocks import (
+    POOL,
+    Block,
+    BlockLease,
+    BlockPool,
+    aligned_bytes,
+    copy_bytes,
+    copy_each,
+    memory_at,
+)
 from robust_dcp.staging.device import CopiesToDevice, DeviceCopies
 from robust_dcp.staging.host import to_host
 from robust_dcp.staging.tensor_bytes import TensorBytes, host_address
@@ -16,6 +25,7 @@ __all__ = [
     "TensorBytes",
     "aligned_bytes",
     "copy_bytes",
+    "copy_each",
     "flat_bytes",
     "host_address",
     "memory_at",

@@ -47,6 +47,7 @@ from robust_dcp.storage.metadata.metadata_file import (
 )
 from robust_dcp.storage.metadata.shard_metadata import metadata_of_shards, shards_in
 from robust_dcp.storage.reading.common_reads import CommonReads, common_reads, places_in_files
+from robust_dcp.storage.reading.planned_items import PlannedItems
 from robust_dcp.storage.reading.read_items import read_items
 from robust_dcp.storage.reading.read_options import BLOCK_NBYTES, ReadOptions
 from robust_dcp.storage.reading.verification import Verify
@@ -328,7 +329,7 @@ class RobustReader(StorageReader):
         stored = None if self._metadata is None else stored_items_of(self._metadata)
         if stored is not None:
             # An index that is damaged there is put aside now, while nobody waits for data.
-            for item in plan.items:
+            for item in plan.items.others if isinstance(plan.items, PlannedItems) else plan.items:
                 stored.get(item.storage_index)
         return plan
 

@@ -61,7 +61,7 @@ def common_reads(
     number_of: dict[Any, int] = {index: number for number, index in enumerate(metadata.storage_data or {})}
     rows: list[tuple[int, int, int, torch.Tensor]] = []
     if may_ask_early(planner):
-        for place, read in enumerate(reads_of(items, metadata, directory, in_order=False)):
+        for place, read in enumerate(reads_of(items, metadata, directory)):
             if read.item.type == LoadItemType.BYTE_IO:
                 continue
             target = target_of(planner, read.item, early=True)

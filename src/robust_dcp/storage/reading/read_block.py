@@ -43,13 +43,14 @@ class BlockItems:
     """Takes items out of what was read of a file.
 
     Args:
+        forms: of the load.
         verification, trusted: as for :func:`~robust_dcp.storage.reading.stored_item.read_tensor`.
     """
 
-    def __init__(self, *, verification: Verification, trusted: bool) -> None:
+    def __init__(self, forms: RecordForms, *, verification: Verification, trusted: bool) -> None:
         self._verification = verification
         self._trusted = trusted
-        self._forms = RecordForms()
+        self._forms = forms
 
     def tensor(self, stretch: Stretch, read: Read, target: torch.Tensor | None) -> torch.Tensor | None:
         """The part of a tensor that ``read`` asks for.
