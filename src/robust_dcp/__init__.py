@@ -15,7 +15,7 @@ from robust_dcp.errors import (
 from robust_dcp.plan.structure import StructureSignature
 from robust_dcp.planner import RobustLoadPlanner, RobustPlanner
 from robust_dcp.report import LoadReport, SaveReport
-from robust_dcp.storage import RobustReader, RobustWriter
+from robust_dcp.storage import ReadOptions, RobustReader, RobustWriter
 from robust_dcp.version import __version__
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "ExchangeTimeout",
     "LoadReport",
     "PlanConflict",
+    "ReadOptions",
     "RobustCheckpointError",
     "RobustLoadPlanner",
     "RobustPlanner",

@@ -214,7 +214,7 @@ def load(
         if not isinstance(reader, RobustReader):
             return Offer()
         items = plan.items if channel.size > 1 else ()  # what they are is for other ranks to know
-        return sharing_offer(reader.share_reads, channel.rank, items, can_share=may_ask_early(planner))
+        return sharing_offer(reader.options.share_reads, channel.rank, items, can_share=may_ask_early(planner))
 
     def check_stop(done_nbytes: int, total_nbytes: int) -> None:
         channel.note_progress(done_nbytes, total_nbytes)

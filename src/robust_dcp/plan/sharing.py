@@ -129,7 +129,7 @@ def deal_out(
         return _columns_of(needed[0], node_of(channel.rank)) if len(needed[0].places) else None
 
     def deal() -> list[ReadShare | None]:
-        return deal_reads(told or [], reader.places_in_files(), across_nodes=reader.share_reads is None)
+        return deal_reads(told or [], reader.places_in_files(), across_nodes=reader.options.share_reads is None)
 
     told = channel.gather(f"load {checkpoint}: reads", tell, ReadColumns)
     share = channel.scatter(f"load {checkpoint}: shares", deal, ReadShare)

@@ -2,7 +2,8 @@
 
 from robust_dcp.storage.consolidate import consolidate
 from robust_dcp.storage.reader import RobustReader
+from robust_dcp.storage.reading.read_options import ReadOptions
 from robust_dcp.storage.tuning.tune import tune
 from robust_dcp.storage.writer import RobustWriter
 
-__all__ = ["RobustReader", "RobustWriter", "consolidate", "tune"]
+__all__ = ["ReadOptions", "RobustReader", "RobustWriter", "consolidate", "tune"]

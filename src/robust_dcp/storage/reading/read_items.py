@@ -126,11 +126,11 @@ class _Load:
         self._options = options
         self._targets_first = may_ask_early(planner)
         self._block_nbytes = options.fitted_block_nbytes
-        self._limit_nbytes = options.buffer_bytes - options.threads * self._block_nbytes
+        self._limit_nbytes = options.buffer_bytes - options.n_threads * self._block_nbytes
         # A direct read takes whole pages: part of one more at either end.
         nbytes = -(-self._block_nbytes // PAGE_NBYTES) * PAGE_NBYTES + 2 * PAGE_NBYTES
         self._pool = BlockPool(stay_at_fork=True)
-        self._blocks = self._pool.lease(nbytes, 2 * options.threads)
+        self._blocks = self._pool.lease(nbytes, 2 * options.n_threads)
         forms = RecordForms()
         self._items = BlockItems(forms, verification=self.verification, trusted=options.trusted)
         self._small = SmallTensors(reads.whole, forms, self.verification)
@@ -180,7 +180,7 @@ class _Load:
             self._pool.release()
 
     def _start_group(self, group: ReadGroup) -> None:
-        while self._pending_groups >= self._options.threads:
+        while self._pending_groups >= self._options.n_threads:
             self._finish_first()
         self._make_room(self._block_nbytes)
         file = self._open(group)
@@ -218,7 +218,7 @@ class _Load:
 
     def _make_room(self, nbytes: int) -> None:
         while self._pending and (
-            len(self._pending) >= self._options.threads * _AHEAD_PER_THREAD
+            len(self._pending) >= self._options.n_threads * _AHEAD_PER_THREAD
             or self._pending_nbytes + nbytes > self._limit_nbytes
         ):
             self._finish_first()

@@ -76,7 +76,7 @@ class ReadTasks:
         self._items = items
         self._verification = verification
         self._told_to_stop = check_stop
-        self._pool = ThreadPoolExecutor(options.threads, thread_name_prefix="robust_dcp-read")
+        self._pool = ThreadPoolExecutor(options.n_threads, thread_name_prefix="robust_dcp-read")
 
     def shut_down(self) -> None:
         """Wait for what is running. What has not begun is not done."""
