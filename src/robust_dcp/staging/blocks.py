@@ -2,7 +2,7 @@
 
 Owns the memory and who has it. One pool serves all saves of a process: a save leases blocks of one size, and what it
 had stays for the next. A load has a pool of its own, which it gives back. Called by ``storage.engine``, and by
-``storage.read_items`` and what reads for it.
+``storage.plan_reader`` and what reads for it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """DCP's ``StorageReader`` over a directory.
 
 Owns DCP's interface and the metadata of a checkpoint, by its index or decoded from its file; the items are read by
-``read_items``. Never writes, and never runs what it reads. Stock ``load`` and Megatron-Core call it, and
+``plan_reader``. Never writes, and never runs what it reads. Stock ``load`` and Megatron-Core call it, and
 so does our own ``load``.
 """
 
@@ -47,8 +47,8 @@ from robust_dcp.storage.metadata.metadata_file import (
 )
 from robust_dcp.storage.metadata.shard_metadata import metadata_of_shards, shards_in
 from robust_dcp.storage.reading.common_reads import CommonReads, common_reads, places_in_files
+from robust_dcp.storage.reading.plan_reader import read_items
 from robust_dcp.storage.reading.planned_items import PlannedItems
-from robust_dcp.storage.reading.read_items import read_items
 from robust_dcp.storage.reading.read_options import BLOCK_NBYTES, ReadOptions
 from robust_dcp.storage.reading.verification import Verify
 

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from robust_dcp.storage.reading.read_order import reads_of
+from robust_dcp.storage.reading.placed_reads import reads_of
 from robust_dcp.storage.reading.targets import is_flat, may_ask_early, target_of
 
 __all__ = ["ON_DEVICE", "CommonReads", "common_reads", "places_in_files"]

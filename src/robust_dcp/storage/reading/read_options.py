@@ -1,6 +1,6 @@
 """How the items of a checkpoint are read: the options of ``RobustReader``.
 
-Owns the options, their checks and their defaults. Made by users and by ``reader``; ``read_items`` and its parts ask it.
+Owns the options, their checks and their defaults. Made by users and by ``reader``; ``plan_reader`` asks it.
 """
 
 from __future__ import annotations

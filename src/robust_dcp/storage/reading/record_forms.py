@@ -2,7 +2,7 @@
 
 Owns what is the same in all records of one writer, dtype and shape, learnt from the first one that ``parse_record`` has
 understood. Never believes a record that differs from it in a single byte but those of checksums. Called by
-``read_items`` with records that lie in memory.
+``plan_reader`` with records that lie in memory.
 """
 
 from __future__ import annotations

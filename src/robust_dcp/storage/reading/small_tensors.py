@@ -1,8 +1,8 @@
 """Small tensors that lie next to each other: taken out of a block with a few calls for all that are alike.
 
 Owns the way of whole records of one form from a block to their targets: frames compared, data checksummed, and copied.
-What is not just as expected is left to ``read_block``, which looks at it as what it may be, and says what is wrong.
-Called by ``read_items`` on the thread of the planner.
+What is not just as expected is left to ``block_items``, which looks at it as what it may be, and says what is wrong.
+Called by ``plan_reader`` on the thread of the planner.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from robust_dcp.staging import copy_each
 from robust_dcp.storage.index import ChunkKind
 from robust_dcp.storage.layouts.read_head import FileHead
+from robust_dcp.storage.reading.block_items import Stretch
 from robust_dcp.storage.reading.planned_items import WholeTensors
-from robust_dcp.storage.reading.read_block import Stretch
 from robust_dcp.storage.reading.record_forms import RecordForms
 from robust_dcp.storage.reading.verification import Verification
 from robust_dcp.storage.records.checksum import crc32_of_each
@@ -119,7 +119,7 @@ class SmallTensors:
 
 
 def _take_bytes(targets: list[torch.Tensor]) -> list[bool]:
-    """For each what ``stored_item.takes_bytes`` says of a tensor that is no complex and no quantized one."""
+    """For each what ``targets.takes_bytes`` says of a tensor that is no complex and no quantized one."""
     if targets and (targets[0].is_complex() or targets[0].is_quantized):
         return [False] * len(targets)
     strided = torch.strided

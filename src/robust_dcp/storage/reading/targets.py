@@ -1,7 +1,7 @@
 """The tensors that a planner gives for what it asked to be read.
 
 Owns when they may be asked for, which of them take bytes as they are stored, and the check of their size. Called by
-``read_items``, ``read_tasks`` and ``common_reads``.
+``plan_reader``, ``reading_threads`` and ``common_reads``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-__all__ = ["is_flat", "may_ask_early", "target_of"]
+__all__ = ["is_flat", "may_ask_early", "takes_bytes", "target_of"]
 
 
 def may_ask_early(planner: LoadPlanner) -> bool:
@@ -30,6 +30,11 @@ def is_flat(target: torch.Tensor) -> bool:
         and not (target.is_quantized or target.is_conj() or target.is_neg())
         and target.is_contiguous()
     )
+
+
+def takes_bytes(target: torch.Tensor) -> bool:
+    """Whether the bytes of a tensor can be read straight into ``target``."""
+    return is_flat(target) and target.is_cpu
 
 
 def target_of(planner: LoadPlanner, item: ReadItem, *, early: bool) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """One large item, read by several threads at once: a piece each, with its checksum.
 
-Owns where an item is cut, and the checksum of the whole from those of its pieces. Never starts a thread: ``read_items``
-runs the pieces.
+Owns where an item is cut, and the checksum of the whole from those of its pieces. Never starts a thread:
+``reading_threads`` runs the pieces.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from robust_dcp.staging import BlockLease, CopiesToDevice
-from robust_dcp.storage.reading.stored_item import ItemInFile, StoredBox
+from robust_dcp.storage.reading.item_bytes import ItemInFile
+from robust_dcp.storage.reading.stored_tensor import StoredBox
 from robust_dcp.storage.reading.verification import damaged
 from robust_dcp.storage.records.checksum import crc32, crc32_of_both
 from robust_dcp.storage.records.torch_zip import payload_view
@@ -44,7 +45,7 @@ class PiecewiseRead:
         stored: the item.
         box: the part of it that is wanted.
         verified: the bytes of the item that are read so that those of the box are verified; ``None`` if they are not.
-        into: the tensor to read into, as for ``read_tensor`` of ``stored_item``; on a device only with ``copies``.
+        into: the tensor to read into, as for ``read_tensor`` of ``stored_tensor``; on a device only with ``copies``.
         blocks: for what cannot be read into the tensor itself. Each holds a piece, wherever that begins in the file.
         piece_nbytes: at most so much is read at once.
         copies: read into blocks, and copy from there into ``into``.

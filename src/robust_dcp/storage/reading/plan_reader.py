@@ -1,7 +1,7 @@
 """One load's reads: many items from many files at once, handed to the planner one by one.
 
 Owns the order of reads, their number in flight, and the calls to the planner, which all come from the calling thread.
-Never reads or decodes an item itself (``read_tasks``, ``read_block``). Called by ``reader``.
+Never reads or decodes an item itself (``reading_threads``, ``block_items``). Called by ``reader``.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ from robust_dcp.staging import Block, BlockPool
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, locate
 from robust_dcp.storage.layouts.places import PAGE_NBYTES
-from robust_dcp.storage.reading.planned_items import PlannedItems, WholeTensors
-from robust_dcp.storage.reading.read_block import BlockItems, Stretch
-from robust_dcp.storage.reading.read_file import ReadFile
-from robust_dcp.storage.reading.read_options import ReadOptions
-from robust_dcp.storage.reading.read_order import (
+from robust_dcp.storage.reading.block_items import BlockItems, Stretch
+from robust_dcp.storage.reading.data_file import DataFile
+from robust_dcp.storage.reading.placed_reads import (
     SMALL_NBYTES,
     PlacedReads,
     Read,
@@ -37,11 +35,12 @@ from robust_dcp.storage.reading.read_order import (
     in_groups,
     reads_of,
 )
-from robust_dcp.storage.reading.read_tasks import ReadTasks, Stopped
+from robust_dcp.storage.reading.planned_items import PlannedItems, WholeTensors
+from robust_dcp.storage.reading.read_options import ReadOptions
+from robust_dcp.storage.reading.reading_threads import ReadingThreads, Stopped
 from robust_dcp.storage.reading.record_forms import RecordForms
 from robust_dcp.storage.reading.small_tensors import SmallTensors
-from robust_dcp.storage.reading.stored_item import takes_bytes
-from robust_dcp.storage.reading.targets import is_flat, may_ask_early, target_of
+from robust_dcp.storage.reading.targets import is_flat, may_ask_early, takes_bytes, target_of
 from robust_dcp.storage.reading.verification import Verification
 from robust_dcp.storage.records.objects import ObjectBytes
 
@@ -83,7 +82,7 @@ def read_items(
 
 
 class ItemsRead(NamedTuple):
-    """What :func:`read_items` did.
+    """What :func:`plan_reader` did.
 
     Attributes:
         peak_nbytes: the most bytes that were read and not yet handed over at any time, and the buffers for reads.
@@ -105,7 +104,7 @@ class _Pending(NamedTuple):
 
 
 class _Load:
-    """The state of one :func:`read_items`."""
+    """The state of one :func:`plan_reader`."""
 
     def __init__(
         self,
@@ -135,7 +134,7 @@ class _Load:
         self._items = BlockItems(forms, verification=self.verification, trusted=options.trusted)
         self._small = SmallTensors(reads.whole, forms, self.verification)
         total_nbytes = sum(reads.nbytes)
-        self._tasks = ReadTasks(
+        self._tasks = ReadingThreads(
             options,
             self._blocks,
             self._block_nbytes,
@@ -147,7 +146,7 @@ class _Load:
         self._pending_nbytes = 0
         self._pending_groups = 0
         self._peak_pending_nbytes = 0
-        self._files: dict[str, ReadFile] = {}
+        self._files: dict[str, DataFile] = {}
         self._reads_left = {reads.paths[number]: count for number, count in Counter(reads.path_of).items()}
 
     @property
@@ -278,7 +277,7 @@ class _Load:
     def _resolve(self, item: ReadItem) -> torch.Tensor:
         return target_of(self._planner, item, early=self._targets_first)
 
-    def _check_mark(self, file: ReadFile, mark: str) -> None:
+    def _check_mark(self, file: DataFile, mark: str) -> None:
         """Make sure that a file is of the save whose ``.metadata`` names it."""
         if file.mark == mark or (file.mark is None and self._options.verify_checksums is False):
             return
@@ -293,11 +292,11 @@ class _Load:
             found=found,
         )
 
-    def _open(self, read: Read | ReadGroup) -> ReadFile:
+    def _open(self, read: Read | ReadGroup) -> DataFile:
         if read.relative_path not in self._files:
             path = locate(self._disk, self._directory, read.relative_path, file=self._directory)
             try:
-                file = self._files[read.relative_path] = ReadFile(self._disk, path, self._options.direct)
+                file = self._files[read.relative_path] = DataFile(self._disk, path, self._options.direct)
             except StorageError as error:
                 if error.errno != ENOENT:
                     raise

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from robust_dcp.storage.reading.large_tensor import cut
+from robust_dcp.storage.reading.placed_reads import SMALL_NBYTES, PlacedReads, Read, ReadGroup, in_groups
 from robust_dcp.storage.reading.planned_items import WholeTensors
-from robust_dcp.storage.reading.read_order import SMALL_NBYTES, PlacedReads, Read, ReadGroup, in_groups
-from robust_dcp.storage.reading.read_pieces import cut
 
 BLOCK_NBYTES = 1 << 20
 

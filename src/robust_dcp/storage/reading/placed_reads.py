@@ -1,7 +1,7 @@
 """In which reads the items of a load come from their files.
 
 Owns the order by place, and which items are read together. A pure function of the items and their places. Called by
-``read_items``.
+``plan_reader``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from robust_dcp.storage.files.garbage import without_garbage_collection
 from robust_dcp.storage.files.paths import METADATA_NAME
 from robust_dcp.storage.layouts.read_head import FileHead, StoredTensor
 from robust_dcp.storage.metadata.metadata_file import StorageInfo
+from robust_dcp.storage.reading.data_file import DataFile
 from robust_dcp.storage.reading.planned_items import WholeTensors
-from robust_dcp.storage.reading.read_file import ReadFile
 
 __all__ = ["SMALL_NBYTES", "PlacedReads", "Read", "ReadGroup", "check_end", "in_groups", "name_of", "reads_of"]
 
@@ -203,7 +203,7 @@ def _cut(rows: Int64, behind: npt.NDArray[np.bool_]) -> list[Int64]:
     return np.split(rows, np.flatnonzero(behind) + 1) if len(rows) else []
 
 
-def check_end(read: Read, file: ReadFile) -> None:
+def check_end(read: Read, file: DataFile) -> None:
     """Before anything is allocated for it: the file must hold all of the item.
 
     Raises:
