@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from robust_dcp.storage.reading.large_tensor import cut
 from robust_dcp.storage.reading.placed_reads import SMALL_NBYTES, PlacedReads, Read, ReadGroup, in_groups
 from robust_dcp.storage.reading.planned_items import WholeTensors
 
@@ -65,14 +64,3 @@ def test_small_neighbours_share_a_read() -> None:
     reads = [read_of("a", 1000 * number, 1000) for number in range(100)]
     groups = in_groups(PlacedReads(WholeTensors.none(), reads), BLOCK_NBYTES)
     assert [len(group.reads) for group in groups if isinstance(group, ReadGroup)] == [100]
-
-
-@given(st.integers(0, 10_000), st.integers(0, 100_000), st.sampled_from([4096, 8192]))
-def test_pieces_cover_a_range_once_and_are_cut_at_multiples(offset: int, nbytes: int, piece_nbytes: int) -> None:
-    at = 0
-    for start, length in cut(offset, nbytes, piece_nbytes):
-        assert start == at
-        assert 0 < length <= piece_nbytes
-        assert start == 0 or (offset + start) % piece_nbytes == 0
-        at += length
-    assert at == nbytes

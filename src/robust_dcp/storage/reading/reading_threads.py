@@ -167,8 +167,8 @@ class ReadingThreads:
                 copies=self._copies if on_device else None,
                 done=result.set_result,
             )
-            for number in pieces.numbers:
-                self._submit(result, pieces.read, number)
+            for share in pieces.shares:
+                self._submit(result, pieces.read, share)
 
     def _loaded_by_torch(self, read: Read, stored: ItemBytes) -> torch.Tensor | None:
         return read_tensor(
