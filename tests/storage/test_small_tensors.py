@@ -311,3 +311,16 @@ def test_targets_that_take_no_bytes_are_filled_as_well(tmp_path: Path) -> None:
     shared = torch.zeros(6, 4)
     load(tmp_path, dict.fromkeys(expected, shared))
     assert any(torch.equal(shared, value) for value in expected.values())
+
+
+def test_a_plan_is_in_the_order_of_the_state_dict(tmp_path: Path) -> None:
+    """Ranks that read the same recognise that by their plans."""
+    expected = numbered()
+    save(tmp_path, expected)
+    target: dict[str, Any] = zeros_like(expected)
+    asked = ["w030", "w002", "w017", "w009", "w021", "w004"]
+    for name in asked:  # of another dtype, so that columns do not find them
+        target[name] = torch.zeros(64, dtype=torch.float64)
+    order = [name for name in target if name not in asked] + [name for name in target if name in asked]
+    _, plan = planned(tmp_path, target, RobustLoadPlanner(on_dtype_mismatch="cast"))
+    assert [item.dest_index.fqn for item in plan.items] == order

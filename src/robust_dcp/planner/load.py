@@ -111,40 +111,45 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         if self.metadata is None:
             raise ValueError("set_up_planner was not given the checkpoint's metadata")
         with without_garbage_collection():
-            whole = (
-                whole_tensors(self.state_dict, self.metadata) if self._is_asked_for_nothing() else WholeTensors.none()
-            )
+            whole = WholeTensors.none()
+            if self._answers_as_stock():
+                whole = whole_tensors(self.state_dict, self.metadata)
             self._whole_keys = frozenset(whole.names)
-            others = {key: self.state_dict[key] for key in self.state_dict.keys() - self._whole_keys}
-            look_up(self.metadata, others)
-            planned = self._checked_plan(others, self.metadata)
-            check_filled(planned.items, _wanted(planned, others, self.metadata))
+            look_up(self.metadata, self._others())
+            planned = self._checked_plan(self.metadata)
+            check_filled(planned.items, _wanted(planned, self._others(), self.metadata))
         if not len(whole):
             return LoadPlan(planned.items)
         return LoadPlan(PlannedItems(whole, planned.items, self))  # type: ignore[arg-type]  # no list, but as good
 
-    def _is_asked_for_nothing(self) -> bool:
+    def _others(self) -> dict[str, Any]:
+        """The values that are not known to be there just as they were saved, in the order of the state dict."""
+        if len(self._whole_keys) == len(self.state_dict):
+            return {}
+        return {key: value for key, value in self.state_dict.items() if key not in self._whole_keys}
+
+    def _answers_as_stock(self) -> bool:
         """Whether a plan may be carried out without asking this planner about each tensor: a subclass has not changed
         what it would say."""
         own = (getattr(getattr(self, name), "__func__", None) for name in _PROTOCOL)
         return all(method is getattr(RobustLoadPlanner, name) for method, name in zip(own, _PROTOCOL, strict=True))
 
-    def _checked_plan(self, others: dict[str, Any], metadata: Metadata) -> PlannedReads:
+    def _checked_plan(self, metadata: Metadata) -> PlannedReads:
         """What is read of the values that are not known to be there just as they were saved."""
         before = self.state_dict
-        problems = self._problems(others)
+        problems = self._problems()
         if problems and not self.allow_partial_load and not self._whole_keys and self.missing_keys:
             # Checkpoints from before torch 2.4 have other names for nested lists; stock's planner knows them.
             plan = self._stock_plan()
             if self.state_dict is not before:
-                problems = self._problems(self.state_dict)
+                problems = self._problems()
             if not problems and plan is not None:
                 return PlannedReads(plan.items, set())
         if problems:
             raise PlanConflict(self._in_words(problems))
         if self._may_have_old_names():
             return PlannedReads(super().create_local_plan().items, set())
-        return plan_reads(others, metadata)
+        return plan_reads(self._others(), metadata)
 
     def _may_have_old_names(self) -> bool:
         """Whether keys that are not asked for may be older names of those that are: the latter then have a list on
@@ -162,10 +167,10 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         except (RuntimeError, ValueError):
             return None  # our own account of the problems says more
 
-    def _problems(self, values: Mapping[str, Any]) -> list[str]:
+    def _problems(self) -> list[str]:
         """What does not fit, missing keys first."""
         problems = [] if self.allow_partial_load else self._missing()
-        for key, value in values.items():
+        for key, value in self._others().items():
             saved = self._saved.get(key)
             if saved is not None:
                 problems.extend(self._mismatch(key, value, saved))
