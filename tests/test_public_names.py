@@ -23,6 +23,7 @@ PUBLIC_NAMES = [
     "ExchangeTimeout",
     "LoadReport",
     "PlanConflict",
+    "ReadOptions",
     "RobustCheckpointError",
     "RobustLoadPlanner",
     "RobustPlanner",

@@ -16,7 +16,7 @@ from robust_dcp.errors import (
 from robust_dcp.plan.structure import StructureSignature
 from robust_dcp.planner import RobustLoadPlanner, RobustPlanner
 from robust_dcp.report import LoadReport, SaveReport
-from robust_dcp.storage import RobustReader, RobustWriter, WriteOptions
+from robust_dcp.storage import ReadOptions, RobustReader, RobustWriter, WriteOptions
 from robust_dcp.version import __version__
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "ExchangeTimeout",
     "LoadReport",
     "PlanConflict",
+    "ReadOptions",
     "RobustCheckpointError",
     "RobustLoadPlanner",
     "RobustPlanner",

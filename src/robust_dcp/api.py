@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -43,6 +44,7 @@ from robust_dcp.planner import RobustLoadPlanner, RobustPlanner
 from robust_dcp.planner.save import checkpoint_name
 from robust_dcp.report import LoadReport, PhaseReport, SaveReport
 from robust_dcp.storage.reader import RobustReader, overwritten
+from robust_dcp.storage.reading.planned_items import PlannedItems
 from robust_dcp.storage.reading.targets import may_ask_early
 from robust_dcp.storage.writer import RobustWriter
 from robust_dcp.storage.writing.item_source import ItemSource
@@ -54,6 +56,7 @@ logger = logging.getLogger(__name__)
 CheckpointId = str | os.PathLike[str]
 
 _DEFAULT_TIMEOUT_SECONDS = 300.0
+_NOT_STATEFUL = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 @entry_point
@@ -298,7 +301,8 @@ def load(
         plan = _local_load_plan(values, reader, planner, metadata, channel)
         if not isinstance(reader, RobustReader):
             return Offer()
-        return sharing_offer(reader.share_reads, channel.rank, plan.items, can_share=may_ask_early(planner))
+        items = plan.items if channel.size > 1 else ()  # what they are is for other ranks to know
+        return sharing_offer(reader.options.share_reads, channel.rank, items, can_share=may_ask_early(planner))
 
     def check_stop(done_nbytes: int, total_nbytes: int) -> None:
         channel.note_progress(done_nbytes, total_nbytes)
@@ -435,12 +439,13 @@ def _refuse_other_than_dict(state_dict: Any) -> None:
 
 def _state_dicts_of(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A shallow copy in which ``Stateful`` values are replaced by their state dicts."""
-    return {key: value.state_dict() if _is_stateful(value) else value for key, value in state_dict.items()}
+    stateful = [key for key, value in state_dict.items() if _is_stateful(value)]
+    return {**state_dict, **{key: state_dict[key].state_dict() for key in stateful}}
 
 
 def _is_stateful(value: Any) -> bool:
     # The test for a runtime protocol costs 14 us, more than all else that is done for a small tensor.
-    return hasattr(value, "state_dict") and isinstance(value, Stateful)
+    return type(value) not in _NOT_STATEFUL and hasattr(value, "state_dict") and isinstance(value, Stateful)
 
 
 def _robust_writer(writer: StorageWriter | None, checkpoint_id: CheckpointId | None) -> RobustWriter:
@@ -500,8 +505,8 @@ def _phase_reports(records: Sequence[PhaseRecord]) -> tuple[PhaseReport, ...]:
 def _planned_nbytes(items: Sequence[ReadItem], metadata: Metadata | None) -> int:
     """Bytes of stored tensor data in what is read."""
     saved = {} if metadata is None else metadata.state_dict_metadata
-    total = 0
-    for item in items:
+    total = items.whole.data_nbytes if isinstance(items, PlannedItems) else 0
+    for item in items.others if isinstance(items, PlannedItems) else items:
         entry = saved.get(item.storage_index.fqn)
         if item.type == LoadItemType.TENSOR and isinstance(entry, TensorStorageMetadata):
             total += math.prod(item.lengths) * int(entry.properties.dtype.itemsize)

@@ -6,17 +6,26 @@ import os
 import random
 import struct
 import tracemalloc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.files.disk import PosixDisk
-from robust_dcp.storage.index import DamagedIndex, fitting_index, index_file
+from robust_dcp.storage.index import (
+    ChunkKind,
+    DamagedIndex,
+    ask_index,
+    find_whole_chunks,
+    fitting_index,
+    index_file,
+)
 from robust_dcp.storage.index.form import SECTIONS, head_nbytes
 from tests.storage.indices import META, indexed_contents, lazy, put, sorted_content, with_fixed_checksums
 from tests.storage.test_index import FLOAT32, _grid
@@ -46,10 +55,30 @@ def everything(metadata: Metadata) -> Metadata:
     return Metadata(entries, paths, places, metadata.storage_meta, metadata.version)
 
 
-def outcome_of(directory: Path) -> Metadata | str | None:
+def check_whole_chunks(metadata: Metadata, content: Content) -> None:
+    """What is found in columns must be what is found one by one, and never anything else."""
+    kinds = {
+        ChunkKind(entry.properties[0], torch.Size(entry.size), torch.Size(chunk.offset), torch.Size(chunk.size))
+        for entry in content.entries
+        for chunk in entry.chunks
+        if entry.properties is not None
+    }
+    names = [entry.name for entry in content.entries]
+    for kind in kinds:
+        found = ask_index(metadata, partial(find_whole_chunks, names=names, kinds=[kind], kind_of=[0] * len(names)))
+        if found is None:
+            return
+        for asked, chunk, file, start, nbytes in zip(*(column.tolist() for column in found[:5]), strict=True):
+            place: Any = metadata.storage_data[MetadataIndex(names[asked], kind.offsets, chunk)]
+            assert (place.relative_path, place.offset, place.length) == (found.files[file], start, nbytes)
+
+
+def outcome_of(directory: Path, content: Content = CONTENT) -> Metadata | str | None:
     """What the index there says, or the class of the error that refuses it; ``None`` if it is not used at all."""
     try:
         found = lazy(directory)
+        if found is not None:
+            check_whole_chunks(found, content)
         return None if found is None else everything(found)
     except (CorruptCheckpoint, UnsafeCheckpoint) as error:
         return type(error).__name__
@@ -119,7 +148,7 @@ def test_a_forged_index_is_refused_or_is_data(
         value = chance.choice([0, 1, 255, 1 << 31, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, chance.getrandbits(64)])
         data[at : at + width] = (value & ((1 << 8 * width) - 1)).to_bytes(width, "little")
     index.write_bytes(with_fixed_checksums(data))
-    found = outcome_of(directory)
+    found = outcome_of(directory, content)
     if isinstance(found, Metadata):
         assert all(".." not in info.relative_path for info in found.storage_data.values())
         assert all(info.offset >= 0 and info.length >= 0 for info in found.storage_data.values())

@@ -14,8 +14,8 @@ import robust_dcp
 from robust_dcp.storage.files import page_cache
 from robust_dcp.storage.files.disk import PosixDisk
 from robust_dcp.storage.files.page_cache import cached_nbytes
-from robust_dcp.storage.reading.read_file import ReadFile
-from tests.storage.test_read_file import blocks, forget
+from robust_dcp.storage.reading.data_file import DataFile
+from tests.storage.test_data_file import blocks, forget
 from tests.support.ranks import run_ranks, values
 from tests.support.simulated_disk import WatchedDisk
 
@@ -110,7 +110,7 @@ def test_a_read_goes_to_where_most_of_its_bytes_are(file: Path, fd: int, cached:
     nbytes = 2 << 20
     os.pread(fd, int(nbytes * cached), 0)
     disk = WatchedDisk(PosixDisk())
-    opened = ReadFile(disk, str(file), None)
+    opened = DataFile(disk, str(file), None)
     block = blocks().take()
     start, found = opened.read_block(block, 0, nbytes)
     opened.close()

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from robust_dcp.errors import CorruptCheckpoint
 from robust_dcp.storage.files.disk import PosixDisk
 from tests.storage.checkpoints import PairedPlanner, assert_same, load, read_box, rewritten, save_stock
-from tests.storage.test_read_file import forget
+from tests.storage.test_data_file import forget
 from tests.support.simulated_disk import WatchedDisk
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

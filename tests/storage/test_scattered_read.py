@@ -20,9 +20,9 @@ from robust_dcp.staging import BlockPool, aligned_bytes
 from robust_dcp.storage.files.alignment import BUFFERED, Alignment
 from robust_dcp.storage.files.disk import PosixDisk
 from robust_dcp.storage.layouts.places import PAGE_NBYTES
-from robust_dcp.storage.reading.read_file import ReadFile
+from robust_dcp.storage.reading.data_file import DataFile
 from robust_dcp.storage.reading.scattered_read import LEAST_STRAIGHT_NBYTES, ScatteredRead, Wanted
-from tests.storage.test_read_file import BLOCK_NBYTES, FILE_NBYTES, blocks, file, forget
+from tests.storage.test_data_file import BLOCK_NBYTES, FILE_NBYTES, blocks, file, forget
 from tests.support.simulated_disk import WatchedDisk
 
 __all__ = ["file"]
@@ -95,7 +95,7 @@ def test_a_file_is_read_into_several_places(
         wanted.append(wanted_in(memory, begin if is_like_in_file else begin + 64, begin, nbytes))
         end = begin + nbytes
     nbytes = max(end - offset, 300 << 10)  # enough for a direct read
-    opened = ReadFile(PosixDisk(), str(file), None)
+    opened = DataFile(PosixDisk(), str(file), None)
     with blocks().lent() as block:
         scattered, found = opened.read_scattered(block, offset, nbytes, wanted)
         opened.close()

@@ -126,7 +126,7 @@ def choose_readers(
         return _columns_of(needed[0], node_of(channel.rank)) if len(needed[0].places) else None
 
     def assign() -> list[ReadShare | None]:
-        return assign_readers(told or [], reader.places_in_files(), across_nodes=reader.share_reads is None)
+        return assign_readers(told or [], reader.places_in_files(), across_nodes=reader.options.share_reads is None)
 
     told = channel.gather(f"load {checkpoint}: reads", tell, ReadColumns)
     share = channel.scatter(f"load {checkpoint}: readers", assign, ReadShare)

@@ -19,16 +19,28 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.tensor import DTensor
 
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, entry_point
-from robust_dcp.planner.load_items import PlannedReads, plan_reads
+from robust_dcp.planner.flatten import flatten
+from robust_dcp.planner.load_items import PlannedReads, plan_reads, whole_tensors
 from robust_dcp.planner.missing_keys import near_names, renamed_in_words, what_is_saved
 from robust_dcp.storage.files.garbage import without_garbage_collection
 from robust_dcp.storage.index import look_up, stored_items_of
+from robust_dcp.storage.reading.planned_items import PlannedItems, WholeTensors
 from robust_dcp.storage.records.objects import ObjectBytes, check_object, not_an_object
 
 __all__ = ["RobustLoadPlanner", "check_filled", "local_numel"]
 
 _SHOWN = 10
 _MISSING = "Missing key in checkpoint: "
+_PROTOCOL = (
+    "create_local_plan",
+    "create_global_plan",
+    "finish_plan",
+    "lookup_tensor",
+    "transform_tensor",
+    "resolve_tensor",
+    "commit_tensor",
+)
+_FLAT = frozenset({torch.Tensor, torch.nn.Parameter, DTensor, bool, int, float, str, bytes, type(None)})
 
 
 class RobustLoadPlanner(DefaultLoadPlanner):
@@ -60,12 +72,13 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             raise ValueError(f'on_dtype_mismatch is "error" or "cast", not {on_dtype_mismatch!r}')
         self.on_dtype_mismatch = on_dtype_mismatch
         self.trusted = trusted
+        self._whole_keys: frozenset[str] = frozenset()
 
     @property
     def missing_keys(self) -> tuple[str, ...]:
         """Keys of the state dict that the checkpoint does not have."""
-        saved = self._saved
-        return tuple(sorted(key for key in self.state_dict if key not in saved))
+        saved, found = self._saved, self._whole_keys
+        return tuple(sorted(key for key in self.state_dict.keys() - found if key not in saved))
 
     @property
     def unread_keys(self) -> tuple[str, ...]:
@@ -84,23 +97,48 @@ class RobustLoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
+        self._whole_keys = frozenset()
         with without_garbage_collection():
-            super().set_up_planner(state_dict, metadata, is_coordinator)
+            flat = _flat(state_dict) if self.flatten_state_dict else None
+            if flat is None:
+                super().set_up_planner(state_dict, metadata, is_coordinator)
+                return
+        self.original_state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+        self.state_dict, self.mappings = flat
 
     @entry_point
     def create_local_plan(self) -> LoadPlan:
         if self.metadata is None:
             raise ValueError("set_up_planner was not given the checkpoint's metadata")
         with without_garbage_collection():
-            look_up(self.metadata, self.state_dict)
+            whole = WholeTensors.none()
+            if self._answers_as_stock():
+                whole = whole_tensors(self.state_dict, self.metadata)
+            self._whole_keys = frozenset(whole.names)
+            look_up(self.metadata, self._others())
             planned = self._checked_plan(self.metadata)
-            check_filled(planned.items, _wanted(planned, self.state_dict, self.metadata))
-        return LoadPlan(planned.items)
+            check_filled(planned.items, _wanted(planned, self._others(), self.metadata))
+        if not len(whole):
+            return LoadPlan(planned.items)
+        return LoadPlan(PlannedItems(whole, planned.items, self))  # type: ignore[arg-type]  # no list, but as good
+
+    def _others(self) -> dict[str, Any]:
+        """The values that are not known to be there just as they were saved, in the order of the state dict."""
+        if len(self._whole_keys) == len(self.state_dict):
+            return {}
+        return {key: value for key, value in self.state_dict.items() if key not in self._whole_keys}
+
+    def _answers_as_stock(self) -> bool:
+        """Whether a plan may be carried out without asking this planner about each tensor: a subclass has not changed
+        what it would say."""
+        own = (getattr(getattr(self, name), "__func__", None) for name in _PROTOCOL)
+        return all(method is getattr(RobustLoadPlanner, name) for method, name in zip(own, _PROTOCOL, strict=True))
 
     def _checked_plan(self, metadata: Metadata) -> PlannedReads:
+        """What is read of the values that are not known to be there just as they were saved."""
         before = self.state_dict
         problems = self._problems()
-        if problems and not self.allow_partial_load and self.missing_keys:
+        if problems and not self.allow_partial_load and not self._whole_keys and self.missing_keys:
             # Checkpoints from before torch 2.4 have other names for nested lists; stock's planner knows them.
             plan = self._stock_plan()
             if self.state_dict is not before:
@@ -111,7 +149,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             raise PlanConflict(self._in_words(problems))
         if self._may_have_old_names():
             return PlannedReads(super().create_local_plan().items, set())
-        return plan_reads(self.state_dict, metadata)
+        return plan_reads(self._others(), metadata)
 
     def _may_have_old_names(self) -> bool:
         """Whether keys that are not asked for may be older names of those that are: the latter then have a list on
@@ -132,7 +170,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
     def _problems(self) -> list[str]:
         """What does not fit, missing keys first."""
         problems = [] if self.allow_partial_load else self._missing()
-        for key, value in self.state_dict.items():
+        for key, value in self._others().items():
             saved = self._saved.get(key)
             if saved is not None:
                 problems.extend(self._mismatch(key, value, saved))
@@ -198,6 +236,23 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             # DefaultLoadPlanner puts it only into the copy that flatten_sharded_tensors made of the state dict.
             key = read_item.dest_index.fqn
             self.original_state_dict[key] = self.state_dict[key]
+
+
+def _flat(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """What ``DefaultLoadPlanner.set_up_planner`` makes of a state dict that needs nothing but flattening; ``None`` for
+    any other: it has to allocate tensors on the meta device, and to take lists and shards apart."""
+    flat, mappings = flatten(state_dict)
+    if not _FLAT.issuperset(map(type, flat.values())) or any(map(_is_on_meta, flat.values())):
+        return None
+    has_lists = any(type(part) is int for path in mappings.values() if len(path) > 1 for part in path)
+    return None if has_lists else (flat, mappings)
+
+
+def _is_on_meta(value: Any) -> bool:
+    kind = type(value)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return bool(value.is_meta)
+    return kind is DTensor and value.device.type == "meta"
 
 
 def _wanted(plan: PlannedReads, state_dict: Mapping[str, Any], metadata: Metadata) -> dict[str, int]:

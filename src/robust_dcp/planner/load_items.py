@@ -1,14 +1,14 @@
 """What a load reads for each value of a state dict: stock's read items, without asking stock about each of them.
 
-Owns the usual cases, in which a tensor or a shard is one saved chunk. Others are found in the index (``reshard``);
-where there is none, they go to stock's planning. Called by ``load`` for each load.
+Owns the usual cases, in which a tensor or a shard is one saved chunk: with an index they stay in columns, and no read
+item is made. Others are found in the index (``reshard``); where there is none, they go to stock's planning. Called by
+``load`` for each load.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,16 +16,16 @@ from torch.distributed.checkpoint.default_planner import create_default_local_lo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
 from robust_dcp.planner.reshard import chunks_held, read_overlap
-from robust_dcp.storage.index import StoredChunks
+from robust_dcp.storage.index import ChunkKind, StoredChunks, ask_index, find_whole_chunks
+from robust_dcp.storage.reading.planned_items import WholeTensors, whole_item
 
-__all__ = ["PlannedReads", "plan_reads"]
+__all__ = ["PlannedReads", "plan_reads", "whole_tensors"]
 
 
 class PlannedReads(NamedTuple):
@@ -59,7 +59,7 @@ def plan_reads(state_dict: Mapping[str, Any], metadata: Metadata) -> PlannedRead
                 continue
             found = None
             if isinstance(saved, TensorStorageMetadata):
-                local = chunks_of(value)
+                local = chunks_of(value, value.to_local() if type(value) is DTensor else value)
                 found = None if local is None else _found(key, local, saved)
                 chunks: Any = saved.chunks
                 if found is None and isinstance(chunks, StoredChunks):
@@ -87,21 +87,60 @@ def _found(key: str, local: ChunkStorageMetadata, saved: TensorStorageMetadata) 
     chunks: Any = saved.chunks
     if isinstance(chunks, StoredChunks):
         place = chunks.find(offsets)
-        return None if place is None or chunks[place].sizes != local.sizes else _whole(key, local, place)
+        if place is None or chunks[place].sizes != local.sizes:
+            return None
+        return whole_item(key, offsets, local.sizes, place)
     for number, chunk in enumerate(saved.chunks):
         if chunk.offsets == offsets:
             if chunk.sizes != local.sizes:
                 return None
-            return _whole(key, local, number)
+            return whole_item(key, offsets, local.sizes, number)
     return None
 
 
-def _whole(key: str, local: ChunkStorageMetadata, number: int) -> ReadItem:
-    """All of the saved chunk ``number``, which is ``local``."""
-    zeros = _zeros(len(local.offsets))
-    stored = MetadataIndex(key, local.offsets, number)
-    wanted = stored if number == 0 else MetadataIndex(key, local.offsets, 0)
-    return ReadItem(LoadItemType.TENSOR, wanted, zeros, stored, zeros, local.sizes)
+def whole_tensors(state_dict: Mapping[str, Any], metadata: Metadata) -> WholeTensors:
+    """Those tensors of which the index of a checkpoint has just what this rank holds, chunk, size and dtype.
+
+    The others, and all if there is no index, are for :func:`plan_reads`.
+    """
+    if ask_index(metadata, lambda index: True) is None:
+        return WholeTensors.none()
+    names, targets, kind_of, kinds = _held(state_dict)
+    found = ask_index(metadata, lambda index: find_whole_chunks(index, names, kinds, kind_of))
+    return WholeTensors.none() if found is None else WholeTensors.found(names, targets, kinds, kind_of, found)
+
+
+def _held(state_dict: Mapping[str, Any]) -> tuple[list[str], list[torch.Tensor], list[int], list[ChunkKind]]:
+    """Tensors of which this rank holds one chunk that is not empty: names, local tensors, the number of the kind of
+    each, and the kinds."""
+    names: list[str] = []
+    targets: list[torch.Tensor] = []
+    kind_of: list[int] = []
+    kinds: dict[ChunkKind, int] = {}
+    plain: dict[tuple[torch.dtype, torch.Size], int] = {}
+    chunks_of = _LocalChunks()
+    with torch.no_grad():
+        for name, value in state_dict.items():
+            kind = type(value)
+            if kind is torch.Tensor or kind is torch.nn.Parameter:
+                number = plain.get((value.dtype, value.shape))
+                local = value
+            elif kind is DTensor:
+                number, local = None, value.to_local()
+            else:
+                continue
+            if number is None or hasattr(value, "__create_chunk_list__"):
+                chunk = chunks_of(value, local)
+                if chunk is None or 0 in chunk.sizes or (local.dtype, local.shape) != (value.dtype, chunk.sizes):
+                    continue
+                described = ChunkKind(value.dtype, value.shape, chunk.offsets, chunk.sizes)
+                number = kinds.setdefault(described, len(kinds))
+                if kind is not DTensor:
+                    plain[value.dtype, value.shape] = number
+            names.append(name)
+            targets.append(local)
+            kind_of.append(number)
+    return names, targets, kind_of, list(kinds)
 
 
 class _LocalChunks:
@@ -112,25 +151,28 @@ class _LocalChunks:
         # By all that torch computes a chunk from. The meshes live as long as the tensors of the state dict.
         self._sharded: dict[tuple[Any, ...], ChunkStorageMetadata | None] = {}
 
-    def __call__(self, value: Any) -> ChunkStorageMetadata | None:
-        """``None`` where stock has to say what is held."""
+    def __call__(self, value: Any, local: Any) -> ChunkStorageMetadata | None:
+        """``None`` where stock has to say what is held.
+
+        Args:
+            local: of a DTensor its local tensor.
+        """
         kind = type(value)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
             return None if hasattr(value, "__create_chunk_list__") else self._of_whole(value.size())
         if kind is DTensor:
-            return self._of_dtensor(value)
+            return self._of_dtensor(value, local)
         return None
 
     def _of_whole(self, size: torch.Size) -> ChunkStorageMetadata:
         try:
             return self._whole[size]
         except KeyError:
-            chunk = self._whole[size] = ChunkStorageMetadata(_zeros(len(size)), size)
+            chunk = self._whole[size] = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
             return chunk
 
-    def _of_dtensor(self, value: DTensor) -> ChunkStorageMetadata | None:
+    def _of_dtensor(self, value: DTensor, local: torch.Tensor) -> ChunkStorageMetadata | None:
         mesh, placements = value.device_mesh, value.placements
-        local = value.to_local()
         # Chunks that do not follow from the placements are told by an attribute of the tensor, as with Megatron-FSDP.
         own = "__create_chunk_list__" in vars(value) or hasattr(local, "__create_chunk_list__")
         if own or type(local) not in (torch.Tensor, torch.nn.Parameter):
@@ -152,8 +194,3 @@ def _only_chunk(value: DTensor) -> ChunkStorageMetadata | None:
         return None
     chunks: Sequence[ChunkStorageMetadata] = create_chunk_list()
     return chunks[0] if len(chunks) == 1 else None
-
-
-@cache
-def _zeros(n_dimensions: int) -> torch.Size:
-    return torch.Size([0] * n_dimensions)

@@ -1,6 +1,15 @@
 """Between devices and files: blocks of memory, and the bytes of tensors."""
 
-from robust_dcp.staging.blocks import POOL, Block, BlockLease, BlockPool, aligned_bytes, copy_bytes, memory_at
+from robust_dcp.staging.blocks import (
+    POOL,
+    Block,
+    BlockLease,
+    BlockPool,
+    aligned_bytes,
+    copy_bytes,
+    copy_each,
+    memory_at,
+)
 from robust_dcp.staging.device import CopiesToDevice, DeviceCopies
 from robust_dcp.staging.host import to_host
 from robust_dcp.staging.staging_buffers import STAGING, StagingBuffer, StagingBuffers
@@ -20,6 +29,7 @@ __all__ = [
     "TensorBytes",
     "aligned_bytes",
     "copy_bytes",
+    "copy_each",
     "flat_bytes",
     "host_address",
     "memory_at",

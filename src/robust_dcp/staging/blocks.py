@@ -2,7 +2,7 @@
 
 Owns the memory and who has it. One pool serves all saves of a process: a save leases blocks of one size, and what it
 had stays for the next. A load has a pool of its own, which it gives back. Called by ``storage.engine``, and by
-``storage.read_items`` and what reads for it.
+``storage.plan_reader`` and what reads for it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import contextlib
 import ctypes
 import mmap
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["POOL", "Block", "BlockLease", "BlockPool", "aligned_bytes", "copy_bytes", "memory_at"]
+__all__ = ["POOL", "Block", "BlockLease", "BlockPool", "aligned_bytes", "copy_bytes", "copy_each", "memory_at"]
 
 
 def aligned_bytes(nbytes: int) -> npt.NDArray[np.uint8]:
@@ -32,7 +33,15 @@ def copy_bytes(target: int, source: int, nbytes: int) -> None:
     _memmove(target, source, nbytes)
 
 
+def copy_each(targets: Iterable[int], sources: Iterable[int], nbytes: Iterable[int]) -> None:
+    """Copy small pieces of memory from addresses to addresses: so small that to let go of the GIL takes longer."""
+    deque(map(_memmove_with_gil, targets, sources, nbytes), maxlen=0)
+
+
 _memmove: Any = ctypes.memmove
+_memmove_with_gil: Any = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+)
 
 
 def memory_at(address: int, nbytes: int) -> memoryview:

@@ -1,7 +1,7 @@
 """Copies from and to a device that run beside other work: on a stream of their own, through pinned blocks.
 
 Owns the streams and the one moment at which they wait for the stream that training uses. Called by ``storage.engine``
-once a save, and by ``storage.read_tasks`` once a load, from the thread that asked for it; then by its threads.
+once a save, and by ``storage.reading_threads`` once a load, from the thread that asked for it; then by its threads.
 """
 
 from __future__ import annotations

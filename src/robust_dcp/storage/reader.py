@@ -1,7 +1,7 @@
 """DCP's ``StorageReader`` over a directory.
 
 Owns DCP's interface and the metadata of a checkpoint, by its index or decoded from its file; the items are read by
-``read_items``. Never writes, and never runs what it reads. Stock ``load`` and Megatron-Core call it, and
+``plan_reader``. Never writes, and never runs what it reads. Stock ``load`` and Megatron-Core call it, and
 so does our own ``load``.
 """
 
@@ -46,11 +46,12 @@ from robust_dcp.storage.metadata.metadata_file import (
     files_are_marked,
 )
 from robust_dcp.storage.metadata.shard_metadata import metadata_of_shards, shards_in
-from robust_dcp.storage.reading.read_items import read_items
+from robust_dcp.storage.reading.plan_reader import read_items
+from robust_dcp.storage.reading.planned_items import PlannedItems
 from robust_dcp.storage.reading.read_options import BLOCK_NBYTES, ReadOptions
 from robust_dcp.storage.reading.sharable_reads import SharableReads, places_in_files, sharable_reads
 from robust_dcp.storage.reading.verification import Verify
-from robust_dcp.storage.writing.write_options import default_threads
+from robust_dcp.storage.writing.write_options import with_keywords
 
 __all__ = ["RobustReader", "overwritten"]
 
@@ -94,21 +95,8 @@ class RobustReader(StorageReader):
 
     Args:
         path: the checkpoint's directory.
-        threads: reads in flight; by default 2 for each core of the rank's share of the node, between 4 and 8.
-        verify_checksums: compare what is read, whole items and slices, with the CRC-32s that were written with it.
-            ``True``: whatever has checksums that cover it, or nearly so; stock's have one for each item, so slices of
-            large items by stock are not compared. ``"all"``: all of each item where it takes that, and what has no
-            checksum is an error. ``False``: nothing is compared, to save what can be saved of a damaged checkpoint.
-        trusted: let items that are no tensors run code when they are loaded, as stock does.
-        buffer_bytes: limit for what has been read and not yet handed over. One item may exceed it.
-        block_bytes: size of a read.
-        direct: read past the page cache (``O_DIRECT``). ``None``: where the file system can do that, the bytes are not
-            in the cache (each large read asks first, which changes nothing there), and no other rank of the node reads
-            the same. ``True``: always, or it is an error; ``False``: never. Small reads always go through the cache.
-        share_reads: of what several ranks of a load need, each byte is read by one of them and passed on to the others
-            over the network. ``None``: where these ranks are on several nodes. The same on all ranks. Only
-            ``robust_dcp.load`` does that, and only for planners whose ``commit_tensor`` is ``DefaultLoadPlanner``'s.
-        extension_registry: as for stock's reader; by default the transforms that come with torch.
+        options: how to read, see :class:`ReadOptions`. Each can also be given as a keyword of its own; one that is
+            given in both places, and not the same, is an error.
         disk: where the files are.
 
     While ``read_data`` runs, the planner's ``resolve_tensor``, ``commit_tensor`` and ``load_bytes`` are called by the
@@ -116,9 +104,10 @@ class RobustReader(StorageReader):
     the ``resolve_tensor`` of the same item, as Megatron-Core's planner requires.
 
     Raises:
-        ValueError: ``path`` is a URL (``scheme://…``).
+        ValueError: ``path`` is a URL (``scheme://…``); an option is out of range, or given twice.
 
     Attributes:
+        options: all of them.
         peak_buffer_nbytes: the most memory that data passed through at any time in the last ``read_data``.
         unverified_nbytes: bytes of data that were not compared with a checksum in the last ``read_data``.
         node_reads_the_same: another rank on this node reads just what this one reads. Then ``direct=None`` reads
@@ -129,6 +118,7 @@ class RobustReader(StorageReader):
         self,
         path: str | os.PathLike[str],
         *,
+        options: ReadOptions | None = None,
         threads: int | None = None,
         verify_checksums: Verify = True,
         trusted: bool = False,
@@ -140,15 +130,21 @@ class RobustReader(StorageReader):
         disk: Disk | None = None,
     ) -> None:
         super().__init__()
-        threads = default_threads(least=4, most=8) if threads is None else threads
         self.path = directory_path(path)
-        self._options = ReadOptions(
-            threads, verify_checksums, trusted, buffer_bytes, extension_registry, direct, block_bytes
+        self.options = with_keywords(
+            options or ReadOptions(),
+            threads=threads,
+            verify_checksums=verify_checksums,
+            trusted=trusted,
+            buffer_bytes=buffer_bytes,
+            block_bytes=block_bytes,
+            direct=direct,
+            share_reads=share_reads,
+            extension_registry=extension_registry,
         )
         self._disk: Disk = PosixDisk() if disk is None else disk
         self._metadata: Metadata | None = None
         self._index: StoredIndex | None = None
-        self.share_reads = share_reads
         self.peak_buffer_nbytes = 0
         self.unverified_nbytes = 0
         self.node_reads_the_same = False
@@ -327,7 +323,7 @@ class RobustReader(StorageReader):
         stored = None if self._metadata is None else stored_items_of(self._metadata)
         if stored is not None:
             # An index that is damaged there is put aside now, while nobody waits for data.
-            for item in plan.items:
+            for item in plan.items.others if isinstance(plan.items, PlannedItems) else plan.items:
                 stored.get(item.storage_index)
         return plan
 
@@ -344,7 +340,7 @@ class RobustReader(StorageReader):
             StorageError: a read failed.
             ValueError: the planner gives a tensor of another size than it asked for.
         """
-        options = self._options
+        options = self.options
         if self.node_reads_the_same and options.direct is None:
             options = replace(options, direct=False)
         metadata = self._known_metadata()
@@ -380,7 +376,7 @@ class RobustReader(StorageReader):
     ) -> SharableReads:
         """What of ``plan`` another rank may read for this one: see :mod:`robust_dcp.storage.reading.sharable_reads`."""
         metadata = self._known_metadata()
-        trusted = self._options.trusted
+        trusted = self.options.trusted
         stored = stored_items_of(metadata)
         if stored is None:
             return sharable_reads(plan.items, planner, metadata, self.path, stays_on, trusted=trusted)

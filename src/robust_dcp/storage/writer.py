@@ -32,7 +32,7 @@ from robust_dcp.storage.writing.engine import WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource, Resolve, WriteItemSource
 from robust_dcp.storage.writing.save_directory import SaveDirectory
 from robust_dcp.storage.writing.stripes import stripe_directories
-from robust_dcp.storage.writing.write_options import WriteOptions
+from robust_dcp.storage.writing.write_options import WriteOptions, with_keywords
 
 __all__ = ["PlannedSave", "RobustWriter", "WriterMeta"]
 
@@ -98,7 +98,8 @@ class RobustWriter(StorageWriter):
         disk: Disk | None = None,
     ) -> None:
         super().__init__()
-        self.options = (options or WriteOptions()).with_keywords(
+        self.options = with_keywords(
+            options or WriteOptions(),
             layout=layout,
             threads=threads,
             files_per_rank=files_per_rank,

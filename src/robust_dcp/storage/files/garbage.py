@@ -1,6 +1,6 @@
 """No look for garbage while objects are made by the ten thousand.
 
-Called by ``metadata_file`` and ``read_order``, and by ``planner`` for what a load plans.
+Called by ``metadata_file`` and ``placed_reads``, and by ``planner`` for what a load plans.
 """
 
 from __future__ import annotations

@@ -30,9 +30,12 @@ from robust_dcp.storage.index.overlap import Overlap
 from robust_dcp.storage.index.stored_index import StoredIndex, StoredName
 from robust_dcp.storage.metadata.metadata_classes import StorageInfo
 
-__all__ = ["StoredChunks", "StoredItems", "lazy_metadata", "look_up", "stored_items_of"]
+__all__ = ["StoredChunks", "StoredItems", "ask_index", "lazy_metadata", "look_up", "stored_items_of"]
 
 logger = logging.getLogger(__name__)
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+_Answer = TypeVar("_Answer")
 
 
 def lazy_metadata(index: StoredIndex, decode: Callable[[], Metadata]) -> Metadata:
@@ -74,6 +77,18 @@ def look_up(metadata: Metadata, names: Iterable[str]) -> bool:
     return True
 
 
+def ask_index(metadata: Metadata, question: Callable[[StoredIndex], _Answer]) -> _Answer | None:
+    """What the index answers that ``metadata`` comes from; ``None`` if it has none, or the index is damaged."""
+    entries = metadata.state_dict_metadata
+    source = entries._source if isinstance(entries, _Entries) else None
+    if source is not None and source.decoded is None:
+        try:
+            return question(source.index)
+        except DamagedIndex as error:
+            source.put_aside(error)
+    return None
+
+
 def stored_items_of(metadata: Metadata) -> StoredItems | None:
     """The items of a ``metadata`` that comes from an index; ``None`` for another."""
     return metadata.storage_data if isinstance(metadata.storage_data, StoredItems) else None
@@ -113,10 +128,6 @@ class _FromIndex(Protocol):
     _source: _Source
 
     def _decoded(self, metadata: Metadata) -> Any: ...
-
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-_Answer = TypeVar("_Answer")
 
 
 def _or_decoded(method: _Method) -> _Method:

@@ -6,6 +6,8 @@ Owns how a name is found and decoded. Only those that are asked for become Pytho
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from operator import ge
 from typing import Final
 
 from robust_dcp.storage.index.form import MAX_NAME_NBYTES
@@ -73,17 +75,23 @@ class StoredNames:
 
     def __iter__(self) -> Iterator[str]:
         """All names, ascending."""
-        before = b""
+        before = [""]
         for first in range(0, len(self), _NAMES_AT_ONCE):
             ends = self._name_ends.rows(first, min(first + _NAMES_AT_ONCE, len(self))).tolist()
             start = self._name_ends[first - 1] if first else 0
             data = self._file.read("names", start, ends[-1])
-            for begin, end in zip([start, *ends], ends, strict=False):
-                encoded = data[begin - start : end - start]
-                if begin > end or (encoded <= before and (first or begin)):
-                    raise self._file.damaged("its names do not ascend")
-                before = encoded
-                yield text_of(self._file, encoded)
+            places = list(pairwise([0, *(end - start for end in ends)]))
+            if data.isascii():
+                text = data.decode("ascii")
+                names = [text[begin:end] for begin, end in places]
+            else:
+                names = [text_of(self._file, data[begin:end]) for begin, end in places]
+            # Texts are in the order of their bytes in UTF-8.
+            behind = names if first else names[1:]
+            if ends[0] < start or ends != sorted(ends) or any(map(ge, [*before, *names] if first else names, behind)):
+                raise self._file.damaged("its names do not ascend")
+            before = names[-1:]
+            yield from names
 
     def _name_bytes(self, number: int) -> bytes:
         start, end = self._name_ends[number - 1] if number else 0, self._name_ends[number]

@@ -1,7 +1,7 @@
 """The end of a file of records: which save it is of, and the checksums of all blocks of its items' data.
 
 Owns the format (docs/formats.md), and what is believed of it. Stock readers never look there: they read what
-``.metadata`` names, and that is before it. Made by ``writing.steps``, read by ``reading.read_file``.
+``.metadata`` names, and that is before it. Made by ``writing.steps``, read by ``reading.data_file``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The head of a safetensors file, whoever wrote it: which tensor lies where, and what it was checksummed with.
 
 Owns reading and checking of heads: nothing that stands there is believed before the lengths fit together and fill the
-file. Called by ``stored_item`` for items in such files, by ``shard_metadata`` for directories without ``.metadata``,
+file. Called by ``stored_tensor`` for items in such files, by ``shard_metadata`` for directories without ``.metadata``,
 and by ``commit``.
 """
 

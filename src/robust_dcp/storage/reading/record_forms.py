@@ -2,12 +2,14 @@
 
 Owns what is the same in all records of one writer, dtype and shape, learnt from the first one that ``parse_record`` has
 understood. Never believes a record that differs from it in a single byte but those of checksums. Called by
-``read_items`` with records that lie in memory.
+``plan_reader`` with records that lie in memory.
 """
 
 from __future__ import annotations
 
 import mmap
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,6 +25,7 @@ _MOST_FORMS: Final = 1024
 """Each holds 1 to 2 KiB. Where there are more, tensors are hardly alike, and what is learnt is of little use."""
 
 _MOST_FRAME_NBYTES: Final = 1 << 14
+_UINT32: Final = struct.Struct("<I")
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,14 @@ class RecordForm:
                 return None
         crc32_at = at + self.crc32_at
         return int.from_bytes(memory[crc32_at : crc32_at + 4], "little")
+
+    def crc32s_of(self, memory: mmap.mmap, at: Sequence[int]) -> list[int | None]:
+        """:meth:`crc32_of` for many records."""
+        alike = [True] * len(at)
+        for begin, end, part in self.parts:
+            alike = [is_so and memory[a + begin : a + end] == part for is_so, a in zip(alike, at, strict=True)]
+        crc32s = [_UINT32.unpack_from(memory, a + self.crc32_at)[0] for a in at]
+        return [crc32 if is_so else None for is_so, crc32 in zip(alike, crc32s, strict=True)]
 
 
 class RecordForms:
@@ -112,4 +123,5 @@ def _form_of(memory: mmap.mmap, at: int, nbytes: int, dtype: torch.dtype, shape:
                 parts.append((start, unread_from, memory[at + start : at + unread_from]))
                 start = unread_to
         parts.append((start, end, memory[at + start : at + end]))
+    parts = [part for part in parts if part[2]]
     return RecordForm(tuple(parts), record.data_offset, record.data_nbytes, record.crc32_at)

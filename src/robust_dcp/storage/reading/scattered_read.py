@@ -1,7 +1,7 @@
 """One read of a file whose bytes are wanted in several places: straight there where the file system allows it.
 
 Owns which bytes go straight and which by way of a block, the copies out of the block, and the checksums on the way.
-Never reads: ``read_file`` does, and calls this.
+Never reads: ``data_file`` does, and calls this.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from robust_dcp.storage.reading.read_order import Read, reads_of
+from robust_dcp.storage.reading.placed_reads import Read, reads_of
 from robust_dcp.storage.reading.targets import is_plain, may_ask_early, target_of
 
 __all__ = ["ON_DEVICE", "SharableReads", "places_in_files", "sharable_reads"]
@@ -71,7 +71,7 @@ def sharable_reads(
     number_of: dict[Any, int] = {index: number for number, index in enumerate(metadata.storage_data or {})}
     rows: list[_Row] = []
     if may_ask_early(planner):
-        for place, read in enumerate(reads_of(items, metadata, directory, in_order=False)):
+        for place, read in enumerate(reads_of(items, metadata, directory)):
             number = number_of[read.item.storage_index]
             if read.item.type == LoadItemType.BYTE_IO:
                 if read.nbytes and not read.transforms:

@@ -1,7 +1,7 @@
 """The tensors that a planner gives for what it asked to be read.
 
 Owns when they may be asked for, which of them take bytes as they are stored, and the check of their size. Called by
-``read_items``, ``read_tasks`` and ``sharable_reads``.
+``plan_reader``, ``reading_threads`` and ``sharable_reads``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-__all__ = ["is_flat", "is_plain", "may_ask_early", "target_of"]
+__all__ = ["is_flat", "is_plain", "may_ask_early", "takes_bytes", "target_of"]
 
 
 def may_ask_early(planner: LoadPlanner) -> bool:
@@ -34,6 +34,11 @@ def is_plain(target: torch.Tensor) -> bool:
 def is_flat(target: torch.Tensor) -> bool:
     """Whether ``target``, on any device, holds its elements one after the other, as they are stored."""
     return is_plain(target) and target.is_contiguous()
+
+
+def takes_bytes(target: torch.Tensor) -> bool:
+    """Whether the bytes of a tensor can be read straight into ``target``."""
+    return is_flat(target) and target.is_cpu
 
 
 def target_of(planner: LoadPlanner, item: ReadItem, *, early: bool) -> torch.Tensor:

@@ -26,7 +26,7 @@ _CHEAP_PART: Final = 20
 
 
 class _Stored(Protocol):
-    """An item as it is stored; see ``stored_item.ItemBytes``."""
+    """An item as it is stored; see ``item_bytes.ItemBytes``."""
 
     file: str
     item: str

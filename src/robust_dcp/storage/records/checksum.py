@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from isal import isal_zlib
 
-__all__ = ["crc32", "crc32_of_both"]
+__all__ = ["crc32", "crc32_of_both", "crc32_of_each"]
 
 
 def crc32(data: bytes | bytearray | memoryview, value: int = 0) -> int:
@@ -15,3 +17,8 @@ def crc32(data: bytes | bytearray | memoryview, value: int = 0) -> int:
 def crc32_of_both(first: int, second: int, second_nbytes: int) -> int:
     """The CRC-32 of two pieces of data in a row, from that of each and the length of the second."""
     return int(isal_zlib.crc32_combine(first, second, second_nbytes))
+
+
+def crc32_of_each(view: memoryview, starts: Iterable[int], nbytes: int) -> list[int]:
+    """The CRC-32s of pieces of ``view``, ``nbytes`` bytes each."""
+    return list(map(isal_zlib.crc32, [view[start : start + nbytes] for start in starts]))

@@ -8,13 +8,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from robust_dcp.storage.files.paths import directory_path
 from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.layouts.places import PAGE_NBYTES
 
-__all__ = ["WriteOptions", "default_buffer_bytes", "default_threads"]
+__all__ = ["WriteOptions", "default_buffer_bytes", "default_threads", "with_keywords"]
+
+Options = TypeVar("Options", bound=Any)
 
 _MIB: Final = 1 << 20
 
@@ -89,26 +91,6 @@ class WriteOptions:
                 raise ValueError(f"{name} must be at least {at_least}, got {value}")
         self.stripes  # noqa: B018 a URL is refused now, not when the save begins
 
-    def with_keywords(self, **keywords: Any) -> WriteOptions:
-        """These options, with those of ``keywords`` that are not left at their defaults.
-
-        Raises:
-            ValueError: an option is given here and there, and not the same.
-        """
-        given = WriteOptions(**keywords)
-        changed = {}
-        for field in fields(self):
-            own, keyword = getattr(self, field.name), getattr(given, field.name)
-            if keyword == field.default:
-                continue
-            if own not in (field.default, keyword):
-                raise ValueError(
-                    f"{field.name}={keyword!r} contradicts options, which has {field.name}={own!r}: give it once, or "
-                    f"pass options=dataclasses.replace(options, {field.name}={keyword!r})"
-                )
-            changed[field.name] = keyword
-        return replace(self, **changed)
-
     @property
     def n_files(self) -> int:
         """Files that a rank's tensors are spread over. Part of the plan, so no guess from the machine: all ranks must
@@ -128,6 +110,30 @@ class WriteOptions:
         block_nbytes = BLOCK_NBYTES if self.block_bytes is None else self.block_bytes
         block_nbytes = min(block_nbytes, buffer_bytes // (BLOCKS_PER_THREAD * threads))
         return threads, max(block_nbytes // page_nbytes, 1) * page_nbytes
+
+
+def with_keywords(options: Options, **keywords: Any) -> Options:
+    """``options``, with those of ``keywords`` that are not left at their defaults.
+
+    Args:
+        options: a frozen dataclass, ``WriteOptions`` or ``ReadOptions``.
+
+    Raises:
+        ValueError: an option is given here and there, and not the same.
+    """
+    given = type(options)(**keywords)
+    changed = {}
+    for field in fields(options):
+        own, keyword = getattr(options, field.name), getattr(given, field.name)
+        if keyword == field.default:
+            continue
+        if own not in (field.default, keyword):
+            raise ValueError(
+                f"{field.name}={keyword!r} contradicts options, which has {field.name}={own!r}: give it once, or "
+                f"pass options=dataclasses.replace(options, {field.name}={keyword!r})"
+            )
+        changed[field.name] = keyword
+    return replace(options, **changed)
 
 
 def default_threads(*, least: int = 2, most: int = 4) -> int:

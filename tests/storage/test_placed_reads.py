@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from robust_dcp.storage.reading.read_order import SMALL_NBYTES, Read, ReadGroup, in_groups
-from robust_dcp.storage.reading.read_pieces import cut
+from robust_dcp.storage.reading.placed_reads import SMALL_NBYTES, PlacedReads, Read, ReadGroup, in_groups
+from robust_dcp.storage.reading.planned_items import WholeTensors
 
 BLOCK_NBYTES = 1 << 20
 
@@ -38,9 +38,8 @@ many_reads = st.lists(
 
 @given(many_reads)
 def test_every_item_is_read_once_and_in_blocks(reads: list[Read]) -> None:
-    reads.sort(key=lambda read: (read.relative_path, read.offset))
     found = []
-    for group in in_groups(reads, BLOCK_NBYTES):
+    for group in in_groups(PlacedReads(WholeTensors.none(), reads), BLOCK_NBYTES):
         if isinstance(group, Read):
             found.append(group)
             continue
@@ -63,15 +62,5 @@ def test_every_item_is_read_once_and_in_blocks(reads: list[Read]) -> None:
 
 def test_small_neighbours_share_a_read() -> None:
     reads = [read_of("a", 1000 * number, 1000) for number in range(100)]
-    assert [len(group.reads) for group in in_groups(reads, BLOCK_NBYTES) if isinstance(group, ReadGroup)] == [100]
-
-
-@given(st.integers(0, 10_000), st.integers(0, 100_000), st.sampled_from([4096, 8192]))
-def test_pieces_cover_a_range_once_and_are_cut_at_multiples(offset: int, nbytes: int, piece_nbytes: int) -> None:
-    at = 0
-    for start, length in cut(offset, nbytes, piece_nbytes):
-        assert start == at
-        assert 0 < length <= piece_nbytes
-        assert start == 0 or (offset + start) % piece_nbytes == 0
-        at += length
-    assert at == nbytes
+    groups = in_groups(PlacedReads(WholeTensors.none(), reads), BLOCK_NBYTES)
+    assert [len(group.reads) for group in groups if isinstance(group, ReadGroup)] == [100]

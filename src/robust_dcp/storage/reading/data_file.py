@@ -1,7 +1,7 @@
 """A data file that is being read: through the page cache, or past it.
 
 Owns the choice between the two, for each read, and the way back where a file system refuses direct I/O. Never knows
-what the bytes mean. Called by ``stored_item``, ``read_pieces`` and ``read_items``, from several threads.
+what the bytes mean. Called by ``stored_tensor``, ``large_tensor`` and ``plan_reader``, from several threads.
 
 Direct I/O is the faster way to bytes that are not in the page cache: they go from the device into memory by DMA,
 instead of being copied by the processor, and no other pages are pushed out for them. For bytes that are in the cache
@@ -31,7 +31,7 @@ from robust_dcp.storage.layouts.read_head import LazyHead
 from robust_dcp.storage.reading.scattered_read import ScatteredRead, Wanted
 from robust_dcp.storage.records.checksum import crc32
 
-__all__ = ["ReadFile"]
+__all__ = ["DataFile"]
 
 _LEAST_DIRECT_NBYTES: Final = 256 << 10
 """Smaller reads go through the page cache: the kernel reads ahead there, which makes up for the copy."""
@@ -40,7 +40,7 @@ _CHECKED_NBYTES: Final = 1 << 20
 """Read at once through the page cache, so that the checksum finds its data in the processor's cache."""
 
 
-class ReadFile:
+class DataFile:
     """An open file. ``read_into`` reads exactly what it is asked for; the others read large pieces as is fastest.
 
     Args:

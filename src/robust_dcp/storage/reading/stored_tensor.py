@@ -1,20 +1,18 @@
-"""The bytes of one stored item, and the tensor (or the part of one) that they hold.
+"""The tensor that a stored item holds, or a part of it.
 
-Owns reading and checking of a single item, whoever wrote it: bounds, checksums, only the bytes that are needed,
+Owns reading and checking of a single tensor, whoever wrote it: its form, checksums, only the bytes that are needed,
 straight into the target where that is possible. Knows nothing of plans and planners; called from several threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import torch
 
-from robust_dcp.errors import CorruptCheckpoint
-from robust_dcp.storage.layouts.read_head import StoredTensor
-from robust_dcp.storage.reading.read_file import ReadFile
+from robust_dcp.storage.reading.item_bytes import ItemBytes, corrupt_item
 from robust_dcp.storage.reading.verification import Verification, damaged
 from robust_dcp.storage.records.archives import ZIP_MAGIC, is_program
 from robust_dcp.storage.records.block_sums import SUM_NBYTES, BlockSums
@@ -23,154 +21,10 @@ from robust_dcp.storage.records.objects import load_object
 from robust_dcp.storage.records.parse_record import ParsedRecord, parse_record, zip_members
 from robust_dcp.storage.records.torch_zip import contiguous_strides, payload_view, record_template
 
-__all__ = [
-    "ItemBytes",
-    "ItemInFile",
-    "ItemInMemory",
-    "StoredBox",
-    "check_members",
-    "find_box",
-    "read_box",
-    "read_tensor",
-    "takes_bytes",
-]
+__all__ = ["StoredBox", "check_members", "find_box", "read_box", "read_tensor"]
 
 # Read and checked in pieces of this size, so that the checksum finds its data in the processor's cache.
 _BLOCK_NBYTES: Final = 2 << 20
-
-
-class ItemBytes(Protocol):
-    """An item as it is stored: ``nbytes`` bytes, and what to call them in an error.
-
-    ``raw`` is what the head of the file says of an item whose bytes are a tensor's and nothing else; ``None`` for a
-    record.
-
-    ``offset`` is where it begins in the file, for errors. ``find_sums`` gives the checksums of the blocks that bytes
-    ``begin`` to ``end`` of the item lie in, if the footer of the file has them.
-
-    ``read`` and ``read_into`` take offsets from the start of the item, and raise :class:`CorruptCheckpoint` if the
-    item or the file ends before what was asked for.
-    """
-
-    file: str
-    item: str
-    nbytes: int
-    offset: int
-    raw: StoredTensor | None
-
-    def find_sums(self, begin: int, end: int) -> BlockSums | None: ...
-
-    def read(self, offset: int, nbytes: int) -> bytes: ...
-
-    def read_into(self, view: memoryview, offset: int) -> None: ...
-
-
-class ItemInFile:
-    """An item at ``offset`` of an open file. ``check_stop`` is called before each read, and raises to give up."""
-
-    def __init__(
-        self,
-        opened: ReadFile,
-        item: str,
-        offset: int,
-        nbytes: int,
-        check_stop: Callable[[], None],
-        raw: StoredTensor | None = None,
-    ) -> None:
-        self.file = opened.path
-        self.item = item
-        self.nbytes = nbytes
-        self.opened = opened
-        self.offset = offset
-        self.check_stop = check_stop
-        self.raw = raw
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        buffer = bytearray(nbytes)
-        self.read_into(memoryview(buffer), offset)
-        return bytes(buffer)
-
-    def read_into(self, view: memoryview, offset: int) -> None:
-        self.check_stop()
-        self.check_bounds(offset, view.nbytes)
-        self.check_found(offset, view.nbytes, self.opened.read_into(view, self.offset + offset))
-
-    def find_sums(self, begin: int, end: int) -> BlockSums | None:
-        footer = self.opened.footer
-        if footer is None:
-            return None
-        try:
-            return footer.find(self.offset + begin, self.offset + end, self.offset)
-        except ValueError as error:
-            raise CorruptCheckpoint(
-                f"the footer of {self.file} is damaged: {error}; take another checkpoint, restore the file, or load "
-                "with verify_checksums=False, which does not look at it",
-                file=self.file,
-                item=self.item,
-                expected="the footer that was written",
-                found=str(error),
-            ) from error
-
-    def check_bounds(self, offset: int, nbytes: int) -> None:
-        """Raise unless the item has these bytes."""
-        _check_bounds(self, offset, nbytes)
-
-    def check_found(self, offset: int, nbytes: int, found: int) -> None:
-        """Raise unless all bytes of a read were ``found``."""
-        if found != nbytes:
-            raise _file_ends(self, self.offset + offset, nbytes, found)
-
-
-class ItemInMemory:
-    """An item that has been read as a whole.
-
-    Args:
-        nbytes: its length; ``data`` may be shorter, where the file ends before the item.
-        offset: of the item in the file, for errors; ``None`` if the bytes are no longer those of the file.
-    """
-
-    def __init__(
-        self,
-        file: str,
-        item: str,
-        data: bytes | memoryview,
-        nbytes: int | None = None,
-        offset: int | None = None,
-        raw: StoredTensor | None = None,
-    ) -> None:
-        self.file = file
-        self.item = item
-        self.nbytes = len(data) if nbytes is None else nbytes
-        self._data = memoryview(data)
-        self.offset = offset or 0
-        self.raw = raw
-
-    def find_sums(self, begin: int, end: int) -> BlockSums | None:
-        return None  # it is small, or was: its own checksum is that of its one block
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        self._check(offset, nbytes)
-        return bytes(self._data[offset : offset + nbytes])
-
-    def read_into(self, view: memoryview, offset: int) -> None:
-        self._check(offset, view.nbytes)
-        view[:] = self._data[offset : offset + view.nbytes]
-
-    def _check(self, offset: int, nbytes: int) -> None:
-        _check_bounds(self, offset, nbytes)
-        if offset + nbytes > len(self._data):
-            raise _file_ends(self, self.offset + offset, nbytes, max(0, len(self._data) - offset))
-
-
-def takes_bytes(target: torch.Tensor) -> bool:
-    """Whether the bytes of a tensor can be read straight into ``target``."""
-    return (
-        type(target) in (torch.Tensor, torch.nn.Parameter)
-        and target.is_cpu
-        and target.layout == torch.strided
-        and not (target.is_quantized or target.is_conj() or target.is_neg())
-        and target.is_contiguous()
-    )
 
 
 class StoredBox(NamedTuple):
@@ -262,7 +116,7 @@ def read_tensor(
     touch.
 
     Args:
-        into: a tensor of size ``lengths`` for which :func:`takes_bytes` holds. It is read into if it has the stored
+        into: a tensor of size ``lengths`` for which ``takes_bytes`` holds. It is read into if it has the stored
             dtype and the box is stored in one piece, and holds garbage if that fails.
         expected: as for :func:`find_box`.
         trusted: passed to :func:`load_object` for records of anything but a plain tensor.
@@ -349,7 +203,7 @@ def _check_frame(stored: ItemBytes, record: ParsedRecord, sums: BlockSums) -> No
         return
     if (sums.offset, sums.nbytes) != (0, stored.nbytes):
         expected = f"{sums.nbytes} bytes of data at {sums.offset}, as the footer of the file has it"
-        raise _corrupt(stored, expected, f"{record.data_nbytes} bytes at {record.data_offset}")
+        raise corrupt_item(stored, expected, f"{record.data_nbytes} bytes at {record.data_offset}")
     # The frame is summed as well.
     for low, high in ((0, record.data_offset), (record.directory_at, stored.nbytes)):
         first, last = sums.around(low, high)
@@ -363,7 +217,7 @@ def _of_head(stored: ItemBytes, expected: tuple[torch.dtype, tuple[int, ...]] | 
     if raw is None:
         return None
     if expected is not None and (raw.dtype, raw.shape) != (expected[0], tuple(expected[1])):
-        raise _corrupt(stored, f"{expected[0]} {list(expected[1])}", f"{raw.dtype} {list(raw.shape)} in its head")
+        raise corrupt_item(stored, f"{expected[0]} {list(expected[1])}", f"{raw.dtype} {list(raw.shape)} in its head")
     return ParsedRecord(
         dtype=raw.dtype,
         shape=raw.shape,
@@ -402,7 +256,7 @@ def _loaded(stored: ItemBytes, verification: Verification, trusted: bool) -> tor
     check_members(stored, data, verification)
     loaded: Any = load_object(data, file=stored.file, item=stored.item, trusted=trusted)
     if not isinstance(loaded, torch.Tensor):
-        raise _corrupt(stored, "a tensor", f"a {type(loaded).__name__}")
+        raise corrupt_item(stored, "a tensor", f"a {type(loaded).__name__}")
     return loaded.detach()
 
 
@@ -420,14 +274,14 @@ def check_members(stored: ItemBytes, data: bytes, verification: Verification) ->
     except ValueError as error:
         if is_program(data):
             return  # which is refused as such
-        raise _corrupt(stored, "an intact zip archive", str(error)) from error
+        raise corrupt_item(stored, "an intact zip archive", str(error)) from error
     view = memoryview(data)
     for name, member in members.items():
         found = crc32(view[member.offset : member.offset + member.nbytes])
         if member.crc32 == 0 != found:  # torch.serialization.set_crc32_options(False) was set
             verification.skip(member.nbytes, stored.item, stored.file)
         elif member.crc32 != found:
-            raise _corrupt(
+            raise corrupt_item(
                 stored, f"an intact zip archive: {name!r:.60} with CRC-32 {member.crc32:08x}", f"{found:08x}"
             )
 
@@ -448,23 +302,4 @@ def _check_box(stored: ItemBytes, shape: Sequence[int], offsets: Sequence[int], 
     )
     if not inside:
         box = f"a tensor with a box of {list(lengths)} at {list(offsets)}"
-        raise _corrupt(stored, box, f"one of shape {list(shape)}")
-
-
-def _check_bounds(stored: ItemBytes, offset: int, nbytes: int) -> None:
-    if offset < 0 or offset + nbytes > stored.nbytes:
-        raise _corrupt(stored, f"{nbytes} bytes at {offset}", f"an item of {stored.nbytes} bytes")
-
-
-def _file_ends(stored: ItemBytes, offset: int, nbytes: int, found: int) -> CorruptCheckpoint:
-    return _corrupt(stored, f"{nbytes} bytes at offset {offset}", f"a file that ends after {found} of them")
-
-
-def _corrupt(stored: ItemBytes, expected: str, found: str) -> CorruptCheckpoint:
-    return CorruptCheckpoint(
-        f"item {stored.item!r} in {stored.file} is damaged: expected {expected}, found {found}",
-        file=stored.file,
-        item=stored.item,
-        expected=expected,
-        found=found,
-    )
+        raise corrupt_item(stored, box, f"one of shape {list(shape)}")

@@ -1,7 +1,7 @@
 """One load's reads: many items from many files at once, handed to the planner one by one.
 
 Owns the order of reads, their number in flight, and the calls to the planner, which all come from the calling thread.
-Never reads or decodes an item itself (``read_tasks``, ``read_block``). Called by ``reader``.
+Never reads or decodes an item itself (``reading_threads``, ``block_items``). Called by ``reader``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from errno import ENOENT
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
@@ -23,13 +24,23 @@ from robust_dcp.staging import Block, BlockPool
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, locate
 from robust_dcp.storage.layouts.places import PAGE_NBYTES
-from robust_dcp.storage.reading.read_block import BlockItems, Stretch
-from robust_dcp.storage.reading.read_file import ReadFile
+from robust_dcp.storage.reading.block_items import BlockItems, Stretch
+from robust_dcp.storage.reading.data_file import DataFile
+from robust_dcp.storage.reading.placed_reads import (
+    SMALL_NBYTES,
+    PlacedReads,
+    Read,
+    ReadGroup,
+    check_end,
+    in_groups,
+    reads_of,
+)
+from robust_dcp.storage.reading.planned_items import PlannedItems, WholeTensors
 from robust_dcp.storage.reading.read_options import ReadOptions
-from robust_dcp.storage.reading.read_order import SMALL_NBYTES, Read, ReadGroup, check_end, in_groups, reads_of
-from robust_dcp.storage.reading.read_tasks import ReadTasks, Stopped
-from robust_dcp.storage.reading.stored_item import takes_bytes
-from robust_dcp.storage.reading.targets import is_flat, may_ask_early, target_of
+from robust_dcp.storage.reading.reading_threads import ReadingThreads, Stopped
+from robust_dcp.storage.reading.record_forms import RecordForms
+from robust_dcp.storage.reading.small_tensors import SmallTensors
+from robust_dcp.storage.reading.targets import is_flat, may_ask_early, takes_bytes, target_of
 from robust_dcp.storage.reading.verification import Verification
 from robust_dcp.storage.records.objects import ObjectBytes
 
@@ -59,7 +70,11 @@ def read_items(
     The first error, of whichever thread, ends all reads and is raised when no thread is left that could still write
     into a target. Targets may hold parts of the data then. Every file has been closed in any case.
     """
-    load = _Load(reads_of(items, metadata, directory), planner, directory, disk, options, check_stop, mark)
+    whole, others = WholeTensors.none(), items
+    if isinstance(items, PlannedItems) and items.planner is planner:
+        whole, others = items.whole, items.others
+    reads = PlacedReads(whole, reads_of(others, metadata, directory))
+    load = _Load(reads, planner, directory, disk, options, check_stop, mark)
     # What a DTensor holds is asked for once an item, and autograd would note each time that it was.
     with torch.no_grad() if may_ask_early(planner) else nullcontext():
         load.run()
@@ -67,7 +82,7 @@ def read_items(
 
 
 class ItemsRead(NamedTuple):
-    """What :func:`read_items` did.
+    """What :func:`plan_reader` did.
 
     Attributes:
         peak_nbytes: the most bytes that were read and not yet handed over at any time, and the buffers for reads.
@@ -81,7 +96,7 @@ class ItemsRead(NamedTuple):
 class _Pending(NamedTuple):
     """What has been started: one item or a group, with the targets if they are known; a group with its block."""
 
-    reads: Sequence[Read]
+    read: Read | ReadGroup
     result: Future[Any]
     nbytes: int
     targets: Sequence[torch.Tensor] | None = None
@@ -89,11 +104,11 @@ class _Pending(NamedTuple):
 
 
 class _Load:
-    """The state of one :func:`read_items`."""
+    """The state of one :func:`plan_reader`."""
 
     def __init__(
         self,
-        reads: list[Read],
+        reads: PlacedReads,
         planner: LoadPlanner,
         directory: str,
         disk: Disk,
@@ -110,14 +125,16 @@ class _Load:
         self._options = options
         self._targets_first = may_ask_early(planner)
         self._block_nbytes = options.fitted_block_nbytes
-        self._limit_nbytes = options.buffer_bytes - options.threads * self._block_nbytes
+        self._limit_nbytes = options.buffer_bytes - options.n_threads * self._block_nbytes
         # A direct read takes whole pages: part of one more at either end.
         nbytes = -(-self._block_nbytes // PAGE_NBYTES) * PAGE_NBYTES + 2 * PAGE_NBYTES
         self._pool = BlockPool(stay_at_fork=True)
-        self._blocks = self._pool.lease(nbytes, 2 * options.threads)
-        self._items = BlockItems(verification=self.verification, trusted=options.trusted)
-        total_nbytes = sum(read.nbytes for read in reads)
-        self._tasks = ReadTasks(
+        self._blocks = self._pool.lease(nbytes, 2 * options.n_threads)
+        forms = RecordForms()
+        self._items = BlockItems(forms, verification=self.verification, trusted=options.trusted)
+        self._small = SmallTensors(reads.whole, forms, self.verification)
+        total_nbytes = sum(reads.nbytes)
+        self._tasks = ReadingThreads(
             options,
             self._blocks,
             self._block_nbytes,
@@ -129,8 +146,8 @@ class _Load:
         self._pending_nbytes = 0
         self._pending_groups = 0
         self._peak_pending_nbytes = 0
-        self._files: dict[str, ReadFile] = {}
-        self._reads_left = Counter(read.relative_path for read in reads)
+        self._files: dict[str, DataFile] = {}
+        self._reads_left = {reads.paths[number]: count for number, count in Counter(reads.path_of).items()}
 
     @property
     def peak_nbytes(self) -> int:
@@ -162,22 +179,23 @@ class _Load:
             self._pool.release()
 
     def _start_group(self, group: ReadGroup) -> None:
-        while self._pending_groups >= self._options.threads:
+        while self._pending_groups >= self._options.n_threads:
             self._finish_first()
         self._make_room(self._block_nbytes)
-        file = self._open(group.reads[0])
-        for read in group.reads:
-            check_end(read, file)
+        file = self._open(group)
+        if group.end > file.nbytes:
+            for read in group.reads:
+                check_end(read, file)
         block = self._blocks.take()
         targets = self._targets_of(group)
         result = self._tasks.read_group(group, targets, block, file)
-        self._append(_Pending(group.reads, result, self._block_nbytes, targets, block))
+        self._append(_Pending(group, result, self._block_nbytes, targets, block))
 
     def _targets_of(self, group: ReadGroup) -> list[torch.Tensor] | None:
         """What a group is read into; ``None`` if that is decided on the thread of the planner, item by item.
 
         There it is for small items: threads would take longer to get hold of the interpreter than to copy them."""
-        if not self._targets_first or group.end - group.start < SMALL_NBYTES * len(group.reads):
+        if not self._targets_first or group.end - group.start < SMALL_NBYTES * len(group.places):
             return None
         if any(read.item.type == LoadItemType.BYTE_IO for read in group.reads):
             return None
@@ -195,11 +213,11 @@ class _Load:
         file = self._open(read)
         check_end(read, file)
         targets = None if target is None else [target]
-        self._append(_Pending([read], self._tasks.read_single(read, target, file), nbytes, targets))
+        self._append(_Pending(read, self._tasks.read_single(read, target, file), nbytes, targets))
 
     def _make_room(self, nbytes: int) -> None:
         while self._pending and (
-            len(self._pending) >= self._options.threads * _AHEAD_PER_THREAD
+            len(self._pending) >= self._options.n_threads * _AHEAD_PER_THREAD
             or self._pending_nbytes + nbytes > self._limit_nbytes
         ):
             self._finish_first()
@@ -216,21 +234,27 @@ class _Load:
         pending = self._pending.popleft()
         result = pending.result.result()
         self._pending_nbytes -= pending.nbytes
-        relative_path = pending.reads[0].relative_path
-        self._reads_left[relative_path] -= len(pending.reads)
-        if self._reads_left[relative_path] == 0:
-            self._files.pop(relative_path).close()
-        if pending.block is None:
-            self._hand_over(pending.reads[0], pending.targets[0] if pending.targets else None, result)
+        read, targets = pending.read, pending.targets
+        self._reads_left[read.relative_path] -= 1 if isinstance(read, Read) else len(read.places)
+        if self._reads_left[read.relative_path] == 0:
+            self._files.pop(read.relative_path).close()
+        if isinstance(read, Read):
+            self._hand_over(read, targets[0] if targets else None, result)
             return
         self._pending_groups -= 1
-        if pending.targets is None:
-            for read in pending.reads:
-                self._hand_over_from(result, read)
+        if targets is None:
+            self._hand_over_group(result, read)
         else:
-            for read, target, tensor in zip(pending.reads, pending.targets, result, strict=True):
-                self._hand_over(read, target, tensor)
-        self._blocks.give_back(pending.block)
+            for each, target, tensor in zip(read.reads, targets, result, strict=True):
+                self._hand_over(each, target, tensor)
+        if pending.block is not None:
+            self._blocks.give_back(pending.block)
+
+    def _hand_over_group(self, stretch: Stretch, group: ReadGroup) -> None:
+        done = self._small.copy(stretch, group.numbers())
+        if not done.all():
+            for read in map(group.reads.__getitem__, np.flatnonzero(~done).tolist()):
+                self._hand_over_from(stretch, read)
 
     def _hand_over(self, read: Read, target: torch.Tensor | None, result: Any) -> None:
         if read.item.type == LoadItemType.BYTE_IO:
@@ -253,7 +277,7 @@ class _Load:
     def _resolve(self, item: ReadItem) -> torch.Tensor:
         return target_of(self._planner, item, early=self._targets_first)
 
-    def _check_mark(self, file: ReadFile, mark: str) -> None:
+    def _check_mark(self, file: DataFile, mark: str) -> None:
         """Make sure that a file is of the save whose ``.metadata`` names it."""
         if file.mark == mark or (file.mark is None and self._options.verify_checksums is False):
             return
@@ -268,18 +292,19 @@ class _Load:
             found=found,
         )
 
-    def _open(self, read: Read) -> ReadFile:
+    def _open(self, read: Read | ReadGroup) -> DataFile:
         if read.relative_path not in self._files:
             path = locate(self._disk, self._directory, read.relative_path, file=self._directory)
             try:
-                file = self._files[read.relative_path] = ReadFile(self._disk, path, self._options.direct)
+                file = self._files[read.relative_path] = DataFile(self._disk, path, self._options.direct)
             except StorageError as error:
                 if error.errno != ENOENT:
                     raise
+                name = (read if isinstance(read, Read) else read.reads[0]).name
                 raise CorruptCheckpoint(
-                    f"{path}, which holds item {read.name!r}, is missing",
+                    f"{path}, which holds item {name!r}, is missing",
                     file=path,
-                    item=read.name,
+                    item=name,
                     expected="a file",
                     found="none",
                 ) from error

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from robust_dcp.errors import CorruptCheckpoint
 from robust_dcp.staging import BlockPool, CopiesToDevice
 from robust_dcp.storage.files.disk import PosixDisk
-from robust_dcp.storage.reading.read_file import ReadFile
-from robust_dcp.storage.reading.read_pieces import PiecewiseRead, cut
-from robust_dcp.storage.reading.stored_item import ItemInFile, find_box
+from robust_dcp.storage.reading.data_file import DataFile
+from robust_dcp.storage.reading.item_bytes import ItemInFile
+from robust_dcp.storage.reading.large_tensor import PiecewiseRead, cut, shares_of
+from robust_dcp.storage.reading.stored_tensor import find_box
 from robust_dcp.storage.reading.verification import Verification
-from tests.storage.test_read_file import forget
+from tests.storage.test_data_file import forget
 
 PIECE_NBYTES = 1 << 20
 
@@ -31,9 +32,20 @@ def test_pieces_follow_each_other(offset: int, nbytes: int, piece_nbytes: int) -
     assert at == nbytes
 
 
+@given(st.lists(st.integers(1, 100), max_size=20))
+def test_short_pieces_are_read_with_their_neighbours(nbytes: list[int]) -> None:
+    shares = shares_of(nbytes, 100)
+    assert [number for share in shares for number in share] == list(range(len(nbytes)))
+    sums = [sum(nbytes[number] for number in share) for share in shares]
+    assert all(each <= 100 for each in sums)
+    assert all(
+        first + second > 100 for first, second in zip(sums, [nbytes[share[0]] for share in shares[1:]], strict=False)
+    )
+
+
 def read_through_blocks(path: Path, target: torch.Tensor) -> list[torch.Tensor | None]:
     done: list[torch.Tensor | None] = []
-    opened = ReadFile(PosixDisk(), str(path), None)
+    opened = DataFile(PosixDisk(), str(path), None)
     stored = ItemInFile(opened, "w", 0, path.stat().st_size, lambda: None)
     box = find_box(stored, [0] * target.dim(), list(target.shape))
     assert box is not None
@@ -49,8 +61,8 @@ def read_through_blocks(path: Path, target: torch.Tensor) -> list[torch.Tensor |
             copies=CopiesToDevice(),
             done=done.append,
         )
-        for number in reading.numbers:
-            reading.read(number)
+        for share in reading.shares:
+            reading.read(share)
     opened.close()
     return done
 

@@ -1,7 +1,7 @@
 """What the threads of a load do: read groups and single items, the large ones in pieces.
 
 Owns the threads, and that the first error of one ends the work of all. Never calls the planner. Called by
-``read_items``.
+``plan_reader``.
 """
 
 from __future__ import annotations
@@ -17,26 +17,18 @@ from torch.distributed.checkpoint.planner import LoadItemType
 
 from robust_dcp.errors import CorruptCheckpoint
 from robust_dcp.staging import Block, BlockLease, CopiesToDevice
-from robust_dcp.storage.reading.read_block import BlockItems, Stretch
-from robust_dcp.storage.reading.read_file import ReadFile
+from robust_dcp.storage.reading.block_items import BlockItems, Stretch
+from robust_dcp.storage.reading.data_file import DataFile
+from robust_dcp.storage.reading.item_bytes import ItemBytes, ItemInFile, ItemInMemory
+from robust_dcp.storage.reading.large_tensor import PiecewiseRead
+from robust_dcp.storage.reading.placed_reads import Read, ReadGroup
 from robust_dcp.storage.reading.read_options import ReadOptions
-from robust_dcp.storage.reading.read_order import Read, ReadGroup
-from robust_dcp.storage.reading.read_pieces import PiecewiseRead
-from robust_dcp.storage.reading.stored_item import (
-    ItemBytes,
-    ItemInFile,
-    ItemInMemory,
-    check_members,
-    find_box,
-    read_box,
-    read_tensor,
-    takes_bytes,
-)
-from robust_dcp.storage.reading.targets import is_flat
+from robust_dcp.storage.reading.stored_tensor import check_members, find_box, read_box, read_tensor
+from robust_dcp.storage.reading.targets import is_flat, takes_bytes
 from robust_dcp.storage.reading.verification import Verification
 from robust_dcp.storage.records.objects import check_object
 
-__all__ = ["ReadTasks", "Stopped"]
+__all__ = ["ReadingThreads", "Stopped"]
 
 _MEDIUM_NBYTES: Final = 1 << 20
 """Up to this length an item is read at once, and copied: to ask for its header first would take longer."""
@@ -46,7 +38,7 @@ class Stopped(Exception):
     """Ends a read because another one failed."""
 
 
-class ReadTasks:
+class ReadingThreads:
     """The threads of one load.
 
     Args:
@@ -76,21 +68,21 @@ class ReadTasks:
         self._items = items
         self._verification = verification
         self._told_to_stop = check_stop
-        self._pool = ThreadPoolExecutor(options.threads, thread_name_prefix="robust_dcp-read")
+        self._pool = ThreadPoolExecutor(options.n_threads, thread_name_prefix="robust_dcp-read")
 
     def shut_down(self) -> None:
         """Wait for what is running. What has not begun is not done."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def read_group(
-        self, group: ReadGroup, targets: Sequence[torch.Tensor] | None, block: Block, file: ReadFile
+        self, group: ReadGroup, targets: Sequence[torch.Tensor] | None, block: Block, file: DataFile
     ) -> Future[Any]:
         """Read a group into ``block``, for a :class:`Stretch`; or into ``targets``, for what ``BlockItems`` gives."""
         result: Future[Any] = Future()
         self._submit(result, self._read_group, group, targets, block, file, result)
         return result
 
-    def read_single(self, read: Read, target: torch.Tensor | None, file: ReadFile) -> Future[Any]:
+    def read_single(self, read: Read, target: torch.Tensor | None, file: DataFile) -> Future[Any]:
         """Read one item: bytes, a CPU tensor, or ``None`` where ``target`` has been filled."""
         result: Future[Any] = Future()
         self._submit(result, self._read_single, read, target, file, result)
@@ -127,7 +119,7 @@ class ReadTasks:
         group: ReadGroup,
         targets: Sequence[torch.Tensor] | None,
         block: Block,
-        file: ReadFile,
+        file: DataFile,
         result: Future[Any],
     ) -> None:
         if targets is None:
@@ -135,11 +127,11 @@ class ReadTasks:
         else:
             result.set_result(self._items.read_into(file, group, targets, block))
 
-    def _stretch(self, file: ReadFile, block: Block, offset: int, nbytes: int) -> Stretch:
+    def _stretch(self, file: DataFile, block: Block, offset: int, nbytes: int) -> Stretch:
         start, found = file.read_block(block, offset, nbytes)
         return Stretch(file.path, offset, block, start, found, file.head.get())
 
-    def _read_single(self, read: Read, target: torch.Tensor | None, file: ReadFile, result: Future[Any]) -> None:
+    def _read_single(self, read: Read, target: torch.Tensor | None, file: DataFile, result: Future[Any]) -> None:
         raw = read.in_head(file.head.get(), file.path)
         stored = ItemInFile(file, read.name, read.offset, read.nbytes, self._check_stop, raw)
         if read.transforms:
@@ -175,8 +167,8 @@ class ReadTasks:
                 copies=self._copies if on_device else None,
                 done=result.set_result,
             )
-            for number in pieces.numbers:
-                self._submit(result, pieces.read, number)
+            for share in pieces.shares:
+                self._submit(result, pieces.read, share)
 
     def _loaded_by_torch(self, read: Read, stored: ItemBytes) -> torch.Tensor | None:
         return read_tensor(

@@ -1,7 +1,7 @@
 """One large item, read by several threads at once: a piece each, with its checksum.
 
-Owns where an item is cut, and the checksum of the whole from those of its pieces. Never starts a thread: ``read_items``
-runs the pieces.
+Owns where an item is cut, and the checksum of the whole from those of its pieces. Never starts a thread:
+``reading_threads`` runs the pieces.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from robust_dcp.staging import BlockLease, CopiesToDevice
-from robust_dcp.storage.reading.stored_item import ItemInFile, StoredBox
+from robust_dcp.storage.reading.item_bytes import ItemInFile
+from robust_dcp.storage.reading.stored_tensor import StoredBox
 from robust_dcp.storage.reading.verification import damaged
 from robust_dcp.storage.records.checksum import crc32, crc32_of_both
 from robust_dcp.storage.records.torch_zip import payload_view
 
-__all__ = ["PiecewiseRead", "cut"]
+__all__ = ["PiecewiseRead", "cut", "shares_of"]
 
 
 def cut(offset: int, nbytes: int, piece_nbytes: int) -> list[tuple[int, int]]:
@@ -37,6 +38,19 @@ def cut(offset: int, nbytes: int, piece_nbytes: int) -> list[tuple[int, int]]:
     return pieces
 
 
+def shares_of(nbytes: Sequence[int], share_nbytes: int) -> list[list[int]]:
+    """Neighbours together, up to ``share_nbytes``: to hand a thread a short piece takes longer than to read it."""
+    shares: list[list[int]] = []
+    filled = share_nbytes
+    for number, piece_nbytes in enumerate(nbytes):
+        if filled + piece_nbytes > share_nbytes:
+            shares.append([])
+            filled = 0
+        shares[-1].append(number)
+        filled += piece_nbytes
+    return shares
+
+
 class PiecewiseRead:
     """A box of a stored tensor that is being read.
 
@@ -44,7 +58,7 @@ class PiecewiseRead:
         stored: the item.
         box: the part of it that is wanted.
         verified: the bytes of the item that are read so that those of the box are verified; ``None`` if they are not.
-        into: the tensor to read into, as for ``read_tensor`` of ``stored_item``; on a device only with ``copies``.
+        into: the tensor to read into, as for ``read_tensor`` of ``stored_tensor``; on a device only with ``copies``.
         blocks: for what cannot be read into the tensor itself. Each holds a piece, wherever that begins in the file.
         piece_nbytes: at most so much is read at once.
         copies: read into blocks, and copy from there into ``into``.
@@ -85,33 +99,34 @@ class PiecewiseRead:
             for low, high in ((first, begin), (begin, end), (end, last))
             for start, nbytes in cut(stored.offset + low, high - low, piece_nbytes)
         ]
+        self._shares = shares_of([nbytes for _, nbytes in self._pieces], piece_nbytes)
         self._crc32s = [0] * len(self._pieces)
-        self._pieces_left = len(self._pieces)
+        self._shares_left = len(self._shares)
         self._lock = threading.Lock()
 
     @property
-    def numbers(self) -> Sequence[int]:
-        """The number of each piece; :meth:`read` is to be called once with each, by any thread."""
-        return range(len(self._pieces))
+    def shares(self) -> Sequence[Sequence[int]]:
+        """Pieces that one thread reads, by number; :meth:`read` is to be called once with each, by any thread."""
+        return self._shares
 
-    def read(self, number: int) -> None:
-        """Read a piece.
+    def read(self, share: Sequence[int]) -> None:
+        """Read some pieces.
 
         Raises:
-            CorruptCheckpoint: the file ends too early; or, with the last piece, a checksum is another.
+            CorruptCheckpoint: the file ends too early; or, with the last share, a checksum is another.
             StorageError: the read failed.
         """
-        stored = self._stored
-        stored.check_stop()
-        offset, nbytes = self._pieces[number]
-        start = offset - self._box.offset
-        if 0 <= start < self._box.nbytes:
-            self._crc32s[number] = self._read_piece(start, nbytes)
-        else:
-            self._crc32s[number] = self._read_beyond(offset, nbytes)
+        for number in share:
+            self._stored.check_stop()
+            offset, nbytes = self._pieces[number]
+            start = offset - self._box.offset
+            if 0 <= start < self._box.nbytes:
+                self._crc32s[number] = self._read_piece(start, nbytes)
+            else:
+                self._crc32s[number] = self._read_beyond(offset, nbytes)
         with self._lock:
-            self._pieces_left -= 1
-            if self._pieces_left:
+            self._shares_left -= 1
+            if self._shares_left:
                 return
         self._finish()
 

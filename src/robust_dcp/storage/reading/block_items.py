@@ -1,7 +1,7 @@
 """Items that are read together, and their way to the planner's tensors.
 
-Owns the short way for the usual record, a few microseconds each, and leaves every other to ``stored_item``. Called by
-``read_items`` for small items, on the thread of the planner, and by ``read_tasks`` for others, on its threads.
+Owns the short way for the usual record, a few microseconds each, and leaves every other to ``stored_tensor``. Called by
+``plan_reader`` for small items, on the thread of the planner, and by ``reading_threads`` for others, on its threads.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import torch
 
 from robust_dcp.staging import Block, copy_bytes
 from robust_dcp.storage.layouts.read_head import FileHead
-from robust_dcp.storage.reading.read_file import ReadFile
-from robust_dcp.storage.reading.read_order import Read, ReadGroup
+from robust_dcp.storage.reading.data_file import DataFile
+from robust_dcp.storage.reading.item_bytes import ItemInMemory
+from robust_dcp.storage.reading.placed_reads import Read, ReadGroup
 from robust_dcp.storage.reading.record_forms import RecordForm, RecordForms, form_of_raw
 from robust_dcp.storage.reading.scattered_read import Wanted
-from robust_dcp.storage.reading.stored_item import ItemInMemory, read_tensor, takes_bytes
+from robust_dcp.storage.reading.stored_tensor import read_tensor
+from robust_dcp.storage.reading.targets import takes_bytes
 from robust_dcp.storage.reading.verification import Verification
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.torch_zip import payload_view
@@ -43,13 +45,14 @@ class BlockItems:
     """Takes items out of what was read of a file.
 
     Args:
-        verification, trusted: as for :func:`~robust_dcp.storage.reading.stored_item.read_tensor`.
+        forms: of the load.
+        verification, trusted: as for :func:`~robust_dcp.storage.reading.stored_tensor.read_tensor`.
     """
 
-    def __init__(self, *, verification: Verification, trusted: bool) -> None:
+    def __init__(self, forms: RecordForms, *, verification: Verification, trusted: bool) -> None:
         self._verification = verification
         self._trusted = trusted
-        self._forms = RecordForms()
+        self._forms = forms
 
     def tensor(self, stretch: Stretch, read: Read, target: torch.Tensor | None) -> torch.Tensor | None:
         """The part of a tensor that ``read`` asks for.
@@ -86,7 +89,7 @@ class BlockItems:
         return ItemInMemory(stretch.file, read.name, view, nbytes=read.nbytes, offset=read.offset, raw=raw)
 
     def read_into(
-        self, file: ReadFile, group: ReadGroup, targets: Sequence[torch.Tensor], block: Block
+        self, file: DataFile, group: ReadGroup, targets: Sequence[torch.Tensor], block: Block
     ) -> list[torch.Tensor | None]:
         """Read a group: the tensors' bytes into ``targets``, past ``block`` where that is possible.
 
@@ -109,7 +112,7 @@ class BlockItems:
         return [self.tensor(stretch, read, target) for read, target in zip(group.reads, targets, strict=True)]
 
     def _is_read_straight(
-        self, file: ReadFile, group: ReadGroup, targets: Sequence[torch.Tensor], block: Block, head: FileHead | None
+        self, file: DataFile, group: ReadGroup, targets: Sequence[torch.Tensor], block: Block, head: FileHead | None
     ) -> bool:
         """Read whole and sound records of the usual form; ``False`` if one is anything else."""
         wanted: list[Wanted] = []

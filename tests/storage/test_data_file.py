@@ -1,4 +1,4 @@
-"""ReadFile reads the same bytes past the page cache as through it, and finds its way back where that is refused."""
+"""DataFile reads the same bytes past the page cache as through it, and finds its way back where that is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from robust_dcp.errors import StorageError
 from robust_dcp.staging import BlockLease, BlockPool
 from robust_dcp.storage.files.disk import OpenFile, PosixDisk, storage_error
 from robust_dcp.storage.layouts.places import PAGE_NBYTES
-from robust_dcp.storage.reading.read_file import ReadFile
+from robust_dcp.storage.reading.data_file import DataFile
 from robust_dcp.storage.records.torch_zip import payload_view
 from tests.support.simulated_disk import WatchedDisk
 
@@ -56,7 +56,7 @@ def test_a_block_holds_the_bytes_of_the_file(
     offset, nbytes = place
     if not cached:
         forget(file)
-    opened = ReadFile(PosixDisk(), str(file), direct)
+    opened = DataFile(PosixDisk(), str(file), direct)
     block = blocks().take()
     start, found = opened.read_block(block, offset, nbytes)
     opened.close()
@@ -75,7 +75,7 @@ def test_a_piece_holds_the_bytes_of_the_file(
     target = memory[shift : shift + nbytes]
     if not cached:
         forget(file)
-    opened = ReadFile(PosixDisk(), str(file), None)
+    opened = DataFile(PosixDisk(), str(file), None)
     found, checksum = opened.read_piece(payload_view(target), target.data_ptr(), offset, blocks(), checksum=True)
     opened.close()
     expected = file.read_bytes()[offset : offset + nbytes]
@@ -111,7 +111,7 @@ class Refusing(PosixDisk):
 def test_where_direct_reads_are_refused_the_page_cache_is_used(file: Path, at_open: bool) -> None:
     disk = WatchedDisk(Refusing(at_open))
     forget(file)
-    opened = ReadFile(disk, str(file), None)
+    opened = DataFile(disk, str(file), None)
     lease = blocks()
     block = lease.take()
     for offset in (0, 12345):
@@ -127,7 +127,7 @@ def test_where_direct_reads_are_refused_the_page_cache_is_used(file: Path, at_op
 
 @pytest.mark.parametrize("at_open", [False, True])
 def test_who_demands_direct_reads_is_told_that_they_are_refused(file: Path, at_open: bool) -> None:
-    opened = ReadFile(Refusing(at_open), str(file), True)
+    opened = DataFile(Refusing(at_open), str(file), True)
     with pytest.raises(StorageError, match="EINVAL"):
         opened.read_block(blocks().take(), 0, 1 << 20)
     opened.close()
@@ -139,7 +139,7 @@ def test_an_error_of_the_device_is_no_refusal(file: Path) -> None:
             raise storage_error("read", file.path, OSError(errno.EIO, "Input/output error"))
 
     forget(file)
-    opened = ReadFile(Broken(), str(file), None)
+    opened = DataFile(Broken(), str(file), None)
     with pytest.raises(StorageError, match="EIO"):
         opened.read_block(blocks().take(), 0, 1 << 20)
     opened.close()

@@ -1,0 +1,235 @@
+"""In which reads the items of a load come from their files.
+
+Owns the order by place, and which items are read together. A pure function of the items and their places. Called by
+``plan_reader``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any, Final, NamedTuple, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from robust_dcp.errors import CorruptCheckpoint
+from robust_dcp.storage.files.garbage import without_garbage_collection
+from robust_dcp.storage.files.paths import METADATA_NAME
+from robust_dcp.storage.layouts.read_head import FileHead, StoredTensor
+from robust_dcp.storage.metadata.metadata_file import StorageInfo
+from robust_dcp.storage.reading.data_file import DataFile
+from robust_dcp.storage.reading.planned_items import WholeTensors
+
+__all__ = ["SMALL_NBYTES", "PlacedReads", "Read", "ReadGroup", "check_end", "in_groups", "name_of", "reads_of"]
+
+Int64 = npt.NDArray[np.int64]
+
+SMALL_NBYTES: Final = 64 << 10
+"""Reading all of an item of this length takes no longer than reading a part of it; and a gap of it is read over."""
+
+
+class Read(NamedTuple):
+    """One read item, and where it lies.
+
+    Attributes:
+        item: what the planner asked for.
+        relative_path, offset, nbytes: of the stored item.
+        transforms: what its bytes went through, by name.
+        dtype, shape: of the stored chunk according to the metadata; ``None`` where it takes a search to know.
+    """
+
+    item: ReadItem
+    relative_path: str
+    offset: int
+    nbytes: int
+    transforms: tuple[str, ...]
+    dtype: torch.dtype | None
+    shape: torch.Size | None
+
+    @property
+    def name(self) -> str:
+        """What the item is called in errors."""
+        return name_of(self.item)
+
+    @property
+    def expected(self) -> tuple[torch.dtype, tuple[int, ...]] | None:
+        """Dtype and shape, if they are known."""
+        return None if self.dtype is None or self.shape is None else (self.dtype, tuple(self.shape))
+
+    def in_head(self, head: FileHead | None, file: str) -> StoredTensor | None:
+        """What the head of its file says of it, or :class:`CorruptCheckpoint`; ``None`` in a file of records."""
+        return None if head is None else head.find(self.item.storage_index.fqn, self.offset, self.nbytes, file)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the stored item is wanted."""
+        return self.item.type == LoadItemType.BYTE_IO or self.item.lengths == self.shape
+
+
+class PlacedReads(Sequence[Read]):
+    """The reads of a load, in the order of the files and of their places.
+
+    Args:
+        whole: what is read as it was saved. It becomes a :class:`Read` only if somebody asks for it.
+        others: everything else.
+    """
+
+    def __init__(self, whole: WholeTensors, others: Sequence[Read]) -> None:
+        self.whole = whole
+        self._others = others
+        self.paths = sorted({*whole.files, *(read.relative_path for read in others)})
+        number_of = {path: number for number, path in enumerate(self.paths)}
+        of_whole = np.array([number_of[path] for path in whole.files], dtype=np.int64)[whole.file_of]
+        path_of = np.concatenate((of_whole, _column(number_of[read.relative_path] for read in others)))
+        start = np.concatenate((whole.start, _column(read.offset for read in others)))
+        nbytes = np.concatenate((whole.nbytes, _column(read.nbytes for read in others)))
+        order = np.lexsort((start, path_of))
+        self.order: list[int] = order.tolist()
+        self.path_of: list[int] = path_of[order].tolist()
+        self.start: list[int] = start[order].tolist()
+        self.nbytes: list[int] = nbytes[order].tolist()
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @overload
+    def __getitem__(self, place: int) -> Read: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[Read]: ...
+
+    def __getitem__(self, place: int | slice) -> Read | list[Read]:
+        if isinstance(place, slice):
+            return [self[each] for each in range(len(self))[place]]
+        number, whole = int(self.order[place]), self.whole
+        if number >= len(whole):
+            return self._others[number - len(whole)]
+        kind = whole.kinds[int(whole.kind_of[number])]
+        path, start, nbytes = self.paths[self.path_of[place]], self.start[place], self.nbytes[place]
+        return Read(whole.item(number), path, start, nbytes, (), kind.dtype, kind.lengths)
+
+    def alone(self, block_nbytes: int) -> npt.NDArray[np.bool_]:
+        """Which items are not read together with others: large ones, those of which only a part is wanted, and those
+        with transforms."""
+        n_whole = len(self.whole)
+        is_alone = np.zeros(len(self), dtype=np.bool_)
+        for number, read in enumerate(self._others, n_whole):
+            is_alone[number] = bool(read.transforms) or (read.nbytes > SMALL_NBYTES and not read.is_whole)
+        return is_alone[self.order] | (np.array(self.nbytes, dtype=np.int64) > block_nbytes)
+
+
+class ReadGroup:
+    """Items of one file that are read together: bytes ``start`` to ``end``.
+
+    Args:
+        reads: of the load.
+        places: of the items among them.
+    """
+
+    def __init__(self, reads: PlacedReads, places: list[int], end: int) -> None:
+        self._all = reads
+        self.places = places
+        self.relative_path = reads.paths[reads.path_of[places[0]]]
+        self.start = reads.start[places[0]]
+        self.end = end
+
+    @cached_property
+    def reads(self) -> list[Read]:
+        """The items, one by one."""
+        return [self._all[place] for place in self.places]
+
+    def numbers(self) -> Int64:
+        """For each item its number among the load's whole tensors, or a higher one."""
+        return np.array([self._all.order[place] for place in self.places], dtype=np.int64)
+
+
+def name_of(item: ReadItem) -> str:
+    """What an item is called in errors."""
+    index = item.storage_index
+    return index.fqn if not index.offset else f"{index.fqn} at {list(index.offset)}"
+
+
+def reads_of(items: Sequence[ReadItem], metadata: Metadata, directory: str) -> list[Read]:
+    """Where ``items`` lie.
+
+    Raises:
+        CorruptCheckpoint: ``metadata`` does not say where an item lies.
+    """
+    with without_garbage_collection():
+        return [_read_of(item, metadata, directory) for item in items]
+
+
+def _read_of(item: ReadItem, metadata: Metadata, directory: str) -> Read:
+    index = item.storage_index
+    info: Any = metadata.storage_data.get(index)
+    if not isinstance(info, StorageInfo):
+        raise _not_written(item, info, directory)
+    dtype = shape = None
+    entry = metadata.state_dict_metadata.get(index.fqn)
+    number = index.index
+    if isinstance(entry, TensorStorageMetadata) and number is not None and 0 <= number < len(entry.chunks):
+        chunk = entry.chunks[number]
+        if chunk.offsets == index.offset:
+            dtype, shape = entry.properties.dtype, torch.Size(chunk.sizes)
+    transforms = tuple(getattr(info, "transform_descriptors", None) or ())
+    return Read(item, info.relative_path, info.offset, info.length, transforms, dtype, shape)
+
+
+def in_groups(reads: PlacedReads, block_nbytes: int) -> list[Read | ReadGroup]:
+    """Put items that lie next to each other together, up to ``block_nbytes`` bytes; some stand alone."""
+    is_alone = reads.alone(block_nbytes)
+    found: dict[int, Read | ReadGroup] = {place: reads[place] for place in np.flatnonzero(is_alone).tolist()}
+    places = np.flatnonzero(~is_alone)
+    path_of, start = np.array(reads.path_of, dtype=np.int64)[places], np.array(reads.start, dtype=np.int64)[places]
+    end = start + np.array(reads.nbytes, dtype=np.int64)[places]
+    for in_file in _cut(np.arange(len(places)), np.diff(path_of) != 0):
+        end[in_file] = np.maximum.accumulate(end[in_file])
+        for near in _cut(in_file, start[in_file][1:] - end[in_file][:-1] > SMALL_NBYTES):
+            first, last = int(near[0]), int(near[-1]) + 1
+            while first < last:
+                fitting = int(np.searchsorted(end[first:last], start[first] + block_nbytes, side="right"))
+                group = places[first : first + fitting].tolist()
+                found[group[0]] = ReadGroup(reads, group, int(end[first + fitting - 1]))
+                first += fitting
+    return [found[place] for place in sorted(found)]
+
+
+def _cut(rows: Int64, behind: npt.NDArray[np.bool_]) -> list[Int64]:
+    """Cut behind those rows for which ``behind`` holds."""
+    return np.split(rows, np.flatnonzero(behind) + 1) if len(rows) else []
+
+
+def check_end(read: Read, file: DataFile) -> None:
+    """Before anything is allocated for it: the file must hold all of the item.
+
+    Raises:
+        CorruptCheckpoint: it ends before.
+    """
+    if read.offset + read.nbytes > file.nbytes:
+        raise CorruptCheckpoint(
+            f"item {read.name!r} in {file.path} is damaged: expected {read.nbytes} bytes at offset {read.offset}, "
+            f"found a file of {file.nbytes} bytes; take another checkpoint, or restore the file",
+            file=file.path,
+            item=read.name,
+            expected=f"{read.nbytes} bytes at offset {read.offset}",
+            found=f"a file of {file.nbytes} bytes",
+        )
+
+
+def _column(values: Iterable[int]) -> Int64:
+    return np.fromiter(values, dtype=np.int64)
+
+
+def _not_written(item: ReadItem, info: Any, directory: str) -> CorruptCheckpoint:
+    name = name_of(item)
+    return CorruptCheckpoint(
+        f"{METADATA_NAME} in {directory} lists {name!r} but not where its data lies: it was never written",
+        file=METADATA_NAME,
+        item=name,
+        expected="storage info",
+        found=type(info).__name__,
+    )

@@ -1,0 +1,129 @@
+"""Small tensors that lie next to each other: taken out of a block with a few calls for all that are alike.
+
+Owns the way of whole records of one form from a block to their targets: frames compared, data checksummed, and copied.
+What is not just as expected is left to ``block_items``, which looks at it as what it may be, and says what is wrong.
+Called by ``plan_reader`` on the thread of the planner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import compress, repeat
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from robust_dcp.staging import copy_each
+from robust_dcp.storage.index import ChunkKind
+from robust_dcp.storage.layouts.read_head import FileHead
+from robust_dcp.storage.reading.block_items import Stretch
+from robust_dcp.storage.reading.planned_items import WholeTensors
+from robust_dcp.storage.reading.record_forms import RecordForms
+from robust_dcp.storage.reading.verification import Verification
+from robust_dcp.storage.records.checksum import crc32_of_each
+
+__all__ = ["SmallTensors"]
+
+Int64 = npt.NDArray[np.int64]
+
+_FEW: Final = 4
+"""So few alike are looked at one by one."""
+
+
+class SmallTensors:
+    """Takes whole tensors out of what was read of a file.
+
+    Args:
+        whole: all such tensors of the load.
+        forms, verification: of the load.
+    """
+
+    def __init__(self, whole: WholeTensors, forms: RecordForms, verification: Verification) -> None:
+        self._whole = whole
+        self._forms = forms
+        self._verification = verification
+
+    def copy(self, stretch: Stretch, numbers: Int64) -> npt.NDArray[np.bool_]:
+        """Fill targets from a block.
+
+        Args:
+            numbers: of the items of a group; those beyond the whole tensors are not touched.
+
+        Returns:
+            For each of ``numbers`` whether its target has been filled.
+        """
+        done = np.zeros(len(numbers), dtype=np.bool_)
+        places = np.flatnonzero(numbers < len(self._whole))
+        if len(places) < _FEW:
+            return done
+        kinds = self._whole.kind_of[numbers[places]]
+        order = np.argsort(kinds, kind="stable")
+        for alike in np.split(places[order], np.flatnonzero(np.diff(kinds[order])) + 1):
+            if len(alike) >= _FEW:
+                done[alike] = self._copy_alike(stretch, numbers[alike])
+        return done
+
+    def _copy_alike(self, stretch: Stretch, numbers: Int64) -> Sequence[bool]:
+        """:meth:`copy` for tensors of one kind."""
+        whole = self._whole
+        kind = whole.kinds[int(whole.kind_of[numbers[0]])]
+        first, nbytes = whole.start[numbers] - stretch.offset, whole.nbytes[numbers]
+        if (nbytes != nbytes[0]).any() or int(first.max() + nbytes[0]) > stretch.nbytes:
+            return [False] * len(numbers)
+        at = (first + stretch.start).tolist()
+        targets = [whole.targets[number] for number in numbers.tolist()]
+        if stretch.head is None:
+            data, expected = self._find_in_records(stretch, at, int(nbytes[0]), kind)
+        else:
+            data, expected = at, self._find_in_head(stretch.head, numbers, kind)
+        sound = _take_bytes(targets)
+        if self._verification.verify is not False:
+            found = crc32_of_each(stretch.block.view, data, kind.nbytes)
+            # What has no checksum (0) is counted, or refused, one by one.
+            sound = [ok and crc == of_it != 0 for ok, crc, of_it in zip(sound, found, expected, strict=True)]
+        else:
+            sound = [ok and of_it is not None for ok, of_it in zip(sound, expected, strict=True)]
+            self._verification.skip(sound.count(True) * kind.nbytes, "", stretch.file)
+        into = [target.data_ptr() for target in compress(targets, sound)]
+        copy_each(into, [stretch.block.address + start for start in compress(data, sound)], repeat(kind.nbytes))
+        return sound
+
+    def _find_in_records(
+        self, stretch: Stretch, at: list[int], nbytes: int, kind: ChunkKind
+    ) -> tuple[list[int], list[int | None]]:
+        """Where in the block the data is of the records at ``at``, and its CRC-32: 0 if it has none, ``None`` if it is
+        not of the usual form."""
+        memory = stretch.block.memory
+        found = self._forms.find(memory, at[0], nbytes, kind.dtype, kind.lengths)
+        if found is None or found[0].data_nbytes != kind.nbytes:
+            return at, [None] * len(at)
+        form = found[0]
+        return [start + form.data_offset for start in at], form.crc32s_of(memory, at)
+
+    def _find_in_head(self, head: FileHead, numbers: Int64, kind: ChunkKind) -> list[int | None]:
+        """The CRC-32 of tensors that the head of their file describes, as for records."""
+        whole, tensors = self._whole, head.tensors
+        found = [tensors.get(whole.names[number]) for number in numbers.tolist()]
+        places = zip(found, whole.start[numbers].tolist(), whole.nbytes[numbers].tolist(), strict=True)
+        wanted = (kind.dtype, kind.lengths, kind.nbytes)
+        return [
+            raw.crc32 or 0
+            if raw is not None
+            and (raw.dtype, raw.shape, raw.nbytes) == wanted
+            and (raw.offset, raw.nbytes) == (start, nbytes)
+            else None
+            for raw, start, nbytes in places
+        ]
+
+
+def _take_bytes(targets: list[torch.Tensor]) -> list[bool]:
+    """For each what ``targets.takes_bytes`` says of a tensor that is no complex and no quantized one."""
+    if targets and (targets[0].is_complex() or targets[0].is_quantized):
+        return [False] * len(targets)
+    strided = torch.strided
+    return [
+        target.is_cpu and target.layout is strided and not target.is_neg() and target.is_contiguous()
+        for target in targets
+    ]
