@@ -17,6 +17,7 @@ import robust_dcp
 from robust_dcp.plan.cache import PLANS
 
 PUBLIC_NAMES = [
+    "AsyncSave",
     "Channel",
     "CorruptCheckpoint",
     "ExchangeError",
@@ -36,6 +37,8 @@ PUBLIC_NAMES = [
     "UnsafeCheckpoint",
     "WriteOptions",
     "__version__",
+    "async_save",
+    "finish_async_saves",
     "load",
     "save",
 ]

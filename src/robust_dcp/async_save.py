@@ -130,9 +130,9 @@ def async_save(
         >>> with tempfile.TemporaryDirectory() as path:
         ...     weight = torch.ones(4)
         ...     saving = robust_dcp.async_save({"weight": weight}, checkpoint_id=path)
-        ...     weight.zero_()  # training goes on
+        ...     _ = weight.zero_()  # training goes on
         ...     report = saving.result()
-        ...     loaded = robust_dcp.load({"weight": weight}, checkpoint_id=path)
+        ...     _ = robust_dcp.load({"weight": weight}, checkpoint_id=path)
         ...     weight.tolist()
         [1.0, 1.0, 1.0, 1.0]
     """
