@@ -13,8 +13,9 @@ from robust_dcp.errors import (
     StructureChanged,
     UnsafeCheckpoint,
 )
+from robust_dcp.plan.load_planner import RobustLoadPlanner
+from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.plan.structure import StructureSignature
-from robust_dcp.planner import RobustLoadPlanner, RobustPlanner
 from robust_dcp.report import LoadReport, SaveReport
 from robust_dcp.storage import ReadOptions, RobustReader, RobustWriter, WriteOptions
 from robust_dcp.version import __version__

@@ -18,7 +18,8 @@ from robust_dcp.megatron.checkpoint_call import meet_before_saving
 from robust_dcp.megatron.hooks.options import MegatronOptions
 from robust_dcp.megatron.hooks.stock_paths import say_stays_stock
 from robust_dcp.megatron.writing import log_report, say_saves_at_once, writer_for
-from robust_dcp.planner import RobustLoadPlanner, RobustPlanner
+from robust_dcp.plan.load_planner import RobustLoadPlanner
+from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.storage.reader import RobustReader
 
 __all__ = ["SynchronousWriter", "load_call", "save_call", "save_dcp"]

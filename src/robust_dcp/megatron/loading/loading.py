@@ -44,7 +44,7 @@ from robust_dcp.megatron.loading.load_strategy import (
     read_sharded,
     stored_keys,
 )
-from robust_dcp.planner.save import checkpoint_name
+from robust_dcp.plan.save_planner import checkpoint_name
 from robust_dcp.storage.files.paths import directory_path
 from robust_dcp.storage.records.objects import load_object
 

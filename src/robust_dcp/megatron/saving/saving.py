@@ -36,7 +36,7 @@ from robust_dcp.megatron.hooks.options import MegatronOptions
 from robust_dcp.megatron.saving.save_strategy import RobustSaveStrategy, write_sharded
 from robust_dcp.megatron.writing import say_saves_at_once, writer_for
 from robust_dcp.plan.clean_up import clean_up, failed_in_step
-from robust_dcp.planner.save import checkpoint_name
+from robust_dcp.plan.save_planner import checkpoint_name
 from robust_dcp.storage import RobustWriter
 from robust_dcp.storage.files.disk import PosixDisk
 from robust_dcp.storage.files.paths import directory_path
