@@ -13,6 +13,7 @@ from robust_dcp.errors import (
     StructureChanged,
     UnsafeCheckpoint,
 )
+from robust_dcp.installation import install, uninstall
 from robust_dcp.plan.load_planner import RobustLoadPlanner
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.plan.structure import StructureSignature
@@ -43,6 +44,8 @@ __all__ = [
     "__version__",
     "async_save",
     "finish_async_saves",
+    "install",
     "load",
     "save",
+    "uninstall",
 ]

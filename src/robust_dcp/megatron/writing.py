@@ -9,9 +9,9 @@ import logging
 import os
 
 from robust_dcp.megatron.hooks.options import MegatronOptions
-from robust_dcp.megatron.hooks.stock_paths import say_differs
 from robust_dcp.report import SaveReport
 from robust_dcp.storage import RobustWriter
+from robust_dcp.switch.stock_paths import say_differs
 
 __all__ = ["log_report", "say_saves_at_once", "writer_for"]
 

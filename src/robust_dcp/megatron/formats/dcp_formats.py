@@ -16,11 +16,11 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, F
 from robust_dcp import api
 from robust_dcp.megatron.checkpoint_call import meet_before_saving
 from robust_dcp.megatron.hooks.options import MegatronOptions
-from robust_dcp.megatron.hooks.stock_paths import say_stays_stock
 from robust_dcp.megatron.writing import log_report, say_saves_at_once, writer_for
 from robust_dcp.plan.load_planner import RobustLoadPlanner
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.storage.reader import RobustReader
+from robust_dcp.switch.stock_paths import say_stays_stock
 
 __all__ = ["SynchronousWriter", "load_call", "save_call", "save_dcp"]
 
