@@ -261,7 +261,11 @@ def _taken(data: torch.Tensor | io.BytesIO) -> torch.Tensor | io.BytesIO | _Orig
     if not isinstance(data, torch.Tensor):
         return data
     host_address(data)  # raises where its memory was freed
-    return _Original(data.detach()) if is_fixed_size(data) else data.detach().to("cpu", copy=True)
+    data = data.detach()
+    if not is_fixed_size(data):
+        data = data.to("cpu", copy=True)
+    # Pending conjugation, say, is resolved by a copy: what comes of it is a tensor as others are.
+    return _Original(data) if is_fixed_size(data) else data
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
