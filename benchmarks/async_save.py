@@ -64,6 +64,12 @@ def _ours(state_dict: dict[str, Any], path: str) -> Saved:
     return _nothing, saving.result
 
 
+def _ours_by_process(state_dict: dict[str, Any], path: str) -> Saved:
+    saving = robust_dcp.async_save(state_dict, checkpoint_id=path, executor="process")
+    assert isinstance(saving, Future)
+    return _nothing, saving.result
+
+
 def _ours_lazily(state_dict: dict[str, Any], path: str) -> Saved:
     saving = robust_dcp.async_save(state_dict, checkpoint_id=path, staging="lazy")
     assert isinstance(saving, robust_dcp.AsyncSave)
@@ -108,6 +114,7 @@ def _stager(*, is_async: bool, is_shared: bool) -> Callable[[], Any]:
 
 CONTENDERS: dict[str, Callable[[], Callable[[dict[str, Any], str], Saved]]] = {
     "ours": lambda: _ours,
+    "ours, process": lambda: _ours_by_process,
     "ours, lazy": lambda: _ours_lazily,
     "ours, synchronous": lambda: _ours_at_once,
     "stock, thread": lambda: _stock(AsyncCheckpointerType.THREAD),

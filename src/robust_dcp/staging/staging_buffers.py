@@ -24,6 +24,11 @@ TensorForm = tuple[torch.dtype, torch.Size]
 _ALIGNMENT: Final = 64
 """Bytes: a cache line, and more than any dtype asks for."""
 
+_PAGE_NBYTES: Final = 4096
+_LARGE_NBYTES: Final = 1 << 20
+"""From this size on tensors lie at 64 modulo a page, where torch's own allocator puts them, and the layouts in files:
+direct I/O then takes them from where they are."""
+
 _ROUNDED_TO: Final = 2 << 20
 """Bytes: a huge page. A state dict that grows a little still fits into the buffer that it had."""
 
@@ -161,6 +166,9 @@ def _ends(forms: Sequence[TensorForm]) -> list[int]:
     """Where the bytes of each tensor end, one behind the other."""
     at, ends = 0, []
     for form in forms:
-        at = -(-at // _ALIGNMENT) * _ALIGNMENT + _nbytes_of(form)
+        nbytes = _nbytes_of(form)
+        if nbytes >= _LARGE_NBYTES:
+            at = -(-(at - _ALIGNMENT) // _PAGE_NBYTES) * _PAGE_NBYTES + _ALIGNMENT
+        at = -(-at // _ALIGNMENT) * _ALIGNMENT + nbytes
         ends.append(at)
     return ends
