@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def test_large_tensors_lie_where_direct_writes_take_them_and_none_overlap(are_sh
     assert [(tensor.dtype, tensor.shape) for tensor in tensors] == FORMS
     assert [tensor.data_ptr() % 4096 for tensor in tensors if tensor.nbytes >= 1 << 20] == [64, 64]
     spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors)
-    assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
     assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors)
 
 

@@ -243,13 +243,16 @@ class MessagePipe:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
+    def send(self, message: msgspec.Struct | bytes, fds: Sequence[int] = ()) -> None:
         """From any thread.
+
+        Args:
+            message: it, or its bytes.
 
         Raises:
             OSError: the other end is closed, or takes nothing within the time of the socket.
         """
-        body = msgspec.msgpack.encode(message)
+        body = message if isinstance(message, bytes) else msgspec.msgpack.encode(message)
         with self._sending:
             socket.send_fds(self._socket, [_HEAD.pack(len(body))], list(fds))
             self._socket.sendall(body)

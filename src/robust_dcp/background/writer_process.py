@@ -82,6 +82,7 @@ class WriterProcess:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         ours.settimeout(_SEND_SECONDS)
+        self._is_given_up = False
         self._pipe = MessagePipe(ours, FROM_WORKER)
         with theirs:
             self._process = subprocess.Popen(
@@ -97,7 +98,7 @@ class WriterProcess:
 
     @property
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        return not self._is_given_up and self._process.poll() is None
 
     def write(
         self, job: Job, fd: int, *, note_progress: Callable[[int, int], None], look: Callable[[], None]
@@ -112,8 +113,9 @@ class WriterProcess:
         Raises:
             WriterDied: the process has ended meanwhile.
         """
+        encoded = msgspec.msgpack.encode(job)
         try:
-            self._pipe.send(job, [fd])
+            self._pipe.send(encoded, [fd])
             return self._outcome(note_progress, look)
         except (EOFError, OSError) as error:
             raise WriterDied(self._end()) from error
@@ -147,10 +149,10 @@ class WriterProcess:
 
     def _end(self) -> str:
         """Make sure that the process has ended; how it has, in words."""
+        self._is_given_up = True
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
-        if self.is_alive:
-            self._process.kill()
+        self._process.kill()  # which does nothing where it has ended
         try:
             code = self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -187,8 +189,9 @@ class WriterProcesses:
         return [writer.pid for writer in self._idle]
 
     def prepare(self) -> None:
-        """Start one if there is none, so that it is there when it is needed."""
-        with self._lock:
+        """Start one if there is none, so that it is there when it is needed. If that fails now, the save will say so,
+        on all ranks."""
+        with self._lock, suppress(OSError):
             self._forget_dead()
             if not self._idle:
                 self._idle.append(WriterProcess())
