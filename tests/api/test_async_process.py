@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -202,10 +203,9 @@ def test_the_process_ends_with_its_rank_and_after_its_last_save(
         for stream in (script.stdin, script.stdout, script.stderr):
             if stream is not None:
                 stream.close()
-        if script.poll() is None:
-            script.kill()
-            script.wait()
-        subprocess.run(["pkill", "-KILL", "-s", str(script.pid)], check=False)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)
+        script.wait()
 
 
 def test_stocks_types_choose_who_writes(tmp_path: Path) -> None:
