@@ -1,7 +1,7 @@
 """What a rank and its writer process say to each other, over a pair of sockets.
 
-Owns the messages and how they travel: msgpack of structs, and open files beside them. It is never executed what comes
-out of the socket, but for the class of a disk, which the rank names. Called by ``writer_process`` on the one side and
+Owns the messages and how they travel: msgpack of structs, and open files beside them. Nothing that is received is
+executed, but for the class of a disk, which the rank names. Called by ``writer_process`` on the one side and
 ``writing_worker`` on the other.
 """
 
