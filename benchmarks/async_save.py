@@ -31,7 +31,6 @@ from benchmarks.ranks import run, show
 __all__ = ["CONTENDERS", "measure"]
 
 _MIB = 1 << 20
-_TENSORS = 64
 _STEPS_BETWEEN = 8
 
 _RATIOS = {
@@ -60,6 +59,12 @@ def _nothing() -> None:
 
 def _ours(state_dict: dict[str, Any], path: str) -> Saved:
     saving = robust_dcp.async_save(state_dict, checkpoint_id=path)
+    assert isinstance(saving, Future)
+    return _nothing, saving.result
+
+
+def _ours_by_process(state_dict: dict[str, Any], path: str) -> Saved:
+    saving = robust_dcp.async_save(state_dict, checkpoint_id=path, executor="process")
     assert isinstance(saving, Future)
     return _nothing, saving.result
 
@@ -108,6 +113,7 @@ def _stager(*, is_async: bool, is_shared: bool) -> Callable[[], Any]:
 
 CONTENDERS: dict[str, Callable[[], Callable[[dict[str, Any], str], Saved]]] = {
     "ours": lambda: _ours,
+    "ours, process": lambda: _ours_by_process,
     "ours, lazy": lambda: _ours_lazily,
     "ours, synchronous": lambda: _ours_at_once,
     "stock, thread": lambda: _stock(AsyncCheckpointerType.THREAD),
@@ -161,13 +167,13 @@ class _Clock:
             time.sleep(0)
 
 
-def _state_dict(nbytes: int) -> dict[str, Any]:
+def _state_dict(nbytes: int, tensors: int) -> dict[str, Any]:
     """DTensors sharded over all ranks, and their optimizer's state: ``nbytes`` for each rank."""
     world_size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,))
-    rows = max(nbytes // _TENSORS // 4096, 1)
+    rows = max(nbytes // tensors // 4096, 1)
     whole = torch.randn(world_size * rows, 1024)
-    return {f"layers.{n}.weight": distribute_tensor(whole + n, mesh, [Shard(0)]) for n in range(_TENSORS)}
+    return {f"layers.{n}.weight": distribute_tensor(whole + n, mesh, [Shard(0)]) for n in range(tensors)}
 
 
 def _copy_seconds(state_dict: dict[str, Any]) -> float:
@@ -182,9 +188,9 @@ def _copy_seconds(state_dict: dict[str, Any]) -> float:
     return statistics.median(found[1:])
 
 
-def measure(who: str, directory: str, nbytes: int, saves: int) -> dict[str, float]:
+def measure(who: str, directory: str, nbytes: int, saves: int, tensors: int) -> dict[str, float]:
     """One contender on one rank."""
-    state_dict = _state_dict(nbytes)
+    state_dict = _state_dict(nbytes, tensors)
     save = CONTENDERS[who]()
     training = _Training()
     calm, _ = training.step_seconds(lambda steps: steps < 100)
@@ -224,6 +230,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--mib", type=int, default=256, help="that each rank saves")
     parser.add_argument("--saves", type=int, default=5)
+    parser.add_argument("--tensors", type=int, default=64, help="that hold these bytes")
     parser.add_argument("--who", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS))
     parser.add_argument("--directory")
     parser.add_argument("--json")
@@ -232,7 +239,9 @@ def main() -> None:
     for who in arguments.who:
         print(f"{who} ...", flush=True)
         with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-            found = run(arguments.ranks, measure, who, directory, arguments.mib * _MIB, arguments.saves)
+            found = run(
+                arguments.ranks, measure, who, directory, arguments.mib * _MIB, arguments.saves, arguments.tensors
+            )
         worst = {key: max(rank[key] for rank in found) for key in found[0]}
         rows.append({"who": who, "ranks": arguments.ranks, "mib": arguments.mib, **worst})
     of = {row["who"]: row for row in rows}

@@ -204,8 +204,12 @@ class StartedSave:
         with self.clock.phase("commit"):
             self.session.commit()
 
-    def report(self, *, blocked_seconds: float) -> SaveReport:
-        """What was done."""
+    def report(self, *, blocked_seconds: float, how: tuple[str, ...] = ()) -> SaveReport:
+        """What was done.
+
+        Args:
+            how: what is to be said of the way to the files, beside what their writer says.
+        """
         session, written, path = self.session, self.session.written, self.writer.path
         return SaveReport(
             checkpoint_id=checkpoint_name(path),
@@ -223,7 +227,7 @@ class StartedSave:
             total_nbytes=None if session.plan.coordinator is None else session.plan.coordinator.nbytes,
             digest=session.digest,
             files=() if written is None else written.names,
-            how=() if written is None else written.how,
+            how=(*(() if written is None else written.how), *how),
             peak_buffer_nbytes=0 if written is None else written.peak_buffer_nbytes,
             stragglers=session.channel.stragglers,
             _read_metadata=lambda: RobustReader(path).read_metadata(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, get_args
@@ -20,15 +20,17 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from robust_dcp.api import CheckpointId, StartedSave
-from robust_dcp.background import StagedSource, close_lines
+from robust_dcp.background import WRITERS, StagedSource, WriteInProcess, close_lines, name_of_disk
 from robust_dcp.background.save_line import SaveFuture
 from robust_dcp.errors import RobustCheckpointError, entry_point
 from robust_dcp.report import SaveReport
+from robust_dcp.staging import SHARED_STAGING, STAGING
 
-__all__ = ["AsyncSave", "Staging", "WhenBusy", "async_save", "finish_async_saves"]
+__all__ = ["AsyncSave", "Executor", "Staging", "WhenBusy", "async_save", "finish_async_saves"]
 
 Staging = Literal["full", "lazy"]
 WhenBusy = Literal["wait", "skip", "raise"]
+Executor = Literal["thread", "process"]
 
 
 @dataclass(eq=False)
@@ -95,6 +97,8 @@ def async_save(
     no_dist: bool = False,
     use_collectives: bool = True,
     staging: Staging = "full",
+    staging_nbytes: int | None = None,
+    executor: Executor = "thread",
     max_in_flight: int = 1,
     when_busy: WhenBusy = "wait",
     timeout_seconds: float | None = None,
@@ -104,17 +108,24 @@ def async_save(
     """Save a state dict while training goes on.
 
     The ranks agree on the plan, and each copies what it will write: that is what the caller waits for. Writing and
-    commit run on a thread. Saves of one group are committed in the order of the calls. If one fails, its error is
-    raised on all ranks alike: by ``result()`` of the future; or, if some rank has not asked for that, by the next save.
-    A process that ends, also by SIGTERM, first finishes the save that is under way.
+    commit run on a thread, or the writing in another process. Saves of one group are committed in the order of the
+    calls. If one fails, its error is raised on all ranks alike: by ``result()`` of the future; or, if some rank has not
+    asked for that, by the next save. A process that ends, also by SIGTERM, first finishes the save that is under way.
 
     Args:
         state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, timeout_seconds, deadline_seconds,
             kind: as for :func:`robust_dcp.save`.
         async_checkpointer_type, async_stager, use_collectives: of ``torch.distributed.checkpoint.async_save``. Only
-            their defaults, and ``AsyncCheckpointerType.THREAD``, are known here.
+            their defaults are known here, and ``AsyncCheckpointerType.THREAD`` and ``PROCESS`` for an ``executor``.
         staging: ``"full"``: return when all has been copied. ``"lazy"``: return before, and copy while training goes
             through forward and backward; tensors must not change before ``wait_staged()`` has returned.
+        staging_nbytes: of memory for copies of tensors, at most, for each save; ``None`` for as much as it takes. What
+            has no room is written while the caller waits, and before all else. So are all tensors where the host has
+            no memory for copies; the report's ``how`` says so.
+        executor: ``"thread"``: a thread of this process packs, checksums and writes. ``"process"``: a process beside it
+            does, from shared memory, and takes the GIL of this one at no time. It is started by the first such save,
+            and ends with this process. If it dies, the save fails on all ranks, and the next one starts another. Which
+            one writes may differ between ranks. Where tensors have no room (``staging_nbytes``), the thread writes.
         max_in_flight: saves of a group that may be under way, this one included. Each needs memory for its copies.
         when_busy: what to do if that many are: ``"wait"`` until one is over; ``"skip"`` this save on all ranks, whose
             future then has ``None`` for a result; or ``"raise"`` a ``RobustCheckpointError`` on all ranks.
@@ -136,12 +147,17 @@ def async_save(
         ...     weight.tolist()
         [1.0, 1.0, 1.0, 1.0]
     """
-    _refuse_unknown(async_checkpointer_type, async_stager, use_collectives)
-    for name, value, known in (("staging", staging, Staging), ("when_busy", when_busy, WhenBusy)):
+    _refuse_unknown(async_stager, use_collectives)
+    for name, value, known in (
+        *(("staging", staging, Staging), ("when_busy", when_busy, WhenBusy)),
+        ("executor", executor, Executor),
+    ):
         if value not in get_args(known):
             raise ValueError(f"{name} is one of {', '.join(get_args(known))}, not {value!r}")
-    if max_in_flight < 1:
-        raise ValueError(f"max_in_flight must be at least 1, got {max_in_flight}")
+    for name, number, least in (("max_in_flight", max_in_flight, 1), ("staging_nbytes", staging_nbytes, 0)):
+        if number is not None and number < least:
+            raise ValueError(f"{name} must be at least {least}, got {number}")
+    executor = _executor_of(async_checkpointer_type, executor)
     started = StartedSave.of(
         checkpoint_id=checkpoint_id,
         storage_writer=storage_writer,
@@ -152,6 +168,9 @@ def async_save(
         deadline_seconds=deadline_seconds,
         kind=kind,
     )
+    if executor == "process":
+        name_of_disk(started.writer.disk)  # refused now, not on a thread
+        WRITERS.prepare()
     channel, line = started.session.channel, started.line
     if when_busy == "wait":
         line.wait(below=max_in_flight)
@@ -166,29 +185,29 @@ def async_save(
                 'them, or pass when_busy="wait"'
             )
         started.agree(state_dict)
-        staged = _Staged(started)
+        staged = _Staged(started, executor, staging_nbytes)
         if staging == "full":
             staged.copy()
     del state_dict
     waited: list[float] = [started.seconds]
-    copied: Future[None] = Future()
 
     def run() -> SaveReport:
         try:
             with channel.together():
                 if staging == "lazy":
                     staged.copy()
-                copied.set_result(None)
-                started.write(staged.source)
+                staged.write()
                 started.commit()
         finally:
-            if not copied.done():
-                copied.set_result(None)
             staged.release()
-        return started.report(blocked_seconds=sum(waited))
+        blocked_seconds = staged.freed_seconds if staging == "full" else sum(waited)
+        return started.report(blocked_seconds=blocked_seconds, how=staged.how)
 
     future: SaveFuture[SaveReport] = line.submit(run)
-    return future if staging == "full" else AsyncSave(copied, future, waited)
+    if staging == "lazy":
+        return AsyncSave(staged.are_free, future, waited)
+    staged.are_free.result()
+    return future
 
 
 def finish_async_saves(timeout_seconds: float | None = None) -> bool:
@@ -207,14 +226,32 @@ def finish_async_saves(timeout_seconds: float | None = None) -> bool:
 
 
 class _Staged:
-    """What a save copies. An error is kept for the exchange in which all ranks say whether they have written."""
+    """What a save copies, and writes. An error is kept for the exchange in which all ranks say whether they have
+    written.
 
-    def __init__(self, started: StartedSave) -> None:
+    Attributes:
+        are_free: done when the tensors of the state dict may change.
+        freed_seconds: when that was, since the call.
+        how: what the report is to say.
+    """
+
+    freed_seconds = 0.0
+    how: tuple[str, ...] = ()
+
+    def __init__(self, started: StartedSave, executor: Executor, staging_nbytes: int | None) -> None:
         self._started = started
+        self._executor = executor
         self._source: StagedSource | None = None
         self._error: Exception | None = None
+        self.are_free: Future[None] = Future()
         try:
-            self._source = StagedSource(started.source(), started.session.channel.note_progress)
+            self._source = StagedSource(
+                started.source(),
+                started.session.channel.note_progress,
+                STAGING if executor == "thread" else SHARED_STAGING,
+                limit_nbytes=staging_nbytes,
+                when_given_back=self._free,
+            )
             started.session.take_digests()
             started.planner.forget_state_dict()
         except Exception as error:
@@ -222,12 +259,23 @@ class _Staged:
 
     def copy(self) -> None:
         if self._source is None:
+            self._free()
             return
         try:
             with self._started.clock.phase("stage"):
                 self._source.copy()
         except Exception as error:
             self._error = error
+        self.how = self._source.how
+        if self._error is not None or not self._source.borrowed:
+            self._free()
+
+    def write(self) -> None:
+        """Have it written, and all ranks say whether they have. Tensors that are not copied are written first."""
+        if self._executor == "process":
+            self._started.writer.write_files = WriteInProcess(self._started.session.channel.stop_if_announced)
+        with nullcontext() if self._source is None else self._source.stream():
+            self._started.write(self.source)
 
     def source(self) -> StagedSource:
         """For the writer.
@@ -240,8 +288,15 @@ class _Staged:
         return self._source
 
     def release(self) -> None:
+        """The save is over, or has failed."""
+        self._free()
         if self._source is not None:
             self._source.release()
+
+    def _free(self) -> None:
+        if not self.are_free.done():
+            self.freed_seconds = self._started.seconds
+            self.are_free.set_result(None)
 
 
 def _is_full(started: StartedSave, max_in_flight: int) -> bool:
@@ -256,10 +311,19 @@ def _is_full(started: StartedSave, max_in_flight: int) -> bool:
     return room.is_full
 
 
-def _refuse_unknown(async_checkpointer_type: Any, async_stager: Any, use_collectives: bool) -> None:
+def _executor_of(async_checkpointer_type: Any, executor: Executor) -> Executor:
+    """Who writes, of what was asked for in stock's words and in ours."""
     kind = getattr(async_checkpointer_type, "value", async_checkpointer_type)
-    if kind not in (None, "thread"):
-        raise ValueError(f"async_checkpointer_type is {async_checkpointer_type}: robust_dcp saves on a thread")
+    if kind is None or kind == executor:
+        return executor
+    if kind == "process":
+        return "process"
+    if kind == "thread":
+        raise ValueError('async_checkpointer_type is THREAD and executor="process": pass one of them')
+    raise ValueError(f"async_checkpointer_type is {async_checkpointer_type}: robust_dcp knows THREAD and PROCESS")
+
+
+def _refuse_unknown(async_stager: Any, use_collectives: bool) -> None:
     if async_stager is not None:
         raise ValueError(
             "robust_dcp.async_save copies by itself, only what a rank writes; to stage with "

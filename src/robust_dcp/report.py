@@ -23,7 +23,8 @@ class PhaseReport:
     """One phase of a save or load, as this rank saw it.
 
     Attributes:
-        name: ``plan``, ``write``, ``commit``; or ``plan``, ``read``, ``share`` and ``apply``.
+        name: ``plan``, ``stage`` (of an async save), ``write``, ``commit``; or ``plan``, ``read``, ``share`` and
+            ``apply``.
         seconds: wall time, waiting for other ranks included.
         exchanges: exchanges between ranks.
         messages: that this rank sent to its neighbours in the tree of ranks: frames, and payloads where there are any.
@@ -90,7 +91,8 @@ class SaveReport(_Report):
         digest: over the checksums of all data of all ranks, in hexadecimal digits: the same on all ranks, and in two
             saves of the same data by the same ranks. ``None`` with ``checksums=False``.
         files: the files of this rank.
-        how: how this rank's files were written: ``direct``, or ``buffered`` and why.
+        how: how this rank's files were written: ``direct``, or ``buffered`` and why. Of an async save also what was
+            written while training waited, and why.
         peak_buffer_nbytes: the most memory that data of this rank passed through at any time.
         stragglers: on the coordinator, whom all ranks have waited for, and how far those had come: as it was logged.
     """

@@ -66,13 +66,13 @@ def flat(state: dict[str, Any]) -> dict[str, Any]:
     return {**{key: value for key, value in state.items() if key != "nested"}, **state["nested"]}
 
 
-def save_while_all_changes(directory: str, staging: Any) -> list[str]:
+def save_while_all_changes(directory: str, staging: Any, **more: Any) -> list[str]:
     state = own_state()
     outcomes = []
     for step in range(3):
         state["step"] = step
         path = f"{directory}/{step}"
-        saving = robust_dcp.async_save(state, checkpoint_id=path, staging=staging)
+        saving = robust_dcp.async_save(state, checkpoint_id=path, staging=staging, **more)
         state["step"] = -1
         if staging == "lazy":
             saving.wait_staged()

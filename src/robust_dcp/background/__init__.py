@@ -1,6 +1,8 @@
-"""Saves that go on while training does: copies of what they write, and the order in which they are done."""
+"""Saves that go on while training does: copies of what they write, the order in which they are done, and who writes."""
 
+from robust_dcp.background.messages import name_of_disk
 from robust_dcp.background.save_line import SaveLine, close_lines, line_of
 from robust_dcp.background.staged_source import StagedSource
+from robust_dcp.background.writer_process import WRITERS, WriteInProcess
 
-__all__ = ["SaveLine", "StagedSource", "close_lines", "line_of"]
+__all__ = ["WRITERS", "SaveLine", "StagedSource", "WriteInProcess", "close_lines", "line_of", "name_of_disk"]

@@ -12,12 +12,13 @@ from robust_dcp.staging.blocks import (
 )
 from robust_dcp.staging.device import CopiesToDevice, DeviceCopies
 from robust_dcp.staging.host import to_host
-from robust_dcp.staging.staging_buffers import STAGING, StagingBuffer, StagingBuffers
+from robust_dcp.staging.staging_buffers import SHARED_STAGING, STAGING, StagingBuffer, StagingBuffers, TensorForm
 from robust_dcp.staging.tensor_bytes import TensorBytes, host_address, parts_in_order
 from robust_dcp.staging.together import flat_bytes, to_host_together
 
 __all__ = [
     "POOL",
+    "SHARED_STAGING",
     "STAGING",
     "Block",
     "BlockLease",
@@ -27,6 +28,7 @@ __all__ = [
     "StagingBuffer",
     "StagingBuffers",
     "TensorBytes",
+    "TensorForm",
     "aligned_bytes",
     "copy_bytes",
     "copy_each",

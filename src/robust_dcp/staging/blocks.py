@@ -56,10 +56,10 @@ _view_of_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _view_of_memory.restype = ctypes.py_object
 
 
-def _block_memory(nbytes: int, *, stays_at_fork: bool) -> mmap.mmap:
+def _block_memory(nbytes: int, *, stays_at_fork: bool, fd: int | None) -> mmap.mmap:
     """Memory that starts on a page and is used again and again: in huge pages where the kernel has them, since each
     page costs a fault when it is first touched, and has to be pinned for each direct read or write."""
-    memory = _pages(nbytes)
+    memory = _pages(nbytes) if fd is None else mmap.mmap(fd, nbytes)
     _advise(memory, "MADV_HUGEPAGE")
     if stays_at_fork:
         _advise(memory, "MADV_DONTFORK")
@@ -85,6 +85,10 @@ class Block:
         nbytes: of it.
         stays_at_fork: a process that is forked does not have it. For memory that devices read into: where a page is
             shared with a forked process, older kernels copy it, and what the device brings goes to the old one.
+        fd: of a file whose memory it is, shared with every process that maps the file; ``None`` for memory of its own.
+
+    Raises:
+        OSError: the system has no such memory.
 
     Attributes:
         memory: the memory itself, page-aligned; holds whatever was last in it. A slice of it is ``bytes``, a copy.
@@ -96,8 +100,8 @@ class Block:
 
     __slots__ = ("address", "data", "is_pinned", "memory", "tensor", "view")
 
-    def __init__(self, nbytes: int, *, stays_at_fork: bool = False) -> None:
-        self.memory = _block_memory(nbytes, stays_at_fork=stays_at_fork)
+    def __init__(self, nbytes: int, *, stays_at_fork: bool = False, fd: int | None = None) -> None:
+        self.memory = _block_memory(nbytes, stays_at_fork=stays_at_fork, fd=fd)
         self.view = memoryview(self.memory)
         self.data: npt.NDArray[np.uint8] = np.frombuffer(self.memory, dtype=np.uint8)[:nbytes]
         self.tensor = torch.from_numpy(self.data)

@@ -1,11 +1,13 @@
 """Memory for the copies of tensors that a save writes while training goes on: kept between saves, pinned for a GPU.
 
 Owns the memory, and the tensors that lie in it: a repeated save finds them where those of the save before were, so it
-costs one pass of copies. Called by ``background.staged_source``.
+costs one pass of copies. Where another process writes the copies, the memory is that of a file which has no name: it
+goes with the last process that has it open, however that ends. Called by ``background.staged_source``.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from typing import Final
@@ -14,13 +16,18 @@ import torch
 
 from robust_dcp.staging.blocks import Block
 
-__all__ = ["STAGING", "StagingBuffer", "StagingBuffers", "TensorForm"]
+__all__ = ["SHARED_STAGING", "STAGING", "StagingBuffer", "StagingBuffers", "TensorForm"]
 
 TensorForm = tuple[torch.dtype, torch.Size]
 """The dtype and the size of a tensor: all that its place in a buffer depends on."""
 
 _ALIGNMENT: Final = 64
 """Bytes: a cache line, and more than any dtype asks for."""
+
+_PAGE_NBYTES: Final = 4096
+_LARGE_NBYTES: Final = 1 << 20
+"""From this size on tensors lie at 64 modulo a page, where torch's own allocator puts them, and the layouts in files:
+direct I/O then takes them from where they are."""
 
 _ROUNDED_TO: Final = 2 << 20
 """Bytes: a huge page. A state dict that grows a little still fits into the buffer that it had."""
@@ -31,13 +38,20 @@ class StagingBuffer:
 
     Args:
         nbytes: of the memory.
+        fd: of the file whose memory it is; ``None`` for memory of this process alone. The caller keeps it open as long
+            as other processes are to map it.
+
+    Raises:
+        OSError: the host has no such memory.
 
     Attributes:
         is_pinned: whether a CUDA device copies into it by itself.
+        fd: as given.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        self._block = Block(nbytes, stays_at_fork=True)
+    def __init__(self, nbytes: int, *, fd: int | None = None) -> None:
+        self._block = Block(nbytes, stays_at_fork=True, fd=fd)
+        self.fd = fd
         self._forms: Sequence[TensorForm] = ()
         self._tensors: list[torch.Tensor] = []
 
@@ -68,12 +82,20 @@ class StagingBuffer:
     def release(self) -> None:
         """To be called before the memory goes."""
         self._block.unpin()
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
 
 
 class StagingBuffers:
-    """The buffers of a process that no save uses at the moment."""
+    """The buffers of a process that no save uses at the moment.
 
-    def __init__(self) -> None:
+    Args:
+        are_shared: whether other processes can map them, by their ``fd``.
+    """
+
+    def __init__(self, *, are_shared: bool = False) -> None:
+        self._are_shared = are_shared
         self._free: list[StagingBuffer] = []
         self._lock = threading.Lock()
 
@@ -102,7 +124,7 @@ class StagingBuffers:
         for buffer in dropped:
             buffer.release()
         del dropped
-        return StagingBuffer(nbytes)
+        return _shared_buffer(nbytes) if self._are_shared else StagingBuffer(nbytes)
 
     def give_back(self, buffer: StagingBuffer) -> None:
         """The next save may use it."""
@@ -120,6 +142,20 @@ class StagingBuffers:
 STAGING = StagingBuffers()
 """The buffers of this process."""
 
+SHARED_STAGING = StagingBuffers(are_shared=True)
+"""Those that its writer process maps as well."""
+
+
+def _shared_buffer(nbytes: int) -> StagingBuffer:
+    fd = os.memfd_create("robust_dcp-staging")
+    try:
+        # Taken now: where memory is short later, the first access to a page would end the process (SIGBUS).
+        os.posix_fallocate(fd, 0, nbytes)
+        return StagingBuffer(nbytes, fd=fd)
+    except BaseException:
+        os.close(fd)
+        raise
+
 
 def _nbytes_of(form: TensorForm) -> int:
     dtype, size = form
@@ -130,6 +166,9 @@ def _ends(forms: Sequence[TensorForm]) -> list[int]:
     """Where the bytes of each tensor end, one behind the other."""
     at, ends = 0, []
     for form in forms:
-        at = -(-at // _ALIGNMENT) * _ALIGNMENT + _nbytes_of(form)
+        nbytes = _nbytes_of(form)
+        if nbytes >= _LARGE_NBYTES:
+            at = -(-(at - _ALIGNMENT) // _PAGE_NBYTES) * _PAGE_NBYTES + _ALIGNMENT
+        at = -(-at // _ALIGNMENT) * _ALIGNMENT + nbytes
         ends.append(at)
     return ends

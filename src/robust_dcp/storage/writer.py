@@ -28,7 +28,7 @@ from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.layouts.places import Placements, place_as_they_come
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, StorageInfo, encode_metadata, referenced_files
 from robust_dcp.storage.writing.commit import MetadataToPublish
-from robust_dcp.storage.writing.engine import WrittenFiles, write_files
+from robust_dcp.storage.writing.engine import WriteFiles, WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource, Resolve, WriteItemSource
 from robust_dcp.storage.writing.save_directory import SaveDirectory
 from robust_dcp.storage.writing.stripes import stripe_directories
@@ -76,6 +76,10 @@ class RobustWriter(StorageWriter):
             given in both places must be the same.
         disk: the file system.
 
+    Attributes:
+        disk: as given.
+        write_files: writes this rank's files. One save may set it to what has them written elsewhere.
+
     Raises:
         ValueError: an option is out of range, or a path is a URL (``scheme://…``).
         StorageError: from :meth:`begin` on, when the file system refuses.
@@ -112,7 +116,8 @@ class RobustWriter(StorageWriter):
         )
         self.layout = layout_named(self.options.layout)
         self.path = directory_path(path)
-        self._disk: Disk = disk or PosixDisk()
+        self.disk: Disk = disk or PosixDisk()
+        self.write_files: WriteFiles = write_files
         self.save_id = str(uuid.uuid4())
         self._directory: SaveDirectory | None = None
         self._rank: int | None = None
@@ -188,7 +193,7 @@ class RobustWriter(StorageWriter):
         """What this save knows of, and has made in, its directory."""
         if self._directory is None:
             rank = self._rank if self._alone else None
-            self._directory = SaveDirectory(self._disk, self.path, save_id=self.save_id, layout=self.layout, rank=rank)
+            self._directory = SaveDirectory(self.disk, self.path, save_id=self.save_id, layout=self.layout, rank=rank)
         return self._directory
 
     def write(
@@ -205,10 +210,10 @@ class RobustWriter(StorageWriter):
         """
         if self._alone:
             self.directory.share()
-        for place in (self.path, *stripe_directories(self._disk, self.path, self.options.stripes)):
+        for place in (self.path, *stripe_directories(self.disk, self.path, self.options.stripes)):
             self.directory.make(place)
-        written = write_files(
-            self._disk,
+        written = self.write_files(
+            self.disk,
             self.path,
             rank,
             source,
@@ -267,6 +272,7 @@ class RobustWriter(StorageWriter):
         self._rank = None
         self._alone = False
         self._begun = self._announces = False
+        self.write_files = write_files
 
     def storage_meta(self) -> WriterMeta:
         return WriterMeta(checkpoint_id=self.path, save_id=self.save_id, writer=self)

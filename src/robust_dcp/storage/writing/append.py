@@ -19,7 +19,7 @@ from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors
 from robust_dcp.storage.writing.large_record import PayloadRange, cut, finish_record
 from robust_dcp.storage.writing.paged_file import FileOutput
 
-__all__ = ["Appended", "append_items"]
+__all__ = ["Appended", "append_items", "saved_by_torch"]
 
 Appended = tuple[int, int, int]
 """An item: place in the plan, offset and length in the file, in bytes."""
@@ -102,9 +102,7 @@ def _record(data: torch.Tensor | io.BytesIO, output: FileOutput) -> _Whole | _La
         return _opaque(data, output)
     template = record_template(data.dtype, tuple(data.shape)) if is_fixed_size(data) else None
     if template is None:
-        buffer = io.BytesIO()
-        torch.save(_compact(data), buffer)
-        return _opaque(buffer, output)
+        return _opaque(saved_by_torch(data), output)
     if template.payload_nbytes >= LARGE_NBYTES:
         return _Large(template, data)
     payload = payload_view(to_host(data))
@@ -112,6 +110,13 @@ def _record(data: torch.Tensor | io.BytesIO, output: FileOutput) -> _Whole | _La
     checksum = joined(sums, len(payload))
     parts = (template.header(checksum), payload, template.trailer(checksum))
     return _Whole(parts, template.header_nbytes, len(payload), sums)
+
+
+def saved_by_torch(tensor: torch.Tensor) -> io.BytesIO:
+    """The record of a tensor that has more to it than dtype, shape and data."""
+    buffer = io.BytesIO()
+    torch.save(_compact(tensor), buffer)
+    return buffer
 
 
 def _opaque(buffer: io.BytesIO, output: FileOutput) -> _Whole:

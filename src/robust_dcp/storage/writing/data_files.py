@@ -20,11 +20,12 @@ from typing import Final
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.layouts import FileName, Layout
+from robust_dcp.storage.layouts.marks import is_of_save
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.writing.removal import is_gone
 from robust_dcp.storage.writing.stripes import stripe_of
 
-__all__ = ["DataFile", "create_data_files", "discard", "take_plain_names"]
+__all__ = ["DataFile", "create_data_files", "discard", "remove_files_of", "take_plain_names"]
 
 _CANNOT_LINK: Final = frozenset({errno.EEXIST, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
 
@@ -154,4 +155,34 @@ def discard(disk: Disk, files: Sequence[DataFile]) -> list[str]:
         while paths and is_gone(disk.unlink, paths[0]):
             del paths[0]
         left += paths
+    return left
+
+
+def remove_files_of(
+    disk: Disk,
+    directory: str,
+    rank: int,
+    placements: Placements,
+    layout: Layout,
+    *,
+    mark: str,
+    stripes: Sequence[str] = (),
+) -> list[str]:
+    """Remove what a process has made that died while it wrote the files of ``rank``, whichever of them are there.
+
+    Returns:
+        the paths of those that are still there.
+    """
+    left: list[str] = []
+    for number, name in enumerate(layout.file_names(rank, placements.head_nbytes, mark, plain=False)):
+        path = os.path.join(directory, name.written)
+        paths = [os.path.join(stripe_of(rank, number, stripes), name.written), path] if stripes else [path]
+        while paths and is_gone(disk.unlink, paths[0]):
+            del paths[0]
+        left += paths
+    for name in layout.file_names(rank, placements.head_nbytes, mark, plain=True):
+        path = os.path.join(directory, name.committed)
+        with contextlib.suppress(StorageError):  # it is not there, and may be there again by now
+            if is_of_save(disk, path, mark) and not is_gone(disk.unlink, path):
+                left.append(path)
     return left

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,14 +25,14 @@ from robust_dcp.storage.layouts import TORCH, Layout
 from robust_dcp.storage.layouts.footer import FileSums
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements, slots_of
 from robust_dcp.storage.writing.data_files import DataFile, create_data_files, discard, take_plain_names
-from robust_dcp.storage.writing.item_source import ItemSource
+from robust_dcp.storage.writing.item_source import BorrowingSource, ItemSource
 from robust_dcp.storage.writing.paged_file import FileOutput, PagedFile
 from robust_dcp.storage.writing.steps import FileSteps, Step, StepQueue, WriteContext
 from robust_dcp.storage.writing.stripes import stripe_directories
 from robust_dcp.storage.writing.write_options import BLOCKS_PER_THREAD, WriteOptions
 from robust_dcp.storage.writing.write_order import write_orders
 
-__all__ = ["WrittenFiles", "write_files"]
+__all__ = ["WriteFiles", "WrittenFiles", "write_files"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +60,26 @@ class WrittenFiles:
     digest: bytes = b""
 
 
+class WriteFiles(Protocol):
+    """Writes the files of one rank: :func:`write_files`, or what has it called in another process."""
+
+    def __call__(
+        self,
+        disk: Disk,
+        directory: str,
+        rank: int,
+        source: ItemSource,
+        placements: Placements,
+        *,
+        mark: str,
+        options: WriteOptions,
+        check_stop: Callable[[int, int], None],
+        known_places: npt.NDArray[np.int64] | None,
+        layout: Layout,
+        not_removed: list[str],
+    ) -> WrittenFiles: ...
+
+
 def write_files(
     disk: Disk,
     directory: str,
@@ -78,7 +99,8 @@ def write_files(
     Args:
         directory: of the checkpoint; it and those on the stripes are there.
         mark: of the save: it stands in the files, and in their names where the plain names are taken.
-        source: the items, in the order of ``placements``; their data is asked for in several threads.
+        source: the items, in the order of ``placements``; their data is asked for in several threads. What a
+            ``BorrowingSource`` has borrowed is written first.
         check_stop: called between blocks, in several threads, with the bytes that are written, and those of all items
             of fixed size; raises when the save is given up elsewhere.
         known_places: int64 ``[v, 2]``, offset and length of the items of variable size in an earlier save by the same
@@ -104,13 +126,17 @@ def write_files(
         workers = _Workers(check_stop, sum(placements.file_nbytes))
         with POOL.lease(block_nbytes, threads * BLOCKS_PER_THREAD) as lease:
             context = WriteContext(source, slots_of(placements, known_places), workers.stop_if_told, mark)
+            borrowed = frozenset(source.borrowed if isinstance(source, BorrowingSource) else ())
             steps = []
             for file, order, nbytes in zip(files, orders, placements.file_nbytes, strict=True):
                 disk.preallocate(file.file, -(-nbytes // page_nbytes) * page_nbytes)
                 paged = PagedFile(disk, file.file, page_nbytes, workers.wrote, must_be_direct=options.direct is True)
                 output = FileOutput(paged, lease, workers.copies, FileSums() if options.checksums else None)
-                steps.append(FileSteps(file, order, nbytes, output, context))
+                steps.append(FileSteps(file, order, nbytes, output, context, borrowed))
             # The last file may hold what only one thread can write: it comes first.
+            if isinstance(source, BorrowingSource) and borrowed:
+                workers.run(StepQueue(steps[::-1], only_borrowed=True), threads)
+                source.give_back()
             workers.run(StepQueue(steps[::-1]), threads)
         plain = layout.file_names(rank, placements.head_nbytes, mark, plain=True)
         are_plain = take_plain_names(disk, directory, files, plain)

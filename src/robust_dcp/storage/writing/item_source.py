@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
@@ -18,7 +18,7 @@ from robust_dcp.comm import Stopped
 from robust_dcp.errors import PlanConflict, RobustCheckpointError
 from robust_dcp.storage.layouts import Frame
 
-__all__ = ["ItemSource", "NamedErrors", "Resolve", "WriteItemSource", "planned_tensor"]
+__all__ = ["BorrowingSource", "ItemSource", "NamedErrors", "Resolve", "WriteItemSource", "planned_tensor"]
 
 Resolve = Callable[[WriteItem], "torch.Tensor | io.BytesIO"]
 
@@ -39,6 +39,18 @@ class ItemSource(Protocol):
 
     def resolve(self, place: int) -> torch.Tensor | io.BytesIO:
         """The data of an item: a tensor on any device, or an object's bytes. Called once a save, without grad mode."""
+
+
+@runtime_checkable
+class BorrowingSource(Protocol):
+    """An :class:`ItemSource` that has some of its data only for a while: somebody waits until it is written."""
+
+    @property
+    def borrowed(self) -> Sequence[int]:
+        """Places of these items, which are written before all others."""
+
+    def give_back(self) -> None:
+        """They have been written: nobody reads their data any more."""
 
 
 class WriteItemSource:

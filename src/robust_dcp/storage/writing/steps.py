@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -21,7 +21,7 @@ from robust_dcp.storage.writing.item_source import ItemSource
 from robust_dcp.storage.writing.large_record import large_pieces
 from robust_dcp.storage.writing.pack import Block, Packing
 from robust_dcp.storage.writing.paged_file import FileOutput
-from robust_dcp.storage.writing.write_order import WriteOrder
+from robust_dcp.storage.writing.write_order import LargeRecord, WriteOrder
 
 __all__ = ["FileSteps", "Step", "StepQueue", "WriteContext"]
 
@@ -61,15 +61,29 @@ class WriteContext:
 
 
 class FileSteps:
-    """One file on its way: its steps, in order, and how many of them are under way."""
+    """One file on its way: its steps, in order, and how many of them are under way.
+
+    Args:
+        borrowed: places of items whose steps come before those of all others.
+    """
 
     def __init__(
-        self, file: DataFile, order: WriteOrder, fixed_nbytes: int, output: FileOutput, context: WriteContext
+        self,
+        file: DataFile,
+        order: WriteOrder,
+        fixed_nbytes: int,
+        output: FileOutput,
+        context: WriteContext,
+        borrowed: Collection[int] = (),
     ) -> None:
         self._file = file
         self._mark = context.mark
         self._output = output
-        self._steps = self._in_order(order, fixed_nbytes, context)
+        early, late = _split(order, borrowed)
+        # A generator that is never begun would refer to this object, and keep all memory of the save, until a
+        # collection of garbage.
+        self._borrowed = self._in_order(early, fixed_nbytes, context) if borrowed else iter(())
+        self._steps = self._in_order(late, fixed_nbytes, context)
         self._head = order.head
         self._under_way = 0
         self._exhausted = False
@@ -85,13 +99,19 @@ class FileSteps:
         if order.variable:
             yield _Appended(self._file, order.variable, fixed_nbytes, self._output, context)
 
-    def take(self) -> Step | None:
-        """The next step; ``None`` after the last. :meth:`done` follows each."""
+    def take(self, *, only_borrowed: bool = False) -> Step | None:
+        """The next step; ``None`` after the last. :meth:`done` follows each.
+
+        Args:
+            only_borrowed: of the steps of borrowed items. All of these are done before others are asked for.
+        """
         with self._lock:
-            step = next(self._steps, None)
+            step = next(self._borrowed if only_borrowed else self._steps, None)
             if step is not None:
                 self._under_way += 1
                 return step
+            if only_borrowed:
+                return None
             is_over = not self._exhausted and not self._under_way
             self._exhausted = True
         if is_over:
@@ -119,10 +139,34 @@ class FileSteps:
         file.digest = sums.digest if output.checksums else None
 
 
-class StepQueue:
-    """The steps of all files, one of each file in turn."""
+def _split(order: WriteOrder, borrowed: Collection[int]) -> tuple[WriteOrder, WriteOrder]:
+    """The pieces of a file that hold borrowed items, and the others."""
+    if not borrowed:
+        return WriteOrder((), ()), order
 
-    def __init__(self, files: Sequence[FileSteps]) -> None:
+    def is_early(piece: Block | LargeRecord) -> bool:
+        places = piece.places.tolist() if isinstance(piece, Block) else [piece.place]
+        return not places_of_borrowed.isdisjoint(places)
+
+    places_of_borrowed = frozenset(borrowed)
+    is_variable_early = not places_of_borrowed.isdisjoint(order.variable)
+    early = tuple(piece for piece in order.fixed if is_early(piece))
+    late = tuple(piece for piece in order.fixed if not is_early(piece))
+    return (
+        WriteOrder(early, order.variable if is_variable_early else ()),
+        WriteOrder(late, () if is_variable_early else order.variable),
+    )
+
+
+class StepQueue:
+    """The steps of all files, one of each file in turn.
+
+    Args:
+        only_borrowed: as for :meth:`FileSteps.take`.
+    """
+
+    def __init__(self, files: Sequence[FileSteps], *, only_borrowed: bool = False) -> None:
+        self._only_borrowed = only_borrowed
         self._files = deque(files)
         self._lock = threading.Lock()
 
@@ -134,7 +178,7 @@ class StepQueue:
                     return None
                 file = self._files[0]
                 self._files.rotate(-1)
-            step = file.take()
+            step = file.take(only_borrowed=self._only_borrowed)
             if step is not None:
                 return file, step
             with self._lock:

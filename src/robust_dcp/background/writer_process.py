@@ -1,0 +1,319 @@
+"""The writer processes of a rank: what another process writes holds up no thread of this one, not even for the GIL.
+
+Owns these processes, from the first save that wants one until this process ends, and what is said to one while it
+writes. What it is to write lies in shared memory (``StagedSource.shared``). Called by ``async_save``; the other side is
+``writing_worker``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from robust_dcp.background.messages import (
+    FROM_WORKER,
+    Failed,
+    Job,
+    MessagePipe,
+    Plan,
+    Progress,
+    Stop,
+    Written,
+    form_message,
+    name_of_disk,
+    options_message,
+)
+from robust_dcp.background.staged_source import SharedCopies, StagedSource
+from robust_dcp.errors import RobustCheckpointError
+from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.layouts import Layout
+from robust_dcp.storage.layouts.places import Placements
+from robust_dcp.storage.writing.append import saved_by_torch
+from robust_dcp.storage.writing.data_files import remove_files_of
+from robust_dcp.storage.writing.engine import WrittenFiles, write_files
+from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors
+from robust_dcp.storage.writing.stripes import stripe_directories
+from robust_dcp.storage.writing.write_options import WriteOptions
+
+__all__ = ["WRITERS", "WriteInProcess", "WriterProcess", "WriterProcesses"]
+
+_LOOK_SECONDS: Final = 0.05
+"""How often a rank looks whether another has given up the save, while its writer process writes."""
+
+_SEND_SECONDS: Final = 120.0
+"""A writer process that has begun takes a job at once; to begin it has to import torch."""
+
+_STOP_SECONDS: Final = 30.0
+"""How long a writer process may go on after it was told to stop: it may wait for a disk."""
+
+_END_SECONDS: Final = 10.0
+
+# An interrupt is for the rank alone. The paths are those of this process, whatever the environment says.
+_START: Final = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = sys.argv[3:]; "
+    "from robust_dcp.background.writing_worker import run; run(int(sys.argv[1]), int(sys.argv[2]))"
+)
+
+# It has no use for a device, and none for threads of its own within an operator of torch.
+_ENVIRONMENT: Final = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "ROBUST_DCP": "0"}
+
+
+class WriterDied(Exception):
+    """The process has ended, or can no longer be talked to; says how."""
+
+
+class WriterProcess:
+    """A process that writes one job at a time. It is started afresh, not forked: it has no threads, locks or devices of
+    this one, and does not run the user's script."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        ours.settimeout(_SEND_SECONDS)
+        self._is_given_up = False
+        self._pipe = MessagePipe(ours, FROM_WORKER)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _START, str(theirs.fileno()), str(os.getpid()), *sys.path],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, **_ENVIRONMENT},
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._is_given_up and self._process.poll() is None
+
+    def write(
+        self, job: Job, fd: int, *, note_progress: Callable[[int, int], None], look: Callable[[], None]
+    ) -> Written | Failed:
+        """Have a job done.
+
+        Args:
+            fd: of the file whose memory holds the tensors.
+            note_progress: called with the bytes that are written, and those of all items of fixed size.
+            look: called from time to time; what it raises stops the job.
+
+        Raises:
+            WriterDied: the process has ended meanwhile.
+        """
+        encoded = msgspec.msgpack.encode(job)
+        try:
+            self._pipe.send(encoded, [fd])
+            return self._outcome(note_progress, look)
+        except (EOFError, OSError) as error:
+            raise WriterDied(self._end()) from error
+        except BaseException:
+            self._stop()
+            raise
+
+    def _outcome(self, note_progress: Callable[[int, int], None], look: Callable[[], None]) -> Written | Failed:
+        while True:
+            if self._pipe.has_message(_LOOK_SECONDS):
+                message, _ = self._pipe.receive()
+                if not isinstance(message, Progress):
+                    outcome: Written | Failed = message
+                    return outcome
+                note_progress(message.done_nbytes, message.total_nbytes)
+            elif not self.is_alive:
+                raise EOFError
+            look()
+
+    def _stop(self) -> None:
+        """Have the job that is under way stopped; a process that does not get to it is ended."""
+        timer = threading.Timer(_STOP_SECONDS, self._process.kill)
+        timer.start()
+        try:
+            self._pipe.send(Stop())
+            self._outcome(lambda done_nbytes, total_nbytes: None, lambda: None)
+        except (EOFError, OSError):
+            self._end()
+        finally:
+            timer.cancel()
+
+    def _end(self) -> str:
+        """Make sure that the process has ended; how it has, in words."""
+        self._is_given_up = True
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        self._process.kill()  # which does nothing where it has ended
+        try:
+            code = self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "it can no longer be talked to, and does not end"
+        finally:
+            self._pipe.close()
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
+
+    def close(self) -> None:
+        """End it. It has no job."""
+        self._pipe.close()  # which it takes for the end of this process
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def forget(self) -> None:
+        """In a forked child, whose process it is not."""
+        self._process.returncode = 0
+        self._pipe.close()
+
+
+class WriterProcesses:
+    """Those of this process. There is one, unless saves of several groups are written at the same time."""
+
+    def __init__(self) -> None:
+        self._idle: list[WriterProcess] = []
+        self._lock = threading.Lock()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of those that have no job."""
+        return [writer.pid for writer in self._idle]
+
+    def prepare(self) -> None:
+        """Start one if there is none, so that it is there when it is needed. If that fails now, the save will say so,
+        on all ranks."""
+        with self._lock, suppress(OSError):
+            self._forget_dead()
+            if not self._idle:
+                self._idle.append(WriterProcess())
+
+    @contextmanager
+    def lent(self) -> Iterator[WriterProcess]:
+        """One that has no other job within the ``with`` block."""
+        with self._lock:
+            self._forget_dead()
+            writer = self._idle.pop() if self._idle else WriterProcess()
+        try:
+            yield writer
+        finally:
+            with self._lock:
+                self._idle.append(writer)
+                self._forget_dead()
+
+    def close(self) -> None:
+        """End all that have no job."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for writer in idle:
+            writer.close()
+
+    def forget_all(self) -> None:
+        """In a forked child."""
+        self._lock = threading.Lock()
+        for writer in self._idle:
+            writer.forget()
+        self._idle = []
+
+    def _forget_dead(self) -> None:
+        self._idle = [writer for writer in self._idle if writer.is_alive]
+
+
+WRITERS: Final = WriterProcesses()
+
+
+class WriteInProcess:
+    """``write_files`` for one save: a writer process does it. What is not all in shared memory this process writes.
+
+    Args:
+        look: raises if another rank has given up the save.
+    """
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self._look = look
+
+    def __call__(
+        self,
+        disk: Disk,
+        directory: str,
+        rank: int,
+        source: ItemSource,
+        placements: Placements,
+        *,
+        mark: str,
+        options: WriteOptions,
+        check_stop: Callable[[int, int], None],
+        known_places: npt.NDArray[np.int64] | None,
+        layout: Layout,
+        not_removed: list[str],
+    ) -> WrittenFiles:
+        shared = source.shared if isinstance(source, StagedSource) else None
+        if shared is None:
+            return write_files(
+                *(disk, directory, rank, source, placements),
+                mark=mark,
+                options=options,
+                check_stop=check_stop,
+                known_places=known_places,
+                layout=layout,
+                not_removed=not_removed,
+            )
+        job = Job(
+            directory=directory,
+            rank=rank,
+            mark=mark,
+            disk=name_of_disk(disk),
+            options=options_message(options),
+            known_places=None if known_places is None else known_places.astype(np.int64).tobytes(),
+            plan=msgspec.msgpack.encode(Plan.of(source, placements)),
+            memory_nbytes=shared.nbytes,
+            tensor_places=shared.places,
+            tensor_forms=[form_message(form) for form in shared.forms],
+            records=_records(source, shared),
+        )
+        try:
+            outcome = self._outcome(job, shared.fd, check_stop)
+        except BaseException:
+            # Stopped processes have removed it; those that died have not.
+            stripes = stripe_directories(disk, directory, options.stripes)
+            not_removed += remove_files_of(disk, directory, rank, placements, layout, mark=mark, stripes=stripes)
+            raise
+        if isinstance(outcome, Failed):
+            not_removed += outcome.not_removed
+            raise outcome.error()
+        return outcome.files()
+
+    def _outcome(self, job: Job, fd: int, check_stop: Callable[[int, int], None]) -> Written | Failed:
+        with WRITERS.lent() as writer:
+            try:
+                return writer.write(job, fd, note_progress=check_stop, look=self._look)
+            except WriterDied as death:
+                raise RobustCheckpointError(
+                    f"the writer process of rank {job.rank} (pid {writer.pid}) died while it wrote {job.directory}: "
+                    f"{death}. Nothing of this save is committed, and the checkpoint before it is still there; the "
+                    "next save starts another process"
+                ) from death
+
+
+def _records(source: ItemSource, shared: SharedCopies) -> dict[int, bytes]:
+    """The bytes of all items that are no tensors in shared memory."""
+    records = {}
+    with NamedErrors(source, 0) as errors:
+        for place in sorted(set(range(len(source))).difference(shared.places)):
+            errors.place = place
+            data = source.resolve(place)
+            record = saved_by_torch(data) if isinstance(data, torch.Tensor) else data
+            records[place] = record.getvalue()
+    return records
+
+
+atexit.register(WRITERS.close)  # the async saves are over by then
+os.register_at_fork(after_in_child=WRITERS.forget_all)
