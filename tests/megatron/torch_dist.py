@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ __all__ = [
     "failures_of",
     "made",
     "per_rank_object",
+    "queue_option",
     "replicated",
     "replicated_object",
     "save",
@@ -101,6 +103,13 @@ def made(directory: Path) -> Path:
 def save(state_dict: dict[str, Any], directory: Path, strategy: Any = None, **options: Any) -> Any:
     """``dist_checkpointing.save``, whichever that is now, into a new directory."""
     return dist_checkpointing.save(state_dict, str(made(directory)), strategy, **options)
+
+
+def queue_option() -> dict[str, str]:
+    """The argument of ``dist_checkpointing.save`` that says whose queue an asynchronous save goes into: Megatron's.
+    From 0.17 on there is a choice, and the other queue is of a package of its own."""
+    has_queues = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
+    return {"async_strategy": "mcore"} if has_queues else {}
 
 
 def cut(key: str, data: torch.Tensor, **options: Any) -> ShardedTensor:

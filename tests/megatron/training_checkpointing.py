@@ -45,11 +45,13 @@ def save_async(state_dict: dict[str, Any], checkpoint_name: str, async_strategy:
 
 def get_async_strategy(async_strategy: str) -> tuple[str, dict[str, Any]]:
     """Megatron-Core's, from 0.17 on."""
-    return async_strategy, {"AsyncRequest": object}
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    return async_strategy, {"FileSystemWriterAsync": FileSystemWriterAsync}
 
 
 def get_save_and_finalize_callbacks(writer: Any, save_state_dict_ret: Any, async_strategy: str = "nvrx") -> Any:
-    raise AssertionError("a writer of Megatron's was expected")
+    raise AssertionError("a save by robust_dcp was expected")
 
 
 def load_args(checkpoint_name: str) -> dict[str, Any]:
