@@ -75,8 +75,13 @@ def loaded(directory: Path) -> tuple[float, float, float, float]:
     return weight.min().item(), weight.max().item(), found["object"]["value"], found["iteration"]
 
 
-def save_beside_training(directory: Path, queue: Any) -> dict[str, Any]:
+def save_beside_training(directory: Path, queue: Any, request_class: Any = None) -> dict[str, Any]:
     """Save by ``queue`` while rank 1 cannot write, change all tensors, and let rank 1 write.
+
+    Args:
+        directory: an empty one, or none yet.
+        queue: an ``AsyncCallsQueue``.
+        request_class: its ``AsyncRequest``, where that is not the one of this Megatron.
 
     Returns:
         What the rank saw on the way.
@@ -87,6 +92,8 @@ def save_beside_training(directory: Path, queue: Any) -> dict[str, Any]:
         disk.gate.set()
     with chosen(), written_on(disk):
         request = save(held, directory / "1", async_sharded_save=True, **queue_option())
+        if request_class is not None:
+            request = request_class(**request._asdict())
 
         def move_tracker() -> None:
             seen["committed"] = [(directory / "1" / name).exists() for name in (".metadata", "metadata.json")]

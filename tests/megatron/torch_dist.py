@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from robust_dcp import RobustCheckpointError
-from robust_dcp.megatron.hooks.patching import Patches
+from robust_dcp.megatron.hooks.patching import Patch, Patches
 from robust_dcp.megatron.loading import load_patches
 from robust_dcp.megatron.saving import save_patches
 
@@ -34,6 +34,9 @@ __all__ = [
     "save",
     "warnings_of",
 ]
+
+
+_TORCH_DIST = (*save_patches.PATCHES, *load_patches.PATCHES)
 
 
 class Scenarios:
@@ -56,21 +59,23 @@ class Scenarios:
 
 
 @contextmanager
-def chosen(*, timeout_seconds: float = 30, **environment: str) -> Iterator[None]:
-    """robust_dcp is the planner of Megatron within this block."""
+def chosen(
+    *, timeout_seconds: float = 30, patches: Sequence[Patch] = _TORCH_DIST, **environment: str
+) -> Iterator[None]:
+    """robust_dcp is the planner of Megatron within this block, and ``patches`` are applied."""
     more = {
         "ROBUST_DCP": "1",
         "ROBUST_DCP_EXCHANGE_TIMEOUT_SECONDS": str(timeout_seconds),
         **{f"ROBUST_DCP_{name.upper()}": value for name, value in environment.items()},
     }
     before = dict(os.environ)
-    patches = Patches((*save_patches.PATCHES, *load_patches.PATCHES))
+    applied = Patches(patches)
     os.environ.update(more)
-    patches.apply()
+    applied.apply()
     try:
         yield
     finally:
-        patches.remove()
+        applied.remove()
         os.environ.clear()
         os.environ.update(before)
 

@@ -247,12 +247,11 @@ class _Training:
         from megatron.training import training
 
         noted: dict[str, Any] = {"digest": self.digest()}
-        before = children()
         try:
             training.save_checkpoint_and_time(iteration, self.model, self.optimizer, self.scheduler, 0, self.context)
         except Exception as error:
             noted["error"] = _told(error)
-        return noted | {"plan": self.plan(), "tracker": self.tracker(), "processes": len(children() - before)}
+        return noted | {"plan": self.plan(), "tracker": self.tracker(), "processes": len(children())}
 
     def finalize(self) -> dict[str, Any]:
         from megatron.training import training

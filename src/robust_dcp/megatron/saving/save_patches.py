@@ -186,9 +186,6 @@ def _save_checkpoint(original: Replaced) -> Replaced:
     return save_checkpoint
 
 
-_FORMATS = ("torch_dist", "torch_dcp", "fsdp_dtensor")
-
-
 def _will_be_ours(original: Replaced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether this call of ``save_checkpoint`` ends in a save of ours, by Megatron's arguments; else say what it is."""
     from robust_dcp.megatron.hooks.options import megatron_arguments
@@ -201,8 +198,8 @@ def _will_be_ours(original: Replaced, args: tuple[Any, ...], kwargs: dict[str, A
         say_stays_stock(_LOCAL, _WHY_LOCAL)
         return False
     ckpt_format = getattr(arguments, "ckpt_format", "torch_dist")
-    if not getattr(arguments, "use_dist_ckpt", True) or ckpt_format not in _FORMATS:
-        say_stays_stock(f"saves with --ckpt-format {ckpt_format}", f"ours are {', '.join(_FORMATS)}")
+    if not getattr(arguments, "use_dist_ckpt", True) or ckpt_format not in async_patches.FORMATS:
+        say_stays_stock(f"saves with --ckpt-format {ckpt_format}", f"ours are {', '.join(async_patches.FORMATS)}")
         return False
     return True
 
