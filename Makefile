@@ -2,7 +2,8 @@
 #
 #   make demo    save, change, reload and reshard real models on 4 ranks (CPU)
 #   make test    all tests; PYTEST_ARGS="tests/comm -k timeout" for some
-#   make test-compat        the Megatron tests with Megatron-Core 0.14.0 and 0.19.2, and with ms-swift's saves
+#   make test-compat        the Megatron tests with Megatron-Core 0.14.0 and 0.19.2, ms-swift's saves, and the queue
+#                           of nvidia-resiliency-ext
 #   make test-compat-smoke  the part of it that CI runs, about two minutes
 #   make check   format, lint, types, layers; changes nothing
 #   make format  what `check` would complain about and ruff can repair
