@@ -32,12 +32,6 @@ class GatedDisk(PosixDisk):
         super().__init__()
         self.gate = threading.Event()
 
-    @classmethod
-    def opened(cls) -> GatedDisk:
-        disk = cls()
-        disk.gate.set()
-        return disk
-
     def pwrite(self, file: Any, data: Any, offset: int) -> None:
         assert not file.path.endswith(".distcp") or self.gate.wait(timeout=60)
         super().pwrite(file, data, offset)

@@ -21,6 +21,7 @@ from demo import megatron_cpu
 from robust_dcp.background.save_line import SaveFuture
 from robust_dcp.megatron import RobustSaveStrategy
 from robust_dcp.megatron.async_requests import AsyncSaveCaller, BackgroundSave
+from robust_dcp.storage.files.disk import PosixDisk
 from tests.megatron.async_saves import FullDisk, GatedDisk, expected, loaded, save_beside_training, state, written_on
 from tests.megatron.stock import stock_strategy
 from tests.megatron.torch_dist import Scenarios, chosen, failures_of, made, queue_option, save
@@ -87,7 +88,7 @@ def test_saves_that_are_asked_for_while_another_is_under_way_are_finalized_in_or
 def _a_rank_fails(directory: Path) -> Any:
     queue, finalized = AsyncCallsQueue(), []
     with chosen():
-        with written_on(FullDisk() if dist.get_rank() == 1 else GatedDisk.opened()):
+        with written_on(FullDisk() if dist.get_rank() == 1 else PosixDisk()):
             request = save(state(1.0), directory / "1", async_sharded_save=True, **queue_option())
         request.add_finalize_fn(lambda: finalized.append(1))
         queue.schedule_async_request(request)
