@@ -10,6 +10,8 @@
 #   make bench   the benchmarks
 #   make torture thousands of faults between ranks, 300 kills, 300 pairs of jobs that save into one directory, and
 #                TRIALS=2000 hostile checkpoints; SEED=1 (about an hour)
+#   make gpu     tests and benchmark for a CUDA device, without network: GPU_PYTHON=python3 has torch with CUDA; what else
+#                it needs lies in .gpu-wheels, where `make gpu-wheels` puts it on a machine that has a network
 #   make clean   remove all that make has made
 
 PYTHON ?= python3
@@ -23,10 +25,12 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile
 SOURCES := $(wildcard src tests demo benchmarks torture)
 TRIALS ?= 2000
 SEED ?= 1
+GPU_PYTHON ?= python3
+GPU_PYTHON_VERSION ?= 3.12
 BENCHMARKS := $(sort $(wildcard benchmarks/bench_*.py) $(wildcard benchmarks/planning.py benchmarks/loading.py))
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-compat test-compat-smoke check format bench torture clean
+.PHONY: demo test test-compat test-compat-smoke check format bench torture gpu gpu-wheels clean
 
 demo: $(INSTALLED)
 	$(BIN)/python demo/run.py
@@ -99,8 +103,17 @@ torture: $(INSTALLED)
 	$(BIN)/python -m torture.savers --rounds 300 --seed $(SEED)
 	$(BIN)/python -m torture.hostile --trials $(TRIALS) --seed $(SEED)
 
+gpu:
+	GPU_PYTHON=$(GPU_PYTHON) scripts/gpu.sh
+
+# For x86-64 and that version of Python. Megatron-Core brings sources for others, so it is taken as it is.
+gpu-wheels: $(INSTALLED)
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+	  --python-version $(GPU_PYTHON_VERSION) --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 \
+	  --dest .gpu-wheels msgspec isal zstandard megatron-core==0.16.1
+
 clean:
-	rm -rf $(VENV) $(COMPAT) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(COMPAT) .gpu-wheels build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last: an installation that was interrupted is done again. pip works in place, so a changed

@@ -39,8 +39,10 @@ PUBLIC_NAMES = [
     "__version__",
     "async_save",
     "finish_async_saves",
+    "install",
     "load",
     "save",
+    "uninstall",
 ]
 
 SECOND_PARENTS = {

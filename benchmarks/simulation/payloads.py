@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from benchmarks.simulation.mailbox import COORDINATOR, Mailbox
 from benchmarks.virtual_ranks import NamedItem, items_of, local_of, path_of, table_of_items
 from robust_dcp.plan.local import LocalStructure
+from robust_dcp.plan.state_dict.write_items import write_item_of
 from robust_dcp.plan.structure import ItemStructure, StructureMessage
 from robust_dcp.plan.structure.signature import SIGNATURE_NBYTES
-from robust_dcp.planner.write_items import write_item_of
 
 __all__ = ["Payloads", "coordinators_local", "prepare"]
 

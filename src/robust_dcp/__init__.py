@@ -13,8 +13,10 @@ from robust_dcp.errors import (
     StructureChanged,
     UnsafeCheckpoint,
 )
+from robust_dcp.installation import install, uninstall
+from robust_dcp.plan.load_planner import RobustLoadPlanner
+from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.plan.structure import StructureSignature
-from robust_dcp.planner import RobustLoadPlanner, RobustPlanner
 from robust_dcp.report import LoadReport, SaveReport
 from robust_dcp.storage import ReadOptions, RobustReader, RobustWriter, WriteOptions
 from robust_dcp.version import __version__
@@ -42,6 +44,8 @@ __all__ = [
     "__version__",
     "async_save",
     "finish_async_saves",
+    "install",
     "load",
     "save",
+    "uninstall",
 ]

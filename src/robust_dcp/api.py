@@ -28,20 +28,20 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from robust_dcp.background import SaveLine, line_of
 from robust_dcp.comm import Channel, Offer
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
-from robust_dcp.plan.local import LocalStructure
-from robust_dcp.plan.phases import PhaseClock, PhaseRecord
-from robust_dcp.plan.session import SaveSession
-from robust_dcp.plan.shared_reads import SharedReads
-from robust_dcp.plan.sharing import (
+from robust_dcp.plan.load_planner import RobustLoadPlanner
+from robust_dcp.plan.loading.shared_reads import SharedReads
+from robust_dcp.plan.loading.sharing import (
     all_have_plans,
     choose_readers,
     node_reads_the_same,
     ranks_share,
     sharing_offer,
 )
+from robust_dcp.plan.local import LocalStructure
+from robust_dcp.plan.phases import PhaseClock, PhaseRecord
+from robust_dcp.plan.save_planner import RobustPlanner, checkpoint_name
+from robust_dcp.plan.session import SaveSession
 from robust_dcp.plan.stored_plan import LOADED
-from robust_dcp.planner import RobustLoadPlanner, RobustPlanner
-from robust_dcp.planner.save import checkpoint_name
 from robust_dcp.report import LoadReport, PhaseReport, SaveReport
 from robust_dcp.storage.reader import RobustReader, overwritten
 from robust_dcp.storage.reading.planned_items import PlannedItems

@@ -56,7 +56,7 @@ def test_without_the_flag_importing_torch_changes_nothing() -> None:
 
 def test_with_the_flag_importing_torch_only_waits_for_megatron() -> None:
     done = run_python("-c", _WHAT_IS_THERE, "--ckpt-planner", "robust_dcp")
-    assert done.stdout == "['_MegatronIsComing']\n[]\n"
+    assert done.stdout == "['_ModuleIsComing']\n[]\n"
 
 
 def test_unmodified_megatron_takes_the_flag_and_prints_it(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from robust_dcp.megatron.hooks.patching import Patch, Patches
+from robust_dcp.switch.patching import Patch, Patches
 from tests.megatron import patch_table
 from tests.megatron.small_megatron import run_python
 

@@ -19,10 +19,10 @@ pytest.importorskip("megatron.core")
 
 from robust_dcp.megatron import choice
 from robust_dcp.megatron.formats import dcp_patches
-from robust_dcp.megatron.hooks.patching import Patch, Patches
-from robust_dcp.megatron.hooks.stock_paths import forget_said, say_stays_stock
 from robust_dcp.megatron.loading import load_patches
 from robust_dcp.megatron.saving import save_patches
+from robust_dcp.switch.patching import Patch, Patches
+from robust_dcp.switch.stock_paths import forget_said, say_stays_stock
 from tests.megatron.stock import stock_strategy
 
 
@@ -45,7 +45,7 @@ def said(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
             assert record.levelno == logging.WARNING
 
     handler = Keep()
-    logger = logging.getLogger("robust_dcp.megatron.hooks.stock_paths")
+    logger = logging.getLogger("robust_dcp.switch.stock_paths")
     logger.addHandler(handler)
     yield messages
     logger.removeHandler(handler)

@@ -19,7 +19,6 @@ pytest.importorskip("megatron.core")
 from robust_dcp import RobustCheckpointError
 from robust_dcp.comm import Channel
 from robust_dcp.megatron.hooks.options import choose_planner
-from robust_dcp.megatron.hooks.patching import Patches
 from robust_dcp.megatron.uneven.uneven_chunk import chunk_of
 from robust_dcp.megatron.uneven.uneven_dtensor_patches import PATCHES
 from robust_dcp.megatron.uneven.uneven_dtensors import (
@@ -30,6 +29,7 @@ from robust_dcp.megatron.uneven.uneven_dtensors import (
     place_chunks,
     spans_the_world,
 )
+from robust_dcp.switch.patching import Patches
 from tests.megatron.uneven_cases import Meshes, cut, held_by_rank_0, state_dicts, uneven
 from tests.support.ranks import run_ranks, values
 

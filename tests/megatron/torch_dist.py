@@ -17,9 +17,9 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from robust_dcp import RobustCheckpointError
-from robust_dcp.megatron.hooks.patching import Patch, Patches
 from robust_dcp.megatron.loading import load_patches
 from robust_dcp.megatron.saving import save_patches
+from robust_dcp.switch.patching import Patch, Patches
 
 __all__ = [
     "Scenarios",

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from robust_dcp.errors import ExchangeError
-from robust_dcp.plan.readers import (
+from robust_dcp.plan.loading.readers import (
     BUCKET_NBYTES,
     ROUND_NBYTES,
     ReadColumns,

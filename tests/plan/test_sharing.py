@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from robust_dcp.comm import Offer
 from robust_dcp.comm.nodes import RANKS_PER_NODE
 from robust_dcp.errors import PlanConflict
-from robust_dcp.plan.sharing import node_reads_the_same, ranks_share, sharing_offer
+from robust_dcp.plan.loading.sharing import node_reads_the_same, ranks_share, sharing_offer
 from tests.plan.structures import agreement_of
 
 

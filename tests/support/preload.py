@@ -39,7 +39,8 @@ OWN = (
     "robust_dcp.comm",
     "robust_dcp.storage",
     "robust_dcp.plan",
-    "robust_dcp.planner",
+    "robust_dcp.plan.save_planner",
+    "robust_dcp.plan.load_planner",
     "robust_dcp.api",
 )
 

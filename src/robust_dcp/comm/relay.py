@@ -1,7 +1,7 @@
 """Bytes on their way from the rank that has read them to all others that need them: in buckets, round after round.
 
 Owns the tree that a bucket is passed down, the order in which ranks send and receive, and the checksums of what
-arrives. Never decides who sends what (``plan.readers``), nor what bytes mean. Called by ``Channel.relay`` only.
+arrives. Never decides who sends what (``plan.loading.readers``), nor what bytes mean. Called by ``Channel.relay`` only.
 
 Within a round each bucket goes from its first rank to the others in ``log2(ranks)`` steps: in step ``t`` the ranks at
 the first ``2**t`` places each pass it to the one ``2**t`` places behind. All ranks take rounds and steps in one order,

@@ -6,7 +6,7 @@ Asked by every replacement in ``save_patches`` and ``load_patches`` before it do
 from __future__ import annotations
 
 from robust_dcp.megatron.hooks.options import current_options
-from robust_dcp.megatron.hooks.stock_paths import say_stays_stock
+from robust_dcp.switch.stock_paths import say_stays_stock
 
 __all__ = ["is_chosen"]
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from robust_dcp.megatron.hooks.arguments import PATCHES as ARGUMENT_PATCHES
 from robust_dcp.megatron.hooks.options import Planner, choose_planner, options_from_environment
-from robust_dcp.megatron.hooks.patching import Patch, Patches
-from robust_dcp.megatron.hooks.stock_paths import forget_said
+from robust_dcp.switch.patching import Patch, Patches
+from robust_dcp.switch.stock_paths import forget_said
 from robust_dcp.version import __version__
 
 __all__ = ["TABLES", "install", "patches_of", "uninstall"]

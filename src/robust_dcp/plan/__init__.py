@@ -1,1 +1,1 @@
-"""From a rank's state dict to a plan that all ranks share: structure, agreement, cache, global plan."""
+"""From state dicts to plans that all ranks share, and DCP's planners over them."""

@@ -1,7 +1,8 @@
 """The bytes of one tensor, a range at a time, wherever the tensor is and however its elements lie.
 
 Owns how a range is found in memory or copied out of it, so that no tensor is ever staged as a whole. Never keeps a
-buffer. Called by ``pack``, ``large_record`` and ``append`` of ``storage.writing``, and by ``plan.shared_reads``.
+buffer. Called by ``pack``, ``large_record`` and ``append`` of ``storage.writing``, and by
+``plan.loading.shared_reads``.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ pytest.importorskip("megatron.core")
 
 from robust_dcp import PlanConflict
 from robust_dcp.comm import Channel
-from robust_dcp.megatron.hooks.patching import Patches
 from robust_dcp.megatron.uneven.uneven_dtensor_patches import PATCHES
+from robust_dcp.switch.patching import Patches
 from tests.megatron.uneven_cases import uneven
 from tests.support.ranks import run_ranks, values
 

@@ -19,10 +19,11 @@ from robust_dcp.megatron import versions
 from robust_dcp.megatron.async_requests import BackgroundSave, request_for
 from robust_dcp.megatron.checkpoint_call import meet_before_saving
 from robust_dcp.megatron.hooks.options import MegatronOptions
-from robust_dcp.megatron.hooks.stock_paths import say_stays_stock
 from robust_dcp.megatron.writing import log_report, writer_for
-from robust_dcp.planner import RobustLoadPlanner, RobustPlanner
+from robust_dcp.plan.load_planner import RobustLoadPlanner
+from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.storage.reader import RobustReader
+from robust_dcp.switch.stock_paths import say_stays_stock
 
 __all__ = ["load_call", "request_for_dcp", "save_call", "save_dcp", "start_dcp"]
 

@@ -14,8 +14,9 @@ from typing import Any
 
 from robust_dcp.megatron.choice import is_chosen
 from robust_dcp.megatron.hooks.options import current_options
-from robust_dcp.megatron.hooks.patching import Patch
-from robust_dcp.megatron.hooks.stock_paths import say_stays_stock
+from robust_dcp.switch.dcp_patches import TAKES_ALL_CALLS
+from robust_dcp.switch.patching import Patch
+from robust_dcp.switch.stock_paths import say_stays_stock
 
 __all__ = ["CALLERS", "PATCHES"]
 
@@ -30,17 +31,19 @@ _MARK = "preprocess_state_dict_for_uneven_dtensor"
 """Name that a module has which saves ``fsdp_dtensor`` on its own, as verl's does."""
 
 
-def _is_ours(caller: dict[str, Any], what: str) -> bool:
+def _is_ours(caller: dict[str, Any], what: str, stock: Function) -> bool:
     """Whether the module with these globals saves and loads Megatron's checkpoints, and robust_dcp is to do it.
 
     Args:
         caller: the globals.
         what: it does, for the log.
+        stock: what is called else; not stock's own where robust_dcp takes over the calls of everybody.
     """
     name = caller.get("__name__")
     if name in CALLERS or _MARK in caller:
         return is_chosen()
-    if not str(name).startswith("torch.") and current_options().planner == "robust_dcp":
+    takes_all = hasattr(stock, TAKES_ALL_CALLS)
+    if not takes_all and not str(name).startswith("torch.") and current_options().planner == "robust_dcp":
         why = "in this job only calls that Megatron's checkpointing makes are taken over; others call robust_dcp.save"
         say_stays_stock(f"{what} by {name}", why)
     return False
@@ -49,7 +52,7 @@ def _is_ours(caller: dict[str, Any], what: str) -> bool:
 def _save(stock: Function) -> Function:
     @functools.wraps(stock)
     def save(*args: Any, **kwargs: Any) -> Any:
-        if not _is_ours(sys._getframe(1).f_globals, "torch.distributed.checkpoint.save"):
+        if not _is_ours(sys._getframe(1).f_globals, "torch.distributed.checkpoint.save", stock):
             return stock(*args, **kwargs)
         from robust_dcp.megatron.formats.dcp_formats import save_call
 
@@ -61,7 +64,7 @@ def _save(stock: Function) -> Function:
 def _load(stock: Function) -> Function:
     @functools.wraps(stock)
     def load(*args: Any, **kwargs: Any) -> Any:
-        if not _is_ours(sys._getframe(1).f_globals, "torch.distributed.checkpoint.load"):
+        if not _is_ours(sys._getframe(1).f_globals, "torch.distributed.checkpoint.load", stock):
             return stock(*args, **kwargs)
         from robust_dcp.megatron.formats.dcp_formats import load_call
 

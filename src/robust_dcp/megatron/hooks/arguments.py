@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from robust_dcp.megatron.hooks.options import OPTIONS, Option, options_from_environment
-from robust_dcp.megatron.hooks.patching import Patch
+from robust_dcp.switch.patching import Patch
 
 __all__ = ["PATCHES", "add_arguments"]
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from robust_dcp.megatron.choice import is_chosen
-from robust_dcp.megatron.hooks.patching import Patch
-from robust_dcp.megatron.hooks.stock_paths import say_stays_stock
+from robust_dcp.switch.patching import Patch
+from robust_dcp.switch.stock_paths import say_stays_stock
 
 __all__ = ["PATCHES"]
 

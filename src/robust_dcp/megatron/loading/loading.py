@@ -36,7 +36,6 @@ from robust_dcp.megatron.checks import common_state, integrity
 from robust_dcp.megatron.checks.validation import AccessCheck, GlobalMetadata, agree_on_access
 from robust_dcp.megatron.failures import as_megatron_raises, told_by_who_failed
 from robust_dcp.megatron.hooks.options import MegatronOptions, current_options
-from robust_dcp.megatron.hooks.stock_paths import say_stays_stock
 from robust_dcp.megatron.loading.load_strategy import (
     RobustLoadStrategy,
     checkpoint_reader,
@@ -44,9 +43,10 @@ from robust_dcp.megatron.loading.load_strategy import (
     read_sharded,
     stored_keys,
 )
-from robust_dcp.planner.save import checkpoint_name
+from robust_dcp.plan.save_planner import checkpoint_name
 from robust_dcp.storage.files.paths import directory_path
 from robust_dcp.storage.records.objects import load_object
+from robust_dcp.switch.stock_paths import say_stays_stock
 
 __all__ = ["LoadCall", "load_common_state", "load_torch_dist"]
 

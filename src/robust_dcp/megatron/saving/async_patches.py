@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from robust_dcp.megatron.choice import is_chosen
-from robust_dcp.megatron.hooks.patching import Patch
+from robust_dcp.switch.patching import Patch
 
 __all__ = ["FORMATS", "PATCHES"]
 

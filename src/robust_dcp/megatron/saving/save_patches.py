@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from robust_dcp.megatron.choice import is_chosen
-from robust_dcp.megatron.hooks.patching import Patch
-from robust_dcp.megatron.hooks.stock_paths import say_stays_stock
 from robust_dcp.megatron.saving import async_patches
+from robust_dcp.switch.patching import Patch
+from robust_dcp.switch.stock_paths import say_stays_stock
 
 if TYPE_CHECKING:
     from robust_dcp.megatron.saving.save_strategy import ShardedSave

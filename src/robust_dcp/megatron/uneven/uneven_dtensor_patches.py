@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from robust_dcp.megatron.hooks.options import current_options
-from robust_dcp.megatron.hooks.patching import Patch
+from robust_dcp.switch.patching import Patch
 
 __all__ = ["PATCHES"]
 

@@ -1,7 +1,7 @@
 """Chunks that are wanted just as they were saved: found for thousands of tensors at once, and never made objects.
 
 Owns the lookup in columns: of names, of what was saved under them, and of its place. What it does not find is looked
-for one by one, by ``lazy``. Called by ``planner.load_items``.
+for one by one, by ``lazy``. Called by ``plan.loading.load_items``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a load plan reads, without an object for each tensor that is read just as it was saved.
 
 Owns the list of read items that stands in DCP's ``LoadPlan``: its columns are for ``RobustReader``, and whoever else
-looks at it finds the read items that stock's planner makes. Made by ``planner.load_items``.
+looks at it finds the read items that stock's planner makes. Made by ``plan.loading.load_items``.
 """
 
 from __future__ import annotations

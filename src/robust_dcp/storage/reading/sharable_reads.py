@@ -1,6 +1,6 @@
 """What a rank reads that others may need as well: the items of a load plan as columns that ranks can compare.
 
-Owns which items that may be, and what names them. Never talks to other ranks (``plan.sharing`` does).
+Owns which items that may be, and what names them. Never talks to other ranks (``plan.loading.sharing`` does).
 """
 
 from __future__ import annotations

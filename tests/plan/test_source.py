@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor, Shard
 from robust_dcp import RobustPlanner
 from robust_dcp.plan.rank_plan import RankPlan
 from robust_dcp.plan.session import SaveSession
-from robust_dcp.planner.sources import StateDictSource
+from robust_dcp.plan.state_dict.sources import StateDictSource
 from robust_dcp.storage.writing.item_source import WriteItemSource
 from tests.api.kinds import KINDS
-from tests.planner.reference import stock_items, stock_planner
+from tests.plan.planner_reference import stock_items, stock_planner
 from tests.support.ranks import run_ranks, values
 
 StateDict = dict[str, Any]

@@ -1,7 +1,7 @@
 """Which rank reads what several ranks need, and how it reaches the others: decided by the coordinator, on columns.
 
 Owns the messages, the choice of readers by bytes, and the rounds in which their bytes are passed on. Pure: never reads
-nor sends anything. Called by ``plan.sharing``.
+nor sends anything. Called by ``plan.loading.sharing``.
 
 Ranks need the same where they read the same box of the same stored item into the same dtype. All ranks go by the same
 bytes of metadata, so the place of an item in it names it.

@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import robust_dcp
-from robust_dcp.planner.load_items import plan_reads
+from robust_dcp.plan.loading.load_items import plan_reads
 from robust_dcp.storage.index import stored_items_of
 from robust_dcp.storage.reader import RobustReader
 from tests.api.kinds import KINDS
-from tests.planner.reference import stock_planner
+from tests.plan.planner_reference import stock_planner
 from tests.support.ranks import run_ranks, values
 
 

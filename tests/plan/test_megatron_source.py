@@ -17,9 +17,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from demo import megatron_cpu
 from robust_dcp.megatron.saving.planner import MegatronPlanner
 from robust_dcp.plan.rank_plan import RankPlan
+from robust_dcp.plan.state_dict.sources import StateDictSource
 from robust_dcp.plan.structure import Replica
-from robust_dcp.planner.sources import StateDictSource
-from tests.planner.reference import stock_items, stock_planner, stock_structures
+from tests.plan.planner_reference import stock_items, stock_planner, stock_structures
 from tests.support.ranks import run_ranks, values
 
 

@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from robust_dcp import PlanConflict, RobustCheckpointError
+from robust_dcp.plan.state_dict.describe import DescribedItems, describe_items
 from robust_dcp.plan.structure import Form, ItemStructure
-from robust_dcp.planner.describe import DescribedItems, describe_items
 from robust_dcp.structure_cache import CACHE
 from tests.api.kinds import DTYPES, KINDS
-from tests.planner.reference import stock_planner, stock_structures
+from tests.plan.planner_reference import stock_planner, stock_structures
 from tests.support.ranks import run_ranks, values
 
 Described = list[tuple[str, ItemStructure]]

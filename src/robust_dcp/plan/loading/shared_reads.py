@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from robust_dcp.comm import Bucket, GroupMover, Relay
-from robust_dcp.plan.readers import Piece, ReadShare, pieces_of
+from robust_dcp.plan.loading.readers import Piece, ReadShare, pieces_of
 from robust_dcp.staging import flat_bytes, parts_in_order
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.reading.sharable_reads import SharableReads

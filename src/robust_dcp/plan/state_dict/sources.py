@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from robust_dcp.planner.describe import DescribedItems, ItemData
-from robust_dcp.planner.known import Expected, KnownStructure
+from robust_dcp.plan.state_dict.describe import DescribedItems, ItemData
+from robust_dcp.plan.state_dict.known import Expected, KnownStructure
 
 __all__ = ["StateDictSource"]
 

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from robust_dcp.errors import PlanConflict, RobustCheckpointError
+from robust_dcp.plan.state_dict.write_items import structure_of, write_item_of
 from robust_dcp.plan.structure import Form, ItemKind, ItemStructure
-from robust_dcp.planner.write_items import structure_of, write_item_of
 from robust_dcp.storage.records.torch_zip import is_fixed_size, record_template
 from robust_dcp.structure_cache import CACHE, Table
 

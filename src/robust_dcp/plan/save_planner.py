@@ -24,18 +24,18 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from robust_dcp.comm import Channel
 from robust_dcp.errors import PlanConflict, RobustCheckpointError, entry_point
 from robust_dcp.plan.agreed_plan import AgreedPlan, OnObjectMismatch, OnStructureChange
+from robust_dcp.plan.committed_metadata import PlannedMetadata
 from robust_dcp.plan.global_plan import object_digest
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.replica_checks import VerifyReplicas
 from robust_dcp.plan.session import SaveSession
+from robust_dcp.plan.state_dict.describe import DescribedItems, describe_items, holds_shards
+from robust_dcp.plan.state_dict.digests import replica_digest
+from robust_dcp.plan.state_dict.flatten import flatten
+from robust_dcp.plan.state_dict.known import STRUCTURES, KnownStructure
+from robust_dcp.plan.state_dict.sources import StateDictSource
 from robust_dcp.plan.structure import Attributes, ItemKind, PlanContext
 from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects
-from robust_dcp.planner.committed_metadata import PlannedMetadata
-from robust_dcp.planner.describe import DescribedItems, describe_items, holds_shards
-from robust_dcp.planner.digests import replica_digest
-from robust_dcp.planner.flatten import flatten
-from robust_dcp.planner.known import STRUCTURES, KnownStructure
-from robust_dcp.planner.sources import StateDictSource
 from robust_dcp.storage.layouts import TORCH
 from robust_dcp.storage.records.objects import Refusal
 from robust_dcp.storage.writer import RobustWriter, WriterMeta

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from robust_dcp.megatron.hooks.import_hook import ImportHook
-from robust_dcp.megatron.hooks.stock_paths import say_stays_stock
+from robust_dcp.switch.import_hook import ImportHook
+from robust_dcp.switch.stock_paths import say_stays_stock
 
 __all__ = ["Patch", "Patches"]
 
@@ -80,6 +80,10 @@ class Patches:
     def applied(self) -> tuple[Patch, ...]:
         """What has been replaced so far."""
         return tuple(each.patch for each in self._applied)
+
+    def functions(self) -> list[tuple[Any, Any]]:
+        """The functions of modules that were replaced, each with what stands in its place."""
+        return [(each.before, each.replacement) for each in self._applied if isinstance(each.owner, ModuleType)]
 
     def apply(self) -> None:
         """Replace what is imported already, and the rest when it comes."""

@@ -11,8 +11,8 @@ import torch
 from robust_dcp import PlanConflict, RobustCheckpointError, RobustPlanner
 from robust_dcp.comm import Channel
 from robust_dcp.plan.local import LocalStructure
+from robust_dcp.plan.state_dict.known import KnownStructures
 from robust_dcp.plan.structure import Form, ItemKind, ItemStructure, StructureSignature, sorted_places, table_of
-from robust_dcp.planner.known import KnownStructures
 
 StateDict = dict[str, Any]
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from robust_dcp.planner.missing_keys import near_names, renamed_in_words, what_is_saved
+from robust_dcp.plan.loading.missing_keys import near_names, renamed_in_words, what_is_saved
 
 NAMES = [f"layers.{n}.attention.{part}.weight" for n in range(12) for part in ("query", "key", "value")]
 

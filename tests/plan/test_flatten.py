@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from robust_dcp.planner.flatten import flatten
+from robust_dcp.plan.state_dict.flatten import flatten
 
 Pair = namedtuple("Pair", ["left", "right"])
 

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from robust_dcp.comm import Agreement, Channel, GroupMover, Offer, node_of
 from robust_dcp.errors import PlanConflict
-from robust_dcp.plan.readers import ReadColumns, ReadShare, assign_readers
-from robust_dcp.plan.shared_reads import SharedReads
+from robust_dcp.plan.loading.readers import ReadColumns, ReadShare, assign_readers
+from robust_dcp.plan.loading.shared_reads import SharedReads
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.reading.sharable_reads import SharableReads
 

@@ -1,0 +1,224 @@
+"""Calls of ``torch.distributed.checkpoint.save``, ``load`` and ``async_save``, made by robust_dcp.
+
+Owns which of stock's arguments robust_dcp can stand in for, and what becomes of them. A call that it cannot make is
+stock's, with a warning, once for each reason. What a call returns is what stock would return: ``Metadata``, ``None``, a
+``Future`` or an ``AsyncSaveResponse``. Called by ``dcp_patches``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import state_dict_saver as stock_saver
+from torch.distributed.checkpoint.metadata import Metadata
+
+from robust_dcp import api
+from robust_dcp.async_save import AsyncSave
+from robust_dcp.async_save import async_save as robust_async_save
+from robust_dcp.plan.load_planner import RobustLoadPlanner
+from robust_dcp.plan.save_planner import RobustPlanner
+from robust_dcp.report import SaveReport
+from robust_dcp.storage import RobustReader, RobustWriter
+from robust_dcp.storage.files.paths import is_url
+from robust_dcp.switch.stock_paths import say_stays_stock
+
+__all__ = ["async_save", "load", "save"]
+
+Function = Callable[..., Any]
+Arguments = dict[str, Any]
+
+TRUSTED = "ROBUST_DCP_TRUSTED"
+"""The variable that lets objects run code when they are loaded, as stock does."""
+
+_GROUP = ("process_group", "no_dist")
+
+
+class _StaysStock(Exception):
+    """robust_dcp cannot stand in for this call; says why, in words."""
+
+
+def save(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any:
+    """``torch.distributed.checkpoint.save(*args, **kwargs)``.
+
+    Returns:
+        The ``Metadata`` of the checkpoint. It looks its entries up when it is asked for them.
+    """
+    try:
+        given = _given(stock, args, kwargs)
+        state_dict = given.pop("state_dict")
+        arguments = _save_arguments(given)
+    except _StaysStock as why:
+        say_stays_stock(f"saves by torch.distributed.checkpoint.{stock.__name__}", str(why))
+        return stock(*args, **kwargs)
+    return _metadata_of(api.save(state_dict, **arguments))
+
+
+def load(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any:
+    """``torch.distributed.checkpoint.load(*args, **kwargs)``, in place. As stock does, other dtypes are converted."""
+    try:
+        given = _given(stock, args, kwargs)
+        state_dict = given.pop("state_dict")
+        arguments = _load_arguments(given)
+    except _StaysStock as why:
+        say_stays_stock(f"loads by torch.distributed.checkpoint.{stock.__name__}", str(why))
+        return stock(*args, **kwargs)
+    api.load(state_dict, **arguments)
+    return None
+
+
+def async_save(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any:
+    """``torch.distributed.checkpoint.async_save(*args, **kwargs)``.
+
+    Returns:
+        What stock returns for these arguments: with a stager that copies in the background an ``AsyncSaveResponse``,
+        else a ``Future`` of the ``Metadata``.
+    """
+    try:
+        given = _given(stock, args, kwargs)
+        state_dict = given.pop("state_dict")
+        staging = _staging_of(given.pop("async_stager", None))
+        given.pop("async_checkpointer_type", None)  # on a thread: it needs no process to leave training alone
+        arguments = _save_arguments(given)
+    except _StaysStock as why:
+        say_stays_stock("saves by torch.distributed.checkpoint.async_save", str(why))
+        return stock(*args, **kwargs)
+    saving: Any = robust_async_save(state_dict, staging=staging, **arguments)
+    if isinstance(saving, AsyncSave):
+        response: Any = getattr(stock_saver, "AsyncSaveResponse", AsyncSave)
+        return response(
+            staging_completion=saving.staging_completion, upload_completion=_as_metadata(saving.upload_completion)
+        )
+    return _as_metadata(saving)
+
+
+def _given(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
+    """The arguments that differ from stock's defaults, by name.
+
+    Raises:
+        TypeError: stock does not take these arguments.
+    """
+    signature = inspect.signature(stock)
+    bound = signature.bind(*args, **kwargs)
+    defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
+    return {name: value for name, value in bound.arguments.items() if value is not defaults[name]}
+
+
+def _save_arguments(given: Arguments) -> Arguments:
+    if not given.pop("use_collectives", True):
+        raise _StaysStock("use_collectives=False: each rank would save by itself")
+    writer, planner = given.pop("storage_writer", None), given.pop("planner", None)
+    checkpoint_id = given.pop("checkpoint_id", None)
+    return {**_common(given), "storage_writer": _writer_for(writer, checkpoint_id), "planner": _save_planner(planner)}
+
+
+def _load_arguments(given: Arguments) -> Arguments:
+    reader, planner = given.pop("storage_reader", None), given.pop("planner", None)
+    checkpoint_id = given.pop("checkpoint_id", None)
+    trusted = os.environ.get(TRUSTED) == "1"
+    return {
+        **_common(given),
+        "storage_reader": _reader_for(reader, checkpoint_id, trusted=trusted),
+        "planner": _load_planner(planner, trusted=trusted),
+    }
+
+
+def _common(given: Arguments) -> Arguments:
+    coordinator_rank = given.pop("coordinator_rank", 0)
+    if coordinator_rank != 0:
+        raise _StaysStock(f"coordinator_rank={coordinator_rank}: rank 0 of the group leads")
+    others = set(given) - set(_GROUP)
+    if others:
+        raise _StaysStock(f"robust_dcp does not know the arguments {', '.join(sorted(others))}")
+    return given
+
+
+def _writer_for(writer: Any, checkpoint_id: Any) -> RobustWriter:
+    if isinstance(writer, RobustWriter):
+        writer.reset(checkpoint_id)
+        return writer
+    if writer is None:
+        return RobustWriter(_directory(checkpoint_id))
+    if type(writer) is not FileSystemWriter:
+        raise _StaysStock(f"{type(writer).__name__} writes otherwise than FileSystemWriter")
+    if getattr(writer, "_extensions", None) or getattr(writer.transforms, "extensions", None):
+        raise _StaysStock("FileSystemWriter with extensions transforms what it writes")
+    if getattr(getattr(writer, "serialization_format", None), "value", "torch_save") != "torch_save":
+        raise _StaysStock('robust_dcp writes safetensors by RobustWriter(layout="safetensors")')
+    threads = writer.thread_count if writer.thread_count > 1 else None
+    path = _directory(writer.path if checkpoint_id is None else checkpoint_id)
+    return RobustWriter(path, threads=threads, overwrite=writer.overwrite)
+
+
+def _reader_for(reader: Any, checkpoint_id: Any, *, trusted: bool) -> RobustReader:
+    if isinstance(reader, RobustReader):
+        reader.reset(checkpoint_id)
+        return reader
+    if reader is None:
+        return RobustReader(_directory(checkpoint_id), trusted=trusted)
+    if type(reader) is not FileSystemReader:
+        raise _StaysStock(f"{type(reader).__name__} reads otherwise than FileSystemReader")
+    path = _directory(reader.path if checkpoint_id is None else checkpoint_id)
+    return RobustReader(path, trusted=trusted)
+
+
+def _directory(path: Any) -> Any:
+    if path is None:
+        raise _StaysStock("there is neither a checkpoint_id nor a directory")
+    if is_url(path):
+        raise _StaysStock(f"{path} is a URL, and robust_dcp writes to file systems that are mounted")
+    return path
+
+
+def _save_planner(planner: Any) -> RobustPlanner | DefaultSavePlanner | None:
+    if planner is None or isinstance(planner, RobustPlanner) or type(planner) is DefaultSavePlanner:
+        return planner
+    raise _StaysStock(f"{type(planner).__name__} plans otherwise than DefaultSavePlanner; derive it from RobustPlanner")
+
+
+def _load_planner(planner: Any, *, trusted: bool) -> Any:
+    """Stock's own planner becomes ours; any other is asked for each item, as by stock."""
+    if planner is not None and type(planner) is not DefaultLoadPlanner:
+        return planner
+    options = {} if planner is None else {name: getattr(planner, name) for name in _LOAD_OPTIONS}
+    return RobustLoadPlanner(**options, on_dtype_mismatch="cast", trusted=trusted)
+
+
+_LOAD_OPTIONS = ("flatten_state_dict", "flatten_sharded_tensors", "allow_partial_load")
+
+
+def _staging_of(stager: Any) -> Any:
+    """Stock's stagers become our staging; one that copies in the background is our lazy one."""
+    if stager is None:
+        return "full"
+    name = type(stager).__name__
+    if not type(stager).__module__.startswith("torch.distributed.checkpoint."):
+        raise _StaysStock(f"{name} stages in a way of its own")
+    return "lazy" if getattr(getattr(stager, "_config", None), "use_async_staging", False) else "full"
+
+
+def _metadata_of(report: SaveReport | None) -> Metadata | None:
+    return None if report is None else report.metadata
+
+
+def _as_metadata(saving: Future[Any]) -> Future[Any]:
+    """A future of the metadata, when the report is there."""
+    found: Future[Any] = Future()
+    found.set_running_or_notify_cancel()
+
+    def tell(done: Future[Any]) -> None:
+        error = done.exception()
+        if error is not None:
+            found.set_exception(error)
+            return
+        try:
+            found.set_result(_metadata_of(done.result()))
+        except Exception as unread:  # the checkpoint is committed, but cannot be read now
+            found.set_exception(unread)
+
+    saving.add_done_callback(tell)
+    return found

@@ -1,0 +1,49 @@
+"""The device that these tests run on, and state dicts of other tests moved there.
+
+On a machine without a CUDA device the CPU stands in for it: what can run there does, so that all of it works at the
+first try on a machine that has one (``make gpu``). A result of the stand-in says nothing about a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+__all__ = ["DEVICE", "needs_cuda", "on_device", "synchronize"]
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+needs_cuda = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device: make gpu")
+
+
+def synchronize() -> None:
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def on_device(value: Any) -> Any:
+    """``value`` with all of its tensors on the device; a DTensor on a mesh of devices."""
+    if isinstance(value, DTensor):
+        mesh = DeviceMesh(DEVICE.type, value.device_mesh.mesh, mesh_dim_names=value.device_mesh.mesh_dim_names)
+        return DTensor.from_local(
+            value.to_local().detach().to(DEVICE),
+            mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(value.detach().to(DEVICE), requires_grad=value.requires_grad)
+    if isinstance(value, torch.Tensor):
+        return value.to(DEVICE)
+    if isinstance(value, dict):
+        return type(value)((key, on_device(each)) for key, each in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(map(on_device, value))
+    return value

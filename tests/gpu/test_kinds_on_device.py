@@ -1,0 +1,67 @@
+"""Every kind of state dict is saved from a device and loaded to it, bit for bit, by several ranks on one device."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import robust_dcp
+from robust_dcp import RobustReader, RobustWriter
+from tests.api.fingerprints import differences
+from tests.api.kinds import KINDS
+from tests.api.test_reshard import laid_out
+from tests.gpu.device import on_device
+from tests.support.ranks import run_ranks, values
+
+pytestmark = pytest.mark.gpu
+
+# Quantized tensors and ShardedTensors are not moved to a device here.
+MOVED = tuple(kind for kind in KINDS if kind not in ("quantized", "sharded_tensor", "stateful"))
+
+
+def save_and_load(directory: str, layout: str, how: str) -> list[str]:
+    problems = []
+    for kind in MOVED:
+        path = os.path.join(directory, kind)
+        expected = on_device(KINDS[kind](1))
+        writer = RobustWriter(path, layout=layout)
+        if how == "save":
+            robust_dcp.save(expected, storage_writer=writer)
+        else:
+            robust_dcp.async_save(expected, storage_writer=writer).result(timeout=120)
+        for where, move in (("device", on_device), ("host", lambda value: value)):
+            target = move(KINDS[kind](0))
+            robust_dcp.load(target, storage_reader=RobustReader(path))
+            problems += [f"{kind} to the {where}: {each}" for each in differences(KINDS[kind](1), target)]
+            dist.barrier()
+    return problems
+
+
+@pytest.mark.parametrize(("layout", "how"), [("torch", "save"), ("torch", "async_save"), ("safetensors", "save")])
+def test_every_kind_comes_back_to_the_device_and_to_the_host(tmp_path: Path, layout: str, how: str) -> None:
+    for problems in values(run_ranks(4, save_and_load, str(tmp_path), layout, how, timeout_seconds=150)):
+        assert problems == []
+
+
+def save_laid_out(directory: str) -> bool:
+    for variant in range(7):
+        robust_dcp.save(on_device(laid_out(1, variant)), checkpoint_id=f"{directory}/{variant}")
+    return True
+
+
+def load_laid_out(directory: str) -> list[str]:
+    problems = []
+    for saved in range(7):
+        target = on_device(laid_out(0, (saved + 3) % 7))
+        robust_dcp.load(target, checkpoint_id=f"{directory}/{saved}")
+        problems += differences(laid_out(1, (saved + 3) % 7), target)
+    return problems
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(4, 2), (2, 3)])
+def test_what_some_ranks_saved_others_load_in_other_layouts(tmp_path: Path, saving: int, loading: int) -> None:
+    assert all(values(run_ranks(saving, save_laid_out, str(tmp_path), timeout_seconds=120)))
+    assert values(run_ranks(loading, load_laid_out, str(tmp_path), timeout_seconds=120)) == [[]] * loading

@@ -1,0 +1,193 @@
+"""One switch: unmodified programs that call ``torch.distributed.checkpoint`` save and load by robust_dcp."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+STOCK_LEAVES_NO_INDEX = ".robust_dcp.index"
+"""A file that only robust_dcp writes."""
+
+SAVE = """
+    import os, sys, torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import (
+        DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter, async_save, load, save
+    )
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    path = sys.argv[1]
+    state = {"w": torch.arange(10.0), "nested": {"step": 3}}
+    empty = lambda: {"w": torch.zeros(10), "nested": {"step": 0}}
+
+    def check(loaded):
+        assert torch.equal(loaded["w"], torch.arange(10.0)) and loaded["nested"]["step"] == 3
+"""
+
+
+def run(path: Path, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of its own, which has :data:`SAVE` before it."""
+    source = textwrap.dedent(SAVE) + textwrap.dedent(script)
+    own = {key: value for key, value in os.environ.items() if not key.startswith("ROBUST_DCP")}
+    done = subprocess.run(
+        [sys.executable, "-c", source, str(path)],
+        env={**own, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def is_ours(path: Path) -> bool:
+    return (path / STOCK_LEAVES_NO_INDEX).exists()
+
+
+EVERY_WAY = """
+    metadata = save(state, checkpoint_id=path + "/1")
+    assert isinstance(metadata, Metadata) and set(metadata.state_dict_metadata) == {"w", "nested.step"}
+    dcp.save(state, storage_writer=FileSystemWriter(path + "/2", thread_count=2), planner=DefaultSavePlanner())
+    future = async_save(state, checkpoint_id=path + "/3")
+    state["w"] += 1
+    assert isinstance(future.result(), Metadata)
+    state["w"] -= 1
+    dcp.async_save(state, storage_writer=FileSystemWriter(path + "/4")).result()
+    for number in "1234":
+        loaded = empty()
+        assert load(loaded, checkpoint_id=f"{path}/{number}") is None
+        check(loaded)
+        loaded = empty()
+        dcp.load(loaded, storage_reader=FileSystemReader(f"{path}/{number}"), planner=DefaultLoadPlanner())
+        check(loaded)
+"""
+
+
+def test_with_the_variable_every_call_of_an_unmodified_program_is_taken_over(tmp_path: Path) -> None:
+    done = run(tmp_path, EVERY_WAY, ROBUST_DCP="1")
+    assert all(is_ours(tmp_path / number) for number in "1234")
+    assert done.stderr.count("takes over save, load and async_save of torch.distributed.checkpoint") == 1
+
+
+@pytest.mark.parametrize("environment", [{}, {"ROBUST_DCP": "0"}, {"ROBUST_DCP": ""}])
+def test_without_it_all_is_stock(tmp_path: Path, environment: dict[str, str]) -> None:
+    done = run(tmp_path, EVERY_WAY, **environment)
+    assert not any(is_ours(tmp_path / number) for number in "1234")
+    assert "robust_dcp" not in done.stderr
+
+
+def test_install_takes_over_names_that_were_bound_before_and_uninstall_puts_all_back(tmp_path: Path) -> None:
+    script = """
+        before = (save, load, async_save, dcp.save, dcp.load, dcp.async_save, dcp.state_dict_saver.save)
+        import robust_dcp
+        robust_dcp.install()
+        robust_dcp.install()
+        save(state, checkpoint_id=path + "/ours")
+        robust_dcp.uninstall()
+        robust_dcp.uninstall()
+        after = (save, load, async_save, dcp.save, dcp.load, dcp.async_save, dcp.state_dict_saver.save)
+        assert all(one is other for one, other in zip(before, after))
+        save(state, checkpoint_id=path + "/stock")
+    """
+    run(tmp_path, script)
+    assert is_ours(tmp_path / "ours") and not is_ours(tmp_path / "stock")
+
+
+def test_what_robust_dcp_cannot_stand_in_for_is_stock_and_said_once(tmp_path: Path) -> None:
+    script = """
+        class Planner(DefaultSavePlanner):
+            pass
+
+        class Writer(FileSystemWriter):
+            pass
+
+        for number in range(2):
+            dcp.save(state, checkpoint_id=f"{path}/planner{number}", planner=Planner())
+        dcp.save(state, storage_writer=Writer(path + "/writer"))
+        tensors = {"w": state["w"]}
+        dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(path + "/hf"))
+        for name in ("planner0", "planner1", "writer"):
+            loaded = empty()
+            load(loaded, checkpoint_id=f"{path}/{name}")
+            check(loaded)
+    """
+    done = run(tmp_path, script, ROBUST_DCP="1")
+    assert not any(is_ours(tmp_path / name) for name in ("planner0", "planner1", "writer", "hf"))
+    said = [line for line in done.stderr.splitlines() if "stock code does it" in line]
+    assert len(said) == 1 and "Planner plans otherwise than DefaultSavePlanner" in said[0]
+
+
+def test_a_load_planner_of_ones_own_is_asked_for_each_item(tmp_path: Path) -> None:
+    script = """
+        class Planner(DefaultLoadPlanner):
+            seen = []
+            def commit_tensor(self, read_item, tensor):
+                self.seen.append(read_item.dest_index.fqn)
+
+        save(state, checkpoint_id=path + "/1")
+        loaded = empty()
+        load(loaded, checkpoint_id=path + "/1", planner=Planner())
+        check(loaded)
+        assert Planner.seen == ["w"]
+    """
+    run(tmp_path, script, ROBUST_DCP="1")
+
+
+def test_a_stager_that_copies_in_the_background_gets_the_response_that_stock_gives(tmp_path: Path) -> None:
+    script = """
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+        from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+        stager = DefaultStager(StagingOptions(
+            use_pinned_memory=False, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=False
+        ))
+        response = async_save(state, checkpoint_id=path + "/1", async_stager=stager)
+        assert isinstance(response, AsyncSaveResponse)
+        response.staging_completion.result()
+        state["w"] += 1
+        assert isinstance(response.upload_completion.result(), Metadata)
+        loaded = empty()
+        load(loaded, checkpoint_id=path + "/1")
+        check(loaded)
+        stager.close()
+    """
+    run(tmp_path, script, ROBUST_DCP="1")
+    assert is_ours(tmp_path / "1")
+
+
+def test_objects_of_any_class_load_only_where_the_environment_trusts_them(tmp_path: Path) -> None:
+    script = """
+        class Own:
+            value = 1
+
+            def __init__(self):
+                self.value = 7
+
+        save({"f": Own()}, checkpoint_id=path + "/1")
+        loaded = {"f": Own}
+        try:
+            load(loaded, checkpoint_id=path + "/1")
+        except Exception as error:
+            print(type(error).__name__)
+        print("it is", loaded["f"].value)
+    """
+    refused = run(tmp_path, script, ROBUST_DCP="1")
+    assert "UnsafeCheckpoint" in refused.stdout and "it is 1" in refused.stdout
+    assert "it is 7" in run(tmp_path, script, ROBUST_DCP="1", ROBUST_DCP_TRUSTED="1").stdout
+
+
+def test_programs_that_import_robust_dcp_first_are_switched_on_as_well(tmp_path: Path) -> None:
+    source = f"""
+        import robust_dcp
+        import torch
+        import torch.distributed.checkpoint as dcp
+        dcp.save({{"w": torch.ones(3)}}, checkpoint_id={str(tmp_path / "1")!r})
+    """
+    environment = {**os.environ, "ROBUST_DCP": "1"}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(source)], env=environment, timeout=120, check=True)
+    assert is_ours(tmp_path / "1")
