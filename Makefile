@@ -2,7 +2,8 @@
 #
 #   make demo    save, change, reload and reshard real models on 4 ranks (CPU)
 #   make test    all tests; PYTEST_ARGS="tests/comm -k timeout" for some
-#   make test-compat        the Megatron tests with Megatron-Core 0.14.0 and 0.19.2, and with ms-swift's saves
+#   make test-compat        the Megatron tests with Megatron-Core 0.14.0 and 0.19.2, ms-swift's saves, and the queue
+#                           of nvidia-resiliency-ext
 #   make test-compat-smoke  the part of it that CI runs, about two minutes
 #   make check   format, lint, types, layers; changes nothing
 #   make format  what `check` would complain about and ruff can repair
@@ -40,6 +41,7 @@ test: $(INSTALLED)
 # Other versions of Megatron, each in a folder of its own that lies before .venv's packages on the path. The sources of
 # 0.19.2 hold megatron.training as well; they ask for Python 3.12, and run on 3.10 with tests/megatron/standins.
 COMPAT := .compat
+FROM_WHEELS := megatron-core-0.14.0 ms-swift-4.6.0 nvidia-resiliency-ext-0.4.1
 # Whole models are for one version each: 0.14.0 alone has flattened ranges, and neither builds on a CPU what test_models
 # does nor runs Megatron-FSDP with this torch. Its package does not hold megatron.training.
 MODELS_OF_0_14 := tests/megatron/test_compat_flattened.py
@@ -58,15 +60,17 @@ test-compat: test-compat-smoke
 	@echo "== megatron-core 0.19.2"
 	$(call RUN_COMPAT,tests/megatron/standins $(COMPAT)/megatron-core-0.19.2,$(COMPAT_TESTS) $(MODELS_OF_0_19) $(TRAINING_TESTS))
 
-test-compat-smoke: $(INSTALLED) $(addprefix $(COMPAT)/,megatron-core-0.14.0/.installed megatron-core-0.19.2/.installed ms-swift-4.6.0/.installed)
+test-compat-smoke: $(INSTALLED) $(addprefix $(COMPAT)/,$(FROM_WHEELS:=/.installed) megatron-core-0.19.2/.installed)
 	@echo "== megatron-core 0.19.2: the arguments of megatron.training"
 	$(call RUN_COMPAT,tests/megatron/standins $(COMPAT)/megatron-core-0.19.2,tests/megatron/test_compat_training.py)
 	@echo "== megatron-core 0.14.0"
 	$(TRUST_FILES) $(call RUN_COMPAT,$(COMPAT)/megatron-core-0.14.0,$(SMOKE_TESTS))
+	@echo "== nvidia-resiliency-ext 0.4.1, megatron-core as installed"
+	$(call RUN_COMPAT,$(COMPAT)/nvidia-resiliency-ext-0.4.1,tests/megatron/test_compat_nvrx.py)
 	@echo "== ms-swift 4.6.0, megatron-core as installed"
 	$(call RUN_COMPAT,$(COMPAT)/ms-swift-4.6.0,tests/megatron/test_compat_ms_swift.py)
 
-$(COMPAT)/megatron-core-0.14.0/.installed $(COMPAT)/ms-swift-4.6.0/.installed: $(COMPAT)/%/.installed: | $(INSTALLED)
+$(addprefix $(COMPAT)/,$(FROM_WHEELS:=/.installed)): $(COMPAT)/%/.installed: | $(INSTALLED)
 	rm -rf $(@D)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps --target $(@D) \
 	  $(shell echo $* | sed 's/-\([0-9.]*\)$$/==\1/')

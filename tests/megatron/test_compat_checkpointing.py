@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.compat, pytest.mark.slow]
 _OURS = ("--ckpt-planner", "robust_dcp", "--ckpt-exchange-timeout-seconds", "30")
 _TORCH_DIST = ("--ckpt-format", "torch_dist", "--use-distributed-optimizer", "--verify-integrity")
 _DAMAGED = "__1_0.distcp"
+_ASYNC = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
 _TORCH_DCP = ("--ckpt-format", "torch_dcp", "--use-torch-fsdp2")
 
 
@@ -148,12 +149,35 @@ def test_a_rank_that_cannot_make_its_state_dict_is_heard_of_by_all_and_with_warn
 
 
 def test_an_asynchronous_save_is_named_when_megatron_finalizes_it(tmp_path: Path) -> None:
-    asynchronous = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore", "--save", tmp_path)
-    job = run_job(tmp_path / "job", *_TORCH_DIST, *_OURS, *asynchronous, steps="save:10 finalize save:20 finalize")
-    assert job.of_step(0, "tracker") == [None, None]
-    assert job.of_step(1, "tracker") == ["10", "10"]
-    assert job.of_step(2, "plan") == ["reused", "reused"]
-    assert job.of_step(3, "tracker") == ["20", "20"]
+    steps = f"save:10 finalize save:20 finalize load:{tmp_path}"
+    job = run_job(tmp_path / "job", *_TORCH_DIST, *_OURS, *_ASYNC, "--save", tmp_path, steps=steps)
+    assert [job.of_step(step, "tracker")[0] for step in range(4)] == [None, "10", "10", "20"]
+    assert [job.of_step(step, "plan")[0] for step in range(4)] == [None, "built", "built", "reused"]
+    assert [job.of_step(step, "processes") for step in (0, 2)] == [[0, 0]] * 2
+    assert job.of_step(4, "digest") == job.of_step(2, "digest")
+
+
+def test_an_asynchronous_save_of_torch_dcp_is_named_when_megatron_finalizes_it(tmp_path: Path) -> None:
+    steps = f"save:10 finalize save:20 finalize load:{tmp_path}"
+    job = run_job(tmp_path / "job", *_TORCH_DCP, *_OURS, *_ASYNC, "--save", tmp_path, steps=steps)
+    assert [job.of_step(step, "tracker")[0] for step in range(4)] == [None, "10", "10", "20"]
+    assert _plans_in_log(job) == [("10", "built"), ("20", "reused")]
+    assert job.of_step(4, "digest") == job.of_step(2, "digest")
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "warn"])
+def test_an_asynchronous_save_that_fails_is_told_when_megatron_finalizes_it(tmp_path: Path, on_failure: str) -> None:
+    asynchronous = (*_ASYNC, "--ckpt-save-failure", on_failure, "--save", tmp_path)
+    steps = "save:10 finalize fault:20 finalize save:30 finalize"
+    job = run_job(tmp_path / "job", *_TORCH_DIST, *_OURS, *asynchronous, steps=steps)
+    assert [job.of_step(step, "tracker")[0] for step in range(6)] == [None, "10", "10", "10", "10", "30"]
+    of_rank_0, of_rank_1 = job.of_step(3, "error")
+    assert of_rank_0 == of_rank_1
+    if on_failure == "raise":
+        assert of_rank_0[0] == "StorageError" and "File too large" in of_rank_0[1] and of_rank_0[2] == [1]
+    else:
+        assert of_rank_0 is None
+        assert "this checkpoint was not saved, and training goes on (--ckpt-save-failure warn)" in job.output
 
 
 def test_torch_dcp_checkpoints_go_both_ways_between_ours_and_stock(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What stays stock, or is done otherwise than asked for, is said once: one warning for each kind of path."""
+"""What stays stock is said once: one warning for each kind of path."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ pytest.importorskip("megatron.core")
 
 from robust_dcp.megatron import choice
 from robust_dcp.megatron.formats import dcp_patches
-from robust_dcp.megatron.formats.dcp_formats import SynchronousWriter
-from robust_dcp.megatron.hooks.options import MegatronOptions
 from robust_dcp.megatron.loading import load_patches
 from robust_dcp.megatron.saving import save_patches
 from robust_dcp.switch.patching import Patch, Patches
@@ -98,19 +96,6 @@ def test_local_checkpoints_of_a_framework_with_arguments_of_its_own(said: list[s
     from_state_dict = _made(save_patches.PATCHES, name, lambda cls, state_dict: state_dict)
     assert [from_state_dict(object, {"a": n})["a"] for n in (1, 2)] == [1, 2]
     assert len(said) == 1 and "local non-persistent checkpoints" in said[0]
-
-
-def test_asynchronous_saves_of_fsdp_dtensor_by_bridge(said: list[str]) -> None:
-    plan = _made(dcp_patches.PATCHES, "save_state_dict_async_plan", lambda state_dict, writer: writer)
-    assert [plan({}, n) for n in (1, 2)] == [1, 2]
-    assert len(said) == 1 and "fsdp_dtensor by Megatron-Bridge" in said[0]
-
-
-def test_asynchronous_saves_are_made_at_once(said: list[str], tmp_path: Path) -> None:
-    for step in ("1", "2"):
-        SynchronousWriter(tmp_path / step).save({"weight": torch.ones(3)}, MegatronOptions(planner="robust_dcp"))
-        assert (tmp_path / step / ".metadata").exists()
-    assert len(said) == 1 and "--async-save" in said[0]
 
 
 def test_a_strategy_that_saves_in_its_own_way(said: list[str], tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from robust_dcp import RobustCheckpointError
 from robust_dcp.megatron.formats import dcp_patches
 from robust_dcp.megatron.hooks.options import choose_planner
 from robust_dcp.switch.patching import Patches
+from tests.megatron.async_saves import GatedDisk, written_on
 from tests.megatron.training_checkpointing import megatron_lm
 from tests.support.ranks import run_ranks, values
 
@@ -122,12 +123,21 @@ def _asynchronous(directory: Path) -> dict[str, Any]:
     sys.modules["megatron.training.checkpointing"] = checkpointing
     try:
         with _taken_over():
-            request = checkpointing.save_async(_state_dict(3), str(directory / "async"), "mcore")
+            saved, disk = _state_dict(3), GatedDisk()
+            with written_on(disk):
+                request = checkpointing.save_async(saved, str(directory / "async"), "mcore")
     finally:
         del sys.modules["megatron.training.checkpointing"]
+    saved["model"]["bias"].fill_(-1)
+    saved["model"]["weight"].to_local().fill_(-1)
+    is_early = (directory / "async" / ".metadata").exists()
+    disk.gate.set()
+    committed: list[bool] = []
+    request.add_finalize_fn(lambda: committed.append((directory / "async" / ".metadata").exists()))
+    request.execute_sync()
     state_dict = _state_dict(1)
     checkpointing.load_checkpoint(state_dict, str(directory / "async"))
-    return {"request": (request.async_fn, request.finalize_fns), "saved": _held(state_dict) == _held(_state_dict(3))}
+    return {"committed": (is_early, committed), "saved": _held(state_dict) == _held(_state_dict(3))}
 
 
 def _all(directory: Path) -> dict[str, Any]:
@@ -171,5 +181,7 @@ def test_saves_of_others_stay_stock(found: list[dict[str, Any]]) -> None:
     assert all(rank["_others"] == {"others": False, "default": False, "restored": True} for rank in found)
 
 
-def test_an_asynchronous_save_is_made_at_once_and_leaves_a_request_without_work(found: list[dict[str, Any]]) -> None:
-    assert all(rank["_asynchronous"] == {"request": (None, []), "saved": True} for rank in found)
+def test_an_asynchronous_save_is_written_beside_training_and_finalized_when_committed(
+    found: list[dict[str, Any]],
+) -> None:
+    assert all(rank["_asynchronous"] == {"committed": (False, [True]), "saved": True} for rank in found)

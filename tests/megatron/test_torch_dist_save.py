@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import os
 import sys
@@ -20,6 +19,7 @@ pytest.importorskip("megatron.core")
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
@@ -27,7 +27,6 @@ from benchmarks.collectives import counted_collectives
 from demo import megatron_cpu
 from robust_dcp import PlanConflict
 from robust_dcp.errors import StorageError
-from robust_dcp.megatron import versions
 from tests.megatron.torch_dist import (
     Scenarios,
     chosen,
@@ -241,22 +240,6 @@ def test_what_the_caller_takes_out_of_the_common_state_is_not_compared(found: di
 
 
 @SCENARIOS.add
-def _asynchronous(directory: Path) -> Any:
-    has_queues = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
-    queue = {"async_strategy": "mcore"} if has_queues else {}  # the other one is of a package of its own
-    with chosen():
-        request = save(_state(1), directory / "1", async_sharded_save=True, **queue)
-        before = (directory / "1" / ".metadata").exists(), (directory / "1" / "metadata.json").exists()
-        dist.barrier()
-        request.execute_sync()
-    return before, dist_checkpointing.load(_state(1, is_template=True), str(directory / "1"))["iteration"]
-
-
-def test_an_asynchronous_save_becomes_a_checkpoint_by_its_finalizers(found: dict[str, list[Any]]) -> None:
-    assert found["_asynchronous"] == [((True, False), 1)] * 2
-
-
-@SCENARIOS.add
 def _by_the_strategy_alone(directory: Path) -> Any:
     """Callers that have bound Megatron's functions before robust_dcp was there end in its strategy all the same."""
     bound = dist_checkpointing.save
@@ -284,7 +267,7 @@ def _a_strategy_of_ones_own(directory: Path) -> list[bool]:
     class Own(TorchDistSaveShardedStrategy):
         def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
             written.append("weight" in sharded_state_dict)
-            return versions.finished_request(None)
+            return AsyncRequest(async_fn=None, async_fn_args=(), finalize_fns=[])
 
     with chosen():
         save({"weight": cut("weight", torch.ones(2))}, directory / "1", Own("torch_dist", 1))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from robust_dcp import RobustCheckpointError
 from robust_dcp.megatron.loading import load_patches
 from robust_dcp.megatron.saving import save_patches
-from robust_dcp.switch.patching import Patches
+from robust_dcp.switch.patching import Patch, Patches
 
 __all__ = [
     "Scenarios",
@@ -27,11 +28,15 @@ __all__ = [
     "failures_of",
     "made",
     "per_rank_object",
+    "queue_option",
     "replicated",
     "replicated_object",
     "save",
     "warnings_of",
 ]
+
+
+_TORCH_DIST = (*save_patches.PATCHES, *load_patches.PATCHES)
 
 
 class Scenarios:
@@ -54,21 +59,23 @@ class Scenarios:
 
 
 @contextmanager
-def chosen(*, timeout_seconds: float = 30, **environment: str) -> Iterator[None]:
-    """robust_dcp is the planner of Megatron within this block."""
+def chosen(
+    *, timeout_seconds: float = 30, patches: Sequence[Patch] = _TORCH_DIST, **environment: str
+) -> Iterator[None]:
+    """robust_dcp is the planner of Megatron within this block, and ``patches`` are applied."""
     more = {
         "ROBUST_DCP": "1",
         "ROBUST_DCP_EXCHANGE_TIMEOUT_SECONDS": str(timeout_seconds),
         **{f"ROBUST_DCP_{name.upper()}": value for name, value in environment.items()},
     }
     before = dict(os.environ)
-    patches = Patches((*save_patches.PATCHES, *load_patches.PATCHES))
+    applied = Patches(patches)
     os.environ.update(more)
-    patches.apply()
+    applied.apply()
     try:
         yield
     finally:
-        patches.remove()
+        applied.remove()
         os.environ.clear()
         os.environ.update(before)
 
@@ -101,6 +108,13 @@ def made(directory: Path) -> Path:
 def save(state_dict: dict[str, Any], directory: Path, strategy: Any = None, **options: Any) -> Any:
     """``dist_checkpointing.save``, whichever that is now, into a new directory."""
     return dist_checkpointing.save(state_dict, str(made(directory)), strategy, **options)
+
+
+def queue_option() -> dict[str, str]:
+    """The argument of ``dist_checkpointing.save`` that says whose queue an asynchronous save goes into: Megatron's.
+    From 0.17 on there is a choice, and the other queue is of a package of its own."""
+    has_queues = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
+    return {"async_strategy": "mcore"} if has_queues else {}
 
 
 def cut(key: str, data: torch.Tensor, **options: Any) -> ShardedTensor:

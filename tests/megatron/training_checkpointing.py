@@ -14,12 +14,17 @@ import torch
 import torch.distributed.checkpoint
 from torch.distributed.checkpoint import FileSystemReader, default_planner
 
-__all__ = ["load_args", "load_checkpoint", "load_fsdp_dtensor", "megatron_lm", "save_async", "save_checkpoint"]
+__all__ = ["load_args", "load_checkpoint", "load_fsdp_dtensor", "megatron_lm", "named", "save_async", "save_checkpoint"]
 
 
 def megatron_lm() -> ModuleType:
     """This module as ``megatron.training.checkpointing``; ``sys.modules`` stays as it is."""
-    spec = importlib.util.spec_from_file_location("megatron.training.checkpointing", __file__)
+    return named("megatron.training.checkpointing", __file__)
+
+
+def named(name: str, file: str) -> ModuleType:
+    """The module of a file under another name; ``sys.modules`` stays as it is."""
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -45,11 +50,13 @@ def save_async(state_dict: dict[str, Any], checkpoint_name: str, async_strategy:
 
 def get_async_strategy(async_strategy: str) -> tuple[str, dict[str, Any]]:
     """Megatron-Core's, from 0.17 on."""
-    return async_strategy, {"AsyncRequest": object}
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    return async_strategy, {"FileSystemWriterAsync": FileSystemWriterAsync}
 
 
 def get_save_and_finalize_callbacks(writer: Any, save_state_dict_ret: Any, async_strategy: str = "nvrx") -> Any:
-    raise AssertionError("a writer of Megatron's was expected")
+    raise AssertionError("a save by robust_dcp was expected")
 
 
 def load_args(checkpoint_name: str) -> dict[str, Any]:

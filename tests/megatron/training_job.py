@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Job", "run_job"]
+__all__ = ["Job", "children", "run_job"]
 
 _ROOT = Path(__file__).parents[2]
 _RANKS = 2
@@ -60,7 +60,7 @@ def run_job(directory: Path, *arguments: str | Path, steps: str) -> Job:
         arguments: of Megatron-LM.
         steps: ``save:N`` (train a step, save it as iteration N), ``fault:N`` (the same, while no file of rank 1 may
             grow beyond a few bytes), ``break:N`` (the same, while the optimizer of rank 1 has no state dict),
-            ``finalize`` (asynchronous saves), ``load:DIRECTORY``, ``load:DIRECTORY@N``.
+            ``finalize`` (asynchronous saves; a ``fault`` lasts until then), ``load:DIRECTORY``, ``load:DIRECTORY@N``.
 
     Raises:
         AssertionError: a rank failed, or was still running after 100 seconds; all have ended then.
@@ -166,6 +166,15 @@ def _no_room_for_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def children() -> set[int]:
+    """The processes that this one has started."""
+    found: set[int] = set()
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError):  # a thread that has ended meanwhile
+            found.update(map(int, path.read_text().split()))
+    return found
+
+
 def _told(error: Exception) -> list[Any]:
     """Its class, its message, and the ranks that failed."""
     return [type(error).__name__, str(error), [failure.rank for failure in getattr(error, "rank_failures", ())]]
@@ -189,6 +198,7 @@ class _Training:
         # Adam of torch, unlike those for GPUs, has no state before its first step, and Megatron loads into one.
         self.train(0)
         self.notes: list[dict[str, Any]] = []
+        self.faults = contextlib.ExitStack()
 
     def do(self, step: str) -> None:
         verb, _, value = step.partition(":")
@@ -199,8 +209,10 @@ class _Training:
         else:
             self.train(int(value))
             faults = {"fault": _no_room_for_files, "break": self.no_state_dict} if self.args.rank == 1 else {}
-            with faults.get(verb, contextlib.nullcontext)():
-                self.notes.append(self.save(int(value)))
+            self.faults.enter_context(faults.get(verb, contextlib.nullcontext)())
+            self.notes.append(self.save(int(value)))
+            if not self.args.async_save:
+                self.faults.close()
 
     def train(self, iteration: int) -> None:
         """One step of the optimizer, with gradients that are the same on all ranks."""
@@ -239,15 +251,24 @@ class _Training:
             training.save_checkpoint_and_time(iteration, self.model, self.optimizer, self.scheduler, 0, self.context)
         except Exception as error:
             noted["error"] = _told(error)
-        strategy = self.context.get("save_strategy")
-        report = getattr(getattr(strategy, "base_strategy", strategy), "last_report", None)
-        return noted | {"plan": None if report is None else report.plan, "tracker": self.tracker()}
+        return noted | {"plan": self.plan(), "tracker": self.tracker(), "processes": len(children())}
 
     def finalize(self) -> dict[str, Any]:
         from megatron.training import training
 
-        training.maybe_finalize_async_save(blocking=True)
-        return {"tracker": self.tracker()}
+        noted: dict[str, Any] = {}
+        try:
+            training.maybe_finalize_async_save(blocking=True)
+        except Exception as error:
+            noted["error"] = _told(error)
+        self.faults.close()
+        return noted | {"plan": self.plan(), "tracker": self.tracker()}
+
+    def plan(self) -> str | None:
+        """Of the last save that is over."""
+        strategy = self.context.get("save_strategy")
+        report = getattr(getattr(strategy, "base_strategy", strategy), "last_report", None)
+        return None if report is None else report.plan
 
     def tracker(self) -> str | None:
         path = Path(self.args.save, "latest_checkpointed_iteration.txt")

@@ -1,7 +1,8 @@
 """Failures as Megatron's callers know them: its own exception class beside ours, and saves that may fail.
 
 Owns how an error of an exchange is shown to code that catches ``megatron.core``'s ``CheckpointingException``, and what
-``--ckpt-save-failure warn`` does. Called by ``saving``, ``loading`` and ``save_patches``; exchanges nothing.
+``--ckpt-save-failure warn`` does. Called by ``saving`` with its patches, and by ``loading``; exchanges
+nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from robust_dcp.errors import ExchangeError, PlanConflict, RobustCheckpointError
 from robust_dcp.megatron.hooks.options import current_options
 from robust_dcp.megatron.versions import CheckpointingException
 
-__all__ = ["InvalidAccess", "RefusedByMegatron", "as_megatron_raises", "or_warn", "told_by_who_failed"]
+__all__ = [
+    "InvalidAccess",
+    "RefusedByMegatron",
+    "as_megatron_raises",
+    "finalize_or_warn",
+    "or_warn",
+    "told_by_who_failed",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +111,24 @@ def or_warn(save_checkpoint: Callable[[], Any], module: str) -> Any:
         _report(error)
         _end_checkpointing_section(sys.modules.get(module))
         return None
+
+
+def finalize_or_warn(finalize: Callable[[], Any]) -> Any:
+    """Call Megatron-LM's ``maybe_finalize_async_save``; with ``--ckpt-save-failure warn`` log saves that have failed.
+
+    The queue drops a save before it finalizes it. What a failed one has left undone (the tracker file, the callbacks
+    for a success) is not done any more, and the queue goes on with the next save. So do all ranks: they raise the same.
+
+    Args:
+        finalize: the call. It is made again after each save that has failed.
+    """
+    try:
+        return finalize()
+    except RobustCheckpointError as error:
+        if current_options().save_failure != "warn":
+            raise
+        _report(error)
+    return finalize_or_warn(finalize)
 
 
 def _report(error: RobustCheckpointError) -> None:

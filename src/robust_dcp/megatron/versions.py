@@ -9,6 +9,7 @@ import copy
 import inspect
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
@@ -47,12 +48,12 @@ __all__ = [
     "ShardedTensor",
     "TorchDistLoadShardedStrategy",
     "TorchDistSaveShardedStrategy",
+    "async_request_class",
     "backend_of",
     "check_keys",
     "checkpoint_config",
     "common_state_is_a_sharded_object",
     "dequantized",
-    "finished_request",
     "has_quantized_data",
     "is_main_replica",
     "is_parallel_load_wrapper",
@@ -61,6 +62,7 @@ __all__ = [
     "merge_factories",
     "metadata_attributes_of",
     "nested_values",
+    "no_rank_is_alive",
     "prepare_to_load",
     "prepare_to_save",
     "reads_torch_dist",
@@ -107,18 +109,28 @@ def metadata_attributes_of(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {"mcore_data": {key: facts for key, facts in told.items() if facts}}
 
 
-def finished_request(async_strategy: str | None) -> Any:
-    """An ``AsyncRequest`` with nothing left to do but the finalizers that Megatron adds to it.
+def async_request_class(async_strategy: str | None) -> Any:
+    """The ``AsyncRequest`` of a queue.
 
     Args:
         async_strategy: ``"nvrx"`` or ``"mcore"`` (0.17 and newer), whose queue the caller puts the request into;
             ``None`` where Megatron has but one.
     """
-    request_class: Any = AsyncRequest
-    if async_strategy is not None and hasattr(megatron_torch, "get_async_strategy"):
-        _, modules = megatron_torch.get_async_strategy(async_strategy)
-        request_class = modules["AsyncRequest"]
-    return request_class(async_fn=None, async_fn_args=(), finalize_fns=[])
+    if async_strategy is None or not hasattr(megatron_torch, "get_async_strategy"):
+        return AsyncRequest
+    _, modules = megatron_torch.get_async_strategy(async_strategy)
+    return modules["AsyncRequest"]
+
+
+def no_rank_is_alive(schedule: Callable[..., Any], is_alive: bool) -> bool:
+    """``AsyncCaller.sync_all_async_calls``: whether ``is_alive`` is true on no rank. All ranks call it.
+
+    Args:
+        schedule: the method of a queue. Megatron and ``nvidia_resiliency_ext`` have such classes in one module each.
+        is_alive: whether this rank is not done.
+    """
+    caller: Any = sys.modules[schedule.__module__].AsyncCaller
+    return bool(caller.sync_all_async_calls(None, int(is_alive)))
 
 
 def prepare_to_save(

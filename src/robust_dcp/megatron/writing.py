@@ -11,9 +11,8 @@ import os
 from robust_dcp.megatron.hooks.options import MegatronOptions
 from robust_dcp.report import SaveReport
 from robust_dcp.storage import RobustWriter
-from robust_dcp.switch.stock_paths import say_differs
 
-__all__ = ["log_report", "say_saves_at_once", "writer_for"]
+__all__ = ["log_report", "writer_for"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,13 +25,6 @@ def writer_for(path: str | os.PathLike[str], options: MegatronOptions) -> Robust
     """
     return RobustWriter(
         path, layout=options.layout, threads=options.writer_threads, buffer_bytes=options.writer_buffer_bytes
-    )
-
-
-def say_saves_at_once() -> None:
-    """Warn, once a process, that an asynchronous save is made before the call that asks for it returns."""
-    say_differs(
-        "asynchronous saves (--async-save)", "each is made at once, and training waits until it is written and durable"
     )
 
 

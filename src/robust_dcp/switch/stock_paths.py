@@ -1,8 +1,8 @@
-"""Says what is not done by robust_dcp, or not as it was asked for, although the job has asked for robust_dcp.
+"""Says what is not done by robust_dcp although the job has asked for it.
 
 Owns the one mechanism for it: a warning for each kind of path, once a process, so that nobody takes a checkpoint for
 ours that is not, and no log fills up with it. Imports nothing of Megatron. Called wherever a replacement gives way to
-what it replaces, or does something else than it was asked for.
+what it replaces.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 
-__all__ = ["forget_said", "say_differs", "say_stays_stock"]
+__all__ = ["forget_said", "say_stays_stock"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,22 +25,11 @@ def say_stays_stock(what: str, why: str) -> None:
         what: ``"saves by zarr"``, the subject of the sentence.
         why: the reason, and where there is one, what to do about it.
     """
-    if _is_new(what):
-        logger.warning("robust_dcp was asked for, but %s: stock code does it (%s)", what, why)
-
-
-def say_differs(what: str, how: str) -> None:
-    """Warn that robust_dcp does something otherwise than it was asked to, once a process for each ``what``."""
-    if _is_new(what):
-        logger.warning("robust_dcp: %s: %s", what, how)
-
-
-def _is_new(what: str) -> bool:
     with _lock:
         if what in _said:
-            return False
+            return
         _said.add(what)
-        return True
+    logger.warning("robust_dcp was asked for, but %s: stock code does it (%s)", what, why)
 
 
 def forget_said() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -17,7 +17,7 @@ from robust_dcp.comm import Channel
 from robust_dcp.megatron.checks.common_state import read_file, write_durably
 from robust_dcp.megatron.versions import CheckpointingException, backend_of
 
-__all__ = ["MANIFEST_FILE", "save_manifest", "verify_files"]
+__all__ = ["MANIFEST_FILE", "hashes_of", "save_manifest", "verify_files"]
 
 MANIFEST_FILE = "integrity.json"
 
@@ -32,25 +32,25 @@ class _Manifest(msgspec.Struct, frozen=True):
     algorithm: str = _ALGORITHM
 
 
-def save_manifest(channel: Channel, phase: str, directory: str, written: Iterable[str]) -> None:
-    """Hash all files of a checkpoint that is complete, and write the manifest that stock verifies. All ranks call it.
+def save_manifest(channel: Channel, phase: str, directory: str, own_hashes: Callable[[], dict[str, str]]) -> None:
+    """Write the manifest of a checkpoint that is complete, which stock verifies. All ranks call it.
 
     Args:
         phase: of the save, for errors.
         directory: the checkpoint's.
-        written: names of the files of this rank.
+        own_hashes: :func:`hashes_of` the files that this rank has written. The coordinator hashes all others.
 
     Raises:
         RobustCheckpointError: a file cannot be read, or the manifest not be written; the same on all ranks.
     """
-    gathered = channel.gather(f"{phase}: hash files", lambda: _Manifest(_hashes(directory, written)), _Manifest)
+    gathered = channel.gather(f"{phase}: hash files", lambda: _Manifest(own_hashes()), _Manifest)
 
     def write() -> None:
         if gathered is None:
             return
         files = {name: found for each in gathered if each is not None for name, found in each.files.items()}
         there = [entry.name for entry in os.scandir(directory) if entry.is_file() and entry.name != MANIFEST_FILE]
-        files |= _hashes(directory, (name for name in there if name not in files))
+        files |= hashes_of(directory, (name for name in there if name not in files))
         manifest = _Manifest(dict(sorted(files.items())))
         write_durably(directory, MANIFEST_FILE, msgspec.json.format(msgspec.json.encode(manifest), indent=2))
 
@@ -112,7 +112,12 @@ def _compare(directory: str, expected: dict[str, str]) -> None:
         )
 
 
-def _hashes(directory: str, names: Iterable[str]) -> dict[str, str]:
+def hashes_of(directory: str, names: Iterable[str]) -> dict[str, str]:
+    """The hash of each of these files, as it stands in the manifest.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
     return {name: _hash(os.path.join(directory, name)) for name in names}
 
 

@@ -14,15 +14,18 @@ from typing import Any
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 
 from robust_dcp import api
+from robust_dcp.async_save import async_save
+from robust_dcp.megatron import versions
+from robust_dcp.megatron.async_requests import BackgroundSave, request_for
 from robust_dcp.megatron.checkpoint_call import meet_before_saving
 from robust_dcp.megatron.hooks.options import MegatronOptions
-from robust_dcp.megatron.writing import log_report, say_saves_at_once, writer_for
+from robust_dcp.megatron.writing import log_report, writer_for
 from robust_dcp.plan.load_planner import RobustLoadPlanner
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.switch.stock_paths import say_stays_stock
 
-__all__ = ["SynchronousWriter", "load_call", "save_call", "save_dcp"]
+__all__ = ["load_call", "request_for_dcp", "save_call", "save_dcp", "start_dcp"]
 
 Path = str | os.PathLike[str]
 
@@ -36,10 +39,30 @@ def save_dcp(state_dict: dict[str, Any], path: Path, options: MegatronOptions) -
         ValueError: ``path`` is a URL.
         RobustCheckpointError: whatever failed on whichever rank; the same on all ranks.
     """
+    log_report(_call(api.save, state_dict, path, options))
+
+
+def start_dcp(state_dict: dict[str, Any], path: Path, options: MegatronOptions) -> BackgroundSave:
+    """The same, written and committed while training goes on. Raises as :func:`save_dcp`."""
+    return BackgroundSave(_call(async_save, state_dict, path, options))
+
+
+def request_for_dcp(save: BackgroundSave, async_strategy: str) -> Any:
+    """The request for Megatron's queue; its finalizer waits for the save, and has nothing else to do.
+
+    Args:
+        save: of :func:`start_dcp`.
+        async_strategy: whose queue it is, ``"nvrx"`` or ``"mcore"``.
+    """
+    return request_for(versions.async_request_class(async_strategy), save, lambda report: None)
+
+
+def _call(save: Callable[..., Any], state_dict: dict[str, Any], path: Path, options: MegatronOptions) -> Any:
+    writer = writer_for(path, options)
     meet_before_saving()
-    report = api.save(
+    return save(
         state_dict,
-        storage_writer=writer_for(path, options),
+        storage_writer=writer,
         planner=RobustPlanner(
             on_structure_change=options.on_structure_change,
             verify_replicas=options.verify_replicas,
@@ -47,7 +70,6 @@ def save_dcp(state_dict: dict[str, Any], path: Path, options: MegatronOptions) -
         ),
         timeout_seconds=options.exchange_timeout_seconds,
     )
-    log_report(report)
 
 
 def save_call(
@@ -131,20 +153,3 @@ def _path_of(storage: Any, checkpoint_id: Path | None, plain: type[Any]) -> Path
         return None
     path: Path = storage.path
     return path
-
-
-class SynchronousWriter:
-    """In place of ``FileSystemWriterAsync`` where Megatron saves these formats in the background: saves at once.
-
-    Args:
-        path: the checkpoint's directory.
-        options: what else Megatron says to its writer, which has no meaning here.
-    """
-
-    def __init__(self, path: Path, *, use_cpu_shm_for_gpu_tensors: bool = False, **options: Any) -> None:
-        self.path = path
-
-    def save(self, state_dict: dict[str, Any], options: MegatronOptions) -> None:
-        """As :func:`save_dcp`, and say that it was not done in the background."""
-        say_saves_at_once()
-        save_dcp(state_dict, self.path, options)

@@ -22,7 +22,9 @@ __all__ = ["CALLERS", "PATCHES"]
 
 Function = Callable[..., Any]
 
-CALLERS = ("megatron.training.checkpointing", "megatron.bridge.training.checkpointing")
+_BRIDGE = "megatron.bridge.training.checkpointing"
+
+CALLERS = ("megatron.training.checkpointing", _BRIDGE)
 """Modules whose saves and loads are taken over."""
 
 _MARK = "preprocess_state_dict_for_uneven_dtensor"
@@ -79,45 +81,42 @@ def _async_modules(stock: Function) -> Function:
         strategy, modules = stock(*args, **kwargs)
         if not isinstance(modules, dict) or not is_chosen():
             return strategy, modules
-        from robust_dcp.megatron.formats.dcp_formats import SynchronousWriter
-
-        return strategy, {
-            **modules,
-            "FileSystemWriterAsync": SynchronousWriter,
-            "save_state_dict_async_plan": _save_at_once,
-        }
+        return strategy, {**modules, "save_state_dict_async_plan": _start}
 
     return get_async_strategy
 
 
-def _save_at_once(state_dict: dict[str, Any], storage_writer: Any, *_: Any, **__: Any) -> None:
-    storage_writer.save(state_dict, current_options())
+def _start(state_dict: dict[str, Any], storage_writer: Any, *_: Any, **__: Any) -> Any:
+    """``save_state_dict_async_plan`` with Megatron's writer, of which only the path matters: the save is under way."""
+    from robust_dcp.megatron.formats.dcp_formats import start_dcp
+
+    return start_dcp(state_dict, storage_writer.path, current_options())
 
 
-def _callbacks(stock: Function) -> Function:
-    @functools.wraps(stock)
-    def get_save_and_finalize_callbacks(writer: Any, save_state_dict_ret: Any, *args: Any, **kwargs: Any) -> Any:
-        from robust_dcp.megatron.formats.dcp_formats import SynchronousWriter
-
-        if not isinstance(writer, SynchronousWriter):
-            return stock(writer, save_state_dict_ret, *args, **kwargs)
-        from robust_dcp.megatron.versions import finished_request
-
-        return finished_request(kwargs.get("async_strategy", args[0] if args else None))
-
-    return get_save_and_finalize_callbacks
-
-
-def _async_of_bridge(stock: Function) -> Function:
-    """``save_state_dict_async_plan`` of ``nvidia_resiliency_ext`` as Megatron-Bridge calls it: stock's, and said so."""
+def _start_for_bridge(stock: Function) -> Function:
+    """``save_state_dict_async_plan`` of ``nvidia_resiliency_ext``, as Megatron-Bridge has bound and calls it."""
 
     @functools.wraps(stock)
     def save_state_dict_async_plan(*args: Any, **kwargs: Any) -> Any:
-        if is_chosen():
-            say_stays_stock("asynchronous saves of fsdp_dtensor by Megatron-Bridge", "save without async_save for ours")
-        return stock(*args, **kwargs)
+        return _start(*args, **kwargs) if is_chosen() else stock(*args, **kwargs)
 
     return save_state_dict_async_plan
+
+
+def _callbacks(stock: Function) -> Function:
+    """``get_save_and_finalize_callbacks(writer, save_state_dict_ret, async_strategy)``; that of Megatron-Bridge has no
+    third argument."""
+
+    @functools.wraps(stock)
+    def get_save_and_finalize_callbacks(writer: Any, save_state_dict_ret: Any, *args: Any, **kwargs: Any) -> Any:
+        from robust_dcp.megatron.async_requests import BackgroundSave
+        from robust_dcp.megatron.formats.dcp_formats import request_for_dcp
+
+        if not isinstance(save_state_dict_ret, BackgroundSave):
+            return stock(writer, save_state_dict_ret, *args, **kwargs)
+        return request_for_dcp(save_state_dict_ret, kwargs.get("async_strategy", args[0] if args else "nvrx"))
+
+    return get_save_and_finalize_callbacks
 
 
 PATCHES: tuple[Patch, ...] = (
@@ -126,5 +125,6 @@ PATCHES: tuple[Patch, ...] = (
     Patch("torch.distributed.checkpoint", "load_state_dict", _load, optional=True),  # deprecated by torch
     Patch("megatron.training.checkpointing", "get_async_strategy", _async_modules, optional=True),  # from 0.17
     Patch("megatron.training.checkpointing", "get_save_and_finalize_callbacks", _callbacks, optional=True),
-    Patch("megatron.bridge.training.checkpointing", "save_state_dict_async_plan", _async_of_bridge, optional=True),
+    Patch(_BRIDGE, "save_state_dict_async_plan", _start_for_bridge, optional=True),
+    Patch(_BRIDGE, "get_save_and_finalize_callbacks", _callbacks, optional=True),
 )

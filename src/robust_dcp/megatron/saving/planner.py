@@ -75,6 +75,10 @@ class MegatronPlanner(RobustPlanner):
             return super().items_of_state_dict(is_coordinator=is_coordinator)
         return self._shards.items
 
+    def forget_state_dict(self) -> None:
+        super().forget_state_dict()
+        self._shards = None
+
     def writing_peers(self) -> tuple[int, ...]:
         return self._peers
 

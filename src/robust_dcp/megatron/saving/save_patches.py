@@ -10,11 +10,15 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from robust_dcp.megatron.choice import is_chosen
+from robust_dcp.megatron.saving import async_patches
 from robust_dcp.switch.patching import Patch
 from robust_dcp.switch.stock_paths import say_stays_stock
+
+if TYPE_CHECKING:
+    from robust_dcp.megatron.saving.save_strategy import ShardedSave
 
 __all__ = ["PATCHES"]
 
@@ -40,9 +44,22 @@ def _save(original: Replaced) -> Replaced:
     return save
 
 
-def _async_save(original: Replaced) -> Replaced:
-    """``TorchDistSaveShardedStrategy.async_save``, and ``save``, which calls it: for callers that hold on to Megatron's
-    own ``dist_checkpointing.save``, or call the strategy themselves."""
+def _strategy_save(original: Replaced) -> Replaced:
+    """``TorchDistSaveShardedStrategy.save``: for callers that hold on to Megatron's own ``dist_checkpointing.save``, or
+    call the strategy themselves. Stock's would start an asynchronous save and wait for it."""
+
+    @functools.wraps(original)
+    def save(self: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: Any) -> Any:
+        if not is_chosen() or not _is_written_by_ours(self):
+            return original(self, sharded_state_dict, checkpoint_dir)
+        self.last_report = _shards(sharded_state_dict, checkpoint_dir).write()
+        return None
+
+    return save
+
+
+def _strategy_async_save(original: Replaced) -> Replaced:
+    """``TorchDistSaveShardedStrategy.async_save``, for the same callers."""
 
     @functools.wraps(original)
     def async_save(
@@ -50,13 +67,9 @@ def _async_save(original: Replaced) -> Replaced:
     ) -> Any:
         if not is_chosen():
             return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        from robust_dcp.megatron.hooks.options import current_options
-        from robust_dcp.megatron.saving.save_strategy import write_sharded
-        from robust_dcp.megatron.versions import finished_request
+        from robust_dcp.megatron.saving.save_strategy import request_for_shards
 
-        request = finished_request(args[0] if args else kwargs.get("async_strategy"))
-        self.last_report = write_sharded(sharded_state_dict, checkpoint_dir, current_options())
-        return request
+        return request_for_shards(_shards(sharded_state_dict, checkpoint_dir), self, _queue_of(args, kwargs))
 
     return async_save
 
@@ -67,8 +80,10 @@ def _parallel_save(original: Replaced) -> Replaced:
 
     @functools.wraps(original)
     def save(self: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: Any) -> Any:
-        if not is_chosen() or not _writes_in_parallel(self, sharded_state_dict, checkpoint_dir):
+        strategy = self.base_strategy
+        if not is_chosen() or not _is_written_by_ours(strategy):
             return original(self, sharded_state_dict, checkpoint_dir)
+        strategy.last_report = _shards(sharded_state_dict, checkpoint_dir, self.parallelization_group).write()
         return None
 
     return save
@@ -81,38 +96,39 @@ def _parallel_async_save(original: Replaced) -> Replaced:
     def async_save(
         self: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if not is_chosen():
+        strategy = self.base_strategy
+        if not is_chosen() or not _is_written_by_ours(strategy):
             return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        from robust_dcp.megatron.versions import finished_request
-        from robust_dcp.megatron.writing import say_saves_at_once
+        from robust_dcp.megatron.saving.save_strategy import request_for_shards
 
-        request = finished_request(args[0] if args else kwargs.get("async_strategy"))
-        if _writes_in_parallel(self, sharded_state_dict, checkpoint_dir):
-            say_saves_at_once()
-            return request
-        return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        shards = _shards(sharded_state_dict, checkpoint_dir, self.parallelization_group)
+        return request_for_shards(shards, strategy, _queue_of(args, kwargs))
 
     return async_save
 
 
-def _writes_in_parallel(wrapper: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: Any) -> bool:
-    """Write for the strategy within ``wrapper``; ``False``, and nothing is done, if that one saves in its own way."""
+def _shards(sharded_state_dict: dict[str, Any], checkpoint_dir: Any, parallelization_group: Any = None) -> ShardedSave:
     from robust_dcp.megatron.hooks.options import current_options
-    from robust_dcp.megatron.saving.save_strategy import write_sharded
+    from robust_dcp.megatron.saving.save_strategy import ShardedSave
+
+    return ShardedSave(
+        sharded_state_dict, checkpoint_dir, current_options(), parallelization_group=parallelization_group
+    )
+
+
+def _queue_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """The ``async_strategy`` that a strategy is called with, from 0.17 on."""
+    return args[0] if args else kwargs.get("async_strategy")
+
+
+def _is_written_by_ours(strategy: Any) -> bool:
+    """Whether a strategy writes ``torch_dist`` in Megatron's own way; else say that it is left to do otherwise."""
     from robust_dcp.megatron.versions import writes_torch_dist
 
-    strategy = wrapper.base_strategy
-    if not writes_torch_dist(strategy):
-        why = "a strategy that saves in its own way is left to do so"
-        say_stays_stock(f"saves by {type(strategy).__name__}", why)
-        return False
-    strategy.last_report = write_sharded(
-        sharded_state_dict,
-        checkpoint_dir,
-        current_options(),
-        parallelization_group=wrapper.parallelization_group,
-    )
-    return True
+    if writes_torch_dist(strategy):
+        return True
+    say_stays_stock(f"saves by {type(strategy).__name__}", "a strategy that saves in its own way is left to do so")
+    return False
 
 
 def _determine_global_metadata(original: Replaced) -> Replaced:
@@ -170,9 +186,6 @@ def _save_checkpoint(original: Replaced) -> Replaced:
     return save_checkpoint
 
 
-_FORMATS = ("torch_dist", "torch_dcp", "fsdp_dtensor")
-
-
 def _will_be_ours(original: Replaced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether this call of ``save_checkpoint`` ends in a save of ours, by Megatron's arguments; else say what it is."""
     from robust_dcp.megatron.hooks.options import megatron_arguments
@@ -185,8 +198,8 @@ def _will_be_ours(original: Replaced, args: tuple[Any, ...], kwargs: dict[str, A
         say_stays_stock(_LOCAL, _WHY_LOCAL)
         return False
     ckpt_format = getattr(arguments, "ckpt_format", "torch_dist")
-    if not getattr(arguments, "use_dist_ckpt", True) or ckpt_format not in _FORMATS:
-        say_stays_stock(f"saves with --ckpt-format {ckpt_format}", f"ours are {', '.join(_FORMATS)}")
+    if not getattr(arguments, "use_dist_ckpt", True) or ckpt_format not in async_patches.FORMATS:
+        say_stays_stock(f"saves with --ckpt-format {ckpt_format}", f"ours are {', '.join(async_patches.FORMATS)}")
         return False
     return True
 
@@ -220,7 +233,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(_DIST_CHECKPOINTING, "serialization.determine_global_metadata", _determine_global_metadata),
     Patch(_DIST_CHECKPOINTING, "validation.validate_sharding_integrity", _validate_sharding_integrity),
     Patch(_DIST_CHECKPOINTING, "state_dict_utils.validate_sharding_integrity", _validate_sharding_integrity),
-    Patch(f"{_DIST_CHECKPOINTING}.strategies.torch", "TorchDistSaveShardedStrategy.async_save", _async_save),
+    Patch(f"{_DIST_CHECKPOINTING}.strategies.torch", "TorchDistSaveShardedStrategy.save", _strategy_save),
+    Patch(f"{_DIST_CHECKPOINTING}.strategies.torch", "TorchDistSaveShardedStrategy.async_save", _strategy_async_save),
     Patch(f"{_DIST_CHECKPOINTING}.strategies.torch", "is_torch_min_version", functools.cache, optional=True),
     Patch(
         f"{_DIST_CHECKPOINTING}.tensor_aware_state_dict",
@@ -232,5 +246,6 @@ PATCHES: tuple[Patch, ...] = (
     Patch(_FULLY_PARALLEL, "FullyParallelSaveStrategyWrapper.async_save", _parallel_async_save),
     Patch("megatron.training.checkpointing", "save_checkpoint", _save_checkpoint, optional=True),
     Patch("megatron.training.training", "save_checkpoint", _save_checkpoint, optional=True),
+    *async_patches.PATCHES,
 )
 """Modules of which some versions or wheels have none are never imported, and so never patched."""

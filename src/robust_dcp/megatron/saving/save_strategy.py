@@ -1,4 +1,4 @@
-"""Megatron-Core's save strategy over :func:`robust_dcp.save`.
+"""Megatron-Core's save strategy over :func:`robust_dcp.save` and :func:`robust_dcp.async_save`.
 
 Owns what Megatron expects of a strategy; starts no process, keeps no plan and no queue. Passed by the user as
 ``sharded_strategy`` to ``megatron.core.dist_checkpointing.save``, alone or in ``FullyParallelSaveStrategyWrapper``;
@@ -8,79 +8,113 @@ with robust_dcp as the planner, ``saving`` and ``save_patches`` write Megatron's
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
 
 from robust_dcp import api
+from robust_dcp.async_save import async_save
 from robust_dcp.errors import entry_point
 from robust_dcp.megatron import versions
+from robust_dcp.megatron.async_requests import BackgroundSave, request_for
 from robust_dcp.megatron.checkpoint_call import meet_before_saving
 from robust_dcp.megatron.checks.shard_facts import ShardFacts
 from robust_dcp.megatron.failures import as_megatron_raises
 from robust_dcp.megatron.hooks.options import MegatronOptions, current_options
 from robust_dcp.megatron.saving.planner import MegatronPlanner
-from robust_dcp.megatron.writing import log_report, say_saves_at_once, writer_for
+from robust_dcp.megatron.writing import log_report, writer_for
 from robust_dcp.plan.agreed_plan import OnStructureChange
 from robust_dcp.report import SaveReport
 from robust_dcp.storage import RobustWriter
 from robust_dcp.storage.records.objects import Refusal
 
-__all__ = ["RobustSaveStrategy", "write_sharded"]
+__all__ = ["RobustSaveStrategy", "ShardedSave", "request_for_shards"]
 
 CheckpointDir = str | os.PathLike[str]
 
 
-@entry_point
-def write_sharded(
-    sharded_state_dict: dict[str, Any],
-    checkpoint_dir: CheckpointDir,
-    options: MegatronOptions,
-    process_group: dist.ProcessGroup | None = None,
-    writer: RobustWriter | None = None,
-    *,
-    parallelization_group: dist.ProcessGroup | None = None,
-    facts: ShardFacts | None = None,
-    refused: Mapping[str, Refusal] | None = None,
-) -> SaveReport:
-    """Write and commit the shards of a sharded state dict; all ranks of the group call it.
+@dataclass(frozen=True, eq=False)
+class ShardedSave:
+    """A save of the shards of a sharded state dict, to be made now or beside training; all ranks of the group make it.
 
-    Args:
+    Attributes:
         sharded_state_dict: nested dicts and lists of ShardedTensor and ShardedObject, factories applied.
         checkpoint_dir: a directory of a mounted file system.
         options: of writer and planner.
         process_group: ``None`` for all ranks.
+        writer: of ``writer_for``, for a caller that has to take the commit back if what follows fails.
         parallelization_group: that of ``FullyParallelSaveStrategyWrapper``: this rank's part of the job, in which any
             rank may write what is the main replica of another. ``None`` without it: the main replica is written.
         facts: of the shards of ``sharded_state_dict``, if they are known.
-        writer: of ``writer_for``, for a caller that has to take the commit back if what follows fails.
         refused: what else of this checkpoint a load would refuse, by key.
-
-    Raises:
-        RobustCheckpointError: on every rank, whichever of them failed.
-        ValueError: ``checkpoint_dir`` is a URL.
     """
-    writer = writer_for(checkpoint_dir, options) if writer is None else writer
-    meet_before_saving()
-    with as_megatron_raises():
-        report = api.save(
-            sharded_state_dict,
-            storage_writer=writer,
-            planner=MegatronPlanner(
-                peers=() if parallelization_group is None else dist.get_process_group_ranks(parallelization_group),
-                facts=facts,
-                refused=refused,
-                on_structure_change=options.on_structure_change,
-                verify_replicas=options.verify_replicas,
-                on_unloadable_object=options.on_unloadable_object,
-            ),
-            process_group=process_group,
-            timeout_seconds=options.exchange_timeout_seconds,
-        )
-    log_report(report)
-    return report
+
+    sharded_state_dict: dict[str, Any]
+    checkpoint_dir: CheckpointDir
+    options: MegatronOptions
+    process_group: dist.ProcessGroup | None = None
+    writer: RobustWriter | None = None
+    parallelization_group: dist.ProcessGroup | None = None
+    facts: ShardFacts | None = None
+    refused: Mapping[str, Refusal] | None = None
+
+    @entry_point
+    def write(self) -> SaveReport:
+        """Write and commit.
+
+        Raises:
+            RobustCheckpointError: on every rank, whichever of them failed.
+            ValueError: ``checkpoint_dir`` is a URL.
+        """
+        report: SaveReport = self._call(api.save)
+        log_report(report)
+        return report
+
+    @entry_point
+    def start(self) -> BackgroundSave:
+        """Agree and copy what this rank writes. It is written and committed while training goes on.
+
+        Raises: as :meth:`write`.
+        """
+        return BackgroundSave(self._call(async_save))
+
+    def _call(self, save: Callable[..., Any]) -> Any:
+        group, options = self.parallelization_group, self.options
+        writer = writer_for(self.checkpoint_dir, options) if self.writer is None else self.writer
+        meet_before_saving()
+        with as_megatron_raises():
+            return save(
+                self.sharded_state_dict,
+                storage_writer=writer,
+                planner=MegatronPlanner(
+                    peers=() if group is None else dist.get_process_group_ranks(group),
+                    facts=self.facts,
+                    refused=self.refused,
+                    on_structure_change=options.on_structure_change,
+                    verify_replicas=options.verify_replicas,
+                    on_unloadable_object=options.on_unloadable_object,
+                ),
+                process_group=self.process_group,
+                timeout_seconds=options.exchange_timeout_seconds,
+            )
+
+
+def request_for_shards(save: ShardedSave, strategy: Any, async_strategy: str | None) -> Any:
+    """Start ``save``, for Megatron's queue. ``last_report`` of ``strategy`` is set when the request is finalized.
+
+    Args:
+        async_strategy: whose queue the request goes into (Megatron-Core 0.17 and newer).
+
+    Raises: as :meth:`ShardedSave.write`.
+    """
+    request_class = versions.async_request_class(async_strategy)  # first: it raises if that queue is not installed
+
+    def finish(report: SaveReport) -> None:
+        strategy.last_report = report
+
+    return request_for(request_class, save.start(), finish)
 
 
 class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):
@@ -128,7 +162,8 @@ class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):
             "writer_buffer_bytes": buffer_bytes,
         }
         self.last_report: SaveReport | None = None
-        """What the last save of this strategy did; ``None`` before the first."""
+        """What the last save of this strategy did; ``None`` before the first. Of an asynchronous one once Megatron has
+        finalized it."""
 
     @property
     def options(self) -> MegatronOptions:
@@ -144,7 +179,7 @@ class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):
             RobustCheckpointError: on every rank, whichever of them failed.
             ValueError: ``checkpoint_dir`` is a URL.
         """
-        self.last_report = write_sharded(sharded_state_dict, checkpoint_dir, self.options, self.process_group)
+        self.last_report = self._of(sharded_state_dict, checkpoint_dir).write()
 
     @entry_point
     def async_save(
@@ -153,13 +188,13 @@ class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):
         checkpoint_dir: CheckpointDir,
         async_strategy: str | None = None,
     ) -> Any:
-        """Save now and return a request that only has Megatron's finalizers to run.
+        """Start a save, and return the request whose finalizer waits for it.
 
         Args:
             sharded_state_dict, checkpoint_dir: as in :meth:`save`.
             async_strategy: whose queue the request goes into (Megatron-Core 0.17 and newer).
         """
-        say_saves_at_once()
-        request = versions.finished_request(async_strategy)  # first: it raises if that queue is not installed
-        self.save(sharded_state_dict, checkpoint_dir)
-        return request
+        return request_for_shards(self._of(sharded_state_dict, checkpoint_dir), self, async_strategy)
+
+    def _of(self, sharded_state_dict: dict[str, Any], checkpoint_dir: CheckpointDir) -> ShardedSave:
+        return ShardedSave(sharded_state_dict, checkpoint_dir, self.options, self.process_group)

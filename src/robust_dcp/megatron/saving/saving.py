@@ -11,6 +11,8 @@ Called by the replacement in ``save_patches``.
 | write, commit | those of :func:`robust_dcp.save` |
 | finish | a barrier, in whose work rank 0 writes ``common.pt`` and ``metadata.json`` |
 | manifest | only with ``verify_integrity``: a gather of the files' hashes, and a barrier |
+
+An asynchronous save returns when each rank has copied what it writes, and finishes in the finalizer of its request.
 """
 
 from __future__ import annotations
@@ -27,16 +29,18 @@ import msgspec
 from robust_dcp.comm import Channel
 from robust_dcp.errors import RobustCheckpointError, entry_point
 from robust_dcp.megatron import versions
+from robust_dcp.megatron.async_requests import request_for
 from robust_dcp.megatron.checkpoint_call import meet_before_saving
 from robust_dcp.megatron.checks import common_state, integrity
 from robust_dcp.megatron.checks.shard_facts import ShardFacts
 from robust_dcp.megatron.checks.validation import agree_on_access
 from robust_dcp.megatron.failures import as_megatron_raises
 from robust_dcp.megatron.hooks.options import MegatronOptions
-from robust_dcp.megatron.saving.save_strategy import RobustSaveStrategy, write_sharded
-from robust_dcp.megatron.writing import say_saves_at_once, writer_for
+from robust_dcp.megatron.saving.save_strategy import RobustSaveStrategy, ShardedSave
+from robust_dcp.megatron.writing import writer_for
 from robust_dcp.plan.clean_up import clean_up, failed_in_step
 from robust_dcp.plan.save_planner import checkpoint_name
+from robust_dcp.report import SaveReport
 from robust_dcp.storage import RobustWriter
 from robust_dcp.storage.files.disk import PosixDisk
 from robust_dcp.storage.files.paths import directory_path
@@ -138,7 +142,8 @@ def save_torch_dist(call: SaveCall, options: MegatronOptions) -> Any:
     """Save a checkpoint that Megatron loads; ``metadata.json`` is there only if all of it is.
 
     Returns:
-        ``None``, or for an asynchronous save a request whose finalizer writes ``metadata.json``.
+        ``None``, or for an asynchronous save a request whose finalizer waits for the shards to be committed and then
+        writes ``metadata.json``.
 
     Raises:
         ValueError: ``checkpoint_dir`` is a URL.
@@ -153,44 +158,33 @@ def save_torch_dist(call: SaveCall, options: MegatronOptions) -> Any:
         options, group = strategy.options, strategy.process_group
     phase = f"save {checkpoint_name(call.checkpoint_dir)}"
     channel = Channel.for_group(group, operation=f"Megatron: {phase}", timeout_seconds=options.exchange_timeout_seconds)
-    if call.is_async:
-        say_saves_at_once()
-    request = versions.finished_request(call.async_strategy) if call.is_async else None
+    request_class = versions.async_request_class(call.async_strategy) if call.is_async else None
     writer = writer_for(directory, options)
     meet_before_saving()
     with as_megatron_raises():
         prepared = _prepare_and_validate(call, strategy, channel, phase)
-        report = write_sharded(
-            prepared.sharded,
-            directory,
-            options,
-            group,
-            writer,
-            parallelization_group=parallelization_group_of(call.sharded_strategy),
-            facts=prepared.facts,
-            refused=prepared.refused,
-        )
-        if strategy is not None and not isinstance(strategy, tuple):
-            strategy.last_report = report
 
-    @entry_point
-    def finish() -> None:
-        files = _CommonFiles(directory)
-        with as_megatron_raises():
-            try:
-                channel.barrier(f"{phase}: finish", lambda: _finish(strategy, channel, prepared, files))
-                if call.verify_integrity:
-                    integrity.save_manifest(channel, phase, directory, report.files)
-            except RobustCheckpointError as error:
-                if failed_in_step(error):
-                    _withdraw(channel, phase, writer, files, error)
-                raise
+    def hash_files(report: SaveReport) -> dict[str, str]:
+        return integrity.hashes_of(directory, report.files)
 
-    if request is None:
-        finish()
-    else:
-        request.finalize_fns.append(finish)
-    return request
+    save = ShardedSave(
+        prepared.sharded,
+        directory,
+        options,
+        group,
+        writer,
+        parallelization_group=parallelization_group_of(call.sharded_strategy),
+        facts=prepared.facts,
+        refused=prepared.refused,
+    )
+    finish = _Finish(strategy, channel, phase, writer, _CommonFiles(directory, prepared.common_file))
+    if request_class is None:
+        report = save.write()
+        finish(report, (lambda: hash_files(report)) if call.verify_integrity else None)
+        return None
+    background = save.start()
+    hashes = background.then(channel.ranks, hash_files) if call.verify_integrity else None
+    return request_for(request_class, background, lambda report: finish(report, hashes))
 
 
 def _prepare_and_validate(call: SaveCall, strategy: Any, channel: Channel, phase: str) -> _Prepared:
@@ -239,33 +233,80 @@ def _common_object(common: dict[str, Any], channel: Channel) -> Any:
 
 
 class _CommonFiles:
-    """What rank 0 puts beside the shards, and which of it was not there before."""
+    """What rank 0 puts beside the shards, and which of it was not there before.
 
-    def __init__(self, directory: str) -> None:
-        self._directory = directory
+    Args:
+        directory: the checkpoint's.
+        common_file: the bytes of ``common.pt``, where there is one.
+    """
+
+    def __init__(self, directory: str, common_file: bytes | None) -> None:
+        self.directory = directory
+        self._common_file = common_file
         self._new: list[str] = []
 
-    def write(self, name: str, data: bytes) -> None:
-        path = os.path.join(self._directory, name)
+    def write(self, strategy: Any) -> None:
+        """``metadata.json``, which says that the checkpoint is whole, last."""
+        if self._common_file is not None:
+            self._write(common_state.COMMON_FILE, self._common_file)
+        self._write(common_state.CONFIG_FILE, versions.checkpoint_config(strategy))
+
+    def _write(self, name: str, data: bytes) -> None:
+        path = os.path.join(self.directory, name)
         is_new = not os.path.lexists(path)
-        common_state.write_durably(self._directory, name, data)
+        common_state.write_durably(self.directory, name, data)
         if is_new:
             self._new.append(path)
 
     def remove(self) -> None:
-        """Remove what was not there before: ``metadata.json``, which says that the checkpoint is whole, first."""
+        """Remove what was not there before: ``metadata.json`` first."""
         disk = PosixDisk()
         while self._new:
             disk.unlink(self._new[-1])
             self._new.pop()
 
 
-def _finish(strategy: Any, channel: Channel, prepared: _Prepared, files: _CommonFiles) -> None:
-    if not channel.is_coordinator:
-        return
-    if prepared.common_file is not None:
-        files.write(common_state.COMMON_FILE, prepared.common_file)
-    files.write(common_state.CONFIG_FILE, versions.checkpoint_config(strategy))
+class _Finish:
+    """What all ranks do once the shards are committed. It holds nothing of the state dict, for it may come much later.
+
+    Args:
+        strategy: within a wrapper.
+        channel, phase: of the save.
+        writer: that has written the shards.
+        files: that stand beside them.
+    """
+
+    def __init__(self, strategy: Any, channel: Channel, phase: str, writer: RobustWriter, files: _CommonFiles) -> None:
+        self._strategy = strategy
+        self._channel = channel
+        self._phase = phase
+        self._writer = writer
+        self._files = files
+
+    @entry_point
+    def __call__(self, report: SaveReport, hashes: Callable[[], dict[str, str]] | None) -> None:
+        """Write the common files, and take the shards back if that fails.
+
+        Args:
+            report: of the save of the shards.
+            hashes: of the files that this rank has written, if there is to be a manifest.
+        """
+        if self._strategy is not None and not isinstance(self._strategy, tuple):
+            self._strategy.last_report = report
+        channel, phase = self._channel, self._phase
+        with as_megatron_raises():
+            try:
+                channel.barrier(f"{phase}: finish", self._write_common_files)
+                if hashes is not None:
+                    integrity.save_manifest(channel, phase, self._files.directory, hashes)
+            except RobustCheckpointError as error:
+                if failed_in_step(error):
+                    _withdraw(channel, phase, self._writer, self._files, error)
+                raise
+
+    def _write_common_files(self) -> None:
+        if self._channel.is_coordinator:
+            self._files.write(self._strategy)
 
 
 class _Withdrawn(msgspec.Struct, frozen=True):

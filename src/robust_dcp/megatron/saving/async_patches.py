@@ -1,0 +1,87 @@
+"""What is taken over of Megatron's queue of asynchronous saves, and of what Megatron-LM does when it finalizes them.
+
+Owns the replacements; the work is in ``async_requests`` and ``failures``, which are imported when one is called. The
+table is a part of that of ``save_patches``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from robust_dcp.megatron.choice import is_chosen
+from robust_dcp.switch.patching import Patch
+
+__all__ = ["FORMATS", "PATCHES"]
+
+Replaced = Callable[..., Any]
+
+FORMATS = ("torch_dist", "torch_dcp", "fsdp_dtensor")
+"""Values of ``--ckpt-format`` that are taken over."""
+
+
+def _schedule_async_request(original: Replaced) -> Replaced:
+    """``AsyncCallsQueue.schedule_async_request``: no process is started for a request of ours. Others are stock's."""
+
+    @functools.wraps(original)
+    def schedule_async_request(self: Any, async_request: Any) -> Any:
+        from robust_dcp.megatron.async_requests import schedule
+
+        return schedule(original, self, async_request)
+
+    return schedule_async_request
+
+
+def _maybe_finalize_async_save(original: Replaced) -> Replaced:
+    """Megatron-LM's ``maybe_finalize_async_save``, for ``--ckpt-save-failure warn``."""
+
+    @functools.wraps(original)
+    def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> Any:
+        if not is_chosen():
+            return original(*args, **kwargs)
+        from robust_dcp.megatron.failures import finalize_or_warn
+
+        return finalize_or_warn(lambda: original(*args, **kwargs))
+
+    return maybe_finalize_async_save
+
+
+def _init_persistent_async_worker(original: Replaced) -> Replaced:
+    """Megatron-LM's ``init_persistent_async_worker``, called once at the start of a job (0.19): the worker would hold
+    memory, also of the device, and have nothing to do. Stock starts it later, should a request need it after all."""
+
+    @functools.wraps(original)
+    def init_persistent_async_worker(*args: Any, **kwargs: Any) -> Any:
+        if not is_chosen() or _is_worker_of_use():
+            return original(*args, **kwargs)
+        return None
+
+    return init_persistent_async_worker
+
+
+def _is_worker_of_use() -> bool:
+    """Whether this job has asynchronous requests that stay stock."""
+    from robust_dcp.megatron.hooks.options import megatron_arguments
+
+    arguments = megatron_arguments()
+    return (
+        getattr(arguments, "ckpt_format", None) not in FORMATS
+        or getattr(arguments, "non_persistent_ckpt_type", None) == "local"
+        or getattr(arguments, "logits_save_dir", None) is not None
+    )
+
+
+_SCHEDULE = "AsyncCallsQueue.schedule_async_request"
+_FINALIZE = "maybe_finalize_async_save"
+_WORKER = "init_persistent_async_worker"
+
+PATCHES: tuple[Patch, ...] = (
+    Patch("megatron.core.dist_checkpointing.strategies.async_utils", _SCHEDULE, _schedule_async_request),
+    Patch("nvidia_resiliency_ext.checkpointing.async_ckpt.core", _SCHEDULE, _schedule_async_request),
+    Patch("megatron.training.async_utils", _FINALIZE, _maybe_finalize_async_save, optional=True),
+    Patch("megatron.training.training", _FINALIZE, _maybe_finalize_async_save, optional=True),
+    Patch("megatron.training.async_utils", _WORKER, _init_persistent_async_worker, optional=True),
+    Patch("megatron.training.initialize", _WORKER, _init_persistent_async_worker, optional=True),
+)
+"""Modules of which some versions or wheels have none are never imported, and so never patched."""
