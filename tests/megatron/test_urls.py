@@ -19,6 +19,8 @@ from robust_dcp.megatron import RobustLoadStrategy, RobustSaveStrategy
 from robust_dcp.megatron.loading.load_strategy import load_in_parallel
 from tests.megatron.torch_dist import chosen
 
+_WRAPPER = types.SimpleNamespace(parallelization_group=None, base_strategy=RobustLoadStrategy())
+
 WAYS_IN: dict[str, Callable[[Any], Any]] = {
     "save": lambda url: dist_checkpointing.save({}, url),
     "load": lambda url: dist_checkpointing.load({}, url),
@@ -27,7 +29,7 @@ WAYS_IN: dict[str, Callable[[Any], Any]] = {
     "load strategy": lambda url: RobustLoadStrategy().load({}, url),
     "tensors of a checkpoint": lambda url: RobustLoadStrategy().load_tensors_metadata(url),
     "removal": lambda url: RobustLoadStrategy().remove_sharded_tensors(url, "w"),
-    "parallel load": lambda url: load_in_parallel(types.SimpleNamespace(parallelization_group=None), {}, url, 5.0),
+    "parallel load": lambda url: load_in_parallel(_WRAPPER, {}, url, 5.0),
 }
 
 
