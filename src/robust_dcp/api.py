@@ -9,25 +9,18 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
-import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlanner
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-from robust_dcp.background import SaveLine, line_of
 from robust_dcp.comm import Channel, Offer
-from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
+from robust_dcp.errors import CorruptCheckpoint, StorageError, entry_point
 from robust_dcp.plan.load_planner import RobustLoadPlanner
 from robust_dcp.plan.loading.shared_reads import SharedReads
 from robust_dcp.plan.loading.sharing import (
@@ -37,26 +30,21 @@ from robust_dcp.plan.loading.sharing import (
     ranks_share,
     sharing_offer,
 )
-from robust_dcp.plan.local import LocalStructure
-from robust_dcp.plan.phases import PhaseClock, PhaseRecord
-from robust_dcp.plan.save_planner import RobustPlanner, checkpoint_name
-from robust_dcp.plan.session import SaveSession
+from robust_dcp.plan.phases import PhaseClock
+from robust_dcp.plan.save_planner import checkpoint_name
 from robust_dcp.plan.stored_plan import LOADED
-from robust_dcp.report import LoadReport, PhaseReport, SaveReport
+from robust_dcp.report import LoadReport, SaveReport, phase_reports
+from robust_dcp.started_save import CheckpointId, StartedSave
+from robust_dcp.stateful import is_stateful, refuse_other_than_dict, state_dicts_of
 from robust_dcp.storage.reader import RobustReader, overwritten
 from robust_dcp.storage.reading.planned_items import PlannedItems
 from robust_dcp.storage.reading.targets import may_ask_early
-from robust_dcp.storage.writer import RobustWriter
-from robust_dcp.storage.writing.item_source import ItemSource
 
-__all__ = ["StartedSave", "load", "save"]
+__all__ = ["load", "save"]
 
 logger = logging.getLogger(__name__)
 
-CheckpointId = str | os.PathLike[str]
-
 _DEFAULT_TIMEOUT_SECONDS = 300.0
-_NOT_STATEFUL = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 @entry_point
@@ -122,118 +110,6 @@ def save(
     return started.report(blocked_seconds=started.seconds)
 
 
-@dataclass(eq=False)
-class StartedSave:
-    """One save on one rank, phase by phase: what :func:`save` does at once, and ``async_save`` in two parts."""
-
-    session: SaveSession
-    writer: RobustWriter
-    planner: RobustPlanner
-    line: SaveLine
-    clock: PhaseClock
-    started_seconds: float
-
-    @classmethod
-    def of(
-        cls,
-        *,
-        checkpoint_id: CheckpointId | None,
-        storage_writer: StorageWriter | None,
-        planner: SavePlanner | None,
-        process_group: dist.ProcessGroup | None,
-        no_dist: bool,
-        timeout_seconds: float | None,
-        deadline_seconds: float | None,
-        kind: str | None,
-    ) -> StartedSave:
-        """A save of which nothing has been exchanged yet. The arguments are those of :func:`save`."""
-        started_seconds = time.perf_counter()
-        writer = _robust_writer(storage_writer, checkpoint_id)
-        own_planner = _robust_planner(planner)
-        session = own_planner.open_session(
-            checkpoint_name(writer.path),
-            writer,
-            process_group=process_group,
-            timeout_seconds=timeout_seconds,
-            deadline_seconds=deadline_seconds,
-            no_dist=no_dist,
-            kind=kind,
-        )
-        session.commits_together = True
-        channel = session.channel
-        return cls(session, writer, own_planner, line_of(channel.ranks), PhaseClock(channel), started_seconds)
-
-    @property
-    def seconds(self) -> float:
-        """Since the call."""
-        return time.perf_counter() - self.started_seconds
-
-    @contextmanager
-    def in_turn(self) -> Iterator[None]:
-        """A save comes after the async saves of its group that were asked for earlier."""
-        self.line.wait()
-        with self.session.channel.together():
-            yield
-
-    def agree(self, state_dict: dict[str, Any]) -> None:
-        """Agree with all ranks on the plan. If an async save before this one has failed, and some rank has not been
-        told, all raise its error."""
-
-        def describe() -> LocalStructure:
-            self.line.raise_untold()
-            _refuse_other_than_dict(state_dict)
-            is_coordinator = self.session.channel.is_coordinator
-            self.planner.set_up_planner(_state_dicts_of(state_dict), self.writer.storage_meta(), is_coordinator)
-            return self.planner.describe(self.session.channel)
-
-        try:
-            with self.clock.phase("plan"):
-                self.session.agree(describe, leads=self.session.channel.is_coordinator)
-        finally:
-            self.line.forget_untold()
-
-    def source(self) -> ItemSource:
-        """The data of what this rank writes."""
-        return self.planner.source(self.session)
-
-    def write(self, source: Callable[[], ItemSource]) -> None:
-        with self.clock.phase("write"):
-            self.session.write(source)
-
-    def commit(self) -> None:
-        with self.clock.phase("commit"):
-            self.session.commit()
-
-    def report(self, *, blocked_seconds: float, how: tuple[str, ...] = ()) -> SaveReport:
-        """What was done.
-
-        Args:
-            how: what is to be said of the way to the files, beside what their writer says.
-        """
-        session, written, path = self.session, self.session.written, self.writer.path
-        return SaveReport(
-            checkpoint_id=checkpoint_name(path),
-            rank=session.rank,
-            world_size=session.channel.size,
-            items=len(session.plan.rank_plan.kept),
-            nbytes=0 if written is None else written.nbytes,
-            phases=_phase_reports(self.clock.records),
-            blocked_seconds=blocked_seconds,
-            plan=session.plan.outcome,
-            reason=session.plan.reason,
-            changes=session.plan.changes,
-            differing_objects=session.plan.differing_objects,
-            unloadable_objects=session.unloadable_objects,
-            total_nbytes=None if session.plan.coordinator is None else session.plan.coordinator.nbytes,
-            digest=session.digest,
-            files=() if written is None else written.names,
-            how=(*(() if written is None else written.how), *how),
-            peak_buffer_nbytes=0 if written is None else written.peak_buffer_nbytes,
-            stragglers=session.channel.stragglers,
-            _read_metadata=lambda: RobustReader(path).read_metadata(),
-        )
-
-
 class _StoredMetadata(msgspec.Struct, frozen=True):
     """Where all ranks of a load have the metadata from.
 
@@ -297,8 +173,8 @@ def load(
 
     def prepare() -> Offer:
         nonlocal plan
-        _refuse_other_than_dict(state_dict)
-        values.update(_state_dicts_of(dict(sorted(state_dict.items()))))
+        refuse_other_than_dict(state_dict)
+        values.update(state_dicts_of(dict(sorted(state_dict.items()))))
         metadata = _metadata_of(reader, stored)
         if metadata is None:
             return Offer()
@@ -324,7 +200,7 @@ def load(
             shared.load_objects(planner, checkpoint)
         for key, value in values.items():
             target = state_dict[key]
-            if _is_stateful(target):
+            if is_stateful(target):
                 target.load_state_dict(value)
             else:
                 state_dict[key] = value
@@ -374,7 +250,7 @@ def load(
         world_size=channel.size,
         items=len(plan.items),
         nbytes=_planned_nbytes(plan.items, getattr(planner, "metadata", None)),
-        phases=_phase_reports(clock.records),
+        phases=phase_reports(clock.records),
         missing_keys=getattr(planner, "missing_keys", ()),
         _find_unread_keys=planner.unread_keys_later() if isinstance(planner, RobustLoadPlanner) else tuple,
         shared_nbytes=0 if shared is None else _planned_nbytes(shared.received, getattr(planner, "metadata", None)),
@@ -431,58 +307,6 @@ def _local_load_plan(
     return planner.finish_plan(plan)
 
 
-def _refuse_other_than_dict(state_dict: Any) -> None:
-    if isinstance(state_dict, Mapping):
-        return
-    if _is_stateful(state_dict):
-        what_to_do = 'give it a name, {"model": model}, or pass its state dict, model.state_dict()'
-    else:
-        what_to_do = 'give it a name, {"name": value}'
-    raise RobustCheckpointError(f"a state dict is a dict, and a {type(state_dict).__name__} was passed: {what_to_do}")
-
-
-def _state_dicts_of(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A shallow copy in which ``Stateful`` values are replaced by their state dicts."""
-    stateful = [key for key, value in state_dict.items() if _is_stateful(value)]
-    return {**state_dict, **{key: state_dict[key].state_dict() for key in stateful}}
-
-
-def _is_stateful(value: Any) -> bool:
-    # The test for a runtime protocol costs 14 us, more than all else that is done for a small tensor.
-    return type(value) not in _NOT_STATEFUL and hasattr(value, "state_dict") and isinstance(value, Stateful)
-
-
-def _robust_writer(writer: StorageWriter | None, checkpoint_id: CheckpointId | None) -> RobustWriter:
-    if writer is None:
-        if checkpoint_id is None:
-            raise ValueError("pass checkpoint_id, the directory to save to, or storage_writer=RobustWriter(path)")
-        return RobustWriter(checkpoint_id)
-    if not isinstance(writer, RobustWriter):
-        raise TypeError(
-            f"robust_dcp.save writes with RobustWriter, not with {type(writer).__name__}; to keep that writer call "
-            "torch.distributed.checkpoint.save(…, planner=RobustPlanner())"
-        )
-    writer.reset(checkpoint_id)
-    return writer
-
-
-def _robust_planner(planner: SavePlanner | None) -> RobustPlanner:
-    if planner is None:
-        return RobustPlanner()
-    if isinstance(planner, RobustPlanner):
-        return planner
-    if type(planner) is DefaultSavePlanner:
-        return RobustPlanner(
-            flatten_state_dict=planner.flatten_state_dict,
-            flatten_sharded_tensors=planner.flatten_sharded_tensors,
-            dedup_save_to_lowest_rank=planner.dedup_save_to_lowest_rank,
-        )
-    raise TypeError(
-        f"robust_dcp.save plans with RobustPlanner, not with {type(planner).__name__}; derive your planner from "
-        "RobustPlanner, or call torch.distributed.checkpoint.save(…, storage_writer=RobustWriter(path))"
-    )
-
-
 def _reader(reader: StorageReader | None, checkpoint_id: CheckpointId | None) -> StorageReader:
     if reader is None:
         if checkpoint_id is None:
@@ -490,20 +314,6 @@ def _reader(reader: StorageReader | None, checkpoint_id: CheckpointId | None) ->
         return RobustReader(checkpoint_id)
     reader.reset(checkpoint_id)
     return reader
-
-
-def _phase_reports(records: Sequence[PhaseRecord]) -> tuple[PhaseReport, ...]:
-    return tuple(
-        PhaseReport(
-            name=record.name,
-            seconds=record.seconds,
-            exchanges=record.stats.exchanges,
-            messages=record.stats.messages_sent,
-            header_nbytes=record.stats.header_nbytes_sent,
-            payload_nbytes=record.stats.payload_nbytes_sent,
-        )
-        for record in records
-    )
 
 
 def _planned_nbytes(items: Sequence[ReadItem], metadata: Metadata | None) -> int:

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from robust_dcp.api import CheckpointId, StartedSave
 from robust_dcp.background import WRITERS, StagedSource, WriteInProcess, close_lines, name_of_disk
 from robust_dcp.background.save_line import SaveFuture
 from robust_dcp.errors import RobustCheckpointError, entry_point
 from robust_dcp.report import SaveReport
 from robust_dcp.staging import SHARED_STAGING, STAGING
+from robust_dcp.started_save import CheckpointId, StartedSave
 
 __all__ = ["AsyncSave", "Executor", "Staging", "WhenBusy", "async_save", "finish_async_saves"]
 

@@ -13,9 +13,10 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata
 
 from robust_dcp.plan.agreement import PlanOutcome
+from robust_dcp.plan.phases import PhaseRecord
 from robust_dcp.plan.structure import StructureDiff
 
-__all__ = ["LoadReport", "PhaseReport", "SaveReport", "sizes_in_words"]
+__all__ = ["LoadReport", "PhaseReport", "SaveReport", "phase_reports", "sizes_in_words"]
 
 
 @dataclass(frozen=True)
@@ -175,3 +176,18 @@ def sizes_in_words(nbytes: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def phase_reports(records: Sequence[PhaseRecord]) -> tuple[PhaseReport, ...]:
+    """The phases of a call, as its report tells them."""
+    return tuple(
+        PhaseReport(
+            name=record.name,
+            seconds=record.seconds,
+            exchanges=record.stats.exchanges,
+            messages=record.stats.messages_sent,
+            header_nbytes=record.stats.header_nbytes_sent,
+            payload_nbytes=record.stats.payload_nbytes_sent,
+        )
+        for record in records
+    )

@@ -82,8 +82,8 @@ def async_save(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any
         given = _given(stock, args, kwargs)
         state_dict = given.pop("state_dict")
         staging = _staging_of(given.pop("async_stager", None))
-        given.pop("async_checkpointer_type", None)  # on a thread: it needs no process to leave training alone
-        arguments = _save_arguments(given)
+        kind = given.pop("async_checkpointer_type", None)
+        arguments = {**_save_arguments(given), "async_checkpointer_type": kind}
     except _StaysStock as why:
         say_stays_stock("saves by torch.distributed.checkpoint.async_save", str(why))
         return stock(*args, **kwargs)

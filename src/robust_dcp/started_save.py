@@ -1,0 +1,176 @@
+"""One save on one rank, phase by phase: what ``save`` does at once, and ``async_save`` in two parts.
+
+Owns the order of the phases of a save, and its report. Called by ``api`` and ``async_save``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter
+
+from robust_dcp.background import SaveLine, line_of
+from robust_dcp.plan.local import LocalStructure
+from robust_dcp.plan.phases import PhaseClock
+from robust_dcp.plan.save_planner import RobustPlanner, checkpoint_name
+from robust_dcp.plan.session import SaveSession
+from robust_dcp.report import SaveReport, phase_reports
+from robust_dcp.stateful import refuse_other_than_dict, state_dicts_of
+from robust_dcp.storage.reader import RobustReader
+from robust_dcp.storage.writer import RobustWriter
+from robust_dcp.storage.writing.item_source import ItemSource
+
+__all__ = ["CheckpointId", "StartedSave"]
+
+CheckpointId = str | os.PathLike[str]
+
+
+@dataclass(eq=False)
+class StartedSave:
+    """One save on one rank, phase by phase: what ``save`` does at once, and ``async_save`` in two parts."""
+
+    session: SaveSession
+    writer: RobustWriter
+    planner: RobustPlanner
+    line: SaveLine
+    clock: PhaseClock
+    started_seconds: float
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        checkpoint_id: CheckpointId | None,
+        storage_writer: StorageWriter | None,
+        planner: SavePlanner | None,
+        process_group: dist.ProcessGroup | None,
+        no_dist: bool,
+        timeout_seconds: float | None,
+        deadline_seconds: float | None,
+        kind: str | None,
+    ) -> StartedSave:
+        """A save of which nothing has been exchanged yet. The arguments are those of ``save``."""
+        started_seconds = time.perf_counter()
+        writer = _robust_writer(storage_writer, checkpoint_id)
+        own_planner = _robust_planner(planner)
+        session = own_planner.open_session(
+            checkpoint_name(writer.path),
+            writer,
+            process_group=process_group,
+            timeout_seconds=timeout_seconds,
+            deadline_seconds=deadline_seconds,
+            no_dist=no_dist,
+            kind=kind,
+        )
+        session.commits_together = True
+        channel = session.channel
+        return cls(session, writer, own_planner, line_of(channel.ranks), PhaseClock(channel), started_seconds)
+
+    @property
+    def seconds(self) -> float:
+        """Since the call."""
+        return time.perf_counter() - self.started_seconds
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """A save comes after the async saves of its group that were asked for earlier."""
+        self.line.wait()
+        with self.session.channel.together():
+            yield
+
+    def agree(self, state_dict: dict[str, Any]) -> None:
+        """Agree with all ranks on the plan. If an async save before this one has failed, and some rank has not been
+        told, all raise its error."""
+
+        def describe() -> LocalStructure:
+            self.line.raise_untold()
+            refuse_other_than_dict(state_dict)
+            is_coordinator = self.session.channel.is_coordinator
+            self.planner.set_up_planner(state_dicts_of(state_dict), self.writer.storage_meta(), is_coordinator)
+            return self.planner.describe(self.session.channel)
+
+        try:
+            with self.clock.phase("plan"):
+                self.session.agree(describe, leads=self.session.channel.is_coordinator)
+        finally:
+            self.line.forget_untold()
+
+    def source(self) -> ItemSource:
+        """The data of what this rank writes."""
+        return self.planner.source(self.session)
+
+    def write(self, source: Callable[[], ItemSource]) -> None:
+        with self.clock.phase("write"):
+            self.session.write(source)
+
+    def commit(self) -> None:
+        with self.clock.phase("commit"):
+            self.session.commit()
+
+    def report(self, *, blocked_seconds: float, how: tuple[str, ...] = ()) -> SaveReport:
+        """What was done.
+
+        Args:
+            how: what is to be said of the way to the files, beside what their writer says.
+        """
+        session, written, path = self.session, self.session.written, self.writer.path
+        return SaveReport(
+            checkpoint_id=checkpoint_name(path),
+            rank=session.rank,
+            world_size=session.channel.size,
+            items=len(session.plan.rank_plan.kept),
+            nbytes=0 if written is None else written.nbytes,
+            phases=phase_reports(self.clock.records),
+            blocked_seconds=blocked_seconds,
+            plan=session.plan.outcome,
+            reason=session.plan.reason,
+            changes=session.plan.changes,
+            differing_objects=session.plan.differing_objects,
+            unloadable_objects=session.unloadable_objects,
+            total_nbytes=None if session.plan.coordinator is None else session.plan.coordinator.nbytes,
+            digest=session.digest,
+            files=() if written is None else written.names,
+            how=(*(() if written is None else written.how), *how),
+            peak_buffer_nbytes=0 if written is None else written.peak_buffer_nbytes,
+            stragglers=session.channel.stragglers,
+            _read_metadata=lambda: RobustReader(path).read_metadata(),
+        )
+
+
+def _robust_writer(writer: StorageWriter | None, checkpoint_id: CheckpointId | None) -> RobustWriter:
+    if writer is None:
+        if checkpoint_id is None:
+            raise ValueError("pass checkpoint_id, the directory to save to, or storage_writer=RobustWriter(path)")
+        return RobustWriter(checkpoint_id)
+    if not isinstance(writer, RobustWriter):
+        raise TypeError(
+            f"robust_dcp.save writes with RobustWriter, not with {type(writer).__name__}; to keep that writer call "
+            "torch.distributed.checkpoint.save(…, planner=RobustPlanner())"
+        )
+    writer.reset(checkpoint_id)
+    return writer
+
+
+def _robust_planner(planner: SavePlanner | None) -> RobustPlanner:
+    if planner is None:
+        return RobustPlanner()
+    if isinstance(planner, RobustPlanner):
+        return planner
+    if type(planner) is DefaultSavePlanner:
+        return RobustPlanner(
+            flatten_state_dict=planner.flatten_state_dict,
+            flatten_sharded_tensors=planner.flatten_sharded_tensors,
+            dedup_save_to_lowest_rank=planner.dedup_save_to_lowest_rank,
+        )
+    raise TypeError(
+        f"robust_dcp.save plans with RobustPlanner, not with {type(planner).__name__}; derive your planner from "
+        "RobustPlanner, or call torch.distributed.checkpoint.save(…, storage_writer=RobustWriter(path))"
+    )
