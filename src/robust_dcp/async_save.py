@@ -52,7 +52,7 @@ class AsyncSave(AbstractContextManager["AsyncSave"]):
     """
 
     staging_completion: Future[None]
-    upload_completion: Future[SaveReport]
+    upload_completion: SaveFuture[SaveReport]
     _waited_seconds: list[float] = field(default_factory=list)
 
     def wait_staged(self) -> None:
@@ -149,7 +149,8 @@ def async_save(
     """
     _refuse_unknown(async_stager, use_collectives)
     for name, value, known in (
-        *(("staging", staging, Staging), ("when_busy", when_busy, WhenBusy)),
+        ("staging", staging, Staging),
+        ("when_busy", when_busy, WhenBusy),
         ("executor", executor, Executor),
     ):
         if value not in get_args(known):
@@ -186,26 +187,13 @@ def async_save(
             )
         started.agree(state_dict)
         staged = _Staged(started, executor, staging_nbytes)
+        del state_dict
         if staging == "full":
             staged.copy()
-    del state_dict
-    waited: list[float] = [started.seconds]
-
-    def run() -> SaveReport:
-        try:
-            with channel.together():
-                if staging == "lazy":
-                    staged.copy()
-                staged.write()
-                started.commit()
-        finally:
-            staged.release()
-        blocked_seconds = staged.freed_seconds if staging == "full" else sum(waited)
-        return started.report(blocked_seconds=blocked_seconds, how=staged.how)
-
-    future: SaveFuture[SaveReport] = line.submit(run)
+        staged.waited_seconds.append(started.seconds)
+        future = line.submit(staged.finish)  # or all ranks hear that this one could not
     if staging == "lazy":
-        return AsyncSave(staged.are_free, future, waited)
+        return AsyncSave(staged.are_free, future, staged.waited_seconds)
     staged.are_free.result()
     return future
 
@@ -232,6 +220,7 @@ class _Staged:
     Attributes:
         are_free: done when the tensors of the state dict may change.
         freed_seconds: when that was, since the call.
+        waited_seconds: how long the caller was kept: by the call, and where it waited for the copies.
         how: what the report is to say.
     """
 
@@ -243,7 +232,9 @@ class _Staged:
         self._executor = executor
         self._source: StagedSource | None = None
         self._error: Exception | None = None
+        self._is_copied = False
         self.are_free: Future[None] = Future()
+        self.waited_seconds: list[float] = []
         try:
             self._source = StagedSource(
                 started.source(),
@@ -257,7 +248,22 @@ class _Staged:
         except Exception as error:
             self._error = error
 
+    def finish(self) -> SaveReport:
+        """What the caller does not wait for: the copies, if they have not been made, and the rest of the save."""
+        is_lazy = not self._is_copied
+        try:
+            with self._started.session.channel.together():
+                if is_lazy:
+                    self.copy()
+                self.write()
+                self._started.commit()
+        finally:
+            self.release()
+        blocked_seconds = sum(self.waited_seconds) if is_lazy else self.freed_seconds
+        return self._started.report(blocked_seconds=blocked_seconds, how=self.how)
+
     def copy(self) -> None:
+        self._is_copied = True
         if self._source is None:
             self._free()
             return

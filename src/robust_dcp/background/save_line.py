@@ -18,6 +18,7 @@ from typing import Any, Final, TypeVar
 
 __all__ = ["SaveFuture", "SaveLine", "close_lines", "line_of"]
 
+R = TypeVar("R")
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
@@ -28,11 +29,42 @@ there after 30 seconds."""
 
 
 class SaveFuture(Future[T]):
-    """The outcome of one save. Who asks for it has been told of an error; the next save raises those of others."""
+    """The outcome of one save. Who asks for it has been told of an error; the next save raises those of others.
 
-    def __init__(self) -> None:
+    Args:
+        saved: whose outcome this one is made of. Who is told of the error of the one knows that of the other.
+    """
+
+    def __init__(self, saved: SaveFuture[Any] | None = None) -> None:
         super().__init__()
-        self.was_told = False
+        self._saved = saved
+        self._was_told = False
+
+    @property
+    def was_told(self) -> bool:
+        """Whether somebody has asked for the outcome."""
+        return self._was_told if self._saved is None else self._saved.was_told
+
+    @was_told.setter
+    def was_told(self, was_told: bool) -> None:
+        if self._saved is None:
+            self._was_told = was_told
+        else:
+            self._saved.was_told = was_told
+
+    def then(self, convert: Callable[[T], R]) -> SaveFuture[R]:
+        """A future of what ``convert`` makes of the result."""
+        made: SaveFuture[R] = SaveFuture(self)
+        made.set_running_or_notify_cancel()
+
+        def take(_: Future[T]) -> None:
+            try:
+                made.set_result(convert(Future.result(self)))  # nobody is told by this
+            except BaseException as error:
+                made.set_exception(error)
+
+        self.add_done_callback(take)
+        return made
 
     def cancel(self) -> bool:
         """A save cannot be taken back by one rank."""
@@ -61,9 +93,9 @@ class SaveLine:
 
     @property
     def n_under_way(self) -> int:
-        """Saves that are not over."""
+        """Saves that are not over. One whose result is there is: the thread may still be busy with telling so."""
         with self._changed:
-            return len(self._under_way)
+            return sum(not future.done() for future in self._under_way)
 
     def wait(self, *, below: int = 1, timeout_seconds: float | None = None) -> bool:
         """Wait until fewer than ``below`` saves are under way.
@@ -72,7 +104,7 @@ class SaveLine:
             Whether that is so, or the time is up.
         """
         with self._changed:
-            return self._changed.wait_for(lambda: len(self._under_way) < below, timeout_seconds)
+            return self._changed.wait_for(lambda: self.n_under_way < below, timeout_seconds)
 
     def raise_untold(self) -> None:
         """Raise the error of an earlier save, if nobody has been told of it."""
@@ -94,8 +126,8 @@ class SaveLine:
         future: SaveFuture[T] = SaveFuture()
         _end_well_on_sigterm()
         with self._changed:
+            self._pool.submit(self._run, run, future)
             self._under_way.append(future)
-        self._pool.submit(self._run, run, future)
         return future
 
     def _run(self, run: Callable[[], T], future: SaveFuture[T]) -> None:

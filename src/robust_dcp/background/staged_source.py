@@ -142,16 +142,6 @@ class StagedSource:
             self._buffers.give_back(self._buffer)
             self._buffer = None
 
-    @property
-    def is_pinned(self) -> bool:
-        """Whether a device copied by itself."""
-        return self._buffer is not None and self._buffer.is_pinned
-
-    @property
-    def nbytes(self) -> int:
-        """Of the copies, in bytes."""
-        return sum(_nbytes(data) for data in self._data if isinstance(data, torch.Tensor))
-
     def __len__(self) -> int:
         return len(self._names)
 
