@@ -7,17 +7,12 @@ by ``robust_dcp_autoload`` where ``ROBUST_DCP=1`` stands in the environment.
 from __future__ import annotations
 
 import logging
-import multiprocessing
-import os
-import sys
 import threading
 from importlib import import_module
-from types import ModuleType
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from robust_dcp.switch.announcement import announce
 from robust_dcp.switch.dcp_patches import PATCHES, TAKEN_OVER
 from robust_dcp.switch.patching import Patches
 from robust_dcp.switch.stock_paths import forget_said
@@ -64,9 +59,13 @@ def install() -> None:
             return
         megatron.uninstall()  # replacements that look who calls have to be outside of those that do not
         _installed.patches = patches = Patches(PATCHES)
-    patches.apply()
-    _replace_bound_names(patches)
-    megatron.install()
+    try:
+        patches.apply()
+        patches.replace_bound_names(besides=("torch", "robust_dcp"))  # these call each other's functions, and mean them
+        megatron.install()
+    except BaseException:
+        uninstall()
+        raise
     _announce()
 
 
@@ -80,39 +79,10 @@ def uninstall() -> None:
         patches.remove()
 
 
-def _replace_bound_names(patches: Patches) -> None:
-    """Names that other modules have bound to stock's functions; ``Patches.remove`` puts them back."""
-    replacements = {id(stock): made for stock, made in patches.functions()}
-    for module in list(sys.modules.values()):
-        if not isinstance(module, ModuleType):
-            continue
-        if _is_of_stock(module):
-            continue
-        for name, value in list(vars(module).items()):
-            if id(value) in replacements:
-                setattr(module, name, replacements[id(value)])
-
-
-def _is_of_stock(module: Any) -> bool:
-    """Whether a module is torch's or ours: these call each other's functions, and mean them."""
-    return str(getattr(module, "__name__", "")).partition(".")[0] in ("torch", "robust_dcp")
-
-
 def _announce() -> None:
-    if multiprocessing.parent_process() is not None:
-        return  # a worker of some rank
-    if dist.is_available() and dist.is_initialized():
-        is_first = dist.get_rank() == 0
-    else:
-        is_first = os.environ.get("RANK", "0") == "0"
-    if not is_first:
-        return
     *names, last = TAKEN_OVER
-    line = (
+    announce(
+        logger,
         f"robust_dcp {__version__} takes over {', '.join(names)} and {last} of torch.distributed.checkpoint "
-        f"(torch {torch.__version__})"
+        f"(torch {torch.__version__})",
     )
-    if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
-        logger.info("%s", line)
-    else:  # before the program has set up its log; nobody should have to guess who wrote the checkpoints
-        sys.stderr.write(f"{line}\n")

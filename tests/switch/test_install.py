@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-STOCK_LEAVES_NO_INDEX = ".robust_dcp.index"
-"""A file that only robust_dcp writes."""
+from robust_dcp.storage.files.paths import INDEX_NAME
 
 SAVE = """
     import os, sys, torch
@@ -51,7 +50,8 @@ def run(path: Path, script: str, **environment: str) -> subprocess.CompletedProc
 
 
 def is_ours(path: Path) -> bool:
-    return (path / STOCK_LEAVES_NO_INDEX).exists()
+    """Only robust_dcp writes an index."""
+    return (path / INDEX_NAME).exists()
 
 
 EVERY_WAY = """
@@ -196,3 +196,44 @@ def test_programs_that_import_robust_dcp_first_are_switched_on_as_well(tmp_path:
     environment = {**os.environ, "ROBUST_DCP": "1"}
     subprocess.run([sys.executable, "-c", textwrap.dedent(source)], env=environment, timeout=120, check=True)
     assert is_ours(tmp_path / "1")
+
+
+def test_an_async_save_that_failed_is_told_by_the_next_save_unless_somebody_asked(tmp_path: Path) -> None:
+    script = """
+        from robust_dcp import RobustWriter
+        from tests.support.data_disks import FullDisk
+
+        def fail(name):
+            return async_save(state, storage_writer=RobustWriter(f"{path}/{name}", disk=FullDisk()))
+
+        fail("1")
+        try:
+            save(state, checkpoint_id=path + "/2")
+        except OSError as error:
+            assert "there is no space" in str(error)
+        else:
+            raise SystemExit("nobody was told")
+        try:
+            fail("3").result()
+        except OSError as error:
+            assert "there is no space" in str(error)
+        save(state, checkpoint_id=path + "/4")
+    """
+    run(tmp_path, script, ROBUST_DCP="1")
+    assert is_ours(tmp_path / "4") and not is_ours(tmp_path / "2")
+
+
+def test_a_variable_without_meaning_leaves_everything_stock(tmp_path: Path) -> None:
+    script = """
+        before = dcp.save
+        os.environ["ROBUST_DCP_LAYOUT"] = "nonsense"
+        import robust_dcp
+        try:
+            robust_dcp.install()
+        except ValueError as error:
+            assert "ROBUST_DCP_LAYOUT" in str(error)
+        else:
+            raise SystemExit("it was installed")
+        assert dcp.save is before and save is before
+    """
+    run(tmp_path, script)

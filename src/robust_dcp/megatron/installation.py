@@ -8,17 +8,15 @@ taken over, and the line in the log that says so. Imports nothing of Megatron. C
 from __future__ import annotations
 
 import logging
-import multiprocessing
-import os
 import sys
 import threading
 from importlib import import_module, metadata
 
 import torch
-import torch.distributed as dist
 
 from robust_dcp.megatron.hooks.arguments import PATCHES as ARGUMENT_PATCHES
 from robust_dcp.megatron.hooks.options import Planner, choose_planner, options_from_environment
+from robust_dcp.switch.announcement import announce
 from robust_dcp.switch.patching import Patch, Patches
 from robust_dcp.switch.stock_paths import forget_said
 from robust_dcp.version import __version__
@@ -112,25 +110,12 @@ def _announce(patch: Patch) -> None:
         if _installed.announced:
             return
         _installed.announced = True
-    if not _is_rank_0():
-        return
     taken_over = ", ".join(TABLES.values())
-    line = (
+    announce(
+        logger,
         f"robust_dcp {__version__} is the planner of Megatron's checkpoints: it takes over {taken_over} "
-        f"(megatron-core {_megatron_version()}, torch {torch.__version__})"
+        f"(megatron-core {_megatron_version()}, torch {torch.__version__})",
     )
-    if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
-        logger.info("%s", line)
-    else:  # before Megatron has set up its log; a run should not have to guess who wrote its checkpoints
-        sys.stderr.write(f"{line}\n")
-
-
-def _is_rank_0() -> bool:
-    if multiprocessing.parent_process() is not None:
-        return False  # a worker of some rank
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank() == 0
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _megatron_version() -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
@@ -27,7 +26,7 @@ from robust_dcp.storage import RobustReader, RobustWriter
 from robust_dcp.storage.files.paths import is_url
 from robust_dcp.switch.stock_paths import say_stays_stock
 
-__all__ = ["async_save", "load", "save"]
+__all__ = ["async_save", "given_arguments", "load", "robust_load_planner", "save"]
 
 Function = Callable[..., Any]
 Arguments = dict[str, Any]
@@ -49,7 +48,7 @@ def save(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any:
         The ``Metadata`` of the checkpoint. It looks its entries up when it is asked for them.
     """
     try:
-        given = _given(stock, args, kwargs)
+        given = given_arguments(stock, args, kwargs)
         state_dict = given.pop("state_dict")
         arguments = _save_arguments(given)
     except _StaysStock as why:
@@ -61,7 +60,7 @@ def save(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any:
 def load(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any:
     """``torch.distributed.checkpoint.load(*args, **kwargs)``, in place. As stock does, other dtypes are converted."""
     try:
-        given = _given(stock, args, kwargs)
+        given = given_arguments(stock, args, kwargs)
         state_dict = given.pop("state_dict")
         arguments = _load_arguments(given)
     except _StaysStock as why:
@@ -79,7 +78,7 @@ def async_save(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any
         else a ``Future`` of the ``Metadata``.
     """
     try:
-        given = _given(stock, args, kwargs)
+        given = given_arguments(stock, args, kwargs)
         state_dict = given.pop("state_dict")
         staging = _staging_of(given.pop("async_stager", None))
         kind = given.pop("async_checkpointer_type", None)
@@ -91,12 +90,12 @@ def async_save(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any
     if isinstance(saving, AsyncSave):
         response: Any = getattr(stock_saver, "AsyncSaveResponse", AsyncSave)
         return response(
-            staging_completion=saving.staging_completion, upload_completion=_as_metadata(saving.upload_completion)
+            staging_completion=saving.staging_completion, upload_completion=saving.upload_completion.then(_metadata_of)
         )
-    return _as_metadata(saving)
+    return saving.then(_metadata_of)
 
 
-def _given(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
+def given_arguments(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
     """The arguments that differ from stock's defaults, by name.
 
     Raises:
@@ -184,6 +183,11 @@ def _load_planner(planner: Any, *, trusted: bool) -> Any:
     """Stock's own planner becomes ours; any other is asked for each item, as by stock."""
     if planner is not None and type(planner) is not DefaultLoadPlanner:
         return planner
+    return robust_load_planner(planner, trusted=trusted)
+
+
+def robust_load_planner(planner: DefaultLoadPlanner | None, *, trusted: bool) -> RobustLoadPlanner:
+    """Ours with the options of stock's. As with stock's, tensors of another dtype are converted."""
     options = {} if planner is None else {name: getattr(planner, name) for name in _LOAD_OPTIONS}
     return RobustLoadPlanner(**options, on_dtype_mismatch="cast", trusted=trusted)
 
@@ -201,24 +205,5 @@ def _staging_of(stager: Any) -> Any:
     return "lazy" if getattr(getattr(stager, "_config", None), "use_async_staging", False) else "full"
 
 
-def _metadata_of(report: SaveReport | None) -> Metadata | None:
-    return None if report is None else report.metadata
-
-
-def _as_metadata(saving: Future[Any]) -> Future[Any]:
-    """A future of the metadata, when the report is there."""
-    found: Future[Any] = Future()
-    found.set_running_or_notify_cancel()
-
-    def tell(done: Future[Any]) -> None:
-        error = done.exception()
-        if error is not None:
-            found.set_exception(error)
-            return
-        try:
-            found.set_result(_metadata_of(done.result()))
-        except Exception as unread:  # the checkpoint is committed, but cannot be read now
-            found.set_exception(unread)
-
-    saving.add_done_callback(tell)
-    return found
+def _metadata_of(report: SaveReport) -> Metadata:
+    return report.metadata

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -81,9 +81,16 @@ class Patches:
         """What has been replaced so far."""
         return tuple(each.patch for each in self._applied)
 
-    def functions(self) -> list[tuple[Any, Any]]:
-        """The functions of modules that were replaced, each with what stands in its place."""
-        return [(each.before, each.replacement) for each in self._applied if isinstance(each.owner, ModuleType)]
+    def replace_bound_names(self, *, besides: Collection[str]) -> None:
+        """Replace what other modules have bound by ``from … import …`` as well; :meth:`remove` puts it back.
+
+        Args:
+            besides: packages whose modules are left as they are.
+        """
+        _rebind({id(each.before): each.replacement for each in self._of_modules()}, besides)
+
+    def _of_modules(self) -> list[_Applied]:
+        return [each for each in self._applied if isinstance(each.owner, ModuleType)]
 
     def apply(self) -> None:
         """Replace what is imported already, and the rest when it comes."""
@@ -174,15 +181,19 @@ def _restore(applied: _Applied) -> None:
 
 def _restore_bound_copies(applied: list[_Applied]) -> None:
     """Names in any module that were bound, by ``from … import …``, to a replacement while it was in place."""
-    originals = {id(each.replacement): each.before for each in applied if isinstance(each.owner, ModuleType)}
-    if not originals:
-        return
-    for module in list(sys.modules.values()):
+    _rebind({id(each.replacement): each.before for each in applied if isinstance(each.owner, ModuleType)})
+
+
+def _rebind(others: Mapping[int, Any], besides: Collection[str] = ()) -> None:
+    """Let names in modules stand for others of the objects with these ids."""
+    for module in list(sys.modules.values()) if others else ():
         if not isinstance(module, ModuleType):
             continue
+        if str(getattr(module, "__name__", "")).partition(".")[0] in besides:
+            continue
         for name, value in list(vars(module).items()):
-            if id(value) in originals:
-                setattr(module, name, originals[id(value)])
+            if id(value) in others:
+                setattr(module, name, others[id(value)])
 
 
 def _of_version() -> str:

@@ -6,7 +6,6 @@ of Megatron's command line; what is on disk is what stock writes and reads. Call
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable
 from typing import Any
@@ -20,9 +19,9 @@ from robust_dcp.megatron.async_requests import BackgroundSave, request_for
 from robust_dcp.megatron.checkpoint_call import meet_before_saving
 from robust_dcp.megatron.hooks.options import MegatronOptions
 from robust_dcp.megatron.writing import log_report, writer_for
-from robust_dcp.plan.load_planner import RobustLoadPlanner
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.storage.reader import RobustReader
+from robust_dcp.switch.dcp_calls import given_arguments, robust_load_planner
 from robust_dcp.switch.stock_paths import say_stays_stock
 
 __all__ = ["load_call", "request_for_dcp", "save_call", "save_dcp", "start_dcp"]
@@ -81,7 +80,7 @@ def save_call(
         ``None``: Megatron does not look at the ``Metadata`` that stock returns, and to read it would cost. A call that
         asks for more than that is stock's, and so is its result.
     """
-    given = _given(stock, args, kwargs)
+    given = given_arguments(stock, args, kwargs)
     path = _path_of(given.pop("storage_writer", None), given.pop("checkpoint_id", None), FileSystemWriter)
     state_dict = given.pop("state_dict", None)
     if path is None or state_dict is None or given:
@@ -105,7 +104,7 @@ def load_call(
         UnsafeCheckpoint: an object is of a class that is not known to be data.
         RobustCheckpointError: whatever else failed on whichever rank; the same on all ranks.
     """
-    given = _given(stock, args, kwargs)
+    given = given_arguments(stock, args, kwargs)
     path = _path_of(given.pop("storage_reader", None), given.pop("checkpoint_id", None), FileSystemReader)
     state_dict = given.pop("state_dict", None)
     planner = given.pop("planner", None)
@@ -115,34 +114,10 @@ def load_call(
     api.load(
         state_dict,
         storage_reader=RobustReader(path, trusted=options.trusted),
-        planner=_robust(planner, trusted=options.trusted),
+        planner=robust_load_planner(planner, trusted=options.trusted),
         timeout_seconds=options.exchange_timeout_seconds,
     )
     return None
-
-
-def _robust(planner: DefaultLoadPlanner | None, *, trusted: bool) -> RobustLoadPlanner:
-    if planner is None:
-        return RobustLoadPlanner(on_dtype_mismatch="cast", trusted=trusted)
-    return RobustLoadPlanner(
-        flatten_state_dict=planner.flatten_state_dict,
-        flatten_sharded_tensors=planner.flatten_sharded_tensors,
-        allow_partial_load=planner.allow_partial_load,
-        on_dtype_mismatch="cast",
-        trusted=trusted,
-    )
-
-
-def _given(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that differ from the defaults, by name.
-
-    Raises:
-        TypeError: ``stock`` does not take these arguments.
-    """
-    signature = inspect.signature(stock)
-    bound = signature.bind(*args, **kwargs)
-    defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
-    return {name: value for name, value in bound.arguments.items() if value is not defaults[name]}
 
 
 def _path_of(storage: Any, checkpoint_id: Path | None, plain: type[Any]) -> Path | None:
