@@ -18,7 +18,8 @@ import robust_dcp
 from robust_dcp import RobustWriter
 from robust_dcp.background import WRITERS, staged_source
 from robust_dcp.staging import SHARED_STAGING, STAGING
-from tests.api.test_async_save import GatedDisk, loaded
+from tests.api.test_async_save import loaded
+from tests.support.data_disks import GatedDisk
 from tests.support.ranks import run_ranks, values
 
 MEGABYTE = 1 << 20

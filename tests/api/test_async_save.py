@@ -22,28 +22,10 @@ import robust_dcp
 from robust_dcp import RobustCheckpointError, RobustWriter, StorageError
 from robust_dcp.staging import STAGING
 from robust_dcp.storage.files.disk import PosixDisk
+from tests.support.data_disks import FullDisk, GatedDisk
 from tests.support.ranks import run_ranks, values
 
 MEGABYTE = 1 << 20
-
-
-class GatedDisk(PosixDisk):
-    """Writes no data until somebody opens the gate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = threading.Event()
-
-    def pwrite(self, file: Any, data: Any, offset: int) -> None:
-        assert not file.path.endswith(".distcp") or self.gate.wait(timeout=60)
-        super().pwrite(file, data, offset)
-
-
-class FullDisk(PosixDisk):
-    def pwrite(self, file: Any, data: Any, offset: int) -> None:
-        if file.path.endswith(".distcp"):
-            raise StorageError("there is no space", path=file.path, errno=28, operation="write")
-        super().pwrite(file, data, offset)
 
 
 def loaded(path: str, like: dict[str, Any]) -> dict[str, Any]:
@@ -288,7 +270,7 @@ def run_script(path: Path, ending: str) -> subprocess.CompletedProcess[str]:
     script = f"""
         import os, signal, threading, time, torch, robust_dcp
         from robust_dcp import RobustWriter
-        from tests.api.test_async_save import GatedDisk
+        from tests.support.data_disks import GatedDisk
         disk = GatedDisk()
         robust_dcp.save({{"w": torch.zeros(9)}}, checkpoint_id={str(path)!r})
         robust_dcp.async_save({{"w": torch.ones(9)}}, storage_writer=RobustWriter({str(path)!r}, disk=disk))

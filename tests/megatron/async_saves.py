@@ -1,9 +1,8 @@
-"""What tests of asynchronous saves share: disks that wait or fail, and what the ranks of a job do with a queue."""
+"""What tests of asynchronous saves share: where they are written, and what the ranks of a job do with a queue."""
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,36 +13,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
-from robust_dcp.errors import StorageError
 from robust_dcp.megatron import writing
 from robust_dcp.storage.files.disk import PosixDisk
 from tests.megatron.torch_dist import chosen, cut, queue_option, replicated_object, save
 from tests.megatron.training_job import children
+from tests.support.data_disks import GatedDisk
 
-__all__ = ["FullDisk", "GatedDisk", "expected", "loaded", "save_beside_training", "state", "written_on"]
+__all__ = ["expected", "loaded", "save_beside_training", "state", "written_on"]
 
 _ROWS = 1000
-
-
-class GatedDisk(PosixDisk):
-    """Writes no shards until somebody opens the gate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = threading.Event()
-
-    def pwrite(self, file: Any, data: Any, offset: int) -> None:
-        assert not file.path.endswith(".distcp") or self.gate.wait(timeout=60)
-        super().pwrite(file, data, offset)
-
-
-class FullDisk(PosixDisk):
-    """Has no room for shards."""
-
-    def pwrite(self, file: Any, data: Any, offset: int) -> None:
-        if file.path.endswith(".distcp"):
-            raise StorageError("there is no space", path=file.path, errno=28, operation="write")
-        super().pwrite(file, data, offset)
 
 
 @contextmanager

@@ -16,9 +16,10 @@ pytest.importorskip("megatron.core")
 
 from demo import megatron_cpu
 from robust_dcp.megatron.formats import dcp_patches
-from tests.megatron.async_saves import GatedDisk, expected, save_beside_training, written_on
+from tests.megatron.async_saves import expected, save_beside_training, written_on
 from tests.megatron.torch_dist import chosen
 from tests.megatron.training_checkpointing import named
+from tests.support.data_disks import GatedDisk
 from tests.support.ranks import run_ranks, values
 
 pytestmark = pytest.mark.compat
