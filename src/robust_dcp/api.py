@@ -35,7 +35,7 @@ from robust_dcp.plan.save_planner import checkpoint_name
 from robust_dcp.plan.stored_plan import LOADED
 from robust_dcp.report import LoadReport, SaveReport, phase_reports
 from robust_dcp.started_save import CheckpointId, StartedSave
-from robust_dcp.stateful import is_stateful, refuse_other_than_dict, state_dicts_of
+from robust_dcp.stateful import StandIn, refuse_other_than_dict, stand_ins_for
 from robust_dcp.storage.reader import RobustReader, overwritten
 from robust_dcp.storage.reading.planned_items import PlannedItems
 from robust_dcp.storage.reading.targets import may_ask_early
@@ -67,8 +67,10 @@ def save(
     is untouched, and what the save has made is removed or named in the exception.
 
     Args:
-        state_dict: names to tensors (plain, ``DTensor``, ``ShardedTensor``), nested dicts and lists, ``Stateful``
-            objects, and any other objects that pickle.
+        state_dict: names to tensors (plain, ``DTensor``, ``ShardedTensor``), nested dicts and lists, modules,
+            optimizers, ``Stateful`` objects, and any other objects that pickle. Parameters of modules and states of
+            optimizers are named as by ``torch.distributed.checkpoint.state_dict.get_state_dict``. A list of modules is
+            the stages of a pipeline that this rank holds.
         checkpoint_id: the checkpoint's directory.
         storage_writer: a :class:`RobustWriter`, if its options matter.
         planner: a :class:`RobustPlanner`, if its options matter.
@@ -142,8 +144,9 @@ def load(
     rank, every rank raises the same exception and no state dict has changed.
 
     Args:
-        state_dict: tensors to read into, allocated; objects in it are replaced; ``Stateful`` values get
-            ``load_state_dict`` called once everything has been read on every rank.
+        state_dict: tensors to read into, allocated; objects in it are replaced; modules, optimizers and ``Stateful``
+            values are given what they held once everything has been read on every rank. An optimizer that has not
+            stepped gets its state.
         checkpoint_id: the checkpoint's directory.
         storage_reader: a :class:`RobustReader`, if its options matter, or another ``StorageReader``.
         planner: a :class:`RobustLoadPlanner`, if its options matter, or another ``LoadPlanner``.
@@ -167,6 +170,7 @@ def load(
     )
     clock = PhaseClock(channel)
     values: dict[str, Any] = {}
+    stand_ins: dict[str, StandIn] = {}
     plan = LoadPlan([])
     stored = _StoredMetadata()
     shared: SharedReads | None = None
@@ -174,10 +178,11 @@ def load(
     def prepare() -> Offer:
         nonlocal plan
         refuse_other_than_dict(state_dict)
-        values.update(state_dicts_of(dict(sorted(state_dict.items()))))
         metadata = _metadata_of(reader, stored)
         if metadata is None:
             return Offer()
+        stand_ins.update(stand_ins_for(state_dict, metadata.state_dict_metadata))
+        values.update(sorted({**state_dict, **{key: each.values for key, each in stand_ins.items()}}.items()))
         plan = _local_load_plan(values, reader, planner, metadata, channel)
         if not isinstance(reader, RobustReader):
             return Offer()
@@ -199,9 +204,8 @@ def load(
         if shared is not None:
             shared.load_objects(planner, checkpoint)
         for key, value in values.items():
-            target = state_dict[key]
-            if is_stateful(target):
-                target.load_state_dict(value)
+            if key in stand_ins:
+                stand_ins[key].put_back(value)
             else:
                 state_dict[key] = value
 

@@ -104,6 +104,30 @@ def test_install_takes_over_names_that_were_bound_before_and_uninstall_puts_all_
     assert is_ours(tmp_path / "ours") and not is_ours(tmp_path / "stock")
 
 
+def test_modules_and_optimizers_keep_the_names_that_stock_gives_them(tmp_path: Path) -> None:
+    script = """
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        wrapped = torch.compile(model, backend="eager")  # stock saves "_orig_mod.0.weight"
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        metadata = dcp.save({"model": wrapped, "optimizer": optimizer, "step": 3}, checkpoint_id=path + "/1")
+        assert {"model._orig_mod.0.weight", "optimizer.state.0.exp_avg"} <= set(metadata.state_dict_metadata)
+        before = model[0].weight.detach().clone()
+        with torch.no_grad():
+            model[0].weight.zero_()
+        loaded = {"model": wrapped, "optimizer": optimizer, "step": 0}
+        dcp.load(loaded, checkpoint_id=path + "/1")
+        assert torch.equal(model[0].weight, before) and loaded["step"] == 3 and loaded["model"] is wrapped
+        dcp.async_save(loaded, checkpoint_id=path + "/2").result()
+        other = {"model": wrapped, "optimizer": optimizer, "step": 0}
+        dcp.load(other, checkpoint_id=path + "/2")
+        assert other["step"] == 3
+    """
+    run(tmp_path, script, ROBUST_DCP="1")
+    assert is_ours(tmp_path / "1") and is_ours(tmp_path / "2")
+
+
 def test_what_robust_dcp_cannot_stand_in_for_is_stock_and_said_once(tmp_path: Path) -> None:
     script = """
         class Planner(DefaultSavePlanner):

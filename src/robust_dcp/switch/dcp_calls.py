@@ -22,6 +22,7 @@ from robust_dcp.async_save import async_save as robust_async_save
 from robust_dcp.plan.load_planner import RobustLoadPlanner
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.report import SaveReport
+from robust_dcp.stateful import KeepsItsNames, with_names_of_stock
 from robust_dcp.storage import RobustReader, RobustWriter
 from robust_dcp.storage.files.paths import is_url
 from robust_dcp.switch.stock_paths import say_stays_stock
@@ -54,7 +55,7 @@ def save(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any:
     except _StaysStock as why:
         say_stays_stock(f"saves by torch.distributed.checkpoint.{stock.__name__}", str(why))
         return stock(*args, **kwargs)
-    return _metadata_of(api.save(state_dict, **arguments))
+    return _metadata_of(api.save(with_names_of_stock(state_dict), **arguments))
 
 
 def load(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any:
@@ -66,7 +67,10 @@ def load(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any:
     except _StaysStock as why:
         say_stays_stock(f"loads by torch.distributed.checkpoint.{stock.__name__}", str(why))
         return stock(*args, **kwargs)
-    api.load(state_dict, **arguments)
+    named = with_names_of_stock(state_dict)
+    api.load(named, **arguments)
+    if named is not state_dict:
+        state_dict.update({key: value for key, value in named.items() if not isinstance(value, KeepsItsNames)})
     return None
 
 
@@ -86,7 +90,7 @@ def async_save(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any
     except _StaysStock as why:
         say_stays_stock("saves by torch.distributed.checkpoint.async_save", str(why))
         return stock(*args, **kwargs)
-    saving: Any = robust_async_save(state_dict, staging=staging, **arguments)
+    saving: Any = robust_async_save(with_names_of_stock(state_dict), staging=staging, **arguments)
     if isinstance(saving, AsyncSave):
         response: Any = getattr(stock_saver, "AsyncSaveResponse", AsyncSave)
         return response(
