@@ -6,6 +6,8 @@
 #                           of nvidia-resiliency-ext
 #   make test-compat-smoke  the part of it that CI runs, about two minutes
 #   make check   format, lint, types, layers; changes nothing
+#   make coverage  all tests, and which lines and branches of the package they reach; under 95 % is an error
+#   make dist    the sdist and the wheel in dist/, checked for PyPI
 #   make format  what `check` would complain about and ruff can repair
 #   make bench   the benchmarks
 #   make torture thousands of faults between ranks, 300 kills, 300 pairs of jobs that save into one directory, and
@@ -21,7 +23,7 @@ INSTALLED := $(VENV)/.installed
 PYTEST_ARGS ?=
 # Many tests wait for a timeout, so three at once take little longer than one on two cores. A module's tests run in one
 # process, since they share what is dear to set up.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile
+PYTEST := pytest -n 3 --dist loadfile
 SOURCES := $(wildcard src tests demo benchmarks torture)
 TRIALS ?= 2000
 SEED ?= 1
@@ -30,13 +32,20 @@ GPU_PYTHON_VERSION ?= 3.12
 BENCHMARKS := $(sort $(wildcard benchmarks/bench_*.py) $(wildcard benchmarks/planning.py benchmarks/loading.py))
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-compat test-compat-smoke check format bench torture gpu gpu-wheels clean
+.PHONY: demo test coverage test-compat test-compat-smoke check dist format bench torture gpu gpu-wheels clean
 
 demo: $(INSTALLED)
 	$(BIN)/python demo/run.py
 
 test: $(INSTALLED)
-	$(PYTEST) $(PYTEST_ARGS)
+	$(BIN)/python -m $(PYTEST) $(PYTEST_ARGS)
+
+coverage: $(INSTALLED)
+	rm -rf build/coverage && mkdir -p build/coverage
+	$(BIN)/coverage run -m $(PYTEST) $(PYTEST_ARGS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage html --quiet --fail-under=0 --directory build/coverage/html
+	$(BIN)/coverage report
 
 # Other versions of Megatron, each in a folder of its own that lies before .venv's packages on the path. The sources of
 # 0.19.2 hold megatron.training as well; they ask for Python 3.12, and run on 3.10 with tests/megatron/standins.
@@ -88,6 +97,12 @@ check: $(INSTALLED)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/towncrier build --draft --version next >/dev/null
+
+dist: $(INSTALLED)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
 
 format: $(INSTALLED)
 	$(BIN)/ruff format $(SOURCES)
