@@ -7,7 +7,10 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
+from robust_dcp.testing.ranks import preload
+
 pytest.register_assert_rewrite("tests.support")
+preload("tests.support.preload")
 
 # A TCPStore looks up the name of each side whenever one connects. On a machine whose name server limits how often it is
 # asked, each such connection costs five seconds else; ranks inherit this.

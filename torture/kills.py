@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from robust_dcp.comm import Channel, Offer, meeting, pipe
 from robust_dcp.errors import ExchangeTimeout
-from tests.support.ranks import Outcome, RanksOverran, run_ranks
+from robust_dcp.testing.ranks import Outcome, RanksOverran, run_ranks
 
 __all__ = ["WHEN", "Trial", "make_trial", "run_trial"]
 

@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 import robust_dcp
 from robust_dcp import RobustWriter
 from robust_dcp.storage.files.disk import PosixDisk
-from tests.api.fingerprints import differences
-from tests.support.ranks import run_ranks, values
+from robust_dcp.testing.fingerprints import differences
+from robust_dcp.testing.ranks import run_ranks, values
 from tests.support.simulated_disk import WatchedDisk
 
 StateDict = dict[str, Any]

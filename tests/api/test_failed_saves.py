@@ -16,9 +16,9 @@ import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import PosixDisk, storage_error
+from robust_dcp.testing.ranks import run_ranks, values
 from tests.api.test_failures import Broken, BrokenPlanner, shards
 from tests.api.verdicts import Verdict, verdict_of
-from tests.support.ranks import run_ranks, values
 
 
 def fail_in_each_way(directory: str) -> dict[str, tuple[str, list[str]]]:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import robust_dcp
 from robust_dcp.storage.files.disk import OpenFile, PosixDisk
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
-from tests.support.ranks import run_ranks, values
+from robust_dcp.testing.ranks import run_ranks, values
 
 
 class NotingDisk(PosixDisk):

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.bench_messages import PhaseCost, measure_saves
 from robust_dcp.comm.tree import Tree
-from tests.support.ranks import run_ranks, values
+from robust_dcp.testing.ranks import run_ranks, values
 
 PHASES = ("plan", "write", "commit")
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import robust_dcp
 from robust_dcp.storage.files.paths import INDEX_NAME
 from robust_dcp.storage.metadata import metadata_file
-from tests.support.ranks import run_ranks, values
+from robust_dcp.testing.ranks import run_ranks, values
 
 
 def count_checks(directory: str) -> int:

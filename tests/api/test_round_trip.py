@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.api.fingerprints import differences
-from tests.api.kinds import KINDS
+from robust_dcp.testing.fingerprints import differences
+from robust_dcp.testing.ranks import run_ranks, values
+from robust_dcp.testing.state_dicts import KINDS
 from tests.api.ways import LOADERS, SAVERS
-from tests.support.ranks import run_ranks, values
 
 # Who writes the files and who reads them matters for each kind; who calls them only that they fit together.
 READ_BY_ALL = ("ours", "stock")

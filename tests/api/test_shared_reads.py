@@ -25,8 +25,8 @@ from robust_dcp.plan.loading.readers import BUCKET_NBYTES
 from robust_dcp.report import LoadReport
 from robust_dcp.storage.files.disk import OpenFile, PosixDisk
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
+from robust_dcp.testing.ranks import run_ranks, values
 from tests.api.verdicts import Verdict, verdict_of
-from tests.support.ranks import run_ranks, values
 
 StateDict = dict[str, Any]
 

@@ -20,8 +20,8 @@ from robust_dcp import CorruptCheckpoint, RobustPlanner, RobustReader, RobustWri
 from robust_dcp.storage.files.disk import OpenFile, PosixDisk
 from robust_dcp.storage.files.paths import LOCK_NAME
 from robust_dcp.storage.writing.directory_lock import DirectoryLock
+from robust_dcp.testing.ranks import run_ranks, values
 from tests.api.verdicts import Verdict, verdict_of
-from tests.support.ranks import run_ranks, values
 
 StateDict = dict[str, Any]
 N = 300_000

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter
-from tests.support.ranks import run_ranks, values
+from robust_dcp.testing.ranks import run_ranks, values
 
 
 class _Warnings(logging.Handler):

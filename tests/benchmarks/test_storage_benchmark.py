@@ -28,7 +28,7 @@ from benchmarks.drive.contenders import (
 from benchmarks.drive.figures import RATIOS, Case, rows_of
 from benchmarks.drive.measurement import Figures
 from benchmarks.drive.shapes import FSDP2, SHAPES, leaves, nbytes_of, ranks_of, state_dict_of
-from tests.support.ranks import run_ranks, values
+from robust_dcp.testing.ranks import run_ranks, values
 
 _KIB = 1 << 10
 _MIB = 1 << 20

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from robust_dcp.comm import Channel, meeting
 from robust_dcp.errors import ExchangeTimeout
-from tests.support.ranks import errors, run_ranks
+from robust_dcp.testing.ranks import errors, run_ranks
 
 
 def die(*args: Any) -> None:

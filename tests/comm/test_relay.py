@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from robust_dcp.comm import Bucket, Channel, GroupMover, Relay
 from robust_dcp.errors import ExchangeError, ExchangeTimeout
 from robust_dcp.storage.records.checksum import crc32
-from tests.support.ranks import errors, run_ranks, values
+from robust_dcp.testing.ranks import errors, run_ranks, values
 
 BUCKETS = (
     Bucket(0, (0, 1, 2, 3), 1000),

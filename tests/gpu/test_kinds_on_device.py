@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 import robust_dcp
 from robust_dcp import RobustReader, RobustWriter
-from tests.api.fingerprints import differences
-from tests.api.kinds import KINDS
+from robust_dcp.testing.fingerprints import differences
+from robust_dcp.testing.ranks import run_ranks, values
+from robust_dcp.testing.state_dicts import KINDS
 from tests.api.test_reshard import laid_out
 from tests.gpu.device import on_device
-from tests.support.ranks import run_ranks, values
 
 pytestmark = pytest.mark.gpu
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from robust_dcp.errors import ExchangeTimeout, RankFailure
-from tests.support.ranks import RanksOverran, errors, run_ranks, values
+from robust_dcp.testing.ranks import RanksOverran, errors, run_ranks, values
 
 
 def _rank_and_sum() -> tuple[int, torch.Tensor]:

@@ -22,11 +22,11 @@ from robust_dcp.background.save_line import SaveFuture
 from robust_dcp.megatron import RobustSaveStrategy
 from robust_dcp.megatron.async_requests import AsyncSaveCaller, BackgroundSave
 from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.testing.disks import FullDisk, GatedDisk
+from robust_dcp.testing.ranks import run_ranks, values
 from tests.megatron.async_saves import expected, loaded, save_beside_training, state, written_on
 from tests.megatron.stock import stock_strategy
 from tests.megatron.torch_dist import Scenarios, chosen, failures_of, made, queue_option, save
-from tests.support.data_disks import FullDisk, GatedDisk
-from tests.support.ranks import run_ranks, values
 
 SCENARIOS = Scenarios()
 

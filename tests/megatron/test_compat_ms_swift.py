@@ -14,9 +14,9 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from demo import megatron_cpu
+from robust_dcp.testing.ranks import run_ranks, values
 from tests.megatron import ms_swift
 from tests.megatron.stock import stock_strategy
-from tests.support.ranks import run_ranks, values
 
 pytestmark = pytest.mark.compat
 

@@ -18,9 +18,9 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from demo import megatron_cpu
+from robust_dcp.testing.ranks import run_ranks, values
 from tests.megatron.stock import stock_strategy
 from tests.megatron.torch_dist import chosen, save
-from tests.support.ranks import run_ranks, values
 
 _RANKS = 8
 _LAYOUTS = ((2, 2, 2), (4, 1, 2), (1, 2, 4))

@@ -19,9 +19,9 @@ from benchmarks.collectives import counted_collectives
 from demo import megatron_cpu
 from robust_dcp.errors import RobustCheckpointError
 from robust_dcp.megatron.loading.load_strategy import RobustLoadStrategy
+from robust_dcp.testing.ranks import run_ranks, values
 from tests.megatron.stock import stock_strategy
 from tests.megatron.torch_dist import chosen, made
-from tests.support.ranks import run_ranks, values
 
 
 def _tensor(key: str, data: torch.Tensor, first: int = 0) -> ShardedTensor:

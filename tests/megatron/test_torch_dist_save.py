@@ -27,6 +27,7 @@ from benchmarks.collectives import counted_collectives
 from demo import megatron_cpu
 from robust_dcp import PlanConflict
 from robust_dcp.errors import StorageError
+from robust_dcp.testing.ranks import run_ranks, values
 from tests.megatron.torch_dist import (
     Scenarios,
     chosen,
@@ -39,7 +40,6 @@ from tests.megatron.torch_dist import (
     save,
     warnings_of,
 )
-from tests.support.ranks import run_ranks, values
 
 SCENARIOS = Scenarios()
 

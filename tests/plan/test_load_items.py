@@ -19,9 +19,9 @@ import robust_dcp
 from robust_dcp.plan.loading.load_items import plan_reads
 from robust_dcp.storage.index import stored_items_of
 from robust_dcp.storage.reader import RobustReader
-from tests.api.kinds import KINDS
+from robust_dcp.testing.ranks import run_ranks, values
+from robust_dcp.testing.state_dicts import KINDS
 from tests.plan.planner_reference import stock_planner
-from tests.support.ranks import run_ranks, values
 
 
 def _metadata_of(state_dict: dict[str, Any]) -> Metadata:

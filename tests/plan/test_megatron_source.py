@@ -19,8 +19,8 @@ from robust_dcp.megatron.saving.planner import MegatronPlanner
 from robust_dcp.plan.rank_plan import RankPlan
 from robust_dcp.plan.state_dict.sources import StateDictSource
 from robust_dcp.plan.structure import Replica
+from robust_dcp.testing.ranks import run_ranks, values
 from tests.plan.planner_reference import stock_items, stock_planner, stock_structures
-from tests.support.ranks import run_ranks, values
 
 
 def _sharded_state_dict() -> dict[str, Any]:

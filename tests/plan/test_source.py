@@ -20,9 +20,9 @@ from robust_dcp.plan.rank_plan import RankPlan
 from robust_dcp.plan.session import SaveSession
 from robust_dcp.plan.state_dict.sources import StateDictSource
 from robust_dcp.storage.writing.item_source import WriteItemSource
-from tests.api.kinds import KINDS
+from robust_dcp.testing.ranks import run_ranks, values
+from robust_dcp.testing.state_dicts import KINDS
 from tests.plan.planner_reference import stock_items, stock_planner
-from tests.support.ranks import run_ranks, values
 
 StateDict = dict[str, Any]
 

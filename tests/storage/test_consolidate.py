@@ -24,9 +24,9 @@ from robust_dcp.storage import consolidate
 from robust_dcp.storage.files.disk import OpenFile, PosixDisk
 from robust_dcp.storage.layouts import LAYOUTS
 from robust_dcp.storage.model_file import boxes_of
-from tests.api.fingerprints import differences
+from robust_dcp.testing.fingerprints import differences
+from robust_dcp.testing.ranks import run_ranks, values
 from tests.storage.test_safetensors_judges import blank, floating, sharded, tensors
-from tests.support.ranks import run_ranks, values
 from tests.support.simulated_disk import WatchedDisk, runs_with_each_call_failing
 
 StateDict = dict[str, Any]

@@ -20,7 +20,7 @@ from robust_dcp.storage.files.disk import OpenFile, PosixDisk
 from robust_dcp.storage.layouts import LAYOUTS, layout_named
 from robust_dcp.storage.metadata.metadata_file import referenced_files
 from robust_dcp.storage.records.block_sums import SUM_NBYTES
-from tests.api.fingerprints import differences
+from robust_dcp.testing.fingerprints import differences
 from tests.storage.checkpoints import load, read_box
 from tests.storage.test_torch_zip import DTYPES, tensor_of
 

@@ -15,8 +15,8 @@ from robust_dcp.storage.files import page_cache
 from robust_dcp.storage.files.disk import PosixDisk
 from robust_dcp.storage.files.page_cache import cached_nbytes
 from robust_dcp.storage.reading.data_file import DataFile
+from robust_dcp.testing.ranks import run_ranks, values
 from tests.storage.test_data_file import blocks, forget
-from tests.support.ranks import run_ranks, values
 from tests.support.simulated_disk import WatchedDisk
 
 PAGE_NBYTES = os.sysconf("SC_PAGESIZE")

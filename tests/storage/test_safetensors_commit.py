@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 import robust_dcp
 from robust_dcp import CorruptCheckpoint, RobustCheckpointError, RobustReader, RobustWriter, StorageError
 from robust_dcp.storage.files.disk import Disk, OpenFile, PosixDisk
-from tests.api.fingerprints import differences
+from robust_dcp.testing.fingerprints import differences
 from tests.storage.sources import DIRECTORY, content_of
 from tests.support.simulated_disk import SimulatedDisk, WatchedDisk, runs_with_each_call_failing
 

@@ -113,6 +113,11 @@ class Channel:
         return self.rank == self.coordinator_rank
 
     @property
+    def operation(self) -> str:
+        """What is done, in words: ``"save step_1000"``."""
+        return self._operation.name
+
+    @property
     def timeout_seconds(self) -> float:
         return self._operation.timeout_seconds
 
@@ -342,6 +347,10 @@ class Channel:
     def stragglers(self) -> tuple[str, ...]:
         """Whom the others have waited for, and how far those had come: what the coordinator has logged of it."""
         return tuple(self._operation.stragglers)
+
+    def fail_next_work(self, fault: Callable[[], None]) -> None:
+        """Have ``fault`` raise in this rank's own work in the next exchange, as a test wants it."""
+        self._operation.fault = fault
 
     @contextmanager
     def together(self) -> Iterator[None]:

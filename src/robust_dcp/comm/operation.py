@@ -91,6 +91,7 @@ class Operation:
         self.deadline_seconds = deadline_seconds
         self.what = self.phase = ""
         self.interrupt: Callable[[], None] | None = None
+        self.fault: Callable[[], None] | None = None
         self.stragglers: list[str] = []
         self._recordings: list[ExchangeStats] = []
         self._busy = threading.Lock()
@@ -295,6 +296,9 @@ class Operation:
         failures = FailuresBelow()
         contribution = Contribution()
         try:
+            if self.fault is not None:
+                fault, self.fault = self.fault, None
+                fault()
             contribution = work.contribute()
         except BaseException as error:
             failures = self._failed(error, own_error)

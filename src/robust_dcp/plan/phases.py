@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from robust_dcp.comm import Channel, ExchangeStats
 
-__all__ = ["PhaseClock", "PhaseRecord"]
+__all__ = ["AT_PHASE", "PhaseClock", "PhaseRecord"]
+
+AT_PHASE: list[Callable[[Channel, str], None]] = []
+"""Called when a rank begins a phase, with its name: ``robust_dcp.testing`` puts faults in here."""
 
 
 @dataclass(frozen=True)
@@ -33,5 +36,7 @@ class PhaseClock:
         """Record what is done within; nothing is recorded of a phase that fails."""
         started = time.perf_counter()
         with self.channel.recording() as stats:
+            for each in AT_PHASE:
+                each(self.channel, name)
             yield
         self.records.append(PhaseRecord(name, time.perf_counter() - started, stats))

@@ -23,8 +23,8 @@ from robust_dcp import PlanConflict
 from robust_dcp.comm import Channel
 from robust_dcp.megatron.uneven.uneven_dtensor_patches import PATCHES
 from robust_dcp.switch.patching import Patches
+from robust_dcp.testing.ranks import run_ranks, values
 from tests.megatron.uneven_cases import uneven
-from tests.support.ranks import run_ranks, values
 
 _STOCK_WAITS_SECONDS = 3.0
 """Thirty minutes in the report."""

@@ -21,8 +21,8 @@ from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 
 from demo import megatron_cpu
 from robust_dcp import PlanConflict
+from robust_dcp.testing.ranks import run_ranks, values
 from tests.megatron.torch_dist import chosen, failures_of, save
-from tests.support.ranks import run_ranks, values
 
 
 def _tensor(key: str, data: torch.Tensor, replica_id: int = 0) -> ShardedTensor:

@@ -1,7 +1,7 @@
 """State dicts of every kind that people save, with contents that only name, shape and ``seed`` determine.
 
 ``KINDS[name](seed)`` gives the same structure for every seed: seed 1 is saved, seed 0 is loaded into, and afterwards
-it must hold what a fresh seed 1 holds. All are called within ranks, on every rank of the default group.
+it must hold what a fresh seed 1 holds. All are called within four ranks, on every rank of the default group.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def pattern(name: str, shape: Sequence[int], dtype: torch.dtype, seed: int) -> t
 
 
 def full_tensor(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
+    """A tensor of float32, of which every rank can make the same."""
     return pattern(name, shape, torch.float32, seed)
 
 
@@ -196,6 +197,7 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...]
 
 
 def dtensors(seed: int) -> StateDict:
+    """A DTensor of each of :data:`LAYOUTS`."""
     meshes: dict[tuple[int, ...], DeviceMesh] = {}
     found: StateDict = {}
     for name, (shape, mesh_shape, placements) in LAYOUTS.items():

@@ -1,6 +1,6 @@
 """Real ranks for tests: :func:`run_ranks` starts processes, gives each a rank on gloo, and collects what they did.
 
-It owns starting, watching and ending the processes; what happens within one is in :mod:`tests.support.rank_process`.
+It owns starting, watching and ending the processes; :mod:`robust_dcp.testing.rank_process` is what happens within one.
 It never leaves a process behind, and never waits longer than it was told: an overrun fails with every rank's stack.
 
     def save_something(path: str) -> int:              # top level of a test module: ranks import it by name
@@ -33,11 +33,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.support.rank_process import ALL_STACKS_SIGNAL, STACK_SIGNAL, RankError, RankTask, run_rank
+from robust_dcp.testing.rank_process import ALL_STACKS_SIGNAL, STACK_SIGNAL, RankError, RankTask, run_rank
 
-__all__ = ["Outcome", "RankError", "RanksOverran", "errors", "run_ranks", "values"]
+__all__ = ["Outcome", "RankError", "RanksOverran", "errors", "preload", "run_ranks", "values"]
 
 _STACKS_WITHIN_SECONDS = 2.0
+_preloaded: list[str] = []
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -128,6 +129,15 @@ def run_ranks(
         finally:
             for process in ranks:
                 process.end()
+
+
+def preload(*modules: str) -> None:
+    """Have modules imported once for all ranks, instead of by each rank. Call it before the first :func:`run_ranks`.
+
+    Args:
+        modules: by name. They must not start threads or touch a device when they are imported.
+    """
+    _preloaded.extend(name for name in modules if name not in _preloaded)
 
 
 def values(outcomes: Sequence[Outcome]) -> list[Any]:
@@ -304,7 +314,7 @@ def _store(timeout_seconds: float) -> Iterator[int]:
 def _context() -> Any:
     """The forkserver context; the first call starts the server, with torch loaded and no thread running."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.preload"])
+    context.set_forkserver_preload(["robust_dcp.testing.preload", *_preloaded])
     # The server takes its search path from the environment only, and thread pools that NumPy and torch start when
     # they are imported would not survive a fork.
     with _environment({**_ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):

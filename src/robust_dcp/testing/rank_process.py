@@ -1,6 +1,6 @@
 """The life of one rank: environment, process group, the test's function, its outcome, the exit.
 
-It never decides how long to wait or whom to kill: the parent does (:mod:`tests.support.ranks`), which alone starts it.
+It never decides how long to wait or whom to kill: :mod:`robust_dcp.testing.ranks`, which alone starts it, does.
 """
 
 from __future__ import annotations

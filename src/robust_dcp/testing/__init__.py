@@ -1,0 +1,33 @@
+"""For tests of programs and plugins that save checkpoints: ranks, faults, disks, damage, and state dicts of all kinds.
+
+The suites that a storage or a planner of your own can be run through stand in :mod:`robust_dcp.testing.conformance`.
+They need pytest; all else here needs nothing but robust_dcp.
+"""
+
+from robust_dcp.testing.damage import cut_short, data_files, flip_bit
+from robust_dcp.testing.disks import FullDisk, GatedDisk, SlowDisk
+from robust_dcp.testing.faults import delay_in, fail_in, kill_in
+from robust_dcp.testing.fingerprints import differences
+from robust_dcp.testing.ranks import Outcome, RankError, RanksOverran, errors, preload, run_ranks, values
+from robust_dcp.testing.state_dicts import KINDS
+
+__all__ = [
+    "KINDS",
+    "FullDisk",
+    "GatedDisk",
+    "Outcome",
+    "RankError",
+    "RanksOverran",
+    "SlowDisk",
+    "cut_short",
+    "data_files",
+    "delay_in",
+    "differences",
+    "errors",
+    "fail_in",
+    "flip_bit",
+    "kill_in",
+    "preload",
+    "run_ranks",
+    "values",
+]

@@ -1,0 +1,24 @@
+"""Suites that any storage or planner of ``torch.distributed.checkpoint`` can be run through, with pytest.
+
+.. code-block:: python
+
+    from robust_dcp.testing.conformance import StorageConformance
+
+    class TestMyStorage(StorageConformance):
+        def writer(self, path):
+            return MyWriter(path)
+
+        def reader(self, path):
+            return MyReader(path)
+"""
+
+import pytest
+
+# Before the suites are imported, so that a failed assert shows what it compared.
+pytest.register_assert_rewrite(*(f"{__name__}.{suite}" for suite in ("durability", "planning", "storage")))
+
+from robust_dcp.testing.conformance.durability import DurabilityConformance  # noqa: E402
+from robust_dcp.testing.conformance.planning import PlannerConformance  # noqa: E402
+from robust_dcp.testing.conformance.storage import StorageConformance  # noqa: E402
+
+__all__ = ["DurabilityConformance", "PlannerConformance", "StorageConformance"]

@@ -1,0 +1,75 @@
+"""What the suites do on ranks: save one way, load another, and say what differs. Called by the suites."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from robust_dcp.testing.fingerprints import differences
+from robust_dcp.testing.state_dicts import KINDS, full_tensor
+
+__all__ = ["Plugins", "load", "rows", "save", "save_and_load_kind", "save_and_load_step"]
+
+StateDict = dict[str, Any]
+
+
+class Plugins(Protocol):
+    """What is tried: it makes new plugins for each call."""
+
+    def writer(self, path: Path) -> dcp.StorageWriter: ...
+
+    def reader(self, path: Path) -> dcp.StorageReader: ...
+
+    def save_planner(self) -> dcp.SavePlanner: ...
+
+    def load_planner(self) -> dcp.LoadPlanner: ...
+
+
+def save(plugins: Plugins, state_dict: StateDict, path: Path) -> None:
+    """Save by stock's ``save``, from all ranks, or from this process if it is alone."""
+    os.makedirs(path, exist_ok=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # stock says that it saves from one process
+        dcp.save(state_dict, storage_writer=plugins.writer(path), planner=plugins.save_planner())
+
+
+def load(plugins: Plugins, state_dict: StateDict, path: Path) -> None:
+    """Load by stock's ``load``, in place."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state_dict, storage_reader=plugins.reader(path), planner=plugins.load_planner())
+
+
+def save_and_load_kind(plugins: Plugins, kind: str, directory: Path) -> list[str]:
+    """What of one kind of :data:`KINDS` comes back otherwise than it was saved, in words."""
+    expected, found = KINDS[kind](1), KINDS[kind](0)
+    save(plugins, expected, directory / kind)
+    load(plugins, found, directory / kind)
+    return differences(expected, found)
+
+
+def rows(step: int) -> StateDict:
+    """A tensor whose rows are divided between all ranks, a replicated one, and an object: the same for any job."""
+    full = full_tensor("rows", (12, 3), step)
+    sharded: Any = full.clone()
+    if dist.is_initialized():
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        sharded = distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)
+    return {"rows": sharded, "replicated": torch.full((5,), float(step)), "step": step}
+
+
+def save_and_load_step(plugins: Plugins, path: Path, saved: int | None, expected: int) -> list[str]:
+    """Save :func:`rows` of a step, or nothing; load them, and say what differs from those of ``expected``."""
+    if saved is not None:
+        save(plugins, rows(saved), path)
+    found = rows(-1)
+    load(plugins, found, path)
+    return differences(rows(expected), found)

@@ -1,0 +1,93 @@
+"""Disks that are full, slow, or hold writes up. All else goes to the real file system.
+
+Pass one to a writer or a reader, ``RobustWriter(path, disk=FullDisk())``, on the rank that is to have it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from typing import Any
+
+from robust_dcp.storage.files.disk import OpenFile, PosixDisk, storage_error
+
+__all__ = ["FullDisk", "GatedDisk", "SlowDisk"]
+
+_DATA = (".distcp", ".safetensors")
+
+
+class GatedDisk(PosixDisk):
+    """Writes no data until ``gate`` is set.
+
+    Attributes:
+        gate: whoever sets it lets all writes go on.
+        limit_seconds: how long a write waits for that, before it fails the test.
+    """
+
+    def __init__(self, *, limit_seconds: float = 60.0) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.limit_seconds = limit_seconds
+
+    def pwrite(self, file: OpenFile, data: Any, offset: int) -> None:
+        if file.path.endswith(_DATA) and not self.gate.wait(self.limit_seconds):
+            raise AssertionError(f"nobody has opened the gate of {file.path} within {self.limit_seconds:g} seconds")
+        super().pwrite(file, data, offset)
+
+
+class FullDisk(PosixDisk):
+    """Has room for so much data, and then fails as the system does: ``ENOSPC``.
+
+    Args:
+        room_nbytes: how much data can be written, in bytes, by all files together.
+    """
+
+    def __init__(self, room_nbytes: int = 0) -> None:
+        super().__init__()
+        self.room_nbytes = room_nbytes
+        self._lock = threading.Lock()
+
+    def pwrite(self, file: OpenFile, data: Any, offset: int) -> None:
+        if file.path.endswith(_DATA):
+            with self._lock:
+                self.room_nbytes -= _nbytes(data)
+                is_full = self.room_nbytes < 0
+            if is_full:
+                raise storage_error("write", file.path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        super().pwrite(file, data, offset)
+
+
+class SlowDisk(PosixDisk):
+    """Writes and reads no faster than that.
+
+    Args:
+        nbytes_per_second: what it moves in a second, in bytes, all threads together.
+    """
+
+    def __init__(self, nbytes_per_second: float) -> None:
+        super().__init__()
+        self.nbytes_per_second = nbytes_per_second
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def pwrite(self, file: OpenFile, data: Any, offset: int) -> None:
+        self._wait_for(_nbytes(data))
+        super().pwrite(file, data, offset)
+
+    def pread_into(self, file: OpenFile, buffer: Any, offset: int) -> int:
+        self._wait_for(_nbytes(buffer))
+        return super().pread_into(file, buffer, offset)
+
+    def _wait_for(self, nbytes: int) -> None:
+        with self._lock:
+            now = time.monotonic()
+            self._free_at = max(self._free_at, now) + nbytes / self.nbytes_per_second
+            seconds = self._free_at - now
+        time.sleep(seconds)
+
+
+def _nbytes(data: Any) -> int:
+    """Of one buffer, or of several."""
+    return sum(memoryview(each).nbytes for each in data) if isinstance(data, list | tuple) else memoryview(data).nbytes
