@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from robust_dcp.errors import StorageError
-from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.disk import OpenFile, PosixDisk
 
 __all__ = ["FullDisk", "GatedDisk"]
 
@@ -14,16 +14,16 @@ _DATA = ".distcp"
 
 
 class GatedDisk(PosixDisk):
-    """Writes no data until somebody opens the gate."""
+    """Has no file for data until somebody opens the gate, so nobody asks for data before that either."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gate = threading.Event()
 
-    def pwrite(self, file: Any, data: Any, offset: int) -> None:
-        if file.path.endswith(_DATA) and not self.gate.wait(timeout=60):
+    def open_new(self, path: str, *, direct: bool = False) -> OpenFile:
+        if path.endswith(_DATA) and not self.gate.wait(timeout=60):
             raise AssertionError("nobody has opened the gate")
-        super().pwrite(file, data, offset)
+        return super().open_new(path, direct=direct)
 
 
 class FullDisk(PosixDisk):
