@@ -57,7 +57,7 @@ MODELS_OF_0_14 := tests/megatron/test_compat_flattened.py
 MODELS_OF_0_19 := $(addprefix tests/megatron/,test_models.py test_fsdp_dtensor.py)
 COMPAT_TESTS := tests/megatron/seeds \
   $(filter-out $(MODELS_OF_0_19) tests/megatron/test_compat_%,$(sort $(wildcard tests/megatron/test_*.py)))
-TRAINING_TESTS := tests/megatron/test_compat_checkpointing.py
+TRAINING_TESTS := $(addprefix tests/megatron/,test_compat_checkpointing.py test_compat_async_training.py)
 SMOKE_TESTS := tests/megatron/test_install.py tests/megatron/test_compat_flattened.py -k "install or moe"
 RUN_COMPAT = PYTHONPATH=$(subst $(eval) ,:,$(abspath $(1))) $(BIN)/python -m pytest -m "compat or not compat" $(2)
 # Stock 0.14 reads its own common.pt with torch.load, which PyTorch refuses since 2.6 unless it is told to trust files.

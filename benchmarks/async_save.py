@@ -1,37 +1,45 @@
-"""What async saves cost training: ours and stock's, in one run, on ranks of this machine.
+"""What async saves cost training: ours, stock's and others, in one run, on ranks of this machine.
 
-Run it for a table: ``python -m benchmarks.async_save --ranks 2 --mib 512 --json async_save.json``. Each contender runs
-in processes of its own and saves the same FSDP2-like state dict several times: the first save, which also takes memory,
-and repeated ones (median). "blocked" is how long the call keeps the caller, and for lazy staging also how long the
-optimizer step then waits. The limit is one pass of copies of what a rank writes into memory that it has already. Beside
-it: how much slower a training loop runs while a save is under way, and the longest time for which a thread that only
-runs Python did not get on.
+Run it for a table: ``python -m benchmarks.async_save --ranks 2 --mib 512 --json async_save.json``. Others take part if
+their packages are on the path: ``benchmarks.async_contenders`` says how. Each contender runs in processes of its own
+and saves the same state dict several times: the first save, which also takes memory, and repeated ones (median).
+
+``--shape fsdp2``: DTensors that are sharded over all ranks. ``--shape ddp``: plain tensors that every rank holds, of
+which a rank needs to write but its share. ``--objects-mib`` adds objects, which are pickled.
+
+"blocked" is how long the call keeps the caller, and for lazy staging also how long the optimizer step then waits. The
+limit is one pass of copies of what a rank writes into memory that it has already. Beside it: how much slower a training
+loop runs while a save is under way, and the longest time for which a thread that only runs Python did not get on, in
+the call and behind it.
+
+Before anything is measured, memory is taken once and given back. The host of a virtual machine has to find memory that
+the machine has not used yet, and the first contender would pay for that.
 """
 
 from __future__ import annotations
 
 import argparse
+import mmap
 import statistics
 import tempfile
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
-import robust_dcp
+from benchmarks.async_contenders import CONTENDERS, missing_package
 from benchmarks.ranks import run, show
 
-__all__ = ["CONTENDERS", "measure"]
+__all__ = ["measure"]
 
 _MIB = 1 << 20
 _STEPS_BETWEEN = 8
+_ENTRIES_OF_A_MIB = 40_000
+"""Of a tuple of names and numbers, which is one item, as a dict is not; pickled it has about a MiB."""
 
 _RATIOS = {
     "who": "who",
@@ -46,84 +54,8 @@ _COSTS = {
     "blocked_seconds_per_gib": "blocked s/GiB",
     "save_seconds": "until committed, s",
     "blocked_share": "blocked, of a sync save",
-    "pause_seconds": "longest pause of Python, s",
-}
-
-Saved = tuple[Callable[[], object], Callable[[], object]]
-"""What an async save gives: how to wait until tensors may change, and until the checkpoint is committed."""
-
-
-def _nothing() -> None:
-    return None
-
-
-def _ours(state_dict: dict[str, Any], path: str) -> Saved:
-    saving = robust_dcp.async_save(state_dict, checkpoint_id=path)
-    assert isinstance(saving, Future)
-    return _nothing, saving.result
-
-
-def _ours_by_process(state_dict: dict[str, Any], path: str) -> Saved:
-    saving = robust_dcp.async_save(state_dict, checkpoint_id=path, executor="process")
-    assert isinstance(saving, Future)
-    return _nothing, saving.result
-
-
-def _ours_lazily(state_dict: dict[str, Any], path: str) -> Saved:
-    saving = robust_dcp.async_save(state_dict, checkpoint_id=path, staging="lazy")
-    assert isinstance(saving, robust_dcp.AsyncSave)
-    return saving.wait_staged, saving.upload_completion.result
-
-
-def _ours_at_once(state_dict: dict[str, Any], path: str) -> Saved:
-    robust_dcp.save(state_dict, checkpoint_id=path)
-    return _nothing, _nothing
-
-
-def _stock(kind: AsyncCheckpointerType, stager: Callable[[], Any] = _nothing) -> Callable[[dict[str, Any], str], Saved]:
-    kept: list[Any] = []  # a stager keeps its memory between saves, as ours does
-
-    def save(state_dict: dict[str, Any], path: str) -> Saved:
-        if not kept:
-            kept.append(stager())
-        more = {} if kept[0] is None else {"async_stager": kept[0]}
-        saving = dcp.async_save(state_dict, checkpoint_id=path, async_checkpointer_type=kind, **more)
-        if isinstance(saving, Future):
-            return _nothing, saving.result
-        return saving.staging_completion.result, saving.upload_completion.result
-
-    return save
-
-
-def _stager(*, is_async: bool, is_shared: bool) -> Callable[[], Any]:
-    def make() -> Any:
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-        return DefaultStager(
-            StagingOptions(
-                use_pinned_memory=False,
-                use_shared_memory=is_shared,
-                use_async_staging=is_async,
-                use_non_blocking_copy=False,
-            )
-        )
-
-    return make
-
-
-CONTENDERS: dict[str, Callable[[], Callable[[dict[str, Any], str], Saved]]] = {
-    "ours": lambda: _ours,
-    "ours, process": lambda: _ours_by_process,
-    "ours, lazy": lambda: _ours_lazily,
-    "ours, synchronous": lambda: _ours_at_once,
-    "stock, thread": lambda: _stock(AsyncCheckpointerType.THREAD),
-    "stock, process": lambda: _stock(AsyncCheckpointerType.PROCESS),
-    "stock, thread, DefaultStager": lambda: _stock(
-        AsyncCheckpointerType.THREAD, _stager(is_async=False, is_shared=False)
-    ),
-    "stock, process, DefaultStager": lambda: _stock(
-        AsyncCheckpointerType.PROCESS, _stager(is_async=False, is_shared=True)
-    ),
+    "pause_in_call_seconds": "longest pause of Python in the call, s",
+    "pause_seconds": "behind it, s",
 }
 
 
@@ -143,10 +75,13 @@ class _Training:
 
 
 class _Clock:
-    """The longest time for which a Python thread did not get on."""
+    """The longest time for which a Python thread did not get on, while this process was at work.
+
+    Where other processes take the cores, the thread waits as well. So CPU time of this process counts, if it is less.
+    """
 
     def __init__(self) -> None:
-        self.longest_seconds = 0.0
+        self._longest_seconds = 0.0
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
@@ -158,27 +93,45 @@ class _Clock:
         self._is_over.set()
         self._thread.join()
 
+    def lap(self) -> float:
+        """That time since the last lap."""
+        longest, self._longest_seconds = self._longest_seconds, 0.0
+        return longest
+
     def _run(self) -> None:
-        before = time.perf_counter()
+        before, cpu_before = time.perf_counter(), time.process_time()
         while not self._is_over.is_set():
-            now = time.perf_counter()
-            self.longest_seconds = max(self.longest_seconds, now - before)
-            before = now
+            now, cpu = time.perf_counter(), time.process_time()
+            self._longest_seconds = max(self._longest_seconds, min(now - before, cpu - cpu_before))
+            before, cpu_before = now, cpu
             time.sleep(0)
 
 
-def _state_dict(nbytes: int, tensors: int) -> dict[str, Any]:
-    """DTensors sharded over all ranks, and their optimizer's state: ``nbytes`` for each rank."""
+def _state_dict(shape: str, nbytes: int, tensors: int, objects_nbytes: int) -> tuple[dict[str, Any], int]:
+    """``nbytes`` of tensors that each rank holds, and objects; and how many of the tensors a rank needs to write."""
     world_size = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world_size,))
     rows = max(nbytes // tensors // 4096, 1)
-    whole = torch.randn(world_size * rows, 1024)
-    return {f"layers.{n}.weight": distribute_tensor(whole + n, mesh, [Shard(0)]) for n in range(tensors)}
+    state_dict: dict[str, Any] = {}
+    if shape == "fsdp2":
+        mesh = init_device_mesh("cpu", (world_size,))
+        whole = torch.randn(world_size * rows, 1024)
+        for n in range(tensors):
+            state_dict[f"layers.{n}.weight"] = distribute_tensor(whole + n, mesh, [Shard(0)])
+        written = tensors
+    else:
+        whole = torch.randn(rows, 1024)
+        for n in range(tensors):
+            state_dict[f"layers.{n}.weight"] = whole + n
+        written = -(-tensors // world_size)
+    for n in range(objects_nbytes >> 20):
+        state_dict[f"objects.{n}"] = tuple((f"entry {m}", float(m)) for m in range(_ENTRIES_OF_A_MIB))
+    return state_dict, written
 
 
-def _copy_seconds(state_dict: dict[str, Any]) -> float:
-    """One pass of copies of what this rank holds, into memory that was used before."""
-    originals = [value.to_local() for value in state_dict.values()]
+def _copy_seconds(state_dict: dict[str, Any], written: int) -> float:
+    """One pass of copies of what this rank writes, into memory that was used before."""
+    tensors = [value for value in state_dict.values() if isinstance(value, torch.Tensor)][:written]
+    originals = [value.to_local() if isinstance(value, DTensor) else value for value in tensors]
     copies = [torch.empty_like(original) for original in originals]
     found = []
     for _ in range(4):
@@ -188,20 +141,32 @@ def _copy_seconds(state_dict: dict[str, Any]) -> float:
     return statistics.median(found[1:])
 
 
-def measure(who: str, directory: str, nbytes: int, saves: int, tensors: int) -> dict[str, float]:
+def _find_memory(nbytes: int) -> None:
+    """Take and touch as much memory, in huge pages, and give it back."""
+    with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        for at in range(0, nbytes, mmap.PAGESIZE):
+            memory[at] = 0
+
+
+def measure(
+    who: str, directory: str, shape: str, nbytes: int, saves: int, tensors: int, objects_nbytes: int
+) -> dict[str, float]:
     """One contender on one rank."""
-    state_dict = _state_dict(nbytes, tensors)
+    state_dict, written = _state_dict(shape, nbytes, tensors, objects_nbytes)
     save = CONTENDERS[who]()
     training = _Training()
     calm, _ = training.step_seconds(lambda steps: steps < 100)
-    copying = _copy_seconds(state_dict)
-    blocked, until_committed, slow, pauses = [], [], [], []
+    copying = _copy_seconds(state_dict, written)
+    blocked, until_committed, slow, pauses_in_call, pauses = [], [], [], [], []
     for number in range(saves):
         dist.barrier()
         with _Clock() as clock:
             started = time.perf_counter()
             wait_staged, wait_saved = save(state_dict, f"{directory}/{number}")
             kept_seconds = time.perf_counter() - started
+            pauses_in_call.append(clock.lap())
             _, _ = training.step_seconds(lambda steps: steps < _STEPS_BETWEEN)
             waiting = time.perf_counter()
             wait_staged()
@@ -211,7 +176,7 @@ def measure(who: str, directory: str, nbytes: int, saves: int, tensors: int) -> 
             during, steps = training.step_seconds(lambda _, saver=saver: saver.is_alive())
             saver.join()
             until_committed.append(time.perf_counter() - started)
-        pauses.append(clock.longest_seconds)
+            pauses.append(clock.lap())
         if steps >= _STEPS_BETWEEN:
             slow.append(during / calm)
     return {
@@ -219,6 +184,7 @@ def measure(who: str, directory: str, nbytes: int, saves: int, tensors: int) -> 
         "repeated_blocked_seconds": statistics.median(blocked[1:]),
         "save_seconds": statistics.median(until_committed[1:]),
         "copy_seconds": copying,
+        "pause_in_call_seconds": statistics.median(pauses_in_call[1:]),
         "pause_seconds": statistics.median(pauses[1:]),
         "slowdown": statistics.median(slow) if slow else float("nan"),
     }
@@ -230,17 +196,24 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--mib", type=int, default=256, help="that each rank saves")
     parser.add_argument("--saves", type=int, default=5)
+    parser.add_argument("--shape", default="fsdp2", choices=["fsdp2", "ddp"])
+    parser.add_argument("--objects-mib", type=int, default=0, help="of objects in the state dict of each rank")
     parser.add_argument("--tensors", type=int, default=64, help="that hold these bytes")
     parser.add_argument("--who", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS))
     parser.add_argument("--directory")
     parser.add_argument("--json")
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
+    _find_memory(3 * arguments.ranks * arguments.mib * _MIB)
     for who in arguments.who:
+        if missing_package(who):
+            print(f"{who}: {missing_package(who)} is not installed", flush=True)
+            continue
         print(f"{who} ...", flush=True)
         with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
             found = run(
-                arguments.ranks, measure, who, directory, arguments.mib * _MIB, arguments.saves, arguments.tensors
+                *(arguments.ranks, measure, who, directory, arguments.shape, arguments.mib * _MIB),
+                *(arguments.saves, arguments.tensors, arguments.objects_mib * _MIB),
             )
         worst = {key: max(rank[key] for rank in found) for key in found[0]}
         rows.append({"who": who, "ranks": arguments.ranks, "mib": arguments.mib, **worst})

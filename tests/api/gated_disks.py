@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from robust_dcp import StorageError
-from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.disk import OpenFile, PosixDisk
 
 _ONE_AT_THE_GATE = threading.Lock()
 
@@ -41,6 +41,16 @@ class FullDisk(GatedDisk):
         if file.path.endswith(".distcp"):
             raise StorageError("there is no space", path=file.path, errno=28, operation="write")
         super().pwrite(file, data, offset)
+
+
+class CpusDisk(PosixDisk):
+    """Says beside the checkpoint which processors the thread that opens files for data may run on."""
+
+    def open_new(self, path: str, *, direct: bool = False) -> OpenFile:
+        if path.endswith(".distcp"):
+            cpus = sorted(os.sched_getaffinity(0))
+            Path(path).parents[1].joinpath("cpus").write_text(" ".join(map(str, cpus)))
+        return super().open_new(path, direct=direct)
 
 
 def make_gates(directory: str) -> Path:

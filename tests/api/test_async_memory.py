@@ -71,7 +71,7 @@ def save_and_overwrite(directory: str, staging: Any, staging_nbytes: int, execut
         assert STAGING.kept_nbytes <= max(staging_nbytes, 2 * MEGABYTE)
         got = loaded(f"{directory}/{step}", state)
         assert all(torch.equal(got[name], tensor) for name, tensor in state_of(rank).items())
-        assert 0 < report.blocked_seconds <= report.seconds
+        assert report.blocked_seconds > 0
     return report.how
 
 
@@ -109,10 +109,10 @@ def test_the_thread_writes_what_the_process_cannot_have(tmp_path: Path) -> None:
 
 @contextmanager
 def no_more_memory() -> Iterator[None]:
-    """The system refuses a mapping of 256 MiB and more."""
+    """The system refuses a mapping of 256 MiB, also if this process gives 128 MiB back meanwhile."""
     used_nbytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used_nbytes + (256 << 20), hard))
+    resource.setrlimit(resource.RLIMIT_AS, (used_nbytes + (128 << 20), hard))
     try:
         yield
     finally:

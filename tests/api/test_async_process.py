@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import robust_dcp
 from robust_dcp import RobustCheckpointError, RobustWriter, StorageError
 from robust_dcp.background import WRITERS
-from robust_dcp.staging import SHARED_STAGING
+from robust_dcp.staging import SHARED_STAGING, staging_buffers
 from robust_dcp.storage.files.disk import PosixDisk
 from robust_dcp.testing.ranks import run_ranks, values
-from tests.api.gated_disks import GATES, FullDisk, GatedDisk, make_gates, open_gate, pid_at_gate
+from tests.api.gated_disks import GATES, CpusDisk, FullDisk, GatedDisk, make_gates, open_gate, pid_at_gate
 from tests.api.test_async_save import loaded, save_while_all_changes
 
 MEGABYTE = 1 << 20
@@ -90,6 +90,15 @@ def test_it_writes_the_same_bytes_as_a_thread(tmp_path: Path, layout: str) -> No
     got = {**state, "large": torch.zeros(3 * MEGABYTE), "object": {"a": [0, 0], "b": ""}}
     robust_dcp.load(got, storage_reader=robust_dcp.RobustReader(tmp_path / "process", trusted=True))
     assert torch.equal(got["large"], state["large"]) and got["object"] == state["object"]
+
+
+def test_it_runs_on_the_processors_near_the_memory_for_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    near = max(os.sched_getaffinity(0))
+    monkeypatch.setattr(staging_buffers, "cpus_near", lambda address: frozenset({near}))
+    SHARED_STAGING.release()
+    save({"w": torch.ones(MEGABYTE)}, tmp_path / "checkpoint", disk=CpusDisk()).result(timeout=60)
+    assert (tmp_path / "cpus").read_text() == str(near)
+    SHARED_STAGING.release()
 
 
 def kill_the_writer(directory: str) -> list[str]:

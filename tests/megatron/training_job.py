@@ -60,7 +60,9 @@ def run_job(directory: Path, *arguments: str | Path, steps: str) -> Job:
         arguments: of Megatron-LM.
         steps: ``save:N`` (train a step, save it as iteration N), ``fault:N`` (the same, while no file of rank 1 may
             grow beyond a few bytes), ``break:N`` (the same, while the optimizer of rank 1 has no state dict),
-            ``finalize`` (asynchronous saves; a ``fault`` lasts until then), ``load:DIRECTORY``, ``load:DIRECTORY@N``.
+            ``finalize`` (asynchronous saves; a ``fault`` lasts until then), ``load:DIRECTORY``, ``load:DIRECTORY@N``,
+            ``loop`` (Megatron's own training loop, until ``--train-iters``), ``loop:5=gate,8=open`` (with events of
+            :class:`TrainingLoop` on rank 1).
 
     Raises:
         AssertionError: a rank failed, or was still running after 100 seconds; all have ended then.
@@ -119,6 +121,7 @@ def _redirect_cuda() -> None:
     stand_ins: tuple[tuple[Any, str, Any], ...] = (
         (torch.cuda, "device_count", lambda: 1),  # without a device Megatron makes no groups for model parallelism
         (torch.cuda, "get_rng_state", lambda *args: torch.zeros(8, dtype=torch.uint8)),
+        (torch.cuda.random, "get_rng_state", lambda *args, **kwargs: torch.zeros(8, dtype=torch.uint8)),
         (torch.cuda, "set_rng_state", lambda *args, **kwargs: None),
         (torch.cuda, "Stream", _Stream),
         (torch.cuda, "current_stream", _Stream),
@@ -206,6 +209,8 @@ class _Training:
             self.notes.append(self.load(value))
         elif verb == "finalize":
             self.notes.append(self.finalize())
+        elif verb == "loop":
+            self.notes.append(self.loop(value))
         else:
             self.train(int(value))
             faults = {"fault": _no_room_for_files, "break": self.no_state_dict} if self.args.rank == 1 else {}
@@ -228,7 +233,8 @@ class _Training:
             else:
                 parameter.main_grad.copy_(gradient)
         self.optimizer.step()
-        self.scheduler.step(increment=self.args.global_batch_size)
+        if iteration > 0:  # a scheduler that has stepped adds to that what it loads
+            self.scheduler.step(increment=self.args.global_batch_size)
 
     @contextlib.contextmanager
     def no_state_dict(self) -> Iterator[None]:
@@ -264,6 +270,23 @@ class _Training:
         self.faults.close()
         return noted | {"plan": self.plan(), "tracker": self.tracker()}
 
+    def loop(self, events: str) -> dict[str, Any]:
+        from tests.megatron.training_loop import TrainingLoop
+
+        noted: dict[str, Any] = {}
+        happens = [event.split("=") for event in events.split(",") if event and self.args.rank == 1]
+        loop = TrainingLoop(self.args, self.tracker)
+        before = children()
+        try:
+            loop.run(
+                *(self.model, self.optimizer, self.scheduler, self.context),
+                {int(iteration): event for iteration, event in happens},
+            )
+        except Exception as error:
+            noted["error"] = _told(error)
+        noted |= {"losses": loop.losses, "trackers": loop.trackers, "early": loop.early}
+        return noted | {"digest": self.digest(), "tracker": self.tracker(), "processes": len(children() - before)}
+
     def plan(self) -> str | None:
         """Of the last save that is over."""
         strategy = self.context.get("save_strategy")
@@ -285,7 +308,17 @@ class _Training:
             )
         except Exception as error:
             return {"error": _told(error)}
+        self.args.iteration = iteration
+        self.set_steps(iteration + 1)  # and the one before all others
         return {"iteration": iteration, "digest": self.digest()}
+
+    def set_steps(self, count: int) -> None:
+        """Tell Adam how many steps it has taken. Without Apex and Transformer Engine Megatron does not load that."""
+        import torch
+
+        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            for state in optimizer.optimizer.state.values():
+                state["step"] = torch.tensor(float(count))
 
     def digest(self) -> str:
         """Of the weights and the optimizer's state on this rank, bit for bit."""

@@ -103,6 +103,7 @@ class Job(msgspec.Struct, frozen=True, tag=True):
         memory_nbytes: of the shared memory.
         tensor_places, tensor_forms: of the items that are tensors in it, in the order in which they lie there.
         records: of all other items, by place: the bytes that are to be written.
+        cpus: processors near the memory, on which the worker is to run.
     """
 
     directory: str
@@ -116,6 +117,7 @@ class Job(msgspec.Struct, frozen=True, tag=True):
     tensor_places: list[int]
     tensor_forms: list[Form]
     records: dict[int, bytes]
+    cpus: list[int]
 
     def write_options(self) -> WriteOptions:
         return WriteOptions(**self.options)

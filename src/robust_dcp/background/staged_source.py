@@ -38,12 +38,14 @@ class SharedCopies(NamedTuple):
         nbytes: of the memory.
         places: of the items that are tensors in it, in the order in which they lie there.
         forms: of these tensors.
+        cpus: processors near this memory.
     """
 
     fd: int
     nbytes: int
     places: list[int]
     forms: list[TensorForm]
+    cpus: frozenset[int]
 
 
 class StagedSource:
@@ -133,7 +135,7 @@ class StagedSource:
         """Where another process finds the copies; ``None`` if it cannot, or not all of them."""
         if self._buffer is None or self._buffer.fd is None or self.borrowed:
             return None
-        return SharedCopies(self._buffer.fd, self._buffer.nbytes, self._copied, self._forms)
+        return SharedCopies(self._buffer.fd, self._buffer.nbytes, self._copied, self._forms, self._buffer.cpus)
 
     def release(self) -> None:
         """Let the next save have the memory. The copies must not be used any more."""
@@ -197,7 +199,7 @@ class StagedSource:
     def _buffer_for(self, forms: list[TensorForm]) -> StagingBuffer | None:
         """``None`` if the host has no such memory: a save that takes longer is better than none."""
         try:
-            self._buffer = self._buffers.take(forms)
+            self._buffer = self._buffers.take(forms, None if self._stream is None else self._stream.device)
         except (OSError, MemoryError) as error:
             nbytes = sum(dtype.itemsize * size.numel() for dtype, size in forms)
             why = f"there is no memory for copies of {sizes_in_words(nbytes)} ({error})"

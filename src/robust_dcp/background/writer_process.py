@@ -278,6 +278,7 @@ class WriteInProcess:
             tensor_places=shared.places,
             tensor_forms=[form_message(form) for form in shared.forms],
             records=_records(source, shared),
+            cpus=sorted(shared.cpus),
         )
         try:
             outcome = self._outcome(job, shared.fd, check_stop)

@@ -32,7 +32,7 @@ from robust_dcp.background.messages import (
     form_of,
 )
 from robust_dcp.comm import Stopped
-from robust_dcp.staging import StagingBuffer, TensorForm
+from robust_dcp.staging import StagingBuffer, TensorForm, stay_near
 from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.writing.engine import WrittenFiles, write_files
@@ -105,6 +105,7 @@ class _Worker:
         self._is_stopped.set()
 
     def _do(self, job: Job, fd: int) -> None:
+        stay_near(job.cpus)
         not_removed: list[str] = []
         outcome: Written | Failed
         try:

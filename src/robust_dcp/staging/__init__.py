@@ -12,6 +12,7 @@ from robust_dcp.staging.blocks import (
 )
 from robust_dcp.staging.device import CopiesToDevice, DeviceCopies
 from robust_dcp.staging.host import to_host
+from robust_dcp.staging.numa import stay_near
 from robust_dcp.staging.staging_buffers import SHARED_STAGING, STAGING, StagingBuffer, StagingBuffers, TensorForm
 from robust_dcp.staging.tensor_bytes import TensorBytes, host_address, parts_in_order
 from robust_dcp.staging.together import flat_bytes, to_host_together
@@ -36,6 +37,7 @@ __all__ = [
     "host_address",
     "memory_at",
     "parts_in_order",
+    "stay_near",
     "to_host",
     "to_host_together",
 ]

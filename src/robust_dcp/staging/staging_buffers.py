@@ -1,8 +1,9 @@
 """Memory for the copies of tensors that a save writes while training goes on: kept between saves, pinned for a GPU.
 
 Owns the memory, and the tensors that lie in it: a repeated save finds them where those of the save before were, so it
-costs one pass of copies. Where another process writes the copies, the memory is that of a file which has no name: it
-goes with the last process that has it open, however that ends. Called by ``background.staged_source``.
+costs one pass of copies. New memory is taken from the NUMA node of the device, or processor, that copies. Where
+another process writes the copies, the memory is that of a file which has no name: it goes with the last process that
+has it open, however that ends. Called by ``background.staged_source``.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Final
 import torch
 
 from robust_dcp.staging.blocks import Block
+from robust_dcp.staging.numa import cpus_near, pci_address, run_near
 
 __all__ = ["SHARED_STAGING", "STAGING", "StagingBuffer", "StagingBuffers", "TensorForm"]
 
@@ -32,6 +34,9 @@ direct I/O then takes them from where they are."""
 _ROUNDED_TO: Final = 2 << 20
 """Bytes: a huge page. A state dict that grows a little still fits into the buffer that it had."""
 
+_TOUCHED_NBYTES: Final = 32 << 20
+"""Touched by one thread at a time. It takes some milliseconds."""
+
 
 class StagingBuffer:
     """One piece of memory, and tensors in it.
@@ -40,6 +45,7 @@ class StagingBuffer:
         nbytes: of the memory.
         fd: of the file whose memory it is; ``None`` for memory of this process alone. The caller keeps it open as long
             as other processes are to map it.
+        cpus: as the attribute.
 
     Raises:
         OSError: the host has no such memory.
@@ -47,11 +53,13 @@ class StagingBuffer:
     Attributes:
         is_pinned: whether a CUDA device copies into it by itself.
         fd: as given.
+        cpus: processors that are near this memory, if that is known.
     """
 
-    def __init__(self, nbytes: int, *, fd: int | None = None) -> None:
+    def __init__(self, nbytes: int, *, fd: int | None = None, cpus: frozenset[int] = frozenset()) -> None:
         self._block = Block(nbytes, stays_at_fork=True, fd=fd)
         self.fd = fd
+        self.cpus = cpus
         self._forms: Sequence[TensorForm] = ()
         self._tensors: list[torch.Tensor] = []
 
@@ -66,6 +74,15 @@ class StagingBuffer:
     def pin(self) -> None:
         """Lock the memory, so that copies from a CUDA device go on by themselves; without it they work as well."""
         self._block.pin()
+
+    def touch(self) -> None:
+        """Take all pages now, near :attr:`cpus`. What the memory holds is lost."""
+        data = self._block.data
+
+        def touch_pages(begin: int, end: int) -> None:
+            data[begin:end:_PAGE_NBYTES] = 0
+
+        run_near(self.cpus, touch_pages, len(data), _TOUCHED_NBYTES)
 
     def tensors(self, forms: Sequence[TensorForm]) -> list[torch.Tensor]:
         """One contiguous CPU tensor for each form, in this memory; what they hold is whatever was there last."""
@@ -104,8 +121,11 @@ class StagingBuffers:
         """Memory that is held while no save runs."""
         return sum(buffer.nbytes for buffer in self._free)
 
-    def take(self, forms: Sequence[TensorForm]) -> StagingBuffer:
+    def take(self, forms: Sequence[TensorForm], device: torch.device | None = None) -> StagingBuffer:
         """A buffer in which tensors of these forms have room.
+
+        Args:
+            device: that will copy into it, if that is a CUDA device. New memory is taken near it.
 
         Raises:
             OSError: the host has no such memory.
@@ -124,7 +144,12 @@ class StagingBuffers:
         for buffer in dropped:
             buffer.release()
         del dropped
-        return _shared_buffer(nbytes) if self._are_shared else StagingBuffer(nbytes)
+        cpus = cpus_near(None if device is None else pci_address(device))
+        if self._are_shared:
+            return _shared_buffer(nbytes, cpus)
+        buffer = StagingBuffer(nbytes, cpus=cpus)
+        buffer.touch()
+        return buffer
 
     def give_back(self, buffer: StagingBuffer) -> None:
         """The next save may use it."""
@@ -146,12 +171,12 @@ SHARED_STAGING = StagingBuffers(are_shared=True)
 """Those that its writer process maps as well."""
 
 
-def _shared_buffer(nbytes: int) -> StagingBuffer:
+def _shared_buffer(nbytes: int, cpus: frozenset[int]) -> StagingBuffer:
     fd = os.memfd_create("robust_dcp-staging")
     try:
         # Taken now: where memory is short later, the first access to a page would end the process (SIGBUS).
-        os.posix_fallocate(fd, 0, nbytes)
-        return StagingBuffer(nbytes, fd=fd)
+        run_near(cpus, lambda begin, end: os.posix_fallocate(fd, begin, end - begin), nbytes, _TOUCHED_NBYTES)
+        return StagingBuffer(nbytes, fd=fd, cpus=cpus)
     except BaseException:
         os.close(fd)
         raise

@@ -19,11 +19,11 @@ _DATA = (".distcp", ".safetensors")
 
 
 class GatedDisk(PosixDisk):
-    """Writes no data until ``gate`` is set.
+    """Makes no file for data until ``gate`` is set, so nobody asks for data before that either.
 
     Attributes:
-        gate: whoever sets it lets all writes go on.
-        limit_seconds: how long a write waits for that, before it fails the test.
+        gate: whoever sets it lets all files be made.
+        limit_seconds: how long a file waits for that, before it fails the test.
     """
 
     def __init__(self, *, limit_seconds: float = 60.0) -> None:
@@ -31,10 +31,10 @@ class GatedDisk(PosixDisk):
         self.gate = threading.Event()
         self.limit_seconds = limit_seconds
 
-    def pwrite(self, file: OpenFile, data: Any, offset: int) -> None:
-        if file.path.endswith(_DATA) and not self.gate.wait(self.limit_seconds):
-            raise AssertionError(f"nobody has opened the gate of {file.path} within {self.limit_seconds:g} seconds")
-        super().pwrite(file, data, offset)
+    def open_new(self, path: str, *, direct: bool = False) -> OpenFile:
+        if path.endswith(_DATA) and not self.gate.wait(self.limit_seconds):
+            raise AssertionError(f"nobody has opened the gate of {path} within {self.limit_seconds:g} seconds")
+        return super().open_new(path, direct=direct)
 
 
 class FullDisk(PosixDisk):
