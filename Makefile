@@ -2,10 +2,10 @@
 #
 #   make demo    save, change, reload and reshard real models on 4 ranks (CPU)
 #   make test    all tests; PYTEST_ARGS="tests/comm -k timeout" for some
-#   make test-compat        the Megatron tests with Megatron-Core 0.14.0 and 0.19.2, ms-swift's saves, the queue of
-#                           nvidia-resiliency-ext, and all of test-frameworks
+#   make test-compat        the Megatron tests with Megatron-Core 0.14.0 and 0.19.2, the saves of ms-swift and verl, the
+#                           queue of nvidia-resiliency-ext, and all of test-frameworks
 #   make test-compat-smoke  the part of it that CI runs, about three minutes
-#   make test-frameworks    the switch under Lightning, Accelerate, transformers, torchtitan and TorchTNT, unmodified;
+#   make test-frameworks    the switch under Lightning, Accelerate, transformers, torchtitan, TorchTNT and torchtune;
 #                           FRAMEWORKS=lightning for one of them (torchtitan needs Python 3.11 and takes 1.1 GB of disk)
 #   make check   format, lint, types, layers; changes nothing
 #   make format  what `check` would complain about and ruff can repair
@@ -43,7 +43,7 @@ test: $(INSTALLED)
 # Other versions of Megatron, each in a folder of its own that lies before .venv's packages on the path. The sources of
 # 0.19.2 hold megatron.training as well; they ask for Python 3.12, and run on 3.10 with tests/megatron/standins.
 COMPAT := .compat
-FROM_WHEELS := megatron-core-0.14.0 ms-swift-4.6.0 nvidia-resiliency-ext-0.4.1
+FROM_WHEELS := megatron-core-0.14.0 ms-swift-4.6.0 nvidia-resiliency-ext-0.4.1 verl-0.9.1
 # Whole models are for one version each: 0.14.0 alone has flattened ranges, and neither builds on a CPU what test_models
 # does nor runs Megatron-FSDP with this torch. Its package does not hold megatron.training.
 MODELS_OF_0_14 := tests/megatron/test_compat_flattened.py
@@ -58,8 +58,8 @@ TRUST_FILES := TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1
 
 # Frameworks that call torch.distributed.checkpoint: one requirements file and one test module each. They lie before
 # .venv's packages on the path and are installed without their dependencies, so that torch stays the one of .venv.
-FRAMEWORKS ?= accelerate lightning torchtitan torchtnt
-ALL_FRAMEWORKS := accelerate lightning torchtitan torchtnt
+FRAMEWORKS ?= accelerate lightning torchtitan torchtnt torchtune
+ALL_FRAMEWORKS := accelerate lightning torchtitan torchtnt torchtune
 FRAMEWORK_SMOKE := tests/frameworks/test_lightning.py -k "either and fabric-mp"
 RUN_FRAMEWORK = $(call RUN_COMPAT,$(COMPAT)/frameworks/$(1),$(2))
 
@@ -79,6 +79,8 @@ test-compat-smoke: $(INSTALLED) $(addprefix $(COMPAT)/,$(FROM_WHEELS:=/.installe
 	$(call RUN_COMPAT,$(COMPAT)/nvidia-resiliency-ext-0.4.1,tests/megatron/test_compat_nvrx.py)
 	@echo "== ms-swift 4.6.0, megatron-core as installed"
 	$(call RUN_COMPAT,$(COMPAT)/ms-swift-4.6.0,tests/megatron/test_compat_ms_swift.py)
+	@echo "== verl 0.9.1, megatron-core as installed"
+	$(call RUN_COMPAT,$(COMPAT)/verl-0.9.1,tests/megatron/test_compat_verl.py)
 	@echo "== lightning: Fabric with FSDP2"
 	$(call RUN_FRAMEWORK,lightning,$(FRAMEWORK_SMOKE))
 

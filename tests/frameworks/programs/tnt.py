@@ -1,4 +1,4 @@
-"""A program that trains with TorchTNT: ``tnt.py save MODE DIRECTORY`` or ``load``; ``MODE`` is ``sync`` or ``async``."""
+"""A program that trains with TorchTNT: ``tnt.py save sync DIRECTORY`` or ``async``, or ``load`` and directories."""
 
 import sys
 import warnings
