@@ -2,9 +2,11 @@
 #
 #   make demo    save, change, reload and reshard real models on 4 ranks (CPU)
 #   make test    all tests; PYTEST_ARGS="tests/comm -k timeout" for some
-#   make test-compat        the Megatron tests with Megatron-Core 0.14.0 and 0.19.2, ms-swift's saves, and the queue
-#                           of nvidia-resiliency-ext
-#   make test-compat-smoke  the part of it that CI runs, about two minutes
+#   make test-compat        the Megatron tests with Megatron-Core 0.14.0 and 0.19.2, the saves of ms-swift and verl, the
+#                           queue of nvidia-resiliency-ext, and all of test-frameworks
+#   make test-compat-smoke  the part of it that CI runs, about three minutes
+#   make test-frameworks    the switch under Lightning, Accelerate, transformers, torchtitan, TorchTNT and torchtune;
+#                           FRAMEWORKS=lightning for one of them (torchtitan needs Python 3.11 and takes 1.1 GB of disk)
 #   make check   format, lint, types, layers; changes nothing
 #   make coverage  all tests, and which lines and branches of the package they reach; under 95 % is an error
 #   make dist    the sdist and the wheel in dist/, checked for PyPI
@@ -32,7 +34,7 @@ GPU_PYTHON_VERSION ?= 3.12
 BENCHMARKS := $(sort $(wildcard benchmarks/bench_*.py) $(wildcard benchmarks/planning.py benchmarks/loading.py))
 
 .DELETE_ON_ERROR:
-.PHONY: demo test coverage test-compat test-compat-smoke check dist format bench torture gpu gpu-wheels clean
+.PHONY: demo test coverage test-compat test-compat-smoke test-frameworks check dist format bench torture gpu gpu-wheels clean
 
 demo: $(INSTALLED)
 	$(BIN)/python demo/run.py
@@ -50,7 +52,7 @@ coverage: $(INSTALLED)
 # Other versions of Megatron, each in a folder of its own that lies before .venv's packages on the path. The sources of
 # 0.19.2 hold megatron.training as well; they ask for Python 3.12, and run on 3.10 with tests/megatron/standins.
 COMPAT := .compat
-FROM_WHEELS := megatron-core-0.14.0 ms-swift-4.6.0 nvidia-resiliency-ext-0.4.1
+FROM_WHEELS := megatron-core-0.14.0 ms-swift-4.6.0 nvidia-resiliency-ext-0.4.1 verl-0.9.1
 # Whole models are for one version each: 0.14.0 alone has flattened ranges, and neither builds on a CPU what test_models
 # does nor runs Megatron-FSDP with this torch. Its package does not hold megatron.training.
 MODELS_OF_0_14 := tests/megatron/test_compat_flattened.py
@@ -63,13 +65,21 @@ RUN_COMPAT = PYTHONPATH=$(subst $(eval) ,:,$(abspath $(1))) $(BIN)/python -m pyt
 # Stock 0.14 reads its own common.pt with torch.load, which PyTorch refuses since 2.6 unless it is told to trust files.
 TRUST_FILES := TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1
 
-test-compat: test-compat-smoke
+# Frameworks that call torch.distributed.checkpoint: one requirements file and one test module each. They lie before
+# .venv's packages on the path and are installed without their dependencies, so that torch stays the one of .venv.
+FRAMEWORKS ?= accelerate lightning torchtitan torchtnt torchtune
+ALL_FRAMEWORKS := accelerate lightning torchtitan torchtnt torchtune
+FRAMEWORK_SMOKE := tests/frameworks/test_lightning.py -k "either and fabric-mp"
+RUN_FRAMEWORK = $(call RUN_COMPAT,$(COMPAT)/frameworks/$(1),$(2))
+
+test-compat: test-compat-smoke test-frameworks
 	@echo "== megatron-core 0.14.0"
 	$(TRUST_FILES) $(call RUN_COMPAT,$(COMPAT)/megatron-core-0.14.0,$(COMPAT_TESTS) $(MODELS_OF_0_14))
 	@echo "== megatron-core 0.19.2"
 	$(call RUN_COMPAT,tests/megatron/standins $(COMPAT)/megatron-core-0.19.2,$(COMPAT_TESTS) $(MODELS_OF_0_19) $(TRAINING_TESTS))
 
-test-compat-smoke: $(INSTALLED) $(addprefix $(COMPAT)/,$(FROM_WHEELS:=/.installed) megatron-core-0.19.2/.installed)
+test-compat-smoke: $(INSTALLED) $(addprefix $(COMPAT)/,$(FROM_WHEELS:=/.installed) megatron-core-0.19.2/.installed) \
+  $(COMPAT)/frameworks/lightning/.installed
 	@echo "== megatron-core 0.19.2: the arguments of megatron.training"
 	$(call RUN_COMPAT,tests/megatron/standins $(COMPAT)/megatron-core-0.19.2,tests/megatron/test_compat_training.py)
 	@echo "== megatron-core 0.14.0"
@@ -78,6 +88,22 @@ test-compat-smoke: $(INSTALLED) $(addprefix $(COMPAT)/,$(FROM_WHEELS:=/.installe
 	$(call RUN_COMPAT,$(COMPAT)/nvidia-resiliency-ext-0.4.1,tests/megatron/test_compat_nvrx.py)
 	@echo "== ms-swift 4.6.0, megatron-core as installed"
 	$(call RUN_COMPAT,$(COMPAT)/ms-swift-4.6.0,tests/megatron/test_compat_ms_swift.py)
+	@echo "== verl 0.9.1, megatron-core as installed"
+	$(call RUN_COMPAT,$(COMPAT)/verl-0.9.1,tests/megatron/test_compat_verl.py)
+	@echo "== lightning: Fabric with FSDP2"
+	$(call RUN_FRAMEWORK,lightning,$(FRAMEWORK_SMOKE))
+
+test-frameworks: $(FRAMEWORKS:%=test-framework-%)
+
+test-framework-%: $(COMPAT)/frameworks/%/.installed
+	@echo "== $*"
+	$(call RUN_FRAMEWORK,$*,tests/frameworks/test_$*.py)
+
+$(ALL_FRAMEWORKS:%=$(COMPAT)/frameworks/%/.installed): $(COMPAT)/frameworks/%/.installed: \
+  tests/frameworks/requirements/%.txt | $(INSTALLED)
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps --target $(@D) -r $<
+	@touch $@
 
 $(addprefix $(COMPAT)/,$(FROM_WHEELS:=/.installed)): $(COMPAT)/%/.installed: | $(INSTALLED)
 	rm -rf $(@D)

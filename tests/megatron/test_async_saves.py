@@ -108,7 +108,7 @@ def test_a_rank_that_cannot_write_fails_the_finalizer_on_all_ranks_and_not_the_n
     for rank in range(2):
         error, failures, left, told, finalized, saved = found["_a_rank_fails"][rank]
         assert error == "StorageError"
-        assert [failed for failed, _ in failures] == [1] and "there is no space" in failures[0][1]
+        assert [failed for failed, _ in failures] == [1] and "No space left on device" in failures[0][1]
         assert (left, told, finalized) == ([False, False], [1], [2])
         assert saved == (2.0 + rank, 2.0 + rank, 2.0, 2.0)
 

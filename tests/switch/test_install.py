@@ -234,13 +234,13 @@ def test_an_async_save_that_failed_is_told_by_the_next_save_unless_somebody_aske
         try:
             save(state, checkpoint_id=path + "/2")
         except OSError as error:
-            assert "there is no space" in str(error)
+            assert "No space left on device" in str(error)
         else:
             raise SystemExit("nobody was told")
         try:
             fail("3").result()
         except OSError as error:
-            assert "there is no space" in str(error)
+            assert "No space left on device" in str(error)
         save(state, checkpoint_id=path + "/4")
     """
     run(tmp_path, script, ROBUST_DCP="1")
@@ -261,3 +261,66 @@ def test_a_variable_without_meaning_leaves_everything_stock(tmp_path: Path) -> N
         assert dcp.save is before and save is before
     """
     run(tmp_path, script)
+
+
+def test_writers_and_readers_of_fsspec_are_taken_over_for_directories_and_stay_stock_for_urls(tmp_path: Path) -> None:
+    """TorchTNT uses them for every path."""
+    script = """
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+
+        for place in (path + "/plain", "file://" + path + "/url"):
+            dcp.save(state, storage_writer=FsspecWriter(place, thread_count=2))
+            loaded = empty()
+            load(loaded, storage_reader=FsspecReader(place))
+            check(loaded)
+    """
+    done = run(tmp_path, script, ROBUST_DCP="1")
+    assert is_ours(tmp_path / "plain") and not is_ours(tmp_path / "url")
+    assert "/url is a URL" in done.stderr
+
+
+def test_the_loader_of_sharded_optimizers_is_taken_over(tmp_path: Path) -> None:
+    """Lightning loads the optimizer of FSDP by it. A changed byte tells who reads: stock does not see it."""
+    script = """
+        import pathlib
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=0, world_size=1)
+        moment = torch.arange(10.0) + 0.5
+        dcp.save({"model": {"w": state["w"]}, "optimizer": {"state": {"w": {"exp_avg": moment}}}}, checkpoint_id=path)
+
+        def moments():
+            reader = FileSystemReader(path)
+            loaded = dcp.load_sharded_optimizer_state_dict({"w": state["w"]}, "optimizer", reader)
+            return loaded["optimizer"]["state"]["w"]["exp_avg"].local_tensor()
+
+        assert torch.equal(moments(), moment)
+        for file in pathlib.Path(path).glob("*.distcp"):
+            file.write_bytes(file.read_bytes().replace(moment.numpy().tobytes(), (moment + 1).numpy().tobytes()))
+        try:
+            moments()
+        except Exception as error:
+            print("refused:", error)
+        dist.destroy_process_group()
+    """
+    assert "refused:" in run(tmp_path, script, ROBUST_DCP="1").stdout
+
+
+def test_private_loaders_that_tools_use_read_what_robust_dcp_has_written(tmp_path: Path) -> None:
+    """They stay stock. Lightning, Accelerate and ``dcp_to_torch_save`` make whole files of a checkpoint by them."""
+    script = """
+        from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner, dcp_to_torch_save
+        from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, _load_state_dict_from_keys
+
+        save(state, checkpoint_id=path + "/1")
+        loaded = {}
+        reader = FileSystemReader(path + "/1")
+        _load_state_dict(loaded, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+        check(loaded)
+        check(_load_state_dict_from_keys(checkpoint_id=path + "/1"))
+        assert torch.equal(_load_state_dict_from_keys("w", checkpoint_id=path + "/1")["w"], state["w"])
+        dcp_to_torch_save(path + "/1", path + "/whole.pt")
+        check(torch.load(path + "/whole.pt"))
+    """
+    run(tmp_path, script, ROBUST_DCP="1")
+    assert is_ours(tmp_path / "1")

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint import state_dict_saver as stock_saver
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -146,7 +146,7 @@ def _writer_for(writer: Any, checkpoint_id: Any) -> RobustWriter:
         return writer
     if writer is None:
         return RobustWriter(_directory(checkpoint_id))
-    if type(writer) is not FileSystemWriter:
+    if not _is_of_torch(writer, "FileSystemWriter", "FsspecWriter"):
         raise _StaysStock(f"{type(writer).__name__} writes otherwise than FileSystemWriter")
     if getattr(writer, "_extensions", None) or getattr(writer.transforms, "extensions", None):
         raise _StaysStock("FileSystemWriter with extensions transforms what it writes")
@@ -163,10 +163,16 @@ def _reader_for(reader: Any, checkpoint_id: Any, *, trusted: bool) -> RobustRead
         return reader
     if reader is None:
         return RobustReader(_directory(checkpoint_id), trusted=trusted)
-    if type(reader) is not FileSystemReader:
+    if not _is_of_torch(reader, "FileSystemReader", "FsspecReader"):
         raise _StaysStock(f"{type(reader).__name__} reads otherwise than FileSystemReader")
     path = _directory(reader.path if checkpoint_id is None else checkpoint_id)
     return RobustReader(path, trusted=trusted)
+
+
+def _is_of_torch(storage: Any, *names: str) -> bool:
+    """Whether its class is one of these of torch itself. By name: the module of ``FsspecWriter`` needs fsspec."""
+    kind = type(storage)
+    return kind.__module__.startswith("torch.distributed.checkpoint.") and kind.__name__ in names
 
 
 def _directory(path: Any) -> Any:
@@ -203,9 +209,8 @@ def _staging_of(stager: Any) -> Any:
     """Stock's stagers become our staging; one that copies in the background is our lazy one."""
     if stager is None:
         return "full"
-    name = type(stager).__name__
     if not type(stager).__module__.startswith("torch.distributed.checkpoint."):
-        raise _StaysStock(f"{name} stages in a way of its own")
+        raise _StaysStock(f"{type(stager).__name__} stages in a way of its own")
     return "lazy" if getattr(getattr(stager, "_config", None), "use_async_staging", False) else "full"
 
 

@@ -53,4 +53,6 @@ PATCHES: tuple[Patch, ...] = (
     Patch("torch.distributed.checkpoint", "async_save", _async_save),
     Patch("torch.distributed.checkpoint", "load", _load),
     Patch("torch.distributed.checkpoint", "load_state_dict", _load, optional=True),
+    # Lightning loads the optimizer of FSDP by load_sharded_optimizer_state_dict, which calls this.
+    Patch("torch.distributed.checkpoint.optimizer", "load_state_dict", _load, optional=True),
 )

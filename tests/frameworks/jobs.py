@@ -1,0 +1,92 @@
+"""Runs a program that knows nothing of robust_dcp under ``torchrun``, with or without ``ROBUST_DCP=1``.
+
+Owns starting the job and what it printed. The packages lie on ``PYTHONPATH``, where ``make test-compat`` has put them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from robust_dcp.storage.files.paths import INDEX_NAME
+
+__all__ = ["Job", "checkpoints_in", "is_ours", "require", "run_command", "run_job"]
+
+PROGRAMS = Path(__file__).parent / "programs"
+_ANNOUNCEMENT = "takes over save, load and async_save of torch.distributed.checkpoint"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that has ended well.
+
+    Attributes:
+        output: all that its ranks have printed.
+    """
+
+    output: str
+
+    @property
+    def announcements(self) -> int:
+        """How often robust_dcp has said that it takes over."""
+        return self.output.count(_ANNOUNCEMENT)
+
+    @property
+    def equal(self) -> list[str]:
+        """The names of the states that the program has found equal, bit for bit, on every rank."""
+        return sorted(line.removeprefix("equal: ") for line in self.output.splitlines() if line.startswith("equal: "))
+
+    @property
+    def stays_stock(self) -> list[str]:
+        """What the log says that stock code does."""
+        mark = "robust_dcp was asked for, but "
+        return [line.split(mark, 1)[1] for line in self.output.splitlines() if mark in line]
+
+
+def run_job(program: str, *arguments: str | Path, robust: bool, ranks: int = 2, **environment: str) -> Job:
+    """Run a program of the folder ``programs`` on some ranks.
+
+    Raises:
+        AssertionError: it has failed; the message is what it printed.
+    """
+    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    return run_command(*torchrun, PROGRAMS / f"{program}.py", *arguments, robust=robust, **environment)
+
+
+def run_command(*arguments: str | Path, robust: bool, **environment: str) -> Job:
+    """Run this Python, with the variable or without it.
+
+    Raises:
+        AssertionError: it has failed; the message is what it printed.
+    """
+    own = {name: value for name, value in os.environ.items() if not name.startswith("ROBUST_DCP")}
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env={**own, "OMP_NUM_THREADS": "1", **({"ROBUST_DCP": "1"} if robust else {}), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=170,
+    )
+    assert done.returncode == 0, done.stdout
+    return Job(done.stdout)
+
+
+def is_ours(directory: Path) -> bool:
+    """Whether robust_dcp has written this checkpoint: only robust_dcp writes an index."""
+    return (directory / INDEX_NAME).is_file()
+
+
+def checkpoints_in(directory: Path) -> list[Path]:
+    """Every directory below this one that holds a checkpoint of ``torch.distributed.checkpoint``."""
+    return sorted(metadata.parent for metadata in directory.rglob(".metadata"))
+
+
+def require(*packages: str) -> None:
+    """Fail where a package is missing, and say how it gets there."""
+    for package in packages:
+        assert importlib.util.find_spec(package) is not None, f"{package} is not installed: run make test-compat"
