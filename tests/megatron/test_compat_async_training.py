@@ -108,7 +108,7 @@ def test_with_warn_training_goes_on_over_a_full_disk_and_the_next_save_works(tmp
     )
     assert job.of_step(0, "error") == [None, None]
     assert _losses(job) == _losses(jobs.stock)
-    assert "there is no space" in job.output
+    assert "No space left on device" in job.output
     assert "this checkpoint was not saved, and training goes on (--ckpt-save-failure warn)" in job.output
     assert all("8" not in trackers for trackers in job.of_step(0, "trackers"))
     assert not (saved / "iter_0000008" / "metadata.json").exists()
@@ -123,7 +123,7 @@ def test_with_raise_a_full_disk_ends_training_with_the_same_exception_on_all_ran
     job = run_job(tmp_path / "job", *_TRAINING, *_OURS, *_ASYNC, _WORKER, "--save", saved, steps="loop:8=full")
     of_rank_0, of_rank_1 = job.of_step(0, "error")
     assert of_rank_0 == of_rank_1
-    assert of_rank_0[0] == "StorageError" and "there is no space" in of_rank_0[1] and of_rank_0[2] == [1]
+    assert of_rank_0[0] == "StorageError" and "No space left on device" in of_rank_0[1] and of_rank_0[2] == [1]
     assert job.of_step(0, "tracker") == ["4", "4"]
 
 
