@@ -7,7 +7,8 @@
 #   make test-compat-smoke  the part of it that CI runs, about three minutes
 #   make test-frameworks    the switch under Lightning, Accelerate, transformers, torchtitan, TorchTNT and torchtune;
 #                           FRAMEWORKS=lightning for one of them (torchtitan needs Python 3.11 and takes 1.1 GB of disk)
-#   make check   format, lint, types, layers; changes nothing
+#   make check   format, lint, types, layers, and that the site of docs/ can be built; changes no file of the sources
+#   make docs    the pictures of docs/ drawn anew, and the site in build/site
 #   make coverage  all tests, and which lines and branches of the package they reach; under 95 % is an error
 #   make dist    the sdist and the wheel in dist/, checked for PyPI
 #   make format  what `check` would complain about and ruff can repair
@@ -26,7 +27,9 @@ PYTEST_ARGS ?=
 # Many tests wait for a timeout, so three at once take little longer than one on two cores. A module's tests run in one
 # process, since they share what is dear to set up.
 PYTEST := pytest -n 3 --dist loadfile
-SOURCES := $(wildcard src tests demo benchmarks torture)
+SOURCES := $(wildcard src tests demo benchmarks torture docs)
+# A warning is an error. It fetches nothing, and is not to advertise.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 TRIALS ?= 2000
 SEED ?= 1
 GPU_PYTHON ?= python3
@@ -34,7 +37,7 @@ GPU_PYTHON_VERSION ?= 3.12
 BENCHMARKS := $(sort $(wildcard benchmarks/bench_*.py) $(wildcard benchmarks/planning.py benchmarks/loading.py))
 
 .DELETE_ON_ERROR:
-.PHONY: demo test coverage test-compat test-compat-smoke test-frameworks check dist format bench torture gpu gpu-wheels clean
+.PHONY: demo test coverage test-compat test-compat-smoke test-frameworks check docs dist format bench torture gpu gpu-wheels clean
 
 demo: $(INSTALLED)
 	$(BIN)/python demo/run.py
@@ -124,6 +127,11 @@ check: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/towncrier build --draft --version next >/dev/null
+	$(MKDOCS)
+
+docs: $(INSTALLED)
+	$(BIN)/python docs/pictures/draw.py
+	$(MKDOCS)
 
 dist: $(INSTALLED)
 	rm -rf dist
@@ -164,5 +172,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  { echo "$(PYTHON) is not Python 3.10 or newer; choose one: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input \
-	  -c constraints.txt -e '.[megatron,bench,test,dev]'
+	  -c constraints.txt -e '.[megatron,bench,test,dev,docs]'
 	@touch $@

@@ -85,7 +85,7 @@ def save(
         What was done; the DCP ``Metadata`` is its ``metadata``.
 
     Raises:
-        RobustCheckpointError: or one of its subclasses, see :mod:`robust_dcp.errors`.
+        RobustCheckpointError: or one of its subclasses.
 
     Example:
         >>> import torch, robust_dcp, tempfile
@@ -156,7 +156,7 @@ def load(
         deadline_seconds: how long the load may take as a whole; ``None`` for as long as there is progress.
 
     Raises:
-        RobustCheckpointError: or one of its subclasses, see :mod:`robust_dcp.errors`.
+        RobustCheckpointError: or one of its subclasses.
     """
     reader = _reader(storage_reader, checkpoint_id)
     planner = RobustLoadPlanner() if planner is None else planner

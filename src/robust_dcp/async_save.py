@@ -113,8 +113,8 @@ def async_save(
     asked for that, by the next save. A process that ends, also by SIGTERM, first finishes the save that is under way.
 
     Args:
-        state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, timeout_seconds, deadline_seconds,
-            kind: as for :func:`robust_dcp.save`.
+        state_dict, checkpoint_id, storage_writer, planner: as for :func:`robust_dcp.save`.
+        process_group, no_dist, timeout_seconds, deadline_seconds, kind: the same.
         async_checkpointer_type, async_stager, use_collectives: of ``torch.distributed.checkpoint.async_save``. Only
             their defaults are known here, and ``AsyncCheckpointerType.THREAD`` and ``PROCESS`` for an ``executor``.
         staging: ``"full"``: return when all has been copied. ``"lazy"``: return before, and copy while training goes

@@ -1,0 +1,136 @@
+"""Every command in a ``console`` block is one that works: it runs, or its options are held against what reads them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sybil import Example
+from torch.distributed.run import get_args_parser
+
+from robust_dcp.comm.nodes import RANKS_PER_NODE
+from robust_dcp.megatron.hooks.options import OPTIONS
+from tests.docs.pages import DOCS, PAGES, ROOT, blocks_of
+from tests.docs.test_python_blocks import is_program
+
+VARIABLES = {RANKS_PER_NODE, *(option.variable for option in OPTIONS)}
+ARGUMENTS = {option.argument for option in OPTIONS}
+# Programs of others, which start a job: what is ours is the variable before them.
+LAUNCHERS = {"./run_train.sh", "accelerate", "megatron"}
+
+
+def commands_of(block: Example) -> list[str]:
+    """The lines after a prompt, joined where they go on; lines without a prompt are output."""
+    lines = str(block.parsed).replace("\\\n", " ").splitlines()
+    return [line.removeprefix("$ ").partition("   # ")[0].strip() for line in lines if line.startswith("$ ")]
+
+
+def all_commands() -> list[tuple[str, str]]:
+    return sorted(
+        {
+            (page.name, command)
+            for page in PAGES
+            for block in blocks_of(page, "console")
+            for command in commands_of(block)
+        }
+    )
+
+
+def complaint_about(command: str) -> str | None:
+    """What is wrong with a command; ``None`` if it can be typed."""
+    words = shlex.split(command.replace("…", ""))
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        variable = words.pop(0).partition("=")[0]
+        if variable.startswith("ROBUST_DCP") and variable not in VARIABLES:
+            return f"there is no variable {variable}"
+    wrong = [word for word in words if word.startswith("--ckpt-") and word.partition("=")[0] not in ARGUMENTS]
+    if wrong:
+        return f"there are no arguments {wrong}"
+    program, *rest = words
+    return COMPLAINTS[program](rest) if program in COMPLAINTS else f"no test knows what {program} takes"
+
+
+def about_make(words: list[str]) -> str | None:
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert targets is not None
+    unknown = [word for word in words if "=" not in word and word not in targets[1].split()]
+    return f"make has no target {unknown}" if unknown else None
+
+
+def about_pip(words: list[str]) -> str | None:
+    project = (ROOT / "pyproject.toml").read_text()
+    if words[:1] != ["install"]:
+        return "only pip install"
+    for word in words[1:]:
+        name, _, extras = word.removesuffix("]").partition("[")
+        if f'name = "{name}"' not in project:
+            return f"the package is not called {name}"
+        for extra in filter(None, extras.split(",")):
+            if not re.search(rf"^{extra} = \[", project, re.MULTILINE):
+                return f"there is no extra {extra}"
+    return None
+
+
+def about_torchrun(words: list[str]) -> str | None:
+    parsed = get_args_parser().parse_args(words)
+    return about_python(["-m", parsed.training_script]) if parsed.module else None
+
+
+def about_python(words: list[str]) -> str | None:
+    if words[:1] == ["-m"] and importlib.util.find_spec(words[1]) is None:
+        return f"there is no module {words[1]}"
+    return None
+
+
+COMPLAINTS = {
+    "make": about_make,
+    "pip": about_pip,
+    "torchrun": about_torchrun,
+    "python": about_python,
+    **dict.fromkeys(LAUNCHERS, lambda words: None),
+}
+
+
+@pytest.mark.parametrize(("page", "command"), all_commands(), ids=lambda value: str(value)[:60])
+def test_a_command_in_a_page_can_be_typed(page: str, command: str) -> None:
+    assert complaint_about(command) is None
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "make tset",
+        "pip install robust_dcp",
+        "pip install robust-dcp[all]",
+        "torchrun --nproc 2 --nproc_per_nod 3 train.py",
+        "torchrun pretrain_gpt.py --ckpt-plan robust_dcp",
+        "ROBUST_DCP_TRUST=1 torchrun train.py",
+        "python -m robust_dcp.megatron_launcher",
+        "robust-dcp inspect checkpoints/step_1",
+    ],
+)
+def test_a_command_that_cannot_be_typed_is_noticed(command: str) -> None:
+    with contextlib.suppress(SystemExit):  # argparse's way to refuse
+        assert complaint_about(command) is not None
+
+
+def test_the_program_of_the_first_page_runs_as_the_page_says(tmp_path: Path) -> None:
+    start = DOCS / "start.md"
+    (program,) = filter(is_program, blocks_of(start, "python"))
+    (tmp_path / "train.py").write_text(program.parsed)
+    (command,) = {each for page, each in all_commands() if page == start.name and each.endswith(" train.py")} & {
+        "torchrun --nproc-per-node 2 train.py"
+    }
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", *shlex.split(command)[1:]]
+    path = os.pathsep.join(filter(None, sys.path))
+    ran = subprocess.run(torchrun, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert "plan built" in ran.stdout and "plan reused" in ran.stdout
+    assert (tmp_path / "checkpoints" / "step_2" / ".robust_dcp.index").exists()

@@ -1,0 +1,102 @@
+"""docs/errors.md treats every error that robust_dcp raises, and quotes none that it does not raise."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+
+import pytest
+
+from robust_dcp import errors
+from tests.docs.pages import DOCS, ROOT
+
+CLASSES = {
+    name
+    for name in errors.__all__
+    if isinstance(getattr(errors, name), type) and issubclass(getattr(errors, name), errors.RobustCheckpointError)
+}
+_FEWEST_LETTERS = 4
+"""What has fewer is a form of words that only its place makes an error."""
+_QUOTE = re.compile(r"`([^`]+)`")
+
+
+def _has_words(text: str) -> bool:
+    return len(re.findall(r"\w", text)) >= _FEWEST_LETTERS
+
+
+def text_of(node: ast.expr) -> str | None:
+    """A string of the source as the page quotes it: ``…`` for each value; ``None`` if it is put together elsewhere."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(each.value if isinstance(each, ast.Constant) else "…" for each in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return text_of(node.left)
+    return None
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    sources = sorted((ROOT / "src" / "robust_dcp").rglob("*.py"))
+    return {str(source.relative_to(ROOT)): ast.parse(source.read_text()) for source in sources}
+
+
+@cache
+def all_texts() -> frozenset[str]:
+    """All strings of the source, docstrings included."""
+    nodes = [node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.expr)]
+    return frozenset(text for text in map(text_of, nodes) if text is not None)
+
+
+@cache
+def raised() -> list[tuple[str, str, str]]:
+    """Class, place and text of each error that the source makes with a text of its own."""
+    found = []
+    for name, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CLASSES and node.args:
+                text = text_of(node.args[0])
+                if text is not None and _has_words(text):
+                    found.append((node.func.id, f"{name}:{node.lineno}", text))
+    return found
+
+
+@cache
+def quotes() -> dict[str, list[str]]:
+    """What the first column of each section's table quotes, by the class in its heading."""
+    sections = re.split(r"^## ", (DOCS / "errors.md").read_text(), flags=re.MULTILINE)[1:]
+    found = {}
+    for section in sections:
+        title, _, body = section.partition("\n")
+        cells = [line.split(" | ")[0] for line in body.splitlines() if line.startswith("| `")]
+        quoted = [quote for cell in cells for quote in _QUOTE.findall(cell)]
+        found[title.split(" ")[0]] = [quote for quote in quoted if _has_words(quote)]
+    return found
+
+
+def begins_with(text: str, quote: str) -> bool:
+    """Whether an error begins as the page says; ``…`` of the page stands for any words of the source."""
+    pattern = re.escape(quote.rstrip("… ")).replace("…", ".*?")
+    return re.match(pattern, text, re.DOTALL) is not None
+
+
+def test_there_are_errors_to_look_for() -> None:
+    assert {name for name, _, _ in raised()} == CLASSES
+    assert len(raised()) > 80
+
+
+def test_every_class_has_a_section() -> None:
+    assert set(quotes()) >= CLASSES
+
+
+@pytest.mark.parametrize(("name", "place", "text"), raised(), ids=lambda value: str(value)[:70])
+def test_an_error_of_the_source_is_in_the_section_of_its_class(name: str, place: str, text: str) -> None:
+    assert any(begins_with(text, quote) for quote in quotes()[name]), f"{place}: docs/errors.md does not treat {text!r}"
+
+
+@pytest.mark.parametrize("quote", sorted({quote for section in quotes().values() for quote in section}))
+def test_a_quoted_beginning_is_in_the_source(quote: str) -> None:
+    words = quote.strip("… ")
+    pattern = re.compile(re.escape(words).replace("…", ".*?"), re.DOTALL)
+    assert any(pattern.search(text) for text in all_texts()), f"no error of the source begins with {quote!r}"
