@@ -118,8 +118,9 @@ def run_trial(trial: Trial) -> Result[Trial]:
             return result
         told = {outcome.rank: outcome.value for outcome in outcomes if outcome.value is not None}
         if trial.order.victim == "trainer":
-            first = {rank: each.raised[0] for rank, each in told.items() if each.raised}
-            judge_survivors(result, outcomes, trial.victim, first)
+            first, last = ({rank: each.raised[n] for rank, each in told.items() if each.raised} for n in (0, -1))
+            is_same = len({each.message for each in first.values()}) == 1
+            judge_survivors(result, outcomes, trial.victim, first if is_same else last)
         else:
             _judge_writer_trial(result, outcomes, told)
         for rank, each in told.items():
@@ -195,10 +196,12 @@ def _be_rank(trial: Trial, path: str) -> Told:
                 file.write(" ".join(map(str, writer_pids())))
             arm(trial.order)
         is_last = generation == generations[-1]
+        is_over = bool(told.raised)
         try:
             pending.append((generation, _save(state, trial.directory(path, generation), trial)))
         except robust_dcp.RobustCheckpointError as error:
             _note(told, error)
+            is_over = True
         while pending and (is_last or generation < _ARMED or len(pending) >= trial.max_in_flight):
             number, saving = pending.pop(0)
             try:
@@ -206,7 +209,8 @@ def _be_rank(trial: Trial, path: str) -> Told:
                 print(f"{_SAVED}{number} ", flush=True)
             except robust_dcp.RobustCheckpointError as error:
                 _note(told, error)
-        if told.raised and trial.order.victim == "trainer" and os.path.exists(first_writer):
+        # Who was the only one to hear of the death, with the last message of a save, asks once more, as others do.
+        if is_over and trial.order.victim == "trainer" and os.path.exists(first_writer):
             told.outlived_by_writer = _is_outlived(first_writer)
             return told
         if told.raised and not told.loaded and rank == 0 and trial.max_in_flight == 1:
@@ -232,8 +236,8 @@ def _save(state: dict[str, Any], path: str, trial: Trial) -> Any:
 def _note(told: Told, error: robust_dcp.RobustCheckpointError) -> None:
     """One that was told before is told again by ``result()``, if the next save has raised it."""
     raised = Raised.of(error)
-    if raised.message not in [each.message for each in told.raised]:
-        told.raised.append(raised)
+    if raised.message.splitlines()[0] not in [each.message.splitlines()[0] for each in told.raised]:
+        told.raised.append(raised)  # below its first line it says where it was asked for
 
 
 def _is_outlived(path: str) -> bool:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 import robust_dcp
 from robust_dcp.staging import SHARED_STAGING, STAGING
+from robust_dcp.structure_cache import CACHE
 from tests.support.ranks import run_ranks, values
 from torture.generations import files_not_named
 from torture.kill_points import child_pids
@@ -134,6 +135,7 @@ def _state(rng: random.Random) -> dict[str, Any]:
 def _count(committed: int, skipped: int, directory: str) -> Counts:
     STAGING.release()  # of a size that depends on the last saves
     SHARED_STAGING.release()
+    CACHE.clear()  # it has a limit, and keeps the plans of some hundred structures until then
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     children = child_pids()
