@@ -13,8 +13,9 @@
 #   make dist    the sdist and the wheel in dist/, checked for PyPI
 #   make format  what `check` would complain about and ruff can repair
 #   make bench   the benchmarks
-#   make torture thousands of faults between ranks, 300 kills, 300 pairs of jobs that save into one directory, and
-#                TRIALS=2000 hostile checkpoints; SEED=1 (about an hour)
+#   make torture thousands of faults between ranks, 300 kills, 300 pairs of jobs that save into one directory,
+#                TRIALS=2000 hostile checkpoints; of async saves 200 kills, 1000 while training overwrites all tensors,
+#                and 300 back to back for each way of saving; SEED=1 (some hours)
 #   make gpu     tests and benchmark for a CUDA device, without network: GPU_PYTHON=python3 has torch with CUDA; what else
 #                it needs lies in .gpu-wheels, where `make gpu-wheels` puts it on a machine that has a network
 #   make clean   remove all that make has made
@@ -151,6 +152,9 @@ torture: $(INSTALLED)
 	$(BIN)/python -m torture.kills --trials 300 --seed $(SEED)
 	$(BIN)/python -m torture.savers --rounds 300 --seed $(SEED)
 	$(BIN)/python -m torture.hostile --trials $(TRIALS) --seed $(SEED)
+	$(BIN)/python -m torture.async_kills --trials 200 --seed $(SEED)
+	$(BIN)/python -m torture.torn_copies --saves 1000 --seed $(SEED)
+	$(BIN)/python -m torture.back_to_back --saves 300 --seed $(SEED)
 
 gpu:
 	GPU_PYTHON=$(GPU_PYTHON) scripts/gpu.sh

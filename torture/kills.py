@@ -12,12 +12,9 @@ import argparse
 import datetime
 import os
 import random
-import signal
 import socket
-import statistics
 import sys
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,14 +23,14 @@ import torch.distributed as dist
 
 from robust_dcp.comm import Channel, Offer, meeting, pipe
 from robust_dcp.errors import ExchangeTimeout
-from robust_dcp.testing.ranks import Outcome, RanksOverran, run_ranks
+from tests.support.ranks import RanksOverran, run_ranks
+from torture.survivors import Raised, Result, end_process, judge_survivors, print_table
 
 __all__ = ["WHEN", "Trial", "make_trial", "run_trial"]
 
 WHEN = ("before connecting", "after the meeting", "in own work", "between exchanges", "within a payload")
 _TIMEOUT_SECONDS = 5.0
 _N_STEPS = 6
-_LIMIT_SECONDS = 10.0
 _STORE_PORT = "TORTURE_STORE_PORT"
 
 
@@ -56,15 +53,6 @@ class Trial:
     rank_0_hosts_store: bool
 
 
-@dataclass
-class Result:
-    """What came of it: seconds from the kill to the errors of the survivors, and what should not have happened."""
-
-    trial: Trial
-    seconds: list[float] = field(default_factory=list)
-    complaints: list[str] = field(default_factory=list)
-
-
 def make_trial(seed: int) -> Trial:
     """The trial number ``seed``."""
     rng = random.Random(f"kill {seed}")
@@ -73,7 +61,7 @@ def make_trial(seed: int) -> Trial:
     return Trial(seed, size, victim, rng.choice(WHEN), rng.randrange(_N_STEPS), rng.random() < 0.5)
 
 
-def run_trial(trial: Trial) -> Result:
+def run_trial(trial: Trial) -> Result[Trial]:
     """Run it, and judge what came of it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -90,37 +78,14 @@ def run_trial(trial: Trial) -> Result:
     except RanksOverran as error:
         result.complaints.append(str(error)[:3000])
         return result
-    _judge(result, outcomes)
+    raised = {outcome.rank: outcome.value for outcome in outcomes if outcome.value is not None}
+    # Whoever has connected finds the dead rank by itself, whoever has not that the store is gone.
+    store_survives = not (trial.rank_0_hosts_store and trial.victim == 0)
+    judge_survivors(result, outcomes, trial.victim, raised, same_error=store_survives)
     return result
 
 
-def _judge(result: Result, outcomes: list[Outcome]) -> None:
-    trial = result.trial
-    if outcomes[trial.victim].exitcode != -signal.SIGKILL:
-        result.complaints.append(f"rank {trial.victim} was not killed: {outcomes[trial.victim]}")
-        return
-    killed_at = float(outcomes[trial.victim].output.partition("killed at ")[2].split()[0])
-    messages = {}
-    for outcome in outcomes:
-        if outcome.rank == trial.victim:
-            continue
-        if outcome.error is not None or outcome.value is None:
-            result.complaints.append(f"rank {outcome.rank}: {outcome}")
-            continue
-        raised_at, missing, message = outcome.value
-        result.seconds.append(raised_at - killed_at)
-        messages[outcome.rank] = message
-        if missing != [trial.victim]:
-            result.complaints.append(f"rank {outcome.rank} names {missing}: {message}")
-        if raised_at - killed_at > _LIMIT_SECONDS:
-            result.complaints.append(f"rank {outcome.rank} took {raised_at - killed_at:.1f} s")
-    # Whoever has connected finds the dead rank by itself, whoever has not that the store is gone.
-    store_survives = not (trial.rank_0_hosts_store and trial.victim == 0)
-    if store_survives and len(set(messages.values())) > 1:
-        result.complaints.append(f"more than one error: {messages}")
-
-
-def _be_rank(trial: Trial) -> tuple[float, list[int] | None, str] | None:
+def _be_rank(trial: Trial) -> Raised | None:
     """One rank; what it raised and when."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if trial.rank_0_hosts_store:
@@ -139,18 +104,17 @@ def _be_rank(trial: Trial) -> tuple[float, list[int] | None, str] | None:
     try:
         for step in range(_N_STEPS + 1):
             if rank == trial.victim and trial.when == "between exchanges" and step == trial.step:
-                _end()
+                end_process()
             _exchange(channel, trial, step)
         return None  # the victim is alive
     except ExchangeTimeout as error:
-        message = str(error)
-        return time.monotonic(), error.missing_ranks, message
+        return Raised.of(error)
 
 
 def _exchange(channel: Channel, trial: Trial, step: int) -> None:
     def data(nbytes: int) -> Data:
         if channel.rank == trial.victim and trial.when == "in own work" and step == trial.step:
-            _end()
+            end_process()
         return Data(channel.rank, random.Random(step).randbytes(nbytes))
 
     def work() -> None:
@@ -173,13 +137,13 @@ def _exchange(channel: Channel, trial: Trial, step: int) -> None:
 def _prepare(trial: Trial) -> None:
     """Let this process be killed where no line of its own stands."""
     if trial.when == "before connecting":
-        _end()
+        end_process()
     if trial.when == "after the meeting":
         tell = meeting._PairStore.set
 
         def tell_and_end(self: Any, key: str, value: bytes | str) -> None:
             tell(self, key, value)
-            _end()
+            end_process()
 
         meeting._PairStore.set = tell_and_end  # type: ignore[method-assign]
     if trial.when == "within a payload":
@@ -191,15 +155,10 @@ def _prepare(trial: Trial) -> None:
             sent = send(self, data, tag)
             n_payloads += tag != 0
             if n_payloads > trial.step % 2:  # in all steps, every rank sends two at least
-                _end()
+                end_process()
             return sent
 
         pipe.GlooPipe.send = send_and_end  # type: ignore[method-assign]
-
-
-def _end() -> None:
-    print(f"killed at {time.monotonic()} ", flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> int:
@@ -213,17 +172,7 @@ def main() -> int:
         results.append(run_trial(make_trial(seed)))
         if results[-1].complaints:
             print(results[-1].trial, *results[-1].complaints, sep="\n  ", flush=True)
-    for when in (*WHEN, None):
-        chosen = [each for each in results if when in (None, each.trial.when)]
-        seconds = [each for result in chosen for each in result.seconds]
-        n_right = sum(not result.complaints for result in chosen)
-        line = f"{when or 'all':20} {n_right} of {len(chosen)} right"
-        if seconds:
-            line += (
-                f", survivors raised after {statistics.median(seconds):.2f} s (median), {max(seconds):.2f} s at most"
-            )
-        print(line)
-    return int(any(result.complaints for result in results))
+    return int(not print_table([(result.trial.when, result) for result in results]))
 
 
 if __name__ == "__main__":

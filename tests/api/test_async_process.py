@@ -55,6 +55,27 @@ def test_one_process_writes_all_saves_and_this_one_writes_none(tmp_path: Path) -
     assert len(pids) == 1 and os.getpid() not in pids
 
 
+def save_while_one_is_written(directory: str) -> None:
+    gates = make_gates(directory)
+    first = save({"w": torch.zeros(9)}, f"{directory}/1", disk=GatedDisk())
+    pid = pid_at_gate(gates)
+    second = robust_dcp.async_save(
+        {"w": torch.ones(9)}, checkpoint_id=f"{directory}/2", executor="process", max_in_flight=2
+    )
+    skipped = robust_dcp.async_save(
+        {"w": torch.ones(9)}, checkpoint_id=f"{directory}/3", executor="process", when_busy="skip"
+    )
+    open_gate(gates)
+    first.result(timeout=60)
+    second.result(timeout=60)
+    assert skipped.result() is None
+    assert WRITERS.pids == [pid]
+
+
+def test_a_save_that_is_asked_for_while_another_is_written_starts_no_second_process(tmp_path: Path) -> None:
+    values(run_ranks(1, save_while_one_is_written, str(tmp_path)))
+
+
 def test_the_process_has_no_megatron_and_no_memory_with_a_name(tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     save({"w": torch.ones(MEGABYTE)}, tmp_path).result(timeout=60)

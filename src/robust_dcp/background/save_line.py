@@ -147,7 +147,13 @@ class SaveLine:
 
 
 class _Lines:
-    """The lines of this process, by the global ranks of their group."""
+    """The lines of this process, by the global ranks of their group.
+
+    Attributes:
+        grace_ends_at: until when this process goes on with its saves, once it was told to end.
+    """
+
+    grace_ends_at: float | None = None
 
     def __init__(self) -> None:
         self._lines: dict[tuple[int, ...], SaveLine] = {}
@@ -166,6 +172,7 @@ class _Lines:
         """In a forked child, which has none of the threads."""
         self._lock = threading.Lock()
         self._lines = {}
+        self.grace_ends_at = None
 
 
 _LINES: Final = _Lines()
@@ -209,7 +216,10 @@ def _end_well_on_sigterm() -> None:
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
-    ends_at = time.monotonic() + GRACE_SECONDS
+    # A launcher may say it more than once, and this be called within itself.
+    if _LINES.grace_ends_at is None:
+        _LINES.grace_ends_at = time.monotonic() + GRACE_SECONDS
+    ends_at = _LINES.grace_ends_at
     for line in _LINES.all():
         if not line.wait(timeout_seconds=max(0.0, ends_at - time.monotonic())):
             logger.error(

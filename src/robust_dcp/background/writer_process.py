@@ -181,6 +181,7 @@ class WriterProcesses:
 
     def __init__(self) -> None:
         self._idle: list[WriterProcess] = []
+        self._n_lent = 0
         self._lock = threading.Lock()
 
     @property
@@ -193,7 +194,7 @@ class WriterProcesses:
         on all ranks."""
         with self._lock, suppress(OSError):
             self._forget_dead()
-            if not self._idle:
+            if not self._idle and not self._n_lent:  # one that writes now will write the next save of its group too
                 self._idle.append(WriterProcess())
 
     @contextmanager
@@ -202,10 +203,12 @@ class WriterProcesses:
         with self._lock:
             self._forget_dead()
             writer = self._idle.pop() if self._idle else WriterProcess()
+            self._n_lent += 1
         try:
             yield writer
         finally:
             with self._lock:
+                self._n_lent -= 1
                 self._idle.append(writer)
                 self._forget_dead()
 
@@ -221,7 +224,7 @@ class WriterProcesses:
         self._lock = threading.Lock()
         for writer in self._idle:
             writer.forget()
-        self._idle = []
+        self._idle, self._n_lent = [], 0
 
     def _forget_dead(self) -> None:
         self._idle = [writer for writer in self._idle if writer.is_alive]
