@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from robust_dcp.comm import Channel, Offer, meeting, pipe
 from robust_dcp.errors import ExchangeTimeout
-from tests.support.ranks import RanksOverran, run_ranks
+from robust_dcp.testing.ranks import RanksOverran, run_ranks
 from torture.survivors import Raised, Result, end_process, judge_survivors, print_table
 
 __all__ = ["WHEN", "Trial", "make_trial", "run_trial"]
