@@ -14,6 +14,7 @@ from robust_dcp.errors import (
     UnsafeCheckpoint,
 )
 from robust_dcp.installation import install, uninstall
+from robust_dcp.manager import Checkpoint, CheckpointManager, KeepBest, KeepEvery, KeepLast, KeepPolicy
 from robust_dcp.plan.load_planner import RobustLoadPlanner
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.plan.structure import StructureSignature
@@ -24,9 +25,15 @@ from robust_dcp.version import __version__
 __all__ = [
     "AsyncSave",
     "Channel",
+    "Checkpoint",
+    "CheckpointManager",
     "CorruptCheckpoint",
     "ExchangeError",
     "ExchangeTimeout",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLast",
+    "KeepPolicy",
     "LoadReport",
     "PlanConflict",
     "ReadOptions",

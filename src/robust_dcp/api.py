@@ -9,8 +9,8 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import msgspec
@@ -59,6 +59,7 @@ def save(
     timeout_seconds: float | None = None,
     deadline_seconds: float | None = None,
     kind: str | None = None,
+    on_commit: Callable[[], object] | None = None,
 ) -> SaveReport:
     """Save a state dict from all ranks of a group into one checkpoint.
 
@@ -80,6 +81,8 @@ def save(
             rank that writes slowly but steadily is waited for.
         deadline_seconds: how long the save may take as a whole; ``None`` for as long as there is progress.
         kind: what is saved, in a word, for a job that saves several state dicts in turn; the planner's if ``None``.
+        on_commit: called on the coordinator once the checkpoint is committed, to name it as the latest, say. Pass it on
+            all ranks. If it raises, so do all ranks, and the checkpoint stays committed.
 
     Returns:
         What was done; the DCP ``Metadata`` is its ``metadata``.
@@ -104,6 +107,7 @@ def save(
         timeout_seconds=timeout_seconds,
         deadline_seconds=deadline_seconds,
         kind=kind,
+        on_commit=on_commit,
     )
     with started.in_turn():
         started.agree(state_dict)
@@ -242,7 +246,7 @@ def load(
             return
         load_one_version(is_last_try=True)
 
-    with channel.together():
+    with channel.together(), _held(channel, reader):
         load_one_version(is_last_try=False)
         with clock.phase("apply"):
             channel.barrier(f"load {checkpoint}: apply", apply)
@@ -262,6 +266,11 @@ def load(
         unverified_nbytes=getattr(reader, "unverified_nbytes", 0),
         stragglers=channel.stragglers,
     )
+
+
+def _held(channel: Channel, reader: StorageReader) -> AbstractContextManager[None]:
+    """Whoever removes checkpoints leaves this one as long as it is loaded. One rank says so for all."""
+    return reader.held() if channel.is_coordinator and isinstance(reader, RobustReader) else nullcontext()
 
 
 class _Overwritten(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ themselves are those of ``save``.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -104,6 +105,7 @@ def async_save(
     timeout_seconds: float | None = None,
     deadline_seconds: float | None = None,
     kind: str | None = None,
+    on_commit: Callable[[], object] | None = None,
 ) -> Future[SaveReport] | Future[SaveReport | None] | AsyncSave:
     """Save a state dict while training goes on.
 
@@ -114,7 +116,7 @@ def async_save(
 
     Args:
         state_dict, checkpoint_id, storage_writer, planner: as for :func:`robust_dcp.save`.
-        process_group, no_dist, timeout_seconds, deadline_seconds, kind: the same.
+        process_group, no_dist, timeout_seconds, deadline_seconds, kind, on_commit: the same.
         async_checkpointer_type, async_stager, use_collectives: of ``torch.distributed.checkpoint.async_save``. Only
             their defaults are known here, and ``AsyncCheckpointerType.THREAD`` and ``PROCESS`` for an ``executor``.
         staging: ``"full"``: return when all has been copied. ``"lazy"``: return before, and copy while training goes
@@ -168,6 +170,7 @@ def async_save(
         timeout_seconds=timeout_seconds,
         deadline_seconds=deadline_seconds,
         kind=kind,
+        on_commit=on_commit,
     )
     if executor == "process":
         name_of_disk(started.writer.disk)  # refused now, not on a thread

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from robust_dcp.background import SaveLine, line_of
+from robust_dcp.errors import RobustCheckpointError
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.phases import PhaseClock
 from robust_dcp.plan.save_planner import RobustPlanner, checkpoint_name
@@ -43,6 +44,7 @@ class StartedSave:
     line: SaveLine
     clock: PhaseClock
     started_seconds: float
+    on_commit: Callable[[], object] | None
 
     @classmethod
     def of(
@@ -56,6 +58,7 @@ class StartedSave:
         timeout_seconds: float | None,
         deadline_seconds: float | None,
         kind: str | None,
+        on_commit: Callable[[], object] | None,
     ) -> StartedSave:
         """A save of which nothing has been exchanged yet. The arguments are those of ``save``."""
         started_seconds = time.perf_counter()
@@ -72,7 +75,9 @@ class StartedSave:
         )
         session.commits_together = True
         channel = session.channel
-        return cls(session, writer, own_planner, line_of(channel.ranks), PhaseClock(channel), started_seconds)
+        return cls(
+            session, writer, own_planner, line_of(channel.ranks), PhaseClock(channel), started_seconds, on_commit
+        )
 
     @property
     def seconds(self) -> float:
@@ -114,6 +119,22 @@ class StartedSave:
     def commit(self) -> None:
         with self.clock.phase("commit"):
             self.session.commit()
+            if self.on_commit is not None:
+                self._tell_of_commit(self.on_commit)
+
+    def _tell_of_commit(self, on_commit: Callable[[], object]) -> None:
+        channel = self.session.channel
+
+        def tell() -> None:
+            if not channel.is_coordinator:
+                return
+            try:
+                on_commit()
+            except RobustCheckpointError as error:
+                error.message = f"{self.session.checkpoint} is committed, but {error.message}"
+                raise
+
+        channel.barrier(f"{self.session.checkpoint} is committed: on_commit", tell)
 
     def report(self, *, blocked_seconds: float, how: tuple[str, ...] = ()) -> SaveReport:
         """What was done.

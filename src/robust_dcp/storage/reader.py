@@ -11,7 +11,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from errno import ENOENT, ENOTDIR
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
+from robust_dcp.storage.files.being_loaded import needed_for_a_load
 from robust_dcp.storage.files.disk import Disk, PosixDisk
 from robust_dcp.storage.files.paths import directory_path, is_url, mark_of, metadata_name
 from robust_dcp.storage.files.what_is_there import what_is_there
@@ -198,6 +199,10 @@ class RobustReader(StorageReader):
         check_metadata(data, path)
         self._was_read = rank, fit_of([data])
         return data
+
+    def held(self) -> AbstractContextManager[None]:
+        """Around a load: whoever removes checkpoints leaves this one as it is."""
+        return needed_for_a_load(self._disk, self.path)
 
     def is_overwritten(self) -> bool:
         """Whether the ``.metadata`` that this reader has read last has been replaced since."""

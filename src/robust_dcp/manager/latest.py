@@ -1,0 +1,57 @@
+"""Which checkpoint a job goes on from: a small file that names it, replaced in one step once a save is committed.
+
+Owns ``latest`` in the root, which holds the name of a directory, and Megatron's ``latest_checkpointed_iteration.txt``,
+which is read where there is no ``latest``, and kept up where it is there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Final
+
+from robust_dcp.errors import StorageError
+from robust_dcp.manager.checkpoints import Checkpoint, step_of
+from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.what_is_there import TRACKER_NAME
+from robust_dcp.storage.files.whole_file import read_whole_file
+from robust_dcp.storage.writing.commit import commit_metadata
+
+__all__ = ["LATEST_NAME", "latest_of", "move_latest"]
+
+LATEST_NAME: Final = "latest"
+
+_MAX_NBYTES: Final = 4096
+
+
+def latest_of(disk: Disk, root: str, checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
+    """The checkpoint that is named as the latest; the one with the highest step if none is named, or it is gone."""
+    named = _read(disk, root, LATEST_NAME)
+    for checkpoint in checkpoints:
+        if checkpoint.name == named:
+            return checkpoint
+    tracked = _read(disk, root, TRACKER_NAME)
+    for checkpoint in checkpoints:
+        if tracked is not None and tracked.isdigit() and checkpoint.step == int(tracked):
+            return checkpoint
+    return checkpoints[-1] if checkpoints else None
+
+
+def move_latest(disk: Disk, root: str, name: str) -> None:
+    """Name another checkpoint, durably.
+
+    Raises:
+        StorageError: a call failed; the file names the old one, or the new one.
+    """
+    commit_metadata(disk, root, name.encode(), name=LATEST_NAME)
+    step = step_of(name)
+    if step is not None and disk.exists(os.path.join(root, TRACKER_NAME)):
+        commit_metadata(disk, root, str(step).encode(), name=TRACKER_NAME)
+
+
+def _read(disk: Disk, root: str, name: str) -> str | None:
+    try:
+        data = read_whole_file(disk, os.path.join(root, name), _MAX_NBYTES)
+    except StorageError:
+        return None
+    return None if data is None else data.decode(errors="replace").strip()

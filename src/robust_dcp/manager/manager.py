@@ -1,0 +1,279 @@
+"""``CheckpointManager``: the checkpoints of a run below one directory."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+
+from robust_dcp.api import load, save
+from robust_dcp.async_save import AsyncSave, async_save
+from robust_dcp.comm import Channel
+from robust_dcp.errors import CorruptCheckpoint, StorageError, entry_point
+from robust_dcp.manager.checkpoints import Checkpoint, find_checkpoints
+from robust_dcp.manager.latest import latest_of, move_latest
+from robust_dcp.manager.policies import KeepBest, KeepEvery, KeepLast, KeepPolicy
+from robust_dcp.manager.records import StepRecord, provenance_of, write_record
+from robust_dcp.manager.removal import finish_removals, remove_checkpoint, sweep_crashed_saves
+from robust_dcp.report import LoadReport, SaveReport
+from robust_dcp.storage.files.disk import Disk, PosixDisk
+from robust_dcp.storage.files.paths import METADATA_NAME, directory_path
+
+__all__ = ["CheckpointManager", "LoadedCheckpoint", "Skipped"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A checkpoint that could not be loaded.
+
+    Attributes:
+        path: its directory.
+        reason: what is wrong with it.
+    """
+
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """What :meth:`CheckpointManager.load_latest` has loaded.
+
+    Attributes:
+        checkpoint: which one.
+        report: of the load.
+        skipped: those that it tried before, newest first, and why they were not taken.
+    """
+
+    checkpoint: Checkpoint
+    report: LoadReport
+    skipped: tuple[Skipped, ...] = ()
+
+
+class _Candidates(msgspec.Struct, frozen=True):
+    """The paths of checkpoints in the order in which they are tried."""
+
+    paths: tuple[str, ...]
+
+
+class CheckpointManager:
+    """Saves the steps of a run below one directory, keeps those that are wanted, and finds the one to go on from.
+
+    All methods that save, load or remove are called on all ranks. What is there is decided on the coordinator.
+
+    Args:
+        root: the directory. Checkpoints that stock, Megatron or others have put there under names that end in their
+            step (``iter_0001000``, ``step-1000``) are found as well.
+        keep: policies, see :mod:`robust_dcp.manager.policies`. What one of them keeps stays.
+        keep_last: short for :class:`KeepLast`.
+        keep_every: short for :class:`KeepEvery`.
+        keep_best: short for :class:`KeepBest`: the name of a metric of which the smallest value is best.
+        name: of the directory of a step, as a format: ``"iter_{step:07d}"`` is Megatron's.
+        config: the configuration of the run; its digest is noted in each checkpoint.
+        process_group: the ranks that save together; ``None`` for all.
+        disk: the file system.
+
+    Without any policy nothing is ever removed.
+
+    Example:
+        >>> import torch, robust_dcp, tempfile
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     manager = robust_dcp.CheckpointManager(root, keep_last=2)
+        ...     for step in (10, 20, 30):
+        ...         _ = manager.save(step, {"weight": torch.full((2,), float(step))})
+        ...     state_dict = {"weight": torch.zeros(2)}
+        ...     loaded = manager.load_latest(state_dict)
+        ...     [each.step for each in manager.checkpoints()], loaded.checkpoint.step, state_dict["weight"].tolist()
+        ([20, 30], 30, [30.0, 30.0])
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        keep: Sequence[KeepPolicy] = (),
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_best: str | None = None,
+        name: str = "step_{step}",
+        config: Any = None,
+        process_group: dist.ProcessGroup | None = None,
+        disk: Disk | None = None,
+    ) -> None:
+        self.root = directory_path(root)
+        self.policies: list[KeepPolicy] = list(keep)
+        if keep_last is not None:
+            self.policies.append(KeepLast(keep_last))
+        if keep_every is not None:
+            self.policies.append(KeepEvery(keep_every))
+        if keep_best is not None:
+            self.policies.append(KeepBest(keep_best))
+        self._name = name
+        self._config = config
+        self._group = process_group
+        self._disk: Disk = PosixDisk() if disk is None else disk
+        self._provenance: Mapping[str, Any] | None = None
+
+    def path_of(self, step: int) -> str:
+        """The directory of a step."""
+        return os.path.join(self.root, self._name.format(step=step))
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """All committed checkpoints, by step. May be called on one rank alone.
+
+        Raises:
+            StorageError: the root cannot be looked at.
+        """
+        return find_checkpoints(self._disk, self.root)
+
+    def latest(self) -> Checkpoint | None:
+        """The checkpoint that was committed last; ``None`` if there is none. May be called on one rank alone."""
+        return latest_of(self._disk, self.root, self.checkpoints())
+
+    @entry_point
+    def save(
+        self, step: int, state_dict: dict[str, Any], *, metrics: Mapping[str, float] | None = None, **options: Any
+    ) -> SaveReport:
+        """Save a step. ``latest`` moves once it is committed; then what no policy keeps is removed.
+
+        Args:
+            step: of training.
+            state_dict: as for :func:`robust_dcp.save`.
+            metrics: numbers that are noted in the checkpoint, for :class:`KeepBest` and for people.
+            options: more arguments of :func:`robust_dcp.save`.
+
+        Raises:
+            RobustCheckpointError: as :func:`robust_dcp.save` does.
+        """
+        path, on_commit = self._of_step(step, metrics)
+        report = save(state_dict, checkpoint_id=path, process_group=self._group, on_commit=on_commit, **options)
+        self._tidy_up(report)
+        return report
+
+    @entry_point
+    def async_save(
+        self, step: int, state_dict: dict[str, Any], *, metrics: Mapping[str, float] | None = None, **options: Any
+    ) -> Future[SaveReport] | Future[SaveReport | None] | AsyncSave:
+        """Save a step while training goes on. The arguments are those of :meth:`save`, and the options and results
+        those of :func:`robust_dcp.async_save`."""
+        path, on_commit = self._of_step(step, metrics)
+        saving: Any = async_save(
+            state_dict, checkpoint_id=path, process_group=self._group, on_commit=on_commit, **options
+        )
+        future: Future[Any] = saving.upload_completion if isinstance(saving, AsyncSave) else saving
+
+        def tidy_up(done: Future[Any]) -> None:
+            # By the methods of the base class: nobody is told of an error by this.
+            if Future.exception(done) is None and (report := Future.result(done)) is not None:
+                self._tidy_up(report)
+
+        future.add_done_callback(tidy_up)
+        return saving  # type: ignore[no-any-return]
+
+    @entry_point
+    def load_latest(self, state_dict: dict[str, Any], **options: Any) -> LoadedCheckpoint | None:
+        """Load the latest checkpoint. If it is damaged, load the newest one that is whole.
+
+        Args:
+            state_dict: as for :func:`robust_dcp.load`. If no checkpoint can be loaded, tensors in it may have changed.
+            options: more arguments of :func:`robust_dcp.load`.
+
+        Returns:
+            Which one was loaded, and which ones were skipped and why; ``None`` if there is no checkpoint.
+
+        Raises:
+            CorruptCheckpoint: there are checkpoints, and all are damaged; names each and what is wrong with it.
+            RobustCheckpointError: a checkpoint is whole and does not fit the state dict, or ranks have failed.
+        """
+        channel = Channel.for_group(self._group, operation=f"look for checkpoints in {self.root}")
+        paths = channel.broadcast("candidates", self._candidates, _Candidates).paths
+        skipped: list[Skipped] = []
+        for path in paths:
+            try:
+                report = load(state_dict, checkpoint_id=path, process_group=self._group, **options)
+            except (CorruptCheckpoint, StorageError) as error:
+                logger.warning("%s is skipped: %s", path, error.message)
+                skipped.append(Skipped(path, error.message))
+                continue
+            found = {each.path: each for each in self.checkpoints()}
+            return LoadedCheckpoint(found.get(path, Checkpoint(-1, path)), report, tuple(skipped))
+        if not skipped:
+            return None
+        each = "\n".join(f"  {one.path}: {one.reason}" for one in skipped)
+        raise CorruptCheckpoint(
+            f"none of the {len(skipped)} checkpoints in {self.root} can be loaded; tensors of the state dict may have "
+            f"changed:\n{each}"
+        )
+
+    @entry_point
+    def prune(self) -> list[str]:
+        """Remove what no policy keeps, and what crashed saves and removals have left. Called after each save.
+
+        Returns:
+            On the coordinator the directories that are gone; on other ranks nothing. One that is being loaded stays.
+        """
+        return self._prune() if self._is_coordinator() else []
+
+    def _candidates(self) -> _Candidates:
+        checkpoints = self.checkpoints()
+        latest = latest_of(self._disk, self.root, checkpoints)
+        rest = [each for each in reversed(checkpoints) if each != latest]
+        return _Candidates(tuple(each.path for each in ([] if latest is None else [latest]) + rest))
+
+    def _of_step(self, step: int, metrics: Mapping[str, float] | None) -> tuple[str, Callable[[], None]]:
+        if step < 0:
+            raise ValueError(f"a step is a number from 0 on, got {step}")
+        path = self.path_of(step)
+        noted = {name: float(value) for name, value in (metrics or {}).items()}
+
+        def note() -> None:
+            if self._provenance is None:
+                self._provenance = provenance_of(config=self._config, world_size=self._world_size())
+            try:
+                write_record(self._disk, path, StepRecord(step, noted, dict(self._provenance)))
+            except StorageError:
+                if self._disk.exists(os.path.join(path, METADATA_NAME)):
+                    raise
+                logger.warning("%s was removed as soon as it was committed: another manager does not keep it", path)
+                return
+            move_latest(self._disk, self.root, os.path.basename(path))
+
+        return path, note
+
+    def _tidy_up(self, report: SaveReport) -> None:
+        """A save is committed: what goes wrong from here on costs space, and is no failure of it."""
+        if report.rank != 0 or not self.policies:
+            return
+        try:
+            self._prune()
+        except (StorageError, OSError) as error:
+            logger.warning("%s: old checkpoints are not removed: %s", self.root, error)
+
+    def _prune(self) -> list[str]:
+        finish_removals(self._disk, self.root)
+        gone = sweep_crashed_saves(self._disk, self.root)
+        if not self.policies:
+            return gone
+        checkpoints = self.checkpoints()
+        latest = latest_of(self._disk, self.root, checkpoints)
+        kept = {each.path for policy in self.policies for each in policy.kept(checkpoints)}
+        for checkpoint in checkpoints:
+            if checkpoint.path in kept or checkpoint == latest or checkpoint == checkpoints[-1]:
+                continue
+            if remove_checkpoint(self._disk, checkpoint.path):
+                gone.append(checkpoint.path)
+        return gone
+
+    def _is_coordinator(self) -> bool:
+        return not dist.is_initialized() or dist.get_rank(self._group) == 0
+
+    def _world_size(self) -> int:
+        return dist.get_world_size(self._group) if dist.is_initialized() else 1

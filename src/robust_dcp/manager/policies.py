@@ -1,0 +1,93 @@
+"""Which checkpoints are kept: small objects that one can write oneself.
+
+.. code-block:: python
+
+    class KeepFirst:
+        def kept(self, checkpoints):
+            return checkpoints[:1]
+
+    CheckpointManager(root, keep=[KeepLast(3), KeepFirst()])
+
+What any policy keeps stays. The newest checkpoint stays whatever they say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from robust_dcp.manager.checkpoints import Checkpoint
+
+__all__ = ["KeepBest", "KeepEvery", "KeepLast", "KeepPolicy"]
+
+
+class KeepPolicy(Protocol):
+    """Says which checkpoints are to stay."""
+
+    def kept(self, checkpoints: Sequence[Checkpoint]) -> Iterable[Checkpoint]:
+        """Those of ``checkpoints``, which are sorted by step, that are to stay."""
+
+
+@dataclass(frozen=True)
+class KeepLast:
+    """The newest ones.
+
+    Attributes:
+        number: how many, at least 1.
+    """
+
+    number: int
+
+    def __post_init__(self) -> None:
+        if self.number < 1:
+            raise ValueError(f"at least the newest checkpoint is kept: number must be at least 1, got {self.number}")
+
+    def kept(self, checkpoints: Sequence[Checkpoint]) -> Iterable[Checkpoint]:
+        return checkpoints[-self.number :]
+
+
+@dataclass(frozen=True)
+class KeepEvery:
+    """Those whose step is a multiple of a number.
+
+    Attributes:
+        steps: the number, at least 1.
+    """
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {self.steps}")
+
+    def kept(self, checkpoints: Sequence[Checkpoint]) -> Iterable[Checkpoint]:
+        return [each for each in checkpoints if each.step % self.steps == 0]
+
+
+@dataclass(frozen=True)
+class KeepBest:
+    """The best ones by a metric. Of equal ones the newest. A checkpoint without the metric, or with NaN, is none.
+
+    Attributes:
+        metric: its name.
+        number: how many.
+        best: whether the smallest or the largest value is best.
+    """
+
+    metric: str
+    number: int = 1
+    best: Literal["smallest", "largest"] = "smallest"
+
+    def __post_init__(self) -> None:
+        if self.number < 1:
+            raise ValueError(f"number must be at least 1, got {self.number}")
+        if self.best not in ("smallest", "largest"):
+            raise ValueError(f"best is 'smallest' or 'largest', not {self.best!r}")
+
+    def kept(self, checkpoints: Sequence[Checkpoint]) -> Iterable[Checkpoint]:
+        sign = 1 if self.best == "smallest" else -1
+        rated = [each for each in checkpoints if not math.isnan(each.metrics.get(self.metric, math.nan))]
+        rated.sort(key=lambda each: (sign * each.metrics[self.metric], -each.step))
+        return rated[: self.number]

@@ -1,0 +1,100 @@
+"""What is known of a checkpoint besides its data: step, metrics, and with what it was made.
+
+Owns ``.robust_dcp.step.json``, which lies beside ``.metadata``. A checkpoint without one is as good as any: it has no
+metrics. Nothing of it is believed that has another form than was written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from robust_dcp.errors import StorageError
+from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.whole_file import read_whole_file
+from robust_dcp.storage.writing.commit import commit_metadata
+from robust_dcp.version import __version__
+
+__all__ = ["RECORD_NAME", "StepRecord", "provenance_of", "read_record", "write_record"]
+
+RECORD_NAME: Final = ".robust_dcp.step.json"
+
+_MAX_NBYTES: Final = 1 << 20
+_GIT_SECONDS: Final = 5.0
+
+
+class StepRecord(msgspec.Struct, frozen=True):
+    """The content of the file.
+
+    Attributes:
+        step: of training.
+        metrics: numbers by their names.
+        provenance: see :func:`provenance_of`.
+    """
+
+    step: int = 0
+    metrics: dict[str, float] = {}
+    provenance: dict[str, Any] = {}
+
+
+def read_record(disk: Disk, path: str) -> StepRecord:
+    """The record of a checkpoint; an empty one if there is none, or none that can be understood."""
+    try:
+        data = read_whole_file(disk, os.path.join(path, RECORD_NAME), _MAX_NBYTES)
+        return StepRecord() if data is None else msgspec.json.decode(data, type=StepRecord)
+    except (StorageError, msgspec.DecodeError, msgspec.ValidationError):
+        return StepRecord()
+
+
+def write_record(disk: Disk, path: str, record: StepRecord) -> None:
+    """Write it durably, in one step.
+
+    Raises:
+        StorageError: a call failed.
+    """
+    commit_metadata(disk, path, msgspec.json.format(msgspec.json.encode(record)), name=RECORD_NAME)
+
+
+def provenance_of(*, config: Any = None, world_size: int) -> dict[str, Any]:
+    """With what a checkpoint is made.
+
+    Args:
+        config: the configuration of the run, as JSON can hold it. Only its digest is kept.
+        world_size: how many ranks save.
+    """
+    return {
+        "robust_dcp": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "world_size": world_size,
+        "git": _git(),
+        "config_digest": None if config is None else _digest(config),
+    }
+
+
+def _digest(config: Any) -> str:
+    """SHA-256 of the configuration. The order of keys does not matter."""
+    encoded = msgspec.json.encode(config, enc_hook=str, order="deterministic")
+    return hashlib.sha256(encoded).hexdigest()
+
+
+def _git() -> Mapping[str, Any] | None:
+    """The commit of the program that runs, and whether its files were changed since; ``None`` outside of git."""
+    directory = os.path.dirname(os.path.abspath(sys.argv[0])) if sys.argv and sys.argv[0] else os.getcwd()
+
+    def ask(*arguments: str) -> str:
+        command = ("git", "-C", directory, *arguments)
+        return subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True).stdout.strip()
+
+    try:
+        return {"commit": ask("rev-parse", "HEAD"), "is_changed": bool(ask("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,131 @@
+"""How checkpoints that nobody keeps, and what crashed saves have left, are removed.
+
+A checkpoint is renamed first, to a name that no checkpoint has, and then its files are removed. Killed in between,
+what is left is found by its name and removed later; there is no moment at which half a checkpoint has its old name.
+A checkpoint that is being loaded stays: a load holds a shared lock on ``.metadata``. Of what crashed saves have left,
+only files go that a journal of ours answers for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from robust_dcp.errors import StorageError
+from robust_dcp.manager.checkpoints import uncommitted_directories
+from robust_dcp.storage.files.being_loaded import not_being_loaded
+from robust_dcp.storage.files.disk import Disk, storage_error
+from robust_dcp.storage.files.paths import LOCK_NAME, is_data_file
+from robust_dcp.storage.writing.directory_lock import DirectoryLock
+from robust_dcp.storage.writing.journal import journals_in
+from robust_dcp.storage.writing.leftovers import find_left_overs
+from robust_dcp.storage.writing.removal import remove_data_files
+
+__all__ = ["finish_removals", "remove_checkpoint", "sweep_crashed_saves"]
+
+logger = logging.getLogger(__name__)
+
+_PREFIX: Final = ".robust_dcp.removing."
+
+
+def remove_checkpoint(disk: Disk, path: str) -> bool:
+    """Remove a checkpoint with all that lies in its directory.
+
+    Returns:
+        ``False`` if it is being loaded, or saved to; then nothing has been touched.
+
+    Raises:
+        StorageError: a call failed. If the checkpoint has lost its name, :func:`finish_removals` goes on.
+    """
+    root, name = os.path.split(path)
+    doomed = os.path.join(root, f"{_PREFIX}{name}")
+    if disk.exists(doomed):  # an earlier removal of that name was cut off
+        _remove_tree(disk, doomed)
+    with _alone(disk, path) as is_alone:
+        if not is_alone:
+            return False
+        disk.rename(path, doomed)
+    disk.fsync_directory(root)
+    _remove_tree(disk, doomed)
+    return True
+
+
+def finish_removals(disk: Disk, root: str) -> None:
+    """Remove what removals have left that were cut off.
+
+    Raises:
+        StorageError: a call failed.
+    """
+    for name in disk.list_directory(root):
+        if name.startswith(_PREFIX):
+            _remove_tree(disk, os.path.join(root, name))
+
+
+def sweep_crashed_saves(disk: Disk, root: str) -> list[str]:
+    """Remove what crashed saves have left in directories that hold no checkpoint.
+
+    Returns:
+        The directories that are gone. One into which a save runs stays as it is, and so do files that are not ours.
+
+    Raises:
+        StorageError: a call failed.
+    """
+    return [path for path in uncommitted_directories(disk, root) if _sweep(disk, path)]
+
+
+def _sweep(disk: Disk, path: str) -> bool:
+    names = disk.list_directory(path)
+    journals = journals_in(names)
+    if not journals:
+        return False
+    try:
+        lock = DirectoryLock.take(disk, path, save_id="sweep")
+    except StorageError:  # a save runs
+        return False
+    try:
+        now_seconds = max(disk.modified_seconds(os.path.join(path, name)) for name in journals)
+        found = find_left_overs(disk, path, names, None, now_seconds=now_seconds, is_locked=lock.is_proof)
+        if found.others:
+            return False
+        left = remove_data_files(disk, path, found.files)
+        for name in journals:
+            if found.by_journal.get(name, frozenset()).isdisjoint(left):
+                disk.unlink(os.path.join(path, name))
+    finally:
+        lock.release()
+    if set(disk.list_directory(path)) - {LOCK_NAME}:
+        return False
+    if disk.exists(os.path.join(path, LOCK_NAME)):
+        disk.unlink(os.path.join(path, LOCK_NAME))
+    disk.rmdir(path)
+    return True
+
+
+@contextmanager
+def _alone(disk: Disk, path: str) -> Iterator[bool]:
+    """Whether nobody loads the checkpoint, nor saves to its directory, as long as the block lasts."""
+    try:
+        saving = DirectoryLock.take(disk, path, save_id="removal")
+    except StorageError:
+        yield False
+        return
+    try:
+        with not_being_loaded(disk, path) as is_free:
+            yield is_free
+    finally:
+        saving.release()
+
+
+def _remove_tree(disk: Disk, path: str) -> None:
+    """Files on other mounts first: their links are what they are found by."""
+    remove_data_files(disk, path, [name for name in disk.list_directory(path) if is_data_file(name)])
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise storage_error("remove", path, error) from error
