@@ -11,9 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
-
-from robust_dcp.testing.conformance.round_trips import load, rows, save
+from robust_dcp.testing.conformance.round_trips import Plugins, load, rows, save
 from robust_dcp.testing.damage import data_files, flip_bit
 from robust_dcp.testing.fingerprints import differences
 from robust_dcp.testing.ranks import errors, run_ranks, values
@@ -23,28 +21,12 @@ __all__ = ["DurabilityConformance"]
 _FILE_EVENTS = frozenset({"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate"})
 
 
-class DurabilityConformance:
+class DurabilityConformance(Plugins):
     """Derive from it, and say how your writer and your reader are made. The class has to be one that ranks can import.
 
     A save is killed before each call that opens, renames or removes a file (of Python code: each that raises an
     auditing event of PEP 578).
     """
-
-    def writer(self, path: Path) -> dcp.StorageWriter:
-        """A new writer of a checkpoint."""
-        raise NotImplementedError(f"{type(self).__name__} has to say how its writer is made: def writer(self, path)")
-
-    def reader(self, path: Path) -> dcp.StorageReader:
-        """A new reader of it."""
-        raise NotImplementedError(f"{type(self).__name__} has to say how its reader is made: def reader(self, path)")
-
-    def save_planner(self) -> dcp.SavePlanner:
-        """Stock's, if your writer does not need its own."""
-        return dcp.DefaultSavePlanner()
-
-    def load_planner(self) -> dcp.LoadPlanner:
-        """Stock's, if your reader does not need its own."""
-        return dcp.DefaultLoadPlanner()
 
     def test_killed_before_any_file_call_the_old_or_the_new_checkpoint_is_there(self, tmp_path: Path) -> None:
         (calls,) = values(run_ranks(1, _count_file_calls, self, tmp_path / "counted"))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from robust_dcp.testing.conformance.round_trips import load, rows, save, save_and_load_kind, save_and_load_step
+from robust_dcp.testing.conformance.round_trips import Plugins, load, rows, save, save_and_load_kind, save_and_load_step
 from robust_dcp.testing.fingerprints import differences
 from robust_dcp.testing.ranks import errors, run_ranks, values
 from robust_dcp.testing.state_dicts import KINDS
@@ -20,19 +20,11 @@ from robust_dcp.testing.state_dicts import KINDS
 __all__ = ["PlannerConformance"]
 
 
-class PlannerConformance:
+class PlannerConformance(Plugins):
     """Derive from it, and say how your planners are made. The class has to be one that ranks can import.
 
     All tests call stock's ``save`` and ``load`` in real processes on gloo, with stock's writer and reader.
     """
-
-    def save_planner(self) -> dcp.SavePlanner:
-        """A new planner of saves. Called on each rank."""
-        return dcp.DefaultSavePlanner()
-
-    def load_planner(self) -> dcp.LoadPlanner:
-        """A new planner of loads."""
-        return dcp.DefaultLoadPlanner()
 
     def writer(self, path: Path) -> dcp.StorageWriter:
         """Stock's, if your planner does not need its own."""

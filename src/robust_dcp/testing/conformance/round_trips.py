@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,16 +21,24 @@ __all__ = ["Plugins", "load", "rows", "save", "save_and_load_kind", "save_and_lo
 StateDict = dict[str, Any]
 
 
-class Plugins(Protocol):
-    """What is tried: it makes new plugins for each call."""
+class Plugins:
+    """What a suite tries. It makes new plugins for each call, on each rank."""
 
-    def writer(self, path: Path) -> dcp.StorageWriter: ...
+    def writer(self, path: Path) -> dcp.StorageWriter:
+        """A new writer of a checkpoint."""
+        raise NotImplementedError(f"{type(self).__name__} has to say how its writer is made: def writer(self, path)")
 
-    def reader(self, path: Path) -> dcp.StorageReader: ...
+    def reader(self, path: Path) -> dcp.StorageReader:
+        """A new reader of it."""
+        raise NotImplementedError(f"{type(self).__name__} has to say how its reader is made: def reader(self, path)")
 
-    def save_planner(self) -> dcp.SavePlanner: ...
+    def save_planner(self) -> dcp.SavePlanner:
+        """A new planner of saves: stock's, if the class does not say otherwise."""
+        return dcp.DefaultSavePlanner()
 
-    def load_planner(self) -> dcp.LoadPlanner: ...
+    def load_planner(self) -> dcp.LoadPlanner:
+        """A new planner of loads: stock's, if the class does not say otherwise."""
+        return dcp.DefaultLoadPlanner()
 
 
 def save(plugins: Plugins, state_dict: StateDict, path: Path) -> None:

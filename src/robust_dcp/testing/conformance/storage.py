@@ -9,34 +9,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from robust_dcp.testing.conformance.round_trips import load, rows, save, save_and_load_kind, save_and_load_step
+from robust_dcp.testing.conformance.round_trips import Plugins, load, rows, save, save_and_load_kind, save_and_load_step
 from robust_dcp.testing.ranks import errors, run_ranks, values
 from robust_dcp.testing.state_dicts import KINDS
 
 __all__ = ["StorageConformance"]
 
 
-class StorageConformance:
+class StorageConformance(Plugins):
     """Derive from it, and say how your writer and your reader are made. The class has to be one that ranks can import.
 
     All tests call stock's ``save`` and ``load`` in real processes on gloo, with stock's planners.
     """
-
-    def writer(self, path: Path) -> dcp.StorageWriter:
-        """A new writer of a checkpoint. Called on each rank."""
-        raise NotImplementedError(f"{type(self).__name__} has to say how its writer is made: def writer(self, path)")
-
-    def reader(self, path: Path) -> dcp.StorageReader:
-        """A new reader of it."""
-        raise NotImplementedError(f"{type(self).__name__} has to say how its reader is made: def reader(self, path)")
-
-    def save_planner(self) -> dcp.SavePlanner:
-        """Stock's, if your writer does not need its own."""
-        return dcp.DefaultSavePlanner()
-
-    def load_planner(self) -> dcp.LoadPlanner:
-        """Stock's, if your reader does not need its own."""
-        return dcp.DefaultLoadPlanner()
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_what_is_saved_is_loaded_bit_for_bit(self, kind: str, tmp_path: Path) -> None:
