@@ -1,7 +1,7 @@
 """The exceptions of robust_dcp. This is the lowest layer: every other module may import it.
 
     RobustCheckpointError (CheckpointException, RuntimeError)
-    ├── ExchangeError            ranks could not exchange messages: a bad frame, or different operations
+    ├── ExchangeError            a bad frame, another operation or another sequence number
     │   └── ExchangeTimeout      a rank did not join in time (TimeoutError)
     ├── PlanConflict             the ranks' structures contradict each other (ValueError)
     ├── StructureChanged         the structure differs from the cached one, and the user forbade that
