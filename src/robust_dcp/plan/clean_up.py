@@ -51,7 +51,7 @@ def nothing_is_committed(channel: Channel, phase: str, directory: SaveDirectory,
             f"{phase}: is it committed", lambda: _State(directory.may_be_committed), _State
         ).may_be_committed
     except RobustCheckpointError as lost:
-        logger.warning("%s: nobody knows whether it is committed: %s", phase, lost.message)
+        logger.warning("%s: the ranks could not find out whether the checkpoint is committed: %s", phase, lost.message)
         return False
 
 
@@ -69,7 +69,7 @@ def clean_up(channel: Channel, phase: str, directory: SaveDirectory, error: Base
         try:
             left = _told_to_all(channel, phase, directory, left)
         except RobustCheckpointError as lost:
-            logger.warning("%s: the ranks have not cleaned up together: %s", phase, lost.message)
+            logger.warning("%s: the ranks could not remove the files of this save together: %s", phase, lost.message)
             directory.release()
             name_left_over(error, left)
             return

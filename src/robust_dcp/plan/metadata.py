@@ -201,7 +201,7 @@ class MetadataTemplate:
                 )
                 self._compiler = None
             if self._compiled is None:
-                raise ValueError("the metadata could not be compiled before")
+                raise ValueError("an earlier attempt to compile this metadata failed")
             return self._compiled
 
     def _places_of_variable(self, files: npt.NDArray[np.integer[Any]]) -> Places:

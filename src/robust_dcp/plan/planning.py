@@ -239,7 +239,7 @@ def _differing_objects(
 def _warn_of_unclaimed(plan: GlobalPlan) -> None:
     if plan.unclaimed:
         logger.warning(
-            "%d tensor(s) have shards of which no rank holds the main replica (replica_id 0): %s%s. One copy of each "
+            "%d tensor(s) have shards without a main replica (replica_id 0) on any rank: %s%s. One copy of each "
             "is saved; stock Megatron leaves them out. validate_access_integrity=True refuses such a state dict",
             len(plan.unclaimed),
             ", ".join(map(repr, plan.unclaimed[:8])),

@@ -152,7 +152,7 @@ def compare(of_ranks: Sequence[bytes], tables: Sequence[StructureTable], *, cont
         ExchangeError: a rank sent something that is not such columns.
     """
     if any(len(data) % 24 for data in of_ranks):
-        raise ExchangeError("digests of replicas came that are no whole number of rows")
+        raise ExchangeError("a rank sent digests of replicas that are not a whole number of rows")
     columns = [np.frombuffer(data, dtype="<u8").reshape(-1, 3) for data in of_ranks]
     rank = np.repeat(np.arange(len(columns)), [len(each) for each in columns])
     rows = np.concatenate(columns) if columns else np.empty((0, 3), dtype=np.uint64)

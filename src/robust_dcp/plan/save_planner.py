@@ -239,7 +239,7 @@ class RobustPlanner(DefaultSavePlanner):
 
     def _described(self) -> KnownStructure:
         if self._structure is None:
-            raise RobustCheckpointError("describe must come before the data of a plan is asked for")
+            raise RobustCheckpointError("describe() must be called before the data of a plan is requested")
         return self._structure
 
     def _digests_of(self, places: list[int], identities: npt.NDArray[np.uint64], limit: int | None) -> list[int]:
@@ -309,7 +309,7 @@ class RobustPlanner(DefaultSavePlanner):
     def _take_state_dict(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None, is_coordinator: bool
     ) -> None:
-        """Set what ``DefaultSavePlanner.set_up_planner`` sets. Call it only if flattening has to handle
+        """Set what ``DefaultSavePlanner.set_up_planner`` sets. Call that method only if flattening has to handle
         ``ShardedTensor``."""
         if self.flatten_state_dict:
             flat, mappings = flatten(state_dict)
@@ -367,7 +367,7 @@ class RobustPlanner(DefaultSavePlanner):
 
     def _begun(self) -> SaveSession:
         if self._session is None:
-            raise RobustCheckpointError("create_local_plan must come before the later hooks of a save")
+            raise RobustCheckpointError("create_local_plan() must be called before the later hooks of a save")
         return self._session
 
 

@@ -289,7 +289,11 @@ class SaveSession:
         try:
             return plan_sections(self.channel.ranks, plan)
         except Exception as error:  # the checkpoint is complete without it
-            logger.warning("%s: a job that resumes from it plans anew: %s", self.checkpoint, error)
+            logger.warning(
+                "%s: its plan could not be stored, so a job that resumes from it makes a new plan: %s",
+                self.checkpoint,
+                error,
+            )
             return {}
 
     def commit(self) -> None:

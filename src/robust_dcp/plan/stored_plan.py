@@ -192,7 +192,7 @@ class LoadedCheckpoints:
             try:
                 plan = read_plan(directory, group, rank, local, leads=leads)
             except Exception as error:  # the plan is only advice: whatever is wrong with it must not fail the save
-                logger.warning("planning anew, not by %s: %s", os.path.join(directory, INDEX_NAME), error)
+                logger.warning("planning anew, without the plan in %s: %s", os.path.join(directory, INDEX_NAME), error)
                 self._directories.forget(directory)
                 continue
             if plan is not None:

@@ -128,7 +128,8 @@ def near_names(missing: Sequence[str], asked: Collection[str], saved: Collection
     """For each of the ``missing`` keys that looks misspelt, the nearest name in the checkpoint.
 
     Two names are near if all parts but one are equal, and the two differing parts are similar and have the same
-    numbers. They are also near if one name has one more part. Names that the state dict does not ask for are preferred.
+    numbers. They are also near if one has one more part and the others are equal. Names that the state dict does not
+    ask for are preferred.
     """
     in_order = sorted(saved)
     from_behind = sorted(name[::-1] for name in saved)

@@ -24,10 +24,10 @@ from robust_dcp.storage.reading.sharable_reads import ON_DEVICE
 __all__ = ["BUCKET_NBYTES", "ROUND_NBYTES", "Piece", "ReadColumns", "ReadShare", "assign_readers", "pieces_of"]
 
 BUCKET_NBYTES: Final = 8 << 20
-"""How many bytes are passed on at once. Smaller items are packed together. It is a multiple of every element size."""
+"""The most bytes that are passed on at once. Smaller items are packed. It is a multiple of every element size."""
 
 ROUND_NBYTES: Final = 64 << 20
-"""How many bytes a rank sends and receives at the same time."""
+"""The most bytes that a rank has on their way at the same time, in either direction."""
 
 _LARGE_NBYTES: Final = 1 << 20
 """Smaller items are assigned in the order of their places. So one rank reads items that are next to each other, in one

@@ -162,7 +162,7 @@ class _Description:
         if structure is None:
             structure = self._plain.find(key, partial(self._structure_by_stock, name, tensor))
         if structure is None:
-            raise RobustCheckpointError(f"stock plans nothing for the tensor {name!r}")
+            raise RobustCheckpointError(f"torch's save planner makes no write item for the tensor {name!r}")
         self._append(name, structure, tensor)
 
     def _take_dtensor(self, name: str, value: DTensor) -> None:
@@ -201,7 +201,9 @@ class _Description:
         """The structure of a tensor that is one item; ``None`` if this rank saves no item of it."""
         structures = [structure for _, structure, _ in self._by_stock(name, value)]
         if len(structures) > 1:
-            raise RobustCheckpointError(f"stock plans {len(structures)} items for the tensor {name!r}")
+            raise RobustCheckpointError(
+                f"torch's save planner makes {len(structures)} write items for the tensor {name!r}, not one"
+            )
         return structures[0] if structures else None
 
     def take_any(self, name: str, value: Any) -> None:

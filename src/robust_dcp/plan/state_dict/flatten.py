@@ -25,8 +25,8 @@ class _Kind(Enum):
     TENSOR = 4
 
 
-# An isinstance check against an abstract class (Mapping) costs more than all other work on a value. So do it once a
-# type.
+# An isinstance check against an abstract class (Mapping) costs more than all other work on a value. So each type is
+# checked once.
 _KINDS: dict[type, _Kind] = {
     torch.Tensor: _Kind.TENSOR,
     torch.nn.Parameter: _Kind.TENSOR,
@@ -68,9 +68,8 @@ class _Flattening:
         for key, value in mapping.items():
             part = key if type(key) is str else str(key)
             kind = kinds.get(type(value))
-            if (
-                kind is _Kind.TENSOR or kind is _Kind.LEAF
-            ):  # inlined: a call for each leaf would cost as much as the loop
+            # This repeats the end of _take, because a call for each leaf would cost as much as this loop.
+            if kind is _Kind.TENSOR or kind is _Kind.LEAF:
                 name = prefix + part
                 if name in flat:
                     raise _duplicated(name)
