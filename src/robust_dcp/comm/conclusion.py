@@ -94,19 +94,19 @@ def as_told_to(rank: int, error: RobustCheckpointError) -> RobustCheckpointError
 
 
 def settle(ended: EndMessage, operation: RunningOperation, link: Link) -> bytes:
-    """Return the account that counts for all ranks: that of the store if it has one, otherwise ``ended``."""
-    account = wire.encode(ended)
+    """Return the end message that counts for all ranks: that of the store if it has one, otherwise ``ended``."""
+    end_message = wire.encode(ended)
     try:
-        counts = link.settle([OperationKey(*key) for key in ended.operations], account)
+        counts = link.settle([OperationKey(*key) for key in ended.operations], end_message)
         if operation.key not in wire.decode(counts, EndMessage).operations:  # it ends other operations, not this one
-            counts = link.settle([operation.key], account)
+            counts = link.settle([operation.key], end_message)
         return counts
     except StoreLost as lost:  # the ranks can still tell each other directly
         return wire.encode(_without_store(ended, operation, link, str(lost)))
 
 
 def _without_store(ended: EndMessage, operation: RunningOperation, link: Link, detail: str) -> EndMessage:
-    """The same account, which also says that the ranks could not agree on it in the store.
+    """The same end message, which also says that the ranks could not agree on it in the store.
 
     If all missing ranks were never connected, they are missing because of the store. Then its host is named instead.
     """

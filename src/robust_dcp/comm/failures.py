@@ -140,7 +140,7 @@ class ErrorMessage(msgspec.Struct, array_like=True, frozen=True):
 
 
 class EndMessage(msgspec.Struct, array_like=True, frozen=True):
-    """The account: how operations ended out of step, the same for all ranks.
+    """The end message: how operations ended out of step, the same for all ranks.
 
     Attributes:
         operations: the operations that end, as ``OperationKey``. There are several if their ranks waited for each

@@ -68,7 +68,7 @@ class RunningOperation(Protocol):
 
     def lost(self, peer: int, detail: str, *, damaged: bool) -> None: ...
 
-    def end(self, account: bytes) -> None: ...
+    def end(self, end_message: bytes) -> None: ...
 
     def beat(self) -> None: ...
 
@@ -94,9 +94,9 @@ class MeetingPlace(Protocol):
 
     def await_announced(self, n_connections: int) -> None: ...
 
-    def settle(self, operations: Sequence[str], account: bytes) -> bytes: ...
+    def settle(self, operations: Sequence[str], end_message: bytes) -> bytes: ...
 
-    def account_of(self, operation: str) -> bytes | None: ...
+    def end_message_of(self, operation: str) -> bytes | None: ...
 
 
 class Link:
@@ -193,35 +193,35 @@ class Link:
         that it never will, and need not be a neighbour of this one."""
         for operation in self.operations():
             with contextlib.suppress(StoreLost):
-                account = self.account_of(operation.key)
-                if account is not None:
-                    self.end_operations(account)
+                end_message = self.end_message_of(operation.key)
+                if end_message is not None:
+                    self.end_operations(end_message)
 
     def _connect_for_relay(self, peer: int, generation: int, waiting: Callable[[], None]) -> GlooPipe:
         if self._meeting is None:
             raise ValueError("a group of one has nobody to connect to")
         return cast(GlooPipe, self._meeting.connect(peer, generation, "relay", waiting=waiting))
 
-    def account_of(self, operation: OperationKey) -> bytes | None:
-        """The account on which the ranks agreed for ``operation``: how it ended. ``None`` if there is none yet.
+    def end_message_of(self, operation: OperationKey) -> bytes | None:
+        """The end message on which the ranks agreed for ``operation``: how it ended. ``None`` if there is none yet.
 
         Raises:
             StoreLost: the store in which ranks agree on it does not answer.
         """
         if self._meeting is None:
             return None
-        return self._meeting.account_of(str(operation))
+        return self._meeting.end_message_of(str(operation))
 
-    def settle(self, operations: Sequence[OperationKey], account: bytes) -> bytes:
-        """Record ``account`` as the end of ``operations``, unless the first of them has one. Return the one that
+    def settle(self, operations: Sequence[OperationKey], end_message: bytes) -> bytes:
+        """Record ``end_message`` as the end of ``operations``, unless the first of them has one. Return the one that
         counts.
 
         Raises:
             StoreLost: the store in which ranks agree on it does not answer.
         """
         if self._meeting is None:
-            return account
-        return self._meeting.settle([str(operation) for operation in operations], account)
+            return end_message
+        return self._meeting.settle([str(operation) for operation in operations], end_message)
 
     def has_met(self, peer: int) -> bool:
         """Whether this rank was ever connected to ``peer``."""
@@ -272,14 +272,14 @@ class Link:
         with self._lock:
             return list(self._operations.values())
 
-    def end_operations(self, account: bytes) -> None:
-        """End the operations that ``account`` (an :class:`EndMessage`) names, here and on all ranks that can be
+    def end_operations(self, end_message: bytes) -> None:
+        """End the operations that ``end_message`` (an :class:`EndMessage`) names, here and on all ranks that can be
         reached.
 
-        An account with several operations means that their ranks waited for each other. A rank that is not in one of
-        these operations skips it, so that operations have the same numbers on all ranks afterwards.
+        An end message with several operations means that their ranks waited for each other. A rank that is not in one
+        of these operations skips it, so that operations have the same numbers on all ranks afterwards.
         """
-        keys = [OperationKey(*key) for key in wire.decode(account, EndMessage).operations]
+        keys = [OperationKey(*key) for key in wire.decode(end_message, EndMessage).operations]
         with self._lock:
             ending = [self._operations.pop(key) for key in keys if key in self._operations]
             skipped = [key for key in keys if len(keys) > 1 and self._is_coming(key)]
@@ -289,11 +289,11 @@ class Link:
         if not ending and not skipped:
             return
         for operation in ending:
-            operation.end(account)
+            operation.end(end_message)
         # Tell all connected ranks, not only neighbours in this tree: a rank that is still in the exchange before may
-        # use another tree. Also tell the rank that sent the account, so that it knows that it was heard.
+        # use another tree. Also tell the rank that sent the end message, so that it knows that it was heard.
         for peer in {*self.peers(), *(peer for operation in ending for peer in operation.neighbours)}:
-            self.send(peer, Frame(Kind.FAIL, *keys[0]), account)
+            self.send(peer, Frame(Kind.FAIL, *keys[0]), end_message)
 
     def await_heard(self) -> None:
         """Wait briefly until other ranks have heard how an operation ended, because this process may exit next."""

@@ -111,8 +111,8 @@ class Meeting:
             self._n_announced += 1
             self._announced.notify_all()
 
-    def settle(self, operations: Sequence[str], account: bytes) -> bytes:
-        """Record ``account`` as the end of ``operations``, unless the first of them has one. Return the one that
+    def settle(self, operations: Sequence[str], end_message: bytes) -> bytes:
+        """Record ``end_message`` as the end of ``operations``, unless the first of them has one. Return the one that
         counts.
 
         Raises:
@@ -121,16 +121,16 @@ class Meeting:
 
         def ask(store: Any) -> bytes:
             first, *others = (f"ended/{operation}" for operation in operations)
-            counts = bytes(store.compare_set(first, "", account))
-            if counts == account:  # another rank's account may name other operations
+            counts = bytes(store.compare_set(first, "", end_message))
+            if counts == end_message:  # another rank's end message may name other operations
                 for key in others:
-                    store.compare_set(key, "", account)
+                    store.compare_set(key, "", end_message)
             return counts
 
         return self._ask(ask)
 
-    def account_of(self, operation: str) -> bytes | None:
-        """The account that :meth:`settle` recorded; ``None`` if there is none yet.
+    def end_message_of(self, operation: str) -> bytes | None:
+        """The end message that :meth:`settle` recorded; ``None`` if there is none yet.
 
         Raises:
             StoreLost: the store does not answer.

@@ -3,8 +3,8 @@
 Each exchange ends with one result for all ranks. This module owns the rules that keep the ranks in step: what goes up
 and down the tree, the beats that ranks send while they work, and the two ways to fail. If a rank's own work fails, the
 ranks stay in step: all raise the same exception and can go on. If a rank is gone, silent, or in another operation, the
-ranks are out of step: the operation ends on all of them, with one message that says why (an :class:`EndMessage`, called
-the account). An operation does not know what a payload means; the channel does.
+ranks are out of step: the operation ends on all of them, with one :class:`EndMessage` that says why. An operation does
+not know what a payload means; the channel does.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Work:
 
 
 class _Ended(Exception):
-    """The operation has ended: another rank has sent the account."""
+    """The operation has ended: another rank has sent the end message."""
 
 
 class Operation:
@@ -110,7 +110,7 @@ class Operation:
         self._exchange = 0
         self._arrived: dict[tuple[int, Kind, int], Message] = {}
         self._stops: dict[int, str] = {}
-        self._account: bytes | None = None
+        self._end_message: bytes | None = None
         self._neighbours = Neighbours(self.link)
         self._runs = False
         self._is_working = False
@@ -145,7 +145,7 @@ class Operation:
                 self._start(verb, phase, root)
                 result = self._sweep(phase, work, cost, own_error)
             except _Ended:
-                error = self._error_of_account()
+                error = self._error_of_end_message()
             except Problem as problem:
                 error = self._conclude(problem)
             except BaseException as interrupt:
@@ -186,8 +186,8 @@ class Operation:
 
     def stopped(self) -> str | None:
         """The failure that another rank announced for the current or next exchange; ``None`` if there is none."""
-        if self._account is not None:
-            return wire.decode(self._account, EndMessage).error.to_error().message
+        if self._end_message is not None:
+            return wire.decode(self._end_message, EndMessage).error.to_error().message
         return self._stops.get(self._exchange)
 
     def note_progress(self, done_nbytes: int | None = None, total_nbytes: int | None = None) -> None:
@@ -348,7 +348,7 @@ class Operation:
         with self._changed:
             self._neighbours.waiting_since = time.monotonic()
             while True:
-                if self._account is not None:
+                if self._end_message is not None:
                     raise _Ended
                 now = time.monotonic()
                 catching_up = self._neighbours.seconds_to_catch_up(now, self.timeout_seconds)
@@ -384,10 +384,10 @@ class Operation:
         return left
 
     def _refuse_if_given_up(self) -> None:
-        """Look for an account: others waited for this rank so long that they may have ended the operation already."""
-        account = self._known_account()
-        if account is not None:
-            self.link.end_operations(account)
+        """Look for an end message, because others may have given up on this rank while they waited for it."""
+        end_message = self._known_end_message()
+        if end_message is not None:
+            self.link.end_operations(end_message)
             raise _Ended
 
     def _refuse_other_phases(self, places: Sequence[tuple[int, Kind, int]]) -> None:
@@ -399,7 +399,7 @@ class Operation:
     def deliver(self, message: Message) -> None:
         peer, frame, payload, _ = message
         with self._changed:
-            if self._account is not None:
+            if self._end_message is not None:
                 return
             is_beat = frame.kind == Kind.BEAT and frame.exchange == self._exchange
             self._neighbours.note_heard(peer, Beat.decode(frame.body) if is_beat else None)
@@ -484,36 +484,36 @@ class Operation:
     def _conclude(self, problem: Problem) -> RobustCheckpointError:
         """End the operation on all ranks, and return the exception that they raise."""
         with self._changed:
-            if self._account is None and problem.missing:
+            if self._end_message is None and problem.missing:
                 # Several ranks may die at the same time: wait a little to report all of them. If this rank lost its
                 # parent, the ranks above the parent see more than this one, so it gives them time to report first.
                 seconds = (
                     patience.PARENT_LOST_SECONDS if self.tree.parent in problem.missing else patience.TOGETHER_SECONDS
                 )
-                self._changed.wait_for(lambda: self._account is not None, min(seconds, self.timeout_seconds))
-        account = self._known_account()
-        if account is None:
+                self._changed.wait_for(lambda: self._end_message is not None, min(seconds, self.timeout_seconds))
+        end_message = self._known_end_message()
+        if end_message is None:
             ended = conclude(problem, self, self.link)
-            # Another rank's account may have come while this rank asked where the others are.
-            account = self._account or settle(ended, self, self.link)
-        self.link.end_operations(account)
+            # Another rank's end message may have come while this rank asked where the others are.
+            end_message = self._end_message or settle(ended, self, self.link)
+        self.link.end_operations(end_message)
         with self._changed:
-            # If another thread of this process is ending the operation right now, it has yet to set the account here.
-            self._changed.wait_for(lambda: self._account is not None, patience.HEARD_SECONDS)
-        if self._account is None:
-            self.end(account)
-        return self._error_of_account()
+            # Another thread of this process may be ending the operation right now. Wait until it has done so here.
+            self._changed.wait_for(lambda: self._end_message is not None, patience.HEARD_SECONDS)
+        if self._end_message is None:
+            self.end(end_message)
+        return self._error_of_end_message()
 
-    def _known_account(self) -> bytes | None:
-        if self._account is None:
+    def _known_end_message(self) -> bytes | None:
+        if self._end_message is None:
             with contextlib.suppress(StoreLost):
-                return self.link.account_of(self.key)
-        return self._account
+                return self.link.end_message_of(self.key)
+        return self._end_message
 
-    def end(self, account: bytes) -> None:
-        """The operation is over on all ranks; ``account`` says why. The link calls this."""
+    def end(self, end_message: bytes) -> None:
+        """The operation is over on all ranks; ``end_message`` says why. The link calls this."""
         with self._changed:
-            self._account = account
+            self._end_message = end_message
             self._is_untold = True
             self._has_begun = False
             self._interrupt_work()
@@ -523,10 +523,10 @@ class Operation:
         if self.interrupt is not None and self._is_working:
             threading.Thread(target=self.interrupt, name="robust_dcp: interrupt", daemon=True).start()
 
-    def _error_of_account(self) -> RobustCheckpointError:
+    def _error_of_end_message(self) -> RobustCheckpointError:
         self.link.await_heard()
         self._is_untold = False
-        return as_told_to(self.link.rank, wire.decode(self._account or b"", EndMessage).error.to_error())
+        return as_told_to(self.link.rank, wire.decode(self._end_message or b"", EndMessage).error.to_error())
 
     # What this rank tells others after a failure.
 
