@@ -1,4 +1,4 @@
-"""The exceptions of robust_dcp: the lowest layer, which every other may import.
+"""The exceptions of robust_dcp. This is the lowest layer: every other module may import it.
 
     RobustCheckpointError (CheckpointException, RuntimeError)
     ├── ExchangeError            a bad frame, another operation or another sequence number
@@ -9,14 +9,14 @@
     ├── CorruptCheckpoint        bytes or metadata are not what was written (ValueError)
     └── UnsafeCheckpoint         loading would run code or leave the checkpoint's directory (ValueError)
 
-``torch.distributed.checkpoint.api.CheckpointException`` derives from ``BaseException``; ours derive from
+``torch.distributed.checkpoint.api.CheckpointException`` derives from ``BaseException``. Our exceptions derive from
 ``RuntimeError`` as well, so ``except Exception`` and ``except CheckpointException`` both catch them.
 
-A failure on one rank travels to the others as text (:meth:`RobustCheckpointError.to_fields`) and is raised
-there as the same class with the same fields (:func:`error_from_fields`): no exception object is pickled.
+When one rank fails, it sends its exception to the other ranks as text (:meth:`RobustCheckpointError.to_fields`). They
+raise the same class with the same fields (:func:`error_from_fields`). No exception object is pickled.
 
-What a user sees: what happened and what to do, the ranks that raised it, and of the stack only the user's own code.
-:func:`entry_point` takes our own frames away, where the user's code calls ours.
+A user sees what happened, what to do, and which ranks raised it. The stack shows the user's own code only:
+:func:`entry_point` removes our frames where the user's code calls ours.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _MAX_KINDS_SHOWN = 8
-"""Failures that are not alike, of different ranks, that a message spells out."""
+"""How many different failures a message describes in full."""
 
 _BRIEF_CHARS = 80
 _DIGIT = re.compile(r"\d")
@@ -64,13 +64,13 @@ _DIGIT = re.compile(r"\d")
 
 @dataclass(frozen=True)
 class RankFailure:
-    """What went wrong on one rank, as text: it can be sent to every other rank and printed there.
+    """What went wrong on one rank. It is text, so it can be sent to every other rank and printed there.
 
     Attributes:
         rank: the rank of the group that raised.
-        type_name, message: of the exception.
-        traceback_text: the stack as far as it is the user's; all of it if the exception came from our own code, and
-            was not meant to.
+        type_name, message: the name of the exception's class, and its message.
+        traceback_text: the frames of the user's code. If a bug in our own code raised the exception, it holds all
+            frames.
     """
 
     rank: int
@@ -83,12 +83,12 @@ class RankFailure:
 
 
 class RobustCheckpointError(CheckpointException, RuntimeError):
-    """A save or load failed; the same exception is raised on every rank of the group.
+    """A save or load failed. The same exception is raised on every rank of the group.
 
     Args:
         message: who, where, what was expected, what was found, what to do.
-        failures: one entry for each rank that failed on its own (not for those that only heard of it).
-        fields: the values of the attributes that ``field_names`` of the class lists.
+        failures: one entry for each rank that failed itself. Ranks that only heard of the failure have no entry.
+        fields: the values of the attributes in the ``field_names`` of the class.
     """
 
     field_names: ClassVar[tuple[str, ...]] = ()
@@ -115,7 +115,7 @@ class RobustCheckpointError(CheckpointException, RuntimeError):
         return "\n".join([self.message, *lines])
 
     def _told(self, kind: Sequence[RankFailure]) -> list[str]:
-        """What ``message`` does not say yet of failures that are alike."""
+        """Describe a group of similar failures, without what ``message`` already says."""
         first = kind[0]
         where = ranks_in_words([failure.rank for failure in kind])
         same = "" if all(failure.message == first.message for failure in kind) else f", as rank {first.rank} words it"
@@ -133,7 +133,7 @@ class RobustCheckpointError(CheckpointException, RuntimeError):
         return error_from_fields, (type(self).__name__, self.to_fields(), self.rank_failures)
 
     def in_brief(self) -> RobustCheckpointError:
-        """The same class and fields in a few words, for callers that print the errors of all ranks."""
+        """The same class and fields with a short message, for callers that print the errors of all ranks."""
         start = self.message.partition("\n")[0]
         if len(start) > _BRIEF_CHARS:
             start = f"{start[:_BRIEF_CHARS]}…"
@@ -141,13 +141,13 @@ class RobustCheckpointError(CheckpointException, RuntimeError):
         return error_from_fields(type(self).__name__, {**self.to_fields(), "message": message})
 
     def to_fields(self) -> dict[str, Any]:
-        """The message and the fields of the class, as plain values that any encoding can carry."""
+        """The message and the fields of the class, as plain values that every encoding supports."""
         return {"message": self.message, **{name: getattr(self, name) for name in self.field_names}}
 
 
 class ExchangeError(RobustCheckpointError):
-    """An exchange between ranks cannot be trusted: a frame or payload was bad twice, or ranks are in different
-    operations. ``phase`` names the exchange; ``ranks`` lists the offenders by group rank."""
+    """An exchange between ranks failed: a frame or payload arrived damaged twice, or the ranks are in different
+    operations. ``phase`` names the exchange; ``ranks`` lists the ranks at fault, as ranks of the group."""
 
     field_names: ClassVar[tuple[str, ...]] = ("phase", "ranks")
     phase: str | None
@@ -163,7 +163,7 @@ class ExchangeTimeout(ExchangeError, TimeoutError):
 
 
 class PlanConflict(RobustCheckpointError, ValueError):
-    """What the ranks want to save contradicts itself; ``key`` is the FQN and ``ranks`` are those that hold it."""
+    """The ranks want to save contradictory things. ``key`` is the FQN; ``ranks`` are those that hold it."""
 
     field_names: ClassVar[tuple[str, ...]] = ("key", "ranks")
     key: str | None
@@ -171,9 +171,9 @@ class PlanConflict(RobustCheckpointError, ValueError):
 
 
 class StructureChanged(RobustCheckpointError):
-    """The structure of the state dict is not that of the last committed save, and ``on_structure_change="error"``.
+    """The state dict has another structure than in the last committed save, and ``on_structure_change="error"``.
 
-    ``added``, ``removed`` and ``changed`` list the keys (at most a few hundred of each)."""
+    ``added``, ``removed`` and ``changed`` list the keys, at most a few hundred of each."""
 
     field_names: ClassVar[tuple[str, ...]] = ("added", "removed", "changed")
     added: list[str] | None
@@ -182,7 +182,7 @@ class StructureChanged(RobustCheckpointError):
 
 
 class StorageError(RobustCheckpointError, OSError):
-    """A call to the file system failed: ``operation`` on ``path`` gave ``errno`` (``None`` if there was none)."""
+    """A call to the file system failed: ``operation`` on ``path`` gave ``errno`` (``None`` if it gave no number)."""
 
     field_names: ClassVar[tuple[str, ...]] = ("path", "errno", "operation")
     path: str | None
@@ -191,7 +191,8 @@ class StorageError(RobustCheckpointError, OSError):
 
 
 class CorruptCheckpoint(RobustCheckpointError, ValueError):
-    """Bytes or metadata are not what was written: ``file`` and ``item`` say where, ``expected`` and ``found`` what."""
+    """Bytes or metadata differ from what was written. ``file`` and ``item`` say where; ``expected`` and ``found`` say
+    what differs."""
 
     field_names: ClassVar[tuple[str, ...]] = ("file", "item", "expected", "found")
     file: str | None
@@ -201,7 +202,7 @@ class CorruptCheckpoint(RobustCheckpointError, ValueError):
 
 
 class UnsafeCheckpoint(RobustCheckpointError, ValueError):
-    """Loading ``file`` would run code or follow a path out of the checkpoint's directory; ``what`` says which."""
+    """Loading ``file`` would run code, or follow a path out of the checkpoint's directory. ``what`` says which."""
 
     field_names: ClassVar[tuple[str, ...]] = ("file", "what")
     file: str | None
@@ -226,9 +227,9 @@ _CLASSES: dict[str, type[RobustCheckpointError]] = {
 def error_from_fields(
     type_name: str, fields: Mapping[str, Any], failures: Sequence[RankFailure] = ()
 ) -> RobustCheckpointError:
-    """Make the exception again from :meth:`RobustCheckpointError.to_fields`.
+    """Build the exception that :meth:`RobustCheckpointError.to_fields` described.
 
-    A ``type_name`` that is not one of ours (the failure of a user's hook, say) gives the base class.
+    If ``type_name`` is not one of our classes (a user's hook raised ``KeyError``, say), the base class is returned.
     """
     cls = _CLASSES.get(type_name, RobustCheckpointError)
     known = {name: fields.get(name) for name in cls.field_names}
@@ -236,18 +237,20 @@ def error_from_fields(
 
 
 def failure_of(rank: int, error: BaseException) -> RankFailure:
-    """Describe ``error``, caught on ``rank``, as text."""
+    """Describe ``error``, which was caught on ``rank``, as text."""
     message = error.message if isinstance(error, RobustCheckpointError) else str(error)
     stack = user_stack(error, expected=RobustCheckpointError)
     return RankFailure(rank=rank, type_name=type(error).__name__, message=message, traceback_text=stack)
 
 
 def alike(failures: Sequence[RankFailure]) -> list[list[RankFailure]]:
-    """``failures`` in groups, in order: those of one group have one class, and say the same but for numbers and names
-    with numbers in them (``__3_0.distcp``, ``layers.7``, a checksum)."""
+    """Put similar ``failures`` into one group each, and keep their order.
+
+    Two failures are similar if they have the same class and their messages differ only in words with digits in them
+    (``__3_0.distcp``, ``layers.7``, a checksum)."""
     groups: dict[tuple[str, str], list[RankFailure]] = {}
     for failure in failures:
-        # Word by word: a pattern with a digit somewhere in a word would take the square of a long word's length.
+        # Match whole words. A pattern for "a word with a digit in it" takes quadratic time on a long word.
         kind = re.sub(r"\w+", lambda word: "#" if _DIGIT.search(word[0]) else word[0], failure.message)
         groups.setdefault((failure.type_name, kind), []).append(failure)
     return list(groups.values())
@@ -274,10 +277,10 @@ def _indented(n_spaces: int, text: str) -> str:
 
 
 def entry_point(function: Callable[P, R]) -> Callable[P, R]:
-    """A function or method that user code calls: our errors leave it without a stack of ours.
+    """Decorate a function that user code calls, so that our errors leave it without our frames.
 
-    The error's message has said who, where and why, and the stack of the user's own code. What led to it stays in its
-    ``__context__``; all of the stack goes to this module's logger at DEBUG.
+    The error's message already says who, where and why, and shows the user's own frames. The exception that led to it
+    stays in ``__context__``. The whole stack goes to this module's logger at DEBUG.
     """
 
     @functools.wraps(function)

@@ -1,6 +1,6 @@
-"""What a save or load did: phases with times and messages, bytes, and why the plan was reused or made anew.
+"""What a save or load did: its phases with times and messages, its bytes, and why it reused or rebuilt the plan.
 
-Owns the report types and how they read as text; made by ``api`` at the end of each call.
+This module owns the report types and how they print. ``api`` makes a report at the end of each call.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ class PhaseReport:
     """One phase of a save or load, as this rank saw it.
 
     Attributes:
-        name: ``plan``, ``stage`` (of an async save), ``write``, ``commit``; or ``plan``, ``read``, ``share`` and
-            ``apply``.
-        seconds: wall time, waiting for other ranks included.
-        exchanges: exchanges between ranks.
-        messages: that this rank sent to its neighbours in the tree of ranks: frames, and payloads where there are any.
+        name: in a save ``plan``, ``stage`` (async saves only), ``write`` or ``commit``; in a load ``plan``, ``read``,
+            ``share`` or ``apply``.
+        seconds: wall time, including the wait for other ranks.
+        exchanges: how many exchanges between ranks took place.
+        messages: how many messages this rank sent to its neighbours in the tree of ranks. A frame counts as one
+            message, and so does a payload.
         header_nbytes, payload_nbytes: bytes that this rank sent, in frames and in payloads.
     """
 
@@ -42,14 +43,14 @@ class PhaseReport:
 
 @dataclass(frozen=True)
 class _Report:
-    """What saves and loads have in common.
+    """What the reports of saves and loads have in common.
 
     Attributes:
         checkpoint_id: the checkpoint's directory.
-        rank, world_size: within the group.
-        items: items that this rank wrote or read.
-        nbytes: bytes that this rank wrote or read.
-        phases: in order.
+        rank, world_size: this rank in the group, and the size of the group.
+        items: how many items this rank wrote or read.
+        nbytes: how many bytes this rank wrote or read.
+        phases: the phases in the order in which they ran.
     """
 
     checkpoint_id: str
@@ -75,27 +76,28 @@ class _Report:
 
 @dataclass(frozen=True)
 class SaveReport(_Report):
-    """What a save did. Printed, it is a table.
+    """What a save did. It prints as a table.
 
     Attributes:
-        blocked_seconds: how long the caller was kept from its own work: all of a synchronous save; of an async one the
-            agreement on a plan, and the copies.
-        plan: ``built`` (no plan of this kind was cached), ``reused``, ``patched`` (some ranks changed) or ``rebuilt``
-            (all did).
+        blocked_seconds: how long the caller could not do its own work. For a synchronous save this is the whole save;
+            for an async save it is the time to agree on a plan and to copy.
+        plan: ``built`` (no such plan was cached), ``reused``, ``patched`` (some ranks changed) or ``rebuilt``
+            (all ranks changed).
         reason: why, in words.
-        changes: the keys that differ from the plan before, over all ranks; ``None`` if there was none to compare.
-        differing_objects: objects of one name whose contents differ between ranks, with the ranks that hold them.
-            Only the copy of the lowest of them is in the checkpoint.
-        unloadable_objects: objects that are saved and that a load would refuse, with the reason, of all ranks; on the
-            coordinator, and empty on the others.
+        changes: the keys of all ranks that differ from the previous plan; ``None`` if there was no previous plan.
+        differing_objects: objects that have one name and different contents on several ranks, with the ranks that
+            hold them. Only the copy of the lowest of these ranks is in the checkpoint.
+        unloadable_objects: the objects of all ranks that were saved, but that a load would refuse, with the reason.
+            Only the coordinator has them; the dict is empty on other ranks.
         total_nbytes: bytes of tensor data that all ranks wrote together; ``None`` on ranks that do not know.
-        digest: over the checksums of all data of all ranks, in hexadecimal digits: the same on all ranks, and in two
-            saves of the same data by the same ranks. ``None`` with ``checksums=False``.
-        files: the files of this rank.
-        how: how this rank's files were written: ``direct``, or ``buffered`` and why. Of an async save also what was
-            written while training waited, and why.
-        peak_buffer_nbytes: the most memory that data of this rank passed through at any time.
-        stragglers: on the coordinator, whom all ranks have waited for, and how far those had come: as it was logged.
+        digest: a hash over the checksums of all data of all ranks, in hexadecimal digits. It is the same on all ranks,
+            and the same in two saves of the same data by the same ranks. ``None`` with ``checksums=False``.
+        files: the files that this rank wrote.
+        how: how this rank wrote its files: ``direct``, or ``buffered`` and why. For an async save it also says what
+            was written while training waited, and why.
+        peak_buffer_nbytes: the most memory that this rank's data took in buffers at any time.
+        stragglers: on the coordinator, the log lines that say which ranks all others waited for, and how far those
+            ranks were.
     """
 
     blocked_seconds: float = 0.0
@@ -114,7 +116,7 @@ class SaveReport(_Report):
 
     @cached_property
     def metadata(self) -> Metadata:
-        """DCP's ``Metadata`` of the checkpoint, read from its ``.metadata`` when first asked for."""
+        """DCP's ``Metadata`` of the checkpoint. It is read from ``.metadata`` at the first access."""
         if self._read_metadata is None:
             raise ValueError("this report was made without access to the checkpoint's metadata")
         return self._read_metadata()
@@ -133,13 +135,13 @@ class SaveReport(_Report):
 
 @dataclass(frozen=True)
 class LoadReport(_Report):
-    """What a load did. Printed, it is a table.
+    """What a load did. It prints as a table.
 
     Attributes:
         missing_keys: keys of the state dict that the checkpoint does not have (only with ``allow_partial_load``).
-        shared_nbytes: of ``nbytes``, what another rank has read for this one.
-        peak_buffer_nbytes: the most memory that data of this rank passed through on its way from the files.
-        unverified_nbytes: of what this rank has read, bytes that were not compared with a checksum.
+        shared_nbytes: the part of ``nbytes`` that other ranks read and sent to this one.
+        peak_buffer_nbytes: the most memory that this rank's data took in buffers on its way from the files.
+        unverified_nbytes: bytes that this rank read without comparing them with a checksum.
         stragglers: as in :class:`SaveReport`.
     """
 
@@ -152,7 +154,8 @@ class LoadReport(_Report):
 
     @cached_property
     def unread_keys(self) -> tuple[str, ...]:
-        """Keys of the checkpoint that the state dict did not ask for: looked up now, as there may be many."""
+        """Keys of the checkpoint that the state dict did not ask for. They are looked up at the first access, because
+        there may be many."""
         return self._find_unread_keys()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -179,7 +182,7 @@ def sizes_in_words(nbytes: int) -> str:
 
 
 def phase_reports(records: Sequence[PhaseRecord]) -> tuple[PhaseReport, ...]:
-    """The phases of a call, as its report tells them."""
+    """The phases of a call, in the form that its report shows."""
     return tuple(
         PhaseReport(
             name=record.name,

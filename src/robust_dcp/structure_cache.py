@@ -1,7 +1,7 @@
-"""What this process remembers of state dicts from one save to the next, so that a repeated save costs little.
+"""What this process remembers about state dicts from one save to the next, so that a repeated save is cheap.
 
-Owns the one rule by which things are forgotten: of each table, what was used least recently goes first. Never says
-whether what is remembered still holds: each owner of a table proves that in every save, or compares by value.
+Each table forgets the least recently used entries first; that rule is here. This module never decides whether an entry
+is still valid. The code that owns a table checks that in every save, or compares by value.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ V = TypeVar("V")
 
 
 class Table(Generic[K, V]):
-    """Things of one kind, the one used last at the end; safe to use from several threads.
+    """Entries of one kind, in the order of their last use. Several threads may use a table.
 
     Args:
-        nbytes_of: memory that an entry takes, about; asked for when it is put in.
-        max_nbytes: that all entries may take together. The latest stays, whatever it takes.
-        max_entries: a bound of their number as well, where each of them costs something in every save.
+        nbytes_of: returns roughly how much memory an entry takes. It is called when the entry is put in.
+        max_nbytes: how much memory all entries may take together. The latest entry stays even if it is larger.
+        max_entries: how many entries there may be, for tables in which each entry costs time in every save.
     """
 
     def __init__(self, nbytes_of: Callable[[K, V], int], *, max_nbytes: int, max_entries: int | None = None) -> None:
@@ -39,11 +39,11 @@ class Table(Generic[K, V]):
 
     @property
     def nbytes(self) -> int:
-        """Memory that all entries take, about."""
+        """Roughly how much memory all entries take."""
         return self._nbytes
 
     def get(self, key: K) -> V | None:
-        """What is known under ``key``, which is used by that."""
+        """Return the value under ``key``, or ``None``. This counts as a use of the entry."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
@@ -52,12 +52,12 @@ class Table(Generic[K, V]):
             return entry[0]
 
     def latest_first(self) -> list[tuple[K, V]]:
-        """All entries, none of which is used by that."""
+        """All entries, the most recently used first. This does not count as a use."""
         with self._lock:
             return [(key, value) for key, (value, _) in reversed(self._entries.items())]
 
     def put(self, key: K, value: V) -> None:
-        """Keep ``value`` as the latest; what is beyond the bounds goes."""
+        """Store ``value`` as the latest entry, and drop the oldest entries until the bounds hold."""
         nbytes = self._nbytes_of(key, value)
         with self._lock:
             self._remove(key)
@@ -74,7 +74,7 @@ class Table(Generic[K, V]):
         self._nbytes -= nbytes
 
     def forget(self, key: K) -> None:
-        """Drop an entry, if it is there."""
+        """Drop the entry under ``key``, if there is one."""
         with self._lock:
             self._remove(key)
 
@@ -85,7 +85,7 @@ class Table(Generic[K, V]):
 
 
 class StructureCache:
-    """Tables by name."""
+    """All tables of a process, by name."""
 
     def __init__(self) -> None:
         self._tables: dict[str, Table[object, object]] = {}
@@ -93,21 +93,21 @@ class StructureCache:
     def table(
         self, name: str, nbytes_of: Callable[[K, V], int], *, max_nbytes: int, max_entries: int | None = None
     ) -> Table[K, V]:
-        """A new table; the arguments are those of :class:`Table`."""
+        """Make a table. The arguments are those of :class:`Table`."""
         table = Table(nbytes_of, max_nbytes=max_nbytes, max_entries=max_entries)
         self._tables[name] = table  # type: ignore[assignment]
         return table
 
     @property
     def nbytes(self) -> dict[str, int]:
-        """Memory that each table takes, about."""
+        """Roughly how much memory each table takes."""
         return {name: table.nbytes for name, table in self._tables.items()}
 
     def clear(self) -> None:
-        """Forget everything, as if this process had not saved yet."""
+        """Forget everything, as if this process had never saved."""
         for table in self._tables.values():
             table.clear()
 
 
 CACHE = StructureCache()
-"""Of this process: nothing depends on keeping a planner or writer between saves."""
+"""The tables of this process. Because of them nobody has to keep a planner or writer between saves."""

@@ -1,7 +1,7 @@
-"""Which lines of a stack an error shows: those of the code that the user can change.
+"""Which frames of a stack an error shows: those of the code that the user can change.
 
-Owns the choice of frames, and the text that is made of them. Never formats a frame of ours or of torch if the user's
-code is on the stack as well. Called by ``errors`` for the failure of a rank.
+This module chooses the frames and formats them. It never shows a frame of robust_dcp or torch if the stack also has
+frames of the user's code. ``errors`` calls it to describe the failure of a rank.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _MAX_CAUSES = 4
 
 
 def user_stack(error: BaseException, expected: type[BaseException]) -> str:
-    """The frames of user code in the traceback of ``error`` and of what led to it; empty if there are none.
+    """Format the frames of user code from the traceback of ``error`` and of the exceptions that led to it.
 
-    An exception that came from no user code and is not ``expected`` is a fault of ours, or of what we call: all frames
-    are then shown.
+    The text is empty if there are no such frames. But if ``error`` is not ``expected``, an error without user code
+    is a bug of ours or of a library that we call. Then all frames are shown.
 
     Args:
-        error: caught, so that its traceback begins where it was caught.
-        expected: the class of errors that say all by their message.
+        error: a caught exception. Its traceback begins where it was caught.
+        expected: the class of exceptions that need no stack, because their message says everything.
     """
     lines: list[str] = []
     text = _one_line(error)
@@ -45,7 +45,7 @@ def user_stack(error: BaseException, expected: type[BaseException]) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[tuple[str, BaseException]]:
-    """``error`` and what Python would print before it, latest first, with the words that join them."""
+    """``error`` and the exceptions that led to it, latest first, each with the words that connect it to the last."""
     how, each = "", error
     seen: set[int] = set()
     while len(seen) < _MAX_CAUSES and id(each) not in seen:
@@ -60,7 +60,7 @@ def _chain(error: BaseException) -> Iterator[tuple[str, BaseException]]:
 
 
 def _one_line(error: BaseException) -> str:
-    """Type and message, as Python prints them."""
+    """The type and message, as Python prints them."""
     return "".join(traceback.format_exception_only(type(error), error)).strip()
 
 
@@ -80,7 +80,7 @@ def _formatted(frames: list[traceback.FrameSummary]) -> list[str]:
 
 @cache
 def _is_user_code(filename: str) -> bool:
-    """Whether a file is none of robust_dcp's, of Python's own, or of a package that robust_dcp builds on."""
+    """Whether a file belongs neither to robust_dcp, nor to Python, nor to a package that robust_dcp builds on."""
     if filename.startswith("<frozen") or filename.startswith(_PACKAGES):
         return False
     is_installed = "site-packages" in filename or "dist-packages" in filename

@@ -421,7 +421,7 @@ def test_main_replicas_that_two_ranks_claim_are_named_with_what_differs(found: d
             assert told == []
             continue
         without, claimed = told  # once, though both saves are of such a state dict
-        assert "1 tensor(s) have shards of which no rank holds the main replica (replica_id 0): 'unclaimed'." in without
+        assert "1 tensor(s) have shards without a main replica (replica_id 0) on any rank: 'unclaimed'." in without
         assert "3 shard(s) have more than one main replica" in claimed
         assert "the contents of 2 of them differ" in claimed
         assert "'differs' (rank 0 / rank 1)" in claimed

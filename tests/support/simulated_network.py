@@ -177,11 +177,11 @@ class _SimulatedMeeting:
     def await_announced(self, n_connections: int) -> None:
         """Here a rank that is gone is known to be."""
 
-    def settle(self, operations: Sequence[str], account: bytes) -> bytes:
-        return self._network.settle(self._rank, operations, account)
+    def settle(self, operations: Sequence[str], end_message: bytes) -> bytes:
+        return self._network.settle(self._rank, operations, end_message)
 
-    def account_of(self, operation: str) -> bytes | None:
-        return self._network.account_of(self._rank, operation)
+    def end_message_of(self, operation: str) -> bytes | None:
+        return self._network.end_message_of(self._rank, operation)
 
 
 class SimulatedNetwork:
@@ -211,7 +211,7 @@ class SimulatedNetwork:
         self._pipes: dict[tuple[object, ...], dict[int, SimulatedPipe]] = {}
         self._met = threading.Condition(self.lock)
         self._thaws: dict[int, float] = {}
-        self._accounts: dict[str, bytes] = {}
+        self._end_messages: dict[str, bytes] = {}
 
     def meeting(self, rank: int) -> _SimulatedMeeting:
         """What ``rank`` reaches the others by."""
@@ -233,21 +233,21 @@ class SimulatedNetwork:
                 raise PipeBroken("connecting failed: closed while connecting")
             return self._pipes[pair][rank]
 
-    def settle(self, rank: int, operations: Sequence[str], account: bytes) -> bytes:
-        """Keep the first account of each of ``operations``."""
+    def settle(self, rank: int, operations: Sequence[str], end_message: bytes) -> bytes:
+        """Keep the first end message of each of ``operations``."""
         with self.lock:
             self._await_store(rank)
-            counts = self._accounts.setdefault(operations[0], account)
-            if counts == account:
+            counts = self._end_messages.setdefault(operations[0], end_message)
+            if counts == end_message:
                 for operation in operations[1:]:
-                    self._accounts.setdefault(operation, account)
+                    self._end_messages.setdefault(operation, end_message)
             return counts
 
-    def account_of(self, rank: int, operation: str) -> bytes | None:
+    def end_message_of(self, rank: int, operation: str) -> bytes | None:
         """What was kept of ``operation``."""
         with self.lock:
             self._await_store(rank)
-            return self._accounts.get(operation)
+            return self._end_messages.get(operation)
 
     def _await_store(self, rank: int) -> None:
         while (pause := self._thaws.get(rank, 0.0) - time.monotonic()) > 0 and rank not in self.killed:

@@ -1,7 +1,7 @@
-"""Exchanges between ranks that end on every rank with one verdict, in bounded time and memory.
+"""Exchanges between ranks. Each ends on every rank with the same result, in bounded time and memory.
 
-The only layer that talks to other processes. It knows nothing of plans, files or tensors; every layer above uses
-:class:`Channel` and none looks behind it.
+This is the only layer that talks to other processes. It knows nothing of plans, files or tensors. The layers above use
+:class:`Channel` and nothing below it.
 """
 
 from robust_dcp.comm.channel import Channel

@@ -1,7 +1,8 @@
-"""What ranks say while they work: who has given no sign of progress for longest, and how far the slowest has come.
+"""Beats: what ranks tell each other while they work.
 
-Pure values. A beat stands for all ranks that its receiver hears of only from its sender; it is a few bytes, whatever
-their number.
+A beat says which rank has shown no progress for longest, and how far the slowest rank has come. It covers all ranks
+that its receiver hears of only through its sender. It takes a few bytes, however many ranks these are. This module
+holds values only.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ _NOBODY = -1
 
 @dataclass(frozen=True)
 class Beat:
-    """See the module.
+    """What a rank says about itself and the ranks behind it.
 
     Attributes:
-        silent_rank: who has given no sign of progress for longest; -1 if everybody is done.
-        silent_seconds: for how long, when this was sent.
+        silent_rank: the rank that has shown no progress for longest; -1 if all are done.
+        silent_seconds: for how long, at the time of sending.
         n_at_work: how many ranks are not done, as far as the sender knows.
-        slow_rank: of those that have said how much they have to do, the one that has done the smallest part; or -1.
-        slow_done_nbytes, slow_total_nbytes: how much that is.
-        slow_seconds: how long it has been at it.
-        arrived_seconds: monotonic, when this was received.
+        slow_rank: the rank that has done the smallest part of its work, among ranks that said how much they have to
+            do; -1 if none said so.
+        slow_done_nbytes, slow_total_nbytes: how much that rank has done, and how much it has to do.
+        slow_seconds: how long that rank has been working.
+        arrived_seconds: when this beat was received (``time.monotonic()``).
     """
 
     silent_rank: int = _NOBODY
@@ -42,12 +44,12 @@ class Beat:
 
     @classmethod
     def of_silent(cls, rank: int, seconds: float, said: Beat | None, n_ranks: int) -> Beat:
-        """For a neighbour that has not come: who is silent behind it, and what it last ``said``."""
+        """A beat about a neighbour that has not come: the rank silent behind it, and the beat that it last ``said``."""
         return replace(said or cls(n_at_work=n_ranks), silent_rank=rank, silent_seconds=seconds)
 
     @classmethod
     def slowest(cls, beats: Sequence[Beat]) -> Beat:
-        """What these add up to."""
+        """Combine several beats into one."""
         silent = max(beats, key=lambda beat: beat.silent_seconds, default=cls())
         slow = min((beat for beat in beats if beat.slow_rank >= 0), key=lambda beat: beat.part_done, default=silent)
         return cls(
@@ -62,11 +64,11 @@ class Beat:
 
     @property
     def part_done(self) -> float:
-        """0 to 1, of the slowest."""
+        """The part of its work that the slowest rank has done, from 0 to 1."""
         return self.slow_done_nbytes / self.slow_total_nbytes if self.slow_total_nbytes else 0.0
 
     def encode(self) -> bytes:
-        """As it stands in the body of a frame."""
+        """Encode for the body of a frame."""
         return _LAYOUT.pack(
             self.silent_rank,
             self.silent_seconds,
@@ -79,13 +81,13 @@ class Beat:
 
     @classmethod
     def decode(cls, body: bytes) -> Beat:
-        """What :meth:`encode` made, received now."""
+        """Decode what :meth:`encode` made. The time of arrival is now."""
         silent_rank, silent_seconds, n_at_work, slow_rank, done, total, seconds = _LAYOUT.unpack_from(body)
         now = time.monotonic()
         return cls(silent_rank, silent_seconds, n_at_work, slow_rank, done, total, seconds, now)
 
     def __str__(self) -> str:
-        """For people: who is waited for, how far it has come, how fast."""
+        """For people: which rank the others wait for, how far it has come, and how fast it is."""
         if self.slow_rank < 0:
             return f"{self.n_at_work} ranks are at work; rank {self.silent_rank} for {self.silent_seconds:.0f} seconds"
         rate = self.slow_done_nbytes / max(self.slow_seconds, 1e-3)
@@ -99,9 +101,8 @@ class Beat:
 class Progress:
     """How far this rank's own work has come.
 
-    Attributes:
-        began_seconds, moved_seconds: monotonic; when it began, and when it last got on.
-        done_nbytes, total_nbytes: how much it has done of how much; 0 while it is not known.
+    began_seconds, moved_seconds: when the work began, and when it last advanced (``time.monotonic()``).
+    done_nbytes, total_nbytes: how much is done, and how much there is to do; 0 while that is not known.
     """
 
     began_seconds: float
@@ -111,12 +112,12 @@ class Progress:
 
     @classmethod
     def now(cls) -> Progress:
-        """The work begins."""
+        """The progress of work that begins now."""
         now = time.monotonic()
         return cls(now, now)
 
     def moved(self, done_nbytes: int | None, total_nbytes: int | None) -> Progress:
-        """The work has got on."""
+        """The progress after the work has advanced. ``None`` keeps a value as it is."""
         return Progress(
             self.began_seconds,
             time.monotonic(),
@@ -125,7 +126,7 @@ class Progress:
         )
 
     def beat(self, rank: int, now: float) -> Beat:
-        """What ``rank``, whose progress this is, says."""
+        """The beat about this progress, which is that of ``rank``."""
         knows = self.total_nbytes > 0
         return Beat(
             silent_rank=rank,

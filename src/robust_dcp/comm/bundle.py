@@ -1,8 +1,8 @@
-"""The messages of several ranks in one: field by field the distinct values, and for each rank which of them it has.
+"""A bundle holds the messages of several ranks. For each field it stores the distinct values, and which rank has which.
 
-Replicas send the same columns, so a bundle of them is hardly larger than one message. It owns that encoding and its
-checks. On the way up the tree each rank merges the bundles of its children with its own message, without decoding what
-they hold; the root opens what arrives.
+Replicas send the same columns, so their bundle is hardly larger than one message. This module owns that encoding and
+its checks. On the way up the tree each rank merges the bundles of its children with its own message without decoding
+their values. The root decodes them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ M = TypeVar("M", bound=msgspec.Struct)
 
 
 class Column(msgspec.Struct, array_like=True, frozen=True):
-    """One field. ``which``: for each rank of the bundle the place of its value in ``values``."""
+    """One field. For each rank of the bundle, ``which`` holds the index of its value in ``values``."""
 
     values: tuple[msgspec.Raw, ...]
     which: tuple[int, ...]
 
 
 class Bundle(msgspec.Struct, array_like=True, frozen=True):
-    """All fields of the message type, in its order, for ``ranks``."""
+    """All fields of the message type, in its order, for the ranks in ``ranks``."""
 
     ranks: tuple[int, ...]
     fields: tuple[str, ...]
@@ -36,16 +36,16 @@ class Bundle(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Bundler(Generic[M]):
-    """Merges messages and bundles of one type, and keeps of them only what is new.
+    """Merges messages and bundles of one type, and stores each distinct value once.
 
         bundler = Bundler(Sizes)
         bundler.add(8, sizes_of_rank_8)
         bundler.add_bundle(payload_from_rank_9)
         payload = bundler.encode()
 
-    Bundles are compressed like other messages. For the structures of 8 ranks with 20,000 items each, long distance
-    matching gains nothing and takes twice the time: what is alike stands side by side already. Level 6 saves 10 to
-    15 % in four times the time.
+    Bundles are compressed like other messages. We measured other settings on the structures of 8 ranks with 20,000
+    items each. Long distance matching gains nothing and takes twice the time, because equal values already stand side
+    by side. Level 6 saves 10 to 15 % in four times the time.
     """
 
     def __init__(self, message_type: type[M]) -> None:
@@ -63,10 +63,10 @@ class Bundler(Generic[M]):
             which.append(places.setdefault(msgspec.msgpack.encode(getattr(message, name)), len(places)))
 
     def add_bundle(self, payload: Payload) -> None:
-        """Merge what another rank has bundled.
+        """Merge the bundle of another rank.
 
         Raises:
-            ExchangeError: it is no bundle of this type.
+            ExchangeError: ``payload`` is not a bundle of this type.
         """
         bundle = wire.decode(payload, Bundle)
         _check(bundle, self._names)
@@ -76,10 +76,10 @@ class Bundler(Generic[M]):
             which.extend([moved[place] for place in column.which])
 
     def encode(self) -> bytes:
-        """The bundle of all that was added.
+        """Encode the bundle of everything that was added.
 
         Raises:
-            ExchangeError: it is larger than any receiver accepts.
+            ExchangeError: the bundle is larger than any receiver accepts.
         """
         columns = tuple(
             Column(tuple(map(msgspec.Raw, places)), tuple(which))
@@ -88,12 +88,12 @@ class Bundler(Generic[M]):
         return wire.encode(Bundle(tuple(self._ranks), self._names, columns))
 
     def open(self) -> dict[int, M]:
-        """The messages of all that was added, by rank. Each distinct value is decoded and checked once.
+        """Return all messages that were added, by rank. Each distinct value is decoded and checked once.
 
-        Equal values are the very same objects: nobody should modify them.
+        Messages share equal values, so do not modify them.
 
         Raises:
-            ExchangeError: some are not of this type; names their ranks.
+            ExchangeError: some messages are not of this type. The error names their ranks.
         """
         columns: list[list[Any]] = []
         for field, which, places in zip(self._fields, self._which, self._places, strict=True):
@@ -103,26 +103,26 @@ class Bundler(Generic[M]):
                 decoded.extend(map(decoder.decode, places))
             except (msgspec.MsgspecError, RecursionError, ValueError) as error:
                 ranks = [rank for rank, place in zip(self._ranks, which, strict=True) if place == len(decoded)]
-                raise self._useless(ranks, f"{field.name!r}: {error}") from None
+                raise self._wrong_type_error(ranks, f"{field.name!r}: {error}") from None
             columns.append([decoded[place] for place in which])
         messages: dict[int, M] = {}
         try:
             for number, rank in enumerate(self._ranks):
                 fields = {name: column[number] for name, column in zip(self._names, columns, strict=True)}
                 messages[rank] = self._message_type(**fields)
-        except (TypeError, ValueError) as error:  # the type's own check failed
-            raise self._useless([self._ranks[len(messages)]], str(error)) from None
+        except (TypeError, ValueError) as error:  # a check of the message type failed
+            raise self._wrong_type_error([self._ranks[len(messages)]], str(error)) from None
         return messages
 
-    def _useless(self, ranks: list[int], detail: str) -> ExchangeError:
+    def _wrong_type_error(self, ranks: list[int], detail: str) -> ExchangeError:
         return ExchangeError(f"what {_some(ranks)} sent is no {self._message_type.__name__}: {detail}", ranks=ranks)
 
 
 def open_bundle(payload: Payload, message_type: type[M]) -> dict[int, M]:
-    """The messages in a bundle, by rank; as :meth:`Bundler.open`.
+    """Return the messages in a bundle, by rank, as :meth:`Bundler.open` does.
 
     Raises:
-        ExchangeError: it is no bundle of this type.
+        ExchangeError: ``payload`` is not a bundle of this type.
     """
     bundler = Bundler(message_type)
     bundler.add_bundle(payload)

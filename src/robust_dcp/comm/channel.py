@@ -1,7 +1,8 @@
-"""Channel: what the ranks of a group say to each other during a save or load, one verb for each way to say it.
+"""Channel: how the ranks of a group exchange messages during a save or load. It has one method for each pattern.
 
-It owns the verbs, and leaves to the operation how ranks stay in step. Called by ``api``, the planner, the writer and
-the Megatron integration; one for each operation, used by one thread at a time.
+Example: ``gather`` sends every rank's message to the coordinator. This module owns these methods; the operation keeps
+the ranks in step. ``api``, the planner, the writer and the Megatron integration call it. Each operation has a channel
+of its own, and one thread uses it at a time.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ T = TypeVar("T")
 class Channel:
     """Exchanges among the ranks of a process group, over connections that nothing else uses.
 
-    Every rank calls the same verbs with the same ``phase`` in the same order. ``produce`` is the rank's own work: it
-    runs first, and if it raises on any rank, all ranks raise the same exception, and go on in step. A rank that gives
-    no sign of progress for ``timeout_seconds``, has ended, or is in another phase, is named in an ``ExchangeTimeout``
-    or ``ExchangeError`` on all ranks; the next exchange then starts afresh.
+    Every rank calls the same methods with the same ``phase`` in the same order. ``produce`` does the rank's own work
+    and runs first. If it raises on any rank, all ranks raise the same exception and stay in step. A rank is named in an
+    ``ExchangeTimeout`` or ``ExchangeError`` on all ranks if it gives no sign of progress for ``timeout_seconds``, if
+    its process has ended, or if it is in another phase. The next exchange then starts afresh.
 
         channel = Channel.for_group(operation="save 3", timeout_seconds=60)
         sizes = channel.gather("sizes", measure, Sizes)
 
     Attributes:
-        rank: of this process in the group.
-        size: of the group.
+        rank: this process's rank in the group.
+        size: how many ranks the group has.
         ranks: the global rank of each rank of the group.
         coordinator_rank: the rank of the group that gathers and decides.
         timeout_seconds: how long a rank may be silent.
-        last_agreement: what the offers of all ranks added up to in the last exchange of this object.
+        last_agreement: the combined offers of all ranks from the last exchange of this object.
     """
 
     last_agreement: Agreement
@@ -70,16 +71,16 @@ class Channel:
         coordinator_rank: int = 0,
         no_dist: bool = False,
     ) -> Channel:
-        """The channel among the members of ``process_group``. Not a collective: it connects when it is first used.
+        """The channel among the members of ``process_group``. This is no collective: it connects at its first use.
 
         Args:
             process_group: ``None`` for the default group. Its backend does not matter.
-            operation: what is going to be done, the same on all ranks. Several operations may run at the same time,
-                each in a thread of its own; ranks may start those of different names in any order.
-            timeout_seconds: how long a rank may go without any sign of progress. A rank that works is waited for.
-            deadline_seconds: how long the operation may take as a whole; ``None`` for as long as there is progress.
-            coordinator_rank: a rank of the group, not a global one.
-            no_dist: talk to nobody. So it is also without ``torch.distributed``, and in a group of one.
+            operation: what the ranks are about to do, the same text on all ranks. Several operations may run at the
+                same time, each in its own thread. Ranks may start operations of different names in any order.
+            timeout_seconds: how long a rank may show no sign of progress. A rank that works is waited for.
+            deadline_seconds: how long the whole operation may take; ``None`` for as long as there is progress.
+            coordinator_rank: a rank of the group, not a global rank.
+            no_dist: talk to nobody. This is also what happens without ``torch.distributed`` and in a group of one.
 
         Raises:
             ValueError: an argument is out of range, or this process is not a member of the group.
@@ -93,7 +94,7 @@ class Channel:
         return cls(Operation(link, operation, timeout_seconds, deadline_seconds), coordinator_rank)
 
     def led_by(self, coordinator_rank: int) -> Channel:
-        """This channel with another coordinator: the same operation, the same connections where they suffice."""
+        """This channel with another coordinator. It belongs to the same operation and reuses the connections."""
         return self if coordinator_rank == self.coordinator_rank else Channel(self._operation, coordinator_rank)
 
     @property
@@ -114,7 +115,7 @@ class Channel:
 
     @property
     def operation(self) -> str:
-        """What is done, in words: ``"save step_1000"``."""
+        """What the operation does, for example ``"save step_1000"``."""
         return self._operation.name
 
     @property
@@ -123,7 +124,7 @@ class Channel:
 
     @property
     def stats(self) -> ExchangeStats:
-        """What all exchanges of this group have cost this rank so far, whatever operation they belonged to."""
+        """What all exchanges of this group have cost this rank so far, over all operations."""
         return self._link.stats
 
     def recording(self) -> AbstractContextManager[ExchangeStats]:
@@ -131,7 +132,7 @@ class Channel:
         return self._operation.recording()
 
     def agree(self, phase: str, produce: Callable[[], Offer]) -> Agreement:
-        """What the offers of all ranks add up to, the same on every rank.
+        """Combine the offers of all ranks, and return the result on every rank.
 
         Raises:
             RobustCheckpointError: see the class.
@@ -146,11 +147,11 @@ class Channel:
         then: Callable[[], None] = lambda: None,
         offer: Callable[[], Offer] = Offer,
     ) -> None:
-        """Wait for all ranks, and for the work of all ranks to have succeeded.
+        """Wait until the work of all ranks has succeeded.
 
         Args:
-            then: called on the coordinator once that is so. If it raises, all ranks do.
-            offer: what goes into the agreement of all ranks (``last_agreement``), once ``produce`` has returned.
+            then: is called on the coordinator after that. If it raises, all ranks raise.
+            offer: makes this rank's part of ``last_agreement``, after ``produce`` has returned.
 
         Raises:
             RobustCheckpointError: see the class.
@@ -174,15 +175,15 @@ class Channel:
         *,
         offer: Callable[[M | None], Offer] | None = None,
     ) -> list[M | None] | None:
-        """Every rank's message, in rank order, on the coordinator; ``None`` on the others.
+        """Return every rank's message, in rank order, on the coordinator; ``None`` on the other ranks.
 
-        Messages with equal fields may hold the very same objects: nobody should modify them.
+        Messages with equal fields may share the same objects, so do not modify them.
 
         Args:
             phase: the name of the exchange, the same on all ranks.
-            produce: makes this rank's message; ``None`` if it has nothing to say, which costs nothing.
-            message_type: what the messages are decoded as, and checked against.
-            offer: what goes with the message into the agreement of all ranks (``last_agreement``).
+            produce: makes this rank's message. ``None`` means that there is nothing to say, and costs nothing.
+            message_type: the type that messages are decoded as and checked against.
+            offer: makes this rank's part of ``last_agreement`` from its message.
 
         Raises:
             RobustCheckpointError: see the class.
@@ -200,7 +201,7 @@ class Channel:
             messages = {} if own is None else {self.rank: own}
             if below:
                 bundler = Bundler(message_type)
-                with _naming(phase):
+                with _with_phase_in_error(phase):
                     for payload in below:
                         bundler.add_bundle(payload)
                     messages.update(bundler.open())
@@ -211,7 +212,7 @@ class Channel:
         return gathered if self.is_coordinator else None
 
     def broadcast(self, phase: str, produce: Callable[[], M], message_type: type[M]) -> M:
-        """The coordinator's message, on every rank. ``produce`` runs on the coordinator only.
+        """Return the coordinator's message on every rank. ``produce`` runs on the coordinator only.
 
         Raises:
             RobustCheckpointError: see the class.
@@ -225,15 +226,15 @@ class Channel:
             return Contribution(payload=wire.encode(own[0]) if self.size > 1 else b"")
 
         _, payload = self._run("broadcast", phase, Work(contribute, reply=lambda agreement, own, below: own))
-        return own[0] if own else self._taken(phase, lambda: wire.decode(payload, message_type))
+        return own[0] if own else self._decoded(phase, lambda: wire.decode(payload, message_type))
 
     def scatter(self, phase: str, produce: Callable[[], Sequence[M | None]], message_type: type[M]) -> M | None:
-        """This rank's message out of those that the coordinator made; ``produce`` runs on the coordinator only.
+        """Return the message that the coordinator made for this rank. ``produce`` runs on the coordinator only.
 
         Args:
             phase: the name of the exchange, the same on all ranks.
             produce: makes one message for each rank, in rank order; ``None`` for nothing.
-            message_type: what the messages are decoded as, and checked against.
+            message_type: the type that messages are decoded as and checked against.
 
         Raises:
             RobustCheckpointError: see the class.
@@ -259,10 +260,10 @@ class Channel:
         if own:
             return own[0]
         mine = _Shares.decode(payload).payloads[0] if payload else b""
-        return self._taken(phase, lambda: wire.decode(mine, message_type)) if mine else None
+        return self._decoded(phase, lambda: wire.decode(mine, message_type)) if mine else None
 
     def all_gather(self, phase: str, produce: Callable[[], M], message_type: type[M]) -> list[M]:
-        """Every rank's message, in rank order, on every rank. For what is small: each rank sees all of it.
+        """Return every rank's message, in rank order, on every rank. Use it for small messages: each rank gets all.
 
         Raises:
             RobustCheckpointError: see the class.
@@ -278,17 +279,17 @@ class Channel:
         _, payload = self._run("all_gather", phase, work)
         if self.size == 1:
             return own
-        messages = self._taken(phase, lambda: open_bundle(payload, message_type))
+        messages = self._decoded(phase, lambda: open_bundle(payload, message_type))
         return [messages[rank] for rank in range(self.size)]
 
     def combine(self, phase: str, produce: Callable[[], M], join: Callable[[M, M], M], message_type: type[M]) -> M:
-        """What the messages of all ranks add up to, on every rank.
+        """Join the messages of all ranks into one, and return it on every rank.
 
         Args:
             phase: the name of the exchange, the same on all ranks.
             produce: makes this rank's message.
-            join: of two messages makes one that is no larger; in which order, must not matter.
-            message_type: what the messages are decoded as, and checked against.
+            join: makes one message from two, no larger than they are. The order of joins must not change the result.
+            message_type: the type that messages are decoded as and checked against.
 
         Raises:
             RobustCheckpointError: see the class.
@@ -305,15 +306,15 @@ class Channel:
 
         work = Work(contribute, merge, lambda agreement, own, below: merge(own, below))
         _, payload = self._run("combine", phase, work)
-        return self._taken(phase, lambda: wire.decode(payload, message_type))
+        return self._decoded(phase, lambda: wire.decode(payload, message_type))
 
     def combined_signature(self, signatures: Sequence[bytes]) -> bytes:
-        """What the signatures of all ranks, in rank order, add up to in an :class:`Agreement` of this channel."""
+        """Compute what :class:`Agreement` holds as the signature of all ranks, from their signatures in rank order."""
         by_place = self._link.tree(self.coordinator_rank).ranks_by_place
         return combined_signature([signatures[rank] for rank in by_place])
 
     def relay(self, phase: str, relayed: Relay) -> None:
-        """Pass tensors from the ranks that have them to those that need them; what arrived was sent, or it raises.
+        """Pass tensors from the ranks that have them to the ranks that need them. Bytes that arrive damaged raise.
 
         Raises:
             RobustCheckpointError: see the class.
@@ -345,17 +346,17 @@ class Channel:
 
     @property
     def stragglers(self) -> tuple[str, ...]:
-        """Whom the others have waited for, and how far those had come: what the coordinator has logged of it."""
+        """On the coordinator, the log lines that say which ranks the others waited for, and how far those were."""
         return tuple(self._operation.stragglers)
 
     def fail_next_work(self, fault: Callable[[], None]) -> None:
-        """Have ``fault`` raise in this rank's own work in the next exchange, as a test wants it."""
+        """For tests: call ``fault`` before this rank's own work in the next exchange, so that it can raise there."""
         self._operation.fault = fault
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Around all exchanges of an operation: if this rank leaves it between two of them by an exception, the others
-        raise an ``ExchangeError`` that says so, instead of waiting for it."""
+        """Put this around all exchanges of an operation. If this rank raises between two of them, the other ranks raise
+        an ``ExchangeError`` that says so, instead of waiting for it."""
         try:
             yield
         except BaseException as error:
@@ -363,21 +364,22 @@ class Channel:
             raise
 
     def note_progress(self, done_nbytes: int | None = None, total_nbytes: int | None = None) -> None:
-        """Say that this rank's work has got on, and how far: others wait for a rank that does. From any thread."""
+        """Record that this rank's work has advanced, and how far. Others wait for a rank that does. Any thread may call
+        this."""
         self._operation.note_progress(done_nbytes, total_nbytes)
 
     def failure_announced(self) -> str | None:
-        """What another rank has said of the exchange that this one works towards; ``None`` if nothing.
+        """The failure that another rank announced for the current or next exchange; ``None`` if there is none.
 
-        Cheap enough for a loop over items. From any thread.
+        It is cheap enough for a loop over items, and any thread may call it.
         """
         return self._operation.stopped()
 
     def stop_if_announced(self) -> None:
-        """Leave the work of this rank if another has announced a failure.
+        """Leave this rank's work if another rank has announced a failure.
 
         Raises:
-            Stopped: to be raised through ``produce``; the exchange makes it the failure that was announced.
+            Stopped: let it leave ``produce``. The exchange then raises the failure that was announced.
         """
         announced = self.failure_announced()
         if announced is not None:
@@ -387,8 +389,8 @@ class Channel:
         self.last_agreement, payload = self._operation.run(verb, phase, self.coordinator_rank, work)
         return self.last_agreement, payload
 
-    def _taken(self, phase: str, decode: Callable[[], T]) -> T:
-        """What has come down, decoded. The operation ends on all ranks if this one cannot use it."""
+    def _decoded(self, phase: str, decode: Callable[[], T]) -> T:
+        """Decode a reply from the coordinator. If this rank cannot decode it, the operation ends on all ranks."""
         try:
             return decode()
         except ExchangeError as error:
@@ -399,7 +401,7 @@ class Channel:
             raise useless from None
 
     def _bundled(self, message: M | None, message_type: type[M]) -> Payload:
-        """The coordinator's own message is handed to it as it is, unless all are to get it."""
+        """Encode this rank's message. In a group of one nothing is encoded, since the message goes nowhere."""
         if message is None or self.size == 1:
             return b""
         bundler = Bundler(message_type)
@@ -415,7 +417,7 @@ def _merging(phase: str, message_type: type[M]) -> Callable[[Payload, list[Paylo
         if len(payloads) == 1:
             return payloads[0]
         bundler = Bundler(message_type)
-        with _naming(phase):
+        with _with_phase_in_error(phase):
             for payload in payloads:
                 bundler.add_bundle(payload)
         return bundler.encode()
@@ -424,8 +426,8 @@ def _merging(phase: str, message_type: type[M]) -> Callable[[Payload, list[Paylo
 
 
 @contextmanager
-def _naming(phase: str) -> Iterator[None]:
-    """What cannot be used is told with the name of the exchange that it came in."""
+def _with_phase_in_error(phase: str) -> Iterator[None]:
+    """Add the name of the exchange to an error about a message that cannot be decoded."""
     try:
         yield
     except ExchangeError as error:
@@ -433,13 +435,14 @@ def _naming(phase: str) -> Iterator[None]:
 
 
 class _Shares(msgspec.Struct, array_like=True):
-    """The payloads for neighbouring places of the tree, from ``first_place`` on; no bytes at all if all are empty."""
+    """The payloads for consecutive places of the tree, from ``first_place`` on. It encodes to no bytes if all are
+    empty."""
 
     first_place: int
     payloads: list[memoryview]
 
     def of(self, places: range) -> _Shares:
-        """Those for ``places``."""
+        """The payloads for ``places``."""
         return _Shares(places.start, self.payloads[places.start - self.first_place : places.stop - self.first_place])
 
     def encode(self) -> bytes:

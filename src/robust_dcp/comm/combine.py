@@ -1,8 +1,8 @@
-"""What ranks say of themselves in a few bytes, and what that adds up to on the way up the tree.
+"""What each rank says about itself in a few bytes, and how these offers are combined on the way up the tree.
 
-Owns the offer of a rank and the combination of offers: a hash over all signatures in rank order, equality, counts,
-extremes with their ranks. Combining is associative over neighbouring ranges of ranks, so a rank combines its own offer
-with what its children have combined, and no rank ever sees all offers.
+Example: each rank offers the signature of what it holds, and the combination is a hash over all signatures in rank
+order. Other results are equality, counts, and extremes with their ranks. A rank combines its own offer with what its
+children have combined, so no rank ever sees all offers.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _LAYOUT = struct.Struct(f"<{SIGNATURE_NBYTES}s{SIGNATURE_NBYTES}s?QIQI{N_FLAGS}I
 
 @dataclass(frozen=True)
 class Offer:
-    """What a rank says of itself, without any payload.
+    """What a rank says about itself, without any payload.
 
     Attributes:
-        signature: 16 bytes, of what the rank holds.
-        plan_id: 16 bytes, the cached plan that it could use; zeros for none.
-        value: 64 bits, free for the phase; 0 says nothing.
-        flags: ``N_FLAGS`` bits, free for the phase.
+        signature: 16 bytes that identify what the rank holds.
+        plan_id: 16 bytes that identify the cached plan it could use; zeros for none.
+        value: 64 bits that the phase may use as it likes; 0 says nothing.
+        flags: ``N_FLAGS`` bits that the phase may use as it likes.
         told: 64 bits that one rank tells all others; 0 says nothing.
     """
 
@@ -54,18 +54,18 @@ class Offer:
 
 
 class Agreement(NamedTuple):
-    """What the offers of a range of ranks add up to; in the end that of all ranks, the same on each of them.
+    """The combined offers of a range of ranks. At the end it covers all ranks and is the same on each of them.
 
     Attributes:
-        n_ranks: how many ranks.
-        signature: of one rank its own; of several the hash :func:`combined_signature`.
-        plan_id: what the first rank of the range offered.
-        same_plan_id: whether all of them did.
-        lowest, highest: of the values that say something; 0 if none does.
-        lowest_rank, highest_rank: the first rank that said so.
+        n_ranks: how many ranks it covers.
+        signature: for one rank its own; for several ranks the hash of :func:`combined_signature`.
+        plan_id: the offer of the first rank of the range.
+        same_plan_id: whether all ranks offered that one.
+        lowest, highest: the extremes of the values that are not 0; 0 if there are none.
+        lowest_rank, highest_rank: the first rank that offered each.
         counts: for each flag, how many ranks have it.
         first_ranks: for each flag, the first rank that has it; 0 if none does.
-        told: by the first rank that tells anything.
+        told: the value of the first rank that tells anything.
     """
 
     n_ranks: int
@@ -82,7 +82,7 @@ class Agreement(NamedTuple):
 
     @classmethod
     def of(cls, rank: int, offer: Offer) -> Agreement:
-        """That of one rank with itself."""
+        """The agreement of a single rank."""
         counts = tuple(offer.flags >> bit & 1 for bit in range(N_FLAGS))
         return cls(
             n_ranks=1,
@@ -99,7 +99,7 @@ class Agreement(NamedTuple):
         )
 
     def with_children(self, children: Sequence[Agreement]) -> Agreement:
-        """This rank's, combined with those of its children in the order of their places."""
+        """Combine this rank's agreement with those of its children, which are in the order of their places."""
         if not children:
             return self
         total = self
@@ -129,24 +129,24 @@ class Agreement(NamedTuple):
         )
 
     def all_have(self, flag: int) -> bool:
-        """Whether every rank has ``flag`` (one bit)."""
+        """Whether every rank has ``flag`` (a number with one bit set)."""
         return self.counts[flag.bit_length() - 1] == self.n_ranks
 
     def count(self, flag: int) -> int:
-        """How many ranks have ``flag`` (one bit)."""
+        """How many ranks have ``flag`` (a number with one bit set)."""
         return self.counts[flag.bit_length() - 1]
 
     def first_rank(self, flag: int) -> int | None:
-        """The first rank that has ``flag`` (one bit)."""
+        """The first rank that has ``flag`` (a number with one bit set)."""
         return self.first_ranks[flag.bit_length() - 1] if self.count(flag) else None
 
     @property
     def same_value(self) -> bool:
-        """Whether all values that say something are equal."""
+        """Whether all values that are not 0 are equal."""
         return self.lowest == self.highest
 
     def encode(self) -> bytes:
-        """As it stands in the body of a frame."""
+        """Encode for the body of a frame."""
         return _LAYOUT.pack(
             self.signature,
             self.plan_id,
@@ -163,7 +163,7 @@ class Agreement(NamedTuple):
 
     @classmethod
     def decode(cls, body: bytes) -> Agreement:
-        """What :meth:`encode` made, from the body of a frame."""
+        """Decode what :meth:`encode` made, from the body of a frame."""
         signature, plan_id, same, lowest, low_rank, highest, high_rank, *rest = _LAYOUT.unpack_from(body)
         return cls(
             n_ranks=rest[-1],
@@ -183,7 +183,7 @@ class Agreement(NamedTuple):
 def combined_signature(signatures: Sequence[bytes]) -> bytes:
     """The hash over the signatures of all ranks, in rank order, that :class:`Agreement` has for a tree under rank 0.
 
-    A Merkle hash: of a rank that has children in the tree it is BLAKE2b over its own signature and their hashes.
+    It is a Merkle hash. For a rank with children in the tree it is BLAKE2b over its own signature and their hashes.
     """
     hashes: list[bytes] = list(signatures)
     for rank in reversed(range(len(hashes))):

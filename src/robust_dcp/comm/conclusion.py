@@ -1,7 +1,7 @@
-"""Why an operation ended out of step, in words: who is missing, gone or elsewhere.
+"""Says in words why an operation ended out of step: which ranks are missing, gone or in another operation.
 
-Owns the exception that is made of a :class:`Problem` and of a survey of all ranks that can be reached, and which of
-several accounts counts. Called by the operation, after a failure only.
+This module makes the exception from a :class:`Problem` and a survey of all ranks that can be reached. If several ranks
+make one, it decides which counts. The operation calls it, after a failure only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_RANKS_DESCRIBED = 16
 
 
 def conclude(problem: Problem, operation: RunningOperation, link: Link) -> EndMessage:
-    """Which operations end, and the exception for all ranks that are in them."""
+    """Decide which operations end, and make the exception for all ranks that are in them."""
     what, phase = operation.what, operation.phase
     ending = [operation.key]
     error: RobustCheckpointError
@@ -34,21 +34,21 @@ def conclude(problem: Problem, operation: RunningOperation, link: Link) -> EndMe
     else:
         found = link.surveyor.ask(min(patience.SURVEY_SECONDS, operation.timeout_seconds))
         if problem.is_elsewhere:
-            error = _elsewhere(phase, found, link.rank)
-            ending += _never_met(operation.key, found)
+            error = _different_operations_error(phase, found, link.rank)
+            ending += _operations_apart_from(operation.key, found)
         else:
-            error = _missing(problem, operation, link.size, found)
+            error = _missing_ranks_error(problem, operation, link.size, found)
     return EndMessage(tuple(sorted(ending)), ErrorMessage.of(error))
 
 
-def _never_met(key: OperationKey, found: Whereabouts) -> list[OperationKey]:
-    """The operations that no rank of ``key`` is in: their ranks wait for those of ``key``, and the other way round."""
+def _operations_apart_from(key: OperationKey, found: Whereabouts) -> list[OperationKey]:
+    """The operations that share no rank with ``key``. Their ranks wait for the ranks of ``key``, and vice versa."""
     own = set(found.inside.get(key, ()))
     return [OperationKey(*other) for other, ranks in found.inside.items() if other != key and own.isdisjoint(ranks)]
 
 
-def _elsewhere(phase: str, found: Whereabouts, rank: int) -> ExchangeError:
-    # Most ranks are taken to be right; if no operation has more, the one that this rank is in.
+def _different_operations_error(phase: str, found: Whereabouts, rank: int) -> ExchangeError:
+    # Assume that the operation with the most ranks is the right one. If there are several, take this rank's own.
     counts = Counter({text: len(ranks) for text, ranks in found.doing.items()})
     expected = max(counts, key=lambda text: (counts[text], rank in found.doing[text]))
     where = "; ".join(f"{_ranks(found.doing[text])} in {text}" for text, _ in counts.most_common(_MAX_RANKS_DESCRIBED))
@@ -59,10 +59,12 @@ def _elsewhere(phase: str, found: Whereabouts, rank: int) -> ExchangeError:
     )
 
 
-def _missing(problem: Problem, operation: RunningOperation, size: int, found: Whereabouts) -> ExchangeTimeout:
+def _missing_ranks_error(
+    problem: Problem, operation: RunningOperation, size: int, found: Whereabouts
+) -> ExchangeTimeout:
     missing = {**problem.missing, **found.missing}
     for rank, text in problem.missing.items():
-        # A rank that answers is there all the same: its work does not get on.
+        # A rank that answers is alive: only its work does not advance.
         doing = next((each for each, ranks in found.doing.items() if rank in ranks), None)
         if doing is not None and operation.what not in doing:
             missing[rank] = f"{text}: it is in {doing}"
@@ -83,7 +85,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def as_told_to(rank: int, error: RobustCheckpointError) -> RobustCheckpointError:
-    """The exception, with a word for a rank that comes after the others have given it up."""
+    """The exception as ``rank`` raises it. If the others had given up on that rank, the message says so first."""
     if not isinstance(error, ExchangeTimeout) or rank not in (error.missing_ranks or ()):
         return error
     fields = error.to_fields()
@@ -92,21 +94,21 @@ def as_told_to(rank: int, error: RobustCheckpointError) -> RobustCheckpointError
 
 
 def settle(ended: EndMessage, operation: RunningOperation, link: Link) -> bytes:
-    """The account of the end that counts for all ranks, which may be another's: ``ended``, unless the store has one."""
-    account = wire.encode(ended)
+    """Return the end message that counts for all ranks: that of the store if it has one, otherwise ``ended``."""
+    end_message = wire.encode(ended)
     try:
-        counts = link.settle([OperationKey(*key) for key in ended.operations], account)
-        if operation.key not in wire.decode(counts, EndMessage).operations:  # that one is about others of them
-            counts = link.settle([operation.key], account)
+        counts = link.settle([OperationKey(*key) for key in ended.operations], end_message)
+        if operation.key not in wire.decode(counts, EndMessage).operations:  # it ends other operations, not this one
+            counts = link.settle([operation.key], end_message)
         return counts
-    except StoreLost as lost:  # the ranks still tell each other
+    except StoreLost as lost:  # the ranks can still tell each other directly
         return wire.encode(_without_store(ended, operation, link, str(lost)))
 
 
 def _without_store(ended: EndMessage, operation: RunningOperation, link: Link, detail: str) -> EndMessage:
-    """The same, with a word on the store, in which the ranks could not agree on it.
+    """The same end message, which also says that the ranks could not agree on it in the store.
 
-    If only ranks are missing that were never connected to, that is for want of the store: its host is at fault.
+    If all missing ranks were never connected, they are missing because of the store. Then its host is named instead.
     """
     error, host = ended.error.to_error(), link.store_host
     fields = error.to_fields()

@@ -1,8 +1,8 @@
-"""One connection to one other rank: frames and payloads in order, each once, whole or not at all.
+"""One connection to one other rank. It delivers frames and payloads in order, each exactly once and undamaged.
 
-Owns the thread that connects and then reads, the serial numbers, and the one repetition of what arrives damaged. It
-never knows what a frame means: whole messages go to ``deliver``, and ``lost`` is told when the other rank is gone.
-Sending never waits: what cannot go yet is kept until the other side has acknowledged it.
+It owns the thread that connects and then reads, the serial numbers, and the one repetition of a message that arrives
+damaged. It never knows what a frame means: it passes whole messages to ``deliver``, and calls ``lost`` when the other
+rank is gone. Sending never waits: a message is kept until the other side has acknowledged it.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _MAX_TAG = 0x7FFFFFF0
 
 
 class Receiver(Protocol):
-    """Who uses the connection. Both are called from its thread, and must not wait for anything."""
+    """Who uses a connection. The connection's thread calls both methods, so they must not wait for anything."""
 
     def deliver(self, peer: int, frame: Frame, payload: Payload) -> None:
-        """A whole message has come from ``peer``."""
+        """Take a whole message that came from ``peer``."""
 
     def lost(self, peer: int, detail: str, *, damaged: bool) -> None:
-        """Nothing will come any more. ``damaged``: the other rank lives, but what it sends arrives damaged."""
+        """Nothing more will come. ``damaged``: the other rank is alive, but what it sends arrives damaged."""
 
 
 class Damaged(Exception):
-    """Something arrived damaged twice."""
+    """The same message arrived damaged twice."""
 
 
 @dataclass(eq=False)
@@ -54,20 +54,20 @@ class _Sent:
 
 
 class Connection:
-    """To the rank ``peer``; made when the first message is to go there or is expected from there.
+    """A connection to the rank ``peer``, made when the first message is sent to it or expected from it.
 
     Args:
-        peer: rank of the group.
-        open_pipe: connects; waits for the other rank as long as that takes, and calls its argument with where that
-            listens, once it has said so. Called in the connection's thread.
-        receiver: see there.
-        previous: the connection before this one. It is closed once the other side has come here.
+        peer: a rank of the group.
+        open_pipe: connects, and waits for the other rank as long as that takes. Once the other rank has said where it
+            listens, it calls its argument with that address. It runs in the connection's thread.
+        receiver: gets what arrives.
+        previous: the connection before this one. It is closed once the other side is connected here.
 
     Attributes:
         previous_loss: how the connection before this one ended, if its other side just went away.
-        is_lost: nothing comes any more, and the receiver knows.
-        is_left: the other rank reads nothing more over this connection, as what arrived there was damaged.
-        is_excused: the other rank has reason to close it: an operation has ended out of step.
+        is_lost: nothing more will come, and the receiver knows.
+        is_left: the other rank reads nothing more from this connection, because what it got was damaged.
+        is_excused: the other rank has a reason to close this connection, because an operation ended out of step.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Connection:
         previous: Connection | None = None,
     ) -> None:
         self.peer = peer
-        self.process = ""  # host and process of the other rank, once it has said so
+        self.process = ""  # host and process id of the other rank, once it has sent them
         self.previous_loss = None if previous is None else previous.loss
         self.loss: str | None = None
         self.is_lost = False
@@ -96,8 +96,8 @@ class Connection:
         self._next_probe_seconds = 0.0
         self._probe_pause_seconds = patience.PROBE_SECONDS
         self._is_closed = self._has_ended = False
-        self._is_receiving = False  # a payload, which may take long
-        self._sent: deque[_Sent] = deque()  # and not acknowledged yet
+        self._is_receiving = False  # whether it is receiving a payload, which may take long
+        self._sent: deque[_Sent] = deque()  # messages that are not acknowledged yet
         self._repeated: list[object] = []
         self._n_sent = 0
         self._n_received = 0
@@ -109,16 +109,16 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Whether the other rank has come, and nothing is wrong."""
+        """Whether the other rank is connected and nothing is wrong."""
         return self._pipe is not None and not self.is_over and not self._is_closed
 
     @property
     def is_over(self) -> bool:
-        """Whether another connection has to be made."""
+        """Whether a new connection has to be made."""
         return self.is_lost or self.is_left
 
     def send(self, frame: Frame, payload: Payload = b"") -> None:
-        """Send a message, now or when there is a connection. To a rank that is gone, nothing is sent."""
+        """Send a message now, or as soon as there is a connection. Nothing is sent to a rank that is gone."""
         with self._lock:
             if self._is_closed:
                 return
@@ -130,7 +130,7 @@ class Connection:
             self._post(sent)
 
     def _forget(self, end: Frame) -> None:
-        """Of an operation that has ended before the other rank came, it is to hear of the end and of nothing before."""
+        """Drop the unsent messages of an operation that ended before the other rank came. It hears only of the end."""
         kept = [
             sent
             for sent in self._sent
@@ -141,29 +141,29 @@ class Connection:
 
     @property
     def n_unacknowledged(self) -> int:
-        """Messages that the other side has not said to have."""
+        """How many messages the other side has not acknowledged yet."""
         return len(self._sent)
 
     @property
     def is_telling_an_end(self) -> bool:
-        """Whether the other rank is there, and has not said yet that it has heard how an operation ended."""
+        """Whether the other rank is connected and has not yet acknowledged how an operation ended."""
         with self._lock:
             return self.is_open and any(sent.frame.kind == Kind.FAIL for sent in self._sent)
 
     def pipe(self) -> Pipe | None:
-        """What lies below, for those who send more than messages; ``None`` before it is there and after its end."""
+        """The pipe below, for callers that send more than messages; ``None`` before it is open and after it ended."""
         return self._pipe
 
     def ask_for_lost(self) -> None:
-        """Ask for what may have been lost on the way: nothing has come for a while, so nothing later can show it."""
+        """Ask again for what may have been lost. Use it after a silence, when no later message can show a gap."""
         if self.is_open and not self._is_receiving and self._asked_for_lost != self._n_received:
             self._asked_for_lost = self._n_received
             self.send(Frame(Kind.AGAIN, exchange=self._n_received))
 
     def claim_probe(self, now: float) -> bool:
-        """Whether to :meth:`probe` now: the other rank has said where it listens, and not answered for a while.
+        """Whether to :meth:`probe` now: the other rank has said where it listens, but has not answered for a while.
 
-        If so, the next time comes after twice as long a pause.
+        After each probe the pause before the next one doubles.
         """
         if self._pipe is not None or self._address is None or self.is_over or now < self._next_probe_seconds:
             return False
@@ -172,7 +172,7 @@ class Connection:
         return True
 
     def probe(self) -> None:
-        """Look whether the other rank still listens: if not, its process has ended. May take a second."""
+        """Check whether the other rank still listens. If not, its process has ended. This may take a second."""
         try:
             if self._address is not None:
                 socket.create_connection(self._address, timeout=_PROBE_TIMEOUT_SECONDS).close()
@@ -180,10 +180,10 @@ class Connection:
             if self._pipe is None:
                 self._end("nobody listens any more where it said that it does", damaged=False)
         except OSError:
-            pass  # that may mean anything
+            pass  # any other error proves nothing
 
     def say_goodbye(self) -> None:
-        """Tell the other rank that nothing more comes from here. It answers, and is lost then."""
+        """Tell the other rank that nothing more will come. It answers, and then this connection is lost."""
         with self._lock:
             has_said, self._has_said_goodbye = self._has_said_goodbye, True
         if not has_said:
@@ -212,14 +212,14 @@ class Connection:
             payload_tag=self._tag if len(payload) else 0,
         )
         try:
-            # gloo stops sending altogether if what it is about to send is not kept any more. The first copy of a frame
-            # has gone out once it is acknowledged; another may still wait then for the other side to read. A payload
+            # Keep what gloo is about to send: otherwise it stops sending altogether. The first copy of a frame has gone
+            # out once it is acknowledged. A repeated copy may then still wait until the other side reads it. A payload
             # that nobody has asked for by then is never sent.
             (self._repeated if sent.kept else sent.kept).append(self._pipe.send(frame.encode(), _FRAME_TAG))
             if len(payload):
                 sent.kept.append(self._pipe.send(payload, self._tag))
         except PipeBroken:
-            pass  # the reading thread finds the same, and tells
+            pass  # the reading thread finds the same error and reports it
 
     def _run(self) -> None:
         detail, damaged = "", False
@@ -227,7 +227,7 @@ class Connection:
             pipe = self._open_pipe(self._note_met)
             with self._lock:
                 if self._has_ended:
-                    pipe.close()  # it answered too late
+                    pipe.close()  # the other rank answered too late
                 elif not self._is_closed:
                     self._pipe = pipe
                     for sent in self._sent:
@@ -265,9 +265,9 @@ class Connection:
             self._ask_again(f"a frame arrived damaged: {error}")
             return
         if frame.serial < self._n_received:
-            return  # it was here already
+            return  # a repeated frame that is here already
         if frame.kind == Kind.AGAIN:
-            self._send_again(frame.exchange)  # out of order as well: the other side waits for that before all else
+            self._send_again(frame.exchange)  # even out of order, because the other side waits for this first
         if frame.serial > self._n_received:
             self._ask_again(f"frame {frame.serial} arrived instead of frame {self._n_received}", patient=True)
             return
@@ -308,7 +308,10 @@ class Connection:
                     self._post(sent)
 
     def _ask_again(self, what: str, *, patient: bool = False) -> None:
-        """Ask once for all from the next serial on; ``patient``: what came does not prove that asking was in vain."""
+        """Ask once for everything from the next serial number on.
+
+        ``patient``: do not raise if this was asked before. The frame that came may have been sent before the request.
+        """
         if self._asked_for == self._n_received:
             if patient:
                 return

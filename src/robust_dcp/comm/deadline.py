@@ -1,4 +1,4 @@
-"""A point in time by which something has to be over. Monotonic, so that a changed clock changes nothing."""
+"""A point in time by which something has to be done. It is monotonic: setting the system clock does not move it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ __all__ = ["Deadline"]
 
 
 class Deadline:
-    """``seconds`` from now."""
+    """The time ``seconds`` from now."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until then; not below 0."""
+        """Seconds until the deadline; never below 0."""
         return max(0.0, self._end - time.monotonic())
 
     @property
@@ -24,5 +24,6 @@ class Deadline:
         return self.seconds_left == 0.0
 
     def as_timeout(self) -> datetime.timedelta:
-        """What torch takes as a timeout. It has milliseconds, and none of them means "for ever": at least one."""
+        """The time left as torch takes it. torch counts milliseconds and reads 0 as "for ever", so this is at least
+        1."""
         return datetime.timedelta(milliseconds=max(1, round(self.seconds_left * 1000)))

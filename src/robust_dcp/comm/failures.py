@@ -1,7 +1,8 @@
-"""How a failure on one rank becomes the same exception on all: descriptions as messages, and their union.
+"""How a failure on one rank becomes the same exception on all ranks.
 
-Owns the words for what went wrong: :class:`Problem` on this rank, and the messages in which others hear of it. It turns
-exceptions into bounded text and text into exceptions. It never sends anything and never sees a pickle.
+This module owns the descriptions of what went wrong: :class:`Problem` on this rank, and the messages that tell other
+ranks. It turns exceptions into text of bounded length, merges what several ranks report, and makes exceptions from it.
+It never sends anything and never uses pickle.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 MAX_FAILURES_TOLD = 16
-"""When more ranks fail, only so many send a description; the others are named."""
+"""If more ranks fail, only this many descriptions are sent; of the other ranks only their numbers."""
 
 _MAX_MESSAGE_CHARS = 16 << 10
 _MAX_TRACEBACK_CHARS = 32 << 10
@@ -42,21 +43,21 @@ _MAX_FIELDS_NBYTES = 256 << 10
 
 
 class Stopped(Exception):
-    """This rank stopped its work because another announced a failure; it is not itself at fault.
+    """This rank stopped its work because another rank announced a failure. It is not at fault itself.
 
-    Raise it in the work given to an exchange (``Channel.stop_if_announced`` does): the failure of the rank that
-    announced it is then raised on all, this one included.
+    Raise it in the work that you give to an exchange; ``Channel.stop_if_announced`` does. All ranks, this one included,
+    then raise the failure of the rank that announced it.
     """
 
 
 class Problem(Exception):
-    """What keeps this rank from going on. Internal to :mod:`robust_dcp.comm`.
+    """Why this rank cannot go on. It is internal to :mod:`robust_dcp.comm`.
 
     Attributes:
-        what: what happened, to be read after the name of the exchange.
-        cause: what this rank raised itself, if that is the problem.
+        what: what happened, worded to follow the name of the exchange.
+        cause: the exception that this rank raised itself, if that is the problem.
         missing: ranks that are gone or silent, each with what is known of it.
-        damaged_by: the rank whose messages arrive damaged.
+        damaged_by: the rank that sent messages which arrived damaged.
         is_elsewhere: some ranks are in another operation or phase.
     """
 
@@ -78,28 +79,28 @@ class Problem(Exception):
 
     @classmethod
     def of_damage(cls, rank: int, peer: int, detail: str) -> Problem:
-        """What ``peer`` sends to ``rank`` arrives damaged."""
+        """Messages from ``peer`` to ``rank`` arrive damaged."""
         return cls(f"what rank {peer} sent to rank {rank} arrived damaged {detail}", damaged_by=peer)
 
     @classmethod
     def of_lost(cls, peer: int, text: str) -> Problem:
-        """The connection to ``peer`` has broken; ``text`` says what is known."""
+        """The connection to ``peer`` broke; ``text`` says what is known."""
         return cls("broke off: connection lost", missing={peer: text})
 
     @classmethod
     def of_silent(cls, rank: int, seconds: float, text: str) -> Problem:
-        """``rank`` has shown no progress for as long as it may; ``text`` says what is known."""
+        """``rank`` showed no progress for ``seconds``, the longest allowed time; ``text`` says what is known."""
         return cls(f"did not finish: no progress for {seconds:g} seconds", missing={rank: text})
 
     @classmethod
     def of_deadline(cls, ranks: Sequence[int], seconds: float) -> Problem:
-        """The exchange has taken longer than it may."""
+        """The exchange took longer than allowed."""
         missing = {rank: f"rank {rank}, or a rank behind it, is not done" for rank in ranks}
         return cls(f"did not finish within its deadline of {seconds:g} seconds", missing=missing)
 
 
 class FailureMessage(msgspec.Struct, array_like=True, frozen=True):
-    """A :class:`RankFailure` on its way."""
+    """A :class:`RankFailure` as a message."""
 
     rank: int
     type_name: str
@@ -120,7 +121,8 @@ class FailureMessage(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ErrorMessage(msgspec.Struct, array_like=True, frozen=True):
-    """An exception on its way. ``fields``: those of one of our classes; ``None`` for any other exception."""
+    """An exception as a message. ``fields`` holds the fields of our own classes; it is ``None`` for other
+    exceptions."""
 
     type_name: str
     fields: dict[str, Any] | None
@@ -128,7 +130,7 @@ class ErrorMessage(msgspec.Struct, array_like=True, frozen=True):
 
     @classmethod
     def of(cls, error: RobustCheckpointError) -> ErrorMessage:
-        """``error`` as it is, with the failures that it already holds."""
+        """Describe ``error`` and the failures that it already holds."""
         failures = tuple(FailureMessage.of(failure) for failure in error.rank_failures)
         return cls(type(error).__name__, _plain_fields(error), failures)
 
@@ -138,11 +140,12 @@ class ErrorMessage(msgspec.Struct, array_like=True, frozen=True):
 
 
 class EndMessage(msgspec.Struct, array_like=True, frozen=True):
-    """How operations ended out of step, the same for all ranks.
+    """The end message: how operations ended out of step, the same for all ranks.
 
     Attributes:
-        operations: those that end, each as its ``OperationKey``; several if their ranks waited for each other.
-        error: what all ranks that are in one of them raise.
+        operations: the operations that end, as ``OperationKey``. There are several if their ranks waited for each
+            other.
+        error: the exception that all ranks in these operations raise.
     """
 
     operations: tuple[tuple[int, int], ...]
@@ -150,7 +153,7 @@ class EndMessage(msgspec.Struct, array_like=True, frozen=True):
 
 
 def describe(rank: int, error: BaseException) -> bytes:
-    """``error``, caught on ``rank``, as the payload that tells the others. Bounded, and never fails itself."""
+    """Describe ``error``, caught on ``rank``, as a payload for other ranks. It has a bounded size and never raises."""
     own = FailureMessage.of(failure_of(rank, error))
     fields: dict[str, Any] | None = None
     failures: tuple[FailureMessage, ...] = (own,)
@@ -161,13 +164,13 @@ def describe(rank: int, error: BaseException) -> bytes:
 
 
 class FailuresBelow(msgspec.Struct, array_like=True, frozen=True):
-    """What has failed on a rank and on those below it in the tree, on its way up.
+    """The failures of a rank and of those below it in the tree, on their way up.
 
     Attributes:
-        failed: the ranks whose own work failed, in ascending order.
-        told: the descriptions of the first ``MAX_FAILURES_TOLD`` of them (:func:`describe`).
-        stopped: the ranks that stopped since a failure was announced to them.
-        reason: what was announced.
+        failed: the ranks that failed in their own work, in ascending order.
+        told: the descriptions of the first ``MAX_FAILURES_TOLD`` of these ranks (:func:`describe`).
+        stopped: the ranks that stopped because they heard of a failure.
+        reason: the failure that they heard of.
     """
 
     failed: tuple[int, ...] = ()
@@ -180,16 +183,16 @@ class FailuresBelow(msgspec.Struct, array_like=True, frozen=True):
 
     @classmethod
     def on(cls, rank: int, error: BaseException) -> FailuresBelow:
-        """``error`` was raised on ``rank``."""
+        """The failures of ``rank`` after ``error`` was raised there."""
         return cls(failed=(rank,), told={rank: wire.decode(describe(rank, error), ErrorMessage)})
 
     @classmethod
     def stopped_on(cls, rank: int, reason: str) -> FailuresBelow:
-        """``rank`` stopped since it was told of a failure."""
+        """The failures of ``rank`` after it stopped because it heard of another rank's failure."""
         return cls(stopped=(rank,), reason=reason[:500].encode(errors="replace").decode())
 
     def merged(self, other: FailuresBelow) -> FailuresBelow:
-        """Those of both."""
+        """The failures of both."""
         told = {**self.told, **other.told}
         return FailuresBelow(
             failed=tuple(sorted({*self.failed, *other.failed})),
@@ -200,13 +203,13 @@ class FailuresBelow(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def status(self) -> Status:
-        """What the rank says of itself and of those below it."""
+        """The status that the rank reports for itself and those below it."""
         if self.failed:
             return Status.ERROR
         return Status.STOPPED if self.stopped else Status.OK
 
     def joint_error(self, phase: str) -> RobustCheckpointError:
-        """The one exception for all ranks."""
+        """The one exception that all ranks raise."""
         if self.failed:
             return joint_error(phase, self.failed, self.told)
         return RobustCheckpointError(
@@ -215,10 +218,10 @@ class FailuresBelow(msgspec.Struct, array_like=True, frozen=True):
 
 
 def joint_error(phase: str, failed_ranks: Sequence[int], told: Mapping[int, ErrorMessage]) -> RobustCheckpointError:
-    """The one exception for the failures of ``failed_ranks``: that of the lowest rank, with the failures of all.
+    """The one exception for the failures of ``failed_ranks``. It is the lowest rank's, and lists the failures of all.
 
     Args:
-        phase: the exchange that they were to join.
+        phase: the exchange that the ranks were about to join.
         failed_ranks: in ascending order.
         told: the descriptions that arrived.
     """
@@ -239,7 +242,7 @@ def joint_error(phase: str, failed_ranks: Sequence[int], told: Mapping[int, Erro
 
 
 def _plain_fields(error: RobustCheckpointError) -> dict[str, Any]:
-    """The fields of ``error`` as msgpack carries them; without the bulky ones if they are too long."""
+    """The fields of ``error`` as msgpack supports them. If they are too long, lists and dicts are left out."""
     fields = error.to_fields()
     fields["message"] = _shortened(str(fields["message"]), _MAX_MESSAGE_CHARS)
     plain: dict[str, Any] = msgspec.to_builtins(fields, str_keys=True, enc_hook=str)
@@ -249,7 +252,8 @@ def _plain_fields(error: RobustCheckpointError) -> dict[str, Any]:
 
 
 def _shortened(text: str, limit: int) -> str:
-    """``text`` if it has at most ``limit`` characters, else its two ends. Lone surrogates cannot be sent."""
+    """``text``, or its beginning and end if it is longer than ``limit``. Lone surrogates are replaced: UTF-8 has
+    none."""
     text = text.encode(errors="replace").decode()
     if len(text) <= limit:
         return text

@@ -1,7 +1,8 @@
-"""The 160-byte frame that every message between two ranks begins with: its layout, and what makes one unacceptable.
+"""The frame: 160 bytes that begin every message between two ranks.
 
-Pure bytes to values and back; it never talks to anyone and never decides what to do about a bad frame. A
-:class:`~robust_dcp.comm.connection.Connection` sends and receives frames, an operation reads them.
+This module converts frames to bytes and back, and says what makes a frame unacceptable. It never sends anything and
+never decides what to do about a bad frame. A :class:`~robust_dcp.comm.connection.Connection` sends and receives frames;
+an operation reads them.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ __all__ = ["BODY_NBYTES", "FRAME_NBYTES", "MAX_PAYLOAD_NBYTES", "Frame", "FrameE
 FRAME_NBYTES = 160
 BODY_NBYTES = 104
 MAX_PAYLOAD_NBYTES = 8 << 30
-"""No rank announces more than this; a receiver allocates what a frame announces, so there has to be a bound."""
+"""The largest payload that a rank may announce. A receiver allocates what a frame announces, so it needs a bound."""
 
 MAGIC = b"RDCP"
 PROTOCOL_VERSION = 2
 
-# magic, version, kind, status, a free byte, serial, acknowledged, operation, occurrence, exchange, phase, payload
-# nbytes, payload CRC-32, payload tag, body; then the CRC-32 of all that. Magic and CRC keep their places in every
-# version, so that damage and another version are told apart.
+# The fields in order: magic, version, kind, status, a free byte, serial, acknowledged, operation, occurrence, exchange,
+# phase, payload nbytes, payload CRC-32, payload tag, body. The CRC-32 of all that follows. Magic and CRC have the same
+# place in every version, so that we can tell damage from another version.
 _CONTENT = struct.Struct(f"<4sBBBxIIQIIIQII{BODY_NBYTES}s")
 _CRC = struct.Struct("<I")
 
@@ -33,20 +34,20 @@ class Kind(IntEnum):
     """What a frame is for."""
 
     UP = 1  # what a rank and all ranks below it contribute to an exchange
-    DOWN = 2  # how that exchange ended, and this subtree's share of the reply
-    BEAT = 3  # still here, and how far the work has come
-    STOP = 4  # the exchange that is under way will fail; the payload says why
-    FAIL = 5  # the operations that the payload names are over, out of step; it holds the exception for all ranks
-    AGAIN = 6  # send once more what you have sent from serial `exchange` on
-    ASK = 7  # which operations are you in, and whom do you miss?
+    DOWN = 2  # how that exchange ended, and the part of the reply for this subtree
+    BEAT = 3  # the sender is alive, and its work has come this far
+    STOP = 4  # the current exchange will fail; the payload says why
+    FAIL = 5  # operations ended out of step; the payload names them and holds the exception for all ranks
+    AGAIN = 6  # please send again everything from serial number `exchange` on
+    ASK = 7  # which operations are you in, and which ranks do you miss?
     ANSWER = 8
-    LEAVE = 9  # nothing more is read over this connection; the next one is to be made
-    GONE = 10  # the process ends, or its group does; answered alike, so that nothing sent before is lost
-    HELLO = 11  # the first over a connection; the body says which process sends it
+    LEAVE = 9  # the sender reads nothing more from this connection; make a new one
+    GONE = 10  # the process or its group ends; the receiver answers the same, so that nothing sent before is lost
+    HELLO = 11  # the first frame of a connection; the body says which process sends it
 
 
 class Status(IntEnum):
-    """What a rank says of itself and of the ranks below it. Zero is no status: zeros are no frame."""
+    """The state of a rank and the ranks below it. 0 is no status, so that a frame of zeros is not valid."""
 
     OK = 1
     STOPPED = 2  # it stopped because another rank had announced a failure
@@ -54,25 +55,25 @@ class Status(IntEnum):
 
 
 class FrameError(Exception):
-    """Some bytes are no frame; internal to :mod:`robust_dcp.comm`, which asks for them again."""
+    """Some bytes are not a frame. This is internal to :mod:`robust_dcp.comm`, which asks for the frame again."""
 
 
 class Frame(NamedTuple):
-    """One message between two ranks, but for its payload.
+    """One message between two ranks, without its payload.
 
     Attributes:
-        kind: what it is for.
-        operation: 64 bits, :func:`operation_id` of the name of the operation that it belongs to.
-        occurrence: how many operations of that name this rank had been in before.
+        kind: what the message is for.
+        operation: 64 bits, :func:`operation_id` of the operation's name.
+        occurrence: how many operations of that name this rank was in before.
         exchange: how many exchanges of the operation were completed before.
-        phase: 32 bits of a hash of what the exchange is (:func:`phase_id`).
+        phase: 32 bits, :func:`phase_id` of the exchange's description.
         status: see :class:`Status`.
-        body: at most ``BODY_NBYTES`` bytes, zero-padded; their meaning depends on the kind.
-        serial: how many frames the sender had sent over this connection before.
-        acknowledged: how many it had received.
-        payload_nbytes: length of the payload that follows; 0 for none.
-        payload_crc32: CRC-32 of that payload.
-        payload_tag: under which it is sent.
+        body: at most ``BODY_NBYTES`` bytes, padded with zeros. Their meaning depends on the kind.
+        serial: how many frames the sender sent over this connection before.
+        acknowledged: how many frames the sender has received over this connection.
+        payload_nbytes: the length of the payload that follows; 0 for none.
+        payload_crc32: the CRC-32 of that payload.
+        payload_tag: the gloo tag under which the payload is sent.
     """
 
     kind: Kind
@@ -89,7 +90,7 @@ class Frame(NamedTuple):
     payload_tag: int = 0
 
     def encode(self) -> bytes:
-        """The frame as ``FRAME_NBYTES`` bytes.
+        """Encode the frame as ``FRAME_NBYTES`` bytes.
 
         Raises:
             ValueError: a value does not fit its field.
@@ -121,10 +122,10 @@ class Frame(NamedTuple):
 
     @classmethod
     def decode(cls, data: bytes) -> Frame:
-        """The frame that ``data`` holds.
+        """Decode the frame in ``data``.
 
         Raises:
-            FrameError: it holds none; says why.
+            FrameError: ``data`` is not a frame. The message says why.
         """
         if len(data) != FRAME_NBYTES:
             raise FrameError(f"it has {len(data)} bytes instead of {FRAME_NBYTES}")
@@ -163,10 +164,10 @@ class Frame(NamedTuple):
 
 
 def operation_id(name: str) -> int:
-    """The number under which an operation, ``"save /ckpt/step_3"`` say, travels in frames."""
+    """The number that stands for an operation, such as ``"save /ckpt/step_3"``, in frames."""
     return int.from_bytes(hashlib.blake2b(name.encode(errors="replace"), digest_size=8).digest(), "little")
 
 
 def phase_id(text: str) -> int:
-    """The number under which an exchange, ``"gather 'save 3: plan' to rank 0"`` say, travels in frames."""
+    """The number that stands for an exchange, such as ``"gather 'save 3: plan' to rank 0"``, in frames."""
     return zlib.crc32(text.encode(errors="replace"))

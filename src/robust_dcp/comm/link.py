@@ -1,7 +1,7 @@
-"""What a process has of one group: its connections, and the operations that run over them.
+"""What a process has of one group: its connections, and the operations that use them.
 
-Owns the numbering of operations, the dispatch of what arrives to the operation that it is for, and the clock of the
-beats. It knows nothing of what an operation does. Channels of one group share one link.
+The link numbers operations, passes each arriving message to its operation, and triggers the beats. It knows nothing of
+what an operation does. All channels of a group share one link.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Link", "MeetingPlace", "OperationKey", "RunningOperation"]
 
 
 class OperationKey(NamedTuple):
-    """An operation: a hash of its name, and how many of that name there were before."""
+    """Identifies an operation: a hash of its name, and how many operations of that name there were before."""
 
     operation: int
     occurrence: int
@@ -41,7 +41,7 @@ class OperationKey(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What has come from ``peer``, and when (monotonic)."""
+    """What ``peer`` sent, and when it arrived (``time.monotonic()``)."""
 
     peer: int
     frame: Frame
@@ -54,7 +54,7 @@ class Message(NamedTuple):
 
 
 class RunningOperation(Protocol):
-    """What a link knows of an operation."""
+    """What a link needs to know of an operation."""
 
     key: OperationKey
     what: str
@@ -68,7 +68,7 @@ class RunningOperation(Protocol):
 
     def lost(self, peer: int, detail: str, *, damaged: bool) -> None: ...
 
-    def end(self, account: bytes) -> None: ...
+    def end(self, end_message: bytes) -> None: ...
 
     def beat(self) -> None: ...
 
@@ -78,7 +78,7 @@ class RunningOperation(Protocol):
 
 
 class MeetingPlace(Protocol):
-    """How ranks reach each other: :class:`robust_dcp.comm.meeting.Meeting`, but in tests."""
+    """How ranks reach each other. It is :class:`robust_dcp.comm.meeting.Meeting`; tests use their own."""
 
     closed: bool
 
@@ -94,19 +94,19 @@ class MeetingPlace(Protocol):
 
     def await_announced(self, n_connections: int) -> None: ...
 
-    def settle(self, operations: Sequence[str], account: bytes) -> bytes: ...
+    def settle(self, operations: Sequence[str], end_message: bytes) -> bytes: ...
 
-    def account_of(self, operation: str) -> bytes | None: ...
+    def end_message_of(self, operation: str) -> bytes | None: ...
 
 
 class Link:
-    """The connections of one rank to others of its group, made when they are first needed.
+    """The connections of one rank to other ranks of its group. Each is made when it is first needed.
 
     Args:
-        rank: of this process in the group.
+        rank: this process's rank in the group.
         ranks: the global rank of each rank of the group.
-        meeting: where it meets the others; ``None`` in a group of one.
-        store_host: the rank whose process hosts the store of the meeting, if it is one of them.
+        meeting: how this rank finds the others; ``None`` in a group of one.
+        store_host: the rank whose process hosts the store of the meeting; ``None`` if no rank of the group does.
     """
 
     def __init__(
@@ -132,17 +132,17 @@ class Link:
         return len(self.ranks)
 
     def tree(self, root: int) -> Tree:
-        """This rank's place in the tree under ``root``."""
+        """The tree under ``root``, from this rank's place."""
         if root not in self._trees:
             self._trees[root] = Tree(self.rank, self.size, root)
         return self._trees[root]
 
     def begin(self, name: str, operation: RunningOperation) -> None:
-        """Number ``operation``, and hand it what has come for it already. Its ``key`` is set here.
+        """Set the ``key`` of ``operation``, and hand it the messages that arrived for it earlier.
 
         Args:
-            name: the same on all ranks.
-            operation: kept as long as somebody else keeps it.
+            name: the name of the operation, the same on all ranks.
+            operation: the link holds only a weak reference to it.
         """
         with self._lock:
             number = operation_id(name)
@@ -156,10 +156,12 @@ class Link:
             _CLOCK.add(self)
 
     def connect(self, peers: Sequence[int]) -> None:
-        """Begin to connect to ``peers``. From then on they notice if this process ends: it has said where it listens.
+        """Begin to connect to ``peers``, and tell the store where this process listens.
+
+        After that, ``peers`` notice if this process ends, because nobody listens there any more.
 
         Raises:
-            RobustCheckpointError: the process may not open as many files.
+            RobustCheckpointError: the process may not open that many files.
         """
         with self._lock:
             new = [peer for peer in peers if peer not in self._connections or self._connections[peer].is_over]
@@ -171,7 +173,7 @@ class Link:
             self._meeting.await_announced(n_connections)
 
     def connection(self, peer: int) -> Connection:
-        """The connection to ``peer``, made now if there is none."""
+        """The connection to ``peer``. It is made now if there is none."""
         with self._lock:
             found = self._connections.get(peer)
             if found is None or found.is_over:
@@ -187,49 +189,51 @@ class Link:
         return lambda met: meeting.connect(peer, generation, met=met, waiting=self._look_for_ends)
 
     def _look_for_ends(self) -> None:
-        """While a rank does not come, another may have found that it never will, and not be next to this one."""
+        """End the operations that another rank has ended. This is called while a rank does not come: some rank may know
+        that it never will, and need not be a neighbour of this one."""
         for operation in self.operations():
             with contextlib.suppress(StoreLost):
-                account = self.account_of(operation.key)
-                if account is not None:
-                    self.end_operations(account)
+                end_message = self.end_message_of(operation.key)
+                if end_message is not None:
+                    self.end_operations(end_message)
 
     def _connect_for_relay(self, peer: int, generation: int, waiting: Callable[[], None]) -> GlooPipe:
         if self._meeting is None:
             raise ValueError("a group of one has nobody to connect to")
         return cast(GlooPipe, self._meeting.connect(peer, generation, "relay", waiting=waiting))
 
-    def account_of(self, operation: OperationKey) -> bytes | None:
-        """What the ranks have made the account of how ``operation`` ended; ``None`` if there is none yet.
+    def end_message_of(self, operation: OperationKey) -> bytes | None:
+        """The end message on which the ranks agreed for ``operation``: how it ended. ``None`` if there is none yet.
 
         Raises:
-            StoreLost: the ranks have no place to agree on it.
+            StoreLost: the store in which ranks agree on it does not answer.
         """
         if self._meeting is None:
             return None
-        return self._meeting.account_of(str(operation))
+        return self._meeting.end_message_of(str(operation))
 
-    def settle(self, operations: Sequence[OperationKey], account: bytes) -> bytes:
-        """Make ``account`` the one of how ``operations`` ended, unless the first has one; return the one that counts.
+    def settle(self, operations: Sequence[OperationKey], end_message: bytes) -> bytes:
+        """Record ``end_message`` as the end of ``operations``, unless the first of them has one. Return the one that
+        counts.
 
         Raises:
-            StoreLost: the ranks have no place to agree on it.
+            StoreLost: the store in which ranks agree on it does not answer.
         """
         if self._meeting is None:
-            return account
-        return self._meeting.settle([str(operation) for operation in operations], account)
+            return end_message
+        return self._meeting.settle([str(operation) for operation in operations], end_message)
 
     def has_met(self, peer: int) -> bool:
-        """Whether ``peer`` has ever been connected to."""
+        """Whether this rank was ever connected to ``peer``."""
         return peer in self._connections and self._connections[peer].process != ""
 
     def peers(self) -> list[int]:
-        """The ranks that this one is connected to."""
+        """The ranks that this rank is connected to."""
         with self._lock:
             return [peer for peer, connection in self._connections.items() if connection.is_open]
 
     def send(self, peer: int, frame: Frame, payload: Payload = b"") -> None:
-        """Send a message to ``peer``; never waits."""
+        """Send a message to ``peer``. This never waits."""
         self.connection(peer).send(frame, payload)
 
     def deliver(self, peer: int, frame: Frame, payload: Payload) -> None:
@@ -250,7 +254,7 @@ class Link:
             operation.deliver(message)
 
     def _is_coming(self, key: OperationKey) -> bool:
-        """Whether this rank has yet to begin the operation ``key``."""
+        """Whether this rank has not begun the operation ``key`` yet."""
         return key.occurrence >= self._occurrences.get(key.operation, 0)
 
     def _keep_early(self, message: Message) -> None:
@@ -264,17 +268,18 @@ class Link:
             operation.lost(peer, detail, damaged=damaged)
 
     def operations(self) -> list[RunningOperation]:
-        """Those that this rank is in."""
+        """The operations that this rank is in."""
         with self._lock:
             return list(self._operations.values())
 
-    def end_operations(self, account: bytes) -> None:
-        """End what ``account``, an :class:`EndMessage`, names: here and on all ranks that can be reached.
+    def end_operations(self, end_message: bytes) -> None:
+        """End the operations that ``end_message`` (an :class:`EndMessage`) names, here and on all ranks that can be
+        reached.
 
-        If there are several, their ranks waited for each other: a rank that is not in one of them skips it, so that
-        all go on with the same numbers.
+        An end message with several operations means that their ranks waited for each other. A rank that is not in one
+        of these operations skips it, so that operations have the same numbers on all ranks afterwards.
         """
-        keys = [OperationKey(*key) for key in wire.decode(account, EndMessage).operations]
+        keys = [OperationKey(*key) for key in wire.decode(end_message, EndMessage).operations]
         with self._lock:
             ending = [self._operations.pop(key) for key in keys if key in self._operations]
             skipped = [key for key in keys if len(keys) > 1 and self._is_coming(key)]
@@ -284,14 +289,14 @@ class Link:
         if not ending and not skipped:
             return
         for operation in ending:
-            operation.end(account)
-        # Not only along this tree: a rank that is still in the exchange before may be in another one. And also to the
-        # rank that said so, which then knows that it was heard.
+            operation.end(end_message)
+        # Tell all connected ranks, not only neighbours in this tree: a rank that is still in the exchange before may
+        # use another tree. Also tell the rank that sent the end message, so that it knows that it was heard.
         for peer in {*self.peers(), *(peer for operation in ending for peer in operation.neighbours)}:
-            self.send(peer, Frame(Kind.FAIL, *keys[0]), account)
+            self.send(peer, Frame(Kind.FAIL, *keys[0]), end_message)
 
     def await_heard(self) -> None:
-        """Wait, not for long, until the ranks that this one has told of an end have heard it: it may exit next."""
+        """Wait briefly until other ranks have heard how an operation ended, because this process may exit next."""
         with self._lock:
             connections = list(self._connections.values())
         until = time.monotonic() + patience.HEARD_SECONDS
@@ -299,7 +304,7 @@ class Link:
             time.sleep(0.001)
 
     def is_elsewhere(self, peer: int, patience_seconds: float) -> bool:
-        """Whether ``peer`` has been for a while in an operation that this rank is not in."""
+        """Whether ``peer`` has been for a while in an operation that this rank has not begun."""
         before = time.monotonic() - min(patience.ELSEWHERE_SECONDS, patience_seconds)
         with self._lock:
             return any(
@@ -310,7 +315,7 @@ class Link:
             )
 
     def tick(self) -> None:
-        """Let the operations beat, and look whether those are still there that are being connected to."""
+        """Let each operation send its beats, and probe the ranks that this one is still connecting to."""
         now = time.monotonic()
         with self._lock:
             connections = list(self._connections.values())
@@ -321,7 +326,7 @@ class Link:
             operation.beat()
 
     def close(self) -> None:
-        """Close all connections, once what was sent over them has arrived, or has had time to."""
+        """Close all connections, after waiting a limited time for sent messages to arrive."""
         if self._meeting is not None:
             self._meeting.closed = True
         with self._lock:
@@ -344,7 +349,7 @@ def _probe(connections: Sequence[Connection]) -> None:
 
 
 class _Clock:
-    """Lets the operations of all links of this process beat, from one thread."""
+    """One thread that calls ``tick`` on all links of this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

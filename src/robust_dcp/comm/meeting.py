@@ -1,7 +1,8 @@
 """What ranks tell each other through the store of their process group: where they listen, and how an operation ended.
 
-Owns the keys and the deadlines. A store answers in microseconds, or never again if its host is gone or frozen; so each
-question is asked by a thread that can be left behind. While all goes well nothing is asked once ranks are connected.
+This module owns the keys and the deadlines. A store answers in microseconds, or never again if its host is gone or
+frozen. So a thread asks each question, and we leave that thread behind if no answer comes. Once ranks are connected,
+the store is asked nothing until something fails.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["STORE_IS_LOST", "Meeting", "StoreLost"]
 T = TypeVar("T")
 
 _CONNECT_TIMEOUT = datetime.timedelta(seconds=5)
-"""gloo's own, of each of its attempts."""
+"""The timeout of each attempt of gloo to connect."""
 
 _FIRST_POLL_SECONDS = 0.002
 _LAST_POLL_SECONDS = 0.25
@@ -34,16 +35,16 @@ STORE_IS_LOST = "the store of the process group does not answer"
 
 
 class StoreLost(Exception):
-    """The store does not answer: the process that hosts it is gone or frozen. Internal to :mod:`robust_dcp.comm`."""
+    """The store does not answer: its host is gone or frozen. This is internal to :mod:`robust_dcp.comm`."""
 
 
 class Meeting:
-    """Where the ranks of a group meet.
+    """Where the ranks of a group find each other.
 
     Args:
-        open_store: the store that they share; called once, in a thread that may wait for it.
-        name: of the group; the same on all ranks, and of no other group that uses the store.
-        rank: of this process in the group.
+        open_store: opens the store that the ranks share. It is called once, in a thread that may wait for it.
+        name: the name of the group, the same on all ranks. No other group that uses the store has it.
+        rank: this process's rank in the group.
     """
 
     def __init__(self, open_store: Callable[[], Any], name: str, rank: int) -> None:
@@ -67,14 +68,14 @@ class Meeting:
         met: Callable[[process_group.Address], None] = lambda address: None,
         waiting: Callable[[], None] = lambda: None,
     ) -> GlooPipe:
-        """Connect to ``peer`` for ``purpose``, for the ``generation``-th time; waits for it until this is closed.
+        """Connect to ``peer`` for ``purpose``, for the ``generation``-th time. Wait until ``peer`` comes.
 
         Args:
-            met: called with where the other listens, once it has said so.
-            waiting: called every second until then.
+            met: is called with the address where ``peer`` listens, once ``peer`` has put it into the store.
+            waiting: is called about every second until then.
 
         Raises:
-            PipeBroken: it has come and gone, the store is gone, or this was closed.
+            PipeBroken: ``peer`` came and is gone, the store is gone, or this meeting was closed.
         """
         first, second = sorted((self._rank, peer))
         try:
@@ -97,50 +98,51 @@ class Meeting:
         return GlooPipe(group, 1 - side)
 
     def await_announced(self, n_connections: int) -> None:
-        """Wait, not for long, until so many connections of this life have their addresses in the store.
+        """Wait briefly until the store holds the addresses of ``n_connections`` connections of this process.
 
-        From then on the others notice if this process ends: they find that nobody listens there.
+        After that, other ranks notice if this process ends, because nobody listens at these addresses any more.
         """
         with self._announced:
             self._announced.wait_for(lambda: self._n_announced >= n_connections, patience.ANNOUNCE_SECONDS)
 
     def note_announced(self) -> None:
-        """A connection has its address in the store."""
+        """The address of one more connection is in the store."""
         with self._announced:
             self._n_announced += 1
             self._announced.notify_all()
 
-    def settle(self, operations: Sequence[str], account: bytes) -> bytes:
-        """Make ``account`` the one of how ``operations`` ended, unless the first has one; return the one that counts.
+    def settle(self, operations: Sequence[str], end_message: bytes) -> bytes:
+        """Record ``end_message`` as the end of ``operations``, unless the first of them has one. Return the one that
+        counts.
 
         Raises:
-            StoreLost: see there.
+            StoreLost: the store does not answer.
         """
 
         def ask(store: Any) -> bytes:
             first, *others = (f"ended/{operation}" for operation in operations)
-            counts = bytes(store.compare_set(first, "", account))
-            if counts == account:  # another's may be about other operations
+            counts = bytes(store.compare_set(first, "", end_message))
+            if counts == end_message:  # another rank's end message may name other operations
                 for key in others:
-                    store.compare_set(key, "", account)
+                    store.compare_set(key, "", end_message)
             return counts
 
         return self._ask(ask)
 
-    def account_of(self, operation: str) -> bytes | None:
-        """What :meth:`settle` has settled; ``None`` if nothing yet.
+    def end_message_of(self, operation: str) -> bytes | None:
+        """The end message that :meth:`settle` recorded; ``None`` if there is none yet.
 
         Raises:
-            StoreLost: see there.
+            StoreLost: the store does not answer.
         """
         key = f"ended/{operation}"
         return self._ask(lambda store: bytes(store.get(key)) if store.check([key]) else None)
 
     def _shared(self) -> Any:
-        """The store with the prefix of this life of the group.
+        """The store, with a prefix for this life of the group.
 
-        A store can outlive a process group, which is then made again under the same name. All its members count alike
-        how often they came, so nobody reads what an earlier life left behind.
+        A store can outlive a process group, and a new group may get the same name. Every member counts how often it has
+        come, and all members count the same. So nobody reads what an earlier group left behind.
         """
         with self._lock:
             if self._store is None:
@@ -172,7 +174,7 @@ class Meeting:
 
 
 class _PairStore(dist.Store):
-    """The store of one pair, as gloo asks it: what it waits for is polled, so that no wait holds up other questions."""
+    """The store of one pair, as gloo uses it. It polls for keys, so that a wait does not block other questions."""
 
     def __init__(
         self,
@@ -188,7 +190,7 @@ class _PairStore(dist.Store):
         self._meeting = meeting
         self._own = b""
         self._known: dict[str, bytes] = {}
-        self.problem = ""  # what the store answered last, if it was an error
+        self.problem = ""  # the latest error of the store
 
     def set(self, key: str, value: bytes | str) -> None:
         self._known[key] = self._own = value.encode() if isinstance(value, str) else bytes(value)
@@ -201,7 +203,7 @@ class _PairStore(dist.Store):
         return self._known[key]
 
     def wait(self, keys: Iterable[str], timeout: datetime.timedelta | None = None) -> None:
-        """Wait for ``keys``. gloo's ``timeout`` is no limit: who is late is for the operations to say."""
+        """Wait for ``keys``. This ignores gloo's ``timeout``, because the operations decide which rank is too late."""
         for key in keys:
             pause_seconds, told_seconds = _FIRST_POLL_SECONDS, time.monotonic()
             while key not in self._known:
@@ -217,7 +219,7 @@ class _PairStore(dist.Store):
                 if time.monotonic() - told_seconds > patience.MEETING_SECONDS:
                     self._waiting()
                     told_seconds = time.monotonic()
-                # The longer it has taken, the longer it may take, and the less the store should suffer for it.
+                # Poll more slowly the longer it takes, to spare the store.
                 time.sleep(pause_seconds)
                 pause_seconds = min(_LAST_POLL_SECONDS, pause_seconds * _POLL_GROWTH)
 

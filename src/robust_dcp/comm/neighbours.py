@@ -1,7 +1,7 @@
-"""What a rank knows of its neighbours in the tree while it works or waits: who is lost, and who is silent for how long.
+"""What a rank knows of its neighbours in the tree: which are lost, and how long each has been silent.
 
-Owns when each was heard, what it said of those behind it, when it is waited for no longer, and the words for that. It
-never sends anything. Of one operation, which calls it under its lock.
+It records when each neighbour was heard and what it said about the ranks behind it. It decides when to stop waiting for
+a rank, and words the reason. It never sends anything. It belongs to one operation, which calls it under its lock.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from robust_dcp.comm.tree import Tree
 __all__ = ["Neighbours"]
 
 _MISSED_AFTER = 0.7
-"""The part of the timeout for which a rank has been silent before others are told that it is missed."""
+"""A rank that was silent for this part of the timeout is reported as missing when others ask."""
 
 
 class Neighbours:
-    """See the module.
+    """What one operation knows of the neighbours of its rank.
 
     Args:
-        link: of the group.
+        link: the link of the group.
 
     Attributes:
-        tree: that of the exchange which is under way or was last.
-        absent: those that this rank waits for.
-        waiting_since: monotonic; silence before that does not count.
-        lost: those that are gone: each with why, and whether it is that what it sends arrives damaged.
+        tree: the tree of the current or latest exchange.
+        absent: the neighbours that this rank waits for.
+        waiting_since: silence before this time does not count (``time.monotonic()``).
+        lost: for each neighbour that is gone the reason, and whether the reason is that its messages arrive damaged.
     """
 
     def __init__(self, link: Link) -> None:
@@ -47,18 +47,18 @@ class Neighbours:
         self._beats: dict[int, Beat] = {}
 
     def begin(self, what: str, tree: Tree) -> None:
-        """The next exchange begins. Who was lost stays so."""
+        """Begin the next exchange. Neighbours that were lost stay lost."""
         self.tree, self._what = tree, what
         self.absent = ()
         self._beats.clear()
         self.count_from_now()
 
     def count_from_now(self) -> None:
-        """Silence and standstills before this moment do not count: this rank was connecting."""
+        """Ignore silence and standstills before this moment, because this rank was connecting."""
         self.waiting_since = self._began = self._last_look = time.monotonic()
 
     def note_heard(self, peer: int, beat: Beat | None = None) -> None:
-        """``peer`` lives; ``beat`` is what it has said of itself and those behind it, in this exchange."""
+        """``peer`` is alive; ``beat`` is what it said in this exchange about itself and the ranks behind it."""
         self._heard[peer] = time.monotonic()
         if beat is not None:
             self._beats[peer] = beat
@@ -68,7 +68,7 @@ class Neighbours:
         return now - max(self.waiting_since, self._heard.get(peer, 0.0))
 
     def silence_behind(self, peer: int, now: float) -> tuple[float, int]:
-        """How long, and which rank, ``peer`` or one behind it, has given no sign of progress."""
+        """Among ``peer`` and the ranks behind it, find the longest time without a sign of progress, and which rank."""
         silence = self.silence_of(peer, now)
         beat = self._beats.get(peer)
         if beat is None or beat.silent_rank < 0:
@@ -77,12 +77,12 @@ class Neighbours:
         return (behind, beat.silent_rank) if behind > silence else (silence, peer)
 
     def beat_for(self, receiver: int | None, at_work: list[int], progress: Progress | None, now: float) -> Beat:
-        """What ``receiver`` is to know of this rank and of all others it hears of only from here.
+        """The beat for ``receiver``: about this rank, and about all others of which it hears only through this rank.
 
         Args:
             receiver: a neighbour, or ``None`` for this rank itself.
             at_work: the neighbours that have not come.
-            progress: this rank's own; ``None`` if it is done.
+            progress: the progress of this rank's own work; ``None`` if it is done.
         """
         beats = [] if progress is None else [progress.beat(self.tree.rank, now)]
         for peer in at_work:
@@ -92,10 +92,12 @@ class Neighbours:
         return Beat.slowest(beats)
 
     def refuse_lost(self) -> None:
-        """Also for one that is no neighbour in this exchange: it was before, and may have missed how that ended.
+        """Raise if a rank is lost, even one that is no neighbour in this exchange.
+
+        Such a rank was a neighbour before, and may not have heard how that exchange ended.
 
         Raises:
-            Problem: one is lost.
+            Problem: a rank is lost.
         """
         for peer, (detail, damaged) in self.lost.items():
             if damaged:
@@ -103,10 +105,11 @@ class Neighbours:
             raise Problem.of_lost(peer, self.words_for_lost(peer, detail))
 
     def refuse_silent(self, now: float, timeout_seconds: float) -> None:
-        """For a rank that works: nobody waits here who would miss one that is silent.
+        """Raise if a neighbour is silent. This is for a rank that works, since it waits for nobody and would not
+        notice.
 
         Raises:
-            Problem: nothing at all has come from one for ``timeout_seconds``.
+            Problem: nothing at all has come from a neighbour for ``timeout_seconds``.
         """
         for peer in self.tree.neighbours:
             silence = self.silence_of(peer, now)
@@ -114,10 +117,10 @@ class Neighbours:
                 raise Problem.of_silent(peer, timeout_seconds, self.words_for_silent(peer, silence))
 
     def seconds_to_wait(self, timeout_seconds: float) -> float:
-        """How long those that are absent do not have to be looked at again.
+        """How long to wait before looking at the absent neighbours again.
 
         Raises:
-            Problem: it is in vain to wait for one of them.
+            Problem: one of them will not come.
         """
         self.refuse_lost()
         now, left = time.monotonic(), patience.BEAT_SECONDS
@@ -129,7 +132,7 @@ class Neighbours:
                     raise Problem.of_lost(peer, self.words_for_lost(peer, connection.previous_loss))
             silence, rank = self.silence_behind(peer, now)
             left = min(left, timeout_seconds - silence if rank == peer else left)
-            # Those next to a silent rank say so first; the others wait for their word a little longer.
+            # The neighbours of a silent rank report it first. Other ranks wait a little longer for that report.
             if silence >= timeout_seconds + (0 if rank == peer else 2 * patience.BEAT_SECONDS):
                 raise Problem.of_silent(rank, timeout_seconds, self.words_for_silent(rank, silence))
             if peer not in self._heard and self._link.is_elsewhere(peer, timeout_seconds / 2):
@@ -137,15 +140,17 @@ class Neighbours:
         return max(left, 0.001)
 
     def seconds_to_catch_up(self, now: float, timeout_seconds: float) -> float:
-        """If this process stood still itself, by SIGSTOP say: how long it reads what came meanwhile before it decides
-        anything, for the others may have given up on it. Called often, else that looks like standing still."""
+        """How long this process should only read messages, because it stood still itself (``SIGSTOP``, say).
+
+        Others may have given up on it meanwhile, so it reads what they sent before it decides anything. Call this
+        often, because a long time between two calls counts as standing still."""
         if now - self._last_look > timeout_seconds / 2:
             self.waiting_since, self._catches_up_until = now, now + 2 * patience.BEAT_SECONDS
         self._last_look = now
         return max(0.0, self._catches_up_until - now)
 
     def missing(self, timeout_seconds: float) -> dict[int, str]:
-        """Those that are lost, or silent for most of the timeout, and what this rank knows of them."""
+        """Neighbours that are lost, or silent for most of the timeout, and what this rank knows of each."""
         now, found = time.monotonic(), {}
         for peer in self.tree.neighbours:
             if peer in self.lost and not self.lost[peer][1]:
@@ -157,13 +162,13 @@ class Neighbours:
         return found
 
     def words_for_lost(self, peer: int, detail: str) -> str:
-        """For people."""
+        """Describe a lost neighbour, for people."""
         if detail.startswith(STORE_IS_LOST):
             return f"{self._called(peer)} cannot be connected to"
         return f"{self._called(peer)} closed its connection: its process has ended, or was cut off ({detail})"
 
     def words_for_silent(self, rank: int, seconds: float) -> str:
-        """For people."""
+        """Describe a silent rank, for people."""
         if rank in self._beats:
             work = f"its own work for {self._what}"
             return f"{self._called(rank)} is still at {work}, which has not got on for {seconds:.1f} seconds"

@@ -1,5 +1,7 @@
-"""The number of files that this process may open, raised before connections need it: gloo ends the process if it runs
-out. Called by the link before it connects."""
+"""Raises the number of files that this process may open, before connections need them.
+
+gloo ends the process if it cannot open a file. The link calls this before it connects.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,14 @@ from robust_dcp.errors import RobustCheckpointError
 __all__ = ["ensure_open_files"]
 
 _SPARE = 64
-"""For what else opens files meanwhile: data files, the listening socket, libraries."""
+"""Room for files that others open meanwhile: data files, the listening socket, libraries."""
 
 
 def ensure_open_files(n_more: int) -> None:
-    """Make sure that this process may open ``n_more`` files, raising its soft limit as far as needed.
+    """Make sure that this process may open ``n_more`` files. Raise its soft limit if necessary.
 
     Raises:
-        RobustCheckpointError: the hard limit does not allow it.
+        RobustCheckpointError: the hard limit is too low.
     """
     if n_more == 0:
         return

@@ -1,8 +1,10 @@
-"""One operation on one rank, a save or a load: exchanges over the tree, in order, each with one verdict for all ranks.
+"""One operation on one rank, such as a save or a load: a series of exchanges over the tree of ranks.
 
-Owns the rules by which all ranks stay in step: what goes up, what comes down, the beats while ranks work, and both ways
-to fail. In step, all ranks raise the same and go on. Out of step (a rank is gone, silent, or elsewhere), the operation
-ends on all ranks with one account of why. It never knows what a payload means; the channel does.
+Each exchange ends with one result for all ranks. This module owns the rules that keep the ranks in step: what goes up
+and down the tree, the beats that ranks send while they work, and the two ways to fail. If a rank's own work fails, the
+ranks stay in step: all raise the same exception and can go on. If a rank is gone, silent, or in another operation, the
+ranks are out of step: the operation ends on all of them, with one :class:`EndMessage` that says why. An operation does
+not know what a payload means; the channel does.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ _MAX_UNHEARD_BEATS = 16
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a rank says of itself in an exchange, and the payload that it sends up (none if empty)."""
+    """What a rank adds to an exchange: its offer, and the payload that it sends up (none if it is empty)."""
 
     offer: Offer = field(default_factory=Offer)
     payload: Payload = b""
@@ -50,11 +52,12 @@ class Work:
     """What one exchange does on a rank.
 
     Attributes:
-        contribute: this rank's own work.
-        merge: on the way up, the payload of this rank and those of its children, at least one, become one.
-        reply: on the root, from what all ranks agree on, its own payload and those of its children: the payload that
-            goes down.
-        share: on the way down, what of the payload ``child`` is to get.
+        contribute: does this rank's own work.
+        merge: joins this rank's payload and those of its children into one, on the way up. It is called only if at
+            least one child sent a payload.
+        reply: makes the payload that goes down. It is called on the root, with the agreement of all ranks, the root's
+            own payload, and those of its children.
+        share: returns the part of the payload that ``child`` gets, on the way down.
     """
 
     contribute: Callable[[], Contribution]
@@ -64,22 +67,23 @@ class Work:
 
 
 class _Ended(Exception):
-    """The operation is over on this rank: another has sent the account."""
+    """The operation has ended: another rank has sent the end message."""
 
 
 class Operation:
-    """The exchanges of one caller with all ranks of a group. After one that ended out of step, the next begins anew.
+    """The exchanges of one caller with all ranks of a group. After an end out of step, the next exchange starts anew.
 
     Args:
-        link: of the group.
-        name: what is done, ``"save /ckpt/step_3"`` say; the same on all ranks.
-        timeout_seconds: how long a rank may go without any sign of progress.
-        deadline_seconds: for the operation as a whole; ``None`` for no such limit.
+        link: the link of the group.
+        name: what the operation does, for example ``"save /ckpt/step_3"``. It is the same on all ranks.
+        timeout_seconds: how long a rank may show no sign of progress.
+        deadline_seconds: how long the whole operation may take; ``None`` for no limit.
 
     Attributes:
-        interrupt: ends the wait of work that cannot be asked to stop; called when the exchange will fail.
-        what, phase: the exchange that is under way or was last, in full and by the caller's name.
-        stragglers: what was logged of ranks that were waited for, on the root.
+        interrupt: ends a wait in this rank's own work. It is called when the exchange is going to fail, for work that
+            does not ask by itself whether to stop.
+        what, phase: the current or latest exchange: its full description, and the caller's name for it.
+        stragglers: on the root, the log lines about ranks that the others waited for.
     """
 
     key = OperationKey(0, 0)
@@ -106,8 +110,8 @@ class Operation:
         self._exchange = 0
         self._arrived: dict[tuple[int, Kind, int], Message] = {}
         self._stops: dict[int, str] = {}
-        self._account: bytes | None = None
-        self._around = Neighbours(self.link)
+        self._end_message: bytes | None = None
+        self._neighbours = Neighbours(self.link)
         self._runs = False
         self._is_working = False
         self._progress = Progress.now()
@@ -118,20 +122,21 @@ class Operation:
     # What the channel calls.
 
     def run(self, verb: str, phase: str, root: int, work: Work) -> tuple[Agreement, Payload]:
-        """One exchange: this rank's work, then up the tree under ``root`` and down again.
+        """Run one exchange: this rank's work, then up the tree under ``root``, and down again.
 
         Args:
-            verb: what kind of exchange it is.
+            verb: the kind of exchange.
             phase: the caller's name for it. Ranks with another verb or phase are in different operations.
-            root: rank of the group.
-            work: see there.
+            root: a rank of the group.
+            work: what this rank does in the exchange.
 
         Returns:
-            What all ranks agree on, and what the root replied to this rank and those below it.
+            The agreement of all ranks, and the root's reply to this rank and those below it.
 
         Raises:
-            ExchangeError: the ranks fell out of step; the same on all of them.
-            RobustCheckpointError: some rank's work failed; the same on all of them, and the next exchange works.
+            ExchangeError: the ranks are out of step. All of them raise the same error.
+            RobustCheckpointError: the work of some rank failed. All ranks raise the same error, and the next exchange
+                works.
         """
         with self._held(phase):
             cost = PhaseStats(exchanges=1)
@@ -140,7 +145,7 @@ class Operation:
                 self._start(verb, phase, root)
                 result = self._sweep(phase, work, cost, own_error)
             except _Ended:
-                error = self._told()
+                error = self._error_of_end_message()
             except Problem as problem:
                 error = self._conclude(problem)
             except BaseException as interrupt:
@@ -156,12 +161,12 @@ class Operation:
             raise self._as_raised(error, own_error)
 
     def leave(self, error: BaseException) -> None:
-        """This rank ends the operation between two exchanges: tell the others, unless they know."""
+        """End the operation because this rank failed between two exchanges. Tell the others unless they know."""
         if self._has_begun and error is not self._raised:
             self._conclude(Problem(f"was left by rank {self.link.rank}: {type(error).__name__}", error))
 
     def _as_raised(self, error: RobustCheckpointError, own_error: list[BaseException]) -> BaseException:
-        """What this rank raises: ``error``, unless its own work was interrupted."""
+        """The exception that this rank raises: ``error``, unless its own work was interrupted (Ctrl-C, say)."""
         if own_error and is_interrupt(own_error[0]):
             self._raised = own_error[0]
         else:
@@ -171,26 +176,26 @@ class Operation:
 
     @property
     def tree(self) -> Tree:
-        """That of the exchange which is under way or was last."""
-        return self._around.tree
+        """The tree of the current or latest exchange."""
+        return self._neighbours.tree
 
     @property
     def neighbours(self) -> Sequence[int]:
-        """The ranks that this one talks to in it."""
+        """The ranks that this rank talks to in that tree."""
         return self.tree.neighbours
 
     def stopped(self) -> str | None:
-        """What another rank has said of the exchange that is under way, or comes next; ``None`` if it may succeed."""
-        if self._account is not None:
-            return wire.decode(self._account, EndMessage).error.to_error().message
+        """The failure that another rank announced for the current or next exchange; ``None`` if there is none."""
+        if self._end_message is not None:
+            return wire.decode(self._end_message, EndMessage).error.to_error().message
         return self._stops.get(self._exchange)
 
     def note_progress(self, done_nbytes: int | None = None, total_nbytes: int | None = None) -> None:
-        """This rank has got on with its work; how far, if it can be said."""
+        """Record that this rank's work has advanced, and how far, if the caller knows."""
         self._progress = self._progress.moved(done_nbytes, total_nbytes)
 
     def add_cost(self, phase: str, cost: PhaseStats) -> None:
-        """Count what ``phase`` has cost this rank."""
+        """Add what ``phase`` has cost this rank to the statistics."""
         for stats in (self.link.stats, *self._recordings):
             stats.count(phase, cost)
 
@@ -208,7 +213,7 @@ class Operation:
 
     @contextmanager
     def _held(self, phase: str) -> Iterator[None]:
-        """One exchange at a time."""
+        """Let only one exchange run at a time."""
         if self._holder == threading.get_ident():
             raise RobustCheckpointError(
                 f"{phase} was called within the work of another exchange of the same channel: "
@@ -227,22 +232,22 @@ class Operation:
         with self._changed:
             self.what, self.phase = what, phase
         if self._is_untold:
-            raise _Ended  # it ended for all ranks while this one was between two exchanges
+            raise _Ended  # the operation ended for all ranks while this one was between two exchanges
         if not self._has_begun:
             self._reset()
-            self._has_begun = True  # until the link says that it is over, which it may do at once
+            self._has_begun = True  # before link.begin, because the link may end the operation at once
             self.link.begin(self.name, self)
         with self._changed:
-            self._around.begin(what, tree)
+            self._neighbours.begin(what, tree)
         self.link.connect(tree.neighbours)
         with self._changed:
             self._problem = None
             self._next_log_seconds = patience.LOG_SECONDS
             self._last_beat = time.monotonic()
-            self._around.count_from_now()
+            self._neighbours.count_from_now()
             self._progress = Progress.now()
             self._runs = self._is_working = True
-            self._around.refuse_lost()
+            self._neighbours.refuse_lost()
 
     def _sweep(
         self, phase: str, work: Work, cost: PhaseStats, own_error: list[BaseException]
@@ -261,7 +266,7 @@ class Operation:
                 try:
                     below = [message.payload for message in arrived if message.payload]
                     if tree.parent is None:
-                        self.note_progress()  # it may have waited for long
+                        self.note_progress()  # this rank may have waited for long before
                         payload = work.reply(total, payload, below)
                     elif below:
                         payload = work.merge(payload, below)
@@ -308,7 +313,7 @@ class Operation:
         return Agreement.of(self.link.rank, contribution.offer), contribution.payload, failures
 
     def _failed(self, error: BaseException, own_error: list[BaseException]) -> FailuresBelow:
-        """Keep what failed on this rank, and tell those that still work."""
+        """Record a failure of this rank, and tell the ranks that are still working."""
         own_error.append(error)
         if isinstance(error, Stopped):
             return FailuresBelow.stopped_on(self.link.rank, str(error))
@@ -331,58 +336,58 @@ class Operation:
             if peer != but:
                 self.link.send(peer, self._frame(kind), payload)
 
-    # Waiting, and what arrives meanwhile.
+    # Waiting, and handling what arrives meanwhile.
 
     def _await(self, peers: Sequence[int], kind: Kind) -> list[Message]:
-        """The messages of ``peers``, once all have come.
+        """Wait for the messages of all ``peers``, and return them.
 
         Raises:
-            Problem: some will not.
+            Problem: some message will not come.
             _Ended: another rank has ended the operation.
         """
         with self._changed:
-            self._around.waiting_since = time.monotonic()
+            self._neighbours.waiting_since = time.monotonic()
             while True:
-                if self._account is not None:
+                if self._end_message is not None:
                     raise _Ended
                 now = time.monotonic()
-                catching_up = self._around.seconds_to_catch_up(now, self.timeout_seconds)
+                catching_up = self._neighbours.seconds_to_catch_up(now, self.timeout_seconds)
                 if catching_up:
                     self._changed.wait(catching_up)
                     continue
                 if self._problem is not None:
                     raise self._problem
                 places = [(self._exchange, kind, peer) for peer in peers]
-                self._around.absent = tuple(place[2] for place in places if place not in self._arrived)
+                self._neighbours.absent = tuple(place[2] for place in places if place not in self._arrived)
                 self._refuse_other_phases(places)
-                if not self._around.absent:
+                if not self._neighbours.absent:
                     break
-                seconds = self._around.seconds_to_wait(self.timeout_seconds)
+                seconds = self._neighbours.seconds_to_wait(self.timeout_seconds)
                 self._changed.wait(min(seconds, self._seconds_to_deadline()))
         messages = [self._arrived.pop(place) for place in places]
-        # Later than by half, for those who count have begun to count before this rank has.
+        # Half the timeout, because the others started their clocks before this rank did.
         if any(time.monotonic() - message.seconds > self.timeout_seconds / 2 for message in messages):
             self._refuse_if_given_up()
         return messages
 
     def _seconds_to_deadline(self) -> float:
-        """See ``deadline_seconds``.
+        """How much of ``deadline_seconds`` is left.
 
         Raises:
-            Problem: it is over.
+            Problem: nothing is left.
         """
         if self.deadline_seconds is None:
             return math.inf
         left = self._begun + self.deadline_seconds - time.monotonic()
         if left <= 0:
-            raise Problem.of_deadline(self._around.absent, self.deadline_seconds)
+            raise Problem.of_deadline(self._neighbours.absent, self.deadline_seconds)
         return left
 
     def _refuse_if_given_up(self) -> None:
-        """Some have waited for this rank so long that they may have given up, and the word of it be on its way."""
-        account = self._known_account()
-        if account is not None:
-            self.link.end_operations(account)
+        """Look for an end message, because others may have given up on this rank while they waited for it."""
+        end_message = self._known_end_message()
+        if end_message is not None:
+            self.link.end_operations(end_message)
             raise _Ended
 
     def _refuse_other_phases(self, places: Sequence[tuple[int, Kind, int]]) -> None:
@@ -394,10 +399,10 @@ class Operation:
     def deliver(self, message: Message) -> None:
         peer, frame, payload, _ = message
         with self._changed:
-            if self._account is not None:
+            if self._end_message is not None:
                 return
             is_beat = frame.kind == Kind.BEAT and frame.exchange == self._exchange
-            self._around.note_heard(peer, Beat.decode(frame.body) if is_beat else None)
+            self._neighbours.note_heard(peer, Beat.decode(frame.body) if is_beat else None)
             if frame.kind in (Kind.UP, Kind.DOWN):
                 self._arrived[frame.exchange, frame.kind, peer] = message
             elif frame.kind == Kind.STOP:
@@ -412,24 +417,24 @@ class Operation:
 
     def lost(self, peer: int, detail: str, *, damaged: bool) -> None:
         with self._changed:
-            self._around.lost[peer] = detail, damaged
+            self._neighbours.lost[peer] = detail, damaged
             if self._is_working and not damaged:
-                self._stop_work(Problem.of_lost(peer, self._around.words_for_lost(peer, detail)))
+                self._stop_work(Problem.of_lost(peer, self._neighbours.words_for_lost(peer, detail)))
             self._interrupt_work()
             self._changed.notify_all()
 
     # Beats.
 
     def beat(self) -> None:
-        """Say to the neighbours that this rank is here, and how far the slowest behind it has come."""
+        """Tell the neighbours that this rank is alive, and how far the slowest rank behind it has come."""
         with self._changed:
             now = time.monotonic()
             if not self._runs:
                 return
-            self._around.seconds_to_catch_up(now, self.timeout_seconds)
+            self._neighbours.seconds_to_catch_up(now, self.timeout_seconds)
             if self._is_working:
                 try:
-                    self._around.refuse_silent(now, self.timeout_seconds)
+                    self._neighbours.refuse_silent(now, self.timeout_seconds)
                 except Problem as problem:
                     self._stop_work(problem)
             if now - self._last_beat < min(patience.BEAT_SECONDS, self.timeout_seconds / 4):
@@ -438,23 +443,27 @@ class Operation:
             self._log_stragglers(now)
             for peer in self.tree.neighbours:
                 connection = self.link.connection(peer)
-                # Also to a parent that only it waits for: else that could not tell whether its own beats are heard.
+                # Send beats even to a parent that only this rank waits for, to show the parent that its beats are
+                # heard.
                 if connection.n_unacknowledged < _MAX_UNHEARD_BEATS:
                     body = self._beat_for(peer, now).encode()
                     self.link.send(peer, self._frame(Kind.BEAT, body=body))
-                    if peer in self._around.absent and self._around.silence_of(peer, now) > 2 * patience.BEAT_SECONDS:
+                    if (
+                        peer in self._neighbours.absent
+                        and self._neighbours.silence_of(peer, now) > 2 * patience.BEAT_SECONDS
+                    ):
                         connection.ask_for_lost()
 
     def _log_stragglers(self, now: float) -> None:
-        """On the root: say now and then for whom all are waiting."""
-        waited = now - self._around.waiting_since
+        """On the root: log now and then which rank all others wait for."""
+        waited = now - self._neighbours.waiting_since
         if self.tree.parent is None and not self._is_working and waited >= self._next_log_seconds:
             self._next_log_seconds *= 2
             self.stragglers.append(f"{self.what}: after {waited:.0f} seconds, {self._beat_for(None, now)}")
             logger.warning("%s", self.stragglers[-1])
 
     def _stop_work(self, problem: Problem) -> None:
-        """Let the work of all ranks stop: the exchange will fail with ``problem``."""
+        """Stop the work of all ranks, because the exchange will fail with ``problem``."""
         if self._problem is None:
             self._problem = problem
             text = "; ".join(problem.missing.values())
@@ -466,45 +475,45 @@ class Operation:
         if self._is_working:
             absent = [child for child in self.tree.children if (self._exchange, Kind.UP, child) not in self._arrived]
         else:
-            absent = list(self._around.absent)
+            absent = list(self._neighbours.absent)
         waits = not self._is_working and len(absent) > 0
-        return self._around.beat_for(receiver, absent, None if waits else self._progress, now)
+        return self._neighbours.beat_for(receiver, absent, None if waits else self._progress, now)
 
-    # The end, out of step.
+    # Ending out of step.
 
     def _conclude(self, problem: Problem) -> RobustCheckpointError:
-        """End the operation on all ranks, and return what they are to raise."""
+        """End the operation on all ranks, and return the exception that they raise."""
         with self._changed:
-            if self._account is None and problem.missing:
-                # Ranks die together. And those above a lost parent see more than this one: they have the first word.
+            if self._end_message is None and problem.missing:
+                # Several ranks may die at the same time: wait a little to report all of them. If this rank lost its
+                # parent, the ranks above the parent see more than this one, so it gives them time to report first.
                 seconds = (
                     patience.PARENT_LOST_SECONDS if self.tree.parent in problem.missing else patience.TOGETHER_SECONDS
                 )
-                self._changed.wait_for(lambda: self._account is not None, min(seconds, self.timeout_seconds))
-        account = self._known_account()
-        if account is None:
+                self._changed.wait_for(lambda: self._end_message is not None, min(seconds, self.timeout_seconds))
+        end_message = self._known_end_message()
+        if end_message is None:
             ended = conclude(problem, self, self.link)
-            account = self._account or settle(
-                ended, self, self.link
-            )  # it may have come while this rank asked the others
-        self.link.end_operations(account)
+            # Another rank's end message may have come while this rank asked where the others are.
+            end_message = self._end_message or settle(ended, self, self.link)
+        self.link.end_operations(end_message)
         with self._changed:
-            # If another thread of this process is ending it just now, it has yet to say so here.
-            self._changed.wait_for(lambda: self._account is not None, patience.HEARD_SECONDS)
-        if self._account is None:
-            self.end(account)
-        return self._told()
+            # Another thread of this process may be ending the operation right now. Wait until it has done so here.
+            self._changed.wait_for(lambda: self._end_message is not None, patience.HEARD_SECONDS)
+        if self._end_message is None:
+            self.end(end_message)
+        return self._error_of_end_message()
 
-    def _known_account(self) -> bytes | None:
-        if self._account is None:
+    def _known_end_message(self) -> bytes | None:
+        if self._end_message is None:
             with contextlib.suppress(StoreLost):
-                return self.link.account_of(self.key)
-        return self._account
+                return self.link.end_message_of(self.key)
+        return self._end_message
 
-    def end(self, account: bytes) -> None:
-        """It is over on all ranks, for the reason that ``account`` gives. Called by the link."""
+    def end(self, end_message: bytes) -> None:
+        """The operation is over on all ranks; ``end_message`` says why. The link calls this."""
         with self._changed:
-            self._account = account
+            self._end_message = end_message
             self._is_untold = True
             self._has_begun = False
             self._interrupt_work()
@@ -514,23 +523,23 @@ class Operation:
         if self.interrupt is not None and self._is_working:
             threading.Thread(target=self.interrupt, name="robust_dcp: interrupt", daemon=True).start()
 
-    def _told(self) -> RobustCheckpointError:
+    def _error_of_end_message(self) -> RobustCheckpointError:
         self.link.await_heard()
         self._is_untold = False
-        return as_told_to(self.link.rank, wire.decode(self._account or b"", EndMessage).error.to_error())
+        return as_told_to(self.link.rank, wire.decode(self._end_message or b"", EndMessage).error.to_error())
 
-    # What other ranks are told when something has gone wrong.
+    # What this rank tells others after a failure.
 
     def whereabouts(self) -> str:
-        """Where this rank is, for people."""
+        """Describe where this rank is, for people."""
         return f"{self.what} of {self.name}" if self._runs else f"{self.name}, after {self._exchange} exchanges"
 
     def missing(self) -> dict[int, str]:
-        """The neighbours that this rank has lost, or has not heard of for most of the timeout, and what it knows."""
+        """The neighbours that this rank lost, or did not hear for most of the timeout, and what it knows of each."""
         with self._changed:
-            return self._around.missing(self.timeout_seconds)
+            return self._neighbours.missing(self.timeout_seconds)
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Whether ``error`` is to be raised as itself where it came, whatever the other ranks raise."""
+    """Whether this rank raises ``error`` itself, even if the other ranks raise something else."""
     return isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit)

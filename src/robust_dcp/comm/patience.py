@@ -1,46 +1,46 @@
-"""How long what is waited for, in seconds. What a caller may choose (``timeout_seconds``) is not here.
+"""How long we wait for each thing, in seconds. What a caller chooses (``timeout_seconds``) is not here.
 
-Used as ``patience.BEAT_SECONDS``, so that all modules see the same value when a test chooses shorter ones.
+Write ``patience.BEAT_SECONDS`` in other modules, so that a test can set a shorter time for all of them.
 """
 
 from __future__ import annotations
 
 TICK_SECONDS = 0.1
-"""How often the clock looks what there is to do."""
+"""How often the clock thread looks whether there is something to do."""
 
 BEAT_SECONDS = 1.0
-"""How often ranks that work or wait say so."""
+"""How often a rank that works or waits sends a beat."""
 
 LOG_SECONDS = 10.0
-"""How long ranks are waited for before the log says for whom; then after twice that, and so on."""
+"""How long the others wait for a rank before the log names it. The next line comes after twice that time, and so on."""
 
 ANNOUNCE_SECONDS = 2.0
-"""Connecting: how long a rank waits at most until the store has its addresses, before it begins its own work."""
+"""Connecting: how long a rank waits at most until the store has its addresses. Then it begins its own work."""
 
 MEETING_SECONDS = 1.0
-"""Connecting: how often a rank that waits for another looks whether the operation has ended meanwhile."""
+"""Connecting: how often a rank that waits for another one checks whether the operation has ended."""
 
 PROBE_SECONDS = 0.5
-"""Connecting: when a rank that has said where it listens has not answered, how soon it is looked whether it does still;
-then after twice as long, and so on. gloo itself takes half a minute to find that nobody does."""
+"""Connecting: a rank may have said where it listens and then not answer. After this time we check whether it still
+listens, then after twice this time, and so on. gloo itself needs half a minute to notice that nobody does."""
 
 RECONNECT_SECONDS = 5.0
-"""How long a rank whose connection broke between two operations has to come back."""
+"""How long a rank has to come back after its connection broke between two operations."""
 
 ELSEWHERE_SECONDS = 10.0
-"""How long a rank may be in another operation before that is taken for a mistake: its threads may have started two."""
+"""How long a rank may be in another operation before we call that a mistake. Its threads may have started both."""
 
 TOGETHER_SECONDS = 0.2
-"""At the end: how long a rank that has lost another waits for others to be lost as well, before it says who is."""
+"""At the end: how long a rank that lost another rank waits for more ranks to be lost, before it reports them."""
 
 PARENT_LOST_SECONDS = 0.8
-"""At the end: how long a rank that has lost its parent waits for what others have to say of it."""
+"""At the end: how long a rank that lost its parent waits for the report of others."""
 
 SURVEY_SECONDS = 1.0
-"""At the end: how long ranks have to say where they are."""
+"""At the end: how long ranks have to answer where they are."""
 
 HEARD_SECONDS = 0.5
-"""At the end: how long a rank waits at most until others have heard of it, before it raises."""
+"""At the end: how long a rank waits at most, before it raises, until others have heard of the end."""
 
 GOODBYE_SECONDS = 1.0
 """How long other ranks have to answer when this one leaves the group."""
@@ -49,4 +49,4 @@ STORE_ANSWER_SECONDS = 2.0
 """How long the store has to answer a question after a failure."""
 
 STORE_LOST_SECONDS = 5.0
-"""How long a store that has not answered is not asked again: the ranks shall hear of it, not wait for it each time."""
+"""How long we do not ask a store again after it did not answer. Ranks should not wait for it each time."""

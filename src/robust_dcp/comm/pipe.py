@@ -1,10 +1,10 @@
-"""How bytes get from one rank to another: a protocol of four methods, and what makes it of gloo.
+"""How bytes get from one rank to another: a protocol of four methods, and its implementation over gloo.
 
-It moves bytes whose lengths both sides know already. It never looks into them, retries, or waits with a limit: who
-uses it does so from a thread of its own, and closes it to end a wait.
+Both sides know how many bytes they move. A pipe never looks into them, never retries, and waits without a limit. So its
+user calls it from a thread of its own, and closes the pipe to end a wait.
 
-Each pair of ranks that talk has a gloo group of its own, of two. So the cost of connecting does not depend on how many
-ranks there are, what happens to one connection cannot harm another, and every version of torch can do it.
+Each pair of ranks that talk has a gloo group of two. So the cost to connect does not depend on the number of ranks, a
+broken connection cannot harm another one, and every version of torch supports it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from robust_dcp.comm.frames import FRAME_NBYTES
 __all__ = ["CHUNK_NBYTES", "GlooPipe", "Payload", "Pipe", "PipeBroken", "short"]
 
 CHUNK_NBYTES = 64 << 20
-"""Payloads travel in pieces of at most this."""
+"""Payloads are sent in pieces of at most this size."""
 
 Payload = bytes | bytearray | memoryview
 
 _FRAMES_AHEAD = 4
-"""Frames that gloo may write into our memory before we look: what a rank said last is not lost when it ends."""
+"""How many frames gloo may receive before we look. So the last words of a rank are not lost when it ends."""
 
 _FRAME_TAG = 0
 _NO_TAG = 0x7FFFFFFF
@@ -38,43 +38,43 @@ _AT_ONCE = datetime.timedelta(milliseconds=1)
 
 
 class PipeBroken(Exception):
-    """The other rank is gone, or the pipe was closed. Internal to :mod:`robust_dcp.comm`."""
+    """The other rank is gone, or the pipe was closed. This is internal to :mod:`robust_dcp.comm`."""
 
 
 class Pipe(Protocol):
-    """A connection to one other rank. Receiving is for one thread, all else for any."""
+    """A connection to one other rank. One thread receives; any thread may call the other methods."""
 
     def send(self, data: Payload, tag: int) -> object:
-        """Start to send; what is returned has to be kept until the other side has received it.
+        """Start to send. Keep what is returned until the other side has received the data.
 
         Raises:
-            PipeBroken: see there.
+            PipeBroken: the other rank is gone, or the pipe was closed.
         """
 
     def next_frame(self) -> bytes:
-        """Wait for the next message of tag 0, of ``FRAME_NBYTES`` bytes.
+        """Wait for the next message with tag 0, which has ``FRAME_NBYTES`` bytes.
 
         Raises:
-            PipeBroken: see there.
+            PipeBroken: the other rank is gone, or the pipe was closed.
         """
 
     def receive(self, nbytes: int, tag: int) -> bytearray:
         """Wait for the ``nbytes`` bytes that the other side sends under ``tag``.
 
         Raises:
-            PipeBroken: see there.
+            PipeBroken: the other rank is gone, or the pipe was closed.
         """
 
     def close(self) -> None:
-        """End all waits on both sides."""
+        """Close the pipe. This ends all waits on both sides."""
 
 
 class GlooPipe:
-    """A ``ProcessGroupGloo`` of two that nobody else uses.
+    """A ``ProcessGroupGloo`` of two that nothing else uses.
 
     Args:
-        group: the backend; this object is its only owner.
-        peer: the other's rank in it, 0 or 1.
+        group: the backend. This object is its only owner.
+        peer: the rank of the other process in it, 0 or 1.
     """
 
     def __init__(self, group: Any, peer: int) -> None:
@@ -109,22 +109,22 @@ class GlooPipe:
         """Fill a contiguous CPU tensor with what the other side sends under ``tag``.
 
         Raises:
-            PipeBroken: it did not come within ``timeout``, and the pipe is closed now; or see there.
+            PipeBroken: it did not come within ``timeout``, and gloo has closed the pipe; or the other rank is gone.
         """
         _call(_call(self._group.recv, [tensor], self._peer, tag).wait, timeout)
 
     def await_sent(self, sending: object, timeout: datetime.timedelta) -> None:
-        """Wait until what :meth:`send` returned has gone out.
+        """Wait until the data of a :meth:`send` has gone out. ``sending`` is what it returned.
 
         Raises:
-            PipeBroken: it did not within ``timeout``, and the pipe is closed now; or see there.
+            PipeBroken: it did not go out within ``timeout``, and gloo has closed the pipe; or the other rank is gone.
         """
         *_, works = cast("tuple[Any, Any, list[Any]]", sending)
         for work in works:
             _call(work.wait, timeout)
 
     def close(self) -> None:
-        # gloo closes a group's connections when a wait on it runs out, in all versions, and wakes who waits on them.
+        # When a wait times out, every version of gloo closes the group's connections and wakes all who wait on them.
         with contextlib.suppress(PipeBroken):
             self.receive_into(torch.empty(1, dtype=torch.uint8), _NO_TAG, _AT_ONCE)
 
@@ -134,7 +134,7 @@ class GlooPipe:
 
 
 def _call(function: Any, *args: Any) -> Any:
-    """``function(*args)``; gloo's exceptions become ours."""
+    """Call ``function(*args)``, and turn gloo's exceptions into ours."""
     try:
         return function(*args)
     except RuntimeError as error:
@@ -142,14 +142,14 @@ def _call(function: Any, *args: Any) -> Any:
 
 
 def short(text: str) -> str:
-    """The part of gloo's message that says something: without the place in its source and the advice."""
+    """The useful part of gloo's message, without the place in its source code and without its advice."""
     line = text.partition("\n")[0]
     line = re.sub(r"^\[[^\]]*\]\s*", "", line).partition(". This is typically")[0]
     return line[:300]
 
 
 def _bytes_of(data: Payload) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """``data`` as an array, without a copy. torch warns of read-only memory, though sending only reads."""
+    """``data`` as an array without a copy. This way torch does not warn of read-only memory; sending only reads."""
     if isinstance(data, bytes) and len(data) <= FRAME_NBYTES:
         return np.frombuffer(bytearray(data), dtype=np.uint8)  # a copy is cheaper here
     if isinstance(data, bytes):

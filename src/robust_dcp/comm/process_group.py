@@ -1,7 +1,7 @@
-"""What depends on the version of torch: who is in a group, which store it meets in, how a gloo group is made.
+"""What depends on the version of torch: who is in a group, which store the group uses, and how to make a gloo group.
 
-Whatever was added or is private is looked for before it is used; torch 2.7 to 2.15 need nothing else of the package
-to change. Called by the link when it connects; it keeps no state.
+It looks for each new or private function of torch before it uses it. No other module changes between torch 2.7 and
+2.15. The link calls this module when it connects. It keeps no state.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ __all__ = [
 ]
 
 Address = tuple[str, int]
-"""Where a process listens: numeric, and a port."""
+"""Where a process listens: a numeric host address and a port."""
 
 STORE_TIMEOUT_SECONDS = 30.0
-"""How long one question to the store may take; it answers in microseconds unless its host is gone."""
+"""How long one question to the store may take. It answers in microseconds unless its host is gone."""
 
 
 def is_initialised() -> bool:
-    """Whether there are other ranks to talk to at all."""
+    """Whether ``torch.distributed`` is initialised, so that there may be other ranks."""
     return dist.is_available() and dist.is_initialized()
 
 
 def parent_of(process_group: dist.ProcessGroup | None) -> Any:
-    """The group meant: ``None`` is the default group."""
+    """The process group itself; ``None`` means the default group."""
     return dist.group.WORLD if process_group is None else process_group
 
 
@@ -65,9 +65,9 @@ def name_of(parent: Any) -> str:
 
 
 def store_host(parent: Any) -> int | None:
-    """The rank of ``parent`` whose process hosts the store; ``None`` if a launcher does, or no member.
+    """The rank of ``parent`` that hosts the store in its process; ``None`` if a launcher or a rank outside does.
 
-    torch: rank 0 makes it, unless a launcher says that it has (``torch/distributed/rendezvous.py``).
+    In torch rank 0 makes the store, unless a launcher says that it has made it (``torch/distributed/rendezvous.py``).
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
@@ -76,10 +76,10 @@ def store_host(parent: Any) -> int | None:
 
 
 def store_opener(parent: Any) -> Callable[[], Any]:
-    """What opens the store that the members of ``parent`` share, over a connection of our own where that can be had.
+    """Return a function that opens the store of ``parent``, over a connection of our own if possible.
 
-    A client of a ``TCPStore`` serves one call at a time: a thread that waits for a key would keep us waiting too. To
-    connect to a host that is gone can take minutes: open it in a thread that can be left behind.
+    A client of a ``TCPStore`` serves one call at a time, so another thread that waits for a key would block us. Call
+    the function in a thread that can be left behind: connecting to a host that is gone can take minutes.
     """
     store = _store_of(parent)
 
@@ -108,13 +108,13 @@ def _store_of(parent: Any) -> Any:
 
 
 def connect_pair(store: Any, rank: int, timeout: datetime.timedelta) -> Any:
-    """A gloo backend between two processes that call this with the same ``store``, as ``rank`` 0 and 1.
+    """Make a gloo backend between two processes. They call this with the same ``store``, as ``rank`` 0 and 1.
 
-    ``GLOO_SOCKET_IFNAME`` chooses the interface, as for every gloo group. It is not registered with
-    ``torch.distributed``: no other code can find it, and it ends when its last reference does.
+    ``GLOO_SOCKET_IFNAME`` chooses the interface, as for every gloo group. The backend is not registered with
+    ``torch.distributed``: no other code can find it, and it ends with its last reference.
 
     Raises:
-        RuntimeError: the other did not come within ``timeout``, or cannot be reached.
+        RuntimeError: the other process did not come within ``timeout``, or cannot be reached.
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [_device_of(os.getpid())]
@@ -125,16 +125,16 @@ def connect_pair(store: Any, rank: int, timeout: datetime.timedelta) -> Any:
 
 @functools.cache
 def _device_of(process: int) -> Any:
-    """gloo's listening socket and its thread, one for all connections of a process: a forked child has no thread of its
-    parent's."""
+    """gloo's listening socket and its thread. All connections of a process share them. A forked child makes its own,
+    because it does not have the threads of its parent."""
     return dist.ProcessGroupGloo.create_default_device()
 
 
 def address_of_other(own: bytes, other: bytes) -> Address | None:
-    """Where the process listens that has put ``other`` into the store, as this one has put ``own``.
+    """Find where another process listens. That process put ``other`` into the store; this process put ``own`` there.
 
-    What gloo puts there is its own affair, but it ends alike on all ranks. So the other's address stands where this
-    process finds its own. ``None`` if it does not find it.
+    The format of these bytes is gloo's own, but they end alike on all ranks. So we find our own address in ``own``, and
+    read the other address at the same place in ``other``. ``None`` if our own address is not found.
     """
     for address in _listening_addresses(os.getpid()):
         place = own.rfind(address)
@@ -145,7 +145,7 @@ def address_of_other(own: bytes, other: bytes) -> Address | None:
 
 @functools.cache
 def _listening_addresses(process: int) -> list[bytes]:
-    """The addresses at which this process listens, as ``struct sockaddr_in`` or ``sockaddr_in6`` begins."""
+    """The addresses at which this process listens, as the first bytes of ``struct sockaddr_in`` or ``sockaddr_in6``."""
     found = []
     for each in tcp_sockets():
         if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -156,7 +156,8 @@ def _listening_addresses(process: int) -> list[bytes]:
 
 
 def tcp_sockets() -> Iterator[socket.socket]:
-    """The TCP sockets that this process holds (on Linux; else none). Each is a duplicate, closed before the next."""
+    """The TCP sockets of this process (on Linux; none elsewhere). Each is a duplicate that is closed before the
+    next."""
     for fd in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with contextlib.suppress(OSError):  # closed meanwhile
             if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
@@ -176,7 +177,7 @@ def _decode_address(data: bytes) -> Address | None:
 
 
 _IP = {socket.AF_INET: 0, socket.AF_INET6: 4}
-"""For each family the length of what stands between port and address: of IPv6 the flow label."""
+"""For each address family, how many bytes stand between port and address. In IPv6 that is the flow label."""
 
 _MAX_ADDRESS_NBYTES = 4 + _IP[socket.AF_INET6] + 16
-"""So far into a ``sockaddr_in6`` the address ends; a ``sockaddr_in`` stands in as much room."""
+"""Where the address in a ``sockaddr_in6`` ends. A ``sockaddr_in`` takes as much room."""

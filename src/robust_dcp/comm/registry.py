@@ -1,6 +1,6 @@
-"""Which link belongs to which process group: made once in a process, kept while the group lives.
+"""Which link belongs to which process group. Each process makes one link per group and keeps it while the group lives.
 
-It never sends anything: a link connects when it is first used. Called by ``Channel.for_group`` only.
+This module never sends anything: a link connects at its first use. Only ``Channel.for_group`` calls it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["link_for", "local_link"]
 
 
 class _Registry:
-    """The links of this process, by group (weakly: a destroyed group takes its link along)."""
+    """The links of this process by group. The references are weak, so a destroyed group takes its link along."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -26,15 +26,16 @@ class _Registry:
         self._of_the_parent: list[dict[Any, Link]] = []
 
     def find_or_make(self, parent: Any) -> Link:
-        process_group.members(parent)  # for a group that this process is not in, torch has no object but a number
+        process_group.members(parent)  # raises if this process is not in the group: torch then passes a number
         with self._lock:
             if parent not in self._links:
                 self._links[parent] = link = _make_link(parent)
-                weakref.finalize(parent, link.close)  # at exit too, before the interpreter takes modules apart
+                weakref.finalize(parent, link.close)  # this runs at exit too, before Python clears modules
             return self._links[parent]
 
     def forget_all(self) -> None:
-        """In a forked child: the connections are the parent's, and gloo would wait for threads that are not here."""
+        """Forget all links in a forked child. The connections are the parent's, and gloo's threads do not exist
+        here."""
         self._lock = threading.Lock()
         self._of_the_parent.append(dict(self._links))
         self._links.clear()
@@ -54,7 +55,7 @@ def link_for(parent: Any) -> Link:
 
 
 def local_link(global_rank: int = 0) -> Link:
-    """A link to nobody else."""
+    """A link for a rank that talks to nobody."""
     return Link(rank=0, ranks=(global_rank,), meeting=None)
 
 

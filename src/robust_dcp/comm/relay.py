@@ -1,11 +1,12 @@
-"""Bytes on their way from the rank that has read them to all others that need them: in buckets, round after round.
+"""Passes bytes from the rank that read them to all other ranks that need them, in buckets, round after round.
 
-Owns the tree that a bucket is passed down, the order in which ranks send and receive, and the checksums of what
-arrives. Never decides who sends what (``plan.loading.readers``), nor what bytes mean. Called by ``Channel.relay`` only.
+This module owns the tree along which a bucket travels, the order in which ranks send and receive, and the checksums of
+what arrives. It never decides who sends what (``plan.loading.readers`` does), nor what the bytes mean. Only
+``Channel.relay`` calls it.
 
-Within a round each bucket goes from its first rank to the others in ``log2(ranks)`` steps: in step ``t`` the ranks at
-the first ``2**t`` places each pass it to the one ``2**t`` places behind. All ranks take rounds and steps in one order,
-so nobody waits for a rank that waits for another; and no rank has more under way than the buckets of a round.
+Within a round a bucket reaches all its ranks in ``log2(ranks)`` steps. In step ``t`` each of the first ``2**t`` ranks
+passes the bucket on to the rank that is ``2**t`` places further. All ranks take rounds and steps in the same order, so
+no two ranks wait for each other. A rank holds at most the buckets of one round at a time.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ _POLL_SECONDS = 0.0005
 _TAG = 1
 
 Ends = Sequence[tuple[torch.Tensor, int]]
-"""Tensors, each with the rank of the group that it goes to or comes from."""
+"""Tensors, each with the rank of the group that it is sent to or received from."""
 
 Move = Callable[[Ends, Ends, Deadline], None]
-"""Sends the first, receives the second, all at once. Raises :class:`PipeBroken`."""
+"""Sends the tensors of its first argument and receives those of its second, all at once. Raises :class:`PipeBroken`."""
 
 Checksum = Callable[[torch.Tensor], int]
 
@@ -45,10 +46,11 @@ class Bucket(NamedTuple):
     """``nbytes`` bytes that go from the first of ``ranks`` to the others, in round ``round``.
 
     Attributes:
-        round: rounds are made in ascending order.
-        ranks: of the group; the same sequence on all of them.
+        round: the number of the round. Rounds run in ascending order.
+        ranks: ranks of the group, in the same order on all of them.
         nbytes: at least 1.
-        on_device: by way of the group that trains, from device to device; or else over the channel's connections.
+        on_device: if true, the bytes go from device to device over the process group that trains. Otherwise they go
+            over the channel's connections.
     """
 
     round: int
@@ -58,23 +60,23 @@ class Bucket(NamedTuple):
 
 
 class RelayContents(Protocol):
-    """Where the bytes of buckets are, by their number in the list. Called by one thread."""
+    """Where the bytes of each bucket are. ``number`` is the bucket's index in the list. One thread calls this."""
 
     def outgoing(self, number: int) -> torch.Tensor:
-        """What this rank sends first: uint8 ``[nbytes]``, contiguous, on the CPU unless the bucket is on a device."""
+        """What this rank sends as the first: uint8 ``[nbytes]``, contiguous, on the CPU or on the bucket's device."""
 
     def incoming(self, number: int) -> torch.Tensor:
-        """Where to receive: as for ``outgoing``."""
+        """The tensor to receive into, of the same kind as in ``outgoing``."""
 
     def arrived(self, number: int, received: torch.Tensor) -> None:
-        """``received``, which is what ``incoming`` gave, has been filled, and passed on."""
+        """The tensor that ``incoming`` returned is now filled, and has been passed on."""
 
 
 class GroupMover:
-    """Moves tensors over a process group, whatever its backend: NCCL from device to device.
+    """Moves tensors over a process group of any backend, for example NCCL from device to device.
 
     Args:
-        group: the one whose ranks buckets count.
+        group: the process group. The ranks of buckets are ranks of this group.
         device_type: where its tensors are.
     """
 
@@ -84,10 +86,11 @@ class GroupMover:
         self._device_type = device_type
 
     def connect(self, deadline: Deadline) -> None:
-        """Make the group's connections. All ranks call it before any of them moves something.
+        """Make the group's connections. All ranks call this before any of them moves something.
 
-        NCCL makes them in the first operation, and waits there for all ranks of the group. Within the relay it would
-        wait for ever for a rank that has nothing on its device, or waits itself for bytes of this one's host.
+        NCCL connects in the first operation and waits there for all ranks of the group. In the middle of a relay that
+        wait could last for ever: another rank may have nothing on its device, or may itself wait for bytes from the
+        host of this one.
         """
         token = torch.zeros(1, device=self._device_type)
         try:
@@ -106,7 +109,7 @@ class GroupMover:
                 work.wait(deadline.as_timeout())
         except RuntimeError as error:
             raise PipeBroken(f"rank {peer}: {error}") from None
-        # For a device "waited" means that its current stream waits.
+        # On a device, ``wait`` only makes the current stream wait. So also wait for the stream.
         _await_stream((*outgoing, *incoming)[0][0].device, deadline)
 
 
@@ -122,9 +125,15 @@ def _await_stream(device: torch.device, deadline: Deadline) -> None:
 
 
 class Relay(NamedTuple):
-    """What a rank contributes: the buckets in which it takes part, ascending by round, in an order that is the same on
-    all ranks for those that they share; where their bytes are; and what moves bytes between devices. All ranks of the
-    group give the latter, or none does."""
+    """What one rank contributes to a relay.
+
+    Attributes:
+        buckets: the buckets in which this rank takes part, in ascending rounds. Ranks that share several buckets have
+            them in the same order.
+        contents: where the bytes of the buckets are.
+        checksum: computes the checksum of a tensor.
+        move_on_device: moves bytes between devices. Either all ranks of the group give it, or none does.
+    """
 
     buckets: Sequence[Bucket]
     contents: RelayContents
@@ -133,12 +142,13 @@ class Relay(NamedTuple):
 
 
 class RelayPipes:
-    """Connections between ranks that pass tensors to each other, made when they are needed and kept for the next time.
+    """Connections between ranks that pass tensors to each other. Each is made at its first use and kept.
 
-    They carry nothing else, so that they can be closed to end a wait without harm to the exchanges.
+    They carry nothing else. So they can be closed to end a wait, without harm to the exchanges.
 
     Args:
-        connect: to a rank, for the n-th time; waits for it, and calls its last argument now and then meanwhile.
+        connect: connects to a rank (first argument) for the n-th time (second). While it waits for that rank, it calls
+            its third argument now and then.
     """
 
     def __init__(self, connect: Callable[[int, int, Callable[[], None]], GlooPipe]) -> None:
@@ -178,11 +188,11 @@ class RelayPipes:
         else:
             try:
                 future.set_result(pipe)
-            except InvalidStateError:  # it was interrupted
+            except InvalidStateError:  # interrupt() was called meanwhile
                 pipe.close()
 
     def interrupt(self) -> None:
-        """End all waits, here and on the other sides; what was under way is lost."""
+        """End all waits, on this side and on the others. Bytes that were on their way are lost."""
         with self._lock:
             pipes = list(self._pipes.items())
         for peer, pipe in pipes:
@@ -192,7 +202,7 @@ class RelayPipes:
                 pipe.result().close()
 
     def reset(self) -> None:
-        """After a relay that failed on all ranks: each closes what it has, and the next one connects anew."""
+        """Call this after a relay failed on all ranks. It closes the connections, and the next relay makes new ones."""
         self.interrupt()
         with self._lock:
             self._pipes = {}
@@ -212,19 +222,19 @@ def move_buckets(
     """Move all buckets of this rank.
 
     Args:
-        rank: of this process in the group.
+        rank: this process's rank in the group.
         relay: what this rank contributes.
-        pipes: to the other ranks.
-        timeout_seconds: for each step; a step that takes longer has lost a rank.
-        cost: to be added to.
-        progress: called after each round.
+        pipes: the connections to other ranks.
+        timeout_seconds: how long one step may take. If it takes longer, a rank is taken to be lost.
+        cost: the statistics to add to.
+        progress: is called after each round.
 
     Returns:
-        The ranks whose bytes arrived here with another checksum than they were sent with: 0 of them, usually. Bytes
-        that stay on devices are not checked, as nothing is that training moves there.
+        The ranks that sent bytes which arrived here with another checksum, usually none. Bytes that stay on devices are
+        not checked, as training does not check what it moves there either.
 
     Raises:
-        PipeBroken: a rank is gone, or too slow.
+        PipeBroken: a rank is gone or too slow.
     """
     checksums: dict[tuple[int, ...], list[int]] = {}
     if relay.move_on_device is not None:
@@ -242,10 +252,10 @@ def move_buckets(
 
 
 def refuse_damage(senders: Sequence[int], rank: int, phase: str) -> None:
-    """Raise if what some ``senders`` sent was not what arrived at ``rank``.
+    """Raise if bytes from any ``senders`` arrived damaged at ``rank``.
 
     Raises:
-        ExchangeError: names them.
+        ExchangeError: names the senders.
     """
     if senders:
         raise ExchangeError(
@@ -287,7 +297,7 @@ def _pass_down(
     timeout_seconds: float,
     cost: PhaseStats,
 ) -> None:
-    """Each bucket from its first rank to all others, step by step."""
+    """Pass each bucket from its first rank to all its other ranks, step by step."""
     most = max((len(bucket.ranks) for bucket, _ in buckets), default=1)
     for step in range((most - 1).bit_length()):
         for on_device, move in movers.items():

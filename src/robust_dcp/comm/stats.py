@@ -1,4 +1,4 @@
-"""What exchanges cost: counted by the exchange, read by reports and tests."""
+"""What exchanges cost. Exchanges count it; reports and tests read it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ MAX_PHASES = 1000
 
 @dataclass
 class PhaseStats:
-    """What this rank spent on exchanges.
+    """What exchanges have cost this rank.
 
     Attributes:
         exchanges: how many it joined.
-        repeats: messages that were asked for once more.
-        messages_sent: by this rank, of any size.
-        messages_received: by this rank.
-        header_nbytes_sent: in frames, up and down.
-        payload_nbytes_sent: what it sent to its neighbours in the tree, also of what came from others.
-        payload_nbytes_received: what came from its neighbours.
-        payloads_received: how many payloads these were, whatever number of messages each took.
-        seconds: from joining, when its own work was done, to the end: most of it is waiting for others.
+        repeats: how many messages were asked for a second time.
+        messages_sent: how many messages this rank sent, of any size.
+        messages_received: how many messages this rank received.
+        header_nbytes_sent: bytes sent in frames, up and down.
+        payload_nbytes_sent: bytes of payloads sent to neighbours in the tree, including what it only passed on.
+        payload_nbytes_received: bytes of payloads received from neighbours.
+        payloads_received: how many payloads it received. A payload may take several messages.
+        seconds: time from joining an exchange, after its own work, to the end. Most of it is waiting for others.
     """
 
     exchanges: int = 0
@@ -61,12 +61,12 @@ class PhaseStats:
 
 @dataclass
 class ExchangeStats(PhaseStats):
-    """The sums over all exchanges, and in ``phases`` those of each phase by its name, in order of appearance."""
+    """The sums over all exchanges. ``phases`` has the sums of each phase by name, in order of appearance."""
 
     phases: dict[str, PhaseStats] = field(default_factory=dict)
 
     def count(self, phase: str, cost: PhaseStats) -> None:
-        """Add ``cost`` to ``phase`` and to the sums. Of very many phases the oldest are forgotten."""
+        """Add ``cost`` to ``phase`` and to the sums. If there are too many phases, the oldest one is forgotten."""
         self.add(cost)
         if len(self.phases) >= MAX_PHASES and phase not in self.phases:
             self.phases.pop(next(iter(self.phases)))

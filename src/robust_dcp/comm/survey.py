@@ -1,8 +1,8 @@
-"""Who is where, asked along the tree after something has gone wrong: each rank answers for itself and those behind it.
+"""After a failure, a rank asks all others where they are. The question travels along the connections.
 
-Owns the question, its way from rank to rank and the merging of answers. Draws no conclusions. A rank asks all ranks
-that it is connected to but the one that asked it; a question that comes another way round, however late, is answered
-for the rank alone.
+Each rank passes the question on to all ranks that it is connected to, except the one that asked. It merges their
+answers with its own. If the same question reaches a rank a second time, it answers for itself only. This module owns
+the question, its way, and the merging of answers. It draws no conclusions.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from robust_dcp.errors import ExchangeError
 
 __all__ = ["Surveyor", "Whereabouts"]
 
-_QUESTION = struct.Struct("<QH")  # a number that nobody else asks under, and how many milliseconds there are
+_QUESTION = struct.Struct("<QH")  # a random number that identifies the question, and the time left in milliseconds
 _SHARE_FOR_OTHERS = 0.8
 _MAX_RANKS = 4096
 _MAX_QUESTIONS = 1000
-"""So many are known again: a question that is passed on twice goes round for ever, and floods the ranks."""
+"""How many questions a rank remembers. A question that is passed on twice would go round for ever and flood the ranks.
+"""
 
 
 class Whereabouts(msgspec.Struct, array_like=True, frozen=True):
-    """What was found out.
+    """What a survey found out.
 
     Attributes:
-        doing: what ranks are in, for people: each text with the ranks that say so.
-        inside: the same as the keys of operations, each with the ranks that are in it.
-        missing: ranks that a rank has lost or not heard of, each with what that rank knows of it.
+        doing: for each description of what a rank is doing (text for people), the ranks that gave it.
+        inside: for each operation key, the ranks that are in that operation.
+        missing: ranks that another rank lost or does not hear, each with what that rank knows of it.
     """
 
     doing: dict[str, list[int]]
@@ -66,7 +67,7 @@ def _united(parts: Sequence[Mapping[K, list[int]]]) -> dict[K, list[int]]:
 
 
 class AskedOperation(Protocol):
-    """What a rank says of an operation that it is in."""
+    """What a rank tells about an operation that it is in."""
 
     @property
     def key(self) -> tuple[int, int]: ...
@@ -77,7 +78,7 @@ class AskedOperation(Protocol):
 
 
 class Asking(Protocol):
-    """What asks and answers: a :class:`~robust_dcp.comm.link.Link`, but in tests."""
+    """Who asks and answers: a :class:`~robust_dcp.comm.link.Link`. Tests use their own."""
 
     @property
     def rank(self) -> int: ...
@@ -102,8 +103,8 @@ class Surveyor:
         """Ask all ranks that can be reached, and wait for at most ``seconds``.
 
         Args:
-            number: of the question; a new one if ``None``.
-            but: the rank that asked this one.
+            number: identifies the question; ``None`` makes a new one.
+            but: the rank that asked this one; it is not asked again.
         """
         if number is None:
             number = secrets.randbits(64)

@@ -1,8 +1,9 @@
-"""The tree over the ranks of a group that every exchange goes up and then down: who is next to whom.
+"""The tree over the ranks of a group. Every exchange goes up this tree and down again.
 
-Pure numbers. It is the binomial tree: a rank's distance from the root has its parent at the same number without its
-lowest set bit. So the ranks below a rank are neighbours in the order of ranks, the tree is log2(size) deep, and a rank
-has two connections on average, log2(size) at most.
+It is the binomial tree. Number the ranks by their distance from the root; to find the parent of a rank, clear the
+lowest set bit of its number. For example 6 (``110``) has the parent 4 (``100``). So the ranks below a rank are
+consecutive, the tree is log2(size) deep, and a rank has two connections on average and at most log2(size). This module
+holds numbers only.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Tree:
 
     @property
     def _place(self) -> int:
-        """The distance from the root, counted upwards and around."""
+        """The distance from the root, counted upwards. After the last rank it goes on at rank 0."""
         return (self.rank - self.root) % self.size
 
     def _rank_at(self, place: int) -> int:
@@ -36,13 +37,13 @@ class Tree:
 
     @cached_property
     def parent(self) -> int | None:
-        """``None`` for the root."""
+        """The parent of this rank; ``None`` for the root."""
         place = self._place
         return self._rank_at(place & (place - 1)) if place else None
 
     @cached_property
     def children(self) -> tuple[int, ...]:
-        """In the order of places: the ranks below the first come before those below the second."""
+        """The children in the order of places. The ranks below the first come before those below the second."""
         found, step, place = [], 1, self._place
         while place + step < self.size and not place & step:
             found.append(self._rank_at(place + step))
@@ -67,5 +68,5 @@ class Tree:
 
     @property
     def ranks_by_place(self) -> list[int]:
-        """All ranks of the group, from the root on."""
+        """All ranks of the group by their distance from the root."""
         return [self._rank_at(place) for place in range(self.size)]

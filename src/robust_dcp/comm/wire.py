@@ -1,7 +1,7 @@
-"""Messages between ranks: msgspec structs as msgpack, compressed when that pays, checked before anything is believed.
+"""Messages between ranks: msgspec structs as msgpack, compressed if that pays, and checked before they are used.
 
-It never executes what it decodes, never allocates more than it was allowed, and knows nothing of ranks. Called by
-the exchange for payloads, and by whoever keeps a message in a file.
+Decoding never runs code from the message and never allocates more than it is allowed to. This module knows nothing of
+ranks. Exchanges call it for payloads, and so does code that keeps a message in a file.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ M = TypeVar("M", bound=msgspec.Struct)
 MAX_MESSAGE_NBYTES = 4 << 30
 COMPRESS_ABOVE_NBYTES = 1024
 
-# zstandard at level 3 makes 24 kB of the structure of 5,000 items (429 kB) in 1.3 ms, and 105 kB of one of 20,000
-# items (2.1 MB) in 4.5 ms. zlib needs 32 and 40 ms for 33 and 120 kB (level 6), or 3 and 31 ms for 38 and 140 kB (1).
+# Measured: zstandard at level 3 compresses the structure of 5,000 items from 429 kB to 24 kB in 1.3 ms, and that of
+# 20,000 items from 2.1 MB to 105 kB in 4.5 ms. zlib at level 6 takes 32 and 40 ms for 33 and 120 kB; at level 1 it
+# takes 3 and 31 ms for 38 and 140 kB.
 _LEVEL = 3
 _MAX_WINDOW_NBYTES = 128 << 20
 
-# First byte: how the rest is to be read. Compressed: the size that it will have follows, so that it is checked first.
+# The first byte says how to read the rest. If it is compressed, the inflated size follows, so that it is checked first.
 _RAW = 1
 _ZSTD = 2
 _PREFIX = struct.Struct("<B")
@@ -39,9 +40,9 @@ _decoders_lock = threading.Lock()
 
 
 def decoder_of(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    """What decodes msgpack as ``kind``, a type with its annotations.
+    """Return a decoder for ``kind``, a type with its annotations.
 
-    msgspec looks at a type when it first meets it, and crashes if two threads do that at once: here one does.
+    msgspec inspects a type when it first meets it, and crashes if two threads do that at once. So we hold a lock here.
     """
     with _decoders_lock:
         if kind not in _decoders:
@@ -50,11 +51,11 @@ def decoder_of(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """``message`` as bytes: at least one, so that no payload and an empty message stay different.
+    """Encode ``message``. The result has at least one byte, so that an empty message differs from no payload.
 
     Raises:
-        TypeError: a field holds what msgpack cannot carry.
-        ExchangeError: it is larger than any receiver accepts.
+        TypeError: msgpack cannot encode the value of a field.
+        ExchangeError: the message is larger than any receiver accepts.
     """
     body = msgspec.msgpack.encode(message)
     if len(body) > MAX_MESSAGE_NBYTES:
@@ -69,21 +70,21 @@ def encode(message: msgspec.Struct) -> bytes:
 def decode(
     payload: bytes | bytearray | memoryview, message_type: type[M], *, max_nbytes: int = MAX_MESSAGE_NBYTES
 ) -> M:
-    """The message of type ``message_type`` that ``payload`` holds, and nothing else.
+    """Decode the one message of type ``message_type`` that ``payload`` holds.
 
     Args:
-        payload: what :func:`encode` made.
-        message_type: its type, fields checked by msgspec.
-        max_nbytes: refuse what would be larger once inflated, before inflating it.
+        payload: what :func:`encode` returned.
+        message_type: the type of the message. msgspec checks the fields.
+        max_nbytes: how large the inflated message may be. A larger one is refused before it is inflated.
 
     Raises:
-        ExchangeError: ``payload`` is no such message: of another type, malformed, too large, or with bytes left over.
+        ExchangeError: ``payload`` is of another type, malformed, too large, or has bytes left over.
     """
     return decode_body(body_of(payload, max_nbytes=max_nbytes), message_type)
 
 
 def body_of(payload: bytes | bytearray | memoryview, *, max_nbytes: int = MAX_MESSAGE_NBYTES) -> memoryview | bytes:
-    """The msgpack of the message that ``payload`` holds, inflated and not checked yet.
+    """Inflate ``payload`` and return its msgpack, which is not checked yet.
 
     Raises:
         ExchangeError: ``payload`` is malformed, or too large once inflated.
@@ -96,16 +97,16 @@ def body_of(payload: bytes | bytearray | memoryview, *, max_nbytes: int = MAX_ME
 
 
 def decode_body(body: memoryview | bytes, message_type: type[M]) -> M:
-    """The message of type ``message_type`` whose msgpack is ``body``, and nothing else.
+    """Decode the one message of type ``message_type`` from msgpack.
 
     Raises:
-        ExchangeError: it is of another type, malformed, or has bytes left over.
+        ExchangeError: ``body`` is of another type, malformed, or has bytes left over.
     """
     try:
         message: M = decoder_of(message_type).decode(body)
         return message
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-        # msgspec's ValueError: text that is no UTF-8.
+        # msgspec raises a plain ValueError for text that is not UTF-8.
         raise ExchangeError(f"{len(body)} bytes are no {message_type.__name__}: {error}") from None
 
 
@@ -130,7 +131,7 @@ def _inflate(view: memoryview, max_nbytes: int) -> bytes:
         raise ValueError(f"they announce {nbytes} bytes once inflated, more than {max_nbytes}")
     compressed = view[_ZSTD_PREFIX.size :]
     try:
-        # The decompressor allocates what the zstandard frame itself announces: that has to agree first.
+        # The decompressor allocates the size that the zstandard frame announces, so compare that size first.
         announced = zstandard.frame_content_size(compressed)
         if announced != nbytes:
             raise ValueError(f"the prefix announces {nbytes} bytes, the zstandard frame {announced}")
@@ -141,7 +142,7 @@ def _inflate(view: memoryview, max_nbytes: int) -> bytes:
 
 
 def with_tuples(value: Any) -> Any:
-    """A decoded value with tuples again where msgpack has arrays only."""
+    """Replace lists in a decoded value by tuples. msgpack has one kind of array, and msgspec decodes it as a list."""
     if isinstance(value, list):
         return tuple(map(with_tuples, value))
     if isinstance(value, dict):

@@ -1,1 +1,1 @@
-"""From state dicts to plans that all ranks share, and DCP's planners over them."""
+"""Makes plans from state dicts that all ranks share, and has DCP's planners that use them."""

@@ -1,6 +1,6 @@
 """The plan of one save on one rank: how all ranks agree on it, and what is kept of it for the next save.
 
-Owns the exchanges from structures to plan, and all use of the plan cache. Called by ``session``.
+This module owns the exchanges from structures to plan, and every use of the plan cache. ``session`` calls it.
 """
 
 from __future__ import annotations
@@ -49,15 +49,16 @@ class AgreedPlan:
     """The plan of one save, from :meth:`agree` to :meth:`keep` or :meth:`forget`.
 
     Args:
-        channel: to the other ranks of the group; after :meth:`agree` led by the rank that plans and commits.
-        checkpoint, on_structure_change, on_object_mismatch, kind: as of the session.
+        channel: the channel to the other ranks. After :meth:`agree` its coordinator is the rank that plans and commits.
+        checkpoint, on_structure_change, on_object_mismatch, kind: as in the planner and the session.
 
     Attributes:
-        leads: whether the caller took this rank for the coordinator; ``n_leaders`` how many ranks it took for it.
-        may_be_writing: whether some rank may have the plan already, wherever the others are.
-        local: what this rank holds; ``rank_plan``: what it writes of that; ``coordinator``: on the coordinator, of all.
-        outcome, reason, changes: how the plan came about.
-        differing_objects: replicated objects whose contents differ, with the ranks that hold them.
+        leads: whether the caller made this rank the coordinator. ``n_leaders`` says how many ranks were made it.
+        may_be_writing: whether some rank may have the plan already, even if others are not there yet.
+        local: what this rank holds. ``rank_plan``: what it writes of that. ``coordinator``: the plan of all ranks, on
+            the coordinator only.
+        outcome, reason, changes: how the plan was made.
+        differing_objects: replicated objects with contents that differ, and the ranks that hold them.
     """
 
     channel: Channel
@@ -82,14 +83,14 @@ class AgreedPlan:
 
     @property
     def known_places(self) -> npt.NDArray[np.int64] | None:
-        """Where this rank's items of variable size lay in the last save by this plan, if the coordinator knows."""
+        """Where this rank's items of variable size were in the last save with this plan, if the coordinator knows."""
         return self._cached.variable_places if self.outcome == "reused" and self._cached is not None else None
 
     def agree(self, describe: Callable[[], LocalStructure], *, leads: bool, mark: int = 0) -> int:
         """Agree with all ranks. The arguments and errors are those of ``SaveSession.agree``.
 
         Args:
-            mark: of the save, as this rank would have it.
+            mark: the mark that this rank proposes for the save.
 
         Returns:
             The mark of the rank that leads.
@@ -127,7 +128,7 @@ class AgreedPlan:
         return agreement.told
 
     def _decide_by_kind(self) -> Decision:
-        """Agree once more, on the last plan of the kind that is saved now."""
+        """Agree once more, this time on the last plan of the kind that is saved now."""
         ranks = self.channel.ranks
         votes = self.channel.gather(
             self.phase("kind"), lambda: vote(PLANS, ranks, self.kind, self.local.table), KindVote
@@ -147,7 +148,8 @@ class AgreedPlan:
         return decide(agreement, own, self.channel.coordinator_rank)
 
     def _offers_of_all(self, phase: str, offer: Callable[[], Offer]) -> tuple[Agreement, Offer]:
-        """What all ranks agree on, under the tree whose hash is the identity of a plan, and what this one offers."""
+        """Combine the offers of all ranks under rank 0, because a plan's identity is the hash of that tree. Also return
+        this rank's offer."""
         own: list[Offer] = []
 
         def contribute() -> Offer:
@@ -157,7 +159,7 @@ class AgreedPlan:
         return self.channel.led_by(0).agree(self.phase(phase), contribute), own[0]
 
     def _look_into_loaded_checkpoints(self) -> None:
-        """Without a plan of this process for what there is to save, one may lie in the checkpoint that was loaded."""
+        """If this process has no plan for this structure, look for one in the checkpoints that it has loaded."""
         ranks, rank = self.channel.ranks, self.channel.rank
         if self.local.files is None or PLANS.find(ranks, self.local.signature.value) is not None:
             return
@@ -193,7 +195,7 @@ class AgreedPlan:
                 logger.warning("%s: plan %s, %s", self.checkpoint, reply.outcome, reply.reason)
 
     def _compare_objects(self, cached: CachedPlan) -> None:
-        """Name the replicated objects that differ: only digests of the common ones travel, and only if some differ."""
+        """Name the replicated objects that differ. Only digests of common objects are sent, and only if some differ."""
         digests = self.local.digests_of(cached.rank_plan.common_objects)
         found = self.channel.combine(
             self.phase("objects"), lambda: ObjectDigests.of(digests), ObjectDigests.with_other, ObjectDigests
@@ -202,10 +204,11 @@ class AgreedPlan:
         self.differing_objects = found.differing(names, self.channel.size)
 
     def keep(self, places: Places, places_of_all: tuple[Places, ...], *, confirmed: bool) -> None:
-        """Put the plan into the cache, for the next save.
+        """Put the plan into the cache for the next save.
 
         Args:
-            places: of this rank's items of variable size; ``places_of_all``: on the coordinator, those of each rank.
+            places: the places of this rank's items of variable size. ``places_of_all``: on the coordinator, those of
+                each rank.
             confirmed: whether this rank knows that the checkpoint was committed.
         """
         coordinator = self.coordinator
@@ -225,9 +228,9 @@ class AgreedPlan:
         )
 
     def forget(self) -> None:
-        """Drop the plan after a commit that failed: some ranks may have learnt of it, and others not."""
+        """Drop the plan after a failed commit, because only some ranks may know how the commit ended."""
         PLANS.forget(self.channel.ranks, self._plan_id)
 
     def phase(self, name: str) -> str:
-        """What a phase of this save is called in exchanges and errors."""
+        """The name of a phase of this save in exchanges and errors."""
         return f"save {self.checkpoint}: {name}"

@@ -1,6 +1,7 @@
-"""Whether a cached plan still holds on every rank: decided by each rank alone, and alike, from the same bytes.
+"""Decides whether a cached plan still holds on every rank. Each rank decides alone, from the same bytes, so all agree.
 
-Owns the offer a rank makes, and the decision over what all offers add up to. Pure; the exchange itself is ``comm``'s.
+This module makes the offer of a rank, and decides on the combination of all offers. It exchanges nothing itself; the
+exchange is in ``comm``.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ __all__ = ["Decision", "PlanOutcome", "coordinator_of", "decide", "is_settled", 
 PlanOutcome = Literal["built", "reused", "patched", "rebuilt"]
 
 MATCHES = 1
-"""Flag of an offer: the structure is the one that the offered plan was made for."""
+"""Flag of an offer: the rank's structure is the one that the offered plan was made for."""
 
 HAS_GLOBAL_PLAN = 2
-"""Flag of an offer: this rank was the coordinator of the offered plan, and has all of it."""
+"""Flag of an offer: this rank was the coordinator of the offered plan and has the whole plan."""
 
 LEADS = 4
-"""Flag of an offer: whoever called the save made this rank its coordinator."""
+"""Flag of an offer: the caller of the save made this rank the coordinator."""
 
 _NO_PLAN = Offer().plan_id
 
@@ -34,10 +35,10 @@ class Decision:
     """What to do about the plan.
 
     Attributes:
-        reuse: nothing has changed anywhere.
-        base: the plan that holds, or from which the change is told; ``None`` when building from nothing.
-        sends: whether this rank has to send its structure: it is not the one that ``base`` was made for.
-        objects_differ: whether replicated objects have other contents on some ranks, as far as digests tell.
+        reuse: whether to reuse the plan, because nothing has changed on any rank.
+        base: the plan to reuse or to compare the new structures with; ``None`` if there is none.
+        sends: whether this rank has to send its structure, because ``base`` was made for another one.
+        objects_differ: whether digests show that replicated objects have different contents on some ranks.
     """
 
     reuse: bool
@@ -49,16 +50,16 @@ class Decision:
 def make_offer(
     cache: PlanCache, group: GroupKey, local: LocalStructure, *, leads: bool
 ) -> tuple[Offer, CachedPlan | None]:
-    """What this rank says of itself, and the cached plan that it offers (not necessarily one that fits)."""
+    """Return this rank's offer, and the cached plan that it offers. That plan need not fit the structure."""
     plan = None
     if local.files is not None:
-        # Nothing tells us whether another storage writer committed its checkpoint, so no plan is ever kept for it.
+        # Another storage writer does not tell us whether its checkpoint was committed, so its plans are never cached.
         plan = cache.find(group, local.signature.value) or cache.latest(group)
     return offer_of(plan, local, leads=leads), plan
 
 
 def offer_of(plan: CachedPlan | None, local: LocalStructure, *, leads: bool) -> Offer:
-    """What this rank says of itself and of ``plan``."""
+    """This rank's offer of ``plan``."""
     signature = local.signature.value
     flags = LEADS if leads else 0
     if plan is None:
@@ -73,32 +74,32 @@ def offer_of(plan: CachedPlan | None, local: LocalStructure, *, leads: bool) -> 
 
 
 def is_settled(decision: Decision, agreement: Agreement) -> bool:
-    """Whether ``decision`` stands: the plan holds, or no rank has any that could be of another kind.
+    """Whether ``decision`` is final: the plan holds, or no rank has any plan.
 
-    Else ranks have to agree on the kind first: one that holds the same in two kinds, or nothing, cannot tell them
-    apart by itself.
+    Otherwise the ranks first have to agree on the kind of what they save (see :mod:`robust_dcp.plan.kinds`). A rank
+    cannot tell the kind alone if it holds the same in two kinds, or nothing.
     """
     return decision.reuse or (agreement.same_plan_id and agreement.plan_id == _NO_PLAN)
 
 
 def coordinator_of(agreement: Agreement, otherwise: int) -> int:
-    """The rank that plans and commits: the one that was told so, if just one was.
+    """The rank that plans and commits. If the callers made exactly one rank the coordinator, it is that rank.
 
-    Stock ``save`` tells one rank, not always rank 0; with ``no_dist=True`` it tells all.
+    Stock ``save`` makes one rank the coordinator, not always rank 0. With ``no_dist=True`` it makes every rank one.
     """
     leader = agreement.first_rank(LEADS)
     return leader if leader is not None and agreement.count(LEADS) == 1 else otherwise
 
 
 def decide(agreement: Agreement, own: Offer, coordinator_rank: int) -> Decision:
-    """What follows from what all ranks offer.
+    """Decide from the offers of all ranks.
 
-    A plan is reused only if every rank offers it, says that its structure matches, and the plan's identity is the
-    hash of exactly the signatures that were just shown. Otherwise what has changed is told from the plan that rank 0
-    offers, if it is the coordinator and has all of it.
+    A plan is reused only if every rank offers it and says that its structure matches, and if the hash over the
+    signatures shown in this exchange is the plan's identity. Otherwise the new structures are compared with the plan
+    that rank 0 offers, if the coordinator has the whole of that plan.
 
     Args:
-        agreement: of all ranks, under a tree whose root is rank 0.
+        agreement: the combined offers of all ranks, under a tree with rank 0 as its root.
         own: what this rank offered.
     """
     base = agreement.plan_id

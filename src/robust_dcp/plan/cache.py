@@ -1,7 +1,7 @@
-"""Plans of committed saves, kept for the next one: bounded, keyed by group and signature.
+"""Plans of committed saves, kept for the next save.
 
-Owns what is remembered of plans. An entry is put in after its save was committed, by
-``plan.session``, and used only if every rank shows in that very save that it still holds (``plan.agreement``).
+The cache is bounded, and its keys are group and signature. ``plan.agreed_plan`` puts a plan in after its save was
+committed. A plan is used only if every rank shows in that very save that it still holds (``plan.agreement``).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 __all__ = ["PLANS", "CachedPlan", "CoordinatorPlan", "GroupKey", "PlanCache", "nbytes_of_columns"]
 
 GroupKey = tuple[int, ...]
-"""The global ranks of a group, in group order: what a plan depends on of its process group."""
+"""The global ranks of a process group, in group order. A plan depends on nothing else of its group."""
 
 
 class StoredPlan(NamedTuple):
-    """A plan as it stands in the index of each checkpoint (:mod:`robust_dcp.plan.stored_plan`).
+    """A plan as the index of a checkpoint holds it (:mod:`robust_dcp.plan.stored_plan`).
 
     Attributes:
-        shares: of each rank.
-        structures: bundles of the structures of ranks; what a later one says of a rank replaces what an earlier said.
-        sections: the same, and the rest, as they are written.
+        shares: the encoded share of each rank.
+        structures: bundles of the structures of ranks. If two bundles have a rank, the later one counts.
+        sections: the sections of the index, with all of this and the rest.
     """
 
     shares: tuple[bytes, ...]
@@ -45,7 +45,7 @@ class StoredPlan(NamedTuple):
 
 
 class MadeOnce:
-    """Sections of an index that are made when they are first asked for."""
+    """The sections of an index, made at the first request."""
 
     def __init__(self) -> None:
         self._value: StoredPlan | None = None
@@ -57,7 +57,7 @@ class MadeOnce:
 
     @property
     def value(self) -> StoredPlan | None:
-        """What was made, if anything was."""
+        """The sections if they have been made, else ``None``."""
         return self._value
 
     def get(self, make: Callable[[], StoredPlan]) -> StoredPlan:
@@ -69,22 +69,22 @@ class MadeOnce:
 
 @dataclass(frozen=True, eq=False)
 class CoordinatorPlan:
-    """What only the coordinator keeps: enough to patch the plan, and to emit the metadata of each save.
+    """What only the coordinator keeps: enough to patch the plan, and to write the metadata of each save.
 
     Attributes:
         tables: the structure of each rank.
-        signatures: of each rank's structure, in rank order.
-        kept, common_objects: of each rank, as in :class:`RankPlan`.
+        signatures: the signature of each rank's structure, in rank order.
+        kept, common_objects: for each rank, as in :class:`RankPlan`.
         nbytes: bytes of tensor data that all ranks write together.
-        context: :meth:`PlanContext.encode`, which all ranks share.
-        metadata: emits ``.metadata``; ``None`` where another writer than ours places the items.
+        context: :meth:`PlanContext.encode`, which is the same on all ranks.
+        metadata: makes ``.metadata``; ``None`` if another writer than ours places the items.
         stock_metadata: DCP's own object for such a writer.
-        variable_places: of every rank's items of variable size in the last committed save; ``None`` before there was
-            one.
-        stored: the plan as it stands in the index of each checkpoint; ``stored_before`` that of the plan from which
-            this one was made, and ``changed_ranks`` those whose structure or share is not as it was there.
+        variable_places: the places of every rank's items of variable size in the last committed save; ``None`` before
+            the first one.
+        stored: the plan as the index of each checkpoint holds it. ``stored_before``: that of the plan from which this
+            plan was made. ``changed_ranks``: the ranks with another structure or share than there.
         columns_nbytes: memory of all tables and places.
-        replicated, n_classes: of each rank, as in ``ReplicaChecks``; empty if replicas are not compared.
+        replicated, n_classes: for each rank, as in ``ReplicaChecks``; empty if replicas are not compared.
         is_contested: whether several ranks claim the main replica of some chunk.
         shares: what the next plan is made from, if little changes.
     """
@@ -109,13 +109,13 @@ class CoordinatorPlan:
 
     @property
     def memory_nbytes(self) -> int:
-        """What it takes to keep this, about."""
+        """Roughly how much memory this takes."""
         emitted = 0 if self.metadata is None else self.metadata.nbytes
         return self.columns_nbytes + emitted + self.stored.nbytes
 
 
 def nbytes_of_columns(tables: Sequence[StructureTable], *others: Sequence[npt.NDArray[np.integer[Any]]]) -> int:
-    """Memory of the columns of all tables, and of others of each rank; those that ranks share count once."""
+    """Memory of the columns of all tables, and of other columns of each rank. Columns that ranks share count once."""
     columns = {id(column): column.nbytes for table in tables for column in table.columns}
     columns |= {id(column): column.nbytes for of_ranks in others for column in of_ranks}
     return sum(columns.values())
@@ -123,19 +123,19 @@ def nbytes_of_columns(tables: Sequence[StructureTable], *others: Sequence[npt.ND
 
 @dataclass(frozen=True, eq=False)
 class CachedPlan:
-    """One rank's share of a plan whose save was committed.
+    """One rank's share of a plan that was committed.
 
     Attributes:
-        plan_id: identity of the global plan, a hash over the signatures of all ranks.
-        signature: of this rank's structure.
+        plan_id: the identity of the global plan, a hash over the signatures of all ranks.
+        signature: the signature of this rank's structure.
         table: this rank's structure.
         rank_plan: what this rank writes.
-        variable_places: int64 ``[v, 2]``, offset and length of this rank's items of variable size in the last save,
-            as the coordinator knows them: if they come out the same, they need not be sent again. ``None`` where this
-            rank cannot be sure that the coordinator knows them.
+        variable_places: int64 ``[v, 2]``, offset and length of this rank's items of variable size in the last save, as
+            the coordinator knows them. Places that do not change need not be sent again. ``None`` if this rank cannot
+            be sure that the coordinator knows them.
         coordinator: on the coordinator only.
-        loaded_from: the checkpoint that it was found in; empty for one that this process has made.
-        kind: what it is a plan of, see :mod:`robust_dcp.plan.kinds`; the same on all ranks.
+        loaded_from: the checkpoint in which the plan was found; empty if this process made it.
+        kind: the kind of what is saved (:mod:`robust_dcp.plan.kinds`), the same on all ranks.
     """
 
     plan_id: bytes
@@ -149,7 +149,7 @@ class CachedPlan:
 
     @property
     def memory_nbytes(self) -> int:
-        """What it takes to keep this, about."""
+        """Roughly how much memory this takes."""
         of_all = 0 if self.coordinator is None else self.coordinator.memory_nbytes
         return nbytes_of_columns([self.table], [self.rank_plan.kept]) + of_all
 
@@ -157,16 +157,16 @@ class CachedPlan:
 class PlanCache:
     """The most recently used plans of this process, over all groups.
 
-    A model and its EMA that are saved in turn both hit: each finds its own entry by signature.
+    Example: a model and its EMA are saved in turn. Each finds its own plan by signature.
 
     Args:
-        cache: in which they are a table; ``None`` for one of its own.
-        max_entries: plans that are kept: each is looked at when none fits.
-        max_nbytes: memory that they may take together; the latest is kept whatever it takes.
+        cache: the cache that holds them in a table; ``None`` for a cache of its own.
+        max_entries: how many plans to keep. If none fits, each of them is looked at.
+        max_nbytes: how much memory they may take together. The latest stays even if it is larger.
     """
 
     def __init__(self, cache: StructureCache | None = None, *, max_entries: int = 8, max_nbytes: int = 2 << 30) -> None:
-        # One plan may be that of two kinds, which hold the same: each goes on from it by itself.
+        # The kind is part of the key, because two kinds may hold the same and still change independently.
         self._table: Table[tuple[GroupKey, bytes, str], CachedPlan] = (cache or StructureCache()).table(
             "plans", lambda _, plan: plan.memory_nbytes, max_nbytes=max_nbytes, max_entries=max_entries
         )
@@ -183,22 +183,22 @@ class PlanCache:
         return next(iter(self._of(group)), None)
 
     def get(self, group: GroupKey, plan_id: bytes) -> CachedPlan | None:
-        """The plan of that identity."""
+        """The plan with that identity."""
         return next((plan for plan in self._of(group) if plan.plan_id == plan_id), None)
 
     def last_of_each_kind(self, group: GroupKey) -> dict[str, CachedPlan]:
-        """For each kind that ``group`` has saved the plan that it used last; the kind saved last comes first."""
+        """For each kind that ``group`` has saved, the plan that it used last. The kind that was saved last is first."""
         found: dict[str, CachedPlan] = {}
         for plan in self._of(group):
             found.setdefault(plan.kind, plan)
         return found
 
     def _of(self, group: GroupKey) -> list[CachedPlan]:
-        # To look for a plan is no use of it: it is used once its save is committed, and put in again then.
+        # A search is no use of a plan. A plan counts as used when its save is committed and it is put in again.
         return [plan for key, plan in self._table.latest_first() if key[0] == group]
 
     def put(self, group: GroupKey, plan: CachedPlan) -> None:
-        """Keep ``plan`` as the latest; the least recently used one beyond the bound goes."""
+        """Store ``plan`` as the latest, and drop the least recently used plans until the bounds hold."""
         self._table.put((group, plan.plan_id, plan.kind), plan)
 
     def forget(self, group: GroupKey, plan_id: bytes) -> None:

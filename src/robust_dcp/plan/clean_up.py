@@ -1,7 +1,8 @@
-"""What the ranks of a save that failed in step do together: remove what it has made, and hear what could not be.
+"""What ranks do together after a save failed in step: remove its files, and tell each other what could not be removed.
 
-Owns the order: first every rank's files, then the journal and the directories, so that at every instant what is left
-has a journal that answers for it. Called by ``session`` and by ``megatron.saving``; knows of files only their names.
+This module owns the order. First every rank removes its files, then the journal and the directories are removed.
+So at every instant a journal covers whatever is left. ``session`` and ``megatron.saving`` call it. It
+knows only the names of files.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _INTERRUPTS: Final = frozenset({"KeyboardInterrupt", "SystemExit", "GeneratorExi
 
 
 class _NotRemoved(msgspec.Struct, frozen=True):
-    """Paths of what is still there."""
+    """The paths that are still there."""
 
     paths: tuple[str, ...] = ()
 
@@ -35,13 +36,14 @@ def failed_in_step(error: BaseException) -> bool:
 
 
 class _State(msgspec.Struct, frozen=True):
-    """What the coordinator knows of its commit."""
+    """What the coordinator knows about its commit."""
 
     may_be_committed: bool
 
 
 def nothing_is_committed(channel: Channel, phase: str, directory: SaveDirectory, error: BaseException) -> bool:
-    """Whether the coordinator knows that its commit, which failed in step, came to nothing; the same on all ranks."""
+    """Whether the coordinator knows that its commit, which failed in step, committed nothing. All ranks get the
+    same."""
     if _was_interrupted(error):
         return False
     try:
@@ -49,25 +51,25 @@ def nothing_is_committed(channel: Channel, phase: str, directory: SaveDirectory,
             f"{phase}: is it committed", lambda: _State(directory.may_be_committed), _State
         ).may_be_committed
     except RobustCheckpointError as lost:
-        logger.warning("%s: nobody knows whether it is committed: %s", phase, lost.message)
+        logger.warning("%s: the ranks could not find out whether the checkpoint is committed: %s", phase, lost.message)
         return False
 
 
 def clean_up(channel: Channel, phase: str, directory: SaveDirectory, error: BaseException) -> None:
-    """Remove what all ranks have made in a save that failed in step; what stays is named in ``error``, on all ranks.
+    """Remove what all ranks made in a save that failed in step. ``error`` then names on all ranks what is left.
 
-    Never raises: that the save has failed is what the caller has to tell.
+    This never raises, because the caller has to report that the save failed.
 
     Args:
-        phase: of the save, for the names of exchanges.
-        error: that all ranks are about to raise.
+        phase: the phase of the save, for the names of exchanges.
+        error: the error that all ranks are about to raise.
     """
     left = directory.remove_files()
     if not _was_interrupted(error):
         try:
             left = _told_to_all(channel, phase, directory, left)
         except RobustCheckpointError as lost:
-            logger.warning("%s: the ranks have not cleaned up together: %s", phase, lost.message)
+            logger.warning("%s: the ranks could not remove the files of this save together: %s", phase, lost.message)
             directory.release()
             name_left_over(error, left)
             return
@@ -89,6 +91,6 @@ def _told_to_all(channel: Channel, phase: str, directory: SaveDirectory, left: l
 
 
 def _was_interrupted(error: BaseException) -> bool:
-    """Whether a rank raises something else, and joins no more exchanges of this save."""
+    """Whether a rank was interrupted. It raises something else, and joins no more exchanges of this save."""
     failures = error.rank_failures if isinstance(error, RobustCheckpointError) else ()
     return any(failure.type_name in _INTERRUPTS for failure in failures)

@@ -1,6 +1,6 @@
-"""The ``Metadata`` that stock ``save`` carries around: small on the wire, complete when somebody looks.
+"""The ``Metadata`` that stock ``save`` passes around. Pickled it is only a path; its content is read on first use.
 
-Stock broadcasts what ``create_global_plan`` returned to every rank after the commit; pickled, this is a path.
+After the commit, stock broadcasts the result of ``create_global_plan`` to every rank. This keeps that message small.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ __all__ = ["CommittedMetadata", "PlannedMetadata"]
 
 
 class CommittedMetadata(Metadata):
-    """The metadata of a committed checkpoint, read from its ``.metadata`` when first asked for."""
+    """The metadata of a committed checkpoint. It is read from ``.metadata`` on first use."""
 
     def __init__(self, checkpoint: str) -> None:
-        # Not calling the dataclass's __init__: it would set the fields that are properties here.
+        # Do not call the dataclass's __init__: it would set fields that are properties here.
         self._checkpoint = checkpoint
         self._read: Metadata | None = None
 
@@ -53,7 +53,7 @@ class CommittedMetadata(Metadata):
 
 
 class PlannedMetadata(CommittedMetadata):
-    """The same before the commit: it leads ``RobustWriter.finish`` to the save, and crosses the wire as a path."""
+    """The metadata before the commit. ``RobustWriter.finish`` finds the save in it. Pickled it is a path too."""
 
     def __init__(self, save: SaveSession, checkpoint: str) -> None:
         super().__init__(checkpoint)

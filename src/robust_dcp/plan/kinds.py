@@ -1,8 +1,9 @@
-"""Which plan a changed structure is compared with: the last one of the same kind, where a job saves several in turn.
+"""Which plan a changed structure is compared with: the last one of the same kind.
 
-A model and a data loader are two kinds: neither has changed because the other was saved in between. Plans are of one
-kind if the caller gave them one name (``kind=``), or if one was made from the other; a structure is of the kind with
-which it has most names in common. Owns what ranks say of that and the coordinator's choice; ``session`` exchanges it.
+Example: a job saves a model and a data loader in turn. They are two kinds. The model has not changed just because the
+loader was saved in between. Plans are of one kind if the caller gave them one name (``kind=``), or if one was made from
+the other. A structure is of the kind with which it has most names in common. This module owns what ranks say about that
+and the coordinator's choice; ``agreed_plan`` exchanges it.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from robust_dcp.plan.structure import StructureTable
 __all__ = ["ChosenBase", "KindVote", "choose_base", "kind_of", "vote"]
 
 _NAMED = "="
-"""Before a kind that the caller has named: the others are called after their first plan."""
+"""The prefix of kinds that the caller has named. Other kinds have the identity of their first plan as a name."""
 
 
 class KindVote(msgspec.Struct, frozen=True):
     """What one rank knows of the last plan of each kind.
 
     Attributes:
-        plans: their identities.
-        in_common: for each the names that this rank held in it and holds now.
-        n_before: for each the names that it held.
-        n_now: the names that it holds.
+        plans: the identities of these plans.
+        in_common: for each plan, how many names this rank held in it and still holds.
+        n_before: for each plan, how many names this rank held in it.
+        n_now: how many names this rank holds now.
     """
 
     plans: tuple[bytes, ...]
@@ -40,19 +41,20 @@ class KindVote(msgspec.Struct, frozen=True):
 
 
 class ChosenBase(msgspec.Struct, frozen=True):
-    """The coordinator's choice: the plan to compare with, and its kind; both empty if there is none of this kind."""
+    """The coordinator's choice: the plan to compare with, and its kind. Both are empty if there is no plan of this
+    kind."""
 
     plan_id: bytes = b""
     kind: str = ""
 
 
 def kind_of(named: str | None, plan_id: bytes, base: str) -> str:
-    """The kind of a plan: as the caller named it, that of the plan that it was made from, or one of its own."""
+    """The kind of a plan: the caller's name for it, else the kind of the plan it was made from, else a new kind."""
     return f"{_NAMED}{named}" if named is not None else base or plan_id.hex()
 
 
 def vote(cache: PlanCache, group: GroupKey, named: str | None, table: StructureTable) -> KindVote:
-    """What this rank says; sums over ranks are all that is needed of it."""
+    """What this rank says. The coordinator only needs the sums over all ranks."""
     plans = {plan.plan_id: plan for plan in _candidates(cache, group, named).values()}
     names = set(table.names)
     return KindVote(
@@ -66,11 +68,12 @@ def vote(cache: PlanCache, group: GroupKey, named: str | None, table: StructureT
 def choose_base(
     cache: PlanCache, group: GroupKey, named: str | None, votes: Sequence[KindVote | None]
 ) -> ChosenBase | None:
-    """The plan to compare with, of those that the coordinator has all of; ``None`` if there is none of this kind.
+    """Choose the plan to compare with, among those that the coordinator has whole; ``None`` if none is of this kind.
 
-    By names, it is the plan with most in common, if that is half of the names of the larger of the two, or nearly all
-    of the smaller: what grew is still the same, and what shares but a step counter is another. Names count once for
-    each rank that holds them; a rank that does not know a plan any more says nothing of it.
+    Without a name from the caller, it is the plan that has most names in common with the structure. They must be half
+    of the names of the larger of the two, or nearly all of the smaller. So a structure that grew is still of its kind,
+    and one that shares only a step counter is not. A name counts once for each rank that holds it. A rank that no
+    longer knows a plan says nothing about it.
     """
     sums: dict[bytes, npt.NDArray[np.int64]] = defaultdict(lambda: np.zeros(3, dtype=np.int64))
     for each in filter(None, votes):
@@ -90,7 +93,7 @@ def choose_base(
 
 
 def _candidates(cache: PlanCache, group: GroupKey, named: str | None) -> dict[str, CachedPlan]:
-    """By kind: the last plan of the one that is named; else those of all that nobody has named, the latest first."""
+    """The last plan of each kind, latest first. If the caller's kind has a plan, only that; else all unnamed kinds."""
     plans = cache.last_of_each_kind(group)
     kind = kind_of(named, b"", "")
     if named is not None and kind in plans:

@@ -1,7 +1,7 @@
-"""``RobustLoadPlanner``: DCP's ``LoadPlanner`` with checks before the first byte is read.
+"""``RobustLoadPlanner``: DCP's ``LoadPlanner``, with checks before the first byte is read.
 
-Owns what a load must find in ``.metadata``: keys, shapes, dtypes, and that the chunks fill what is asked for. Called
-by ``api.load``, and by stock ``torch.distributed.checkpoint.load`` through the hooks.
+It checks keys, shapes and dtypes against ``.metadata``, and that the saved chunks fill what is asked for. ``api.load``
+calls it, and stock ``torch.distributed.checkpoint.load`` calls its hooks.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ _FLAT = frozenset({torch.Tensor, torch.nn.Parameter, DTensor, bool, int, float, 
 
 
 class RobustLoadPlanner(DefaultLoadPlanner):
-    """A load planner that finds what does not fit before it reads, and names all of it.
+    """A load planner that finds everything that does not fit before it reads, and names all of it.
 
     Args:
-        flatten_state_dict, flatten_sharded_tensors: as ``DefaultLoadPlanner``.
-        allow_partial_load: leave keys of the state dict that the checkpoint does not have as they are.
-        on_dtype_mismatch: ``"error"`` where a tensor has another dtype than the saved one, or ``"cast"`` as stock does.
-        trusted: unpickle objects of any class. Only for checkpoints from a source that may run code here.
+        flatten_state_dict, flatten_sharded_tensors: as in ``DefaultLoadPlanner``.
+        allow_partial_load: whether keys of the state dict that the checkpoint does not have keep their values.
+        on_dtype_mismatch: ``"error"`` if a tensor has another dtype than the saved one, or ``"cast"`` as stock does.
+        trusted: unpickle objects of any class. Use it only for checkpoints from a source that may run code here.
 
     Raises:
-        PlanConflict: (from ``create_local_plan``) keys are missing, shapes or dtypes differ, a tensor is asked for
-            where an object was saved or the reverse.
+        PlanConflict: (from ``create_local_plan``) keys are missing, shapes or dtypes differ, or one side has a tensor
+            and the other an object.
         CorruptCheckpoint: the saved chunks do not fill a tensor that is asked for.
     """
 
@@ -86,7 +86,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         return self.unread_keys_later()()
 
     def unread_keys_later(self) -> Callable[[], tuple[str, ...]]:
-        """What gives :attr:`unread_keys` of this load, also after the next one has begun."""
+        """Return a function that gives :attr:`unread_keys` of this load, even after the next load has begun."""
         saved, asked = self._saved, frozenset(self.state_dict)
         return lambda: tuple(sorted(key for key in saved if key not in asked))
 
@@ -123,23 +123,23 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         return LoadPlan(PlannedItems(whole, planned.items, self))  # type: ignore[arg-type]  # no list, but as good
 
     def _others(self) -> dict[str, Any]:
-        """The values that are not known to be there just as they were saved, in the order of the state dict."""
+        """The values that are not known to be saved as exactly one chunk, in the order of the state dict."""
         if len(self._whole_keys) == len(self.state_dict):
             return {}
         return {key: value for key, value in self.state_dict.items() if key not in self._whole_keys}
 
     def _answers_as_stock(self) -> bool:
-        """Whether a plan may be carried out without asking this planner about each tensor: a subclass has not changed
-        what it would say."""
+        """Whether a plan may be carried out without asking this planner about each tensor. That is so unless a subclass
+        overrides one of the methods."""
         own = (getattr(getattr(self, name), "__func__", None) for name in _PROTOCOL)
         return all(method is getattr(RobustLoadPlanner, name) for method, name in zip(own, _PROTOCOL, strict=True))
 
     def _checked_plan(self, metadata: Metadata) -> PlannedReads:
-        """What is read of the values that are not known to be there just as they were saved."""
+        """The reads for the values that are not known to be saved as exactly one chunk."""
         before = self.state_dict
         problems = self._problems()
         if problems and not self.allow_partial_load and not self._whole_keys and self.missing_keys:
-            # Checkpoints from before torch 2.4 have other names for nested lists; stock's planner knows them.
+            # Checkpoints from before torch 2.4 have other names for nested lists. Stock's planner knows these names.
             plan = self._stock_plan()
             if self.state_dict is not before:
                 problems = self._problems()
@@ -152,8 +152,9 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         return plan_reads(self._others(), metadata)
 
     def _may_have_old_names(self) -> bool:
-        """Whether keys that are not asked for may be older names of those that are: the latter then have a list on
-        their path. A checkpoint with an index is younger."""
+        """Whether saved keys that are not asked for may be older names of keys that are asked for.
+
+        Only keys with a list on their path have older names, and a checkpoint with an index is too young for them."""
         return (
             self.flatten_state_dict
             and (self.metadata is None or stored_items_of(self.metadata) is None)
@@ -165,10 +166,10 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         try:
             return super().create_local_plan()
         except (RuntimeError, ValueError):
-            return None  # our own account of the problems says more
+            return None  # our own description of the problems says more
 
     def _problems(self) -> list[str]:
-        """What does not fit, missing keys first."""
+        """Describe everything that does not fit, missing keys first."""
         problems = [] if self.allow_partial_load else self._missing()
         for key, value in self._others().items():
             saved = self._saved.get(key)
@@ -180,7 +181,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         return [f"{_MISSING}{key!r}" for key in self.missing_keys]
 
     def _in_words(self, problems: list[str]) -> str:
-        """What does not fit, a line each, and what there is instead of missing keys."""
+        """The error message: one line for each problem, and what the checkpoint has instead of missing keys."""
         lines = [f"the state dict does not fit the checkpoint, {len(problems)} problem(s):"]
         missing = () if self.allow_partial_load else self.missing_keys
         asked, saved = self.state_dict.keys(), self._saved.keys()
@@ -217,11 +218,11 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         return found
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put an object into the state dict; classes that are not known to be data are refused.
+        """Put an object into the state dict. Refuse classes that are not known to be data.
 
         Raises:
             UnsafeCheckpoint: unpickling would run code.
-            CorruptCheckpoint: it is not what ``torch.save`` wrote.
+            CorruptCheckpoint: the bytes are not what ``torch.save`` wrote.
         """
         name = read_item.dest_index.fqn
         file = value.file if isinstance(value, ObjectBytes) else "the checkpoint"
@@ -230,17 +231,19 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             value.seek(0)
         try:
             super().load_bytes(read_item, value)
-        except Exception as error:  # bytes that no torch.save wrote: torch raises almost anything
+        except Exception as error:  # torch raises almost anything for bytes that torch.save did not write
             raise not_an_object(error, file=file, item=name) from error
         if not self.flatten_state_dict:
-            # DefaultLoadPlanner puts it only into the copy that flatten_sharded_tensors made of the state dict.
+            # DefaultLoadPlanner puts the object only into the copy of the state dict that flatten_sharded_tensors made.
             key = read_item.dest_index.fqn
             self.original_state_dict[key] = self.state_dict[key]
 
 
 def _flat(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """What ``DefaultLoadPlanner.set_up_planner`` makes of a state dict that needs nothing but flattening; ``None`` for
-    any other: it has to allocate tensors on the meta device, and to take lists and shards apart."""
+    """What ``DefaultLoadPlanner.set_up_planner`` makes of a state dict that only needs flattening.
+
+    ``None`` for other state dicts: there it has to allocate tensors on the meta device, or take lists and shards apart.
+    """
     flat, mappings = flatten(state_dict)
     if not _FLAT.issuperset(map(type, flat.values())) or any(map(_is_on_meta, flat.values())):
         return None
@@ -256,7 +259,7 @@ def _is_on_meta(value: Any) -> bool:
 
 
 def _wanted(plan: PlannedReads, state_dict: Mapping[str, Any], metadata: Metadata) -> dict[str, int]:
-    """Elements that this rank needs, of each tensor that is not known to be filled by one chunk."""
+    """How many elements this rank needs of each tensor that is not known to be filled by one chunk."""
     return {
         key: local_numel(state_dict[key])
         for key in state_dict.keys() - plan.filled
@@ -265,15 +268,15 @@ def _wanted(plan: PlannedReads, state_dict: Mapping[str, Any], metadata: Metadat
 
 
 def check_filled(items: Iterable[ReadItem], wanted: Mapping[str, int], checkpoint: str = "the checkpoint") -> None:
-    """Every element that is asked for must be in some chunk: stock leaves the others as they were, silently.
+    """Check that every wanted element is in some chunk. Stock silently leaves the others unchanged.
 
     Args:
         items: what is read.
-        wanted: for each key the elements that this rank asks for.
-        checkpoint: what to call it.
+        wanted: for each key how many elements this rank asks for.
+        checkpoint: the name of the checkpoint in the message.
 
     Raises:
-        CorruptCheckpoint: the chunks that are read do not have them all.
+        CorruptCheckpoint: the chunks that are read lack some of these elements.
     """
     planned: dict[str, int] = defaultdict(int)
     for item in items if wanted else ():
@@ -292,9 +295,9 @@ def check_filled(items: Iterable[ReadItem], wanted: Mapping[str, int], checkpoin
 
 
 def local_numel(value: Any) -> int:
-    """Elements of the chunks that this rank holds of ``value``; 0 for what is no tensor."""
+    """How many elements this rank holds of ``value``; 0 if it is not a tensor."""
     if isinstance(value, DTensor):
-        # Asking for its chunks costs torch an index for each row of the whole tensor.
+        # Do not ask torch for the chunks: that costs it an index for each row of the whole tensor.
         in_mesh = value.device_mesh.get_coordinate() is not None
         return int(value.to_local().numel()) if in_mesh else 0
     chunks = getattr(value, "__create_chunk_list__", None)

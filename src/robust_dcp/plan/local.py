@@ -1,4 +1,4 @@
-"""What one rank brings to the plan: its structure, its signature, the digests of its objects."""
+"""What one rank contributes to the plan: its structure, its signature, and the digests of its objects."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class LocalStructure:
     Attributes:
         table: the items.
         context: what else the plan depends on.
-        signature: over both.
-        object_digests: uint64, for each item of kind BYTES in table order; 0 where not computed.
-        files: number of files for items of fixed size; ``None`` where another writer than ours places them.
+        signature: the signature of both.
+        object_digests: uint64, for each item of kind BYTES in table order; 0 if it was not computed.
+        files: how many files hold items of fixed size; ``None`` if another writer than ours places them.
         lowest_rank: whether replicas go to the lowest rank that holds them.
-        layout: of the files.
+        layout: the layout of the files.
         verify_replicas: which replicas are compared with those of other ranks.
     """
 
@@ -39,11 +39,11 @@ class LocalStructure:
     verify_replicas: VerifyReplicas = "off"
 
     def to_message(self) -> StructureMessage:
-        """All of this, for the coordinator."""
+        """The message to the coordinator with all of this."""
         return StructureMessage.of(self.table, self.object_digests, self.context.encode(), self.signature.value)
 
     def digests_of(self, items: npt.NDArray[np.intp]) -> npt.NDArray[np.uint64]:
-        """Digests of some of the objects, by their places in the table."""
+        """The digests of the objects at ``items``, which are places in the table."""
         digests = np.zeros(len(self.table), dtype=np.uint64)
         digests[self.table.kinds == ItemKind.BYTES] = self.object_digests
         return digests[items]

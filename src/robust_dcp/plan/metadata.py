@@ -1,8 +1,7 @@
-"""The ``.metadata`` of a checkpoint and its index, from a global plan.
+"""Makes the ``.metadata`` of a checkpoint and its index from a global plan, on the coordinator.
 
-Owns the translation of the plan's columns into those that ``storage.metadata.pickled`` emits; what a plan determines is
-emitted once and kept with it, the names of files and the places of items of variable size are filled in at each commit.
-Coordinator only.
+This module translates the plan's columns into those that ``storage.metadata.pickled`` writes. What follows from the
+plan is encoded once and kept with it. File names and the places of items of variable size are filled in at each commit.
 """
 
 from __future__ import annotations
@@ -47,20 +46,21 @@ Places = npt.NDArray[np.intp]
 logger = logging.getLogger(__name__)
 
 _SPARE_FILES = 64
-"""Room for files that patches add, besides an eighth of all."""
+"""Room for files that patches add, besides one eighth of all files."""
 
 _NO_FILE = "-"
-"""Stands in the index for a file that a patch has made needless."""
+"""The name in the index of a file that a patch has made unnecessary."""
 
 
 class MetadataTemplate:
-    """The metadata of all checkpoints that are written by one plan. Compiled when first asked for: the first plan then
-    reaches the other ranks sooner, and they write in the meantime.
+    """The metadata of all checkpoints that one plan writes.
+
+    It is compiled at its first use. So the other ranks get the first plan sooner, and write in the meantime.
 
     Args:
-        plan: the global plan; not kept once it has been compiled.
+        plan: the global plan. It is dropped after it has been compiled.
         placements: for each rank the places of its kept items.
-        layout: that made them.
+        layout: the layout that made them.
     """
 
     def __init__(self, plan: GlobalPlan, placements: Sequence[Placements], layout: Layout = TORCH) -> None:
@@ -83,14 +83,14 @@ class MetadataTemplate:
         self._compiler: Callable[[], tuple[MetadataPickle, MetadataColumns]] | None = compiled
 
     def patched(self, patch: Patch, placements: Mapping[int, Placements]) -> MetadataTemplate | None:
-        """The metadata of a plan that was made from this one's.
+        """The metadata of a plan that was made from the plan of this metadata.
 
         Args:
-            patch: the plan.
-            placements: of the ranks that it has moved.
+            patch: the changes.
+            placements: the places of the items of ranks that the patch has moved.
 
         Returns:
-            ``None`` if it has more new files than there is room for.
+            ``None`` if the plan has more new files than there is room for.
         """
         new = copy(self)
         new._lock, new._compiled, new._ranks = threading.Lock(), None, list(self._ranks)
@@ -126,11 +126,11 @@ class MetadataTemplate:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept for later saves."""
+        """How many bytes are kept for later saves."""
         if self._compiled is None:
             return 0
         columns, index = self._compiled.columns, self._compiled.indexed
-        own = columns.name.nbytes + columns.offset.nbytes + columns.size.nbytes  # the index is made of the others
+        own = columns.name.nbytes + columns.offset.nbytes + columns.size.nbytes  # the index holds the other columns
         return self._compiled.pickled.nbytes + own + (0 if index is None else index.nbytes)
 
     def encode(
@@ -139,12 +139,12 @@ class MetadataTemplate:
         """The bytes of ``.metadata`` and of the index, and the data files of all ranks.
 
         Args:
-            written: for each rank whether its file names are plain and the places of its items of variable size.
-            storage_meta: goes into the file as it is.
-            kept_plan: what the index holds of the plan.
+            written: for each rank whether its file names are plain, and the places of its items of variable size.
+            storage_meta: goes into the file unchanged.
+            kept_plan: the sections of the index that hold the plan.
 
         Raises:
-            ValueError: if places are not one for each item of variable size.
+            ValueError: there is not one place for each item of variable size.
         """
         for rank, (files, own) in enumerate(zip(written, self._ranks, strict=True)):
             if len(files.variable_places) != own.n_variable:
@@ -176,7 +176,7 @@ class MetadataTemplate:
         storage_meta: StorageMeta,
         kept_plan: Mapping[str, Section],
     ) -> tuple[Fragment, ...]:
-        """The index of a checkpoint with this ``.metadata``; nothing if there can be none."""
+        """The index of a checkpoint with this ``.metadata``; empty if there can be none."""
         if compiled.indexed is None:
             return ()
         used = [name or _NO_FILE for name in names]
@@ -184,7 +184,7 @@ class MetadataTemplate:
             return compiled.indexed.encode(
                 fragments, used, places[compiled.index_order], storage_meta, FORMAT_VERSION, kept_plan
             )
-        except ValueError as error:  # a path of which UTF-8 knows nothing, say
+        except ValueError as error:  # UTF-8 cannot encode a path, for example
             _tell_of_no_index(error)
             return ()
 
@@ -201,11 +201,13 @@ class MetadataTemplate:
                 )
                 self._compiler = None
             if self._compiled is None:
-                raise ValueError("the metadata could not be compiled before")
+                raise ValueError("an earlier attempt to compile this metadata failed")
             return self._compiled
 
     def _places_of_variable(self, files: npt.NDArray[np.integer[Any]]) -> Places:
-        """Items of variable size are told rank after rank, in the order of its plan; so are those of each file."""
+        """For each item of variable size in ``files``, its place in the list of all ranks.
+
+        Ranks report these items rank after rank, in plan order. Within one file that is also the order of ``files``."""
         rank_of = np.empty(self._n_files, dtype=np.intp)
         for rank, own in enumerate(self._ranks):
             rank_of[own.numbers] = rank
@@ -215,13 +217,13 @@ class MetadataTemplate:
 
 
 class _Compiled(NamedTuple):
-    """What a plan determines.
+    """What follows from a plan.
 
     Attributes:
-        pickled: ``.metadata``.
-        order: for each item whose place it wants to be told, that place among those of all ranks.
-        columns: what both are made of.
-        indexed: the index; ``None`` if there can be none.
+        pickled: makes ``.metadata``.
+        order: for each item of variable size in ``.metadata``, its place in the list of all ranks.
+        columns: the columns that both are made of.
+        indexed: makes the index; ``None`` if there can be none.
         index_order: as ``order``, for the index.
     """
 
@@ -236,9 +238,10 @@ class _Files(NamedTuple):
     """The files of one rank.
 
     Attributes:
-        numbers: int32, of each file among those of all ranks; after them those of files that were there before.
+        numbers: int32, the number of each file among those of all ranks, followed by the numbers of files that the rank
+            used before.
         head_nbytes: as in :class:`Placements`.
-        n_variable: items of variable size in them.
+        n_variable: how many items of variable size are in them.
     """
 
     numbers: Int32
@@ -251,7 +254,7 @@ class _Files(NamedTuple):
 
 
 def _nowhere(n_items: int) -> Placements:
-    """Stands for places that nobody asks for."""
+    """Placements for items of ranks that have not moved. Nothing reads them."""
     nothing = np.zeros(n_items, dtype=np.int64)
     return Placements(nothing.astype(np.int32), nothing, nothing, (0,), None)
 
@@ -269,10 +272,10 @@ def _tell_of_no_index(error: ValueError) -> None:
 
 
 def stock_metadata(plan: GlobalPlan) -> Metadata:
-    """DCP's own object, for storage writers other than ours; ``storage_data`` is for the writer to fill in."""
+    """DCP's own object, for storage writers other than ours. The writer fills in ``storage_data``."""
     columns, written = plan.columns, plan.written
     found: dict[str, Any] = {}
-    # Plain lists: a NumPy scalar for each field of each item would cost several times as much.
+    # Use plain lists: a NumPy scalar for each field of each item would take several times as long.
     for row, place, is_bytes, ndim, offset, size in zip(
         written.tolist(),
         columns.name[written].tolist(),

@@ -1,7 +1,6 @@
-"""What a global plan says of ``.metadata``, as the columns that it is emitted from.
+"""Turns a global plan and the places of its items into the columns from which ``.metadata`` is written.
 
-Owns the step from the rows of a plan and the places of its items to names, sizes, chunks and places. Pure NumPy; called
-by ``plan.metadata``.
+The columns hold names, sizes, chunks and places. This is pure NumPy. ``plan.metadata`` calls it.
 """
 
 from __future__ import annotations
@@ -29,22 +28,22 @@ Places = npt.NDArray[np.intp]
 def metadata_columns(
     plan: GlobalPlan, placements: Sequence[Placements], files: Sequence[Int32], n_files: int
 ) -> MetadataColumns:
-    """The columns of all that ``plan`` writes.
+    """The columns for everything that ``plan`` writes.
 
     Args:
         plan: the plan.
         placements: for each rank the places of the items that it writes.
         files: for each rank the number of each of its files among those of all ranks.
-        n_files: of all ranks.
+        n_files: how many files all ranks have.
     """
     return _columns_of(plan, _InPlanOrder.of(plan, placements, files), n_files=n_files)
 
 
 class _InPlanOrder(NamedTuple):
-    """Where the written items lie, in the order of ``GlobalPlan.written``.
+    """Where the written items are, in the order of ``GlobalPlan.written``.
 
     Attributes:
-        file: int32 ``[K]``, place among the files of all ranks.
+        file: int32 ``[K]``, the number of the file among those of all ranks.
         start, nbytes: int64 ``[K]``, as in :class:`Placements`.
     """
 
@@ -54,7 +53,7 @@ class _InPlanOrder(NamedTuple):
 
     @classmethod
     def of(cls, plan: GlobalPlan, placements: Sequence[Placements], files: Sequence[Int32]) -> _InPlanOrder:
-        # Placements are rank after rank and ascend within a rank, as the rows of the columns do.
+        # Placements come rank after rank and ascend within a rank. So do the rows of the columns.
         is_written = np.zeros(len(plan.columns), dtype=np.bool_)
         is_written[plan.written] = True
         place = (np.cumsum(is_written) - 1)[plan.written]
@@ -70,7 +69,7 @@ def _columns_of(plan: GlobalPlan, placed: _InPlanOrder, *, n_files: int) -> Meta
     columns, written = plan.columns, plan.written
     is_object = columns.kind[written] == ItemKind.BYTES
     name = columns.name[written]
-    first_of_name = np.flatnonzero(np.diff(name, prepend=-1))  # every name is written
+    first_of_name = np.flatnonzero(np.diff(name, prepend=-1))  # this works because every name is written
     properties, which_properties = _properties(columns, written[first_of_name])
     ndims = columns.ndim[written]
     sizes = _Sizes()
@@ -105,7 +104,7 @@ class _Sizes:
         self._count = 0
 
     def add(self, rows: Int64, ndims: npt.NDArray[np.uint8]) -> Places:
-        """Places in the table of ``rows``, of which the first ``ndims`` entries count."""
+        """Add ``rows`` and return their places in the table. The first ``ndims`` entries of each row count."""
         first, which = unique_rows(ndims, *rows.T)
         self._tables.append(rows[first])
         self._ndims.append(ndims[first])
@@ -125,7 +124,7 @@ Properties = list[tuple[torch.dtype, torch.layout, bool]]
 
 
 def _properties(columns: GlobalColumns, rows: Places) -> tuple[Properties, Places]:
-    """The distinct properties of ``rows``, and which each has; those of objects mean nothing."""
+    """The distinct properties of ``rows``, and for each row the place of its own. For objects it means nothing."""
     is_object = columns.kind[rows] == ItemKind.BYTES
     which = np.zeros(len(rows), dtype=np.intp)
     if is_object.all():

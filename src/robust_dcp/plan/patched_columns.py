@@ -1,7 +1,8 @@
-"""The columns of a ``.metadata`` after a patch, from those before it: one pass over numbers, no work for each item.
+"""Makes the columns of a ``.metadata`` after a patch from those before it, in one pass over numbers.
 
-Say that one rank of 1,024 has a tensor more. Its items lie elsewhere now, and one name is new. All other rows are taken
-over as they are; those of that rank are put in their places among them. Pure NumPy; called by ``plan.metadata``.
+Example: one rank of 1,024 has one more tensor. Its items are now in other places, and one name is new. All other rows
+stay as they are, and the new rows of that rank are inserted among them. No Python work is done for each item. This is
+pure NumPy. ``plan.metadata`` calls it.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ _T = TypeVar("_T", bound=np.generic)
 def patched_columns(
     before: MetadataColumns, patch: MetadataColumns, is_new: Mask, is_stale: Mask, removed: Iterable[str]
 ) -> MetadataColumns:
-    """All columns after a patch; the arguments are those of ``MetadataPickle.patched``.
+    """The columns after a patch. The arguments are those of ``MetadataPickle.patched``.
 
     Args:
-        before: all columns before it, names ascending, the rows of a name by their offsets.
-        patch: the written items of the names that have changed, and all items that lie in files that are told anew. In
+        before: the columns before it. Names ascend, and the rows of a name are sorted by their offsets.
+        patch: the written items of the names that have changed, and all items in files that are replaced. They are in
             the same order. There are at least as many files as before.
         is_new: bool, for each name of ``patch`` whether it was added or has changed.
-        is_stale: bool, for each file whether all that lies in it is told anew.
-        removed: the names that are no longer there.
+        is_stale: bool, for each file whether ``patch`` has all items in it.
+        removed: the names that no longer exist.
     """
     names = _Names.of(before.names, patch.names, removed)
     properties = list(dict.fromkeys((*before.properties, *patch.properties)))
@@ -85,9 +86,9 @@ class _Names(NamedTuple):
 
     Attributes:
         names: sorted.
-        of_before, of_patch: int32, for each name of the old columns and of the patch its number among them; that of a
-            name which is gone means nothing.
-        stays: bool, for each name of the old columns.
+        of_before, of_patch: int32, for each name of the old columns and of the patch its place in ``names``. For a name
+            that was removed the number means nothing.
+        stays: bool, for each name of the old columns whether it still exists.
     """
 
     names: Sequence[str]
@@ -122,11 +123,11 @@ def _place_of(names: Sequence[str], name: str) -> int | None:
 
 
 def _places_among(sizes: Int64, name: Int32, offset: Int32, new_name: Int32, new_offset: Int32) -> Places:
-    """Where each new row goes among rows that are sorted by (name, offsets), all bisected at once."""
+    """Where each new row goes among rows that are sorted by (name, offsets). All are bisected at once."""
     first = np.searchsorted(name, new_name, side="left")
     end = np.searchsorted(name, new_name, side="right")
     while (is_open := first < end).any():
-        # Where a row is found already, the middle may be behind all rows. What is compared there is not used.
+        # For a row that is placed already, the middle may lie past the last row. That comparison is not used.
         middle = np.minimum((first + end) // 2, len(offset) - 1)
         is_behind = _are_less(sizes[new_offset], sizes[offset[middle]])
         end = np.where(is_open & is_behind, middle, end)
@@ -135,7 +136,7 @@ def _places_among(sizes: Int64, name: Int32, offset: Int32, new_name: Int32, new
 
 
 def _are_less(one: Int64, other: Int64) -> Mask:
-    """Whether each row of ``one`` comes before that of ``other``."""
+    """Whether each row of ``one`` comes before the same row of ``other``."""
     is_less = np.zeros(len(one), dtype=np.bool_)
     is_equal = np.ones(len(one), dtype=np.bool_)
     for first, second in zip(one.T, other.T, strict=True):
@@ -157,13 +158,13 @@ def _paths(before: Any, patch: Any, names: _Names, is_new: Mask) -> Paths | None
     order = np.argsort(np.concatenate((names.of_before[stays], names.of_patch[is_new])), kind="stable")
     starts = np.cumsum(counts, dtype=np.int64) - counts
     counts, starts = counts[order], starts[order]
-    # The place of each part: where its path begins, and how far it is in there.
+    # The place of each part: the start of its path, plus its position within the path.
     within = np.arange(len(lengths)) - np.repeat(np.cumsum(counts, dtype=np.int64) - counts, counts)
     return Paths(tuple(names.names), counts, lengths[np.repeat(starts, counts) + within])
 
 
 def _below(one: Int64, other: Int64) -> Int64:
-    """The rows of both; those with fewer dimensions are filled up with zeros."""
+    """The rows of both. Rows with fewer dimensions are padded with zeros."""
     width = max(one.shape[1], other.shape[1])
     return np.concatenate([np.pad(each, ((0, 0), (0, width - each.shape[1]))) for each in (one, other)])
 

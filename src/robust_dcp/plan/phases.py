@@ -1,4 +1,4 @@
-"""Times and exchanges of the phases of a save or load, for its report."""
+"""How long the phases of a save or load took, and what they exchanged, for its report."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from robust_dcp.comm import Channel, ExchangeStats
 __all__ = ["AT_PHASE", "PhaseClock", "PhaseRecord"]
 
 AT_PHASE: list[Callable[[Channel, str], None]] = []
-"""Called when a rank begins a phase, with its name: ``robust_dcp.testing`` puts faults in here."""
+"""Functions to call when a rank begins a phase, with its name. ``robust_dcp.testing`` injects faults here."""
 
 
 @dataclass(frozen=True)
 class PhaseRecord:
-    """How long one phase took, waiting for other ranks included, and what this rank exchanged in it."""
+    """How long one phase took, including the wait for other ranks, and what this rank exchanged in it."""
 
     name: str
     seconds: float
@@ -33,7 +33,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Record what is done within; nothing is recorded of a phase that fails."""
+        """Record the phase that runs in the block. A phase that fails is not recorded."""
         started = time.perf_counter()
         with self.channel.recording() as stats:
             for each in AT_PHASE:

@@ -1,6 +1,6 @@
-"""The coordinator's part of a plan that is made anew, and how a rank takes its share from the reply.
+"""Makes a new plan: the coordinator's part, and how a rank takes its share from the reply.
 
-Owns the step from gathered structures to one reply for each rank; the exchanges around it are ``session``'s.
+This module turns the gathered structures into one reply for each rank. ``agreed_plan`` exchanges both.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 _NO_PLACES: Final[npt.NDArray[np.intp]] = np.empty(0, dtype=np.intp)
 
 _MAX_KEYS = 200
-"""Keys of each kind that a reply spells out: a bound on what travels when everything has changed."""
+"""How many keys of each kind a reply has at most. This bounds the message if everything has changed."""
 
 
 def plan_for_all(
@@ -69,17 +69,18 @@ def plan_for_all(
     *,
     refuse_change: bool,
 ) -> tuple[CoordinatorPlan, list[RankPlanMessage]]:
-    """Make the global plan; on the coordinator only.
+    """Make the global plan. Only the coordinator calls this.
 
     Args:
-        structures: what each rank sent; ``None`` from ranks whose structure is the one in ``base``.
-        agreed_signature: what the signatures of all ranks combined to in the agreement.
-        base: the coordinator's cached plan that the decision refers to, if any.
+        structures: what each rank sent; ``None`` from ranks that have the structure in ``base``.
+        agreed_signature: the combined signatures of all ranks from the agreement.
+        base: the coordinator's cached plan that the decision refers to, if there is one.
         local: the coordinator's own structure, for the options that all ranks share.
-        refuse_change: whether a structure other than that of ``base`` is an error.
+        refuse_change: whether a structure that differs from ``base`` is an error.
 
     Raises:
-        PlanConflict, StructureChanged.
+        PlanConflict: the ranks contradict each other.
+        StructureChanged: the structure changed and ``refuse_change`` is true.
     """
     _refuse_other_contexts(structures, base, local)
     known = None if base is None else base.coordinator
@@ -143,10 +144,10 @@ def coordinator_plan_of(
     """What the coordinator keeps of a plan, with the places of all items.
 
     Args:
-        signatures: of each rank's structure.
-        files: number of files of each rank; ``None`` where another writer than ours places items.
-        layout: of these files.
-        verify_replicas: what all ranks compare.
+        signatures: the signature of each rank's structure.
+        files: how many files each rank has; ``None`` if another writer than ours places items.
+        layout: the layout of these files.
+        verify_replicas: which replicas all ranks compare.
     """
     metadata, stock = _metadata_of(plan, files, layout)
     return _coordinator_plan(_shares_of(plan, verify_replicas), signatures, context, metadata, stock, verify_replicas)
@@ -177,7 +178,7 @@ def _coordinator_plan(
 
 
 def _with_stored(plan: CoordinatorPlan, known: CoordinatorPlan) -> CoordinatorPlan:
-    """``plan``, which was made from ``known``, and of which only what differs is to be encoded."""
+    """``plan``, which was made from ``known``. It reuses what ``known`` has encoded, so only changes are encoded."""
     if plan.n_classes != known.n_classes:
         return plan
     columns = [(each.tables, each.kept, each.common_objects, each.replicated) for each in (plan, known)]
@@ -198,7 +199,7 @@ def _shares_of(plan: GlobalPlan, verify_replicas: VerifyReplicas) -> Shares:
 def _metadata_of(
     plan: GlobalPlan, files: int | None, layout: Layout
 ) -> tuple[MetadataTemplate | None, Metadata | None]:
-    """For our writer, or for another."""
+    """The metadata for our writer, and the metadata for another writer. One of them is ``None``."""
     if files is None:
         return None, stock_metadata(plan)
     return MetadataTemplate(plan, place_items_of_all(plan, files=files, layout=layout), layout), None
@@ -207,7 +208,7 @@ def _metadata_of(
 def _patched(
     known: CoordinatorPlan, tables: Sequence[StructureTable], changes: StructureDiff, local: LocalStructure
 ) -> tuple[Shares, MetadataTemplate] | None:
-    """The plan made from the one before, where that is possible (:func:`patch_plan`)."""
+    """A plan made from the previous one; ``None`` if that is not possible (see :func:`patch_plan`)."""
     if known.shares is None or known.metadata is None or local.files is None or known.is_contested:
         return None
     if known.context != local.context.encode() or bool(known.replicated) == (local.verify_replicas == "off"):
@@ -227,7 +228,8 @@ def _patched(
 def _differing_objects(
     tables: Sequence[StructureTable], structures: Sequence[StructureMessage | None]
 ) -> dict[str, tuple[int, ...]]:
-    """Objects whose contents differ, as far as ranks have told them: what one alone has told differs from nothing."""
+    """Objects with contents that differ, among the ranks that sent digests. One such rank alone has nothing to
+    compare."""
     if sum(message is not None for message in structures) < 2:
         return {}
     objects = merge_tables([table.taken(np.flatnonzero(table.kinds == ItemKind.BYTES)) for table in tables])
@@ -237,7 +239,7 @@ def _differing_objects(
 def _warn_of_unclaimed(plan: GlobalPlan) -> None:
     if plan.unclaimed:
         logger.warning(
-            "%d tensor(s) have shards of which no rank holds the main replica (replica_id 0): %s%s. One copy of each "
+            "%d tensor(s) have shards without a main replica (replica_id 0) on any rank: %s%s. One copy of each "
             "is saved; stock Megatron leaves them out. validate_access_integrity=True refuses such a state dict",
             len(plan.unclaimed),
             ", ".join(map(repr, plan.unclaimed[:8])),
@@ -246,7 +248,7 @@ def _warn_of_unclaimed(plan: GlobalPlan) -> None:
 
 
 def apply_plan(reply: RankPlanMessage, local: LocalStructure, cached: CachedPlan | None) -> RankPlan:
-    """This rank's share, from the coordinator's reply."""
+    """Take this rank's share from the coordinator's reply."""
     table = local.table
     if reply.kept is None:
         if cached is None:
@@ -265,7 +267,7 @@ def apply_plan(reply: RankPlanMessage, local: LocalStructure, cached: CachedPlan
 def _refuse_other_contexts(
     structures: Sequence[StructureMessage | None], base: CachedPlan | None, local: LocalStructure
 ) -> None:
-    """All ranks must save with the same options and versions: the coordinator plans for them by its own."""
+    """Check that all ranks save with the same options and versions, since the coordinator plans with its own."""
     own = local.context.encode()
     known = own if base is None or base.coordinator is None else base.coordinator.context
     differences: dict[str, list[int]] = defaultdict(list)
@@ -284,7 +286,7 @@ def _refuse_other_contexts(
 def _signatures(
     structures: Sequence[StructureMessage | None], known: CoordinatorPlan | None, agreed: bytes
 ) -> tuple[bytes, ...]:
-    """The signature of each rank's structure: a rank that sent nothing must have shown the one that is known of it."""
+    """The signature of each rank's structure. A rank that sent nothing must have the structure that is known of it."""
     found = tuple(
         message.signature if message is not None else b"" if known is None else known.signatures[rank]
         for rank, message in enumerate(structures)
@@ -331,7 +333,7 @@ def _reason(senders: Sequence[int], changes: StructureDiff, *, is_first: bool) -
 
 
 def _unless_known(kept: npt.NDArray[np.intp], n_items: int, known: npt.NDArray[np.intp] | None) -> bytes | None:
-    """The bits of ``kept``, or ``None`` where the rank has them already."""
+    """The bits of ``kept``; ``None`` if the rank already has them."""
     if known is not None and np.array_equal(known, kept):
         return None
     return pack_places(kept, n_items)

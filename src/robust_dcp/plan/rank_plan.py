@@ -1,7 +1,7 @@
 """What one rank has to write, and the message that tells it.
 
-Owns the step from "these of my items" to "these records at these places"; the coordinator takes the same step for
-every rank, so that places need not travel.
+This module turns "these of my items" into "these records at these places". The coordinator does the same for every
+rank, so places need not be sent.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ Places = npt.NDArray[np.intp]
 
 
 class RankPlanMessage(msgspec.Struct, frozen=True):
-    """The coordinator's word to one rank.
+    """What the coordinator tells one rank.
 
     Attributes:
-        kept: bits over the rank's items: those it writes. ``None``: as in the plan that it has cached.
+        kept: bits over the rank's items: those that it writes. ``None`` means as in its cached plan.
         common_objects: bits over the rank's items: objects that every rank of the group holds.
-        outcome: ``built`` (the coordinator had no plan to start from), ``patched`` (some ranks had changed: only they
-            sent their structure) or ``rebuilt`` (all ranks had).
-        reason: why the plan was made anew, in words.
-        added, removed, changed: the keys that differ from the last plan, over all ranks (bounded).
-        differing_objects: replicated objects whose contents differ, with the ranks that hold them (bounded).
-        replicated, n_classes, contested: of :class:`~robust_dcp.plan.replica_checks.ReplicaChecks`; bits over the
+        outcome: ``built`` (the coordinator had no plan to start from), ``patched`` (only some ranks had changed and
+            sent their structure) or ``rebuilt`` (all ranks had changed).
+        reason: why a new plan was made, in words.
+        added, removed, changed: the keys of all ranks that differ from the last plan (bounded).
+        differing_objects: replicated objects with contents that differ, and the ranks that hold them (bounded).
+        replicated, n_classes, contested: as in :class:`~robust_dcp.plan.replica_checks.ReplicaChecks`; bits over the
             rank's items, or empty for none.
     """
 
@@ -70,9 +70,9 @@ class RankPlan:
     """What one rank writes, and where.
 
     Attributes:
-        kept: places in the rank's table of the items that it writes, ascending.
-        common_objects: places of objects that every rank of the group holds.
-        placements: where the kept items lie, or ``None`` where another writer than ours decides that.
+        kept: the places in the rank's table of the items that it writes, ascending.
+        common_objects: the places of objects that every rank of the group holds.
+        placements: where the kept items go; ``None`` if another writer than ours decides that.
         checks: which replicas are compared with those of other ranks.
     """
 
@@ -83,7 +83,7 @@ class RankPlan:
 
 
 def pack_places(places: Places, n_items: int) -> bytes:
-    """Places among ``n_items`` as a bit for each item, little-endian."""
+    """Encode places among ``n_items`` as one bit for each item, little-endian."""
     bits = np.zeros(n_items, dtype=np.bool_)
     bits[places] = True
     return np.packbits(bits, bitorder="little").tobytes()
@@ -93,7 +93,7 @@ def unpack_places(bits: bytes, n_items: int) -> Places:
     """The inverse of :func:`pack_places`.
 
     Raises:
-        ExchangeError: if ``bits`` are not for ``n_items``.
+        ExchangeError: ``bits`` are not for ``n_items`` items.
     """
     if len(bits) != (n_items + 7) // 8:
         raise ExchangeError(f"a plan for {len(bits)} x 8 items came for a state dict of {n_items}")
@@ -101,15 +101,15 @@ def unpack_places(bits: bytes, n_items: int) -> Places:
 
 
 def pack_some(places: Places, n_items: int) -> bytes:
-    """:func:`pack_places`, and no bytes at all for no places."""
+    """As :func:`pack_places`, but no bytes at all if there are no places."""
     return pack_places(places, n_items) if len(places) else b""
 
 
 def checks_of(replicated: bytes, n_classes: int, contested: bytes, n_items: int) -> ReplicaChecks:
-    """What :func:`pack_some` has packed.
+    """Decode what :func:`pack_some` has encoded.
 
     Raises:
-        ExchangeError: the bits are not for ``n_items``, or the number of classes is none.
+        ExchangeError: the bits are not for ``n_items`` items, or the number of classes is not positive.
     """
     if n_classes < 1:
         raise ExchangeError(f"a plan came with {n_classes} classes of replicas")
@@ -140,7 +140,7 @@ def place_items(table: StructureTable, kept: Places, *, files: int, layout: Layo
 def place_items_of_all(plan: GlobalPlan, *, files: int, layout: Layout = TORCH) -> tuple[Placements, ...]:
     """:func:`place_items` for every rank of a plan."""
     columns = plan.columns
-    rows = ascending(plan.written, len(columns))  # rank after rank
+    rows = ascending(plan.written, len(columns))  # ascending rows are rank after rank
     items = _items_of(
         columns.names,
         columns.name[rows],
@@ -153,7 +153,7 @@ def place_items_of_all(plan: GlobalPlan, *, files: int, layout: Layout = TORCH) 
     )
     measures = layout.measure(items)
     ends = np.cumsum([0, *map(len, plan.kept)])
-    # Ranks that write shards of the same sizes have the same places: these are computed once.
+    # Ranks that write shards of the same sizes have the same places, so compute them once.
     placed: dict[bytes, Placements] = {}
     found = []
     for begin, end in pairwise(ends.tolist()):
@@ -175,7 +175,7 @@ def _items_of(
     *,
     is_fixed: npt.NDArray[np.bool_],
 ) -> ItemColumns:
-    """What a layout wants to know of items; those of one dtype and shape are one kind to it."""
+    """What a layout needs to know about items. Items of one dtype and shape are of one kind."""
     kind_ids = np.full(len(dtype_ids), -1, dtype=np.int32)
     fixed = np.flatnonzero(is_fixed)
     kinds: list[tuple[str, tuple[int, ...]]] = []

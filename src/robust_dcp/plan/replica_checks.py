@@ -1,15 +1,15 @@
-"""Whether the replicas of a tensor hold the same: which of them are compared in a save, and what the ranks found.
+"""Checks whether the replicas of a tensor hold the same data: what a save compares, and what the ranks found.
 
-Owns the choice of what is compared, the columns that carry digests to the coordinator with what a rank tells of its
-files, and the warnings. Digests of data are made by the planner. Called by ``plan.session``.
+This module chooses what to compare, and words the warnings. Each rank sends digests to the coordinator together with
+what it reports about its files. The planner computes the digests. ``plan.session`` calls this module.
 
 | ``verify_replicas`` | what is compared in each save |
 | --- | --- |
 | ``"off"`` | nothing |
-| ``"sample"`` | about 32 replicated chunks, of each at most 1 MiB; others in a checkpoint of another name |
+| ``"sample"`` | about 32 replicated chunks, at most 1 MiB of each; others in a checkpoint of another name |
 | ``"all"`` | all bytes of all replicated chunks |
 
-Main replicas that two ranks claim are compared in any mode, in the save that plans anew.
+Main replicas that two ranks claim are compared in any mode, in the save that makes a new plan.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ UInt64 = npt.NDArray[np.uint64]
 VerifyReplicas = Literal["off", "sample", "all"]
 
 DigestItems = Callable[[list[int], UInt64, int | None], list[int]]
-"""Digests of items: (places in the table, identities, limit in bytes or ``None``) -> 64 bits each, 0 if unknown."""
+"""Computes digests of items: (places in the table, identities, limit in bytes or ``None``) -> 64 bits each, 0 if
+unknown."""
 
 SAMPLE_NBYTES = 1 << 20
-"""Of a sampled chunk at most so many bytes are compared."""
+"""How many bytes of a sampled chunk are compared at most."""
 
 _SAMPLED_CHUNKS = 32
 _SHOWN = 8
@@ -59,7 +60,7 @@ _CONTESTED = 1
 
 
 _reported: set[tuple[bool, str]] = set()
-"""What this process has warned of: copies that have drifted differ in every save that follows."""
+"""What this process has warned of. Copies that have drifted differ in every later save too."""
 
 
 def _nothing() -> Places:
@@ -68,12 +69,12 @@ def _nothing() -> Places:
 
 @dataclass(frozen=True, eq=False)
 class ReplicaChecks:
-    """What one rank may have to compare, by places in its table.
+    """What one rank may have to compare, as places in its table.
 
     Attributes:
         replicated: chunks of tensors that other ranks hold too; empty with ``verify_replicas="off"``.
-        n_classes: into so many classes replicated chunks fall by their identity; a save compares one of them.
-        contested: items that claim to be the main replica, as others do.
+        n_classes: how many classes the replicated chunks are divided into. A save compares one class.
+        contested: items that claim to be the main replica, as items of other ranks do.
     """
 
     replicated: Places = field(default_factory=_nothing)
@@ -83,11 +84,11 @@ class ReplicaChecks:
 
 @dataclass(frozen=True)
 class Differing:
-    """A chunk of which ranks hold different contents, or claim to hold the main replica.
+    """A chunk with contents that differ between ranks, or with several ranks that claim the main replica.
 
     Attributes:
-        key, offsets: of the chunk.
-        ranks: that were compared, by what they hold: those of the first group hold what the lowest rank holds.
+        key, offsets: the name and offsets of the chunk.
+        ranks: the compared ranks, grouped by what they hold. The first group holds what the lowest rank holds.
     """
 
     key: str
@@ -100,7 +101,7 @@ class Differing:
 
 
 def n_classes_of(n_replicated: int, mode: VerifyReplicas) -> int:
-    """So many that a class has about as many chunks as one save may compare."""
+    """Choose the number of classes so that one class has about as many chunks as one save may compare."""
     return 1 if mode == "all" else max(1, -(-n_replicated // _SAMPLED_CHUNKS))
 
 
@@ -113,15 +114,15 @@ def digest_columns(
     *,
     is_new: bool,
 ) -> bytes:
-    """What this rank holds of the chunks that this save compares: uint64 ``[n, 3]`` of identity, digest and why.
+    """The digests of the chunks that this save compares: uint64 ``[n, 3]`` of identity, digest and reason.
 
-    Every rank makes the same choice: it depends on the chunk and on the checkpoint's name alone.
+    Every rank chooses the same chunks, because the choice depends only on the chunk and the checkpoint's name.
 
     Args:
-        mode: of all ranks.
+        mode: the mode of all ranks.
         checkpoint: its name.
-        digest: gives the digests of items.
-        is_new: whether the plan was made in this save, and contested replicas are to be compared.
+        digest: computes the digests of items.
+        is_new: whether the plan was made in this save. Only then are contested replicas compared.
     """
     contested = checks.contested if is_new else _nothing()
     if not len(checks.replicated) and not len(contested):
@@ -141,17 +142,17 @@ def digest_columns(
 
 
 def compare(of_ranks: Sequence[bytes], tables: Sequence[StructureTable], *, contested: bool) -> tuple[Differing, ...]:
-    """On the coordinator: the chunks that differ between ranks, or with ``contested`` all that several ranks claim.
+    """On the coordinator: the chunks that differ between ranks. With ``contested``: all that several ranks claim.
 
     Args:
-        of_ranks: :func:`digest_columns` of each rank.
-        tables: of each rank.
+        of_ranks: the :func:`digest_columns` of each rank.
+        tables: the table of each rank.
 
     Raises:
-        ExchangeError: what a rank sent is no such columns.
+        ExchangeError: a rank sent something that is not such columns.
     """
     if any(len(data) % 24 for data in of_ranks):
-        raise ExchangeError("digests of replicas came that are no whole number of rows")
+        raise ExchangeError("a rank sent digests of replicas that are not a whole number of rows")
     columns = [np.frombuffer(data, dtype="<u8").reshape(-1, 3) for data in of_ranks]
     rank = np.repeat(np.arange(len(columns)), [len(each) for each in columns])
     rows = np.concatenate(columns) if columns else np.empty((0, 3), dtype=np.uint64)
@@ -174,13 +175,13 @@ def compare(of_ranks: Sequence[bytes], tables: Sequence[StructureTable], *, cont
 def compare_replicas(
     of_ranks: Sequence[bytes], tables: Sequence[StructureTable], checkpoint: str
 ) -> tuple[Differing, ...]:
-    """On the coordinator, after the commit: the chunks that differ, which a warning has named. Never raises."""
+    """On the coordinator, after the commit: warn of chunks that differ, and return them. This never raises."""
     if not any(of_ranks):
         return ()
     try:
         differing = compare(of_ranks, tables, contested=False)
         report(differing, compare(of_ranks, tables, contested=True), checkpoint)
-    except Exception as error:  # the checkpoint is committed: whatever this is, the save has succeeded
+    except Exception as error:  # the checkpoint is committed, so the save has succeeded whatever this is
         logger.warning("%s: its replicas could not be compared: %s", checkpoint, error)
         return ()
     return differing
@@ -193,7 +194,7 @@ def _named(table: StructureTable, identity: int, same: dict[int, list[int]]) -> 
 
 
 def report(drifted: Sequence[Differing], contested: Sequence[Differing], checkpoint: str) -> None:
-    """Warn of what was found, each key once a process."""
+    """Warn of what was found. A process warns once of each key."""
     drifted = _not_told(drifted, contested=False)
     if drifted:
         logger.warning(

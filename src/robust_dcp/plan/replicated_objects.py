@@ -1,4 +1,4 @@
-"""Replicated objects that differ between ranks: told by digest on every save, named, and reported as the user asks."""
+"""Replicated objects that differ between ranks: found by digests in every save, and reported as the user asks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ logger = logging.getLogger(__name__)
 _UNKNOWN = np.iinfo(np.uint64).max
 
 _reported: set[str] = set()
-"""Names that this process has warned of: an object that differs by design (a rank's RNG state) is told once."""
+"""Names that this process has warned of. An object that differs by design (a rank's RNG state) is reported once."""
 
 
 class ObjectDigests(msgspec.Struct, frozen=True):
     """uint64 for each object that every rank of the group holds, in the order of their names.
 
-    Of one rank, or the lowest and the highest of several. 0 is unknown, and equals everything.
+    These are the digests of one rank, or the lowest and highest of several ranks. 0 means unknown, and equals
+    everything.
     """
 
     lowest: bytes
@@ -32,12 +33,12 @@ class ObjectDigests(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, digests: npt.NDArray[np.uint64]) -> ObjectDigests:
-        """Those of one rank."""
+        """The digests of one rank."""
         known = np.where(digests == 0, _UNKNOWN, digests)
         return cls(known.astype("<u8").tobytes(), digests.astype("<u8").tobytes())
 
     def with_other(self, other: ObjectDigests) -> ObjectDigests:
-        """Those of the ranks of both.
+        """Combine the digests of two sets of ranks.
 
         Raises:
             ExchangeError: they are not for the same objects.
@@ -50,10 +51,10 @@ class ObjectDigests(msgspec.Struct, frozen=True):
         )
 
     def differing(self, names: Sequence[str], n_ranks: int) -> dict[str, tuple[int, ...]]:
-        """Names whose digests differ between ranks, with all ranks.
+        """The names with digests that differ between ranks, each with all ranks.
 
         Raises:
-            ExchangeError: they are not one digest for each name.
+            ExchangeError: there is not one digest for each name.
         """
         if len(self.lowest) != 8 * len(names) or len(self.highest) != 8 * len(names):
             raise ExchangeError(f"{len(self.highest)} bytes of digests came for {len(names)} objects")
@@ -69,7 +70,7 @@ def report_differing(differing: Mapping[str, tuple[int, ...]], mode: str, *, is_
     """Warn of objects that differ, or refuse them.
 
     Raises:
-        PlanConflict: with ``mode="error"``, on every rank alike.
+        PlanConflict: with ``mode="error"``, on every rank.
     """
     if not differing or mode == "ignore":
         return

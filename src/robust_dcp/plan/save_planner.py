@@ -1,7 +1,7 @@
-"""``RobustPlanner``: DCP's ``SavePlanner`` over ``plan``.
+"""``RobustPlanner``: DCP's ``SavePlanner``, implemented with ``plan``.
 
-Owns the translation between DCP's hooks and a :class:`~robust_dcp.plan.session.SaveSession`; decides nothing about
-plans itself. Called by ``api.save``, and by stock ``torch.distributed.checkpoint.save`` through the hooks.
+This module translates between DCP's hooks and a :class:`~robust_dcp.plan.session.SaveSession`. It decides nothing about
+plans itself. ``api.save`` calls it, and stock ``torch.distributed.checkpoint.save`` calls its hooks.
 """
 
 from __future__ import annotations
@@ -46,31 +46,30 @@ __all__ = ["RobustPlanner"]
 
 
 class RobustPlanner(DefaultSavePlanner):
-    """A save planner whose plans are checked, balanced, and reused only when every rank proves that they still hold.
+    """A save planner that checks and balances plans, and reuses a plan only if every rank proves that it still holds.
 
-    Complete without arguments: plans are cached by the package, not by this object, so a new planner for every save
-    is as good as one that is kept.
+    It needs no arguments. The package caches plans, not this object, so you may make a new planner for every save.
 
     Args:
-        flatten_state_dict, flatten_sharded_tensors, dedup_save_to_lowest_rank: as ``DefaultSavePlanner``.
-        dedup_replicated_tensors, enable_plan_caching: accepted so that this class can take the place of
-            ``DefaultSavePlanner``; replicas are always deduplicated and plans always cached.
+        flatten_state_dict, flatten_sharded_tensors, dedup_save_to_lowest_rank: as in ``DefaultSavePlanner``.
+        dedup_replicated_tensors, enable_plan_caching: accepted so that this class can replace
+            ``DefaultSavePlanner``. Replicas are always deduplicated and plans always cached.
         process_group: the ranks that save together; ``None`` for all.
-        timeout_seconds: how long a rank may give no sign of progress.
-        on_structure_change: when the structure is not that of the last committed save: ``"rebuild"`` the plan and
-            log which keys changed, ``"quiet"`` without the log, ``"error"``: raise ``StructureChanged``.
-        kind: what is saved, in a word, for a job that saves several state dicts in turn: ``"model"``, ``"loader"``. A
-            changed structure is compared with the last save of the same kind. Without it names tell: two state dicts
-            are of one kind if they share half of the names of the larger, or nearly all of the smaller.
-        on_object_mismatch: when an object that several ranks hold differs between them: ``"warn"``, ``"error"``
-            (raise ``PlanConflict``), ``"ignore"``.
-        verify_replicas: whether the copies of a tensor on several ranks are compared, by checksums, and those that
-            differ named in a warning: ``"off"``; ``"sample"``: in each save about 32 of them, of each at most 1 MiB,
-            others in a checkpoint of another name; ``"all"``: all bytes of all of them. With ``RobustWriter`` only.
-        on_unloadable_object: when an object is saved that a load would refuse, since it is not known to be plain data:
-            ``"warn"`` once for the whole save, with key, class and what to do; ``"error"`` (raise ``UnsafeCheckpoint``
-            on all ranks, and save nothing); ``"ignore"``. Told where ``RobustWriter`` writes.
-        no_dist: plan for this process alone although ``torch.distributed`` is initialised.
+        timeout_seconds: how long a rank may show no sign of progress.
+        on_structure_change: what to do if the structure differs from the last committed save. ``"rebuild"`` makes a new
+            plan and logs which keys changed, ``"quiet"`` does not log, ``"error"`` raises ``StructureChanged``.
+        kind: a word for what is saved, for example ``"model"`` or ``"loader"``, if a job saves several state dicts in
+            turn. A changed structure is compared with the last save of the same kind. Without it the names decide: two
+            state dicts are of one kind if they share half of the names of the larger, or nearly all of the smaller.
+        on_object_mismatch: what to do if an object that several ranks hold differs between them: ``"warn"``,
+            ``"error"`` (raise ``PlanConflict``), ``"ignore"``.
+        verify_replicas: which copies of tensors on several ranks are compared by checksums. A warning names those that
+            differ. ``"off"``: none; ``"sample"``: about 32 in each save, at most 1 MiB of each, and others in a
+            checkpoint of another name; ``"all"``: all bytes of all copies. Only with ``RobustWriter``.
+        on_unloadable_object: what to do with an object that a load would refuse because it is not known to be plain
+            data. ``"warn"``: one warning for the whole save, with key, class and what to do; ``"error"``: raise
+            ``UnsafeCheckpoint`` on all ranks and save nothing; ``"ignore"``. Only with ``RobustWriter``.
+        no_dist: plan for this process alone, even if ``torch.distributed`` is initialised.
 
     Example:
         >>> import torch, robust_dcp, tempfile
@@ -132,7 +131,7 @@ class RobustPlanner(DefaultSavePlanner):
         no_dist: bool = False,
         kind: str | None = None,
     ) -> SaveSession:
-        """The start of a save: nothing has been exchanged yet. What is not given here is as this planner says."""
+        """Begin a save. Nothing is exchanged yet. Arguments that are not given have this planner's values."""
         channel = Channel.for_group(
             self.process_group if process_group is None else process_group,
             operation=f"save {checkpoint}",
@@ -155,15 +154,16 @@ class RobustPlanner(DefaultSavePlanner):
         )
 
     def refused_before(self) -> Mapping[str, Refusal]:
-        """Objects of this checkpoint that are saved beside the plan, and that a load would refuse, by key."""
+        """Objects of this checkpoint that are saved outside the plan, and that a load would refuse, by key."""
         return {}
 
     def describe(self, channel: Channel) -> LocalStructure:
-        """The structure of the state dict that :meth:`set_up_planner` was given; called inside an exchange, so that all
-        ranks learn of what is wrong with it.
+        """Describe the structure of the state dict that :meth:`set_up_planner` was given.
+
+        This is called inside an exchange, so all ranks hear of any problem with it.
 
         Raises:
-            PlanConflict: a name stands for two items, or a DTensor is a pending reduction (``Partial``).
+            PlanConflict: a name belongs to two items, or a DTensor is a pending reduction (``Partial``).
         """
         if self._set_up_error is not None:
             raise self._set_up_error
@@ -200,7 +200,7 @@ class RobustPlanner(DefaultSavePlanner):
         )
 
     def items_of_state_dict(self, *, is_coordinator: bool) -> DescribedItems:
-        """What :meth:`set_up_planner` was given, item by item. A planner that knows its items better overrides this."""
+        """The items of the state dict. A planner that knows more about its items overrides this."""
         return describe_items(
             self.state_dict,
             self.lookup_object,
@@ -209,13 +209,15 @@ class RobustPlanner(DefaultSavePlanner):
         )
 
     def writing_peers(self) -> tuple[int, ...]:
-        """The ranks that may write each other's main replicas, for a planner whose items say which replica counts."""
+        """The ranks that may write each other's main replicas. For planners with items that say which replica
+        counts."""
         return ()
 
     def source(self, session: SaveSession) -> ItemSource:
-        """The data of this rank's share of the plan, in plan order, as the writer asks for it.
+        """The data of this rank's share of the plan, in plan order. The writer takes it from here.
 
-        A subclass that overrides ``lookup_object``, ``resolve_data`` or ``transform_object`` is asked for every item.
+        If a subclass overrides ``lookup_object``, ``resolve_data`` or ``transform_object``, these are called for every
+        item.
         """
         if any(map(self._overrides, ("lookup_object", "resolve_data", "transform_object"))):
             return WriteItemSource(self.kept_items(session), session.watched(self.resolve_data))
@@ -225,7 +227,7 @@ class RobustPlanner(DefaultSavePlanner):
         )
 
     def forget_state_dict(self) -> None:
-        """Let go of the state dict, once all that is written of it has been copied: its memory may be needed."""
+        """Drop the state dict after everything to write has been copied, because its memory may be needed."""
         self.state_dict = {}
         self._items = DescribedItems([], [], [])
 
@@ -237,13 +239,13 @@ class RobustPlanner(DefaultSavePlanner):
 
     def _described(self) -> KnownStructure:
         if self._structure is None:
-            raise RobustCheckpointError("describe must come before the data of a plan is asked for")
+            raise RobustCheckpointError("describe() must be called before the data of a plan is requested")
         return self._structure
 
     def _digests_of(self, places: list[int], identities: npt.NDArray[np.uint64], limit: int | None) -> list[int]:
-        """Digests of items of the table, for ``replica_checks``."""
+        """The digests of items of the table, for ``replica_checks``."""
         known, items = self._described(), self._items
-        # All items, not only those that this rank writes.
+        # Use all items, because the digests are not only of items that this rank writes.
         source = StateDictSource(items, known, np.array(places, dtype=np.intp), self.lookup_object, self.resolve_data)
         with torch.no_grad():
             return [
@@ -252,7 +254,7 @@ class RobustPlanner(DefaultSavePlanner):
             ]
 
     def _overrides(self, hook: str) -> bool:
-        """Whether a method of this planner is another than :class:`RobustPlanner`'s."""
+        """Whether a subclass overrides this method of :class:`RobustPlanner`."""
         return getattr(getattr(self, hook), "__func__", None) is not getattr(RobustPlanner, hook)
 
     def _object_digests(self, structure: KnownStructure, *, alone: bool) -> np.ndarray[Any, np.dtype[np.uint64]]:
@@ -264,22 +266,23 @@ class RobustPlanner(DefaultSavePlanner):
         )
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """What is written for a value: a tensor as it is, of an object its bytes."""
+        """What is written for a value: for a tensor the tensor itself, for an object its bytes."""
         return self.object_data(write_item, object) if write_item.type == WriteItemType.BYTE_IO else object
 
     def object_data(self, write_item: WriteItem, value: Any) -> io.BytesIO:
-        """The bytes of an object. A planner that serializes objects otherwise overrides this: what it does to tensors
-        is then still known, and the writer need not ask for each of them."""
+        """The bytes of an object. Override this to serialize objects in another way.
+
+        Do not override ``transform_object`` for that: then the writer would have to ask for each tensor too."""
         data: io.BytesIO = super().transform_object(write_item, value)
         return data
 
     def metadata_attributes(self) -> Attributes:
-        """What this rank adds to attributes of ``Metadata`` that DCP does not know, for readers that look for them.
+        """What this rank adds to attributes of ``Metadata`` that DCP does not have, for readers that look for them.
 
         Returns:
-            Attribute -> name -> fact. The facts of all ranks come together in ``.metadata``; two ranks that say
-            different things of one name are a ``PlanConflict``. Part of the structure: a changed fact is another plan.
-            Facts are plain values: numbers, strings, ``None``, tuples and dicts of these.
+            Attribute -> name -> fact. ``.metadata`` holds the facts of all ranks. If two ranks have different facts for
+            one name, that is a ``PlanConflict``. The facts are part of the structure, so a changed fact needs a new
+            plan. Facts are plain values: numbers, strings, ``None``, tuples and dicts of these.
         """
         return {}
 
@@ -291,7 +294,8 @@ class RobustPlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Take the state dict of one save. What is wrong with it is raised on all ranks by the first exchange."""
+        """Take the state dict of one save. If something is wrong with it, the first exchange raises that on all
+        ranks."""
         self._writer = storage_meta.writer if isinstance(storage_meta, WriterMeta) else None
         self._checkpoint = checkpoint_name(None if storage_meta is None else storage_meta.checkpoint_id)
         self.is_coordinator = is_coordinator
@@ -299,13 +303,13 @@ class RobustPlanner(DefaultSavePlanner):
         self._set_up_error = None
         try:
             self._take_state_dict(state_dict, storage_meta, is_coordinator)
-        except Exception as error:  # raised in describe, inside the exchange, so that no rank waits for us
+        except Exception as error:  # describe raises it inside the exchange, so that no rank waits for this one
             self._set_up_error = _named_conflict(error)
 
     def _take_state_dict(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None, is_coordinator: bool
     ) -> None:
-        """Set what ``DefaultSavePlanner.set_up_planner`` sets, and leave to it what flattening has to do with
+        """Set what ``DefaultSavePlanner.set_up_planner`` sets. Call that method only if flattening has to handle
         ``ShardedTensor``."""
         if self.flatten_state_dict:
             flat, mappings = flatten(state_dict)
@@ -321,7 +325,7 @@ class RobustPlanner(DefaultSavePlanner):
 
     @entry_point
     def create_local_plan(self) -> SavePlan:
-        """Agree with all ranks on the plan. What stock gathers from here on is an empty stub."""
+        """Agree with all ranks on the plan. The plan returned here, which stock gathers, is empty."""
         session = self.open_session(self._checkpoint, self._writer)
         session.agree(lambda: self.describe(session.channel), leads=self.is_coordinator)
         if self._writer is None and session.plan.n_leaders > 1:
@@ -335,7 +339,7 @@ class RobustPlanner(DefaultSavePlanner):
 
     @entry_point
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """The plan is made already: hand stock a stub for each rank, and the metadata to commit."""
+        """Return an empty plan for each rank, and the metadata to commit. The real plan is made already."""
         session = self._begun()
         if self._writer is not None:
             session.commits_together = len(all_plans) < session.channel.size
@@ -352,7 +356,7 @@ class RobustPlanner(DefaultSavePlanner):
 
     @entry_point
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """This rank's share; RobustWriter finds the session in ``planner_data``."""
+        """Return this rank's share. RobustWriter finds the session in ``planner_data``."""
         session = self._begun()
         self.plan = replace(
             new_plan,
@@ -363,12 +367,12 @@ class RobustPlanner(DefaultSavePlanner):
 
     def _begun(self) -> SaveSession:
         if self._session is None:
-            raise RobustCheckpointError("create_local_plan must come before the later hooks of a save")
+            raise RobustCheckpointError("create_local_plan() must be called before the later hooks of a save")
         return self._session
 
 
 def checkpoint_name(checkpoint_id: str | os.PathLike[str] | None) -> str:
-    """How a checkpoint is called in exchanges and messages: ranks that name another one are in another operation."""
+    """The name of a checkpoint in exchanges and messages. Ranks with another name are in another operation."""
     return "" if checkpoint_id is None else os.path.normpath(os.fspath(checkpoint_id))
 
 
@@ -380,7 +384,7 @@ def _refuse_others(option: str, value: object, allowed: object) -> None:
 
 
 def _named_conflict(error: Exception) -> Exception:
-    """Stock's word for two paths that flatten to one name, as ours; any other error as it is."""
+    """Turn stock's error about two paths that flatten to one name into ours. Return other errors unchanged."""
     found = re.fullmatch(r"duplicated flatten key (.*)", str(error), re.DOTALL)
     if not isinstance(error, ValueError) or found is None:
         return error

@@ -1,8 +1,8 @@
-"""One save on one rank, from agreement to commit: the order of exchanges, and what is kept for the next save.
+"""One save on one rank, from agreement to commit.
 
-Owns the plan and the phases of a save, whoever calls them: ``api.save`` one by one, or stock DCP through the hooks of
-``RobustPlanner`` and ``RobustWriter``. It is handed a writer, and tells it what to do when. Knows nothing of tensors,
-of files or of their names.
+This module owns the plan, the order of exchanges in a save, and what is kept for the next save. ``api.save`` calls its
+phases one by one; stock DCP calls them through the hooks of ``RobustPlanner`` and ``RobustWriter``. The session tells
+its writer what to do when. It knows nothing of tensors, files or file names.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ logger = logging.getLogger(__name__)
 
 
 class SessionWriter(Protocol):
-    """What a save needs of its writer, in the order in which it calls it: all that ``RobustWriter`` is to the session.
+    """What a save needs from its writer, in the order of the calls. The session knows ``RobustWriter`` only by this.
 
     Attributes:
-        mark: 64 bits that tell this save from others. All ranks take that of the rank that leads.
-        directory: takes back what a save that failed has made.
+        mark: 64 bits that distinguish this save from others. All ranks adopt the mark of the leading rank.
+        directory: removes what a failed save has made.
     """
 
     @property
@@ -93,16 +93,16 @@ class SessionWriter(Protocol):
 
 @dataclass(eq=False)
 class SaveSession:
-    """The state of one save on one rank. Calls come in this order: ``agree``, ``write``, ``commit``.
+    """The state of one save on one rank. Call ``agree``, ``write`` and ``commit`` in this order.
 
     Args:
-        plan: of this save, and the channel to the other ranks of the group.
-        writer: writes and commits; ``None`` where stock calls another writer than ours, and the session only plans.
-        unloadable: what this rank finds that a load would refuse, and what is to be done about it.
+        plan: the plan of this save, with the channel to the other ranks of the group.
+        writer: writes and commits. If it is ``None``, stock calls another writer, and the session only plans.
+        unloadable: the objects on this rank that a load would refuse, and what to do about them.
         commits_together: whether all ranks call ``commit``. Inside stock ``save`` with collectives only the
-            coordinator's does, and stock tells the others.
+            coordinator does, and stock tells the others.
         verify_replicas: which replicas are compared with those of other ranks.
-        digest_items: gives the digests of this rank's items; ``None`` if nothing can be compared.
+        digest_items: computes the digests of this rank's items; ``None`` if nothing can be compared.
     """
 
     plan: AgreedPlan
@@ -124,35 +124,35 @@ class SaveSession:
 
     @property
     def channel(self) -> Channel:
-        """To the other ranks of the group, led by the one that plans and commits."""
+        """The channel to the other ranks of the group. Its coordinator is the rank that plans and commits."""
         return self.plan.channel
 
     @property
     def checkpoint(self) -> str:
-        """What is saved where; part of every phase's name, so ranks that save to different places are told."""
+        """The checkpoint's name. It is part of every phase's name, so saves to different places are noticed."""
         return self.plan.checkpoint
 
     @property
     def rank(self) -> int:
-        """This rank within the group."""
+        """This process's rank in the group."""
         return self.channel.rank
 
     def agree(self, describe: Callable[[], LocalStructure], *, leads: bool) -> RankPlan:
         """Let the writer begin, agree with all ranks on the plan of this save, and return this rank's share.
 
         Args:
-            describe: gives this rank's structure; an exception in it is raised on every rank.
-            leads: whether the caller takes this rank for the coordinator. If just one rank leads, it plans and commits.
+            describe: describes this rank's structure. If it raises, every rank raises.
+            leads: whether the caller made this rank the coordinator. If exactly one rank leads, it plans and commits.
 
         Raises:
             PlanConflict: the ranks contradict each other.
-            StructureChanged: with ``on_structure_change="error"``.
+            StructureChanged: the structure changed, with ``on_structure_change="error"``.
             ExchangeError: a rank is missing, late, or in another operation.
         """
 
         def begin() -> LocalStructure:
             if self.writer is not None:
-                # Where stock tells every rank that it is the coordinator (no_dist=True), rank 0 is.
+                # If stock makes every rank the coordinator (no_dist=True), rank 0 counts as the coordinator.
                 self.writer.begin(is_coordinator=leads, ranks=self.channel.size if self.rank == 0 else None)
             return describe()
 
@@ -165,11 +165,11 @@ class SaveSession:
         return self.plan.rank_plan
 
     def write(self, source: Callable[[], ItemSource]) -> None:
-        """Let the writer write this rank's files; learn whether all ranks have, and what a load would refuse.
+        """Let the writer write this rank's files. Learn whether all ranks have written, and what a load would refuse.
 
         Args:
-            source: gives the data of this rank's share, in plan order. A failure in it, or while it is written, is told
-                to the other ranks while they still write (:meth:`check_stop`), and raised on all of them.
+            source: gives the data of this rank's share, in plan order. If it fails, or if writing fails, the other
+                ranks hear of it while they still write (:meth:`check_stop`), and all ranks raise.
         """
 
         def write_own() -> WrittenMessage | None:
@@ -195,18 +195,22 @@ class SaveSession:
         self._are_plain = are_named_plainly(self.channel, self.plan.phase("file names"), self.written)
 
     def write_items(self, items: Sequence[WriteItem], resolve: Callable[[WriteItem], Data]) -> None:
-        """:meth:`write`, where stock ``save`` calls the writer's ``write_data``, with the planner's ``resolve_data``.
+        """Do the same as :meth:`write` when stock ``save`` calls the writer's ``write_data``.
 
-        Only with ``no_dist=True`` will stock let each rank commit. Else it does so on the coordinator alone: this
-        rank's plan is kept now, but counts only together with the coordinator's, which is kept after the commit.
+        Stock lets each rank commit only with ``no_dist=True``. Otherwise the coordinator alone commits. Then this rank
+        keeps its plan now, but the plan counts only together with the coordinator's, which is kept after the commit.
+
+        Args:
+            resolve: the planner's ``resolve_data``.
         """
         self.write(lambda: WriteItemSource(items, self.watched(resolve)))
         if not self.channel.is_coordinator and not self.commits_together:
             self._keep_plan(confirmed=False)
 
     def take_digests(self) -> bytes:
-        """What this rank holds of the chunks that this save compares; no bytes if it compares none of them. Looked at
-        in the first call: a save whose data may change while it is written calls this before."""
+        """Compute the digests of the chunks that this save compares; no bytes if it compares none.
+
+        The first call reads the data. If the data may change while it is written, call this before."""
         if self._digests is None:
             self._digests = b""
             if self.digest_items is not None and self.channel.size > 1:
@@ -218,15 +222,17 @@ class SaveSession:
         return self._digests
 
     def _others_tell(self, error: RobustCheckpointError) -> bool:
-        """Whether stock prints this error once for each rank: within its ``save`` with collectives, the coordinator's
-        has all that they know together."""
+        """Whether this rank's error should be short, because stock prints the errors of all ranks.
+
+        That is so inside stock ``save`` with collectives, where the coordinator's error says everything."""
         return not self.plan.leads and not self.commits_together and not isinstance(error, ExchangeError)
 
     @contextmanager
     def _cleaned_up_after_failure(self) -> Iterator[None]:
-        """Remove what this save has made. Not when the ranks fell out of step and some may write: the coordinator may
-        have heard from all of them, and be committing; if it is not, the next save into the directory removes what
-        they wrote."""
+        """Remove what this save has made if the block fails.
+
+        If the ranks are out of step and some may be writing, nothing is removed. The coordinator may have heard from
+        all ranks and be committing. If it is not, the next save into the directory removes what is left."""
         try:
             yield
         except BaseException as error:
@@ -243,7 +249,7 @@ class SaveSession:
             raise
 
     def watched(self, resolve: Callable[[WriteItem], Data]) -> Callable[[WriteItem], Data]:
-        """A planner's ``resolve_data``, with a look at each object on its way to the writer: would a load take it?"""
+        """Wrap a planner's ``resolve_data``, so that each object on its way to the writer is checked for a load."""
 
         def resolved(write_item: WriteItem) -> Data:
             data = resolve(write_item)
@@ -254,12 +260,12 @@ class SaveSession:
         return resolved
 
     def check_stop(self, done_nbytes: int, total_nbytes: int) -> None:
-        """Between blocks of data: say how far this rank is, and raise if another has said that this save failed."""
+        """Between blocks of data, report how far this rank is. Raise if another rank announced that the save failed."""
         self.channel.note_progress(done_nbytes, total_nbytes)
         self.channel.stop_if_announced()
 
     def _publish(self, writer: SessionWriter) -> None:
-        """On the coordinator, after :meth:`write`: make ``.metadata`` of this checkpoint, and let the writer commit."""
+        """On the coordinator, after :meth:`write`: make this checkpoint's ``.metadata``, and let the writer commit."""
         plan = self.plan.coordinator
         if plan is None or plan.metadata is None or self._written_agreement is None:
             raise ValueError(
@@ -276,21 +282,26 @@ class SaveSession:
         writer.publish(metadata, are_checked=self.commits_together)
 
     def _kept_plan(self, plan: CoordinatorPlan) -> Mapping[str, Section]:
-        """What a job that resumes needs to plan no more: it goes into the index."""
-        # A resumed job shall plan anew, and warn again, where several ranks claim to hold the main replica.
+        """The part of the index that lets a resumed job reuse this plan."""
+        # If several ranks claim the main replica, a resumed job must plan anew and warn again.
         if plan.is_contested:
             return {}
         try:
             return plan_sections(self.channel.ranks, plan)
-        except Exception as error:  # a checkpoint without it is complete
-            logger.warning("%s: a job that resumes from it plans anew: %s", self.checkpoint, error)
+        except Exception as error:  # the checkpoint is complete without it
+            logger.warning(
+                "%s: its plan could not be stored, so a job that resumes from it makes a new plan: %s",
+                self.checkpoint,
+                error,
+            )
             return {}
 
     def commit(self) -> None:
         """Make the checkpoint visible, and keep the plan for the next save.
 
-        Each rank that commits makes sure that what it has written is still as it was; then the coordinator publishes.
-        Once all ranks know that the checkpoint is committed, it removes what that replaces: nobody waits for this.
+        Each rank that commits checks that its files are still as it wrote them. Then the coordinator publishes. Once
+        all ranks know that the checkpoint is committed, the coordinator removes what it replaces; no rank waits for
+        that.
         """
         writer = self.writer
         if writer is None:
@@ -304,7 +315,7 @@ class SaveSession:
                     offer=lambda: digest_offer(self.written),
                 )
                 self.digest = digest_of(self.channel.last_agreement)
-            elif self.channel.is_coordinator:  # the writer looks at the files of all
+            elif self.channel.is_coordinator:  # the writer checks the files of all ranks
                 self._publish(writer)
         except BaseException as error:
             self.plan.forget()
@@ -318,8 +329,8 @@ class SaveSession:
                 self.differing_replicas = compare_replicas(sent, self.plan.coordinator.tables, self.checkpoint)
 
     def _clean_up_commit(self, directory: SaveDirectory, error: BaseException) -> None:
-        """As after other failures, if the coordinator knows that nothing was committed."""
-        if not self.commits_together:  # the coordinator is alone here, and knows the files of all
+        """Clean up as after other failures, but only if the coordinator knows that nothing was committed."""
+        if not self.commits_together:  # only the coordinator is here, and it knows the files of all ranks
             directory.roll_back(error)
         elif failed_in_step(error) and nothing_is_committed(
             self.channel, self.plan.phase("clean up"), directory, error

@@ -1,8 +1,8 @@
-"""A plan in the index of the checkpoint that was saved by it, so that a job that resumes need not plan again.
+"""Keeps a plan in the index of the checkpoint that it saved, so that a resumed job need not plan again.
 
-Owns the sections that hold it (docs/formats.md) and which checkpoints this process has loaded. What they say is advice
-and nothing more: it counts only if in the next save every rank shows the signature that stands there. An index that is
-damaged, or of another group, is passed over.
+This module owns the sections that hold the plan (docs/formats.md), and remembers which checkpoints this process has
+loaded. A stored plan is only advice: it is used only if every rank shows the stored signature in the next save. An
+index that is damaged or belongs to another group is skipped.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ __all__ = ["LOADED", "LoadedCheckpoints", "plan_sections", "read_plan"]
 
 logger = logging.getLogger(__name__)
 
-_ITEM_NBYTES = 512  # in a structure, much more than any takes
-_FACTOR = 64  # by which zstandard makes structures smaller, and more
+_ITEM_NBYTES = 512  # an upper bound for one item in a structure; real items take much less
+_FACTOR = 64  # structures usually compress less than this with zstandard
 
 
 class _Share(msgspec.Struct, frozen=True):
@@ -49,7 +49,8 @@ class _Share(msgspec.Struct, frozen=True):
 
 
 def plan_sections(group: GroupKey, plan: CoordinatorPlan) -> Mapping[str, Section]:
-    """The sections that hold a plan; on the coordinator. A plan that was encoded before, or patched, costs little."""
+    """The sections that hold a plan, on the coordinator. This is cheap for a plan that was encoded before or
+    patched."""
     return plan.stored.get(lambda: _stored(group, plan)).sections
 
 
@@ -86,19 +87,19 @@ def _stored(group: GroupKey, plan: CoordinatorPlan) -> StoredPlan:
 def read_plan(
     directory: str, group: GroupKey, rank: int, local: LocalStructure, *, leads: bool, disk: Disk | None = None
 ) -> CachedPlan | None:
-    """The plan that lies in a checkpoint, if it is for this group and this rank's structure.
+    """Read the plan from a checkpoint if it is for this group and this rank's structure.
 
     Args:
-        directory: of the checkpoint.
-        rank: within ``group``.
+        directory: the directory of the checkpoint.
+        rank: this process's rank in ``group``.
         local: this rank's structure.
-        leads: whether this rank is the coordinator, and needs all structures.
+        leads: whether this rank is the coordinator, which needs the structures of all ranks.
 
     Returns:
-        ``None`` if there is none, or it is for others.
+        ``None`` if there is no plan, or it is for another group or structure.
 
     Raises:
-        RobustCheckpointError: the index cannot be read, or is damaged.
+        RobustCheckpointError: the index cannot be read or is damaged.
     """
     index = None if local.files is None else fitting_index(PosixDisk() if disk is None else disk, directory)
     if local.files is None or index is None:
@@ -134,7 +135,7 @@ def _share_of(file: IndexFile, rank: int, n_items: int) -> _Share:
     """What ``rank`` writes of its ``n_items`` items."""
     ends = file.column("share_ends")
     data = file.read("shares", ends[rank - 1] if rank else 0, ends[rank])
-    return decode(data, _Share, max_nbytes=n_items // 4 + 1_000)  # two bits for each item, and more
+    return decode(data, _Share, max_nbytes=n_items // 4 + 1_000)  # at most two bits for each item, and some room
 
 
 def _coordinator_plan(file: IndexFile, local: LocalStructure, signatures: tuple[bytes, ...]) -> CoordinatorPlan:
@@ -145,7 +146,7 @@ def _coordinator_plan(file: IndexFile, local: LocalStructure, signatures: tuple[
     ends = file.column("structure_ends")
     for number in range(file.nbytes("structure_ends") // 8):
         bundle, begin = data[begin : ends[number]], ends[number]
-        # What is compressed may be a bomb: first of all it must not announce more than so many ranks can have to say.
+        # Compressed data may be a bomb. So first check that it announces no more than this many ranks can need.
         body_of(bundle, max_nbytes=max(_FACTOR * len(bundle), n_ranks * _ITEM_NBYTES * (len(local.table) + 1_000)))
         messages |= open_bundle(bundle, StructureMessage)
     if sorted(messages) != list(range(n_ranks)):
@@ -165,11 +166,11 @@ def _coordinator_plan(file: IndexFile, local: LocalStructure, signatures: tuple[
 
 
 class LoadedCheckpoints:
-    """The checkpoints that this process has loaded last: where plans may lie for what it will save.
+    """The checkpoints that this process loaded last. They may hold plans for what it will save.
 
     Args:
-        cache: in which they are a table; ``None`` for one of its own.
-        max_entries: how many of them are looked at.
+        cache: the cache that holds them in a table; ``None`` for a cache of its own.
+        max_entries: how many checkpoints to remember.
     """
 
     def __init__(self, cache: StructureCache | None = None, *, max_entries: int = 4) -> None:
@@ -178,19 +179,20 @@ class LoadedCheckpoints:
         )
 
     def add(self, directory: str) -> None:
-        """A checkpoint has been loaded from ``directory``."""
+        """Remember that a checkpoint was loaded from ``directory``."""
         self._directories.put(directory, None)
 
     def clear(self) -> None:
         self._directories.clear()
 
     def find_plan(self, group: GroupKey, rank: int, local: LocalStructure, *, leads: bool) -> CachedPlan | None:
-        """The plan for this rank's structure that lies in the latest of these checkpoints; each serves once."""
+        """Find a plan for this rank's structure in these checkpoints, the latest first. Each checkpoint is used
+        once."""
         for directory, _ in self._directories.latest_first():
             try:
                 plan = read_plan(directory, group, rank, local, leads=leads)
-            except Exception as error:  # the plan is advice: whatever is wrong with it costs a plan, and never a save
-                logger.warning("planning anew, not by %s: %s", os.path.join(directory, INDEX_NAME), error)
+            except Exception as error:  # the plan is only advice: whatever is wrong with it must not fail the save
+                logger.warning("planning anew, without the plan in %s: %s", os.path.join(directory, INDEX_NAME), error)
                 self._directories.forget(directory)
                 continue
             if plan is not None:
@@ -200,4 +202,4 @@ class LoadedCheckpoints:
 
 
 LOADED = LoadedCheckpoints(CACHE)
-"""What this process has loaded."""
+"""The checkpoints that this process has loaded."""

@@ -1,7 +1,7 @@
-"""Objects that are saved and that a load would refuse: found by the rule of the load, told in one warning or one error.
+"""Finds objects that are saved but that a load would refuse. It uses the load's rule, and reports them once per save.
 
-Owns what one rank has found in one save, and the words for it. ``RobustPlanner`` hands it the bytes of each object as
-they are made; the session brings together what all ranks have found.
+This module holds what one rank has found in one save, and words it. ``RobustPlanner`` passes it the bytes of each
+object when they are made. The session brings together what all ranks have found.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _VERDICT_NBYTES = 500
 
 
 class _Verdicts:
-    """What has been found of bytes before: most objects are saved again as they were."""
+    """Remembers the result for bytes that were checked before, because most objects are saved again unchanged."""
 
     def __init__(self) -> None:
         self._known: Table[bytes, tuple[Refusal | None]] = CACHE.table(
@@ -36,7 +36,7 @@ class _Verdicts:
         self._registered: frozenset[str] = frozenset()
 
     def begin(self) -> None:
-        """A save begins: with other classes registered, what was refused may be allowed now, and the reverse."""
+        """Begin a save. Forget all results if other classes are registered now, because that changes them."""
         registered = registered_names()
         if registered != self._registered:
             self._known.clear()
@@ -55,10 +55,10 @@ _VERDICTS = _Verdicts()
 
 
 class UnloadableObjects:
-    """What one rank has found in one save. Threads of the writer add to it.
+    """What one rank has found in one save. The writer's threads add to it.
 
     Args:
-        mode: what is to be done about it.
+        mode: what to do about unloadable objects.
         known: what was found before the save began, by key.
     """
 
@@ -68,7 +68,7 @@ class UnloadableObjects:
         self.found: dict[str, str] = {key: str(refusal) for key, refusal in (known or {}).items()}
 
     def look_at(self, key: str, data: io.BytesIO) -> None:
-        """Judge the bytes of one object."""
+        """Check the bytes of one object."""
         if self.mode == "ignore":
             return
         refusal = _VERDICTS.of(data.getvalue())
@@ -76,7 +76,7 @@ class UnloadableObjects:
             self.found[key] = str(refusal)
 
     def raise_if_forbidden(self, checkpoint: str) -> None:
-        """Raise :class:`UnsafeCheckpoint` in mode ``"error"`` if there is anything."""
+        """Raise :class:`UnsafeCheckpoint` if the mode is ``"error"`` and anything was found."""
         if self.mode == "error" and self.found:
             told = _in_words({key: (why, ()) for key, why in self.found.items()})
             raise UnsafeCheckpoint(
@@ -85,13 +85,13 @@ class UnloadableObjects:
 
 
 def report_unloadable(checkpoint: str, found: Iterable[tuple[int, Mapping[str, str]]]) -> dict[str, str]:
-    """Warn, once for all ranks, of what each of them has found; on the coordinator.
+    """On the coordinator, warn once of what all ranks have found.
 
     Args:
-        found: (rank, why by key).
+        found: for each rank its number, and a dict from key to reason.
 
     Returns:
-        Why, by key.
+        The reason for each key.
     """
     together: dict[str, tuple[str, tuple[int, ...]]] = {}
     for rank, keys in found:

@@ -1,7 +1,7 @@
-"""What a rank tells of the files it has written: only what the plan did not determine.
+"""What a rank reports about the files it has written: only what does not follow from the plan.
 
-Owns what each rank offers, the message with the places that are new, and the check that ranks and coordinator mean the
-same places.
+This module makes each rank's offer and the message with new places. It also checks that the coordinator has the places
+that the ranks meant.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = [
 Places = npt.NDArray[np.int64]
 
 HAS_DIGEST = 1
-"""Flag of an offer: all that this rank has written has checksums, and a digest."""
+"""Flag of an offer: everything that this rank has written has checksums, and a digest."""
 
 
 class _FileNames(msgspec.Struct, frozen=True):
-    """Whether a rank's file names are plain, where ranks differ in that."""
+    """Whether a rank's file names are plain. It is sent only if ranks differ in that."""
 
     are_plain: bool
 
@@ -45,7 +45,7 @@ class WrittenMessage(msgspec.Struct, frozen=True):
     Attributes:
         items: int64 ``[n]``, which of the rank's items of variable size, in plan order.
         places: int64 ``[n, 2]``, offset and length of each.
-        replicas: what this rank holds of chunks that others hold too (``replica_checks.digest_columns``).
+        replicas: the digests of chunks that other ranks hold too (``replica_checks.digest_columns``).
         unloadable: objects that a load would refuse, and why, by key.
     """
 
@@ -56,9 +56,9 @@ class WrittenMessage(msgspec.Struct, frozen=True):
 
 
 def written_offer(written: WrittenFiles | None) -> Offer:
-    """A digest of the places of all variable items, and whether file names are marked (1) or plain (2).
+    """The offer has a digest of the places of all variable items, and says if file names are marked (1) or plain (2).
 
-    With them the coordinator never fills in places that a rank did not mean.
+    So the coordinator notices if it would fill in other places than a rank meant.
     """
     if written is None:
         return Offer()
@@ -66,8 +66,10 @@ def written_offer(written: WrittenFiles | None) -> Offer:
 
 
 def are_named_plainly(channel: Channel, phase: str, written: WrittenFiles | None) -> Sequence[bool]:
-    """Of each rank, on the coordinator, whether its files are called as stock would call them; right after the exchange
-    of :func:`written_offer`. Ranks differ where a save was killed, say: then each tells its own, in ``phase``."""
+    """On the coordinator, for each rank whether its files have the names that stock would give them.
+
+    Call it right after the exchange of :func:`written_offer`. Ranks may differ after a save was killed, for example. In
+    that case each rank sends its own answer in ``phase``."""
     agreement = channel.last_agreement
     if agreement.same_value:
         return [agreement.lowest == 2] * channel.size
@@ -77,24 +79,24 @@ def are_named_plainly(channel: Channel, phase: str, written: WrittenFiles | None
 
 
 def digest_offer(written: WrittenFiles | None) -> Offer:
-    """The digest of what a rank has written, if it has one."""
+    """The offer with the digest of what a rank has written, if there is one."""
     if written is None or not written.digest:
         return Offer()
     return Offer(signature=written.digest, flags=HAS_DIGEST)
 
 
 def digest_of(agreement: Agreement) -> str | None:
-    """What the digests of all ranks add up to, in hexadecimal digits; ``None`` if one has none."""
+    """The combined digests of all ranks, in hexadecimal digits; ``None`` if some rank has none."""
     return agreement.signature.hex() if agreement.all_have(HAS_DIGEST) else None
 
 
 def written_message(
     places: Places, known: Places | None, replicas: bytes = b"", unloadable: Mapping[str, str] | None = None
 ) -> WrittenMessage | None:
-    """What the coordinator has to be told; ``None`` if it knows all.
+    """The message to the coordinator; ``None`` if it knows everything.
 
     Args:
-        known: this rank's places in the last committed save by the same plan, as the coordinator has them.
+        known: this rank's places in the last committed save with the same plan, as the coordinator has them.
         replicas, unloadable: as in :class:`WrittenMessage`.
     """
     new = np.arange(len(places))
@@ -117,17 +119,17 @@ def written_by_all(
     digest: bytes,
     combined: Callable[[Sequence[bytes]], bytes],
 ) -> tuple[WrittenFiles, ...]:
-    """What every rank has written; on the coordinator.
+    """What every rank has written, on the coordinator.
 
     Args:
-        are_plain: of each rank, whether its file names are.
-        messages: from each rank, :func:`written_message`.
-        known: the places of each rank in the last committed save by the same plan.
-        digest: what the digests of all ranks (:func:`written_offer`) were combined to.
+        are_plain: for each rank whether its file names are plain.
+        messages: the :func:`written_message` of each rank.
+        known: the places of each rank in the last committed save with the same plan.
+        digest: the combined digests of all ranks (:func:`written_offer`).
         combined: combines digests in rank order in the same way.
 
     Raises:
-        ExchangeError: if the ranks' places are not those that they mean.
+        ExchangeError: the coordinator's places are not those that the ranks meant.
     """
     none = np.empty((0, 2), dtype=np.int64)
     places = [none if known is None else known[rank] for rank in range(len(messages))]

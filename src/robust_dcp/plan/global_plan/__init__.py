@@ -1,4 +1,4 @@
-"""The structures of all ranks together: conflicts, replicas, balance, coverage, and the global plan."""
+"""Combines the structures of all ranks into the global plan: conflicts, replicas, balance and coverage."""
 
 from robust_dcp.plan.global_plan.columns import GlobalColumns, merge_tables
 from robust_dcp.plan.global_plan.make import GlobalPlan, ascending, make_global_plan, plan_of_kept, plan_of_written

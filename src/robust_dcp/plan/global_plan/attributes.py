@@ -1,4 +1,4 @@
-"""The attributes of DCP's ``Metadata`` that the ranks' planners add, put together. Called by ``make``."""
+"""Merges the attributes of DCP's ``Metadata`` that the planners of all ranks add. ``make`` calls it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["merge_attributes"]
 
 
 def merge_attributes(tables: Sequence[StructureTable]) -> dict[str, dict[str, Any]]:
-    """Attribute -> name -> fact, of all ranks.
+    """Attribute -> name -> fact, over all ranks.
 
     Raises:
-        PlanConflict: two ranks say different things of one name.
+        PlanConflict: two ranks have different facts for one name.
     """
     merged: dict[str, dict[str, Any]] = {}
     told_by: dict[tuple[str, str], int] = {}
@@ -35,7 +35,7 @@ def merge_attributes(tables: Sequence[StructureTable]) -> dict[str, dict[str, An
 
 
 def _distinct(tables: Sequence[StructureTable]) -> list[tuple[int, bytes]]:
-    """The first rank of each that tells something, and what it tells: replicas tell the same."""
+    """The distinct attributes, each with the first rank that has them. Replicas have the same ones."""
     first: dict[bytes, int] = {}
     for rank, table in enumerate(tables):
         first.setdefault(table.attributes, rank)

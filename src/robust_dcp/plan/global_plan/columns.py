@@ -1,6 +1,6 @@
-"""The structures of all ranks in one set of columns, which every check of the global plan runs on.
+"""The structures of all ranks in one set of columns. Every check of the global plan runs on these columns.
 
-Owns the merge of string tables and the padding of dimensions; decides nothing. Used on the coordinator only.
+This module merges string tables and pads dimensions. It decides nothing. Only the coordinator uses it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class GlobalColumns:
     """Columns over the M items of all ranks, rank after rank, each in the order of its table.
 
     Attributes:
-        tables: of each rank.
-        name_places: for each rank the places in ``names`` of its table's names; ranks with the same names share it.
-        names, dtypes, layouts: distinct strings over all ranks, sorted.
-        rank, item: int32 ``[M]``, whose item it is and its place in that rank's table.
+        tables: the table of each rank.
+        name_places: for each rank the places of its table's names in ``names``. Ranks with the same names share it.
+        names, dtypes, layouts: the distinct strings over all ranks, sorted.
+        rank, item: int32 ``[M]``, the rank that has the item, and the item's place in that rank's table.
         name, dtype, layout: int32 ``[M]``, places in the string tables.
         kind, form, requires_grad, ndim, replica: uint8 ``[M]``.
-        shape, offset, size: int64 ``[M, D]``, D the largest number of dimensions; padded with 1, 0 and 1.
+        shape, offset, size: int64 ``[M, D]``, padded with 1, 0 and 1; D is the largest number of dimensions.
         numel: int64 ``[M]``, elements in the chunk; 0 for objects.
         nbytes: int64 ``[M]``, bytes in the chunk; 0 for objects.
     """
@@ -63,12 +63,12 @@ class GlobalColumns:
         return len(self.rank)
 
     def describe(self, row: int) -> str:
-        """One item in words, for errors."""
+        """Describe one item in words, for errors."""
         return self.tables[int(self.rank[row])].describe_item(int(self.item[row]))
 
 
 def itemsize_of(dtype: str) -> int:
-    """Bytes of one element of the dtype called ``dtype``; 0 for ``""`` (no tensor)."""
+    """How many bytes one element of ``dtype`` has; 0 for ``""`` (not a tensor)."""
     return 0 if not dtype else int(getattr(torch, dtype).itemsize)
 
 
@@ -114,9 +114,9 @@ def _joined(columns: Iterable[UInt8]) -> UInt8:
 
 
 def _merge_strings(tables: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], list[Int32]]:
-    """One sorted table for all, and for each of ``tables`` the places of its strings there.
+    """One sorted table of all strings, and for each of ``tables`` the places of its strings there.
 
-    Many ranks have the very same table (``structure.message`` sees to that): each is looked at once.
+    Many ranks share the same table object (``structure.message`` makes it so). Each object is looked at once.
     """
     distinct = {id(table): table for table in tables}
     merged = tuple(sorted(set().union(*distinct.values())))
@@ -129,5 +129,5 @@ def _merge_strings(tables: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], 
 
 
 def _translated(places: Sequence[Int32], columns: Sequence[Int32]) -> Int32:
-    """The columns of all ranks in one, with places in the merged table."""
+    """Join the columns of all ranks into one, with places in the merged table."""
     return np.concatenate([to[column] for to, column in zip(places, columns, strict=True)])

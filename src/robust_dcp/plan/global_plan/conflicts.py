@@ -1,7 +1,7 @@
-"""Contradictions between ranks: one name that means different things.
+"""Finds contradictions between ranks: one name that means different things.
 
-Pure checks over :class:`GlobalColumns`; each finding is a :class:`PlanConflict` that names the key, the ranks and
-what each of them holds.
+The checks run on :class:`GlobalColumns`. Each raises a :class:`PlanConflict` that names the key, the ranks and what
+each of them holds.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from robust_dcp.plan.structure.ragged import padded
 __all__ = ["refuse_contradictions", "refuse_other_paths"]
 
 _SHOWN = 8
-"""Variants of one name that a message spells out."""
+"""How many variants of one name a message describes."""
 
 _NO_LENGTHS = np.empty(0, dtype=np.int32)
 
 
 def refuse_contradictions(columns: GlobalColumns, order: npt.NDArray[np.intp]) -> None:
-    """Every item of one name must agree on being a tensor or not, on dtype, layout and global size.
+    """Check that all items of one name are tensors or all are not, with the same dtype, layout and global size.
 
     Args:
         order: the rows sorted by name.
 
     Raises:
-        PlanConflict: for the first name where they do not.
+        PlanConflict: some name has items that differ. The error is about the first such name.
     """
     names = columns.name[order]
     same_name = names[1:] == names[:-1]
@@ -45,7 +45,7 @@ def refuse_contradictions(columns: GlobalColumns, order: npt.NDArray[np.intp]) -
     ):
         differs = np.zeros(len(same_name), dtype=np.bool_)
         for values in column.T if column.ndim == 2 else (column,):
-            sorted_values = values[order]  # looked up once: `order` jumps from rank to rank
+            sorted_values = values[order]  # index only once, because `order` jumps from rank to rank
             differs |= sorted_values[1:] != sorted_values[:-1]
         differs &= same_name
         if differs.any():
@@ -57,7 +57,7 @@ def _contradiction(columns: GlobalColumns, rows: npt.NDArray[np.intp], key: str,
     holders: dict[str, list[int]] = defaultdict(list)
     for row in rows.tolist():
         rank = int(columns.rank[row])
-        # Without the chunk, which never contradicts: else one odd rank would hide among a thousand shards.
+        # Leave out the chunk, which never contradicts. Otherwise one odd rank would hide among a thousand shards.
         holders[columns.tables[rank].describe_whole(int(columns.item[row]))].append(rank)
     held = "; ".join(f"{whole} on {ranks_in_words(ranks)}" for whole, ranks in list(holders.items())[:_SHOWN])
     if len(holders) > _SHOWN:
@@ -71,10 +71,10 @@ def _contradiction(columns: GlobalColumns, rows: npt.NDArray[np.intp], key: str,
 
 
 def refuse_other_paths(columns: GlobalColumns) -> Paths | None:
-    """The place of each name in the nested state dict (DCP's ``planner_data``); ``None`` if nothing was flattened.
+    """The path of each name in the nested state dict (DCP's ``planner_data``); ``None`` if nothing was flattened.
 
     Raises:
-        PlanConflict: where two ranks reach one name by different paths (``{"a": {"b": …}}`` and ``{"a.b": …}``).
+        PlanConflict: two ranks have different paths for one name (``{"a": {"b": …}}`` and ``{"a.b": …}``).
     """
     distinct = {id(table.paths): rank for rank, table in reversed(list(enumerate(columns.tables))) if table.names}
     ranks = sorted(distinct.values())

@@ -1,9 +1,9 @@
-"""Whether the chunks of each tensor fill it exactly: nothing twice, nothing missing, nothing outside.
+"""Checks that the chunks of each tensor fill it exactly: nothing twice, nothing missing, nothing outside.
 
-Pure checks over the kept chunks. Chunks inside the bounds that do not overlap and whose volumes add up to that of
-the tensor cover it exactly, so the costly question is overlap. Tensors that are cut along one dimension, and those
-whose chunks lie between the lines of a grid, are decided on the columns of all tensors at once; only the others go
-through a sweep, tensor by tensor.
+Chunks cover a tensor exactly if they are inside its bounds, do not overlap, and their volumes add up to that of the
+tensor. So overlap is the costly question. Tensors that are cut along one dimension are decided on the columns of all
+tensors at once. So are tensors with chunks that lie between the lines of a grid. Only the others are swept, tensor by
+tensor.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Rows = npt.NDArray[np.intp]
 
 
 def check_bounds(columns: GlobalColumns) -> None:
-    """Every chunk lies within its tensor.
+    """Check that every chunk lies within its tensor.
 
     Raises:
-        PlanConflict: naming key and rank of the first that does not.
+        PlanConflict: a chunk does not. The error names key and rank of the first one.
     """
     outside = (columns.offset < 0) | (columns.size < 0) | (columns.size > columns.shape - columns.offset)
     if outside.any():
@@ -42,10 +42,10 @@ def check_coverage(columns: GlobalColumns, kept: Rows, *, complete: bool) -> Non
     """Check the kept chunks (rows of ``columns``, sorted by name and offsets, all within bounds).
 
     Args:
-        complete: whether gaps are errors; a single process may save its part of a sharded tensor, as stock allows.
+        complete: whether gaps are errors. Stock lets a single process save only its part of a sharded tensor.
 
     Raises:
-        PlanConflict: naming key and ranks, for overlap, and for gaps.
+        PlanConflict: chunks overlap or leave gaps. The error names key and ranks.
     """
     rows = kept[columns.kind[kept] != ItemKind.BYTES]
     filled = rows[columns.numel[rows] > 0]

@@ -1,9 +1,9 @@
-"""Which replicas may be written where the state dicts say that one of them counts: Megatron's rule, on columns.
+"""Megatron's rule for which replica to write, on columns. It applies if the state dicts say which replica counts.
 
 Stock Megatron writes the main replica of a shard (``replica_id`` 0). Its fully parallel save first moves the write to
-one of the ranks of the data parallel group in which the main replica lies. Copies in other groups have drifted from it
-in real jobs, so a checkpoint that mixed them would be none that any rank ever held. Called by ``writers``; decides
-nothing where replicas are equal by contract, as in plain DCP.
+one of the ranks in the main replica's data parallel group. In real jobs, copies in other groups have drifted from it. A
+checkpoint that mixed them would be one that no rank ever held. ``writers`` calls this module. It decides nothing if
+replicas are equal by contract, as in plain DCP.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Mask = npt.NDArray[np.bool_]
 
 
 def may_write(columns: GlobalColumns, groups: Replicas) -> tuple[Replicas, Mask]:
-    """The same groups with only the rows that may be written.
+    """The same groups, with only the rows that may be written.
 
-    Of a chunk with one main replica these are the rows of the ranks that are peers of the main replica's rank
-    (``StructureTable.peers``), itself among them. Of several main replicas the one of the lowest rank counts. Without
-    a main replica every row is left: whoever holds the chunk may save it, and so it is not lost.
+    If a chunk has one main replica, these are the rows of that replica's rank and of its peers
+    (``StructureTable.peers``). If it has several main replicas, only that of the lowest rank is left. If it has none,
+    every row is left: any rank that holds the chunk may save it, so that it is not lost.
 
     Returns:
-        (the groups, for each whether it has a main replica).
+        The groups, and for each group whether it has a main replica.
     """
     replica = columns.replica[groups.order]
     if not replica.any():
@@ -41,7 +41,7 @@ def may_write(columns: GlobalColumns, groups: Replicas) -> tuple[Replicas, Mask]
     mains = np.flatnonzero(replica == Replica.MAIN)
     n_mains = np.bincount(group[mains], minlength=len(groups))
     main = np.full(len(groups), -1, dtype=np.intp)
-    main[group[mains[::-1]]] = mains[::-1]  # the first of each: rows of a group ascend by rank
+    main[group[mains[::-1]]] = mains[::-1]  # this leaves the first of each group, since its rows ascend by rank
     team = _teams(columns)[columns.rank[groups.order]]
     is_kept: Mask = team == team[main[group]]
     is_kept[n_mains[group] > 1] = False
@@ -53,14 +53,14 @@ def may_write(columns: GlobalColumns, groups: Replicas) -> tuple[Replicas, Mask]
 
 
 def _teams(columns: GlobalColumns) -> npt.NDArray[np.intp]:
-    """For each rank a number that it shares with its peers. A rank without peers has one of its own."""
+    """For each rank a number that it shares with its peers. A rank without peers has a number of its own."""
     numbers: dict[tuple[int, ...], int] = {}
     teams = [numbers.setdefault(table.peers or (-1 - rank,), len(numbers)) for rank, table in enumerate(columns.tables)]
     return np.array(teams, dtype=np.intp)
 
 
 def contested_rows(columns: GlobalColumns, groups: Replicas) -> Rows:
-    """Rows of main replicas of chunks that have more than one."""
+    """The rows of main replicas in groups that have more than one."""
     group = groups.of
     is_main = columns.replica[groups.order] == Replica.MAIN
     n_mains = np.bincount(group[is_main], minlength=len(groups))
@@ -69,23 +69,23 @@ def contested_rows(columns: GlobalColumns, groups: Replicas) -> Rows:
 
 
 def unclaimed_groups(columns: GlobalColumns, groups: Replicas) -> Rows:
-    """Groups whose ranks all say that the main replica is elsewhere."""
+    """Groups in which every rank says that the main replica is elsewhere."""
     is_copy = columns.replica[groups.order] == Replica.COPY
     n_copies = np.bincount(groups.of[is_copy], minlength=len(groups))
     return np.flatnonzero((n_copies > 0) & (n_copies == np.diff(groups.starts)))
 
 
 def deal_as_megatron(columns: GlobalColumns, groups: Replicas, dealt: Rows) -> Rows:
-    """The row of each of some groups that ``FullyParallelSaveStrategyWrapper`` of Megatron-Core would write.
+    """For each of some groups, the row that Megatron-Core's ``FullyParallelSaveStrategyWrapper`` would write.
 
-    This is ``distribute_shards_to_ranks`` of its ``exchange_utils``, for all parallelization groups at once: chunks
-    that the fewest ranks hold come first, of these the largest, of these the first by key and offset; each goes to the
-    rank that has the fewest bytes so far, of these to the lowest. The same rule, and not just any fair one, so that
-    the very copies are saved that stock would save.
+    This is ``distribute_shards_to_ranks`` of its ``exchange_utils``, for all parallelization groups at once. Chunks
+    that the fewest ranks hold come first, among these the largest, among these the first by key and offset. Each chunk
+    goes to the rank with the fewest bytes so far, or to the lowest of several. We use this rule, and not just any fair
+    one, so that the same copies are saved as by stock Megatron.
 
     Args:
-        groups: as :func:`may_write` leaves them.
-        dealt: numbers of the groups, ascending.
+        groups: the groups that :func:`may_write` returned.
+        dealt: the numbers of the wanted groups, ascending.
     """
     load = [0] * len(columns.tables)
     chosen = groups.first[dealt].copy()
@@ -102,12 +102,12 @@ def deal_as_megatron(columns: GlobalColumns, groups: Replicas, dealt: Rows) -> R
 
 
 def _assign(holders: npt.NDArray[np.int32], weights: list[int], load: list[int]) -> list[int]:
-    """For each row of ``holders`` the column of the rank that gets it; ``load`` is brought up to date.
+    """For each row of ``holders``, the column of the rank that gets the chunk. ``load`` is updated.
 
     Args:
         holders: int32 ``[n, count]``, ranks ascending in each row.
-        weights: bytes of each row.
-        load: bytes of each rank so far.
+        weights: the bytes of each row.
+        load: the bytes of each rank so far.
     """
     count = holders.shape[1]
     if count == 1:
@@ -116,7 +116,7 @@ def _assign(holders: npt.NDArray[np.int32], weights: list[int], load: list[int])
         return [0] * len(weights)
     first, which = unique_rows(*holders.T)
     sets = holders[first]
-    if len(np.unique(sets)) < sets.size:  # a rank is in several of them, so their turns matter to each other
+    if len(np.unique(sets)) < sets.size:  # a rank is in several sets, so the order between sets matters
         return _assign_one_by_one(holders.tolist(), weights, load)
     ranks = sets.tolist()
     heaps = [[(load[rank], column) for column, rank in enumerate(row)] for row in ranks]

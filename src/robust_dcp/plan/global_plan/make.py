@@ -1,6 +1,6 @@
-"""The global plan: which rank writes which of its items. Made on the coordinator from all structures.
+"""Makes the global plan on the coordinator: which rank writes which of its items.
 
-Calls the checks of this folder in order; the story of planning is told here.
+Start here to read about planning. ``make_global_plan`` calls the checks of this folder in order.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ Places = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, eq=False)
 class GlobalPlan:
-    """Who writes what.
+    """Which rank writes what.
 
     Attributes:
         columns: the items of all ranks.
         written: the rows of ``columns`` that are written, sorted by (name, offsets).
-        kept: for each rank the places, in its table, of the items that it writes, ascending.
+        kept: for each rank the places in its table of the items that it writes, ascending.
         common_objects: for each rank the places of the objects that every rank of the group holds, ascending.
-        paths: for each name its place in the nested state dict (DCP's ``planner_data``), or ``None``.
-        attributes: that the planners add to ``Metadata``: attribute -> name -> fact.
+        paths: for each name its path in the nested state dict (DCP's ``planner_data``); ``None`` if not flattened.
+        attributes: what the planners add to ``Metadata``: attribute -> name -> fact.
         replicated: for each rank the places of the chunks of tensors that other ranks hold too, ascending.
-        n_replicated: chunks of tensors that several ranks hold.
-        contested: for each rank the places of items that are the main replica, as others are too, ascending.
-        unclaimed: names of which some chunk has copies and no main replica.
+        n_replicated: how many chunks of tensors several ranks hold.
+        contested: for each rank the places of its main replicas that other ranks claim too, ascending.
+        unclaimed: names with a chunk that has copies but no main replica.
     """
 
     columns: GlobalColumns
@@ -72,7 +72,7 @@ def make_global_plan(
         load: what each rank writes besides these tables (:func:`~robust_dcp.plan.global_plan.writers.load_of`).
 
     Raises:
-        PlanConflict: where the ranks contradict each other; names the key and the ranks.
+        PlanConflict: the ranks contradict each other. The error names the key and the ranks.
     """
     columns = merge_tables(tables)
     check_bounds(columns)
@@ -99,14 +99,14 @@ def make_global_plan(
 
 
 def replicated_groups(columns: GlobalColumns, replicas: Replicas) -> npt.NDArray[np.bool_]:
-    """Whether each group is one of chunks of tensors, on more than one rank."""
+    """For each group, whether it is a chunk of a tensor that several ranks hold."""
     is_replicated: npt.NDArray[np.bool_] = np.diff(replicas.starts) > 1
     is_replicated &= columns.kind[replicas.first] != ItemKind.BYTES
     return is_replicated
 
 
 def plan_of_kept(tables: Sequence[StructureTable], kept: Sequence[Places]) -> GlobalPlan:
-    """The global plan again that :func:`make_global_plan` made of ``tables``, from what it decided.
+    """Make the global plan again that :func:`make_global_plan` made of ``tables``, from its decisions.
 
     Args:
         tables: the structure of each rank, in rank order.
@@ -139,7 +139,7 @@ def plan_of_kept(tables: Sequence[StructureTable], kept: Sequence[Places]) -> Gl
 
 
 def plan_of_written(tables: Sequence[StructureTable]) -> GlobalPlan:
-    """What there is to say of items that are all written, and of which another plan has been made: no shares."""
+    """A plan for tables that hold only items to write. It has no shares of ranks."""
     columns = merge_tables(tables)
     paths = refuse_other_paths(columns)
     return GlobalPlan(columns, order_of(columns), kept=(), common_objects=(), paths=paths, attributes={})
@@ -147,20 +147,20 @@ def plan_of_written(tables: Sequence[StructureTable]) -> GlobalPlan:
 
 def _by_rank(columns: GlobalColumns, rows: Places) -> tuple[Places, ...]:
     """For each rank the places of its items among ``rows``, ascending."""
-    rows = ascending(rows, len(columns))  # the columns are rank after rank, each in the order of its table
+    rows = ascending(rows, len(columns))  # so that they are rank after rank, each in the order of its table
     ends = np.cumsum(np.bincount(columns.rank[rows], minlength=len(columns.tables)))
     return tuple(np.split(columns.item[rows].astype(np.intp), ends[:-1]))
 
 
 def ascending(rows: Places, n_rows: int) -> Places:
-    """Some of ``n_rows`` rows, no two of them equal, in their order."""
+    """Sort distinct rows among ``n_rows`` rows."""
     is_there = np.zeros(n_rows, dtype=np.bool_)
     is_there[rows] = True
     return np.flatnonzero(is_there)
 
 
 def _common_objects(columns: GlobalColumns) -> Places:
-    """Rows of objects that every one of several ranks holds."""
+    """The rows of objects that all ranks hold, if there are several ranks."""
     is_object = columns.kind == ItemKind.BYTES
     holders = np.bincount(columns.name[is_object], minlength=len(columns.names))
     common = is_object & (holders[columns.name] == len(columns.tables)) & (len(columns.tables) > 1)

@@ -1,7 +1,7 @@
-"""Objects (items that are no tensors) that several ranks hold under one name: whether they are the same.
+"""Checks whether objects (items that are not tensors) that several ranks hold under one name are the same.
 
-Owns the digest of an object and the search for names whose digests differ; a difference is reported, since only
-one of the copies is saved.
+This module computes the digest of an object, and finds names with digests that differ. A difference is reported,
+because only one of the copies is saved.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ UInt64 = npt.NDArray[np.uint64]
 
 
 def object_digest(value: Any) -> int:
-    """A 64-bit digest of an object's contents; 0 where it cannot be told (it does not pickle).
+    """A 64-bit digest of an object's contents; 0 if it cannot be computed because the object does not pickle.
 
-    The bytes are only hashed, never loaded. Two equal objects may in rare cases pickle differently (the order of a
-    set of strings), so a difference is a reason for a warning, not a proof.
+    The bytes are only hashed, never loaded. In rare cases two equal objects pickle differently (the order of a set of
+    strings). So a difference is a reason for a warning, but no proof.
     """
     try:
         data: Any = value.getbuffer() if isinstance(value, io.BytesIO) else pickle.dumps(value, protocol=4)
-    except Exception:  # whatever a user's __reduce__ raises; the writer will report it if it matters
+    except Exception:  # a user's __reduce__ may raise anything; the writer reports it if it matters
         return 0
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") or 1
 
 
 def combined_digest(digests: UInt64) -> int:
-    """One 64-bit digest of several, 0 if there are none or one cannot be told."""
+    """One 64-bit digest of several digests; 0 if there are none or one of them is unknown."""
     if not len(digests) or not digests.all():
         return 0
     return int.from_bytes(hashlib.blake2b(digests.tobytes(), digest_size=8).digest(), "little") or 1
 
 
 def differing_objects(columns: GlobalColumns, digests: Sequence[UInt64]) -> dict[str, tuple[int, ...]]:
-    """Names of objects whose digests differ between the ranks that hold them, with those ranks.
+    """Names of objects with digests that differ between ranks, each with the ranks that hold it.
 
     Args:
         digests: for each rank the digests of its objects, in table order.
@@ -57,7 +57,7 @@ def differing_objects(columns: GlobalColumns, digests: Sequence[UInt64]) -> dict
     rows, digest = rows[order], digest[order]
     names = columns.name[rows]
     starts = np.flatnonzero(np.diff(names, prepend=-1))
-    # A digest of 0 is unknown, so it equals everything.
+    # A digest of 0 is unknown, so treat it as equal to everything.
     low = np.minimum.reduceat(np.where(digest == 0, np.iinfo(np.uint64).max, digest), starts)
     high = np.maximum.reduceat(digest, starts)
     differing: dict[str, tuple[int, ...]] = {}

@@ -1,6 +1,6 @@
-"""The items of all ranks in the order of names, offsets and ranks: what every check runs along.
+"""Sorts the items of all ranks by name, offsets and rank. Every check uses this order; a plan computes it once.
 
-Pure; made once for a plan. A chunk's offsets become one number, so that the sort has two keys whatever the dimensions.
+The offsets of a chunk are turned into one number, so that the sort has two keys for any number of dimensions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from robust_dcp.plan.global_plan.columns import GlobalColumns
 __all__ = ["order_of"]
 
 _MAX_CELLS = 2.0**62
-"""Positions of a tensor that can be numbered with 63 bits."""
+"""How many positions of a tensor can be numbered with 63 bits."""
 
 
 def order_of(columns: GlobalColumns) -> npt.NDArray[np.intp]:
@@ -23,7 +23,7 @@ def order_of(columns: GlobalColumns) -> npt.NDArray[np.intp]:
 
     The offsets of every row must lie within its tensor (``coverage.check_bounds``), or at its end.
     """
-    # A chunk without elements may begin where the tensor ends, hence one position more along each dimension.
+    # An empty chunk may begin at the end of the tensor. So each dimension has one more position.
     extents = columns.shape + 1
     if (extents.astype(np.float64).prod(axis=1) >= _MAX_CELLS).any():
         offsets = [columns.offset[:, dim] for dim in reversed(range(columns.offset.shape[1]))]
@@ -36,4 +36,4 @@ def order_of(columns: GlobalColumns) -> npt.NDArray[np.intp]:
     positions = int(position.max(initial=0)) + 1
     if positions * (len(columns.names) + 1) < _MAX_CELLS:
         return np.argsort(columns.name * np.int64(positions) + position, kind="stable")
-    return np.lexsort((position, columns.name))  # stable too: rows are in the order of ranks
+    return np.lexsort((position, columns.name))  # lexsort is stable too, and rows are in the order of ranks

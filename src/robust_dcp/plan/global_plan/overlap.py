@@ -1,6 +1,6 @@
-"""Whether boxes of one group share a point: exact, and for the usual shapes without a loop over groups.
+"""Finds boxes of one group that overlap. It is exact, and needs no loop over groups for the usual shapes.
 
-Pure geometry on columns; the groups are tensors and the boxes their chunks, for ``coverage``.
+This is geometry on columns. For ``coverage`` the groups are tensors and the boxes their chunks.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ _NO_LINE = np.iinfo(np.int64).max
 
 
 def first_overlap(group: Int32, offset: Int64, size: Int64) -> tuple[int, int] | None:
-    """Two boxes of one group that overlap, or ``None`` if there are none.
+    """Two boxes of one group that overlap; ``None`` if there are none.
 
     Args:
         group: int32 ``[n]``, ascending.
-        offset, size: int64 ``[n, D]``, no size is 0; sorted by offsets within each group, no two offsets equal there.
+        offset, size: int64 ``[n, D]``; no size is 0. Within each group they are sorted by offsets, and no two offsets
+            are equal.
 
     Returns:
-        Places of the two, of the first group that has any.
+        The places of the two boxes, from the first group that has such boxes.
     """
     starts = np.flatnonzero(np.diff(group, prepend=-1))
     counts = np.diff(np.append(starts, len(group)))
@@ -39,7 +40,7 @@ def first_overlap(group: Int32, offset: Int64, size: Int64) -> tuple[int, int] |
 
 
 def _cut_dimensions(offset: Int64, size: Int64, starts: npt.NDArray[np.intp]) -> Bool:
-    """bool ``[groups, D]``: along which dimensions the boxes of a group are not all alike."""
+    """bool ``[groups, D]``: in which dimensions the boxes of a group differ."""
     cut = np.zeros((len(starts), offset.shape[1]), dtype=np.bool_)
     for column in (offset, size):
         cut |= np.maximum.reduceat(column, starts) != np.minimum.reduceat(column, starts)
@@ -55,7 +56,8 @@ def _overlap_along_one(
     chosen: Bool,
     cut: Bool,
 ) -> tuple[int, int] | None:
-    """Groups that are cut along one dimension: sorted by offsets, each box must end before the next begins."""
+    """Check groups that are cut along one dimension. In the order of offsets, each box must end before the next
+    begins."""
     if not chosen.any():
         return None
     rows = np.flatnonzero(np.repeat(chosen, counts))
@@ -73,12 +75,12 @@ def _overlap_in_several(
     counts: npt.NDArray[np.intp],
     chosen: Bool,
 ) -> tuple[int, int] | None:
-    """Groups that are cut along several: nothing overlaps on a grid, the rest is swept."""
+    """Check groups that are cut along several dimensions. On a grid nothing overlaps; the others are swept."""
     if not chosen.any():
         return None
     rows = np.flatnonzero(np.repeat(chosen, counts))
     off_grid = _crosses_a_line(group[rows], offset[rows], size[rows])
-    # Groups are numbered afresh: `group` may have gaps.
+    # Number the groups anew, because `group` may have gaps.
     number = np.repeat(np.arange(len(starts)), counts)[rows]
     for each in np.unique(number[off_grid]).tolist():
         begin, end = int(starts[each]), int(starts[each] + counts[each])
@@ -89,16 +91,16 @@ def _overlap_in_several(
 
 
 def _crosses_a_line(group: Int32, offset: Int64, size: Int64) -> Bool:
-    """Whether a box reaches beyond the next offset, along some dimension, at which another of its group begins.
+    """For each box, whether in some dimension it reaches beyond the next offset at which a box of its group begins.
 
-    Boxes that do not, and whose offsets differ, are cells of the grid of all their offsets, or parts of cells: they
-    cannot overlap.
+    Boxes that do not, and that have different offsets, cannot overlap. Each is a cell, or a part of a cell, of the grid
+    that all offsets form.
     """
     crosses = np.zeros(len(group), dtype=np.bool_)
     for dim in range(offset.shape[1]):
         order = np.lexsort((offset[:, dim], group))
         of_group, begin = group[order], offset[order, dim]
-        # From the back: where the next line of the same group is.
+        # For each box, find the next line of its group, by looking from the back.
         is_last_of_line = np.append((of_group[1:] != of_group[:-1]) | (begin[1:] != begin[:-1]), True)
         last = np.flatnonzero(is_last_of_line)
         following = np.append(begin[1:], _NO_LINE)
@@ -109,7 +111,7 @@ def _crosses_a_line(group: Int32, offset: Int64, size: Int64) -> Bool:
 
 
 def _sweep(offset: Int64, size: Int64) -> tuple[int, int] | None:
-    """Two boxes that overlap, by a sweep along the dimension with the most lines."""
+    """Two boxes that overlap, found by a sweep along the dimension with the most lines."""
     dim = int(np.argmax([len(np.unique(offset[:, d])) for d in range(offset.shape[1])]))
     order = np.argsort(offset[:, dim], kind="stable")
     active = order[:0]

@@ -1,8 +1,8 @@
-"""A global plan made from the one before, where little has changed: only the names that changed are planned again.
+"""Makes a global plan from the previous one if little has changed: only the names that changed are planned again.
 
-Owns which items these are, how the shares of all ranks follow, and when it is better to plan wholly. The checks and
-choices are those of ``make``, on tables that hold the changed names alone: all checks are about one name at a time.
-Called by ``plan.planning`` on the coordinator.
+This module finds the items of these names, updates the shares of all ranks, and decides when it is better to plan
+everything. It uses the checks and choices of ``make`` on tables with only the changed names. That works because each
+check is about one name at a time. ``plan.planning`` calls it on the coordinator.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ Mask = npt.NDArray[np.bool_]
 OfRanks = tuple[Places, ...]
 
 _MOST = 4
-"""If more than one item in so many has changed since all were planned, all are planned again."""
+"""Everything is planned again if more than one in this many items has changed since everything was planned."""
 
 _LEAST = 256
-"""A patch counts for one item in so many at least: what it leaves behind takes memory, and time to emit."""
+"""A patch counts as at least one in this many items, because what it leaves behind takes memory and time to write."""
 
 _DRIFT = 1.1
-"""How many times further than when all were planned the most loaded rank may be above the mean."""
+"""By which factor the imbalance (largest load over mean load) may grow before everything is planned again."""
 
 
 @dataclass(frozen=True, eq=False)
 class Shares:
-    """What is kept of a global plan: the share of each rank, and what it takes to make the next plan from this one.
+    """What is kept of a global plan: the share of each rank, and what is needed to make the next plan from it.
 
     Attributes:
         tables, kept, common_objects, replicated, n_replicated, nbytes: as in :class:`GlobalPlan`.
-        numbers: of each name. A plan that is made from this one has the same, and more for names that are new.
-        names: int32, for each rank the numbers of the names of its table; ranks with the same names share it.
-        load: int64, of each rank, see :func:`~robust_dcp.plan.global_plan.writers.load_of`.
-        imbalance: by how many times the largest load was above the mean when all was planned.
-        n_patched: items that were planned since then.
+        numbers: a number for each name. A plan made from this one has the same numbers, and more for new names.
+        names: int32, for each rank the numbers of the names of its table. Ranks with the same names share it.
+        load: int64, the load of each rank (:func:`~robust_dcp.plan.global_plan.writers.load_of`).
+        imbalance: the largest load divided by the mean, when everything was planned.
+        n_patched: how many items were planned since then.
     """
 
     tables: tuple[StructureTable, ...]
@@ -70,9 +70,9 @@ class Patch:
 
     Attributes:
         shares: the whole plan.
-        names: those that have changed.
-        changed: the plan of these alone.
-        moved: the ranks whose items may lie elsewhere than before, ascending.
+        names: the names that have changed.
+        changed: the plan of these names alone.
+        moved: the ranks with items that may be in other places than before, ascending.
     """
 
     shares: Shares
@@ -102,22 +102,25 @@ def shares_of(plan: GlobalPlan) -> Shares:
 def patch_plan(
     before: Shares, tables: Sequence[StructureTable], changed: Collection[str], *, lowest_rank: bool
 ) -> Patch | None:
-    """The plan for ``tables``, with what ``before`` decided of all names that have not changed.
+    """Make the plan for ``tables``. For names that have not changed, it keeps the decisions of ``before``.
 
-    All is planned again, by the caller, where that is not possible or not worth it: if more than a quarter of the items
-    has changed since that was done last, or the most loaded rank has since come to be 10 % further above the mean, and
-    replicas could be moved; if attributes of the metadata or the peers of a rank have changed; if state dicts say which
-    replica of a changed chunk counts, since Megatron's rule is about all chunks together; if some ranks flatten their
-    state dicts and others do not; and if the ranks contradict each other, since that ends in an error either way.
+    The function returns ``None``, and the caller plans everything again, if one of these holds:
+
+    * More than a quarter of the items has changed since everything was planned.
+    * The imbalance (largest load over mean load) has grown by more than 10 % since then, and replicas could be moved.
+    * Attributes of the metadata have changed, or the peers of a rank.
+    * State dicts say which replica of a changed chunk counts. Megatron's rule needs all chunks together.
+    * Some ranks flatten their state dicts and others do not.
+    * The ranks contradict each other. Then planning everything raises the error.
 
     Args:
-        before: the plan before.
-        tables: of all ranks; those that have not changed are the very tables of ``before``.
-        changed: names of which some rank has other items than before, more, or fewer.
+        before: the previous plan.
+        tables: the table of each rank. A rank that has not changed has the same object as in ``before``.
+        changed: the names with other items than before on some rank, more, or fewer.
         lowest_rank: as for :func:`make_global_plan`.
 
     Returns:
-        ``None`` if all is to be planned.
+        ``None`` if everything has to be planned.
     """
     senders = [rank for rank, table in enumerate(tables) if table is not before.tables[rank]]
     if any(_is_beyond_names(before.tables[rank], tables[rank]) for rank in senders):
@@ -146,7 +149,7 @@ def patch_plan(
     some = [table.taken(items) for table, items in zip(tables, now, strict=True)]
     try:
         plan = make_global_plan(some, lowest_rank=lowest_rank, load=load)
-    except PlanConflict:  # which the whole plan meets too: its words name the ranks that would write then
+    except PlanConflict:  # planning everything raises it too, and its message names the ranks that would write then
         return None
     if old.replica.any() or plan.columns.replica.any():
         return None
@@ -188,12 +191,12 @@ def patch_plan(
 
 
 def _is_beyond_names(before: StructureTable, after: StructureTable) -> bool:
-    """Whether there is another difference than in what the names stand for."""
+    """Whether anything besides the items of names differs."""
     return before.attributes != after.attributes or before.peers != after.peers
 
 
 def _items_called(is_wanted: Mask, tables: Sequence[StructureTable], names: Sequence[Int32]) -> list[Places]:
-    """For each rank the places of its items whose names have wanted numbers, ascending."""
+    """For each rank the places of its items with names that are wanted, ascending. ``is_wanted`` is by name number."""
     none: Places = np.empty(0, dtype=np.intp)
     wanted = {id(numbers): is_wanted[numbers] for numbers in names}
     return [
@@ -203,7 +206,7 @@ def _items_called(is_wanted: Mask, tables: Sequence[StructureTable], names: Sequ
 
 
 def _are_kept(items: Places, table: StructureTable, kept: Places) -> Mask:
-    """Whether each of ``items`` is among those that the rank writes."""
+    """For each of ``items``, whether the rank writes it."""
     is_kept = np.zeros(len(table) if len(items) else 0, dtype=np.bool_)
     if len(items):
         is_kept[kept] = True
@@ -211,7 +214,7 @@ def _are_kept(items: Places, table: StructureTable, kept: Places) -> Mask:
 
 
 def _new_places(old: StructureTable, was: Places, new: StructureTable, now: Places) -> Places:
-    """For each item of ``old`` its place in ``new``; -1 for those at ``was``, which are at ``now``, or nowhere."""
+    """For each item of ``old`` its place in ``new``; -1 for items at ``was``, which are at ``now`` or gone."""
     stays_old, stays_new = np.ones(len(old), dtype=np.bool_), np.ones(len(new), dtype=np.bool_)
     stays_old[was] = stays_new[now] = False
     places: Places = np.full(len(old), -1, dtype=np.intp)

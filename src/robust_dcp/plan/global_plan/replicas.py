@@ -1,6 +1,6 @@
-"""Who holds the same: items of all ranks that name one chunk, in groups.
+"""Groups the items of all ranks that hold the same chunk.
 
-Runs on the coordinator, on columns; which of a group is written is ``writers``'s.
+It runs on the coordinator, on columns. ``writers`` decides which item of a group is written.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Replicas:
     """Rows of :class:`GlobalColumns` in groups that hold the same chunk.
 
     Attributes:
-        order: int64 ``[K]``, rows sorted by (name, offsets, rank); rows that are left out, as those of dropped empty
-            chunks, are not there.
+        order: int64 ``[K]``, rows sorted by (name, offsets, rank). Some rows are left out, for example those of empty
+            chunks.
         starts: int64 ``[G + 1]``, group ``g`` is ``order[starts[g]:starts[g + 1]]``; its first row has the lowest rank.
     """
 
@@ -35,7 +35,7 @@ class Replicas:
 
     @property
     def of(self) -> npt.NDArray[np.intp]:
-        """int64 ``[K]``: the number of the group of each row of ``order``."""
+        """int64 ``[K]``: for each row of ``order`` the number of its group."""
         return np.repeat(np.arange(len(self)), np.diff(self.starts))
 
     @property
@@ -45,16 +45,16 @@ class Replicas:
 
 
 def find_replicas(columns: GlobalColumns, order: npt.NDArray[np.intp]) -> Replicas:
-    """Group the items that name the same chunk.
+    """Group the items that hold the same chunk.
 
-    DCP keys a chunk by (FQN, offsets), ``MetadataIndex``. An empty chunk may share its offsets with one that is not
-    empty (uneven shards); it holds nothing, so it is left out.
+    DCP identifies a chunk by (FQN, offsets), ``MetadataIndex``. With uneven shards an empty chunk may have the same
+    offsets as a chunk that is not empty. It holds nothing, so it is left out.
 
     Args:
         order: the rows sorted by (name, offsets, rank).
 
     Raises:
-        PlanConflict: if two chunks that are not empty begin at the same offsets but have different sizes.
+        PlanConflict: two chunks that are not empty begin at the same offsets but have different sizes.
     """
     order = order[~_shadowed_empties(columns, order)]
     starts = np.flatnonzero(_differs_from_previous(columns, order))
@@ -64,17 +64,17 @@ def find_replicas(columns: GlobalColumns, order: npt.NDArray[np.intp]) -> Replic
 
 
 def _differs_from_previous(columns: GlobalColumns, order: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
-    """Whether each row of ``order`` has another (name, offsets) than the row before it."""
+    """For each row of ``order``, whether its (name, offsets) differ from those of the row before it."""
     differs = np.ones(len(order), dtype=np.bool_)
     differs[1:] = False
     for column in (columns.name, *columns.offset.T):
-        values = column[order]  # each is looked up once: `order` jumps from rank to rank
+        values = column[order]  # index only once, because `order` jumps from rank to rank
         differs[1:] |= values[1:] != values[:-1]
     return differs
 
 
 def _shadowed_empties(columns: GlobalColumns, order: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
-    """Empty chunks whose (name, offsets) a chunk that is not empty has too."""
+    """For each row, whether it is an empty chunk with the (name, offsets) of a chunk that is not empty."""
     empty: npt.NDArray[np.bool_] = (columns.numel[order] == 0) & (columns.kind[order] != ItemKind.BYTES)
     if not empty.any():
         return empty

@@ -1,7 +1,7 @@
-"""Who saves what: one of each group of replicas, so that the bytes are spread over the ranks that hold them.
+"""Chooses who saves what: one item of each group of replicas, so that bytes are spread over the ranks that hold them.
 
-Owns the balance between ranks where any of them may write; ``main_replicas`` has decided the others. Runs on the
-coordinator, on columns. Groups that the same ranks hold (a data parallel group's share of the model) are dealt out
+This module balances ranks if any of them may write; ``main_replicas`` decides the other cases. It runs on the
+coordinator, on columns. Groups that the same ranks hold (a data parallel group's share of the model) are distributed
 together, so the work does not grow with groups times ranks.
 """
 
@@ -21,7 +21,7 @@ from robust_dcp.storage.layouts.balance import deal
 __all__ = ["by_holders", "choose_writers", "load_of"]
 
 _OBJECT_WEIGHT = 1
-"""Bytes that an object counts for: its size is not known when the plan is made."""
+"""How many bytes an object counts for. Its size is not known when the plan is made."""
 
 Rows = npt.NDArray[np.intp]
 
@@ -31,13 +31,13 @@ def choose_writers(
 ) -> Rows:
     """The row of each group that is written: int64 ``[G]``, in the order of the groups.
 
-    A chunk goes to one of the least loaded (in bytes of chunks) of the ranks that hold it; an object, whose size
-    nobody knows yet, and everything if ``lowest_rank``, to the lowest of them. The ranks that hold the fewest kinds of
-    chunks choose first: what is replicated widely fills the gaps that they leave. Where the state dicts say which
-    replica counts, Megatron's rule decides (:mod:`~robust_dcp.plan.global_plan.main_replicas`).
+    A chunk goes to one of the least loaded ranks that hold it (in bytes of chunks). An object goes to the lowest rank
+    that holds it, because nobody knows its size yet. With ``lowest_rank`` everything does. Chunks that few ranks hold
+    are assigned first; chunks that many ranks hold then fill the gaps. If the state dicts say which replica counts,
+    Megatron's rule decides (:mod:`~robust_dcp.plan.global_plan.main_replicas`).
 
     Args:
-        load: what each rank writes besides, see :func:`load_of`.
+        load: what each rank writes besides these groups, see :func:`load_of`.
     """
     groups, has_main = may_write(columns, groups)
     chosen = groups.first.copy()
@@ -58,7 +58,7 @@ def choose_writers(
 
 
 def load_of(columns: GlobalColumns, written: Rows) -> npt.NDArray[np.int64]:
-    """int64, for each rank what it writes: bytes of chunks, and something for each object."""
+    """int64, for each rank how much it writes: the bytes of its chunks, and a constant for each object."""
     load = np.zeros(len(columns.tables), dtype=np.int64)
     is_object = columns.kind[written] == ItemKind.BYTES
     np.add.at(load, columns.rank[written], np.where(is_object, _OBJECT_WEIGHT, columns.nbytes[written]))
@@ -68,12 +68,12 @@ def load_of(columns: GlobalColumns, written: Rows) -> npt.NDArray[np.int64]:
 def by_holders(
     ranks: npt.NDArray[np.int32], starts: Rows, groups: Rows
 ) -> Iterator[tuple[Rows, npt.NDArray[np.int32]]]:
-    """Groups of replicas by the ranks that hold them: (groups, ranks ascending), the fewest ranks first.
+    """Yield groups of replicas by the ranks that hold them: (groups, ranks ascending), the fewest ranks first.
 
     Args:
-        ranks: int32 ``[K]``, who holds each replica, ascending within a group.
+        ranks: int32 ``[K]``, the rank of each replica, ascending within a group.
         starts: int64 ``[G + 1]``, group ``g`` is ``ranks[starts[g]:starts[g + 1]]``.
-        groups: those that are asked for.
+        groups: the groups to yield.
     """
     counts = np.diff(starts)[groups]
     for count in np.unique(counts).tolist():

@@ -1,1 +1,1 @@
-"""What a rank reads: the items of a load plan, and which of them another rank reads for it."""
+"""What a rank reads in a load: the items of its load plan, and which of them another rank reads for it."""

@@ -1,8 +1,8 @@
-"""What a load reads for each value of a state dict: stock's read items, without asking stock about each of them.
+"""What a load reads for each value of a state dict: the read items of stock's planner, without asking it each time.
 
-Owns the usual cases, in which a tensor or a shard is one saved chunk: with an index they stay in columns, and no read
-item is made. Others are found in the index (``reshard``); where there is none, they go to stock's planning. Called by
-``load`` for each load.
+Usually a tensor or shard of the state dict is one saved chunk. This module handles these cases itself; with an index
+they stay in columns, and no read item is made. If the chunks differ, ``reshard`` finds them in the index. Without an
+index such values go to stock's planner. The load planner calls this module in each load.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PlannedReads(NamedTuple):
 
     Attributes:
         items: what is read.
-        filled: the keys whose tensors these items are known to fill.
+        filled: the keys of tensors that these items are known to fill completely.
     """
 
     items: list[ReadItem]
@@ -41,18 +41,18 @@ class PlannedReads(NamedTuple):
 
 
 def plan_reads(state_dict: Mapping[str, Any], metadata: Metadata) -> PlannedReads:
-    """The items that stock's ``create_default_local_load_plan`` makes of ``state_dict``, not in its order.
+    """The items that stock's ``create_default_local_load_plan`` makes of ``state_dict``, in another order.
 
-    Where saved chunks overlap, and one of them is just what is asked for, only that one is read.
+    If saved chunks overlap and one of them is exactly the wanted one, only that one is read.
 
     Args:
-        state_dict: FQN to value; what ``metadata`` does not have is left out.
+        state_dict: FQN to value. Keys that ``metadata`` does not have are left out.
     """
     items: list[ReadItem] = []
     filled: set[str] = set()
     others: dict[str, Any] = {}
     chunks_of = _LocalChunks()
-    with torch.no_grad():  # to_local() of a DTensor is then its local tensor, and no node of an autograd graph
+    with torch.no_grad():  # so that to_local() of a DTensor returns its local tensor, not a node of an autograd graph
         for key, value in state_dict.items():
             saved = metadata.state_dict_metadata.get(key)
             if saved is None:
@@ -82,7 +82,7 @@ def plan_reads(state_dict: Mapping[str, Any], metadata: Metadata) -> PlannedRead
 
 
 def _found(key: str, local: ChunkStorageMetadata, saved: TensorStorageMetadata) -> ReadItem | None:
-    """One saved chunk as a whole, if that is just what is asked for."""
+    """A read of one whole saved chunk, if that is exactly the wanted one."""
     offsets = local.offsets
     chunks: Any = saved.chunks
     if isinstance(chunks, StoredChunks):
@@ -99,9 +99,9 @@ def _found(key: str, local: ChunkStorageMetadata, saved: TensorStorageMetadata) 
 
 
 def whole_tensors(state_dict: Mapping[str, Any], metadata: Metadata) -> WholeTensors:
-    """Those tensors of which the index of a checkpoint has just what this rank holds, chunk, size and dtype.
+    """The tensors for which the index has exactly the chunk, size and dtype that this rank holds.
 
-    The others, and all if there is no index, are for :func:`plan_reads`.
+    :func:`plan_reads` plans all other tensors, and all tensors if there is no index.
     """
     if ask_index(metadata, lambda index: True) is None:
         return WholeTensors.none()
@@ -111,8 +111,11 @@ def whole_tensors(state_dict: Mapping[str, Any], metadata: Metadata) -> WholeTen
 
 
 def _held(state_dict: Mapping[str, Any]) -> tuple[list[str], list[torch.Tensor], list[int], list[ChunkKind]]:
-    """Tensors of which this rank holds one chunk that is not empty: names, local tensors, the number of the kind of
-    each, and the kinds."""
+    """The tensors of which this rank holds exactly one chunk that is not empty.
+
+    Returns:
+        The names, the local tensors, for each tensor the number of its kind, and the kinds.
+    """
     names: list[str] = []
     targets: list[torch.Tensor] = []
     kind_of: list[int] = []
@@ -144,18 +147,18 @@ def _held(state_dict: Mapping[str, Any]) -> tuple[list[str], list[torch.Tensor],
 
 
 class _LocalChunks:
-    """The one chunk that this rank holds of a value, of those of one state dict."""
+    """Finds the one chunk that this rank holds of a value. It remembers results for the values of one state dict."""
 
     def __init__(self) -> None:
         self._whole: dict[torch.Size, ChunkStorageMetadata] = {}
-        # By all that torch computes a chunk from. The meshes live as long as the tensors of the state dict.
+        # The key has everything that torch computes a chunk from. The state dict's tensors keep the meshes alive.
         self._sharded: dict[tuple[Any, ...], ChunkStorageMetadata | None] = {}
 
     def __call__(self, value: Any, local: Any) -> ChunkStorageMetadata | None:
-        """``None`` where stock has to say what is held.
+        """The chunk, or ``None`` if only stock's planner can tell what this rank holds.
 
         Args:
-            local: of a DTensor its local tensor.
+            local: the local tensor, if ``value`` is a DTensor.
         """
         kind = type(value)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
@@ -173,21 +176,22 @@ class _LocalChunks:
 
     def _of_dtensor(self, value: DTensor, local: torch.Tensor) -> ChunkStorageMetadata | None:
         mesh, placements = value.device_mesh, value.placements
-        # Chunks that do not follow from the placements are told by an attribute of the tensor, as with Megatron-FSDP.
+        # With Megatron-FSDP an attribute of the tensor tells the chunks. They do not follow from the placements then.
         own = "__create_chunk_list__" in vars(value) or hasattr(local, "__create_chunk_list__")
         if own or type(local) not in (torch.Tensor, torch.nn.Parameter):
             return None
-        # Equal placements may be of two classes (Shard and _StridedShard of torch 2.7), which place differently.
+        # Equal placements may have different classes (Shard and _StridedShard in torch 2.7), which place differently.
         key = (id(mesh), placements, tuple(map(type, placements)), value.shape)
         if key not in self._sharded:
             self._sharded[key] = _only_chunk(value)
         chunk = self._sharded[key]
-        # A rank that is not in the mesh, or holds nothing, is for stock to plan; and so is a shard of another size.
+        # Stock plans for a rank that is not in the mesh or holds nothing, and for a local tensor of another size.
         return chunk if chunk is not None and math.prod(chunk.sizes) == local.numel() > 0 else None
 
 
 def _only_chunk(value: DTensor) -> ChunkStorageMetadata | None:
-    # What else a placement class of somebody else's depends on is not for us to say, and a reduction is refused.
+    # Leave two cases to stock. Placement classes from outside torch may depend on more than we know. And it refuses
+    # pending reductions (Partial).
     known = all(type(p).__module__.partition(".")[0] == "torch" and not p.is_partial() for p in value.placements)
     create_chunk_list = getattr(value, "__create_chunk_list__", None)
     if not known or value.device_mesh.get_coordinate() is None or not callable(create_chunk_list):

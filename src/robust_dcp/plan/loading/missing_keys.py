@@ -1,6 +1,6 @@
-"""Keys that a checkpoint does not have, and what it has in their place: said so that one sees what to change.
+"""Helps with keys that a checkpoint does not have: says what it has instead, so that the user sees what to change.
 
-Compares names only, at a cost that is bounded for hundreds of thousands of them. Called by ``load``.
+It compares names only. The cost is bounded even for hundreds of thousands of names. The load planner calls it.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ _WRAPPERS: Final = {
     "_fsdp_wrapped_module": "FSDP",
     "_checkpoint_wrapped_module": "activation checkpointing",
 }
-"""Parts that a wrapper of a module puts into its names."""
+"""Parts of names that a module wrapper adds, each with the wrapper."""
 
 _PARTS_IN_A_PREFIX: Final = 3
 _MISSING_COMPARED: Final = 1000
 _EXAMPLES: Final = 4
 _NEIGHBOURS: Final = 50
 _IS_NEAR: Final = 0.7
-"""How alike the one part must be in which two names differ, as ``difflib`` counts it."""
+"""How similar the one differing part of two names must be, measured by ``difflib``."""
 
 
 class _Prefixes(NamedTuple):
-    """Keys that begin with ``here`` are in the checkpoint with ``there`` in its place; one of the two may be empty."""
+    """A changed prefix: keys that begin with ``here`` begin with ``there`` in the checkpoint. One may be empty."""
 
     here: str
     there: str
 
 
 def what_is_saved(asked: Collection[str], saved: Collection[str]) -> str:
-    """How many keys the checkpoint has, and examples, if there are any of those that are not asked for."""
+    """Say how many keys the checkpoint has, with examples, preferably of keys that the state dict does not ask for."""
     unread = set(saved).difference(asked)
     examples = sorted(unread or saved)
     examples = examples[:: max(1, len(examples) // _EXAMPLES)][:_EXAMPLES]
@@ -48,12 +48,12 @@ def what_is_saved(asked: Collection[str], saved: Collection[str]) -> str:
 
 
 def renamed_in_words(missing: Sequence[str], asked: Collection[str], saved: Collection[str]) -> str:
-    """The one change of names under which most of the missing keys are there; empty if there is none.
+    """Describe the one change of names that explains most of the missing keys. The text is empty if there is none.
 
     Args:
         missing: the keys of ``asked`` that are not in ``saved``.
         asked: the keys of the state dict.
-        saved: those of the checkpoint.
+        saved: the keys of the checkpoint.
     """
     unread = set(saved).difference(asked)
     n_found, how = _wrapped(missing, unread) or _renamed(missing, unread) or (0, "")
@@ -62,7 +62,7 @@ def renamed_in_words(missing: Sequence[str], asked: Collection[str], saved: Coll
 
 
 def _wrapped(missing: Sequence[str], unread: Collection[str]) -> tuple[int, str] | None:
-    """How many keys are there but for the parts that wrappers put into names, and how to say so."""
+    """How many missing keys match after the parts that wrappers add are removed, and a text that says so."""
     of_bare = {_without_wrappers(name): name for name in unread}
     pairs = [(key, of_bare[bare]) for key in missing if (bare := _without_wrappers(key)) in of_bare]
     if not pairs or 2 * len(pairs) < len(missing):
@@ -82,7 +82,7 @@ def _without_wrappers(name: str) -> str:
 
 
 def _renamed(missing: Sequence[str], unread: Collection[str]) -> tuple[int, str] | None:
-    """How many of the missing keys are there with another prefix, and how to say so; ``None`` if they are few."""
+    """How many missing keys exist with another prefix, and a text that says so; ``None`` if they are few."""
     prefixes_of: dict[str, list[str]] = defaultdict(list)
     for name in unread:
         for prefix in _prefixes(name):
@@ -90,7 +90,7 @@ def _renamed(missing: Sequence[str], unread: Collection[str]) -> tuple[int, str]
     votes: Counter[_Prefixes] = Counter()
     for key in missing[:: max(1, len(missing) // _MISSING_COMPARED)]:
         for here in _prefixes(key):
-            # The longest common end says most; what many names end with ("weight") says nothing.
+            # The longest common end says most. An end that many names have ("weight") says nothing.
             if there := prefixes_of.get(key[len(here) :], [])[:_EXAMPLES]:
                 votes.update(_Prefixes(here, each) for each in there)
                 break
@@ -98,14 +98,14 @@ def _renamed(missing: Sequence[str], unread: Collection[str]) -> tuple[int, str]
         n_found = sum(
             key.startswith(prefixes.here) and prefixes.there + key[len(prefixes.here) :] in unread for key in missing
         )
-        # Where both sides have another prefix, one key alone proves nothing.
+        # If the prefix differs on both sides, a single key proves nothing.
         if 2 * n_found >= len(missing) and (n_found > 1 or not all(prefixes)):
             return n_found, _prefixes_in_words(prefixes)
     return None
 
 
 def _prefixes(name: str) -> Iterator[str]:
-    """What may stand before a name, shortest first: nothing, its first part, its first two, …"""
+    """Possible prefixes of a name, shortest first: nothing, its first part, its first two parts, …"""
     at = 0
     yield ""
     for _ in range(_PARTS_IN_A_PREFIX):
@@ -125,10 +125,11 @@ def _prefixes_in_words(prefixes: _Prefixes) -> str:
 
 
 def near_names(missing: Sequence[str], asked: Collection[str], saved: Collection[str]) -> dict[str, str]:
-    """For those of ``missing`` that look misspelt, the name in the checkpoint that is nearest.
+    """For each of the ``missing`` keys that looks misspelt, the nearest name in the checkpoint.
 
-    Two names are near if all their parts are the same but one, and that one is much alike and has the same numbers; or
-    if one has a part more. Names that the state dict does not ask for come first.
+    Two names are near if all parts but one are equal, and the two differing parts are similar and have the same
+    numbers. They are also near if one has one more part and the others are equal. Names that the state dict does not
+    ask for are preferred.
     """
     in_order = sorted(saved)
     from_behind = sorted(name[::-1] for name in saved)
@@ -158,7 +159,7 @@ def _is_near(key: str, name: str) -> bool:
 
 
 def _are_alike(one: str, other: str) -> bool:
-    """Not those whose numbers differ: layer 1 is no misspelt layer 10."""
+    """Whether two parts are similar. Parts with different numbers are not: layer 1 is not a misspelt layer 10."""
     if _numbers(one) != _numbers(other):
         return False
     are_swapped = len(one) > 2 and sorted(one) == sorted(other)

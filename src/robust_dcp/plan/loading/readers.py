@@ -1,10 +1,10 @@
-"""Which rank reads what several ranks need, and how it reaches the others: decided by the coordinator, on columns.
+"""Decides which rank reads what several ranks need, and how the bytes reach the others. The coordinator decides.
 
-Owns the messages, the choice of readers by bytes, and the rounds in which their bytes are passed on. Pure: never reads
-nor sends anything. Called by ``plan.loading.sharing``.
+This module owns the messages, the choice of readers by bytes, and the rounds in which their bytes are passed on. It
+works on columns, and never reads or sends anything. ``plan.loading.sharing`` calls it.
 
-Ranks need the same where they read the same box of the same stored item into the same dtype. All ranks go by the same
-bytes of metadata, so the place of an item in it names it.
+Ranks need the same if they read the same box of the same stored item into the same dtype. All ranks have the same bytes
+of metadata, so the place of an item in the metadata identifies it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from robust_dcp.storage.reading.sharable_reads import ON_DEVICE
 __all__ = ["BUCKET_NBYTES", "ROUND_NBYTES", "Piece", "ReadColumns", "ReadShare", "assign_readers", "pieces_of"]
 
 BUCKET_NBYTES: Final = 8 << 20
-"""At most so many bytes are passed on at once; smaller items are packed. A multiple of the size of any element."""
+"""The most bytes that are passed on at once. Smaller items are packed. It is a multiple of every element size."""
 
 ROUND_NBYTES: Final = 64 << 20
-"""At most so many bytes are under way at a rank, in either direction."""
+"""The most bytes that a rank has on their way at the same time, in either direction."""
 
 _LARGE_NBYTES: Final = 1 << 20
-"""Smaller items are assigned in the order of their places: what one rank reads then lies together, and is read at
-once."""
+"""Smaller items are assigned in the order of their places. So one rank reads items that are next to each other, in one
+read."""
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -39,13 +39,14 @@ Rows = npt.NDArray[np.intp]
 
 
 class ReadColumns(msgspec.Struct, frozen=True):
-    """What a rank needs and could get from another: little-endian columns, ascending by (item, box).
+    """What a rank needs and could get from another rank: little-endian columns, ascending by (item, box).
 
     Attributes:
         node: the number of the rank's node.
         items: int32 ``[n]``, the place of the stored item in ``.metadata``.
-        boxes: uint64 ``[n]``, which part of it; ``ON_DEVICE`` is set if its bytes stay on devices. Empty if all are 0.
-        nbytes: int64 ``[n]``, of what is to be filled.
+        boxes: uint64 ``[n]``, which part of the item. ``ON_DEVICE`` is set if its bytes stay on devices. The column is
+            empty if all values are 0.
+        nbytes: int64 ``[n]``, how many bytes are to be filled.
     """
 
     node: int
@@ -55,14 +56,16 @@ class ReadColumns(msgspec.Struct, frozen=True):
 
 
 class ReadShare(msgspec.Struct, frozen=True):
-    """The coordinator's word to one rank. A transfer is what one rank reads for one set of ranks.
+    """What the coordinator tells one rank. A transfer is what one rank reads for one set of ranks.
 
     Attributes:
-        groups: sets of ranks, ascending, that need the same.
-        transfers: (place in ``groups``, the rank that reads, whether the bytes stay on devices).
-        transfer_of: int32 ``[n]``, the transfer of each of the rank's items; -1: it reads that for itself.
-        buckets: int32 ``[p, 3]``, round, transfer, number within it: in the order in which they are passed on.
-        any_on_device: whether bytes stay on devices in the transfer of any rank.
+        groups: sets of ranks that need the same; the ranks ascend.
+        transfers: for each the place in ``groups``, the rank that reads, and whether the bytes stay on devices.
+        transfer_of: int32 ``[n]``, the transfer of each of the rank's items; -1 if the rank reads the item only for
+            itself.
+        buckets: int32 ``[p, 3]``, for each bucket its round, transfer, and number within the transfer. They are in the
+            order in which they are passed on.
+        any_on_device: whether any transfer of any rank stays on devices.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -73,7 +76,7 @@ class ReadShare(msgspec.Struct, frozen=True):
 
 
 class Piece(NamedTuple):
-    """What a bucket holds: items ``first`` to ``last`` of a transfer; of the only one, bytes ``begin`` to ``end``."""
+    """What a bucket holds: items ``first`` to ``last`` of a transfer. If it is one item, bytes ``begin`` to ``end``."""
 
     first: int
     last: int
@@ -82,7 +85,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(nbytes: Int64) -> list[Piece]:
-    """The buckets of a transfer of items of ``nbytes`` each: packed, or one item in pieces."""
+    """The buckets of a transfer with items of ``nbytes`` each. A bucket has several items, or a piece of one."""
     pieces: list[Piece] = []
     first, filled = 0, 0
     for number, size in enumerate(nbytes.tolist()):
@@ -104,7 +107,7 @@ def pieces_of(nbytes: Int64) -> list[Piece]:
 
 
 class _Transfer(NamedTuple):
-    """``reader`` reads ``needs``, ascending by (item, box), for all ranks of group ``group``."""
+    """``reader`` reads ``needs`` for all ranks of group ``group``. The needs ascend by (item, box)."""
 
     group: int
     reader: int
@@ -115,18 +118,18 @@ class _Transfer(NamedTuple):
 def assign_readers(
     columns: Sequence[ReadColumns | None], place_of_item: Int64, *, across_nodes: bool = False
 ) -> list[ReadShare | None]:
-    """A share for each rank.
+    """Choose readers, and return a share for each rank.
 
-    What several ranks need is read by one of them, so that all read about as many bytes, what only one of them needs
-    counted as well.
+    One rank reads what several ranks need. Readers are chosen so that all ranks read about the same number of bytes,
+    including what only one rank needs.
 
     Args:
-        columns: of each rank; ``None`` for one that shares nothing.
-        place_of_item: int64, where each stored item lies: files and places in them in ascending order.
-        across_nodes: ranks that are all on one node share nothing.
+        columns: what each rank needs; ``None`` for a rank that shares nothing.
+        place_of_item: int64, where each stored item lies; it ascends with the file and the place in the file.
+        across_nodes: if true, ranks that are all on one node share nothing.
 
     Returns:
-        In rank order; ``None`` for a rank that has nothing in common with others.
+        The shares in rank order; ``None`` for a rank that has nothing in common with others.
 
     Raises:
         ExchangeError: a rank's columns do not fit together.
@@ -158,7 +161,7 @@ def assign_readers(
 
 
 class _Plan(NamedTuple):
-    """What :class:`ReadShare` says, of all ranks; ``transfer_of_need`` is -1 for what each reads for itself."""
+    """The parts of :class:`ReadShare` for all ranks. ``transfer_of_need`` is -1 for what each rank reads for itself."""
 
     groups: Sequence[tuple[int, ...]]
     transfers: Sequence[_Transfer]
@@ -168,14 +171,14 @@ class _Plan(NamedTuple):
 
 
 class _Needs:
-    """What is needed, each once, in the order in which it lies in files.
+    """The distinct needs of all ranks, in the order in which their bytes lie in the files.
 
     Attributes:
-        ranks: int32 ``[K]``, who needs it, need after need, ascending.
-        starts: int64 ``[G + 1]``, where in ``ranks`` each need begins.
+        ranks: int32 ``[K]``, the ranks that need each need, need after need; they ascend within a need.
+        starts: int64 ``[G + 1]``, where each need begins in ``ranks``.
         counts, nbytes: int64 ``[G]``.
         is_shared, on_device: bool ``[G]``.
-        of_rank: for each rank, int64 ``[n]``, the need of each of its items.
+        of_rank: for each rank int64 ``[n]``, the need of each of its items.
     """
 
     def __init__(self, columns: Sequence[ReadColumns | None], place_of_item: Int64) -> None:
@@ -195,7 +198,7 @@ class _Needs:
         self.on_device = self._boxes >= np.uint64(ON_DEVICE)
         need_of_row = np.empty(len(order), dtype=np.intp)
         need_of_row[order] = need = np.cumsum(differs) - 1
-        # Not what a rank needs twice, or would take another size of: it reads that itself.
+        # A rank that needs something twice, or in another size than others, reads it itself.
         same_rank = ~differs
         same_rank[1:] &= self.ranks[1:] == self.ranks[:-1]
         odd = np.zeros(len(first), dtype=np.bool_)
@@ -236,7 +239,7 @@ def _balanced(nbytes: Int64, load: Int64) -> tuple[Rows, Int64]:
 
 
 def _in_rounds(needs: _Needs, groups: Sequence[tuple[int, ...]], transfers: Sequence[_Transfer]) -> Int32:
-    """int32 ``[P, 3]``: round, transfer and number of each bucket. A round is full for a rank at ``ROUND_NBYTES``."""
+    """int32 ``[P, 3]``: round, transfer and number of each bucket. A rank's round is full at ``ROUND_NBYTES``."""
     buckets = [
         (number, transfer_number, piece.end - piece.begin)
         for transfer_number, transfer in enumerate(transfers)
@@ -259,12 +262,12 @@ def _in_rounds(needs: _Needs, groups: Sequence[tuple[int, ...]], transfers: Sequ
 
 
 def _share_of(rank: int, needs: _Needs, plan: _Plan) -> ReadShare | None:
-    """What of the plan a rank has to know, with numbers of its own for groups and transfers."""
+    """The part of the plan that one rank has to know. It numbers its groups and transfers anew."""
     transfer_of = plan.transfer_of_need[needs.of_rank[rank]]
     held = np.unique(transfer_of[transfer_of >= 0])
     if not len(held) and not plan.any_on_device:
         return None
-    local_transfer = np.full(len(plan.transfers) + 1, -1, dtype=np.int32)  # the last one is for -1
+    local_transfer = np.full(len(plan.transfers) + 1, -1, dtype=np.int32)  # the last entry is for transfer -1
     local_transfer[held] = np.arange(len(held))
     transfers = [plan.transfers[number] for number in held.tolist()]
     groups = sorted({transfer.group for transfer in transfers})

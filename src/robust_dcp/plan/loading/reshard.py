@@ -1,6 +1,6 @@
-"""What is read of a tensor that was saved in other chunks: read items, of the overlaps that the index has found.
+"""What to read for a tensor that was saved in other chunks: read items for the overlaps that the index has found.
 
-Owns which boxes of a tensor this rank holds, and the form of the items. Called by ``load_items``.
+This module knows which boxes of a tensor this rank holds, and makes the read items. ``load_items`` calls it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TENSOR = LoadItemType.TENSOR
 
 
 def chunks_held(value: Any) -> Sequence[ChunkStorageMetadata] | None:
-    """The chunks that this rank holds of a tensor, as stock's planner asks for them; ``None`` if it is none."""
+    """The chunks that this rank holds of a tensor, as stock's planner sees them; ``None`` if it is not a tensor."""
     if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
         return ()
     if isinstance(value, ShardedTensor):
@@ -41,17 +41,17 @@ def chunks_held(value: Any) -> Sequence[ChunkStorageMetadata] | None:
 
 
 class FoundReads(NamedTuple):
-    """The read items of one tensor, and whether they are known to fill all that is held of it."""
+    """The read items of one tensor, and whether they are known to fill everything that this rank holds of it."""
 
     items: list[ReadItem]
     fill: bool
 
 
 def read_overlap(key: str, saved: StoredChunks, held: Sequence[ChunkStorageMetadata]) -> FoundReads | None:
-    """What stock's ``create_read_items_for_chunk_list`` makes of the same.
+    """Make the read items that stock's ``create_read_items_for_chunk_list`` would make.
 
     Returns:
-        ``None`` if the index is damaged: the saved chunks have to be looked at one by one.
+        ``None`` if the index is damaged. Then the saved chunks have to be compared one by one.
     """
     items: list[ReadItem] = []
     missing_numel = 0

@@ -1,7 +1,7 @@
-"""What a rank reads for others, and what it gets from them: the bytes, from one target into the buckets to another.
+"""The bytes that a rank reads for other ranks, and those that it gets from them.
 
-Owns where in its targets the bytes of each bucket are. Who reads what is decided in ``readers``; how buckets travel is
-``comm.relay``'s. Made by ``sharing`` for one load, and used by ``api.load``.
+This module knows where the bytes of each bucket are in the tensors of this rank. ``readers`` decides who reads what,
+and ``comm.relay`` moves the buckets. ``sharing`` makes an object of this class for one load, and ``api.load`` uses it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["SharedReads"]
 
 
 class SharedReads:
-    """What one rank gets from others, and what it reads for them."""
+    """What one rank reads for others, and what it gets from them."""
 
     def __init__(
         self,
@@ -50,13 +50,13 @@ class SharedReads:
 
     @property
     def received(self) -> list[ReadItem]:
-        """What other ranks read for this one."""
+        """The items that other ranks read for this one."""
         return [self._items[place] for place in sorted(self._received)]
 
     def _unpack(self, share: ReadShare) -> None:
         needed = self._needed
         transfer_of = np.frombuffer(share.transfer_of, dtype="<i4")
-        reader = np.array([reader for _, reader, _ in share.transfers] + [self._rank])[transfer_of]  # -1: itself
+        reader = np.array([reader for _, reader, _ in share.transfers] + [self._rank])[transfer_of]  # -1: this rank
         self._received = set(needed.places[reader != self._rank].tolist())
         for number in np.flatnonzero(transfer_of >= 0).tolist():
             if needed.targets[number] is None:
@@ -71,29 +71,30 @@ class SharedReads:
             self._contents.append((members[transfer][piece.first : piece.last], piece))
 
     def read(self, reader: RobustReader, planner: LoadPlanner) -> None:
-        """Read what no other rank reads for this one."""
+        """Read everything that no other rank reads for this one."""
         left = [item for place, item in enumerate(self._items) if place not in self._received]
         reader.read_data(LoadPlan(left), self._keeping_objects(planner)).wait()
 
     def _keeping_objects(self, planner: LoadPlanner) -> LoadPlanner:
-        """``planner``; and the bytes of objects that other ranks need are kept for them."""
+        """``planner``, wrapped so that the bytes of objects that other ranks need are kept."""
         places = self._needed.places.tolist()
         slots = {self._items[places[number]]: slot for number, slot in self._objects.items()}
         return _ObjectsKept(planner, slots) if slots else planner
 
     def relay(self) -> Relay:
-        """For ``Channel.relay``, once this rank has read its share."""
+        """The argument for ``Channel.relay``, after this rank has read its share."""
         return Relay(self._buckets, self, _checksum, self._move_on_device)
 
     def load_objects(self, planner: LoadPlanner, directory: str) -> None:
-        """Hand the objects that came from other ranks to ``planner``."""
+        """Pass the objects that came from other ranks to ``planner``."""
         for number, slot in self._objects.items():
             place = int(self._needed.places[number])
             if place in self._received:
                 planner.load_bytes(self._items[place], ObjectBytes(slot.numpy().tobytes(), directory))
 
     def outgoing(self, number: int) -> torch.Tensor:
-        """The bytes of a bucket, as ``comm.relay.RelayContents`` says: one piece of a target, or several packed."""
+        """The bytes of a bucket (see ``comm.relay.RelayContents``): a piece of one target, or several targets
+        packed."""
         parts = self._parts(number)
         buffer = self._buffer(number, parts)
         if len(parts) > 1 or buffer.data_ptr() != parts[0].data_ptr():
@@ -117,7 +118,7 @@ class SharedReads:
                 part.copy_(flat)
 
     def _parts(self, number: int) -> list[torch.Tensor]:
-        """What a bucket holds, as parts of targets."""
+        """The parts of target tensors that a bucket holds."""
         members, piece = self._contents[number]
         if len(members) == 1:
             whole = self._tensor(int(members[0]))
@@ -130,7 +131,7 @@ class SharedReads:
         return self._objects[number] if target is None else target
 
     def _buffer(self, number: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Where a bucket's bytes are while they travel: where they belong, if they can be sent from there."""
+        """Where a bucket's bytes are while they travel. This is their target itself, if it can be sent from there."""
         bucket, first = self._buckets[number], parts[0]
         if len(parts) == 1 and first.is_contiguous() and (bucket.on_device or first.is_cpu):
             return flat_bytes(first)
@@ -139,7 +140,10 @@ class SharedReads:
 
 
 class _ObjectsKept(DefaultLoadPlanner):
-    """Hands all to another planner, which leaves ``commit_tensor`` as it is, and keeps the bytes of some objects."""
+    """Passes everything to another planner, and keeps the bytes of some objects.
+
+    ``commit_tensor`` is not passed on. The other planner must have stock's, which does nothing.
+    """
 
     def __init__(self, planner: LoadPlanner, slots: dict[ReadItem, torch.Tensor]) -> None:
         super().__init__()
@@ -156,7 +160,7 @@ class _ObjectsKept(DefaultLoadPlanner):
 
 
 def _side_by_side(parts: Sequence[torch.Tensor], buffer: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each part, and its place in ``buffer``."""
+    """Each part with its place in ``buffer``, one after the other."""
     at = 0
     for part in parts:
         nbytes = part.numel() * part.element_size()

@@ -1,7 +1,7 @@
-"""One read for replicas: of what several ranks of a load need, each byte is read by one and passed on to the others.
+"""Reads each byte once for all replicas: one rank reads what several ranks need, and passes it on to the others.
 
-Owns the decision whether to, and the exchange by which ranks agree on readers. Who reads what is decided in
-``readers``; the bytes are ``shared_reads``'s. Called by ``api.load``.
+This module decides whether to do that, and runs the exchange in which ranks agree on readers. ``readers`` decides who
+reads what, and ``shared_reads`` handles the bytes. ``api.load`` calls it.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ _NOTHING: Final = Offer().plan_id
 
 _CAN: Final = 1
 _WISHES: Final = {True: 2, False: 4, None: 8}
-"""Flags of an offer; a rank without any of them reads by itself."""
+"""Flags of an offer. A rank without any of them reads by itself."""
 
 
 def sharing_offer(share_reads: bool | None, rank: int, items: Sequence[ReadItem], *, can_share: bool) -> Offer:
-    """What a rank with a ``RobustReader(share_reads=…)`` tells the others.
+    """The offer of a rank with a ``RobustReader(share_reads=…)``.
 
     Args:
-        rank: of this process in the group.
-        items: all that it reads; the same ones in the same order give the same offer.
-        can_share: whether its planner lets others fill its tensors.
+        rank: this process's rank in the group.
+        items: everything that it reads. Equal items in the same order give the same offer.
+        can_share: whether its planner lets other ranks fill its tensors.
 
     Raises:
-        ValueError: the environment says something meaningless of nodes.
+        ValueError: the environment variable for nodes has a value without meaning.
     """
     flags = _WISHES[share_reads] | (_CAN if can_share else 0)
     return Offer(plan_id=_digest(items), value=node_of(rank), flags=flags)
 
 
 def all_have_plans(agreement: Agreement) -> bool:
-    """Whether all ranks have told what :func:`sharing_offer` tells. One that offers nothing has no index to plan by."""
+    """Whether all ranks have made a :func:`sharing_offer`. A rank that offers nothing has no index to plan by."""
     return sum(agreement.count(wish) for wish in _WISHES.values()) == agreement.n_ranks
 
 
 def node_reads_the_same(agreement: Agreement) -> bool:
-    """Whether the ranks of a node read exactly the same, as those of data parallelism do.
+    """Whether the ranks of a node read exactly the same, as in data parallel training.
 
-    Known where all ranks of the load read the same, and there are several on this node.
+    This is known if all ranks of the load read the same, and several of them are on this node.
     """
     if agreement.n_ranks == 1 or not agreement.same_plan_id or agreement.plan_id == _NOTHING:
         return False
@@ -74,16 +74,16 @@ def _digest(items: Sequence[ReadItem]) -> bytes:
 
 
 def ranks_share(agreement: Agreement) -> bool:
-    """Whether this load reads for replicas once; the same on all ranks.
+    """Whether this load reads once for all replicas. The answer is the same on all ranks.
 
-    With ``None`` it does if they are on several nodes. Ranks on one node read through one page cache, or from one
-    drive, faster than they can pass bytes on to each other (docs/performance.md).
+    With ``share_reads=None`` it does so if the ranks are on several nodes. Ranks on one node read through one page
+    cache or from one drive, which is faster than passing bytes on (docs/performance.md).
 
     Args:
-        agreement: of the offers of all ranks.
+        agreement: the combined offers of all ranks.
 
     Raises:
-        PlanConflict: the ranks want different things; names the first of each kind.
+        PlanConflict: the ranks have different values of ``share_reads``. The error names the first rank of each.
     """
     wishes = {wish: agreement.first_rank(flag) for wish, flag in _WISHES.items() if agreement.count(flag)}
     if len(wishes) > 1:
@@ -108,12 +108,12 @@ def choose_readers(
     planner: LoadPlanner,
     process_group: dist.ProcessGroup | None,
 ) -> SharedReads:
-    """Tell the coordinator what this rank needs, and hear what it is to read.
+    """Tell the coordinator what this rank needs, and receive what it should read.
 
     Args:
-        checkpoint: what phases are named after.
-        plan: of this rank, made with the metadata that ``reader`` has.
-        process_group: the ranks that load together; it moves what is to go from device to device.
+        checkpoint: the name in the names of phases.
+        plan: this rank's plan, made with the metadata that ``reader`` has.
+        process_group: the ranks that load together. This group moves bytes between devices.
 
     Raises:
         RobustCheckpointError: the same on all ranks.
@@ -137,10 +137,11 @@ def choose_readers(
 
 
 def _type_of_devices(process_group: dist.ProcessGroup | None) -> str | None:
-    """Between which devices the group that trains moves bytes directly: ``"cuda"`` for NCCL; ``None`` for gloo."""
+    """The type of device between which the training group moves bytes directly: ``"cuda"`` for NCCL; ``None`` for
+    gloo."""
     group: Any = dist.group.WORLD if process_group is None else process_group
     backends = dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(",") if ":" in entry)
-    # gloo would go by way of the host as well, and the channel's own group has a timeout that names ranks.
+    # gloo also copies through the host, but its errors do not name ranks. The channel's own connections do that.
     direct = (device for device, backend in backends.items() if device != "cpu" and backend != "gloo")
     return next(direct, None)
 

@@ -1,1 +1,1 @@
-"""What a rank holds: the items of a state dict, their structure, and their data when it is written."""
+"""What a rank saves: the items of its state dict, their structure, and their data when it is written."""

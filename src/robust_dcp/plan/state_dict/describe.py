@@ -1,8 +1,8 @@
-"""What each item of a state dict is, without asking stock about each of them again.
+"""Describes each item of a state dict, without asking stock's planner about the same kind of tensor again.
 
-Owns what is remembered of what stock's planner says of a tensor. Its keys are made of every property that a structure
-is made of, and are compared by value: no identity of a tensor, a mesh or a placement stands for what it was at an
-earlier save, so what is remembered can not be out of date. Called by ``save`` for each save.
+This module remembers what stock's planner says about a tensor. A key has every property that a structure depends on,
+and keys are compared by value. No identity of a tensor, mesh or placement is part of a key, so what is remembered
+cannot be out of date. The save planner calls this module in each save.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from robust_dcp.structure_cache import CACHE, Table
 __all__ = ["DescribedItems", "ItemData", "describe_items", "holds_shards"]
 
 _ENTRY_NBYTES = 1000
-"""What it takes to remember one structure, about."""
+"""Roughly how many bytes it takes to remember one structure."""
 
 ItemData = torch.Tensor | MetadataIndex
-"""Where the data of an item is: a plain tensor or DTensor that holds it, or what to ask the planner for."""
+"""Where the data of an item is: the tensor or DTensor that holds it, or the index to ask the planner for."""
 
 Lookup = Callable[[MetadataIndex], Any]
 TensorKey = tuple[Any, ...]
@@ -44,9 +44,9 @@ class DescribedItems:
     """The items of a state dict, in its order.
 
     Attributes:
-        names: the FQN of each.
-        structures: what each is.
-        data: where its data is.
+        names: the FQN of each item.
+        structures: the structure of each item.
+        data: where the data of each item is.
     """
 
     names: list[str]
@@ -54,37 +54,37 @@ class DescribedItems:
     data: list[ItemData]
 
     def index(self, place: int) -> MetadataIndex:
-        """How DCP's planners call an item."""
+        """The index that DCP's planners use for an item."""
         data, structure = self.data[place], self.structures[place]
         if isinstance(data, MetadataIndex):
             return data
         return MetadataIndex(self.names[place], None if structure.kind == ItemKind.BYTES else structure.offsets)
 
     def write_item(self, place: int) -> WriteItem:
-        """An item as stock's planner describes it."""
+        """The write item that stock's planner would make."""
         return write_item_of(self.index(place), self.structures[place])
 
 
 def describe_items(
     state_dict: Mapping[str, Any], lookup: Lookup, *, is_coordinator: bool = False, by_lookup: bool = False
 ) -> DescribedItems:
-    """The items that stock's ``create_default_local_save_plan`` makes of ``state_dict``, as structures.
+    """Describe the items that stock's ``create_default_local_save_plan`` makes of ``state_dict``.
 
-    ``requires_grad`` of a DTensor is the DTensor's own flag. Stock asks its local tensor, which has the flag or not by
-    the grad mode of the thread that saves: the plan of a save on a background thread would be another one.
+    ``requires_grad`` of a DTensor is the DTensor's own flag. Stock looks at its local tensor. There the flag depends on
+    the grad mode of the thread that saves, so a save on a background thread would get another plan.
 
     Args:
         state_dict: FQN to value, flattened as the planner wants it.
         lookup: the planner's ``lookup_object``.
-        is_coordinator: as stock takes it.
-        by_lookup: whether ``lookup`` is not stock's, so that a value does not tell what will be written for it.
+        is_coordinator: as stock's planner takes it.
+        by_lookup: whether ``lookup`` is not stock's. Then a value does not show what will be written for it.
 
     Raises:
         PlanConflict: a DTensor is a pending reduction (``Partial``).
-        RobustCheckpointError: a value cannot be described; names it.
+        RobustCheckpointError: a value cannot be described. The error names it.
     """
     description = _Description(lookup, is_coordinator)
-    with torch.no_grad():  # to_local() of a DTensor is then its local tensor, and no node of an autograd graph
+    with torch.no_grad():  # so that to_local() of a DTensor returns its local tensor, not a node of an autograd graph
         for name, value in state_dict.items():
             if by_lookup:
                 description.take_any(name, value)
@@ -96,17 +96,18 @@ def describe_items(
 _STRUCTURES: Table[tuple[Any, ...], tuple[ItemStructure | None]] = CACHE.table(
     "items", lambda key, structure: _ENTRY_NBYTES, max_nbytes=64 << 20
 )
-"""What stock said of tensors, and of DTensors by the way in which they are spread over ranks."""
+"""What stock's planner said of tensors, and of DTensors by the way in which they are sharded."""
 
 
 class _Spread:
-    """How DTensors of one state dict are spread over ranks.
+    """How some DTensors of one state dict are sharded.
 
     Args:
-        key: all that torch computes a chunk from; no mesh is kept alive by it, nor one of an earlier group mistaken.
+        key: everything that torch computes a chunk from. It has values only. So it does not keep a mesh alive, and
+            does not confuse a mesh with one of an earlier group.
 
     Attributes:
-        found: the structures of those that this state dict has shown so far.
+        found: the structures that this state dict has shown so far.
     """
 
     def __init__(self, key: tuple[Any, ...] = ()) -> None:
@@ -114,7 +115,7 @@ class _Spread:
         self._key = key
 
     def find(self, key: TensorKey, by_stock: Callable[[], ItemStructure | None]) -> ItemStructure | None:
-        """The structure of a tensor as an earlier state dict has shown it, or else by stock."""
+        """The structure of a tensor, from an earlier state dict, or else from stock's planner."""
         known = _STRUCTURES.get((self._key, key))
         if known is None:
             known = (by_stock(),)
@@ -132,7 +133,7 @@ class _Description:
         self._is_coordinator = is_coordinator
         self._plain = _Spread()
         self._plain_found = self._plain.found
-        # The mesh is kept so that its id stays its own as long as this lives.
+        # Keep the mesh, so that no other mesh gets its id while this object lives.
         self._spreads: dict[tuple[Any, ...], tuple[DeviceMesh, _Spread | None]] = {}
 
     def take(self, name: str, value: Any) -> None:
@@ -161,7 +162,7 @@ class _Description:
         if structure is None:
             structure = self._plain.find(key, partial(self._structure_by_stock, name, tensor))
         if structure is None:
-            raise RobustCheckpointError(f"stock plans nothing for the tensor {name!r}")
+            raise RobustCheckpointError(f"torch's save planner makes no write item for the tensor {name!r}")
         self._append(name, structure, tensor)
 
     def _take_dtensor(self, name: str, value: DTensor) -> None:
@@ -179,9 +180,9 @@ class _Description:
             self._append(name, structure, value)
 
     def _spread_of(self, name: str, value: DTensor) -> _Spread | None:
-        """That of DTensors on this mesh with these placements; ``None`` where nothing may be remembered."""
+        """The sharding of DTensors with this mesh and these placements; ``None`` if it must not be remembered."""
         mesh, placements = value.device_mesh, value.placements
-        # Equal placements may be of two classes (Shard and _StridedShard of torch 2.7), which place differently.
+        # Equal placements may have different classes (Shard and _StridedShard in torch 2.7), which place differently.
         classes = tuple(map(type, placements))
         key = (id(mesh), placements, classes)
         found = self._spreads.get(key)
@@ -189,7 +190,7 @@ class _Description:
             _refuse_partial(name, value)
             coordinate = mesh.get_coordinate()
             spread = None
-            # Whether a placement class of somebody else's compares all that matters is not for us to say.
+            # We do not know whether other people's placement classes compare everything that matters.
             if all(_is_torchs(placement_class) for placement_class in classes):
                 place = None if coordinate is None else tuple(coordinate)
                 spread = _Spread((tuple(mesh.shape), place, placements, classes))
@@ -197,22 +198,24 @@ class _Description:
         return found[1]
 
     def _structure_by_stock(self, name: str, value: torch.Tensor) -> ItemStructure | None:
-        """The structure of a tensor that is one item, or ``None`` if it is none here."""
+        """The structure of a tensor that is one item; ``None`` if this rank saves no item of it."""
         structures = [structure for _, structure, _ in self._by_stock(name, value)]
         if len(structures) > 1:
-            raise RobustCheckpointError(f"stock plans {len(structures)} items for the tensor {name!r}")
+            raise RobustCheckpointError(
+                f"torch's save planner makes {len(structures)} write items for the tensor {name!r}, not one"
+            )
         return structures[0] if structures else None
 
     def take_any(self, name: str, value: Any) -> None:
-        """Describe whatever ``value`` is by stock's write items and the planner's lookup."""
+        """Describe any value through stock's write items and the planner's lookup."""
         is_sharded_tensor = holds_shards(type(value))
         for index, structure, data in self._by_stock(name, value):
-            # The shards of a ShardedTensor are found now: to look one up is a search through all of them.
+            # Keep the shards of a ShardedTensor now: each lookup searches through all of them.
             is_held = is_sharded_tensor and type(data) in (torch.Tensor, torch.nn.Parameter)
             self._append(index.fqn, structure, data if is_held else index)
 
     def _by_stock(self, name: str, value: Any) -> list[tuple[MetadataIndex, ItemStructure, Any]]:
-        """(index, structure, the data that was looked up) of each item of ``value``."""
+        """For each item of ``value`` its index, its structure, and the data that was looked up."""
         if isinstance(value, DTensor):
             _refuse_partial(name, value)
         try:
@@ -228,7 +231,7 @@ class _Description:
         if tensor_data is None:
             return index, _OBJECT, None
         if index.index is None and holds_shards(type(value)):
-            index = MetadataIndex(index.fqn, index.offset, place)  # a hint: where lookup looks first
+            index = MetadataIndex(index.fqn, index.offset, place)  # `place` is a hint where lookup should look first
         data = self._lookup(index)
         is_fixed = (
             isinstance(data, torch.Tensor)
@@ -242,9 +245,9 @@ class _Description:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether dtype, ``requires_grad`` and shape tell all of a tensor (of no subclass) that a structure says.
+    """Whether dtype, ``requires_grad`` and shape of this tensor (of no subclass) determine its structure.
 
-    The instance attributes are how Megatron-FSDP makes a local tensor describe itself as another chunk.
+    Megatron-FSDP sets the instance attributes to make a local tensor describe itself as another chunk.
     """
     return (
         tensor.layout is torch.strided
@@ -259,7 +262,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def holds_shards(kind: type) -> bool:
-    """Whether values of this class are ``ShardedTensor`` of torch, or alike."""
+    """Whether values of this class are torch's ``ShardedTensor`` or similar."""
     return issubclass(kind, torch.Tensor) and hasattr(kind, "local_shards")
 
 

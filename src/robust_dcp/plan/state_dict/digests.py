@@ -1,6 +1,6 @@
-"""The digest of a replica: 64 bits by which ranks find out whether they hold the same.
+"""The digest of a replica: 64 bits that ranks compare to find out whether they hold the same data.
 
-Owns which bytes of a tensor are looked at. Pure; called by ``save`` for the items that a save compares.
+This module chooses which bytes of a tensor to hash. The save planner calls it for the items that a save compares.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from robust_dcp.storage.records.checksum import crc32
 __all__ = ["replica_digest"]
 
 _PIECE_NBYTES = 16 << 20
-"""So much of a tensor on a device is copied to the host at a time."""
+"""How many bytes of a device tensor are copied to the host at a time."""
 
 
 def replica_digest(data: torch.Tensor | io.BytesIO, identity: int, limit: int | None) -> int:
-    """A digest that is the same for the same contents, wherever and however the tensor lies in memory.
+    """A digest of an item's contents. It does not depend on where and how the tensor lies in memory.
 
     Args:
-        data: of the item.
-        identity: of the chunk, the same on all ranks: it chooses which part of a large tensor is looked at.
-        limit: at most so many bytes of a tensor; ``None`` for all.
+        data: the data of the item.
+        identity: a number of the chunk that is the same on all ranks. It chooses which part of a large tensor to hash.
+        limit: how many bytes of a tensor to hash at most; ``None`` for all.
 
     Returns:
-        64 bits, never 0; 0 if the bytes of this kind of tensor cannot be told.
+        64 bits. 0 means that the bytes of this kind of tensor cannot be read; no digest is 0.
     """
     if isinstance(data, io.BytesIO):
         return object_digest(data)

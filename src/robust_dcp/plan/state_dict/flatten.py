@@ -1,7 +1,7 @@
-"""A nested state dict as a flat one: DCP's flattening, at a price that a save of many small tensors can pay.
+"""Flattens a nested state dict as DCP does, but fast enough for a save of many small tensors.
 
-Owns nothing of its own: names, order, paths and errors are those of
-``torch.distributed.checkpoint._nested_dict.flatten_state_dict``. Called by ``save`` for each save.
+Names, order, paths and errors are the same as in
+``torch.distributed.checkpoint._nested_dict.flatten_state_dict``. The planners call it in each save and load.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class _Kind(Enum):
     TENSOR = 4
 
 
-# Asking an abstract class (Mapping) costs more than all else that is done with a value, so each type is asked once.
+# An isinstance check against an abstract class (Mapping) costs more than all other work on a value. So each type is
+# checked once.
 _KINDS: dict[type, _Kind] = {
     torch.Tensor: _Kind.TENSOR,
     torch.nn.Parameter: _Kind.TENSOR,
@@ -39,11 +40,11 @@ _KINDS: dict[type, _Kind] = {
 def flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
     """The leaves of ``state_dict`` by name, and the path of each.
 
-    A mapping is taken apart, and a list that holds a tensor or a mapping somewhere; any other value is a leaf. The
+    A mapping is taken apart. So is a list that holds a tensor or a mapping at any depth. Any other value is a leaf. The
     name of a leaf is its path joined by dots.
 
     Returns:
-        ``(flat, mappings)`` as ``flatten_state_dict`` of torch.
+        ``(flat, mappings)``, as torch's ``flatten_state_dict``.
 
     Raises:
         ValueError: two paths have the same name.
@@ -54,12 +55,12 @@ def flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Pa
 
 
 class _Flattening:
-    """What has been found so far."""
+    """The leaves found so far."""
 
     def __init__(self) -> None:
         self.flat: dict[str, Any] = {}
         self.mappings: dict[str, Path] = {}
-        # Of its own: classes that a user's process makes and drops are not kept alive here.
+        # A copy, so that we do not keep classes alive that the user's program creates and drops.
         self._kinds = _KINDS.copy()
 
     def take_mapping(self, mapping: Mapping[Any, Any], prefix: str, path: Path) -> None:
@@ -67,7 +68,8 @@ class _Flattening:
         for key, value in mapping.items():
             part = key if type(key) is str else str(key)
             kind = kinds.get(type(value))
-            if kind is _Kind.TENSOR or kind is _Kind.LEAF:  # a call for each leaf would cost as much as this loop
+            # This repeats the end of _take, because a call for each leaf would cost as much as this loop.
+            if kind is _Kind.TENSOR or kind is _Kind.LEAF:
                 name = prefix + part
                 if name in flat:
                     raise _duplicated(name)
@@ -90,7 +92,7 @@ class _Flattening:
             self.mappings[name] = path
 
     def _is_terminal(self, values: list[Any]) -> bool:
-        """Whether a list stays whole: no tensor in it, and no mapping, not even an empty one."""
+        """Whether a list stays whole: it holds no tensor and no mapping, not even an empty mapping."""
         for value in values:
             kind = self._kind_of(value)
             if kind is _Kind.TENSOR or kind is _Kind.MAPPING:
@@ -111,7 +113,7 @@ class _Flattening:
             kind = _Kind.TENSOR
         else:
             kind = _Kind.LEAF
-        if value.__class__ is type(value):  # a proxy is what it stands for: others of its type may be something else
+        if value.__class__ is type(value):  # do not remember proxies: two of one type may stand for different things
             self._kinds[type(value)] = kind
         return kind
 

@@ -1,7 +1,7 @@
-"""The last few structures of this process: a save whose items are those of an earlier one takes its table as it is.
+"""The last few structures of this process. A save with the same items as an earlier one reuses its table.
 
-Owns the comparison of what was described with what is known; by value, every name, path and item, so nothing that
-changed goes unseen. Called by ``save`` for each save.
+This module compares the described items with the known ones. It compares every name, path and item by value, so it
+notices every change. The save planner calls it in each save.
 """
 
 from __future__ import annotations
@@ -32,29 +32,30 @@ __all__ = ["STRUCTURES", "Expected", "KnownStructure", "KnownStructures"]
 Expected = tuple[torch.dtype, torch.Size]
 
 _CONTEXTS = 8
-"""Signatures that one structure keeps: it may be saved by several groups, or with other options."""
+"""How many signatures one structure keeps. Several groups may save it, or it may be saved with other options."""
 
 _ITEM_NBYTES = 500
-"""What lists, names and paths take for each item, about."""
+"""Roughly how many bytes the lists, names and paths of one item take."""
 
 
 class KnownStructure:
-    """The table of a state dict's items, with what every save of them needs and no save changes.
+    """The table of a state dict's items, and what every save of these items needs.
 
     Args:
         names: the FQN of each item, in the order of the state dict.
-        structures: what each is.
-        paths: the place of each in the nested state dict; ``None`` where the planner does not flatten.
-        attributes: what the planner adds to ``Metadata``, encoded: a planner may change what it gave; 1 is not True.
+        structures: the structure of each item.
+        paths: the path of each item in the nested state dict; ``None`` if the planner does not flatten.
+        attributes: what the planner adds to ``Metadata``. It is encoded, because a planner may modify its dict later,
+            and because 1 == True in Python.
         peers: as in :class:`StructureTable`.
 
     Attributes:
         table: the items, sorted.
-        order: intp ``[N]``, for each item of the table its place in the state dict's order.
-        expected: dtype and local size of each item of the table; ``None`` for an object.
+        order: intp ``[N]``, for each item of the table its place in the state dict.
+        expected: the dtype and local size of each item of the table; ``None`` for an object.
 
     Raises:
-        PlanConflict: a name stands for two items.
+        PlanConflict: a name belongs to two items.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class KnownStructure:
 
     @property
     def nbytes(self) -> int:
-        """What it takes to keep this, about."""
+        """Roughly how much memory this object takes."""
         return sum(column.nbytes for column in self.table.columns) + _ITEM_NBYTES * len(self._names)
 
     def matches(
@@ -96,7 +97,7 @@ class KnownStructure:
         attributes: bytes,
         peers: tuple[int, ...] = (),
     ) -> bool:
-        """Whether these are the items that this is the table of."""
+        """Whether this is the table of these items."""
         return (
             self._structures == structures
             and self._names == names
@@ -106,7 +107,7 @@ class KnownStructure:
         )
 
     def signature(self, context: PlanContext) -> StructureSignature:
-        """The signature of the table in ``context``; hashed once for each context."""
+        """The signature of the table in ``context``. It is hashed once for each context."""
         key = context.encode()
         signature = self._signatures.get(key)
         if signature is None:
@@ -127,8 +128,8 @@ class KnownStructures:
     """The structures that were used last.
 
     Args:
-        cache: in which they are a table; ``None`` for one of its own.
-        max_nbytes: memory that they may take together.
+        cache: the cache that holds them in a table; ``None`` for a cache of its own.
+        max_nbytes: how much memory they may take together.
     """
 
     def __init__(self, cache: StructureCache | None = None, *, max_nbytes: int = 512 << 20) -> None:
@@ -144,18 +145,18 @@ class KnownStructures:
         attributes: Attributes | None = None,
         peers: tuple[int, ...] = (),
     ) -> KnownStructure:
-        """The structure of these items, made if it is not known.
+        """The structure of these items. It is made if it is not known.
 
         Args:
-            names, structures: of each item, in the order of the state dict.
-            mappings: FQN to place in the nested state dict; ``None`` where the planner does not flatten.
+            names, structures: the FQN and structure of each item, in the order of the state dict.
+            mappings: for each FQN its path in the nested state dict; ``None`` if the planner does not flatten.
             attributes: what the planner adds to ``Metadata``.
             peers: as in :class:`StructureTable`.
 
         Raises:
-            PlanConflict: a name stands for two items.
+            PlanConflict: a name belongs to two items.
             RobustCheckpointError: a name has no path.
-            TypeError, OverflowError, ValueError: what ``attributes`` has cannot be added to ``Metadata``.
+            TypeError, OverflowError, ValueError: ``attributes`` cannot be added to ``Metadata``.
         """
         paths = None if mappings is None else _paths_of(names, mappings)
         told = encode_attributes(attributes or {})
@@ -178,4 +179,4 @@ def _paths_of(names: Sequence[str], mappings: Mapping[str, Path]) -> list[Path]:
 
 
 STRUCTURES = KnownStructures(CACHE)
-"""Of this process, for all planners: a planner may live for one save."""
+"""The structures of this process. All planners share them, because a planner may live for one save only."""

@@ -1,7 +1,7 @@
-"""The data of the items that this rank writes, straight from the state dict's values.
+"""The data of the items that this rank writes, taken directly from the state dict's values.
 
-Owns :class:`StateDictSource`, an ``ItemSource``; asks the planner only where the value is no plain tensor. Made by
-``RobustPlanner.source``, called by the engine's threads.
+:class:`StateDictSource` is an ``ItemSource``. It asks the planner only if a value is not a plain tensor.
+``RobustPlanner.source`` makes it, and the engine's threads call it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Resolved = torch.Tensor | io.BytesIO
 
 
 class StateDictSource:
-    """:class:`~robust_dcp.storage.writing.item_source.ItemSource` over the values of a state dict.
+    """An :class:`~robust_dcp.storage.writing.item_source.ItemSource` over the values of a state dict.
 
-    Only for a planner whose ``lookup_object`` and ``resolve_data`` are stock's for tensors: they are not called where
-    the outcome is known. Grad mode is the caller's to switch off, since it belongs to the thread: a DTensor would else
-    be resolved through autograd.
+    Use it only for a planner with stock's ``lookup_object`` and ``resolve_data`` for tensors, because it does not call
+    them if it knows the result. The caller has to switch grad mode off in its thread. Otherwise DTensors would be
+    resolved through autograd.
 
     Args:
-        items: as described.
-        structure: of these items.
+        items: the described items.
+        structure: the structure of these items.
         kept: places in the table of the items that are written, in plan order.
         lookup: the planner's ``lookup_object``.
         resolve: the planner's ``resolve_data``.

@@ -1,7 +1,7 @@
-"""DCP's ``WriteItem`` and our ``ItemStructure``, one made from the other.
+"""Converts between DCP's ``WriteItem`` and our ``ItemStructure``.
 
-Owns which fields of the one stand for which of the other. Called by ``describe`` for values that only stock can
-describe, and by ``save`` for stock's hooks, which hand write items to storage writers.
+``describe`` calls it for values that only stock's planner can describe. The save planner calls it for stock's hooks,
+which pass write items to storage writers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TYPES = {kind: item_type for item_type, kind in _KINDS.items()}
 
 
 def structure_of(item: WriteItem, form: Form) -> ItemStructure:
-    """What ``item`` says, but for its name."""
+    """The structure in ``item``, without its name."""
     data = item.tensor_data
     if data is None:
         return ItemStructure(kind=_KINDS[item.type], form=form)
@@ -40,10 +40,9 @@ def structure_of(item: WriteItem, form: Form) -> ItemStructure:
 
 
 def write_item_of(index: MetadataIndex, structure: ItemStructure) -> WriteItem:
-    """The write item of ``structure``, as stock's planner makes it.
+    """The write item for ``structure``, as stock's planner makes it.
 
-    ``pin_memory`` and ``memory_format`` of its properties, which torch has deprecated and no reader looks at, are the
-    defaults.
+    ``pin_memory`` and ``memory_format`` have their defaults. torch has deprecated both, and no reader looks at them.
     """
     if structure.kind == ItemKind.BYTES:
         return WriteItem(index=index, type=WriteItemType.BYTE_IO)

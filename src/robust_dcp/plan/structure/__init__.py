@@ -1,4 +1,4 @@
-"""What a rank's state dict looks like: table, signature, diff, and the message that carries a table."""
+"""The structure of a rank's state dict: its table, signature, differences, and the message that carries a table."""
 
 from robust_dcp.plan.structure.attributes import Attributes, attributes_of, encode_attributes
 from robust_dcp.plan.structure.diff import StructureDiff, diff_tables, merge_diffs

@@ -1,9 +1,9 @@
-"""What a planner adds to DCP's ``Metadata`` itself, besides the items: attributes that map names to small facts.
+"""Attributes that a planner adds to DCP's ``Metadata`` itself, besides the items.
 
-Some readers look for attributes that DCP does not know: Megatron-Core 0.14 for ``mcore_data``, the shapes that tensors
-had before they were saved in pieces. Each rank knows what concerns its own names; the facts are part of its structure,
-so they travel only when that changes. Owns their encoding, which is hashed and sent; ``global_plan.attributes`` puts
-those of all ranks together.
+Example: Megatron-Core 0.14 looks for ``mcore_data``, the shapes that tensors had before they were saved in pieces. An
+attribute maps names to small facts. Each rank knows the facts about its own names. They are part of its structure, so
+they are sent only when they change. This module owns their encoding, which is hashed and sent.
+``global_plan.attributes`` merges those of all ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from robust_dcp.comm.wire import with_tuples
 __all__ = ["NO_ATTRIBUTES", "Attributes", "attributes_of", "encode_attributes"]
 
 Attributes = Mapping[str, Mapping[str, Any]]
-"""Attribute of ``Metadata`` -> name -> fact: of numbers (of 64 bits), strings, ``None``, tuples and dicts of these."""
+"""Attribute of ``Metadata`` -> name -> fact. A fact is made of 64-bit numbers, strings, ``None``, tuples and dicts."""
 
 NO_ATTRIBUTES: Final = b""
 
@@ -28,11 +28,11 @@ _DCP_ATTRIBUTES: Final = {*(field.name for field in fields(Metadata)), "version"
 
 
 def encode_attributes(attributes: Attributes) -> bytes:
-    """Canonical bytes: the order in which names were given does not matter.
+    """Encode attributes. The order in which names were given does not change the bytes.
 
     Raises:
-        TypeError, OverflowError: a fact is none of what :data:`Attributes` says.
-        ValueError: an attribute is one of DCP's own.
+        TypeError, OverflowError: a fact is not what :data:`Attributes` allows.
+        ValueError: an attribute has the name of one of DCP's own.
     """
     own = _DCP_ATTRIBUTES & attributes.keys()
     if own:
@@ -42,10 +42,10 @@ def encode_attributes(attributes: Attributes) -> bytes:
 
 
 def attributes_of(data: bytes) -> dict[str, dict[str, Any]]:
-    """What :func:`encode_attributes` encoded.
+    """Decode what :func:`encode_attributes` encoded.
 
     Raises:
-        ValueError: it did not encode this.
+        ValueError: ``data`` is not such an encoding.
     """
     if data == NO_ATTRIBUTES:
         return {}

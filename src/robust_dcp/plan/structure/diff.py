@@ -1,6 +1,6 @@
-"""What changed between two structures, in words that name keys.
+"""What changed between two structures, in words that name the keys.
 
-Pure; used by ``plan.planning`` for the log line, the report and ``StructureChanged``.
+``plan.planning`` uses it for the log line, the report and ``StructureChanged``.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from robust_dcp.plan.structure.table import Form, StructureTable
 __all__ = ["StructureDiff", "diff_tables", "merge_diffs"]
 
 _SHOWN = 8
-"""Keys of each kind that the one-line summary spells out."""
+"""How many keys of each kind the one-line summary names."""
 
 
 @dataclass(frozen=True)
 class StructureDiff:
-    """The keys that one structure has and another does not, and those that both have but not alike.
+    """The keys that only one of two structures has, and the keys that differ between them.
 
-    ``changed`` maps a key to what it was and what it is.
+    ``changed`` maps a key to a text that says what it was and what it is now.
     """
 
     added: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ def diff_tables(old: StructureTable, new: StructureTable) -> StructureDiff:
 
 
 def _common_names(old: StructureTable, new: StructureTable) -> tuple[Rows, Rows]:
-    """Places in both tables of the names that are in both, in the same order."""
+    """For each name that is in both tables, its place in ``old`` and its place in ``new``, in the same order."""
     if old.names is new.names:
         same = np.arange(len(old.names))
         return same, same
@@ -89,7 +89,7 @@ def _others(names: tuple[str, ...], common: Rows) -> tuple[str, ...]:
 def _names_that_differ(
     old: StructureTable, new: StructureTable, common_old: Rows, common_new: Rows
 ) -> npt.NDArray[np.bool_]:
-    """For each name that is in both tables whether its items, its path, or what is told of it differ."""
+    """For each name in both tables: whether its items, its path or its facts differ."""
     counts_old = np.bincount(old.name_ids, minlength=len(old.names))
     counts_new = np.bincount(new.name_ids, minlength=len(new.names))
     differs: npt.NDArray[np.bool_] = counts_old[common_old] != counts_new[common_new]
@@ -116,7 +116,7 @@ def _facts_by_name(table: StructureTable) -> dict[str, dict[str, Any]]:
 
 
 def _items_of(names: Rows, all_counts: Rows, counts: Rows) -> Rows:
-    """The items called ``names``, name after name: items are sorted by name, so those of a name follow each other."""
+    """The items of the given names, name after name. Items are sorted by name, so those of one name are consecutive."""
     starts = np.cumsum(all_counts) - all_counts
     within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     return np.repeat(starts[names], counts) + within
@@ -142,7 +142,7 @@ def _rows_differ(old: StructureTable, new: StructureTable, rows_old: Rows, rows_
 
 
 def _shared_ids(old: tuple[str, ...], new: tuple[str, ...]) -> npt.NDArray[np.int32]:
-    """For each string of ``old`` its place in ``new``; -1 where it is not there."""
+    """For each string of ``old`` its place in ``new``; -1 if it is not there."""
     return np.array([new.index(text) if text in new else -1 for text in old], dtype=np.int32)
 
 
@@ -161,7 +161,7 @@ def _paths_differ(
 
 
 def _words_by_name(table: StructureTable, names: Rows) -> dict[str, str]:
-    """The items called ``names`` in words, each name by its first item."""
+    """Describe the items of each name in words, by the first item of the name."""
     counts = np.bincount(table.name_ids, minlength=len(table.names))
     first = np.cumsum(counts) - counts
     words: dict[str, str] = {}
@@ -177,7 +177,7 @@ def _words_by_name(table: StructureTable, names: Rows) -> dict[str, str]:
 
 
 def merge_diffs(diffs: Iterable[StructureDiff]) -> StructureDiff:
-    """One diff for several ranks: a key counts once, however many ranks saw it change."""
+    """Join the differences of several ranks. A key counts once, however many ranks saw it change."""
     added: set[str] = set()
     removed: set[str] = set()
     changed: dict[str, str] = {}

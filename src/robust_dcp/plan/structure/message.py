@@ -1,8 +1,8 @@
-"""A structure table as a typed message: how it travels from a rank to the coordinator.
+"""A structure table as a typed message. A rank sends it to the coordinator.
 
-Owns the mapping between columns and bytes, and checks what arrives before anything uses it. Ranks that are replicas of
-each other send the same columns: :class:`TableDecoder` decodes and checks each distinct column once, and the tables
-that it makes share it.
+This module converts columns to bytes and back, and checks what arrives before anything uses it. Ranks that are replicas
+of each other send the same columns. So :class:`TableDecoder` decodes and checks each distinct column once, and several
+tables share it.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ T = TypeVar("T")
 class StructureMessage(msgspec.Struct, frozen=True):
     """The columns of a :class:`StructureTable`, little-endian, and the digests of its objects.
 
-    ``names``: msgpack, an array of strings: one column like the others, so that it is decoded once for many ranks.
+    ``names``: a msgpack array of strings. It is one column like the others, so it is decoded once for many ranks.
 
-    ``path_counts``, ``path_lengths``: int32, of :class:`Paths`; ``None`` for a planner that does not flatten.
+    ``path_counts``, ``path_lengths``: int32, from :class:`Paths`; ``None`` for a planner that does not flatten.
 
-    ``object_digests``: uint64, one for each item of kind BYTES in table order; 0 stands for "not computed".
+    ``object_digests``: uint64, one for each item of kind BYTES in table order; 0 means "not computed".
 
-    ``context``: :meth:`PlanContext.encode`, compared with the coordinator's.
+    ``context``: :meth:`PlanContext.encode`. The coordinator compares it with its own.
 
-    ``attributes``, ``peers``: of :class:`StructureTable`.
+    ``attributes``, ``peers``: as in :class:`StructureTable`.
 
-    ``signature``: 16 bytes, :class:`StructureSignature` of the table and the context.
+    ``signature``: 16 bytes, the :class:`StructureSignature` of the table and the context.
     """
 
     names: bytes
@@ -103,16 +103,16 @@ class StructureMessage(msgspec.Struct, frozen=True):
 
 
 class TableDecoder:
-    """Decodes the structures of many ranks; columns with the same bytes become the same object."""
+    """Decodes the structures of many ranks. Columns with the same bytes become one object."""
 
     def __init__(self) -> None:
         self._decoded: dict[tuple[object, ...], Any] = {}
 
     def decode(self, message: StructureMessage) -> StructureTable:
-        """The table that ``message`` carries.
+        """The table in ``message``.
 
         Raises:
-            ExchangeError: if the columns do not fit each other.
+            ExchangeError: the columns do not fit each other.
         """
         names = self._once(("names", message.names), lambda: _names(message.names))
         table = StructureTable(

@@ -1,7 +1,8 @@
-"""Where each name of a structure lies in the nested state dict, as columns of part lengths.
+"""Where each name of a structure is in the nested state dict, as columns of part lengths.
 
-A name is its path joined by dots (``torch.distributed.checkpoint._nested_dict``), so the lengths of the parts suffice.
-Owns that encoding; compared between ranks by ``global_plan.conflicts``, written into ``.metadata`` as DCP's
+Example: the path ``("model", "layers", 0)`` has the name ``model.layers.0`` and the lengths 5, 6 and -1. A name is its
+path joined by dots (``torch.distributed.checkpoint._nested_dict``), so the lengths of the parts are enough. This module
+owns that encoding. ``global_plan.conflicts`` compares paths between ranks. ``.metadata`` holds them as DCP's
 ``planner_data``.
 """
 
@@ -21,17 +22,17 @@ Path = tuple[str | int, ...]
 Int32 = npt.NDArray[np.int32]
 
 _INDEX_DIGITS = 20
-"""More than a list index can have."""
+"""More digits than a list index can have."""
 
 
 @dataclass(frozen=True, eq=False)
 class Paths:
-    """The paths of N names; ``paths[n]`` is that of ``names[n]``. What came from elsewhere has to pass :meth:`check`.
+    """The paths of N names; ``paths[n]`` is the path of ``names[n]``. Call :meth:`check` on paths from other processes.
 
     Attributes:
         names: the names.
-        counts: int32 ``[N]``, parts of each path, at least one.
-        lengths: int32 ``[sum(counts)]``, characters of each part, negative where the part is a list index.
+        counts: int32 ``[N]``, the number of parts of each path, at least one.
+        lengths: int32 ``[sum(counts)]``, the number of characters of each part, negative if the part is a list index.
     """
 
     names: tuple[str, ...]
@@ -40,7 +41,7 @@ class Paths:
 
     @classmethod
     def of(cls, names: tuple[str, ...], paths: Iterable[Path]) -> Paths:
-        """The columns for ``paths``, one for each of ``names``."""
+        """The columns for ``paths``, which are in the order of ``names``."""
         paths = list(paths)
         return cls(
             names=names,
@@ -48,7 +49,7 @@ class Paths:
             lengths=np.array(
                 [
                     -len(str(part)) if isinstance(part, int) else len(part)
-                    for part in chain.from_iterable(paths)  # parts in a row: one pass, no list for each name
+                    for part in chain.from_iterable(paths)  # one pass over all parts, without a list for each name
                 ],
                 dtype=np.int32,
             ),
@@ -71,17 +72,17 @@ class Paths:
         return np.concatenate(([0], np.cumsum(self.counts, dtype=np.int64)))
 
     def taken(self, places: npt.NDArray[np.intp]) -> Paths:
-        """The paths of the names at ``places``, ascending."""
+        """The paths of the names at ``places``, which ascend."""
         is_taken = np.zeros(len(self), dtype=np.bool_)
         is_taken[places] = True
         names = tuple(map(self.names.__getitem__, places.tolist()))
         return Paths(names, self.counts[places], self.lengths[np.repeat(is_taken, self.counts)])
 
     def check(self) -> None:
-        """Make sure that each path spells its name.
+        """Check that each path spells its name.
 
         Raises:
-            ValueError: one does not; says which.
+            ValueError: a path does not. The message names it.
         """
         if len(self.counts) != len(self.names) or int(self.counts.sum()) != len(self.lengths):
             raise ValueError(f"{len(self.counts)} paths of {len(self.lengths)} parts for {len(self.names)} names")
@@ -93,7 +94,7 @@ class Paths:
         name_lengths = np.fromiter(map(len, self.names), dtype=np.int64, count=len(self.names))
         wrong = np.add.reduceat(lengths, self._starts[:-1]) + self.counts - 1 != name_lengths
         if not wrong.any():
-            # Every part ends where the next begins, with one character between them or between two names.
+            # Every part must end where the next begins. One character is between two parts, and between two names.
             text = ".".join((*self.names, "")).encode("utf-32-le", "surrogatepass")
             characters = np.frombuffer(text, dtype="<u4")
             ends = np.cumsum(lengths + 1)
@@ -109,7 +110,7 @@ class Paths:
 def _are_no_indices(
     characters: npt.NDArray[np.uint32], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.bool_]:
-    """Whether each part is no decimal number as ``str(int)`` spells it, or has more digits than a list index can."""
+    """For each part: whether it is not a decimal number as ``str(int)`` writes it, or too long for a list index."""
     is_digit = (characters >= ord("0")) & (characters <= ord("9"))
     digits = np.concatenate(([0], np.cumsum(is_digit)))
     leading_zero = (characters[starts] == ord("0")) & (lengths > 1)
@@ -120,7 +121,7 @@ def _are_no_indices(
 
 def _split(name: str, lengths: Sequence[int]) -> Path:
     parts = name.split(".")
-    if len(parts) != len(lengths):  # there is a dot within a part
+    if len(parts) != len(lengths):  # some part contains a dot
         ends = list(accumulate(abs(length) + 1 for length in lengths))
         parts = [name[end - 1 - abs(length) : end - 1] for end, length in zip(ends, lengths, strict=True)]
     if min(lengths) >= 0:

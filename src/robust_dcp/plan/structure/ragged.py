@@ -1,6 +1,6 @@
-"""Ragged columns as rectangles, and rows of rectangles as numbers: what columns of dimensions are compared by.
+"""Helpers for columns of dimensions: pad ragged columns to rectangles, and number the distinct rows of rectangles.
 
-Pure NumPy; used where the items of one rank or of all ranks are compared, sorted or counted at once.
+They are pure NumPy. Other modules use them to compare, sort or count the items of one rank or of all ranks at once.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _LARGEST_TABLE = 1 << 25
 
 
 def padded(ragged: npt.NDArray[np.integer], counts: npt.NDArray[np.integer], width: int, fill: int) -> Int64:
-    """int64 ``[N, width]``: ``counts[n]`` entries of ``ragged`` in row ``n``, then ``fill``."""
+    """int64 ``[N, width]``: row ``n`` has the next ``counts[n]`` entries of ``ragged``, and is filled up with
+    ``fill``."""
     rows = len(counts)
-    if len(ragged) == rows * width:  # no row is shorter
+    if len(ragged) == rows * width:  # all rows are full
         return ragged.reshape(rows, width).astype(np.int64)
     out = np.full((rows, width), fill, dtype=np.int64)
     out[np.arange(width) < counts[:, None]] = ragged
@@ -36,8 +37,9 @@ def unique_rows(*columns: Ints) -> tuple[Places, Places]:
     """The distinct rows of some columns of N integers each.
 
     Returns:
-        ``(first, which)``: rows ``first`` are distinct, and rows ``first[which]`` are all rows. Exact: rows are told
-        apart by 64-bit hashes, and compared afterwards; if two rows with one hash differ, by sorting.
+        ``(first, which)``: the rows ``first`` are distinct, and the rows ``first[which]`` are all rows. The result is
+        exact. Rows are grouped by 64-bit hashes and then compared. If two different rows have one hash, the rows are
+        sorted instead.
     """
     hashes: UInt64 = np.zeros(len(columns[0]), dtype=np.uint64)
     for column in columns:
@@ -54,10 +56,11 @@ def unique_rows(*columns: Ints) -> tuple[Places, Places]:
 
 
 def _first_of_each(values: UInt64) -> Int32:
-    """For each value the place of one that equals it, for equal values the same place.
+    """For each value, the place of an equal value. Equal values get the same place.
 
-    A hash table without chains: of all values in a slot one stays. Those that differ from it try again in a larger
-    table, where most are alone. Several times as fast as sorting where few values differ, and never slower.
+    This is a hash table without chains. Of all values in one slot, one stays. The values that differ from it try again
+    in a larger table, where most have a slot to themselves. It is several times as fast as sorting if few values are
+    distinct, and never slower.
     """
     same: Int32 = np.arange(len(values), dtype=np.int32)
     left, mine = same, values
@@ -77,7 +80,8 @@ def _first_of_each(values: UInt64) -> Int32:
 
 
 def _mixed(values: UInt64) -> UInt64:
-    """A bijection of 64-bit integers whose bits all depend on each other (the finalizer of SplitMix64), in place."""
+    """Mix 64-bit integers in place, so that all bits depend on each other. It is a bijection, SplitMix64's
+    finalizer."""
     values += np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         values ^= values >> np.uint64(shift)

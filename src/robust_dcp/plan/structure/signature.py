@@ -1,7 +1,7 @@
-"""The signature: 128 bits that stand for a structure and for all else that a plan depends on.
+"""The signature: 128 bits that identify a structure and everything else that a plan depends on.
 
-Owns the canonical encoding that is hashed; equal signatures on every rank are the proof that a cached plan still
-holds. Made on every save by every rank, compared by ``plan.agreement``.
+This module owns the encoding that is hashed. If every rank shows the signature that a cached plan was made for, the
+plan still holds. Every rank computes its signature in every save; ``plan.agreement`` compares them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class PlanContext:
 
     Attributes:
         ranks: the global ranks of the group, in group order.
-        planner_options, writer_options: options by name; a changed option makes another plan.
-        versions: of torch, of robust_dcp, of the layout.
+        planner_options, writer_options: options by name. A changed option needs another plan.
+        versions: the versions of torch, of robust_dcp and of the layout.
     """
 
     ranks: tuple[int, ...]
@@ -37,11 +37,11 @@ class PlanContext:
     versions: Mapping[str, str]
 
     def encode(self) -> bytes:
-        """Canonical bytes: the order in which options were given does not matter."""
+        """Encode. The order in which options were given does not change the bytes."""
         return msgspec.json.encode(self._sections())
 
     def difference(self, encoded: bytes) -> str:
-        """What differs in a context that another rank encoded, in words; empty if nothing does."""
+        """Say in words what differs in a context that another rank encoded. The text is empty if nothing does."""
         if encoded == self.encode():
             return ""
         try:
@@ -70,8 +70,8 @@ class PlanContext:
 class StructureSignature:
     """128 bits over the structure of one rank's state dict and its :class:`PlanContext` (BLAKE2b, RFC 7693).
 
-    Two saves with the same signature on every rank need the same plan. The order of a dict, the contents of tensors
-    and their addresses are no part of it.
+    Two saves that have the same signature on every rank need the same plan. The order of a dict does not change the
+    signature; neither do the contents and addresses of tensors.
 
     >>> StructureSignature(bytes(16)).hex
     '00000000000000000000000000000000'
@@ -96,7 +96,7 @@ class StructureSignature:
         _feed(digest, [context.encode()])
         for strings in (table.names, table.dtypes, table.layouts):
             _feed(digest, [msgspec.msgpack.encode(strings)])
-        # A path tells 'a.b' as one key from 'b' within 'a', and the key "0" from the index 0.
+        # The path tells the key "a.b" from "b" within "a", and the key "0" from the index 0.
         paths = (b"", b"") if table.paths is None else (table.paths.counts.tobytes(), table.paths.lengths.tobytes())
         _feed(digest, [b"flat" if table.paths is None else b"nested", *paths])
         for column in table.columns:
@@ -106,7 +106,7 @@ class StructureSignature:
 
 
 def _feed(digest: hashlib.blake2b, parts: Iterable[bytes]) -> None:
-    """Hash each part with its length before it, so that bytes cannot move from one part to the next unseen."""
+    """Hash each part after its length. So bytes that move from one part to the next change the hash."""
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)

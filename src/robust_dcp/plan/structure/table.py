@@ -1,7 +1,8 @@
-"""The structure of one rank's state dict, as columns: what there is to save, and nothing of its contents.
+"""The structure of one rank's state dict as columns: which items there are to save, without their contents.
 
-Owns the table and its order; never looks at tensor data, other ranks or files. Made by the planner from what it knows
-of each item (:func:`table_of`), hashed by ``signature``, compared by ``diff``, sent by ``message``.
+This module owns the table and its order. It never looks at tensor data, other ranks or files. The planner makes the
+table from what it knows of each item (:func:`table_of`); ``signature`` hashes it, ``diff`` compares it, and ``message``
+sends it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class ItemKind(IntEnum):
 
 
 class Form(IntEnum):
-    """How an item lies in a file: a record whose length the structure alone determines, or bytes of any length."""
+    """How an item is stored: in a record of a length that follows from the structure, or in bytes of any length."""
 
     FIXED = 0
     VARIABLE = 1
@@ -46,8 +47,8 @@ class Form(IntEnum):
 class Replica(IntEnum):
     """Which of the ranks that hold a chunk may write it.
 
-    In plain DCP replicas are equal by contract, and any of them will do. Megatron's callers say which one counts
-    (``replica_id`` 0), for the others may have drifted from it.
+    In plain DCP replicas are equal by contract, so any rank may write. Megatron's callers say which replica counts
+    (``replica_id`` 0), because the others may have drifted from it.
     """
 
     ANY = 0
@@ -56,14 +57,14 @@ class Replica(IntEnum):
 
 
 class ItemStructure(NamedTuple):
-    """What an item is, but for its name. Many items of a state dict share one.
+    """What an item is, without its name. Many items of a state dict share one structure.
 
     Attributes:
-        kind, form: see there.
-        dtype, layout: as ``"float32"``, ``"strided"``; ``""`` for items that are no tensors.
-        requires_grad: of the tensor.
+        kind, form: see :class:`ItemKind` and :class:`Form`.
+        dtype, layout: for example ``"float32"`` and ``"strided"``; ``""`` for items that are not tensors.
+        requires_grad: the flag of the tensor.
         shape, offsets, sizes: the global size, and the offsets and sizes of the chunk; ``()`` for objects.
-        replica: whether this one may be written.
+        replica: whether this rank may write the item.
     """
 
     kind: ItemKind
@@ -81,14 +82,14 @@ class ItemStructure(NamedTuple):
 class StructureTable:
     """Columns over the N items of one rank, sorted by (name, offsets).
 
-    Strings stand in sorted tables of their own and the columns hold their places there, so two state dicts that
-    differ only in the order of their keys give equal tables.
+    Strings are in sorted tables of their own, and the columns hold places in these tables. So two state dicts that
+    differ only in the order of their keys have equal tables.
 
     Attributes:
         names: the distinct FQNs, sorted.
-        paths: for each name its place in the nested state dict; ``None`` where the planner did not flatten.
-        dtypes: the distinct dtypes, as ``"float32"``, sorted; ``""`` for items that are no tensors.
-        layouts: the distinct layouts, as ``"strided"``, sorted; ``""`` for items that are no tensors.
+        paths: for each name its path in the nested state dict; ``None`` if the planner does not flatten.
+        dtypes: the distinct dtypes, for example ``"float32"``, sorted; ``""`` for items that are not tensors.
+        layouts: the distinct layouts, for example ``"strided"``, sorted; ``""`` for items that are not tensors.
         name_ids, dtype_ids, layout_ids: int32 ``[N]``, places in the tables above.
         kinds: uint8 ``[N]``, :class:`ItemKind`.
         forms: uint8 ``[N]``, :class:`Form`.
@@ -97,8 +98,8 @@ class StructureTable:
         replicas: uint8 ``[N]``, :class:`Replica`.
         shapes, offsets, sizes: int64 ``[sum(ndims)]``, the global size, and the offsets and sizes of the chunk, item
             after item.
-        attributes: what the planner adds to ``Metadata``, as :func:`~.attributes.encode_attributes` encodes it.
-        peers: the global ranks that may write copies of each other's main replicas; ``()`` for no rank but this one.
+        attributes: what the planner adds to ``Metadata``, encoded by :func:`~.attributes.encode_attributes`.
+        peers: the global ranks that may write copies of each other's main replicas. ``()`` means only this rank.
     """
 
     names: tuple[str, ...]
@@ -146,7 +147,7 @@ class StructureTable:
 
     @cached_property
     def identities(self) -> npt.NDArray[np.uint64]:
-        """uint64 ``[N]``: a hash of name and offsets of each item, the same on every rank that holds the chunk."""
+        """uint64 ``[N]``: a hash of each item's name and offsets, the same on every rank that holds the chunk."""
         names = [hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest() for name in self.names]
         identity = np.frombuffer(b"".join(names), dtype="<u8")[self.name_ids]
         for dim in range(int(self.ndims.max(initial=0))):
@@ -157,7 +158,7 @@ class StructureTable:
         return identity
 
     def taken(self, items: npt.NDArray[np.intp]) -> StructureTable:
-        """The table of some of the items alone, ascending; without ``attributes``."""
+        """The table of only the items at ``items``, which ascend. It has no ``attributes``."""
         if not len(items):
             return _NO_ITEMS
         is_taken = np.zeros(len(self), dtype=np.bool_)
@@ -193,7 +194,7 @@ class StructureTable:
         )
 
     def describe_whole(self, item: int) -> str:
-        """The tensor that an item belongs to, in words: what must be the same on all ranks."""
+        """Describe in words the tensor that an item belongs to. This text must be the same on all ranks."""
         if self.kinds[item] == ItemKind.BYTES:
             return "object"
         shape, _, _ = self.dims_of(item)
@@ -206,7 +207,7 @@ class StructureTable:
         return text
 
     def describe_item(self, item: int) -> str:
-        """One item in words, for errors and diffs."""
+        """Describe one item in words, for errors and differences."""
         text = self.describe_whole(item)
         if self.kinds[item] == ItemKind.SHARD:
             shape, offsets, sizes = self.dims_of(item)
@@ -223,7 +224,7 @@ class StructureTable:
 
 
 def sorted_places(names: Sequence[str], items: Sequence[ItemStructure]) -> list[int]:
-    """The order of the table: places of the items sorted by (name, offsets)."""
+    """The order of the table: the places of the items, sorted by (name, offsets)."""
     return sorted(range(len(names)), key=lambda place: (names[place], items[place].offsets))
 
 
@@ -238,12 +239,12 @@ def table_of(
 
     Args:
         names: the FQN of each item, in the order of :func:`sorted_places`.
-        items: what each is.
-        paths: FQN to place in the nested state dict; ``None`` where the planner does not flatten.
+        items: the structure of each item.
+        paths: for each FQN its path in the nested state dict; ``None`` if the planner does not flatten.
         attributes, peers: as in :class:`StructureTable`.
 
     Raises:
-        PlanConflict: if two items have the same name and offsets, or a name stands for a tensor and for an object.
+        PlanConflict: two items have the same name and offsets, or a name belongs to a tensor and to an object.
     """
     _refuse_duplicates(names, items)
     distinct_names = tuple(dict.fromkeys(names))
@@ -291,7 +292,7 @@ def _empty(dtype: type[np.generic]) -> npt.NDArray[Any]:
 
 
 def _ragged(values: Sequence[tuple[int, ...]], which: npt.NDArray[np.intp], ndims: UInt8) -> Int64:
-    """``values[w]`` for each of ``which``, one after the other."""
+    """Concatenate ``values[w]`` for each ``w`` in ``which``."""
     width = max(map(len, values))
     rows = np.zeros((len(values), width), dtype=np.int64)
     for row, value in enumerate(values):
