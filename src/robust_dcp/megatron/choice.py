@@ -26,6 +26,6 @@ def is_chosen() -> bool:
         return True
     say_stays_stock(
         "every checkpoint of this job",
-        "--enable-msc: the Multi-Storage Client's storage is no file system that is mounted",
+        "--enable-msc: the Multi-Storage Client's storage is not a mounted file system",
     )
     return False
