@@ -1,6 +1,6 @@
-"""The suite for whole or not at all: a save that fails, or is killed anywhere, leaves the checkpoint that was there.
+"""The suite for "whole or not at all": if a save fails or is killed at any time, the previous checkpoint still loads.
 
-DCP promises less: stock's ``FileSystemWriter`` overwrites in place, and does not pass.
+DCP does not promise this. Stock's ``FileSystemWriter`` overwrites in place and does not pass.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ _FILE_EVENTS = frozenset({"open", "os.rename", "os.remove", "os.mkdir", "os.rmdi
 
 
 class DurabilityConformance:
-    """Derive from it, and say how your writer and your reader are made. The class has to be one that ranks can import.
+    """Derive a class from it, and define how to make your writer and your reader. Ranks must be able to import it.
 
-    A save is killed before each call that opens, renames or removes a file (of Python code: each that raises an
-    auditing event of PEP 578).
+    A save is killed before each call that opens, renames or removes a file. This covers Python calls that raise an
+    auditing event of PEP 578.
     """
 
     def writer(self, path: Path) -> dcp.StorageWriter:
-        """A new writer of a checkpoint."""
+        """Make a new writer for the checkpoint at ``path``."""
         raise NotImplementedError(f"{type(self).__name__} has to say how its writer is made: def writer(self, path)")
 
     def reader(self, path: Path) -> dcp.StorageReader:
-        """A new reader of it."""
+        """Make a new reader for the checkpoint at ``path``."""
         raise NotImplementedError(f"{type(self).__name__} has to say how its reader is made: def reader(self, path)")
 
     def save_planner(self) -> dcp.SavePlanner:
-        """Stock's, if your writer does not need its own."""
+        """Make the planner for saves. This is stock's; override it if your writer needs its own."""
         return dcp.DefaultSavePlanner()
 
     def load_planner(self) -> dcp.LoadPlanner:
-        """Stock's, if your reader does not need its own."""
+        """Make the planner for loads. This is stock's; override it if your reader needs its own."""
         return dcp.DefaultLoadPlanner()
 
     def test_killed_before_any_file_call_the_old_or_the_new_checkpoint_is_there(self, tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def _save_until_killed(plugins: DurabilityConformance, path: Path, number: int) 
 
 
 class _FileCalls:
-    """Counts calls to files below a directory, and has the process killed before one. Cannot be taken back."""
+    """Counts calls on files below a directory, and kills the process before one of them. It cannot be uninstalled."""
 
     def __init__(self, path: Path, killed_before: int | None = None) -> None:
         self.count = 0
@@ -122,7 +122,7 @@ def _fail_over_a_checkpoint(plugins: DurabilityConformance, path: Path) -> None:
 
 
 def _steps_found(plugins: DurabilityConformance, path: Path) -> list[str]:
-    """Which step the directory loads as: one, ``"refused"``, or what it is mixed from."""
+    """What the directory loads as: the number of a step, ``"refused"``, or ``"mixed"`` with the differences."""
     found = rows(-1)
     try:
         load(plugins, found, path)

@@ -1,4 +1,4 @@
-"""The suite for a ``SavePlanner`` and a ``LoadPlanner``: what DCP promises, whoever makes the plans."""
+"""The suite for a ``SavePlanner`` and a ``LoadPlanner``. It tests what DCP promises for any planner."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ __all__ = ["PlannerConformance"]
 
 
 class PlannerConformance:
-    """Derive from it, and say how your planners are made. The class has to be one that ranks can import.
+    """Derive a class from it, and define how to make your planners. Ranks must be able to import it.
 
     All tests call stock's ``save`` and ``load`` in real processes on gloo, with stock's writer and reader.
     """
 
     def save_planner(self) -> dcp.SavePlanner:
-        """A new planner of saves. Called on each rank."""
+        """Make a new planner for a save. Called on each rank."""
         return dcp.DefaultSavePlanner()
 
     def load_planner(self) -> dcp.LoadPlanner:
-        """A new planner of loads."""
+        """Make a new planner for a load. Called on each rank."""
         return dcp.DefaultLoadPlanner()
 
     def writer(self, path: Path) -> dcp.StorageWriter:
-        """Stock's, if your planner does not need its own."""
+        """Make the writer. This is stock's; override it if your planner needs its own."""
         return dcp.FileSystemWriter(path)
 
     def reader(self, path: Path) -> dcp.StorageReader:
-        """Stock's, if your planner does not need its own."""
+        """Make the reader. This is stock's; override it if your planner needs its own."""
         return dcp.FileSystemReader(path)
 
     @pytest.mark.parametrize("kind", KINDS)
@@ -77,7 +77,7 @@ def _save_all_layouts(plugins: PlannerConformance, path: Path) -> None:
 
 
 def _gaps_and_overlaps(metadata: Metadata) -> list[str]:
-    """Tensors of which not every element stands in exactly one chunk, and chunks that were not written, once."""
+    """Find tensors with an element that is not in exactly one chunk, and chunks that were not written exactly once."""
     wrong = []
     written = Counter((index.fqn, tuple(index.offset or ())) for index in metadata.storage_data or {})
     for name, entry in metadata.state_dict_metadata.items():
@@ -95,7 +95,7 @@ def _gaps_and_overlaps(metadata: Metadata) -> list[str]:
 
 
 def _save_changing_state(plugins: PlannerConformance, path: Path) -> list[str]:
-    """One planner, as a training loop keeps it; a rank's state grows, changes its shape, and shrinks again."""
+    """Save again and again with one planner, as a training loop does. The state grows, changes shape, and shrinks."""
     planner, rank = plugins.save_planner(), dist.get_rank()
     states: list[dict[str, Any]] = [
         rows(1),
@@ -136,6 +136,6 @@ def _load_another_size(plugins: PlannerConformance, path: Path) -> tuple[str, li
     found["rows"].to_local().zero_()
     try:
         load(plugins, found, path / "1")
-    except BaseException as error:  # stock's CheckpointException is no Exception
+    except BaseException as error:  # stock's CheckpointException does not derive from Exception
         return f"{error}", (found["rows"].to_local().abs().sum().reshape(1) + before).tolist()
     return "nothing was raised", []

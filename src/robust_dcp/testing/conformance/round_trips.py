@@ -1,4 +1,4 @@
-"""What the suites do on ranks: save one way, load another, and say what differs. Called by the suites."""
+"""What the suites run on ranks: save, load, and list what differs. Called by the suites."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ StateDict = dict[str, Any]
 
 
 class Plugins(Protocol):
-    """What is tried: it makes new plugins for each call."""
+    """The plugins under test. Each call makes a new one."""
 
     def writer(self, path: Path) -> dcp.StorageWriter: ...
 
@@ -34,7 +34,7 @@ class Plugins(Protocol):
 
 
 def save(plugins: Plugins, state_dict: StateDict, path: Path) -> None:
-    """Save by stock's ``save``, from all ranks, or from this process if it is alone."""
+    """Save with stock's ``save`` from all ranks, or from this process if there are no ranks."""
     os.makedirs(path, exist_ok=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # stock says that it saves from one process
@@ -42,14 +42,14 @@ def save(plugins: Plugins, state_dict: StateDict, path: Path) -> None:
 
 
 def load(plugins: Plugins, state_dict: StateDict, path: Path) -> None:
-    """Load by stock's ``load``, in place."""
+    """Load with stock's ``load``, in place."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(state_dict, storage_reader=plugins.reader(path), planner=plugins.load_planner())
 
 
 def save_and_load_kind(plugins: Plugins, kind: str, directory: Path) -> list[str]:
-    """What of one kind of :data:`KINDS` comes back otherwise than it was saved, in words."""
+    """Save and load one kind of :data:`KINDS`, and list what differs, in words."""
     expected, found = KINDS[kind](1), KINDS[kind](0)
     save(plugins, expected, directory / kind)
     load(plugins, found, directory / kind)
@@ -57,7 +57,10 @@ def save_and_load_kind(plugins: Plugins, kind: str, directory: Path) -> list[str
 
 
 def rows(step: int) -> StateDict:
-    """A tensor whose rows are divided between all ranks, a replicated one, and an object: the same for any job."""
+    """A state dict that has the same contents for any number of ranks.
+
+    It has a tensor with its rows divided between all ranks, a replicated tensor, and an object.
+    """
     full = full_tensor("rows", (12, 3), step)
     sharded: Any = full.clone()
     if dist.is_initialized():
@@ -67,7 +70,7 @@ def rows(step: int) -> StateDict:
 
 
 def save_and_load_step(plugins: Plugins, path: Path, saved: int | None, expected: int) -> list[str]:
-    """Save :func:`rows` of a step, or nothing; load them, and say what differs from those of ``expected``."""
+    """Save :func:`rows` of step ``saved`` (nothing if ``None``), load, and list what differs from step ``expected``."""
     if saved is not None:
         save(plugins, rows(saved), path)
     found = rows(-1)

@@ -1,4 +1,4 @@
-"""The suite for a ``StorageWriter`` and a ``StorageReader``: what DCP promises, whoever writes the files."""
+"""The suite for a ``StorageWriter`` and a ``StorageReader``. It tests what DCP promises for any storage."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ __all__ = ["StorageConformance"]
 
 
 class StorageConformance:
-    """Derive from it, and say how your writer and your reader are made. The class has to be one that ranks can import.
+    """Derive a class from it, and define how to make your writer and your reader. Ranks must be able to import it.
 
     All tests call stock's ``save`` and ``load`` in real processes on gloo, with stock's planners.
     """
 
     def writer(self, path: Path) -> dcp.StorageWriter:
-        """A new writer of a checkpoint. Called on each rank."""
+        """Make a new writer for the checkpoint at ``path``. Called on each rank."""
         raise NotImplementedError(f"{type(self).__name__} has to say how its writer is made: def writer(self, path)")
 
     def reader(self, path: Path) -> dcp.StorageReader:
-        """A new reader of it."""
+        """Make a new reader for the checkpoint at ``path``. Called on each rank."""
         raise NotImplementedError(f"{type(self).__name__} has to say how its reader is made: def reader(self, path)")
 
     def save_planner(self) -> dcp.SavePlanner:
-        """Stock's, if your writer does not need its own."""
+        """Make the planner for saves. This is stock's; override it if your writer needs its own."""
         return dcp.DefaultSavePlanner()
 
     def load_planner(self) -> dcp.LoadPlanner:
-        """Stock's, if your reader does not need its own."""
+        """Make the planner for loads. This is stock's; override it if your reader needs its own."""
         return dcp.DefaultLoadPlanner()
 
     @pytest.mark.parametrize("kind", KINDS)
