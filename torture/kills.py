@@ -1,9 +1,10 @@
-"""Real processes, one of which is killed at a random step: ``python -m torture.kills --trials 300 --seed 1``.
+"""Kills one of several real processes at a random step: ``python -m torture.kills --trials 300 --seed 1``.
 
-In each trial 4 to 9 processes run some exchanges, and one of them is killed by SIGKILL: before it connects, between the
+In each trial 4 to 9 processes run some exchanges. One of them is killed by SIGKILL: before it connects, between the
 meeting in the store and the first message, in its own work, between two exchanges, or in the middle of a payload. In
-half of the trials rank 0 hosts the store, as without ``torchrun``. All others have to raise one error that names it.
-Prints each trial that broke this, and how long the survivors took; ends with 1 if any did.
+half of the trials rank 0 hosts the store, as it does without ``torchrun``. All other ranks must raise the same error,
+and it must name the killed rank. The program prints each trial that broke this, and how long the survivors took. It
+exits with 1 if any did.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _STORE_PORT = "TORTURE_STORE_PORT"
 
 
 class Data(msgspec.Struct, frozen=True):
-    """What ranks send."""
+    """The message that ranks send."""
 
     rank: int
     data: bytes
@@ -46,7 +47,7 @@ class Data(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Trial:
-    """What happens: ``victim`` is killed ``when``, at exchange number ``step`` if that says anything."""
+    """One trial: ``victim`` is killed at the moment ``when``, in exchange number ``step`` if that matters."""
 
     seed: int
     size: int
@@ -58,7 +59,7 @@ class Trial:
 
 @dataclass
 class Result:
-    """What came of it: seconds from the kill to the errors of the survivors, and what should not have happened."""
+    """The result of a trial: the seconds from the kill to each survivor's error, and all complaints."""
 
     trial: Trial
     seconds: list[float] = field(default_factory=list)
@@ -74,7 +75,7 @@ def make_trial(seed: int) -> Trial:
 
 
 def run_trial(trial: Trial) -> Result:
-    """Run it, and judge what came of it."""
+    """Run the trial, and judge its result."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     result = Result(trial)
@@ -114,14 +115,14 @@ def _judge(result: Result, outcomes: list[Outcome]) -> None:
             result.complaints.append(f"rank {outcome.rank} names {missing}: {message}")
         if raised_at - killed_at > _LIMIT_SECONDS:
             result.complaints.append(f"rank {outcome.rank} took {raised_at - killed_at:.1f} s")
-    # Whoever has connected finds the dead rank by itself, whoever has not that the store is gone.
+    # A rank that has connected finds the dead rank by itself. One that has not finds that the store is gone.
     store_survives = not (trial.rank_0_hosts_store and trial.victim == 0)
     if store_survives and len(set(messages.values())) > 1:
         result.complaints.append(f"more than one error: {messages}")
 
 
 def _be_rank(trial: Trial) -> tuple[float, list[int] | None, str] | None:
-    """One rank; what it raised and when."""
+    """Run one rank. Returns when it raised, and what."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if trial.rank_0_hosts_store:
         store = dist.TCPStore(
@@ -171,7 +172,7 @@ def _exchange(channel: Channel, trial: Trial, step: int) -> None:
 
 
 def _prepare(trial: Trial) -> None:
-    """Let this process be killed where no line of its own stands."""
+    """Patch this process so that it is killed inside of robust_dcp's code."""
     if trial.when == "before connecting":
         _end()
     if trial.when == "after the meeting":
@@ -190,7 +191,7 @@ def _prepare(trial: Trial) -> None:
             nonlocal n_payloads
             sent = send(self, data, tag)
             n_payloads += tag != 0
-            if n_payloads > trial.step % 2:  # in all steps, every rank sends two at least
+            if n_payloads > trial.step % 2:  # in all steps together every rank sends at least two
                 _end()
             return sent
 
@@ -203,7 +204,7 @@ def _end() -> None:
 
 
 def main() -> int:
-    """See the module."""
+    """Run the campaign. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
