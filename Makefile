@@ -1,32 +1,32 @@
-# Every target makes the environment that it needs: Python >= 3.10 with venv, git, make and a C compiler suffice.
+# Every target makes the environment that it needs. You only need Python >= 3.10 with venv, git, make and a C compiler.
 #
 #   make demo    save, change, reload and reshard real models on 4 ranks (CPU)
-#   make test    all tests; PYTEST_ARGS="tests/comm -k timeout" for some
+#   make test    all tests; use PYTEST_ARGS="tests/comm -k timeout" to run some
 #   make test-compat        the Megatron tests with Megatron-Core 0.14.0 and 0.19.2, the saves of ms-swift and verl, the
 #                           queue of nvidia-resiliency-ext, and all of test-frameworks
-#   make test-compat-smoke  the part of it that CI runs, about three minutes
+#   make test-compat-smoke  the part of test-compat that CI runs, about three minutes
 #   make test-frameworks    the switch under Lightning, Accelerate, transformers, torchtitan, TorchTNT and torchtune;
 #                           FRAMEWORKS=lightning for one of them (torchtitan needs Python 3.11 and takes 1.1 GB of disk)
 #   make check   format, lint, types, layers, and that the site of docs/ can be built; changes no file of the sources
 #   make docs    the pictures of docs/ drawn anew, and the site in build/site
-#   make coverage  all tests, and which lines and branches of the package they reach; under 95 % is an error
+#   make coverage  all tests, and which lines and branches of the package they reach; less than 95 % is an error
 #   make dist    the sdist and the wheel in dist/, checked for PyPI
-#   make format  what `check` would complain about and ruff can repair
+#   make format  repairs what ruff can repair of the complaints of `check`
 #   make bench   the benchmarks
 #   make torture thousands of faults between ranks, 300 kills, 300 pairs of jobs that save into one directory,
 #                TRIALS=2000 hostile checkpoints; of async saves 200 kills, 1000 while training overwrites all tensors,
 #                and 300 back to back for each way of saving; SEED=1 (some hours)
-#   make gpu     tests and benchmark for a CUDA device, without network: GPU_PYTHON=python3 has torch with CUDA; what else
-#                it needs lies in .gpu-wheels, where `make gpu-wheels` puts it on a machine that has a network
-#   make clean   remove all that make has made
+#   make gpu     tests and benchmark for a CUDA device, without network. GPU_PYTHON=python3 must have torch with CUDA. The
+#                other packages come from .gpu-wheels. Run `make gpu-wheels` on a machine with a network to fill it
+#   make clean   remove everything that make has made
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PYTEST_ARGS ?=
-# Many tests wait for a timeout, so three at once take little longer than one on two cores. A module's tests run in one
-# process, since they share what is dear to set up.
+# Many tests wait for a timeout. So on two cores three processes take little longer than one. All tests of a module run
+# in one process, because they share fixtures that are slow to set up.
 PYTEST := pytest -n 3 --dist loadfile
 SOURCES := $(wildcard src tests demo benchmarks torture docs)
 # A warning is an error. It fetches nothing, and is not to advertise.
@@ -53,12 +53,12 @@ coverage: $(INSTALLED)
 	$(BIN)/coverage html --quiet --fail-under=0 --directory build/coverage/html
 	$(BIN)/coverage report
 
-# Other versions of Megatron, each in a folder of its own that lies before .venv's packages on the path. The sources of
-# 0.19.2 hold megatron.training as well; they ask for Python 3.12, and run on 3.10 with tests/megatron/standins.
+# Other versions of Megatron. Each is in its own folder, which comes before .venv's packages on the path. The sources of
+# 0.19.2 have megatron.training too. They require Python 3.12, but run on 3.10 with tests/megatron/standins.
 COMPAT := .compat
 FROM_WHEELS := megatron-core-0.14.0 ms-swift-4.6.0 nvidia-resiliency-ext-0.4.1 verl-0.9.1
-# Whole models are for one version each: 0.14.0 alone has flattened ranges, and neither builds on a CPU what test_models
-# does nor runs Megatron-FSDP with this torch. Its package does not hold megatron.training.
+# Each test of whole models runs with one version only. Flattened ranges exist only in 0.14.0. That version cannot build
+# the models of test_models on a CPU, and cannot run Megatron-FSDP with this torch. Its package has no megatron.training.
 MODELS_OF_0_14 := tests/megatron/test_compat_flattened.py
 MODELS_OF_0_19 := $(addprefix tests/megatron/,test_models.py test_fsdp_dtensor.py)
 COMPAT_TESTS := tests/megatron/seeds \
@@ -66,7 +66,7 @@ COMPAT_TESTS := tests/megatron/seeds \
 TRAINING_TESTS := $(addprefix tests/megatron/,test_compat_checkpointing.py test_compat_async_training.py)
 SMOKE_TESTS := tests/megatron/test_install.py tests/megatron/test_compat_flattened.py -k "install or moe"
 RUN_COMPAT = PYTHONPATH=$(subst $(eval) ,:,$(abspath $(1))) $(BIN)/python -m pytest -m "compat or not compat" $(2)
-# Stock 0.14 reads its own common.pt with torch.load, which PyTorch refuses since 2.6 unless it is told to trust files.
+# Stock 0.14 reads its own common.pt with torch.load. Since 2.6 PyTorch refuses that unless it is told to trust files.
 TRUST_FILES := TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1
 
 # Frameworks that call torch.distributed.checkpoint: one requirements file and one test module each. They lie before
@@ -159,7 +159,8 @@ torture: $(INSTALLED)
 gpu:
 	GPU_PYTHON=$(GPU_PYTHON) scripts/gpu.sh
 
-# For x86-64 and that version of Python. Megatron-Core brings sources for others, so it is taken as it is.
+# The wheels are for x86-64 and GPU_PYTHON_VERSION. For others Megatron-Core publishes sources, so its wheel is taken as
+# it is.
 gpu-wheels: $(INSTALLED)
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
 	  --python-version $(GPU_PYTHON_VERSION) --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 \
@@ -169,8 +170,8 @@ clean:
 	rm -rf $(VENV) $(COMPAT) .gpu-wheels build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamp is written last: an installation that was interrupted is done again. pip works in place, so a changed
-# constraint costs seconds; after another PYTHON, `make clean` first.
+# The stamp file is written last, so an interrupted installation is done again. pip works in place, so a changed
+# constraint takes only seconds. To change PYTHON, run `make clean` first.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "$(PYTHON) is not Python 3.10 or newer; choose one: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }

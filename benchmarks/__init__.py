@@ -1,1 +1,1 @@
-"""Benchmarks: each a command that prints a table and writes JSON."""
+"""Benchmarks. Each is a command that prints a table and writes JSON."""

@@ -1,4 +1,4 @@
-"""Who saves in ``benchmarks.async_save``: ours, stock's, and others that save while training goes on.
+"""The contenders of ``benchmarks.async_save``: robust_dcp, stock, and other packages that save beside training.
 
 Others are optional. They take part if their package is on the path:
 
@@ -23,7 +23,7 @@ import robust_dcp
 __all__ = ["CONTENDERS", "Save", "Saved", "missing_package"]
 
 Saved = tuple[Callable[[], object], Callable[[], object]]
-"""What an async save gives: how to wait until tensors may change, and until the checkpoint is committed."""
+"""What an async save returns: a function that waits until tensors may change, and one that waits for the commit."""
 
 Save = Callable[[dict[str, Any], str], Saved]
 """Saves a state dict in a directory."""
@@ -88,9 +88,12 @@ def _stager(*, is_async: bool, is_shared: bool) -> Callable[[], Any]:
 
 
 def _torch_checkpointing() -> Save:
-    """Each rank's own part in a file of its own: what would let other shardings load it (``DefaultResharder``) asks for
-    a CUDA device in 0.1.1. Without direct I/O, which it refuses on some file systems. It stages on a thread, and
-    tensors may change once its lock is free."""
+    """``torch_checkpointing``: each rank writes its own part into a file of its own.
+
+    Such files load into the same sharding only. Its ``DefaultResharder`` would change that, but in 0.1.1 it requires a
+    CUDA device. Direct I/O is off, because on some file systems the package refuses it. A thread stages, and tensors
+    may change once its lock is free.
+    """
     from torch_checkpointing import CheckpointManager
     from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
@@ -111,8 +114,10 @@ def _torch_checkpointing() -> Save:
 
 
 def _nvrx() -> Save:
-    """Its queue with a process that is forked for each save: it has the tensors as they were then. (The persistent
-    worker is given CPU tensors themselves, and would write what training makes of them meanwhile.)"""
+    """``nvidia_resiliency_ext``: its queue forks a process for each save, which keeps the tensors as they are then.
+
+    Its persistent worker is not used. It gets the CPU tensors themselves, and would write what training has changed.
+    """
     from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue, AsyncRequest
     from nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async import FileSystemWriterAsync
     from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import (
@@ -121,7 +126,7 @@ def _nvrx() -> Save:
         save_state_dict_async_plan,
     )
 
-    if not torch.cuda.is_available():  # it does not ask
+    if not torch.cuda.is_available():  # the package calls these without asking whether there is a device
         torch.cuda.synchronize = _nothing  # type: ignore[assignment]
         torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     queue, plans = AsyncCallsQueue(persistent=False), CheckpointMetadataCache()
@@ -164,7 +169,7 @@ CONTENDERS: dict[str, Callable[[], Save]] = {
 
 
 def missing_package(who: str) -> str | None:
-    """The package that a contender needs, if it is not on the path."""
+    """The package that a contender needs, if it is missing from the path."""
     if who in ("torch_checkpointing", "nvidia_resiliency_ext") and importlib.util.find_spec(who) is None:
         return who
     return None

@@ -1,19 +1,19 @@
-"""What async saves cost training: ours, stock's and others, in one run, on ranks of this machine.
+"""Measures what async saves cost training: ours, stock's and those of others, in one run on ranks of this machine.
 
-Run it for a table: ``python -m benchmarks.async_save --ranks 2 --mib 512 --json async_save.json``. Others take part if
-their packages are on the path: ``benchmarks.async_contenders`` says how. Each contender runs in processes of its own
-and saves the same state dict several times: the first save, which also takes memory, and repeated ones (median).
+Run it for a table: ``python -m benchmarks.async_save --ranks 2 --mib 512 --json async_save.json``. Other packages take
+part if they are on the path; ``benchmarks.async_contenders`` says how. Each contender runs in its own processes and
+saves the same state dict several times. The first save also has to allocate memory. Later saves give a median.
 
-``--shape fsdp2``: DTensors that are sharded over all ranks. ``--shape ddp``: plain tensors that every rank holds, of
-which a rank needs to write but its share. ``--objects-mib`` adds objects, which are pickled.
+``--shape fsdp2`` saves DTensors that are sharded over all ranks. ``--shape ddp`` saves plain tensors that every rank
+holds, so that each rank needs to write only its share. ``--objects-mib`` adds objects, which are pickled.
 
-"blocked" is how long the call keeps the caller, and for lazy staging also how long the optimizer step then waits. The
-limit is one pass of copies of what a rank writes into memory that it has already. Beside it: how much slower a training
-loop runs while a save is under way, and the longest time for which a thread that only runs Python did not get on, in
-the call and behind it.
+"blocked" is the time that the caller waits in the call. With lazy staging the wait of the optimizer step is added. The
+limit is the time to copy the data that a rank writes into memory that it already has. The table also shows how much
+slower a training loop runs during a save, and the longest time that a thread of pure Python was held up, in the call
+and after it.
 
-Before anything is measured, memory is taken once and given back. The host of a virtual machine has to find memory that
-the machine has not used yet, and the first contender would pay for that.
+Before the measurement the program allocates memory once and frees it. On a virtual machine the host has to find memory
+that the machine has not used yet, and otherwise the first contender would pay for that.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["measure"]
 _MIB = 1 << 20
 _STEPS_BETWEEN = 8
 _ENTRIES_OF_A_MIB = 40_000
-"""Of a tuple of names and numbers, which is one item, as a dict is not; pickled it has about a MiB."""
+"""A tuple with so many names and numbers has about a MiB when pickled. A tuple is one item. A dict would be many."""
 
 _RATIOS = {
     "who": "who",
@@ -60,13 +60,13 @@ _COSTS = {
 
 
 class _Training:
-    """Steps of matrix products, and a thread that does nothing but run Python and look at the clock."""
+    """A training loop of matrix products, and a thread that only runs Python and reads the clock."""
 
     def __init__(self) -> None:
         self._left, self._right = torch.randn(384, 384), torch.randn(384, 384)
 
     def step_seconds(self, goes_on: Callable[[int], bool]) -> tuple[float, int]:
-        """Mean time of a step, and how many were done."""
+        """The mean time of a step, and the number of steps."""
         started, steps = time.perf_counter(), 0
         while goes_on(steps):
             self._left = torch.mm(self._left, self._right) / 100
@@ -75,9 +75,9 @@ class _Training:
 
 
 class _Clock:
-    """The longest time for which a Python thread did not get on, while this process was at work.
+    """Measures the longest time that a Python thread was held up by work of this process.
 
-    Where other processes take the cores, the thread waits as well. So CPU time of this process counts, if it is less.
+    The thread also waits when other processes use the cores. So the CPU time of this process counts if it is less.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class _Clock:
         self._thread.join()
 
     def lap(self) -> float:
-        """That time since the last lap."""
+        """The longest time since the last lap."""
         longest, self._longest_seconds = self._longest_seconds, 0.0
         return longest
 
@@ -108,7 +108,7 @@ class _Clock:
 
 
 def _state_dict(shape: str, nbytes: int, tensors: int, objects_nbytes: int) -> tuple[dict[str, Any], int]:
-    """``nbytes`` of tensors that each rank holds, and objects; and how many of the tensors a rank needs to write."""
+    """A state dict with ``nbytes`` of tensors on each rank and with objects, and how many tensors a rank must write."""
     world_size = dist.get_world_size()
     rows = max(nbytes // tensors // 4096, 1)
     state_dict: dict[str, Any] = {}
@@ -129,7 +129,7 @@ def _state_dict(shape: str, nbytes: int, tensors: int, objects_nbytes: int) -> t
 
 
 def _copy_seconds(state_dict: dict[str, Any], written: int) -> float:
-    """One pass of copies of what this rank writes, into memory that was used before."""
+    """The time to copy the data that this rank writes into memory that was used before."""
     tensors = [value for value in state_dict.values() if isinstance(value, torch.Tensor)][:written]
     originals = [value.to_local() if isinstance(value, DTensor) else value for value in tensors]
     copies = [torch.empty_like(original) for original in originals]
@@ -142,7 +142,7 @@ def _copy_seconds(state_dict: dict[str, Any], written: int) -> float:
 
 
 def _find_memory(nbytes: int) -> None:
-    """Take and touch as much memory, in huge pages, and give it back."""
+    """Allocate and touch this much memory in huge pages, and free it."""
     with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -153,7 +153,7 @@ def _find_memory(nbytes: int) -> None:
 def measure(
     who: str, directory: str, shape: str, nbytes: int, saves: int, tensors: int, objects_nbytes: int
 ) -> dict[str, float]:
-    """One contender on one rank."""
+    """Measure one contender on one rank."""
     state_dict, written = _state_dict(shape, nbytes, tensors, objects_nbytes)
     save = CONTENDERS[who]()
     training = _Training()
@@ -191,14 +191,14 @@ def measure(
 
 
 def main() -> None:
-    """Measure and print: ratios, then what each contender took."""
+    """Measure, and print the ratios and then the figures of each contender."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--mib", type=int, default=256, help="that each rank saves")
+    parser.add_argument("--mib", type=int, default=256, help="MiB that each rank saves")
     parser.add_argument("--saves", type=int, default=5)
     parser.add_argument("--shape", default="fsdp2", choices=["fsdp2", "ddp"])
-    parser.add_argument("--objects-mib", type=int, default=0, help="of objects in the state dict of each rank")
-    parser.add_argument("--tensors", type=int, default=64, help="that hold these bytes")
+    parser.add_argument("--objects-mib", type=int, default=0, help="MiB of objects in the state dict of each rank")
+    parser.add_argument("--tensors", type=int, default=64, help="the number of tensors with these bytes")
     parser.add_argument("--who", nargs="*", default=list(CONTENDERS), choices=list(CONTENDERS))
     parser.add_argument("--directory")
     parser.add_argument("--json")

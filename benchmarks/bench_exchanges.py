@@ -1,11 +1,11 @@
-"""What exchanges cost at size: sockets, bytes, the store and CPU time, with many ranks as threads of one process.
+"""Measures what exchanges between many ranks cost: sockets, bytes, store traffic and CPU time.
 
-The channels, the tree and gloo are the real ones; only the launcher is missing: the ranks share a store in memory.
+The ranks are threads of one process, and share a store in memory. The channels, the tree and gloo are real.
 
     python -m benchmarks.bench_exchanges --ranks 2 8 64 128 1024 --json exchanges.json
 
-A repeated save is here what it says between ranks: an agreement, a gathering in which nobody has anything to say, and a
-barrier. ``--mesh 64`` adds a full mesh of gloo with one all-gather of as many headers, for comparison.
+A repeated save means its exchanges only: an agreement, a gather in which no rank has anything to send, and a barrier.
+For comparison, ``--mesh 64`` adds a full mesh of gloo that all-gathers the same number of headers.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ _HEADER_NBYTES = 160
 
 
 class Note(msgspec.Struct, frozen=True):
-    """What a rank gathers: usually nothing."""
+    """The message of a rank in a gather. It is usually empty."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a group of ``ranks`` costs; each figure is of one rank.
+    """The costs in a group of ``ranks`` ranks. Each figure is for one rank.
 
     Attributes:
         how: ``tree``, or ``mesh`` for the comparison.
-        sockets_mean, sockets_max: connections to other ranks; each process has one socket more, which listens.
-        connect_seconds: until all ranks are connected and have been through the first save.
-        store_nbytes: keys and values, both ways, until all are connected.
-        store_calls: how many questions that took.
-        first_cpu_ms: CPU time of connecting and of the first save.
-        save_cpu_ms: CPU time of a repeated save.
-        save_seconds: of all ranks, on the cores that there are.
-        save_nbytes_mean, save_nbytes_max: sent and received in a repeated save.
-        save_nbytes_a_neighbour: the most.
+        sockets_mean, sockets_max: connections to other ranks. Each process has one more socket, which listens.
+        connect_seconds: the time until all ranks are connected and have done the first save.
+        store_nbytes: the bytes of keys and values, sent and received, until all ranks are connected.
+        store_calls: the number of calls of the store until then.
+        first_cpu_ms: the CPU time of connecting and of the first save.
+        save_cpu_ms: the CPU time of a repeated save.
+        save_seconds: the time of a repeated save of all ranks on this machine's cores.
+        save_nbytes_mean, save_nbytes_max: bytes sent and received in a repeated save.
+        save_nbytes_a_neighbour: the most bytes between a rank and one neighbour.
     """
 
     how: str
@@ -81,7 +81,7 @@ class Row:
 
 
 class CountingStore(dist.Store):
-    """A store in memory that counts what passes through it: keys and values, in questions and in answers."""
+    """A store in memory that counts the bytes of all keys and values in calls and answers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class CountingStore(dist.Store):
 
 
 class _CountingPipe:
-    """``inner``, with what passes counted in ``nbytes`` of its rank and neighbour."""
+    """Wraps the pipe ``inner``, and counts the bytes between its rank and neighbour in ``nbytes``."""
 
     def __init__(self, inner: Pipe, nbytes: Counter[int], peer: int) -> None:
         self._inner = inner
@@ -161,11 +161,11 @@ class _CountingMeeting(Meeting):
 
 
 class Group:
-    """``size`` ranks, threads of this process, with the real channel over real gloo connections.
+    """``size`` ranks as threads of this process, with real channels over real gloo connections.
 
     Attributes:
-        store: that they share.
-        channels: one for each rank.
+        store: the store that all ranks share.
+        channels: the channel of each rank.
     """
 
     def __init__(self, size: int, timeout_seconds: float = 120.0) -> None:
@@ -177,10 +177,10 @@ class Group:
         self.channels = [Channel(Operation(link, "save", timeout_seconds), 0) for link in self._links]
 
     def run(self, function: Callable[[Channel], Any]) -> list[Any]:
-        """What ``function`` returned on each rank.
+        """Run ``function`` on each rank, and return the results.
 
         Raises:
-            BaseException: the first that a rank raised.
+            BaseException: a rank raised it. The first is raised.
         """
         results: list[Any] = [None] * self.size
         errors: list[BaseException] = []
@@ -201,7 +201,7 @@ class Group:
         return results
 
     def take_nbytes(self) -> list[Counter[int]]:
-        """What each rank has sent to and received from each neighbour since the last call."""
+        """The bytes that each rank has sent to and received from each neighbour since the last call."""
         found = []
         for meeting in self._meetings:
             found.append(Counter(meeting.nbytes))
@@ -219,19 +219,19 @@ class Group:
 
 
 def save(channel: Channel) -> None:
-    """What ranks say to each other in a save whose plan is known."""
+    """The exchanges of a save with a known plan."""
     channel.agree("save: plan", lambda: Offer(bytes(16), bytes(16), 1, 1))
     channel.gather("save: write", lambda: None, Note)
     channel.barrier("save: commit")
 
 
 def n_sockets() -> int:
-    """How many TCP sockets this process holds."""
+    """The number of TCP sockets of this process."""
     return sum(1 for _ in tcp_sockets())
 
 
 def measure(size: int) -> Row:
-    """A tree of ``size`` ranks in this process."""
+    """Measure a tree of ``size`` ranks in this process."""
     before = n_sockets()
     began, cpu = time.perf_counter(), time.process_time()
     group = Group(size)
@@ -249,8 +249,8 @@ def measure(size: int) -> Row:
     group.run(save_often)
     save_seconds, save_cpu = (time.perf_counter() - began) / _N_SAVES, (time.process_time() - cpu) / _N_SAVES
     connections = group.n_connections()
-    # All ranks share one listening socket here; both ends of each connection are sockets of this process.
-    # Ranks that were slow to connect may be probed at this moment, by one more each.
+    # All ranks share one listening socket here, and both ends of each connection are sockets of this process. A rank
+    # that was slow to connect may be probed at this moment over one more socket.
     until = time.monotonic() + 10
     while n_sockets() - before > sum(connections) + 2 and time.monotonic() < until:
         time.sleep(0.01)
@@ -276,7 +276,7 @@ def measure(size: int) -> Row:
 
 
 def measure_mesh(size: int) -> Row:
-    """A full mesh of gloo, in which all ranks all-gather headers, once for each of the three exchanges of a save."""
+    """Measure a full mesh of gloo. All ranks all-gather headers, once for each of the three exchanges of a save."""
     before, store = n_sockets(), CountingStore()
     groups: list[Any] = [None] * size
 
@@ -306,7 +306,7 @@ def measure_mesh(size: int) -> Row:
     sockets = n_sockets() - before
     on_all(gather)
     save_seconds, save_cpu = on_all(gather)
-    nbytes = 2 * 3 * _HEADER_NBYTES * (size - 1)  # a ring: each header passes each rank once
+    nbytes = 2 * 3 * _HEADER_NBYTES * (size - 1)  # in a ring each header passes each rank once
     return Row(
         "mesh",
         size,
@@ -325,7 +325,7 @@ def measure_mesh(size: int) -> Row:
 
 
 def _measured(function: Callable[[int], Row], size: int) -> Row:
-    """In a process of its own, which ends without closing thousands of connections one by one."""
+    """Call ``function`` in a new process. It ends without closing thousands of connections one by one."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_measure_and_end, args=(function, size, sender))
@@ -338,8 +338,8 @@ def _measured(function: Callable[[int], Row], size: int) -> Row:
 
 def _measure_and_end(function: Callable[[int], Row], size: int, sender: Connection) -> None:
     torch.set_num_threads(1)
-    # Python wakes each thread that waits for its lock 200 times a second. With the threads of 1024 ranks, little else
-    # would be measured.
+    # Python wakes each thread that waits for the GIL 200 times a second. With the threads of 1024 ranks that would be
+    # most of what is measured.
     sys.setswitchinterval(1.0)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = hard if function is measure_mesh else soft  # the package raises the limit itself
@@ -350,7 +350,7 @@ def _measure_and_end(function: Callable[[int], Row], size: int, sender: Connecti
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """See the module."""
+    """Run the benchmark with these command line arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 64, 128, 1024])
     parser.add_argument("--mesh", type=int, nargs="*", default=[])

@@ -1,10 +1,10 @@
-"""What a repeated save of many ShardedTensors costs the processor: CPU seconds of one rank, and where they go.
+"""Measures the CPU time of a repeated save of many ShardedTensors on one rank, and in which functions it goes.
 
-Run it for a table: ``python -m benchmarks.bench_megatron_repeat --json repeat.json`` (about half a minute). Two ranks,
-each with ``--tensors`` small ShardedTensors under names as Megatron makes them, saved by ``dist_checkpointing.save``
-with robust_dcp as the planner. Megatron makes the ShardedTensors anew for every save, and so does this; that part is
-not counted. ``--profile`` prints, for one rank, the functions of cProfile in which the last save spends its time; the
-profiler makes each call dearer, so its seconds are for comparing functions with each other only.
+Run it for a table: ``python -m benchmarks.bench_megatron_repeat --json repeat.json`` (about half a minute). Two ranks
+each hold ``--tensors`` small ShardedTensors with names like Megatron's. ``dist_checkpointing.save`` saves them with
+robust_dcp as the planner. Megatron makes new ShardedTensors for every save, and so does this benchmark. That part is
+not counted. ``--profile`` prints the functions in which one rank's last save spends its time, from cProfile. The
+profiler slows down each call, so only compare its seconds with each other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SAVES = 5
 
 
 def _state(tensors: list[torch.Tensor]) -> dict[str, Any]:
-    """What ``model.sharded_state_dict()`` and the optimizer's would give: a layer has 40 tensors."""
+    """A state dict like that of ``model.sharded_state_dict()`` and the optimizer's. A layer has 40 tensors."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -48,7 +48,7 @@ def _state(tensors: list[torch.Tensor]) -> dict[str, Any]:
 
 
 def measure(directory: str, n_tensors: int, profile: bool) -> tuple[list[dict[str, Any]], str]:
-    """The rows of one run, on this rank, and the profile of the last save."""
+    """Measure one run on this rank. Returns its rows, and the profile of the last save."""
     from megatron.core import dist_checkpointing
 
     import robust_dcp.megatron
@@ -63,7 +63,7 @@ def measure(directory: str, n_tensors: int, profile: bool) -> tuple[list[dict[st
             os.mkdir(path)
         strategy = _strategy()
         state = _state(tensors)
-        gc.collect()  # what making the state dict has left is not the save's
+        gc.collect()  # garbage from making the state dict must not count for the save
         dist.barrier()
         started, cpu_started = time.perf_counter(), time.process_time()
         if profile and number == _SAVES:

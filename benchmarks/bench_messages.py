@@ -1,7 +1,7 @@
-"""What the ranks of a save say to each other: exchanges, messages and bytes of each phase, first and repeated.
+"""Counts the exchanges, messages and bytes between the ranks in each phase of a first and a repeated save.
 
-Run it for a table: ``python -m benchmarks.bench_messages --json messages.json``. The tests of the package measure with
-:func:`measure_saves` too, in ranks of their own. All ranks are processes of this machine; nothing is timed.
+Run it for a table: ``python -m benchmarks.bench_messages --json messages.json``. The tests of the package also use
+:func:`measure_saves`, in their own ranks. All ranks are processes of this machine. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class PhaseCost:
     Attributes:
         save: one of ``SAVES``.
         phase: ``plan``, ``write`` or ``commit``.
-        rank: of the group; 0 is the coordinator.
-        exchanges, messages: how many.
+        rank: the rank in the group; 0 is the coordinator.
+        exchanges, messages: their numbers.
         header_nbytes, payload_nbytes: bytes sent.
     """
 
@@ -46,7 +46,7 @@ class PhaseCost:
 
 
 def state_dict_of(rank: int, n_items: int, n_objects: int, text: str) -> dict[str, Any]:
-    """``n_items`` tensors of this rank's own, and ``n_objects`` objects that all ranks hold."""
+    """A state dict with ``n_items`` tensors of this rank only, and ``n_objects`` objects that all ranks hold."""
     block = torch.zeros(2)
     found: dict[str, Any] = {
         f"decoder.layers.{n}.mlp.experts.linear_fc1.weight.rank{rank}": block for n in range(n_items)
@@ -56,9 +56,9 @@ def state_dict_of(rank: int, n_items: int, n_objects: int, text: str) -> dict[st
 
 
 def measure_saves(directory: str, n_items: int, n_objects: int = 0) -> list[PhaseCost]:
-    """Save the same structure again and again, on a rank of an initialised group; what this rank sent each time.
+    """Save the same structure several times, and return what this rank sent. Call it on each rank of a group.
 
-    The second save repeats the first; in the third, if there are objects, they have other contents of the same length.
+    The second save repeats the first. In the third save the objects, if any, have other contents of the same length.
     """
     rank = dist.get_rank()
     PLANS.clear()

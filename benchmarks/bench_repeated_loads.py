@@ -1,11 +1,12 @@
-"""Loads of one checkpoint again and again: what the page cache does for them, by ours and by stock's reader.
+"""Loads one checkpoint several times with our reader and with stock's, to see what the page cache does for each.
 
-``python -m benchmarks.bench_repeated_loads --path /data --json loads.json``. Ours loads what ours saved, stock loads
-what stock saved, in turns, all on the ranks of this machine. Of each, in a row: the ``first`` load begins with the
-files out of the page cache; ``second`` and ``third`` find there what the load before has left; ``warm`` begins with all
-files in the cache. ``x stock`` is stock's time for the same load in the same run. ``copy and checksum`` is what a warm
-load cannot be cheaper than: each rank reads as many bytes with a single thread, 1 MiB at a time, into memory that is in
-use, and checksums them. Medians; seconds are those of the slowest rank, CPU seconds and bytes from the device are sums.
+``python -m benchmarks.bench_repeated_loads --path /data --json loads.json``. Each of the two loads what it has saved
+itself, in turns, on ranks of this machine. Before the ``first`` load the files are not in the page cache. ``second``
+and ``third`` follow, and find there what the load before has left. Before ``warm`` all files are in the cache.
+
+``x stock`` is stock's time for the same load in the same run. ``copy and checksum`` is a lower limit for a warm load:
+one thread of each rank reads the same number of bytes, 1 MiB at a time, into memory that is in use, and checksums them.
+Figures are medians. Seconds are those of the slowest rank. CPU seconds and bytes from the device are sums.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ _MIB = 1 << 20
 BOUND = "copy and checksum"
 LOADS = ("first", "second", "third", "warm")
 CASES = ("tensors", "moe", FSDP2, "replicas")
-"""``tensors``: 8 of equal size on each rank; ``replicas``: all ranks read the same 8; the others are shapes of
-``benchmarks.storage``, of which each rank has its own part."""
+"""``tensors``: each rank has 8 tensors of equal size. ``replicas``: all ranks read the same 8. The others are shapes of
+``benchmarks.storage``, and each rank has its own part."""
 
 _COLUMNS = {
     "case": "case",
@@ -63,20 +64,20 @@ class Sample(NamedTuple):
 
 
 Measured = dict[tuple[str, str], list[Sample]]
-"""(who, load) to a sample for each round."""
+"""The samples of all rounds by (who, load)."""
 
 
 def measure(directory: str, case: str, nbytes: int, rounds: int) -> tuple[int, Measured]:
-    """What this rank's loads took; to be called on every rank.
+    """Measure the loads of this rank. All ranks call it.
 
     Args:
-        nbytes: of all ranks together.
+        nbytes: the bytes of all ranks together.
 
     Returns:
         The bytes of this rank's tensors, and the samples.
 
     Raises:
-        ValueError: something else was loaded than was saved.
+        ValueError: the loaded values are not those that were saved.
     """
     rank = dist.get_rank()
     state_dict = _state_dict(case, nbytes)
@@ -111,7 +112,7 @@ def measure(directory: str, case: str, nbytes: int, rounds: int) -> tuple[int, M
 
 
 def rows_of(case: str, ranks: list[tuple[int, Measured]]) -> list[dict[str, Any]]:
-    """A row for each reader and load, from what :func:`measure` gave on each rank."""
+    """Make a row for each reader and load, from the results of :func:`measure` on each rank."""
     gib = sum(nbytes for nbytes, _ in ranks) / _GIB
     rows = []
     for who, load in ranks[0][1]:
@@ -152,7 +153,7 @@ def _sample(load: Callable[[], Any]) -> Sample:
 
 
 def _device_nbytes() -> int:
-    """Bytes that this process has had read from devices."""
+    """The bytes that were read from devices for this process."""
     with open("/proc/self/io", encoding="ascii") as file:
         return int(dict(line.split(": ") for line in file.read().splitlines())["read_bytes"])
 
@@ -166,7 +167,7 @@ def _read_all(path: str) -> None:
 
 
 def _copy_and_checksum(path: str, memory: np.ndarray[Any, Any]) -> None:
-    """Fill ``memory`` from the files in ``path``, as if all of them were one that is repeated."""
+    """Fill ``memory`` with the bytes of all files in ``path``, one after the other, and again from the first."""
     view = memoryview(memory)
     done = 0
     for name in sorted(os.listdir(path)):

@@ -1,8 +1,8 @@
-"""Whole saves and loads, ours and stock's side by side in one run, on ranks of this machine.
+"""Compares whole saves and loads of ours and stock's in one run on ranks of this machine.
 
 Run it for a table: ``python -m benchmarks.bench_save_load --json save_load.json``. Each row is a median over rounds in
-which ours and stock's alternate; ratios say how many times less time, or CPU time on the coordinator, ours takes.
-``--many`` is for state dicts of many small tensors: 20,000, where stock takes minutes.
+which ours and stock's alternate. A ratio says how many times less time, or CPU time on the coordinator, ours takes.
+``--many`` measures a state dict of 20,000 small tensors, for which stock takes minutes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _COLUMNS = {
 
 
 def _timed(call: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds until all ranks are done, and CPU seconds of this rank."""
+    """The seconds until all ranks are done, and the CPU seconds of this rank."""
     dist.barrier()
     started, cpu_started = time.perf_counter(), time.process_time()
     call()
@@ -53,13 +53,13 @@ def _timed(call: Callable[[], Any]) -> tuple[float, float]:
 
 
 def measure(directory: str, n_tensors: int, nbytes_each: int, loads: bool) -> dict[str, tuple[float, float]]:
-    """One round of one case on this rank: what is measured, to (seconds, CPU seconds).
+    """Measure one round of one case on this rank. Returns (seconds, CPU seconds) by the name of the measurement.
 
     Args:
-        directory: for checkpoints; empty.
-        n_tensors: DTensors, each sharded over all ranks.
-        nbytes_each: bytes of a rank's shard of each, a multiple of 1024.
-        loads: whether loads are measured too.
+        directory: an empty directory for checkpoints.
+        n_tensors: the number of DTensors. Each is sharded over all ranks.
+        nbytes_each: the bytes of a rank's shard of each DTensor, a multiple of 1024.
+        loads: whether to measure loads too.
     """
     world_size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,))
@@ -85,14 +85,14 @@ def measure(directory: str, n_tensors: int, nbytes_each: int, loads: bool) -> di
 
 
 def _warm_up(directory: str) -> None:
-    """Connections and imports are no part of a save; what is known of other state dicts must not help."""
+    """Make connections and imports, which are not part of a save. The state dict differs, so no plan can help later."""
     small = {"step": torch.zeros(1)}
     dcp.save(small, checkpoint_id=f"{directory}/warm-stock")
     robust_dcp.save(small, checkpoint_id=f"{directory}/warm-ours")
 
 
 def _rows(world_size: int, case: tuple[int, int], rounds: int, *, loads: bool) -> list[dict[str, Any]]:
-    """Rounds in processes of their own, so that every first save is one."""
+    """Run each round in new processes, so that every first save really is a first one."""
     n_tensors, nbytes_each = case
     found = []
     for _ in range(rounds):
@@ -105,7 +105,7 @@ def _rows(world_size: int, case: tuple[int, int], rounds: int, *, loads: bool) -
     pairs = {
         "first save": ("first save, ours", "first save, stock"),
         "repeated save": ("repeated save, ours", "repeated save, stock"),
-        # Without a plan cache every save of stock's is a first one.
+        # Without a plan cache every save of stock's is like a first one.
         "repeated save, stock without cache": ("repeated save, ours", "first save, stock"),
     }
     if loads:

@@ -1,7 +1,7 @@
-"""Loads of replicas on ranks of this machine, where each reads for itself and where they share reads.
+"""Compares loads of replicas in which each rank reads for itself with loads in which the ranks share reads.
 
-``python -m benchmarks.bench_shared_reads --path /data --json shared.json``. Medians over rounds in which both
-alternate; "cold" is with the files out of the page cache.
+``python -m benchmarks.bench_shared_reads --path /data --json shared.json``. The figures are medians over rounds in
+which both alternate. "cold" means that the files are not in the page cache.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _COLUMNS = {
 
 
 def measure(directory: str, n_items: int, nbytes_each: int, rounds: int) -> list[dict[str, Any]]:
-    """A row for each way to load what lies in ``directory``; to be called on every rank."""
+    """Measure each way to load the checkpoint in ``directory``, and return a row for each. All ranks call it."""
     targets = {f"item.{number}": torch.zeros(nbytes_each // 4) for number in range(n_items)}
     found: dict[tuple[bool, bool], list[tuple[float, float, int]]] = defaultdict(list)
     for _ in range(rounds):

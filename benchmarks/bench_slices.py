@@ -1,9 +1,10 @@
-"""What it costs to verify slices: the reads of a reshard, with checksums, without, and by stock.
+"""Measures what it costs to verify slices: the reads of a reshard with checksums, without them, and by stock.
 
 Run it for a table: ``python -m benchmarks.bench_slices --gib 2 --json slices.json``. One process saves tensors of 64
-MiB, and then reads of each what one of ``n`` ranks would: rows (``Shard(0)``) or columns (``Shard(1)``). All contenders
-read the same in turn, from the page cache, so checksums have nothing to hide behind. Bytes are those that the reader
-asked the system for, beside those that were wanted.
+MiB. Then it reads the part of each tensor that one of ``n`` ranks would read: rows (``Shard(0)``) or columns
+(``Shard(1)``). All contenders read the same in turn. They read from the page cache, so the time for checksums is not
+hidden by a slow disk. The table compares the bytes that the reader asked the system for with the bytes that were
+wanted.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class _Counting(PosixDisk):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Hands out targets of the slices."""
+    """Gives the slices' targets to the reader."""
 
     def __init__(self, targets: dict[str, torch.Tensor]) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 class _Slices:
-    """What rank ``rank`` of ``ranks`` reads of each tensor."""
+    """The parts of all tensors that rank ``rank`` of ``ranks`` reads."""
 
     def __init__(self, names: list[str], dimension: int, ranks: int, rank: int) -> None:
         size = (_ROWS, _WIDTH)[dimension]
@@ -89,7 +90,7 @@ class _Slices:
         return sum(target.nbytes for target in self.targets.values())
 
     def read(self, reader: Any) -> tuple[float, float]:
-        """Seconds by the clock, and of the processor."""
+        """Read the slices. Returns the wall time and the CPU time in seconds."""
         metadata = reader.read_metadata()
         reader.set_up_storage_reader(metadata, True)
         stored = {index.fqn: index for index in metadata.storage_data}
@@ -120,7 +121,7 @@ def _measured(directory: str, names: list[str], case: tuple[str, int, int], repe
         }
         for name, reader in readers.items():
             cost = slices.read(reader)
-            if number:  # in the first turn the targets get their memory
+            if number:  # the first turn does not count, because it allocates the targets' memory
                 found[name].append(cost)
     seconds = {name: statistics.median(each[0] for each in costs) for name, costs in found.items()}
     cpu = {name: statistics.median(each[1] for each in costs) for name, costs in found.items()}
@@ -136,7 +137,7 @@ def _measured(directory: str, names: list[str], case: tuple[str, int, int], repe
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """See the module."""
+    """Run the benchmark with these command line arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, default=2.0, help="of the checkpoint")
     parser.add_argument("--repeats", type=int, default=5)

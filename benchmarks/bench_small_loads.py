@@ -1,9 +1,9 @@
-"""What a load costs for each of many small tensors: ours and stock's in turn, in one run, from the page cache.
+"""Measures what a load costs for each of many small tensors, ours and stock's, in one run from the page cache.
 
 Run it for a table: ``python -m benchmarks.bench_small_loads --tensors 10000 --bytes 4096 --json small.json``. One
-process saves plain tensors, or DTensors on a mesh of one rank, and loads them whole into allocated tensors of the same
-kind, ``robust_dcp.load`` and ``torch.distributed.checkpoint.load`` by turns. Each figure is the median of its rounds.
-CPU time is that of all threads: on a machine where others work, its ratio says more than that of wall time.
+process saves plain tensors, or DTensors on a mesh of one rank. It loads them whole into allocated tensors of the same
+kind, by ``robust_dcp.load`` and ``torch.distributed.checkpoint.load`` in turn. Each figure is a median over rounds. CPU
+time is that of all threads. If other programs use the machine, the ratio of CPU times says more than that of wall time.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _measured(case: tuple[str, str], directory: str, n_tensors: int, nbytes: int
     for number in range(rounds + 1):
         for who, load in loads.items():
             cost = _cost(load)
-            if number:  # in the first turn targets get their memory
+            if number:  # the first turn does not count, because it allocates the targets' memory
                 costs[who].append(cost)
     if not all(torch.equal(found[name], value) for name, value in saved.items()):
         raise AssertionError("what was loaded is not what was saved")
@@ -92,7 +92,7 @@ def _measured(case: tuple[str, str], directory: str, n_tensors: int, nbytes: int
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """See the module."""
+    """Run the benchmark with these command line arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensors", type=int, default=10_000)
     parser.add_argument("--bytes", type=int, default=4096, help="of each, a multiple of 4")

@@ -1,6 +1,7 @@
-"""The short form of ``benchmarks.storage``: one round of small checkpoints, ours beside torch's own, under a minute.
+"""A short form of ``benchmarks.storage``: one round of small checkpoints, ours and torch's own, in under a minute.
 
-Its figures are of short runs, which drives and their caches flatter: those of ``python -m benchmarks.storage`` are not.
+In such short runs drives and their caches look faster than they are. For reliable figures run
+``python -m benchmarks.storage``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Chunks of uneven DTensors, ours and stock's side by side on real ranks; and the coordinator alone, of many ranks.
+"""Measures how long it takes to find the chunks of uneven DTensors, by ours and by stock's code.
 
-Run it for two tables: ``python -m benchmarks.bench_uneven_dtensors --json uneven.json``. The first is of ranks of this
-machine, in rounds in which ours and stock's alternate, with what both found compared each time; a ratio says how many
-times less time ours takes. The second decodes the merged messages of ranks that do not exist, and solves them.
+Run it for two tables: ``python -m benchmarks.bench_uneven_dtensors --json uneven.json``. The first table is for ranks
+of this machine. Ours and stock's alternate in rounds, and their results are compared each time. A ratio says how many
+times less time ours takes. The second table is for the coordinator alone. It decodes the merged messages of many
+virtual ranks and solves them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _LAYER: dict[str, tuple[int, ...]] = {
     "mlp.linear_fc1.weight": (512, 128),
     "mlp.linear_fc2.weight": (128, 512),
 }
-"""Shapes of one layer: their ratios are those of a transformer, and thousands of them fit in any memory."""
+"""The shapes of one layer. They have the ratios of a transformer, but are so small that thousands fit in memory."""
 
 _STATES = ("", ".exp_avg", ".exp_avg_sq")
 
@@ -75,9 +76,9 @@ class Cut:
     """How one DTensor is cut over ranks along dimension 0.
 
     Attributes:
-        key: of the DTensor.
-        shape: global.
-        edges: ranks + 1 rows; rank ``r`` holds those from ``edges[r]`` to before ``edges[r + 1]``, or none.
+        key: the key of the DTensor.
+        shape: its global shape.
+        edges: ranks + 1 row numbers. Rank ``r`` holds the rows from ``edges[r]`` to before ``edges[r + 1]``, if any.
     """
 
     key: str
@@ -95,9 +96,9 @@ class Sample:
     Attributes:
         call: ``first``, or ``repeated`` with the same DTensors.
         who: ``ours`` or ``stock``.
-        seconds: of this rank.
-        collectives: calls of ``torch.distributed``.
-        exchanges, header_nbytes, payload_nbytes: of robust_dcp's channel, in bytes sent.
+        seconds: the time on this rank.
+        collectives: the number of calls of ``torch.distributed``.
+        exchanges, header_nbytes, payload_nbytes: the exchanges of robust_dcp's channel, and the bytes that it sent.
     """
 
     call: str
@@ -110,10 +111,10 @@ class Sample:
 
 
 def cuts_of(n_tensors: int, n_ranks: int, prefix: str = "model") -> Iterator[Cut]:
-    """Weights and optimizer states of as many layers as it takes, cut where Megatron-FSDP would about cut them.
+    """Make weights and optimizer states of as many layers as needed, cut about where Megatron-FSDP would cut them.
 
-    All weights of a layer lie in one flat buffer, of which each rank has an equal part: few are cut at all, and most
-    ranks hold nothing of them. Edges are moved up to whole rows.
+    All weights of a layer lie in one flat buffer, and each rank has an equal part of the buffer. So few weights are
+    cut, and most ranks hold nothing of a given weight. Edges are moved up to whole rows.
     """
     sizes = [math.prod(shape) for shape in _LAYER.values()]
     part = -(-sum(sizes) // n_ranks)
@@ -158,10 +159,10 @@ def _sample(call: str, who: str, function: Callable[[], Any], channel: Channel) 
 
 
 def measure(n_tensors: int, rounds: int) -> list[Sample]:
-    """All samples of this rank, in the same order on all ranks; to be called on every rank of the group.
+    """Measure all samples of this rank, in the same order on all ranks. Every rank of the group calls it.
 
     Raises:
-        ValueError: ours found another chunk than stock.
+        ValueError: our code found another chunk than stock's.
     """
     from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor as stock
 
@@ -191,7 +192,7 @@ def measure(n_tensors: int, rounds: int) -> list[Sample]:
 
 
 def rows_of(by_rank: list[list[Sample]], n_tensors: int) -> list[dict[str, Any]]:
-    """A row for each kind of call: medians over rounds of the slowest rank's seconds, and the most that a rank sent."""
+    """Make a row for each kind of call: the median time of the slowest rank, and the most that any rank sent."""
     rows = []
     for name in ("first", "repeated"):
         row: dict[str, Any] = {"ranks": len(by_rank), "tensors": n_tensors, "call": name}
@@ -207,7 +208,7 @@ def rows_of(by_rank: list[list[Sample]], n_tensors: int) -> list[dict[str, Any]]
 
 
 def messages_of(n_ranks: int, n_tensors: int) -> list[bytes]:
-    """What each of ``n_ranks`` ranks has to tell the coordinator, before it is merged with what others tell."""
+    """The message of each of ``n_ranks`` ranks for the coordinator, before the messages are merged."""
     cuts = list(cuts_of(n_tensors, n_ranks))
     spreads = {ndim: Spread((n_ranks,), tuple(range(n_ranks)), (0,), (0,), ndim) for ndim in (1, 2)}
     return [
@@ -221,7 +222,7 @@ def messages_of(n_ranks: int, n_tensors: int) -> list[bytes]:
 
 
 def measure_coordinator(n_ranks: int, n_tensors: int, rounds: int) -> dict[str, Any]:
-    """A row of what the coordinator of ``n_ranks`` ranks with ``n_tensors`` DTensors each does: medians over rounds."""
+    """Measure the coordinator of ``n_ranks`` ranks with ``n_tensors`` DTensors each. Returns a row of medians."""
     messages = messages_of(n_ranks, n_tensors)
     bundler = Bundler(ShardColumns)
     for rank, message in enumerate(messages):
@@ -254,7 +255,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tensors", type=int, nargs="+", default=[1000], help="DTensors of each rank")
     parser.add_argument("--ranks", type=int, default=2, help="processes of this machine")
-    parser.add_argument("--virtual-ranks", type=int, default=128, help="whose messages the coordinator alone gets")
+    parser.add_argument("--virtual-ranks", type=int, default=128, help="virtual ranks for the coordinator's table")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", help="write all rows there as well")
     options = parser.parse_args(arguments)

@@ -1,6 +1,6 @@
-"""Which compression structure messages get: zstandard and zlib on the structure of a Megatron-like rank.
+"""Compares zstandard and zlib as compression for structure messages, on the structure of a Megatron-like rank.
 
-Run it for a table: ``python -m benchmarks.bench_wire --json wire.json``. CPU time, the best of several rounds.
+Run it for a table: ``python -m benchmarks.bench_wire --json wire.json``. CPU times are the best of several rounds.
 """
 
 from __future__ import annotations

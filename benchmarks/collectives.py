@@ -1,4 +1,4 @@
-"""How often Python code calls the collectives of ``torch.distributed``. For benchmarks, and for tests that count."""
+"""Counts how often Python code calls the collectives of ``torch.distributed``. For benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COLLECTIVES = (
 
 @contextmanager
 def counted_collectives() -> Iterator[Counter[str]]:
-    """Counts, by name, the calls of this process within the block; those bound by ``from … import …`` escape."""
+    """Count this process's calls within the block, by name. Functions imported by ``from … import …`` are missed."""
     calls: Counter[str] = Counter()
     originals = {name: getattr(dist, name) for name in _COLLECTIVES}
 

@@ -4,9 +4,9 @@
 #   benchmarks/fastdisk.sh up   [directory] [size]    make it, mount it, print the mount point
 #   benchmarks/fastdisk.sh down [directory]           remove all of that again
 #
-# directory: /tmp/fastdisk; size: 4G, taken from memory at once, so that no write waits for pages of the backing file.
-# XFS where mkfs.xfs is installed, else ext4. Needs root, loop devices and room in /dev/shm. What was made of these
-# choices goes to stderr, since figures depend on it; stdout has the mount point alone.
+# The defaults are /tmp/fastdisk and 4G. The memory is taken at once, so no write waits for pages of the backing file.
+# The file system is XFS if mkfs.xfs is installed, else ext4. This needs root, loop devices and room in /dev/shm. Figures
+# depend on these choices, so stderr says what was made. stdout has only the mount point.
 set -eu
 
 usage() { sed -n '2,10s/^# \{0,1\}//p' "$0" >&2; exit 2; }
@@ -31,7 +31,7 @@ remove() {
 }
 
 attach() {
-    # Direct: what the file system writes is not cached a second time. Not every backing file system takes it.
+    # With direct I/O the page cache does not hold the data twice. Not every backing file system supports it.
     if device=$(losetup --find --show --direct-io=on "$image" 2>/dev/null); then
         say "$device over $image, direct I/O"
     elif device=$(losetup --find --show "$image"); then
@@ -42,7 +42,7 @@ attach() {
 }
 
 make_file_system() {
-    # No discard: it would give the pages of the backing file back, and writes would wait for new ones.
+    # Discard is off. It would free pages of the backing file, and later writes would wait for new ones.
     if command -v mkfs.xfs >/dev/null; then
         mkfs.xfs -q -K "$device" && kind=xfs
     elif command -v mkfs.ext4 >/dev/null; then

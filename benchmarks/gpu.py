@@ -1,10 +1,11 @@
-"""Saves and loads of tensors on a CUDA device, beside stock and beside what the device and the disk can do.
+"""Measures saves and loads of tensors on a CUDA device, compared with stock and with the limits of device and disk.
 
-Run it for tables: ``make gpu``, or ``python -m benchmarks.gpu --gib 16 --json gpu.json``. One process, one device. The
-limits come first: one large copy between the device and pinned memory, both ways, and direct writes and reads of the
-file system. Then ours and stock's, in turn. Sizes shrink if the disk would take longer than ``--seconds`` for one save.
+Run it for tables: ``make gpu``, or ``python -m benchmarks.gpu --gib 16 --json gpu.json``. There is one process and one
+device. The limits are measured first: one large copy between the device and pinned memory in each direction, and direct
+writes and reads of the file system. Ours and stock's follow in turn. Sizes shrink if the disk would take longer than
+``--seconds`` for one save.
 
-Without a CUDA device the CPU stands in for it, which shows only that the program works: the tables say so.
+Without a CUDA device the CPU takes its place. This only shows that the program works, and the tables say so.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _synchronize() -> None:
 
 
 def _seconds(call: Callable[[], object], rounds: int = 5) -> float:
-    """The median of some calls after one that does not count, work of the device included."""
+    """The median time of some calls, with their work on the device. A first call does not count."""
     found = []
     for number in range(rounds + 1):
         _synchronize()
@@ -96,7 +97,7 @@ def measure_limits(directory: str) -> list[Row]:
 
 
 def _write(path: str) -> None:
-    """Past the page cache where the file system has that, in blocks of 8 MiB."""
+    """Write in blocks of 8 MiB, past the page cache if the file system supports that."""
     memory = Block(_BLOCK_NBYTES)
     descriptor = _open(path, os.O_WRONLY | os.O_CREAT)
     try:
@@ -131,7 +132,7 @@ def _open(path: str, flags: int) -> int:
 
 
 def measure_copies(limits: list[Row]) -> list[Row]:
-    """The copy of an async save, and what a load does behind its reads, as shares of one large copy."""
+    """Measure the copy of an async save, and a load's work besides its reads, as shares of one large copy."""
     state_dict = _state_dict(2 * _GIB if _DEVICE.type == "cuda" else _GIB // 8)
     nbytes = _nbytes(state_dict)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
@@ -166,13 +167,13 @@ def _nbytes(state_dict: dict[str, Any]) -> int:
 
 
 def _pinned_mib() -> float:
-    """Memory that is locked for the device, kept for the next save."""
+    """The MiB of memory that is locked for the device and kept for the next save."""
     staged = sum(buffer.nbytes for buffer in STAGING._free if buffer.is_pinned)
     return (staged + sum(len(block.data) for block in POOL._free if block.is_pinned)) / (1 << 20)
 
 
 def _save(call: Callable[[str], object], directory: str, rounds: int) -> Row:
-    """A repeated save: until the call returns, and until it is committed."""
+    """Measure a repeated save: the time until the call returns, and until the commit."""
     total, blocked, cpu = [], [], []
     for number in range(rounds + 1):
         path = f"{directory}/{number}"
@@ -241,7 +242,7 @@ def measure_saves(directory: str, gib: float, rounds: int) -> list[Row]:
 
 
 def measure_training(directory: str, gib: float) -> list[Row]:
-    """A training loop while one save after another is under way."""
+    """Measure a training loop during saves that follow one another."""
     state_dict = _state_dict(int(gib * _GIB))
     size = 4096 if _DEVICE.type == "cuda" else 256
     left, right = torch.randn(size, size, device=_DEVICE), torch.randn(size, size, device=_DEVICE)
@@ -284,8 +285,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gib", type=float, default=16.0 if _DEVICE.type == "cuda" else 0.125)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=12.0, help="at most for one save; sizes shrink to keep it")
-    parser.add_argument("--directory", help="where checkpoints lie for the time being")
+    parser.add_argument("--seconds", type=float, default=12.0, help="limit for one save; sizes shrink to keep it")
+    parser.add_argument("--directory", help="where to put the checkpoints during the run")
     parser.add_argument("--json")
     arguments = parser.parse_args()
     name = torch.cuda.get_device_name() if _DEVICE.type == "cuda" else "NO GPU: the CPU stands in, figures mean nothing"
@@ -308,7 +309,7 @@ def main() -> None:
 
 
 def _fitting_gib(directory: str, gib: float, seconds: float) -> float:
-    """As much as the disk writes in ``seconds``, and as the device and the host have room for."""
+    """The size that the disk writes in ``seconds``, and that fits into the device and the host."""
     probe = {"w": torch.zeros(_LIMIT_NBYTES, dtype=torch.uint8)}
     started = time.perf_counter()
     robust_dcp.save(probe, checkpoint_id=f"{directory}/probe")

@@ -1,7 +1,7 @@
-"""io_uring beside threads: the same direct writes, kept in flight by one thread with a ring or by several with pwrite.
+"""Compares io_uring with threads: one thread with a ring, or several threads with pwrite, make the same direct writes.
 
-An experiment that the choice of threads rests on (docs/performance.md); nothing of robust_dcp uses a ring. Raw system
-calls, since liburing need not be installed::
+robust_dcp uses threads and no ring because of this experiment (docs/performance.md). It makes raw system calls, since
+liburing may not be installed::
 
     python -m benchmarks.io_uring DIRECTORY [GIB]
 """
@@ -84,7 +84,7 @@ def _offsets(parameters: bytearray, at: int) -> tuple[int, ...]:
 
 
 def by_ring(fd: int, memory: memoryview, address: int, block_nbytes: int, depth: int, checksums: bool) -> None:
-    """One thread checksums and begins; ``depth`` writes are in flight."""
+    """One thread computes checksums and starts writes. ``depth`` writes are in flight."""
     ring, in_flight = Ring(depth), 0
     for offset in range(0, len(memory), block_nbytes):
         if checksums:
@@ -100,7 +100,7 @@ def by_ring(fd: int, memory: memoryview, address: int, block_nbytes: int, depth:
 
 
 def by_threads(fd: int, memory: memoryview, _: int, block_nbytes: int, threads: int, checksums: bool) -> None:
-    """Each thread checksums and writes the next block."""
+    """Each thread takes the next block, computes its checksum and writes it."""
     offsets: Iterator[int] = iter(range(0, len(memory), block_nbytes))
     taking = threading.Lock()
 
@@ -131,7 +131,7 @@ def _crc32(data: memoryview) -> int:
 
 
 def measure(directory: str, nbytes: int) -> None:
-    """Print GiB/s and CPU-s/GiB of both, for some depths and sizes of blocks, rounds interleaved."""
+    """Print GiB/s and CPU-s/GiB of both, for several depths and block sizes. Rounds are interleaved."""
     mapped = mmap.mmap(-1, nbytes)
     for start in range(0, nbytes, _MIB):
         mapped[start : start + _MIB] = os.urandom(4096) * 256

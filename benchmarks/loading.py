@@ -1,14 +1,14 @@
-"""What the planning of a load costs a rank: ours and stock's, in one run, on the same checkpoint.
+"""Measures what it costs a rank to plan a load, by ours and by stock's code, in one run on the same checkpoint.
 
 Run it for a table: ``python -m benchmarks.loading --ranks 128 --items 5000 --json loading.json``. The checkpoint is
-that of many virtual ranks, without data. The rank that loads is real: it has DTensors on a mesh of all ranks (torch's
-"fake" process group stands for the others), reads the metadata, and makes its plan with the code of both loads. Each
-contender runs in a process of its own. CPU seconds are user and system time; memory is the peak above what the process
-held before.
+that of many virtual ranks and has no data. The rank that loads is real. It has DTensors on a mesh of all ranks, and
+torch's "fake" process group stands for the others. It reads the metadata, and makes its plan with the code of both
+loads. Each contender runs in its own process. CPU seconds are user and system time. Memory is the peak above what the
+process had before.
 
-``same`` loads by as many ranks as saved, so that each item is one stored chunk. ``reshard`` loads a tensor of
-``--chunks`` chunks by three quarters as many ranks: cut along the same dimension, and along the other one, where a rank
-needs a part of every chunk; its cost is told for one tensor.
+In ``same`` as many ranks load as have saved, so each item is one stored chunk. In ``reshard`` three quarters as many
+ranks load a tensor of ``--chunks`` chunks. It is cut along the same dimension, or along the other one, where each rank
+needs a part of every chunk. The cost is given for one tensor.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _COSTS = {
 
 
 def main() -> None:
-    """Measure and print: ratios, then what each contender took."""
+    """Measure, and print the ratios and then the figures of each contender."""
     arguments = _arguments()
     rows: list[Row] = []
     for case in arguments.cases:
@@ -115,14 +115,14 @@ def _arguments() -> argparse.Namespace:
 
 
 def _alone(function: Callable[..., Row], *arguments: Any) -> Row:
-    """Run in a process of its own, so that nobody finds what another has imported, cached or taken."""
+    """Run in a new process, so that no run profits from imports, caches or memory of another."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
         return pool.submit(function, *arguments).result()
 
 
 def measure(who: str, case: str, directory: str, ranks: int, tensors: dict[str, Shape]) -> Row:
-    """One rank's plan of a load from ``directory``."""
+    """Measure how one rank plans a load from ``directory``."""
     loading_ranks = ranks if case == "same" else max(1, ranks * 3 // 4)
     rank = loading_ranks // 3
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=loading_ranks)
@@ -140,7 +140,7 @@ def measure(who: str, case: str, directory: str, ranks: int, tensors: dict[str, 
     watch.lap("set up")
     plan = planner.create_local_plan()
     watch.lap("planning")
-    plan = reader.prepare_local_plan(plan)  # ours looks up where each item lies, which stock does when it reads
+    plan = reader.prepare_local_plan(plan)  # here ours looks up the place of each item; stock does that when it reads
     watch.lap("places")
     total, laps = watch.total, watch.laps
     name = ".robust_dcp.index" if who == "ours" else ".metadata"
@@ -160,7 +160,7 @@ def measure(who: str, case: str, directory: str, ranks: int, tensors: dict[str, 
 
 
 def _state_dict(case: str, rank: int, ranks: int, loading_ranks: int, tensors: dict[str, Shape]) -> dict[str, Any]:
-    """What a rank has to fill: one DTensor for each name, and where nothing is resharded its object."""
+    """The state dict that a rank loads into: a DTensor for each name, and an object too if nothing is resharded."""
     mesh = init_device_mesh("cpu", (loading_ranks,))
     dim = 1 if case == "reshard 1" else 0
 
@@ -178,7 +178,7 @@ def _state_dict(case: str, rank: int, ranks: int, loading_ranks: int, tensors: d
 
 
 def _warm_up(who: str) -> None:
-    """Plan a small load, so that what Python and torch do once is not counted."""
+    """Plan a small load first, so that one-time work of Python and torch does not count."""
     with tempfile.TemporaryDirectory() as directory:
         tensors = tensors_of(2, _SHAPES)
         world = dist.get_world_size()
@@ -192,7 +192,7 @@ def _warm_up(who: str) -> None:
 
 
 def _ratios(rows: Sequence[Row]) -> list[Row]:
-    """For each case that both were measured at."""
+    """The ratios for each case in which both were measured."""
     found: dict[str, dict[str, Row]] = {}
     for row in rows:
         found.setdefault(row["case"], {})[row["who"]] = row

@@ -1,10 +1,10 @@
-"""Saves and loads of a small Megatron model on 4 ranks, stock's and ours side by side: seconds, and who talks to whom.
+"""Compares saves and loads of a small Megatron model on 4 ranks, by stock's and by our code: seconds and messages.
 
-Run it for a table: ``python -m benchmarks.megatron --json megatron.json`` (about a minute on 2 cores). A MoE model in
-PP2 x EP2 with its distributed optimizer, through ``dist_checkpointing.save`` and ``load`` with the fully parallel
-wrappers. Stock runs with everything that it starts, on CPU by the demo's shim. "collectives" counts calls of
-``torch.distributed`` by one rank; "exchanges" those of robust_dcp's own channel, "payload" what they sent beyond
-headers.
+Run it for a table: ``python -m benchmarks.megatron --json megatron.json`` (about a minute on 2 cores). The model is a
+MoE model in PP2 x EP2 with its distributed optimizer. It goes through ``dist_checkpointing.save`` and ``load`` with the
+fully parallel wrappers. Stock runs with all processes that it starts, on CPU by the demo's shim. "collectives" counts
+the calls of ``torch.distributed`` by one rank. "exchanges" counts those of robust_dcp's own channel, and "payload" the
+bytes that they sent besides headers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _COLUMNS = {
 
 
 def _timed(what: str, who: str, call: Callable[[], Any], channels: list[Any]) -> dict[str, Any]:
-    """One row of the table, as this rank sees it."""
+    """Make a call, and return the row of this rank for the table."""
     dist.barrier()
     before = _sent(channels)
     with counted_collectives() as calls:
@@ -49,13 +49,13 @@ def _timed(what: str, who: str, call: Callable[[], Any], channels: list[Any]) ->
         "who": who,
         "seconds": seconds,
         "object_collectives": sum(calls[name] for name in OBJECT_COLLECTIVES),
-        "collectives": calls.total() - 1,  # the barrier at the end is this benchmark's
+        "collectives": calls.total() - 1,  # the barrier at the end belongs to this benchmark
         **{name: after - before[name] for name, after in _sent(channels).items()},
     }
 
 
 def _sent(channels: list[Any]) -> dict[str, int]:
-    """What this rank has sent to the ranks of all these groups so far."""
+    """What this rank has sent so far to the ranks of all these groups."""
     return {
         "exchanges": sum(channel.stats.exchanges for channel in channels),
         "header_nbytes": sum(channel.stats.header_nbytes_sent for channel in channels),
@@ -64,12 +64,12 @@ def _sent(channels: list[Any]) -> dict[str, int]:
 
 
 def measure(directory: str, layers: int, hidden_size: int) -> list[dict[str, Any]]:
-    """The rows of one run, on this rank.
+    """Measure one run, and return the rows of this rank.
 
     Args:
-        directory: for checkpoints; empty.
-        layers: of the model.
-        hidden_size: of the model.
+        directory: an empty directory for checkpoints.
+        layers: the number of layers of the model.
+        hidden_size: the hidden size of the model.
     """
     from demo import megatron_cpu
 

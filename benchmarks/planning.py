@@ -1,10 +1,10 @@
-"""What a save costs the coordinator of many ranks: ours and stock's, in one process, the other ranks virtual.
+"""Measures what a save costs the coordinator of many ranks, ours and stock's. The other ranks are virtual.
 
 Run it for a table: ``python -m benchmarks.planning --ranks 128 --items 5000 --kinds fsdp2 --json planning.json``. The
-real code of both coordinators runs on the same items; ``simulation.ours`` and ``simulation.stock`` say step by step
-what is measured. CPU seconds are user and system time; "merging" is the CPU time of other ranks for which ours waits,
-on the way up to it; memory is the peak above what the process held before the coordinator's work began. ``--growth``
-measures over ranks and items, and ``--plot`` draws that.
+real code of both coordinators runs on the same items. ``simulation.ours`` and ``simulation.stock`` say step by step
+what is measured. CPU seconds are user and system time. "merging" is the CPU time of other ranks that merge messages on
+the way up the tree, while our coordinator waits. Memory is the peak above what the process had before the coordinator's
+work began. ``--growth`` measures several numbers of ranks and items, and ``--plot`` draws the result.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ _FITS = {
 
 
 def main() -> None:
-    """Measure and print: ratios, then what each coordinator took."""
+    """Measure, and print the ratios and then the figures of each coordinator."""
     arguments = _arguments()
     rows: list[Row] = []
     for kind in arguments.kinds:
         for size, who in _sizes(arguments).items():
             rows += _measure(kind, size, who, arguments)
-            if arguments.json:  # after each size: a run takes minutes
+            if arguments.json:  # after each size, because a run takes minutes
                 _write(arguments.json, rows)
     ratios = _ratios(rows)
     if ratios:
@@ -126,7 +126,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _sizes(arguments: argparse.Namespace) -> dict[tuple[int, int], list[Who]]:
-    """(ranks, items of each) to whose coordinators are measured there."""
+    """The coordinators to measure, by (ranks, items of each)."""
     if not arguments.growth:
         return {(arguments.ranks, arguments.items): ["ours"] if arguments.no_stock else ["ours", "stock"]}
     found: dict[tuple[int, int], list[Who]] = {size: ["ours"] for size in GROWTH_SIZES}
@@ -145,7 +145,7 @@ def _measure(kind: str, size: tuple[int, int], who: Sequence[Who], arguments: ar
 
 
 def _ratios(rows: Sequence[Row]) -> list[Row]:
-    """For each size and save that both were measured at."""
+    """The ratios for each size and save in which both were measured."""
     found: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
         found.setdefault(tuple(row[key] for key in ("kind", "ranks", "items_each", "save")), {})[row["who"]] = row

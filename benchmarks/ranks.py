@@ -1,4 +1,4 @@
-"""Ranks for benchmarks: processes of this machine with a gloo group and one function; and tables of what they say."""
+"""Runs a function on ranks for benchmarks, which are processes of this machine in a gloo group, and prints tables."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["run", "show"]
 
 
 def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """``function(*args)`` on each of ``world_size`` ranks; what each returned, in rank order.
+    """Call ``function(*args)`` on each of ``world_size`` ranks. Returns the results in rank order.
 
     Raises:
-        EOFError: a rank ended without a result; its output says why.
+        EOFError: a rank ended without a result. Its output says why.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     context = multiprocessing.get_context("spawn")
@@ -34,7 +34,7 @@ def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         ]
         for process, (_, sender) in zip(processes, pipes, strict=True):
             process.start()
-            sender.close()  # so that a rank that ends without a result is an EOFError here, and not a wait for ever
+            sender.close()  # if a rank ends without a result, this raises EOFError instead of waiting for ever
         results = [receiver.recv() for receiver, _ in pipes]
         for process in processes:
             process.join()
@@ -63,7 +63,7 @@ def _be_rank(
 
 
 def _table(columns: dict[str, str], rows: Sequence[dict[str, Any]]) -> str:
-    """``rows`` as text, right-aligned under the titles in ``columns`` (key to title); floats with three digits."""
+    """Format ``rows`` as a table, right-aligned under the titles in ``columns`` (key to title). Floats get 3 digits."""
     lines = [list(columns.values())]
     lines += [[f"{row[key]:.3f}" if isinstance(row[key], float) else f"{row[key]}" for key in columns] for row in rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(columns))]

@@ -1,10 +1,10 @@
-"""How fast checkpoints are written and read: ours, torch's and others', beside what the drive itself gives.
+"""Measures how fast ours, torch and other packages write and read checkpoints, compared with the drive itself.
 
 ``python -m benchmarks.storage --path /data --gib 2 --rounds 3 --json storage.json --plot storage.svg``
 
-All in one run, one after the other, round by round, each save and load in a process of its own (``drive.measurement``
-says what counts). ``benchmarks/fastdisk.sh`` makes a drive that is faster than this machine's. ``--tune`` prints first
-what ``robust_dcp.storage.tuning.tune`` finds there.
+All contenders take part in one run, one after the other in each round. Each save and load has its own process
+(``drive.measurement`` says what counts). ``benchmarks/fastdisk.sh`` makes a drive that is faster than this machine's.
+``--tune`` first prints what ``robust_dcp.storage.tuning.tune`` finds on the drive.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["main", "run"]
 
 _GIB = 1 << 30
 _SPARE = 1.3
-"""Room for file headers, and for what a file system keeps of files that were just removed."""
+"""A factor that leaves room for file headers, and for space that the file system has not freed yet."""
 
 _COLUMNS = {
     "shape": "shape",
@@ -53,7 +53,7 @@ _COLUMNS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print; then write JSON and plot if asked to."""
+    """Measure and print. Then write JSON and a plot if asked to."""
     options = _options(arguments)
     with tempfile.TemporaryDirectory(prefix="storage-", dir=options.path) as directory:
         if options.tune:
@@ -92,13 +92,13 @@ def run(
     *,
     loads: bool = True,
 ) -> dict[str, Any]:
-    """All measurements.
+    """Make all measurements.
 
     Args:
-        directory: on the drive to measure; empty, and empty again afterwards.
+        directory: an empty directory on the drive to measure. It is empty again afterwards.
         shapes: some of ``SHAPE_NAMES``.
-        nbytes: about the size of each checkpoint; at most two of them lie there at a time.
-        rounds: how often each is measured.
+        nbytes: the approximate size of each checkpoint. At most two of them exist at a time.
+        rounds: how often each case is measured.
         who: some of ``WRITERS``.
         loads: whether to measure loads as well as saves.
 
@@ -119,7 +119,7 @@ def run(
     measured: dict[Case, list[Figures]] = defaultdict(list)
     order: list[Probe | str] = [*probe.PROBES, probe.ONE_BUFFER, *writers]
     for number in range(rounds):
-        # Another one first each time: a drive that tires does so for all, the raw probe not excepted.
+        # Each round begins with another contender, so a drive that gets slower does so for all, also the raw probe.
         first = number * len(order) // rounds
         for shape in shapes:
             print(f"round {number + 1} of {rounds}: {shape}", file=sys.stderr)
@@ -181,7 +181,7 @@ def _measure_writer(
 
 
 def _in_order(measured: dict[Case, list[Figures]]) -> dict[Case, list[Figures]]:
-    """Shapes, saves before loads, probes first, then as the contenders are listed."""
+    """Sort by shape, saves before loads, and then probes before the contenders in their listed order."""
     probes, shapes, writers = (
         [each.name for each in (*probe.PROBES, probe.ONE_BUFFER)],
         list(SHAPE_NAMES),

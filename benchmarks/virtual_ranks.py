@@ -1,12 +1,12 @@
-"""Structures of ranks that do not exist: what real jobs of any size would bring to the plan.
+"""Makes the structures of virtual ranks. They are what the ranks of real jobs of any size would bring to a plan.
 
-Owns the shapes of the simulated models; ``simulation`` feeds them to the planners, ours and stock's. Each kind fills
-ranks with about as many items as it is asked for, sharded as the frameworks shard:
+Owns the shapes of the simulated models. ``simulation`` gives them to our planner and to stock's. Each kind gives a rank
+about the requested number of items, sharded as in the frameworks:
 
 * ``fsdp2``: parameters and optimizer states, each cut along dimension 0 over all ranks (FSDP2, DTensor ``Shard(0)``).
-* ``dense``: tensor x pipeline x data parallel; a data parallel group holds the same chunks.
-* ``moe``: expert weights ``[experts, rows, columns]`` cut over expert parallel groups, the rest as in ``dense``.
-* ``distopt``: Megatron's distributed optimizer; each model parallel shard flattened, and cut unevenly over the data
+* ``dense``: tensor x pipeline x data parallel. All ranks of a data parallel group hold the same chunks.
+* ``moe``: expert weights ``[experts, rows, columns]`` are cut over expert parallel groups. The rest is as in ``dense``.
+* ``distopt``: Megatron's distributed optimizer. Each model parallel shard is flattened, and cut unevenly over the data
   parallel group.
 """
 
@@ -33,7 +33,7 @@ from robust_dcp.plan.structure import (
 __all__ = ["FILES_PER_RANK", "KINDS", "NamedItem", "items_of", "local_of", "path_of", "table_of_items"]
 
 FILES_PER_RANK = 2
-"""As ``RobustWriter`` makes them without options."""
+"""The number of files that ``RobustWriter`` makes on each rank without options."""
 
 NamedItem = tuple[str, ItemStructure]
 
@@ -43,7 +43,7 @@ _STATES = ("", "exp_avg.", "exp_avg_sq.")
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a rank stands in the parallel groups, tensor parallel ranks next to each other."""
+    """The place of a rank in the parallel groups. Tensor parallel ranks are next to each other."""
 
     rank: int
     ranks: int
@@ -84,13 +84,13 @@ def items_of(kind: str, rank: int, ranks: int, n_items: int, *, added: bool = Fa
 
     Args:
         kind: one of ``KINDS``.
-        rank: which.
-        ranks: how many there are, a power of two.
-        n_items: about how many items it holds.
-        added: hold one tensor more, which no other rank has.
+        rank: the number of the rank.
+        ranks: the number of ranks, a power of two.
+        n_items: the approximate number of items.
+        added: whether to add a tensor that no other rank has.
 
     Raises:
-        ValueError: the ranks cannot be dealt out to parallel groups.
+        ValueError: the ranks cannot be divided into parallel groups.
     """
     items = [*KINDS[kind](_Place(rank, ranks), n_items - 2), *_objects(rank)]
     if added:
@@ -101,7 +101,7 @@ def items_of(kind: str, rank: int, ranks: int, n_items: int, *, added: bool = Fa
 
 
 def table_of_items(items: list[NamedItem]) -> StructureTable:
-    """The table that a rank with these items has."""
+    """The structure table of a rank with these items."""
     names = [name for name, _ in items]
     return table_of(names, [structure for _, structure in items], {name: path_of(name) for name in names})
 
@@ -112,7 +112,7 @@ def path_of(name: str) -> tuple[str, ...]:
 
 
 def local_of(table: StructureTable, ranks: int) -> LocalStructure:
-    """What a rank with this table brings to the plan; its objects are alike on all ranks that hold them."""
+    """What a rank with this table brings to the plan. An object is the same on all ranks that hold it."""
     context = PlanContext(
         ranks=tuple(range(ranks)),
         planner_options={"flatten_state_dict": True, "flatten_sharded_tensors": True, "lowest_rank": False},
@@ -146,7 +146,7 @@ def _chunk(
 
 
 def _cut(shape: tuple[int, ...], dim: int, part: int, parts: int, dtype: str = "bfloat16") -> ItemStructure:
-    """Part ``part`` of ``parts`` equal ones along ``dim``."""
+    """Part number ``part`` of ``parts`` equal parts along ``dim``."""
     size = shape[dim] // parts
     offsets = tuple(part * size if d == dim else 0 for d in range(len(shape)))
     sizes = tuple(size if d == dim else extent for d, extent in enumerate(shape))
@@ -161,7 +161,7 @@ _LAYER: tuple[tuple[str, tuple[int, ...], int | None], ...] = (
     ("input_norm.weight", (_HIDDEN,), None),
     ("mlp_norm.weight", (_HIDDEN,), None),
 )
-"""Name, global size, and the dimension that tensor parallelism cuts."""
+"""The name, the global size, and the dimension that tensor parallelism cuts."""
 
 
 def _weights(n_items: int) -> Iterator[tuple[str, str, tuple[int, ...], int | None]]:
@@ -194,7 +194,9 @@ def _dense(place: _Place, n_items: int) -> Iterator[NamedItem]:
 def _moe(place: _Place, n_items: int) -> Iterator[NamedItem]:
     experts_per_rank, layer_items = 8, 8 * len(_STATES) * 2
     expert_ranks = min(8, place.data_size)
-    n_expert_items = n_items * 3 // 4 // layer_items * layer_items  # whole layers: no expert is missing
+    n_expert_items = (
+        n_items * 3 // 4 // layer_items * layer_items
+    )  # a multiple of whole layers, so that no expert is missing
     for number in range(n_expert_items):
         layer, rest = divmod(number, layer_items)
         expert, state_weight = divmod(rest, len(_STATES) * 2)
@@ -213,7 +215,7 @@ def _distopt(place: _Place, n_items: int) -> Iterator[NamedItem]:
         for extent in shape:
             numel *= extent
         local = numel if dim is None else numel // place.tensor_size
-        # Buckets end where they end: no rank's part is as long as another's.
+        # Buckets end at arbitrary places, so the parts of the ranks differ in length.
         cuts = [local * (7 * part + part % 3) // (7 * place.data_size) for part in range(place.data_size)] + [local]
         begin, end = cuts[place.data], cuts[place.data + 1]
         shard = "" if dim is None else f".shard_{place.tensor}_{place.tensor_size}"
@@ -227,4 +229,4 @@ KINDS: dict[str, Callable[[_Place, int], Iterator[NamedItem]]] = {
     "moe": _moe,
     "distopt": _distopt,
 }
-"""What the virtual ranks hold, by name."""
+"""The kinds of virtual models, by name."""

@@ -1,1 +1,1 @@
-"""The demo: real Megatron-Core and FSDP2 jobs, saved by robust_dcp and read back by stock code. Start: ``run.py``."""
+"""The demo: robust_dcp saves real Megatron-Core and FSDP2 jobs, and stock code reads them back. Start ``run.py``."""

@@ -1,6 +1,7 @@
-"""What a job has to say for itself: one JSON file for each job, written by rank 0 and read by ``run.py``.
+"""The evidence of a job: one JSON file for each job, which rank 0 writes and ``run.py`` reads.
 
-Owns the shape of the evidence; judges nothing (``verdict`` does). Imports torch only on ranks: ``run.py`` needs none.
+Owns the format of the evidence. ``verdict`` judges it. torch is imported only on ranks, because ``run.py`` does not
+need it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ __all__ = ["gather_report", "read_evidence", "write_evidence"]
 
 
 def gather_report(report: SaveReport, seconds: float) -> dict[str, Any] | None:
-    """The reports of all ranks about one save, on rank 0; ``None`` elsewhere.
+    """The reports of all ranks about one save on rank 0, and ``None`` on other ranks.
 
     Args:
-        report: of this rank.
-        seconds: wall time of the caller's whole save (Megatron does more than the strategy).
+        report: the report of this rank.
+        seconds: the wall time of the caller's whole save. Megatron does more than the strategy.
     """
     import torch.distributed as dist
 
@@ -55,7 +56,7 @@ def gather_report(report: SaveReport, seconds: float) -> dict[str, Any] | None:
 
 
 def write_evidence(work: Path, job: str, evidence: dict[str, Any]) -> None:
-    """Called on all ranks; rank 0 writes ``<job>.json``."""
+    """Write ``<job>.json`` on rank 0. All ranks call it."""
     import torch.distributed as dist
 
     if dist.get_rank() == 0:
@@ -63,6 +64,6 @@ def write_evidence(work: Path, job: str, evidence: dict[str, Any]) -> None:
 
 
 def read_evidence(work: Path, job: str) -> dict[str, Any]:
-    """What :func:`write_evidence` wrote."""
+    """Read what :func:`write_evidence` wrote."""
     evidence: dict[str, Any] = json.loads((work / f"{job}.json").read_text())
     return evidence

@@ -1,4 +1,4 @@
-"""Job in fresh processes, without robust_dcp: stock DCP reads the FSDP2 checkpoints into the same and other meshes."""
+"""A job in new processes without robust_dcp: stock DCP loads the FSDP2 checkpoints into the same and other meshes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["main"]
 
 
 def main(work: Path) -> None:
-    """On 4 ranks: the mesh that saved, and 2 x 2 (replicated and sharded). On 2 ranks: sharded over those."""
+    """On 4 ranks, load into the mesh that saved and into 2 x 2 (replicated, sharded). On 2 ranks, shard over both."""
     world_size = dist.get_world_size()
     shapes = [(world_size,), (2, world_size // 2)] if world_size > 2 else [(world_size,)]
     loads = []
@@ -68,7 +68,7 @@ def _load_and_compare(mesh: DeviceMesh, checkpoint: Path, truth: Truth) -> Compa
 
 
 def _as_the_converter_reads_it(checkpoint: Path, work: Path) -> list[float]:
-    """``loss_weights`` after torch's own ``dcp_to_torch_save``, which allocates what ``.metadata`` describes."""
+    """Read ``loss_weights`` by torch's own ``dcp_to_torch_save``, which allocates the tensors of ``.metadata``."""
     converted = work / "converted.pt"
     dcp_to_torch_save(checkpoint, converted)
     values: list[float] = torch.load(converted, weights_only=True)["loss_weights"].tolist()

@@ -1,6 +1,6 @@
 """A small language model under FSDP2 (``fully_shard``), trained on real text with AdamW, on CPU.
 
-Owns the model, its training step and its state dict; saves and loads nothing. Used by the demo's FSDP2 jobs.
+Owns the model, its training step and its state dict. It saves and loads nothing. Used by the demo's FSDP2 jobs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Trainer:
         self.iteration = 0
 
     def train(self) -> float:
-        """One training step, on eight windows of text that only this rank draws; gives this rank's loss."""
+        """Do one training step on eight windows of text that only this rank draws. Returns this rank's loss."""
         tokens, following = self._text.draw(8)
         logits = self.model(tokens)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten())
@@ -79,7 +79,7 @@ class Trainer:
 
 
 def global_values(tree: Any, path: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Path to whole tensor, or to object, for every leaf. All ranks call it together: it gathers DTensors."""
+    """The whole tensor, or the object, of every leaf by path. It gathers DTensors, so all ranks call it together."""
     if isinstance(tree, dict):
         children = ((str(key), value) for key, value in tree.items())
     elif isinstance(tree, list | tuple):

@@ -1,7 +1,7 @@
-"""Job on 4 ranks: train FSDP2, save four times with robust_dcp, and beside it with stock DCP and its plan cache on.
+"""A job on 4 ranks: it trains FSDP2, and saves four times with robust_dcp, and with stock DCP and its plan cache.
 
-At the third save an average of the weights appears; at the fourth a tensor turns from int64 to float32, which stock's
-comparison of plans does not look at.
+At the third save an average of the weights appears. At the fourth save a tensor changes from int64 to float32. Stock
+compares plans without looking at dtypes.
 """
 
 from __future__ import annotations

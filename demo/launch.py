@@ -1,6 +1,6 @@
-"""Starts a job of the demo under torchrun, in processes of its own, and waits for it.
+"""Starts a job of the demo under torchrun in new processes, and waits for it.
 
-Owns the command line and environment of ``torchrun``; reads nothing that a job writes but its output when it failed.
+Owns the command line and environment of ``torchrun``. It only reads a job's output, and only if the job failed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Finished:
     """A job that ended well.
 
     Attributes:
-        command: what a person would type.
-        seconds: wall time, starting Python and importing included.
+        command: the command that a person would type.
+        seconds: the wall time, with the start of Python and imports.
     """
 
     command: str
@@ -32,14 +32,14 @@ class Finished:
 
 
 class JobFailed(RuntimeError):
-    """A job exited with another code than 0, or ran too long; the message holds the end of its output."""
+    """A job exited with a code other than 0, or ran too long. The message has the end of its output."""
 
 
 def torchrun(job: str, work: Path, *, ranks: int, timeout_seconds: float = 240.0) -> Finished:
     """Run ``demo.<job>.main(work)`` on ``ranks`` fresh processes.
 
     Raises:
-        JobFailed: with the last lines of the output.
+        JobFailed: the job failed. The message has the last lines of its output.
     """
     arguments = ["--standalone", f"--nproc-per-node={ranks}", "-m", "demo.rank", f"demo.{job}", str(work)]
     environment = {

@@ -1,7 +1,7 @@
-"""Lets Megatron-Core, which says "cuda" in many places, build and save models on CPU tensors.
+"""Lets Megatron-Core build and save models on CPU tensors, although it names the device "cuda" in many places.
 
-Redirects a few calls of torch; claims no GPU (``torch.cuda.is_available()`` stays false) and touches nothing of
-Megatron or robust_dcp. Called first by the demo's Megatron jobs and by tests/megatron.
+It redirects a few calls of torch. ``torch.cuda.is_available()`` stays false, and nothing of Megatron or robust_dcp is
+changed. The demo's Megatron jobs and tests/megatron call it first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Job in fresh processes, without robust_dcp: stock Megatron-Core loads the checkpoints, into other layouts too."""
+"""A job in new processes without robust_dcp: stock Megatron-Core loads the checkpoints, into other layouts too."""
 
 from __future__ import annotations
 
@@ -49,18 +49,17 @@ def main(work: Path) -> None:
 
 
 def _load_and_compare(trainer: Trainer, checkpoint: Path, truth: Truth) -> Comparison:
-    """The weights are compared as the model has them after the load.
+    """Load, and compare the weights that the model then has, and the optimizer's state that Megatron returned.
 
-    The optimizer's state is compared as Megatron hands it over: without Transformer Engine or Apex,
-    ``DistributedOptimizer.load_state_dict`` of 0.16 asks a ``fully_reshardable`` checkpoint for torch Adam's ``step``,
-    which no save writes.
+    The optimizer does not load its state. Without Transformer Engine or Apex, ``DistributedOptimizer.load_state_dict``
+    of 0.16 asks a ``fully_reshardable`` checkpoint for the ``step`` of torch's Adam, which no save writes.
     """
 
     def template() -> dict[str, Any]:
         state_dict = trainer.sharded_state_dict(is_loading=True)
         if (
             trainer.layout == SAVED_LAYOUT
-        ):  # these objects belong to the ranks of a layout; Megatron skips them in another
+        ):  # these objects belong to the ranks of one layout, and Megatron skips them in another
             state_dict["rng_state"] = trainer.rng_state()
             if any(key.startswith("rerun_state_machine") for key in truth):
                 state_dict["rerun_state_machine"] = trainer.rerun_state()

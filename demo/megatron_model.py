@@ -1,7 +1,7 @@
-"""A Megatron-Core GPT model with its distributed optimizer, laid out over the ranks as asked, on CPU.
+"""A Megatron-Core GPT model with its distributed optimizer, on CPU, in any parallel layout.
 
-Owns how the model is built and what its sharded state dict holds; saves and loads nothing. Used by the demo's Megatron
-jobs and by tests/megatron.
+Owns how the model is built and the contents of its sharded state dict. It saves and loads nothing. Used by the demo's
+Megatron jobs and by tests/megatron.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 __all__ = ["SAVED_LAYOUT", "Layout", "Trainer"]
 
 if not hasattr(moe_utils, "te_general_gemm"):
-    moe_utils.te_general_gemm = None  # 0.16.1 forgets to say so without Transformer Engine, and then looks it up
+    moe_utils.te_general_gemm = (
+        None  # without Transformer Engine 0.16.1 does not define this name, and then looks it up
+    )
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model lies over the ranks: sizes of tensor, pipeline and expert parallelism; the rest is data parallel."""
+    """The sizes of tensor, pipeline and expert parallelism. The rest of the ranks is data parallel."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -58,10 +60,10 @@ class Trainer:
     """A GPT model with (optionally) experts and Megatron's distributed optimizer, ready to be saved.
 
     Args:
-        layout: sizes of the parallel groups; Megatron's groups are made anew for it.
-        seed: of the initial weights; ranks that hold the same shard get the same bits.
-        experts: how many experts each MoE layer has; 0 for a dense model.
-        optimizer_format: Megatron's ``distrib_optim_sharding_type``; ``fully_reshardable`` loads into any layout.
+        layout: the sizes of the parallel groups. Megatron's groups are made anew for it.
+        seed: the seed of the initial weights. Ranks that hold the same shard get the same bits.
+        experts: the number of experts in each MoE layer; 0 for a dense model.
+        optimizer_format: Megatron's ``distrib_optim_sharding_type``. ``fully_reshardable`` loads into any layout.
     """
 
     def __init__(
@@ -83,9 +85,9 @@ class Trainer:
             pipeline_model_parallel_size=layout.pipeline,
             expert_model_parallel_size=layout.expert,
         )
-        initialize_rng_tracker(inference_rng_tracker=True)  # the one that tracks no CUDA generator
+        initialize_rng_tracker(inference_rng_tracker=True)  # this one tracks no CUDA generator
         config = _config(layout, n_layers=n_layers, hidden_size=hidden_size, experts=experts)
-        # CPU initialisation draws whole tensors and cuts them, so data-parallel replicas agree; stages differ.
+        # CPU initialisation draws whole tensors and cuts them. So data-parallel replicas agree, and stages differ.
         torch.manual_seed(seed + parallel_state.get_pipeline_model_parallel_rank())
         self._text = Text(seed=seed + parallel_state.get_data_parallel_rank())
         self.model = GPTModel(
@@ -117,7 +119,7 @@ class Trainer:
         self._give_the_optimizer_state()
 
     def train(self, *, n_microbatches: int = 4) -> float | None:
-        """One training step through Megatron's own pipeline schedule, on text that this data-parallel rank draws.
+        """Do one training step in Megatron's own pipeline schedule, on text that this data-parallel rank draws.
 
         Returns:
             The mean loss, on ranks of the last pipeline stage; ``None`` on the others.
@@ -138,9 +140,9 @@ class Trainer:
         return sum(float(each["loss"]) for each in losses) / len(losses) if losses else None
 
     def sharded_state_dict(self, *, is_loading: bool = False) -> dict[str, Any]:
-        """What Megatron training saves: model, optimizer, RNG state of each model-parallel rank, iteration.
+        """The state dict that Megatron training saves: model, optimizer, RNG state of model-parallel ranks, iteration.
 
-        It refers to the tensors of the model; a new one is needed for each save or load, as Megatron changes it.
+        It refers to the tensors of the model. Megatron changes it, so each save or load needs a new one.
         """
         metadata = {
             "distrib_optim_sharding_type": self._optimizer_format,
@@ -166,7 +168,7 @@ class Trainer:
         )
 
     def rerun_state(self) -> ShardedObject:
-        """What Megatron's rerun state machine adds to a save once it suspects a fault (Megatron-LM #4378)."""
+        """The object that Megatron's rerun state machine adds to a save if it suspects a fault (Megatron-LM #4378)."""
         return ShardedObject(
             "rerun_state_machine_state",
             {"mode": "validate_results", "rank": dist.get_rank(), "suspicious_iteration": self.iteration},
@@ -175,7 +177,7 @@ class Trainer:
         )
 
     def _forward_step(self, data_iterator: None, model: torch.nn.Module) -> Any:
-        """What Megatron's schedule calls for each microbatch."""
+        """Run one microbatch. Megatron's schedule calls this."""
         tokens, following = self._text.draw(1)
         hidden = torch.triu(torch.ones(1, 1, CONTEXT, CONTEXT, dtype=torch.bool), diagonal=1)
         output = model(tokens, torch.arange(CONTEXT).unsqueeze(0), hidden, labels=following)
@@ -187,7 +189,7 @@ class Trainer:
         return output, mean_loss
 
     def _give_the_optimizer_state(self) -> None:
-        """torch's Adam has no state before its first step, and Megatron loads into state that is there."""
+        """Make the optimizer's state. torch's Adam has none before its first step, and Megatron loads into it."""
         for parameter in self.model.parameters():
             parameter.main_grad.fill_(0.01)
         self.optimizer.step()

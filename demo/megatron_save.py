@@ -1,7 +1,7 @@
-"""Job on 4 ranks: train a Megatron-Core MoE model, save three times with robust_dcp, and beside it with stock Megatron.
+"""A job on 4 ranks: it trains a Megatron-Core MoE model, and saves three times with robust_dcp and with stock Megatron.
 
-The stock strategy runs with ``cached_metadata=True`` (``--ckpt-assume-constant-structure``), its way to save repeatedly
-at a bearable cost.
+The stock strategy has ``cached_metadata=True`` (``--ckpt-assume-constant-structure``), because its repeated saves are
+slow without that.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def main(work: Path) -> None:
 
 
 def _on_rank_0(loss: float | None) -> float | None:
-    """The loss of some rank of the last pipeline stage."""
+    """On rank 0, the loss of a rank of the last pipeline stage."""
     losses: list[float | None] = [None] * dist.get_world_size()
     dist.all_gather_object(losses, loss)
     return next((value for value in losses if value is not None), None)
 
 
 def _state_dict(trainer: Trainer, number: int) -> dict[str, Any]:
-    """What the job saves: at the third save the rerun state machine has something to say (Megatron-LM #4378)."""
+    """The state dict to save. In the third save the rerun state machine adds its object (Megatron-LM #4378)."""
     state_dict = trainer.sharded_state_dict()
     state_dict["rng_state"] = trainer.rng_state()
     if number == 3:
@@ -69,7 +69,7 @@ def _state_dict(trainer: Trainer, number: int) -> dict[str, Any]:
 
 
 def _save(state_dict: dict[str, Any], directory: Path, strategy: Any) -> float:
-    """Save as Megatron training does; gives the wall time in seconds."""
+    """Save as Megatron training does. Returns the wall time in seconds."""
     if dist.get_rank() == 0:
         directory.mkdir(parents=True)
     dist.barrier()

@@ -1,6 +1,6 @@
-"""Megatron's sharded state dicts as plain global values: gathered when saved, compared when loaded.
+"""Turns Megatron's sharded state dicts into plain global values. They are gathered at a save and compared at a load.
 
-Knows ShardedTensor, ShardedObject and factories; uses nothing of Megatron's checkpoint strategies. Used by the
+It knows ShardedTensor, ShardedObject and factories, and uses nothing of Megatron's checkpoint strategies. Used by the
 Megatron jobs of the demo and by tests/megatron.
 """
 
@@ -28,12 +28,12 @@ __all__ = ["compare", "gather_truth"]
 
 @dataclass(frozen=True)
 class _Part:
-    """Which part of a whole tensor a shard is.
+    """The part of a whole tensor that a shard is.
 
     Attributes:
-        shape: of the whole.
-        offsets, sizes: of the chunk within it.
-        span: begin and end of the shard within the flattened chunk, where Megatron has cut that once more (0.14).
+        shape: the shape of the whole tensor.
+        offsets, sizes: the offsets and sizes of the chunk in the whole.
+        span: the begin and end of the shard in the flattened chunk, if Megatron has cut the chunk again (0.14).
     """
 
     shape: tuple[int, ...]
@@ -62,7 +62,7 @@ class _Part:
             chunk[...] = flat.view(self.sizes)
 
     def _chunk(self, whole: torch.Tensor) -> torch.Tensor:
-        """A view."""
+        """The chunk, as a view of the whole."""
         return whole[tuple(slice(low, low + size) for low, size in zip(self.offsets, self.sizes, strict=True))]
 
 
@@ -70,10 +70,10 @@ Parts = list[tuple[_Part, torch.Tensor]]
 
 
 def gather_truth(sharded_state_dict: dict[str, Any]) -> Truth | None:
-    """The whole value of everything that the main replicas hold, on rank 0; ``None`` elsewhere.
+    """Gather the whole values of all main replicas on rank 0. Returns ``None`` on other ranks.
 
     Raises:
-        ValueError: if the shards of a tensor do not add up to it.
+        ValueError: the shards of a tensor do not add up to the whole tensor.
     """
     apply_factories(sharded_state_dict)
     local: dict[str, Any] = {"tensors": defaultdict(list), "objects": {}}
@@ -100,9 +100,9 @@ def compare(template: dict[str, Any], loaded: dict[str, Any], truth: Truth) -> C
     """Compare what Megatron loaded on this rank with ``truth``.
 
     Args:
-        template: a sharded state dict of the same structure as the one given to ``dist_checkpointing.load``; it says
+        template: a sharded state dict with the same structure as the one given to ``dist_checkpointing.load``. It says
             which part of which global value each leaf of ``loaded`` is.
-        loaded: what ``dist_checkpointing.load`` returned. A leaf that is not in it is compared as ``template`` has it.
+        loaded: what ``dist_checkpointing.load`` returned. For a leaf that it lacks, the value in ``template`` counts.
     """
     comparison = Comparison()
     _fill(template, loaded)
@@ -134,7 +134,7 @@ def _leaves(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
 
 
 def _fill(template: Any, loaded: Any) -> None:
-    """Put every loaded value into the leaf of ``template`` that stands at the same place."""
+    """Put every loaded value into the leaf of ``template`` at the same place."""
     for path, leaf in list(_leaves(template)):
         if path[0] in loaded and isinstance(leaf, ShardedTensor | ShardedTensorFactory | ShardedObject):
             value = loaded

@@ -1,7 +1,7 @@
-"""What torchrun starts on every rank: ``rank.py <job module> <working directory>``.
+"""The program that torchrun starts on every rank: ``rank.py <job module> <working directory>``.
 
-It imports nothing at the top: stock Megatron's writer spawns a manager process for each rank, and that imports this
-file again.
+It imports nothing at the top. Stock Megatron's writer spawns a manager process for each rank, which imports this file
+again.
 """
 
 from __future__ import annotations

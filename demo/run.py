@@ -1,7 +1,7 @@
-"""The demo: ``python demo/run.py``. Saves a Megatron-Core and an FSDP2 model, and proves that stock code loads them.
+"""The demo: ``python demo/run.py``. It saves a Megatron-Core and an FSDP2 model, and proves that stock code loads them.
 
-Runs the jobs one after the other in a temporary directory, shows what they did, and exits with 0 only if every claim of
-``verdict`` holds.
+It runs the jobs one after the other in a temporary directory, and shows what they did. It exits with 0 only if every
+claim of ``verdict`` holds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SAVED_MESH_LOADS = {(number, "4 ranks") for number in (1, 2, 3, 4)}
 
 
 def main() -> int:
-    """Run everything; gives the exit code."""
+    """Run everything. Returns the exit code."""
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--keep", type=Path, metavar="DIR", help="work in this new directory and leave it there")
     keep: Path | None = arguments.parse_args().keep

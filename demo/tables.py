@@ -1,4 +1,4 @@
-"""Plain text tables: columns as wide as their widest cell, numbers to the right. Knows nothing of what it shows."""
+"""Plain text tables. A column is as wide as its widest cell, and numbers are right-aligned."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["nbytes_in_words", "table"]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as lines. A column is set to the right if all its cells start with a digit."""
+    """Format rows of cells as lines. A column is right-aligned if all its cells start with a digit."""
     columns = list(zip(header, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     right = [all(cell[:1].isdigit() for cell in column[1:]) for column in columns]

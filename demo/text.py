@@ -1,4 +1,4 @@
-"""Real text to train on that is everywhere where torch is: the source of ``torch.nn.functional``, byte by byte."""
+"""Real text to train on: the bytes of the source of ``torch.nn.functional``. Every installation of torch has it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VOCABULARY = 256
 
 
 class Text:
-    """Draws windows of the text; the same ``seed`` draws the same windows."""
+    """Draws windows of the text. The same ``seed`` draws the same windows."""
 
     def __init__(self, *, seed: int) -> None:
         source = Path(torch.nn.functional.__file__).read_bytes()
@@ -23,7 +23,7 @@ class Text:
         self._generator = torch.Generator().manual_seed(seed)
 
     def draw(self, n_windows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens, and for each of them the one that follows: two int64 tensors ``[n_windows, CONTEXT]``."""
+        """Draw tokens, and for each token the next one: two int64 tensors ``[n_windows, CONTEXT]``."""
         starts = torch.randint(len(self._tokens) - CONTEXT - 1, (n_windows,), generator=self._generator)
         windows = torch.stack([self._tokens[start : start + CONTEXT + 1] for start in starts.tolist()]).long()
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

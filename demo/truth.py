@@ -1,6 +1,6 @@
-"""What was in memory when a checkpoint was saved, kept apart from any checkpoint code: whole tensors in one plain file.
+"""Keeps the whole tensors that were in memory at a save in one plain file, without any checkpoint code.
 
-Owns the comparison, bit for bit. Written by the jobs that save, read by the jobs that load in fresh processes.
+Owns the bit for bit comparison. The jobs that save write the file. The jobs that load read it in new processes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch.distributed as dist
 __all__ = ["Comparison", "Truth", "read_truth", "write_truth"]
 
 Truth = dict[str, Any]
-"""Key to whole tensor, or to object."""
+"""Whole tensors and objects by key."""
 
 
 def write_truth(truth: Mapping[str, Any] | None, path: Path) -> None:
-    """Rank 0 writes the file; the other ranks (``truth`` is ``None`` there) wait for it."""
+    """Write the file on rank 0. The other ranks pass ``None`` for ``truth`` and wait."""
     if truth is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(dict(truth), path)
@@ -28,7 +28,7 @@ def write_truth(truth: Mapping[str, Any] | None, path: Path) -> None:
 
 
 def read_truth(path: Path) -> Truth:
-    """What :func:`write_truth` wrote."""
+    """Read what :func:`write_truth` wrote."""
     truth: Truth = torch.load(path, weights_only=True, mmap=True)
     return truth
 
@@ -44,7 +44,7 @@ class Comparison:
     differing: list[str] = field(default_factory=list)
 
     def tensor(self, key: str, loaded: torch.Tensor, expected: torch.Tensor) -> None:
-        """Compare dtype, shape and every bit (so that NaN equals NaN and 0 differs from -0)."""
+        """Compare dtype, shape and every bit. So NaN equals NaN, and 0 differs from -0."""
         self.keys.add(key)
         self.n_tensors += 1
         self.nbytes += loaded.nbytes
@@ -62,7 +62,7 @@ class Comparison:
         self.differing.append(f"{key} (not in the state dict that was saved)")
 
     def over_all_ranks(self, truth: Truth) -> dict[str, Any]:
-        """The counts of all ranks together. A key of ``truth`` that no rank looked at counts as differing."""
+        """The counts of all ranks together. A key of ``truth`` that no rank compared counts as differing."""
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, self)
         seen = set().union(*(one.keys for one in found))

@@ -1,6 +1,6 @@
-"""What the evidence proves: one sentence for each claim, and whether it holds.
+"""The claims that the evidence should prove: one sentence for each, and whether it holds.
 
-Pure; every number comes from the evidence, and evidence that is not there is an error, never a pass. Called by ``run``.
+All numbers come from the evidence. Missing evidence is an error and never a pass. Called by ``run``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Evidence = dict[str, Any]
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence, and whether what was measured bears it out."""
+    """A sentence, and whether the evidence proves it."""
 
     sentence: str
     holds: bool
@@ -25,7 +25,8 @@ _NEW_PLANS = ("patched", "rebuilt")
 
 
 def about_saves(what: str, saves: list[Evidence], appeared: str) -> list[Claim]:
-    """First save builds, the second reuses, the third plans anew and names ``appeared`` (a prefix of the new keys)."""
+    """The first save builds a plan, the second reuses it, and the third plans anew and names ``appeared``, a prefix of
+    the new keys."""
     first, second, third = (save["report"] for save in saves[:3])
     named = bool(third["added"]) and all(key.startswith(appeared) for key in third["added"])
     return [
@@ -45,11 +46,11 @@ def about_saves(what: str, saves: list[Evidence], appeared: str) -> list[Claim]:
 def about_loads(
     reader: str, evidence: Evidence, expected: set[tuple[int, str]], layout_bound: tuple[str, ...] = ()
 ) -> list[Claim]:
-    """Every expected load was made by ``reader`` without robust_dcp, and every bit was equal.
+    """``reader`` made every expected load without robust_dcp, and every bit was equal.
 
     Args:
-        expected: (number of the save, layout) of each load that must be there.
-        layout_bound: prefixes of keys that only the layout that saved them asks for.
+        expected: (number of the save, layout) of each load that must have been made.
+        layout_bound: prefixes of keys that only the layout of the save asks for.
     """
     loads = evidence["loads"]
     claims = [
@@ -72,7 +73,7 @@ def about_loads(
 
 
 def about_lost_keys(lost: Evidence, appeared: str) -> list[Claim]:
-    """robust_dcp's third checkpoint has all keys; stock's, with its cache on, lacks exactly what appeared."""
+    """robust_dcp's third checkpoint has all keys. Stock's, with its cache on, lacks exactly the new keys."""
     stock = lost["stock"]
     return [
         Claim("robust_dcp's third checkpoint has every key", lost["robust"] == []),
@@ -84,7 +85,7 @@ def about_lost_keys(lost: Evidence, appeared: str) -> list[Claim]:
 
 
 def about_a_changed_tensor(save: Evidence, key: str, found: Evidence) -> list[Claim]:
-    """A tensor that turned float: robust_dcp's metadata follows, stock's cached plan does not."""
+    """After a tensor became float, robust_dcp's metadata says so. Stock's cached plan does not."""
     report = save["report"]
     return [
         Claim(

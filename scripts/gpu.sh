@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The tests and the benchmark for a CUDA device, with whatever Python has torch there; no network. What that Python lacks
-# is installed from wheels that `make gpu-wheels` has put into .gpu-wheels beforehand. Results go to $OUT (build/gpu).
-# Ends within eight minutes. Without a device the CPU stands in, to show that all of it works.
+# Runs the tests and the benchmark for a CUDA device without a network. GPU_PYTHON is a Python that has torch. Packages
+# that it lacks are installed from the wheels in .gpu-wheels, which `make gpu-wheels` has put there. Results go to $OUT
+# (build/gpu). It ends within eight minutes. Without a device the CPU takes its place, to show that the program works.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${GPU_PYTHON:-python3}
@@ -11,7 +11,7 @@ mkdir -p "$out" "$packages"
 export PYTHONPATH="$PWD/src:$PWD:$packages"
 
 if ! "$python" -c "import msgspec, isal, zstandard, megatron.core" 2>/dev/null; then
-  # One by one: what the machine has already, or no wheel fits, is no reason to stop here.
+  # This installs one by one. It goes on if the machine has a package already, or if no wheel fits.
   for name in msgspec isal zstandard megatron-core hypothesis pytest pytest-timeout safetensors; do
     "$python" -c "import importlib.metadata as m; m.version('$name')" 2>/dev/null && continue
     "$python" -m pip install --quiet --disable-pip-version-check --no-index --find-links .gpu-wheels \

@@ -1,14 +1,14 @@
-"""Switches robust_dcp on in processes that ask for it; what PyTorch calls at every ``import torch``.
+"""Switches robust_dcp on in processes that ask for it. PyTorch calls this module at every ``import torch``.
 
-Owns the entry point of group ``torch.backends`` and nothing else. It stands beside the package, not in it, and needs
-the standard library only, so that a process that does not ask pays for one look at its arguments. It never imports
-Megatron, and never raises: an exception here would break ``import torch`` for everybody.
+Owns only the entry point of group ``torch.backends``. The module is outside of the package and needs the standard
+library only. So a process that does not use robust_dcp only pays for a look at its arguments. The module never imports
+Megatron. It never raises either, because an exception here would break ``import torch`` for everybody.
 """
 
 import os
 import sys
 
-TYPE_CHECKING = False  # typing takes longer to import than all that is done here
+TYPE_CHECKING = False  # the import of typing would take longer than everything done here
 if TYPE_CHECKING:
     from typing import Any
 
@@ -20,11 +20,11 @@ _DCP = "torch.distributed.checkpoint"
 
 
 def planner_asked_for(arguments: "list[str]", environment: "os._Environ[str] | dict[str, str]") -> "str | None":
-    """Which planner a command line and an environment name: ``"robust_dcp"``, ``"default"``, or ``None`` for neither.
+    """The planner that the command line or the environment names: ``"robust_dcp"``, ``"default"``, or ``None``.
 
     Args:
-        arguments: as ``sys.argv``; the last ``--ckpt-planner X`` or ``--ckpt-planner=X`` counts.
-        environment: as ``os.environ``; ``ROBUST_DCP=1`` counts where no argument does.
+        arguments: the value of ``sys.argv``. The last ``--ckpt-planner X`` or ``--ckpt-planner=X`` counts.
+        environment: the value of ``os.environ``. ``ROBUST_DCP=1`` counts if there is no such argument.
     """
     planner = None
     for place, argument in enumerate(arguments):
@@ -40,9 +40,9 @@ def planner_asked_for(arguments: "list[str]", environment: "os._Environ[str] | d
 
 
 def activate() -> None:
-    """Called by ``import torch``, before it returns: wait for what robust_dcp is to take over, if it is asked for.
+    """Watch for the modules that robust_dcp takes over, if the user asked for it. ``import torch`` calls this.
 
-    ``ROBUST_DCP=1`` is for ``torch.distributed.checkpoint`` and for Megatron, ``--ckpt-planner`` for Megatron alone.
+    ``ROBUST_DCP=1`` is for ``torch.distributed.checkpoint`` and Megatron. ``--ckpt-planner`` is for Megatron only.
     """
     try:
         # An embedded interpreter may have no sys.argv.
@@ -57,9 +57,9 @@ def activate() -> None:
 
 
 class _ModuleIsComing:
-    """A finder that waits for the first import of a module that is taken over, and makes way for robust_dcp's hook.
+    """A finder that waits for the first import of a module to take over. Then robust_dcp's own hook replaces it.
 
-    Until then nothing of robust_dcp is imported: torch, which it needs, is not complete when :func:`activate` runs.
+    Until then nothing of robust_dcp is imported. It needs torch, and torch is not complete when :func:`activate` runs.
 
     Args:
         planner: ``"robust_dcp"`` or ``"default"``.
@@ -75,7 +75,7 @@ class _ModuleIsComing:
             if fullname.partition(".")[0] in ("megatron", "megatron_fsdp"):
                 self.install()
             elif fullname == _DCP and self.is_for_all:
-                # robust_dcp imports this very module: it has to be complete first.
+                # robust_dcp imports this module itself, so the module has to be complete first.
                 return self._spec_that_installs(path)
         except (KeyboardInterrupt, SystemExit):
             raise
@@ -84,7 +84,7 @@ class _ModuleIsComing:
         return None
 
     def install(self) -> None:
-        """Let robust_dcp take over what it was asked for, once."""
+        """Switch robust_dcp on, once."""
         if self not in sys.meta_path:
             return
         sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
@@ -105,7 +105,7 @@ class _ModuleIsComing:
 
 
 class _InstallingLoader:
-    """The loader of a module, with robust_dcp installed once the module's code has run."""
+    """Wraps the loader of a module, and installs robust_dcp after the module's code has run."""
 
     def __init__(self, loader: "Any", waiting: _ModuleIsComing) -> None:
         self._loader = loader

@@ -1,1 +1,1 @@
-"""Long campaigns of random faults, each reproducible from its seed: ``make torture``. The tests run short ones."""
+"""Long campaigns of random faults: ``make torture``. Each is reproducible from its seed. The tests run short ones."""

@@ -1,6 +1,6 @@
-"""Thousands of schedules of faults between ranks: ``python -m torture.exchanges --trials 3000 --seed 1``.
+"""Runs thousands of schedules of faults between ranks: ``python -m torture.exchanges --trials 3000 --seed 1``.
 
-Prints each seed that broke a promise, with what was broken, and ends with 1 if there is any. A seed is tried again with
+It prints each seed that broke a promise, and what was broken. It exits with 1 if there is any. To run a seed again, use
 ``--trials 1 --seed S --kind K``.
 """
 
@@ -19,14 +19,14 @@ __all__ = ["run_many"]
 
 
 def run_many(first_seed: int, n_trials: int, kind: str | None = None, at_once: int = 8) -> list[Run]:
-    """The schedules from ``first_seed`` on, some of them at once: most of the time they wait."""
+    """Run the schedules from ``first_seed`` on. Some run at the same time, because they mostly wait."""
     with quick(), ThreadPoolExecutor(at_once) as pool:
         schedules = [make_schedule(seed, kind) for seed in range(first_seed, first_seed + n_trials)]
         return list(pool.map(run_schedule, schedules))
 
 
 def main() -> int:
-    """See the module."""
+    """Run the campaign. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)

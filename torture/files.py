@@ -1,6 +1,6 @@
-"""Files with right checksums around whatever stands in them: forged objects, ``.metadata``, indices.
+"""Writes forged objects, ``.metadata`` and indices into files with valid checksums.
 
-Owns how a forged file gets into a sound checkpoint, so that everything else of it fits.
+Owns how a forged file gets into a valid checkpoint, so that everything else in it still fits.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _ITEM = "objects.args"
 
 
 def framed(opcodes: bytes) -> bytes:
-    """Opcodes with protocol and end around them."""
+    """A whole pickle: the opcodes between a protocol and an end."""
     return b"\x80\x04" + opcodes + b"."
 
 
 def archive(pickled: bytes, *, compressed: bool = False) -> bytes:
-    """As ``torch.save`` writes it, with two small storages."""
+    """An archive with this pickle, as ``torch.save`` writes it, and with two small storages."""
     buffer = io.BytesIO()
     kind = zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED
     with zipfile.ZipFile(buffer, "w", kind) as archive:
@@ -50,7 +50,7 @@ def archive(pickled: bytes, *, compressed: bool = False) -> bytes:
 
 
 def put_object(directory: str, data: bytes) -> str:
-    """Make ``data`` the item of the sample, in a file of its own."""
+    """Make ``data`` the item of the sample, in its own file."""
     path = os.path.join(directory, ".metadata")
     with open(path, "rb") as file:
         metadata = decode_metadata(file.read(), path)
@@ -73,7 +73,7 @@ def put_metadata(directory: str, pickled: bytes, *, checksum: bool) -> str:
 
 
 def put_file(directory: str, name: str, data: bytes) -> str:
-    """Write a file of the checkpoint; returns its path."""
+    """Write a file of the checkpoint. Returns its path."""
     path = os.path.join(directory, name)
     with open(path, "wb") as file:
         file.write(data)
@@ -81,7 +81,7 @@ def put_file(directory: str, name: str, data: bytes) -> str:
 
 
 def metadata_with(value: bytes) -> bytes:
-    """The pickle of a ``Metadata`` whose ``state_dict_metadata`` is what ``value`` makes."""
+    """The pickle of a ``Metadata``. The opcodes ``value`` make its ``state_dict_metadata``."""
     named = b"ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}("
     attribute = b"X" + struct.pack("<I", 19) + b"state_dict_metadata"
     return framed(named + attribute + value + b"ub")
@@ -92,7 +92,7 @@ def _zstd_of_zeros(nbytes: int) -> bytes:
 
 
 def put_index_bomb(directory: str, *names: str) -> str:
-    """Make these sections of the index announce a GiB each, and have it, with right checksums."""
+    """Make these sections of the index announce a GiB each, and really have it, with valid checksums."""
     path = os.path.join(directory, INDEX_NAME)
     with open(path, "rb") as file:
         data = file.read()
@@ -103,13 +103,13 @@ def put_index_bomb(directory: str, *names: str) -> str:
         for name, (start, nbytes) in head.places.items()
         if name != "checksums"
     }
-    if "shares" in names:  # of the only rank
+    if "shares" in names:  # the share of the only rank
         sections["share_ends"] = Section.of("share_ends", struct.pack("<Q", len(bomb)))
     return put_file(directory, INDEX_NAME, b"".join(encode_sections(sections, head.fit)))
 
 
 def put_places(directory: str, offset: int, length: int) -> str:
-    """Say that every item lies at ``offset`` and has ``length`` bytes."""
+    """Change the metadata to say that every item is at ``offset`` and has ``length`` bytes."""
     path = os.path.join(directory, ".metadata")
     with open(path, "rb") as file:
         metadata = decode_metadata(file.read(), path)

@@ -1,6 +1,6 @@
-"""Pickles that no writer makes: what each asks for, in the fewest bytes that ask for it.
+"""Forged pickles that no writer makes. Each asks for something harmful in as few bytes as possible.
 
-Owns their bytes. Each is made by hand, opcode by opcode, and stands in its file with a right checksum.
+Owns their bytes. Each is made by hand, opcode by opcode, and gets into a file with a valid checksum.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["FORGED", "FORGED_METADATA", "random_pickle"]
 
 
 class Careful(enum.Enum):
-    """An enum that would notice a value that it does not have."""
+    """An enum that raises if its code runs for a value that it does not have."""
 
     KNOWN = 1
 
@@ -28,7 +28,7 @@ class Careful(enum.Enum):
 
 
 class Pair(typing.NamedTuple):
-    """A named tuple, to be made of too much."""
+    """A named tuple, which a forged pickle makes with too many values."""
 
     left: int
     right: int
@@ -36,7 +36,7 @@ class Pair(typing.NamedTuple):
 
 @dataclass
 class Loud:
-    """A dataclass that would notice its state."""
+    """A dataclass that raises if its code runs to set its state."""
 
     value: int = 0
 
@@ -71,7 +71,10 @@ def _get(place: int) -> bytes:
 
 
 def _doubled(kind: bytes, n: int) -> bytes:
-    """A value that holds twice one that holds twice one …: 2 ** n leaves in a few bytes each."""
+    """A value that holds another value twice, which again holds another twice, and so on ``n`` times.
+
+    So a few bytes for each level make 2 ** n leaves.
+    """
     steps = [b"K\x01\x85" if kind == b"\x86" else b"]K\x01a", _put(0)]
     for place in range(n):
         steps.append(_get(place) + _get(place) + b"\x86" if kind == b"\x86" else b"](" + _get(place) * 2 + b"e")
@@ -119,7 +122,7 @@ _BUILTINS = "builtins"
 _DEEP = 400_000
 
 FORGED: dict[str, Callable[[str], bytes]] = {
-    # More than there is.
+    # These ask for more memory than there is.
     "list of a range": lambda _: _call(_named(_BUILTINS, "list"), _call(_named(_BUILTINS, "range"), _int(30_000_000))),
     "set of a range": lambda _: _call(_named(_BUILTINS, "set"), _call(_named(_BUILTINS, "range"), _int(30_000_000))),
     "size of a range": lambda _: _call(_named("torch", "Size"), _call(_named(_BUILTINS, "range"), _int(30_000_000))),
@@ -155,7 +158,7 @@ FORGED: dict[str, Callable[[str], bytes]] = {
         + _call(_named("collections", "deque"), _get(0)) * 4_000
         + b"t"
     ),
-    # Nested without end.
+    # These are nested very deeply.
     "doubled lists": lambda _: _doubled(b"]", 60),
     "doubled tuples": lambda _: _doubled(b"\x86", 60),
     "doubled tuple as key": lambda _: b"}" + _doubled(b"\x86", 60) + b"Ns",
@@ -170,7 +173,7 @@ FORGED: dict[str, Callable[[str], bytes]] = {
     ),
     "marks nested deeply": lambda _: b"(" * _DEEP + b"t" * _DEEP,
     "numbers that collide": lambda _: _colliding(60_000),
-    # Pointers made of bytes, and arrays that are larger than their bytes.
+    # These make pointers of bytes, or arrays that are larger than their bytes.
     "object dtype without its flags": lambda _: _array(
         _dtype("O8", _plain_state("|", flags=0)), _ints(4), b"C\x20" + b"A" * 32
     ),
@@ -220,7 +223,7 @@ FORGED: dict[str, Callable[[str], bytes]] = {
     "array whose shape overflows": lambda _: _array(_F8, _ints(1 << 33, 1 << 33), b"C\x00"),
     "array of no elements and many": lambda _: _array(_F8, _ints(0, 1 << 62, 1 << 61), b"C\x00"),
     "array that is never filled": lambda _: _array(_F8, _ints(1), b"C\x08AAAAAAAA")[:-1] + b"0",
-    # Tensors beyond their storage.
+    # These tensors reach beyond their storage.
     "tensor larger than its storage": lambda _: _tensor(_storage(4), 0, _ints(1 << 32), _ints(1)),
     "tensor before its storage": lambda _: _tensor(_storage(4), -1000, _ints(4), _ints(1)),
     "tensor with negative strides": lambda _: _tensor(_storage(4), 0, _ints(4), _ints(-1000)),
@@ -246,7 +249,7 @@ FORGED: dict[str, Callable[[str], bytes]] = {
         b"\x89",
         _named("collections", "OrderedDict") + b")R",
     ),
-    # Code.
+    # These run code.
     "system call": lambda canary: _call(_named("os", "mkdir"), _text(canary)),
     "system call, other opcodes": lambda canary: b"(" + _text(canary) + b"ios\nmkdir\n",
     "system call by OBJ": lambda canary: b"(" + _named("os", "mkdir") + _text(canary) + b"o",
@@ -266,7 +269,7 @@ FORGED: dict[str, Callable[[str], bytes]] = {
     "dataclass with code": lambda _: _named(__name__, "Loud") + b")\x81}" + _text("value") + b"K\x01sb",
     "named tuple of too much": lambda _: _named(__name__, "Pair") + b"(K\x01K\x02K\x03t\x81",
     "module that is not imported": lambda _: _call(_named("antigravity", "fly"), b""),
-    # No sense.
+    # These make no sense.
     "nothing": lambda _: b"",
     "empty stack": lambda _: b"0000",
     "value that was never remembered": lambda _: _get(77),
@@ -282,7 +285,8 @@ FORGED: dict[str, Callable[[str], bytes]] = {
         _named("torch._utils", "_rebuild_parameter"), b"K\x01", b"\x89", _named("collections", "OrderedDict") + b")R"
     ),
 }
-"""By what it is: a function of a path that must not come to exist, and that gives opcodes without PROTO and STOP."""
+"""The forged pickles by name. Each function takes a path that must not come to exist (the canary), and returns opcodes
+without PROTO and STOP."""
 
 _METADATA = b"ctorch.distributed.checkpoint.metadata\n"
 
@@ -326,7 +330,7 @@ FORGED_METADATA: dict[str, bytes] = {
     "object of no attributes": _METADATA + b"Metadata\n)\x81",
     "number": b"K\x01",
 }
-"""Opcodes of whole ``.metadata`` files."""
+"""The opcodes of whole ``.metadata`` files, by name."""
 
 _PIECES = [
     *(bytes([code]) for code in b"(.012NQR]}aebdelo)stu\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x93\x94"),
@@ -345,7 +349,7 @@ _PIECES = [
 
 
 def random_pickle(chosen: random.Random) -> bytes:
-    """Opcodes and names that are each allowed somewhere, in no order."""
+    """Opcodes and names in random order. Each of them is allowed somewhere."""
     return b"".join(_random_pieces(chosen))
 
 

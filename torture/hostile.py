@@ -1,12 +1,13 @@
-"""Damaged and hostile checkpoints: thousands of loads, each in a process of its own with limits on time and memory.
+"""Loads thousands of damaged and hostile checkpoints, each in its own process with limits on time and memory.
 
     python -m torture.hostile --trials 2000 --seed 1
     python -m torture.hostile --trials 4000 --seed 7 --json hostile.json
     python -m torture.hostile --only "special file|forged head"
 
-A trial is *loaded* if what comes back is what was saved (of a forged pickle: if it was data after all), *refused* if it
-ends in an exception of robust_dcp that names the file, and *lost* in every other case: other data, another exception, a
-crash, code that was run, more than 20 seconds of a processor, more than 512 MiB. Ends with 1 if any trial was lost.
+A trial is *loaded* if the loaded values are the saved ones, or if a forged pickle was plain data after all. It is
+*refused* if robust_dcp raises an exception that names the file. It is *lost* in every other case: other data, another
+exception, a crash, code that was run, more than 20 seconds of CPU time, or more than 512 MiB. The program exits with 1
+if any trial was lost.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ GROWTH_NBYTES = 512 << 20
 
 
 def run(inputs: Iterator[Input], root: str) -> list[tuple[str, str, str, str]]:
-    """(group, input, verdict, text) of each trial; ``root`` holds the samples."""
+    """Run each trial. Returns (group, input, verdict, text) for each. The samples are in ``root``."""
     outcomes = []
     work = os.path.join(root, "work")
     canary = os.path.join(root, "canary")
@@ -82,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="a regular expression: only inputs of the groups that it matches")
     parser.add_argument("--json", help="write rows, and the trials that were lost, to this file")
     given = parser.parse_args(arguments)
-    torch.set_num_threads(1)  # threads of OpenMP do not outlive a fork
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as root:
         make_samples(root)

@@ -1,7 +1,7 @@
-"""The inputs of the campaign: what is done to which file of which sample, and how the result is loaded.
+"""The inputs of the campaign. Each says how a file of a sample is damaged, and how the result is loaded.
 
-Owns the damage. Every forged pickle is put wherever pickles are read: into objects, into ``.metadata`` with and without
-its checksum, into Megatron's ``common.pt``.
+Owns the damage. Every forged pickle is put into all places where pickles are read: objects, ``.metadata`` with and
+without its checksum, and Megatron's ``common.pt``.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Input:
     """One trial.
 
     Attributes:
-        group, name: for the table, and for what is lost.
-        sample: a copy of which is damaged.
-        damage: changes the directory; takes it and the path that must not come to exist, and returns what a refusal
-            has to name.
-        load: of the directory.
+        group, name: names for the table and for the list of lost trials.
+        sample: the sample. A copy of it is damaged.
+        damage: takes the directory and a path that must not come to exist. It changes the directory, and returns the
+            name that a refusal has to contain.
+        load: loads the directory.
     """
 
     group: str
@@ -58,7 +58,7 @@ class Input:
     load: Callable[[str], None]
 
 
-# How forged checkpoints are loaded: there is nothing to compare with.
+# These functions load forged checkpoints. There is nothing to compare the result with.
 
 
 def _load_object(directory: str) -> None:
@@ -115,7 +115,7 @@ def _forged(name: str, opcodes: Callable[[str], bytes]) -> Iterator[Input]:
 
 
 def _load_bare_by_stock_planner(directory: str) -> None:
-    """Bytes that are no ``torch.save`` are the planner's business, and torch's error is then stock's own."""
+    """Load an object that is not in ``torch.save``'s format. The planner decodes it, so an error of torch is right."""
     try:
         _load_by_stock_planner(directory)
     except (EOFError, RuntimeError, ValueError) as error:
@@ -133,7 +133,7 @@ def all_forged() -> Iterator[Input]:
 
 def _socket(path: str) -> None:
     here = os.getcwd()
-    os.chdir(os.path.dirname(path))  # the names of sockets are short
+    os.chdir(os.path.dirname(path))  # a socket's name must be short
     try:
         socket.socket(socket.AF_UNIX).bind(os.path.basename(path))
     finally:
@@ -172,7 +172,7 @@ def _replacing(place: str, kind: str) -> Callable[[str, str], str]:
         os.unlink(path)
         try:
             _SPECIAL[kind](path)
-        except PermissionError:  # devices are for root to make
+        except PermissionError:  # only root can make devices
             os.mkfifo(path)
         return directory
 
@@ -264,11 +264,11 @@ def _with_places(offset: int, length: int) -> Callable[[str, str], str]:
     return lambda directory, canary: put_places(directory, offset, length)
 
 
-# Damage by chance.
+# Random damage.
 
 
 def random_inputs(chosen: random.Random, n: int) -> Iterator[Input]:
-    """``n`` inputs: half of them damage, half of them pickles of opcodes in no order."""
+    """``n`` inputs: half of them are random damage, and half are pickles of random opcodes."""
     for number in range(n):
         if number % 2:
             opcodes = random_pickle(chosen)
@@ -335,7 +335,7 @@ _DAMAGED_FILES = {
     "kept plan": (".robust_dcp.index",),
     "Megatron": ("common.pt", "metadata.json"),
 }
-"""Not the ``.metadata`` of a stock checkpoint: it has no checksum, and not all damage to it can be noticed."""
+"""The ``.metadata`` of a stock checkpoint is left out. It has no checksum, so some damage cannot be noticed."""
 
 
 def _damaged(chosen: random.Random) -> Input:

@@ -1,7 +1,7 @@
-"""Sound checkpoints to be damaged, and how each is loaded and compared with what was saved.
+"""Valid checkpoints to be damaged. Each says how to load it and compare it with what was saved.
 
-Owns what is in them: tensors of several sizes, objects of many kinds, both layouts, by us and by stock, and Megatron's
-files.
+Owns their contents: tensors of several sizes, objects of many kinds, both layouts, checkpoints by us and by stock, and
+Megatron's files.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def objects() -> dict[str, Any]:
 
 
 def state_dict() -> dict[str, Any]:
-    """What every sample holds."""
+    """The state dict of every sample."""
     return {
         "model": {
             "large": torch.arange(400_000, dtype=torch.float32),
@@ -82,13 +82,13 @@ def state_dict() -> dict[str, Any]:
             "bf16": torch.arange(600).to(torch.bfloat16),
             "empty": torch.empty(0, 3),
         },
-        # Not as dicts and lists, of which DCP makes an item for each value.
+        # These are not dicts or lists, because DCP makes an item for each value of those.
         "objects": {name: argparse.Namespace(value=value) for name, value in objects().items()},
     }
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether a value is what was saved: of the same class, with the same contents."""
+    """Whether a value has the same class and contents as the saved one."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -108,11 +108,11 @@ def is_same(one: Any, other: Any) -> bool:
 
 @dataclass(frozen=True)
 class Sample:
-    """A checkpoint: its directory under the root, how it is saved, and what is done with it.
+    """A checkpoint: its directory under the root, how it is saved, and how it is loaded.
 
     Attributes:
-        save: into a directory.
-        load: from a directory; raises :class:`WrongData`.
+        save: saves into a directory.
+        load: loads from a directory. It raises :class:`WrongData` if the values are not those that were saved.
     """
 
     name: str
@@ -151,7 +151,7 @@ def _save_stock(path: str) -> None:
 
 
 def _load_and_save_again(path: str) -> None:
-    """The plan beside a checkpoint is advice: whatever stands in it, what is saved by it is right."""
+    """Load, and save once more. A damaged plan beside a checkpoint must not make the next save wrong."""
     _load(path)
     PLANS.clear()
     LOADED.add(path)

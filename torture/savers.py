@@ -1,10 +1,10 @@
-"""Two jobs that save into one directory: ``python -m torture.savers --rounds 300 --seed 1``.
+"""Lets two jobs save into one directory: ``python -m torture.savers --rounds 300 --seed 1``.
 
-In each round two processes save other values under the same names: ours with locks or without (as on many network
-file systems), and the second perhaps stock's writer. Either both start at once, or one is stopped (SIGSTOP) before a
-random call to its disk, and goes on when the other has ended. Then a third process loads. What it finds must be whole,
-and of a job that was told that it has saved, or what was there before; it must not fail. Prints each round that broke
-this, and ends with 1 if any did.
+In each round two processes save different values under the same names. Our writer runs with locks or without them, as
+on many network file systems. The second process may use stock's writer. Either both start at the same time, or one is
+stopped (SIGSTOP) before a random call to its disk and goes on when the other has ended. Then a third process loads. The
+load must not fail. It must give the whole checkpoint of a job that was told that it has saved, or the checkpoint that
+was there before. The program prints each round that broke this. It exits with 1 if any did.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ _FORK = multiprocessing.get_context("fork")
 
 @dataclass(frozen=True)
 class Round:
-    """What happens.
+    """One round.
 
     Attributes:
-        exists: whether a checkpoint lies in the directory.
-        jobs: how each of the two saves.
-        stop_at: before which call to its disk the first is stopped until the second has ended; ``None``: both at once.
+        exists: whether the directory has a checkpoint before the round.
+        jobs: how each of the two jobs saves.
+        stop_at: the first job is stopped before this call to its disk until the second has ended. With ``None`` both
+            run at the same time.
     """
 
     seed: int
@@ -70,7 +71,7 @@ def make_round(seed: int) -> Round:
 
 
 def run_round(made: Round) -> list[str]:
-    """What should not have happened."""
+    """Run the round, and list what should not have happened."""
     with tempfile.TemporaryDirectory() as directory:
         path = os.path.join(directory, "checkpoint")
         told = {}
@@ -100,7 +101,7 @@ def _complaints(made: Round, told: dict[int, str], found: int | str) -> list[str
 def _run_jobs(made: Round, path: str) -> dict[int, str]:
     first, hears_first = _start(made.jobs[0], 1, path, made.stop_at)
     if made.stop_at is not None:
-        # It stops, or ends before it comes to that call.
+        # The job stops, or ends before it makes that call.
         os.waitid(os.P_PID, first.pid or 0, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
     second, hears_second = _start(made.jobs[1], 2, path, None)
     told = {}
@@ -123,7 +124,7 @@ def _start(how: str, step: int, path: str, stop_at: int | None) -> tuple[Any, Co
 
 
 def _heard(process: Any, hears: Connection) -> str:
-    """What a job was told."""
+    """The result that a job was told."""
     try:
         words = hears.recv() if hears.poll(_LIMIT_SECONDS) else "unexpected: it did not end"
     except EOFError:
@@ -159,7 +160,7 @@ def _state(step: int) -> dict[str, Any]:
 
 
 def _loaded(path: str) -> int | str:
-    """The step that loads, or why none does."""
+    """The step that loads, or the reason why none does."""
     hears, tells = _FORK.Pipe(duplex=False)
 
     def load() -> None:
@@ -182,12 +183,12 @@ def _loaded(path: str) -> int | str:
 
 
 def main() -> int:
-    """Run the campaign; the exit code."""
+    """Run the campaign. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    torch.set_num_threads(1)  # what forks must have no threads
+    torch.set_num_threads(1)  # a process that forks must have no threads
     logging.disable(logging.WARNING)
     n_broken, kinds = 0, Counter[str]()
     for number in range(options.rounds):

@@ -1,8 +1,8 @@
-"""Random exchanges over a simulated network that goes wrong in random ways, and what has to be true of each of them.
+"""Random exchanges over a simulated network with random faults, and the promises that each run must keep.
 
-A schedule follows from its seed alone: what the ranks do, and which faults strike which message. Which messages there
-are depends on threads as well; so a seed that fails may pass once and fail again. :func:`run_schedule` runs one,
-:func:`complaints` judges what came of it. It uses the real channel on the simulated network of the tests.
+A schedule says what the ranks do, and which fault hits which message. It depends only on its seed. The messages of a
+run also depend on threads, so a seed that fails may pass once and fail again. :func:`run_schedule` runs a schedule, and
+:func:`complaints` judges the run. The channel is real. The network is the simulated one of the tests.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _REPAIRED = (FaultKind.DUPLICATE, FaultKind.DROP, FaultKind.REORDER, FaultKind.D
 _TIMEOUT_SECONDS = 30.0
 _SHORT_TIMEOUT_SECONDS = 0.6
 _KILL_TIMEOUT_SECONDS = 3.0
-"""Whoever dies before it has connected is missed only then."""
+"""If a rank dies before it has connected, the others notice only after this time."""
 
 _LIMIT_SECONDS = 60.0
-"""No rank may take longer. Only a frozen rank makes others wait; most of this is patience with a busy machine."""
+"""No rank may take longer. Only a frozen rank makes others wait. Most of this time is for a busy machine."""
 
 
 class Text(msgspec.Struct, frozen=True):
-    """What ranks send."""
+    """The message that ranks send."""
 
     rank: int
     step: int
@@ -46,7 +46,7 @@ class Text(msgspec.Struct, frozen=True):
 
 
 class Total(msgspec.Struct, frozen=True):
-    """What adds up."""
+    """A message that is added up over the ranks."""
 
     count: int
 
@@ -56,9 +56,9 @@ class Step:
     """One exchange.
 
     Attributes:
-        verb: of the channel.
+        verb: the method of the channel.
         root: the coordinator.
-        nbytes: of each message.
+        nbytes: the size of each message.
         failing: the rank whose own work raises, or ``None``.
     """
 
@@ -70,11 +70,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What is going to happen.
+    """The plan of a run.
 
     Attributes:
-        killed_at_work: a rank, and the step in whose work it is killed.
-        store_host: the rank that takes the store along when it is killed, or ``None``.
+        killed_at_work: a rank, and the step. The rank is killed in its own work of that step.
+        store_host: the rank that hosts the store, or ``None``. If it is killed, the store is gone.
     """
 
     seed: int
@@ -89,7 +89,7 @@ class Schedule:
 
 @dataclass
 class Outcome:
-    """What became of one rank: how many steps it made, how it ended, and what it was told that is not so."""
+    """The outcome of one rank: the number of its steps, how it ended, and any wrong result that it got."""
 
     n_steps: int = 0
     error: BaseException | None = None
@@ -100,7 +100,7 @@ class Outcome:
 
 @dataclass
 class Run:
-    """What became of a schedule."""
+    """A schedule, and the outcome of running it."""
 
     schedule: Schedule
     outcomes: list[Outcome]
@@ -109,7 +109,7 @@ class Run:
 
 
 def make_schedule(seed: int, kind: str | None = None) -> Schedule:
-    """The schedule number ``seed``, of any of :data:`KINDS` if none is given."""
+    """The schedule with this seed. Without ``kind`` it may be any of :data:`KINDS`."""
     rng = random.Random(f"schedule {seed} {kind}")
     kind = kind or rng.choice(KINDS)
     size = rng.randint(2, 9)
@@ -119,7 +119,7 @@ def make_schedule(seed: int, kind: str | None = None) -> Schedule:
     fields = {name: getattr(schedule, name) for name in ("seed", "kind", "size", "timeout_seconds", "steps")}
     delays = [_fault(rng, FaultKind.DELAY, *rng.choice(edges), rng.uniform(0, 0.01)) for _ in range(rng.randint(0, 4))]
     if kind == "harmless":
-        # One repetition mends one fault of each pair of ranks.
+        # Each pair of ranks can repair one fault, because a message is repeated once.
         faults = [_fault(rng, rng.choice(_REPAIRED), *edge) for edge in edges if rng.random() < 0.7]
     elif kind == "killed":
         fields["timeout_seconds"] = _KILL_TIMEOUT_SECONDS
@@ -156,7 +156,7 @@ def _fault(rng: random.Random, kind: FaultKind, rank: int, peer: int, seconds: f
 
 
 def run_schedule(schedule: Schedule) -> Run:
-    """Let all ranks run, each in a thread of its own; returns when all have ended, or when one should have long ago."""
+    """Run each rank in its own thread. Returns when all have ended, or when one is far over its limit."""
     network = SimulatedNetwork(schedule.size, schedule.faults, schedule.store_host)
     outcomes = [Outcome() for _ in range(schedule.size)]
     hang = ""
@@ -183,7 +183,7 @@ def _be_rank(schedule: Schedule, network: SimulatedNetwork, link: Link, outcome:
     outcome.seconds = time.monotonic() - began
     if not network.killed and schedule.kind in ("cut", "frozen"):
         network.heal()
-        # The first of these may be under way on some ranks when others find the connection broken.
+        # The first of these may still be running on some ranks when others find that the connection is broken.
         for name in ("next save", "save after that"):
             outcome.next_error = None
             try:
@@ -193,7 +193,7 @@ def _be_rank(schedule: Schedule, network: SimulatedNetwork, link: Link, outcome:
 
 
 def _take_step(channel: Channel, schedule: Schedule, number: int, network: SimulatedNetwork) -> str:
-    """One exchange; says what is wrong with its result, if anything."""
+    """Run one exchange. Returns what is wrong with its result, or an empty text."""
     step = schedule.steps[number]
 
     def own_work() -> None:
@@ -210,7 +210,7 @@ def _take_step(channel: Channel, schedule: Schedule, number: int, network: Simul
         if step.failing is None or [each.rank for each in error.rank_failures] != [step.failing]:
             raise
         return ""
-    # Of a broadcast or a scatter only the coordinator does work that may fail.
+    # In a broadcast or a scatter only the coordinator does work that may fail.
     works = step.verb not in ("broadcast", "scatter") or step.failing == step.root
     if step.failing is not None and works:
         return f"step {number} succeeded, though rank {step.failing} failed"
@@ -218,7 +218,7 @@ def _take_step(channel: Channel, schedule: Schedule, number: int, network: Simul
 
 
 def _exchange(channel: Channel, step: Step, number: int, own_work: Callable[[], None]) -> tuple[object, object]:
-    """What the exchange gave this rank, and what it should have given."""
+    """Run the exchange. Returns its result on this rank, and the expected result."""
     phase, rank, size = f"step {number}", channel.rank, channel.size
 
     def text(of: int) -> Text:
@@ -260,7 +260,7 @@ def _exchange(channel: Channel, step: Step, number: int, own_work: Callable[[], 
 
 
 def complaints(run: Run) -> list[str]:
-    """What should not have happened."""
+    """List what should not have happened."""
     schedule, killed = run.schedule, run.network.killed
     found = [run.hang] if run.hang else []
     survivors = {rank: outcome for rank, outcome in enumerate(run.outcomes) if rank not in killed}
@@ -279,7 +279,7 @@ def complaints(run: Run) -> list[str]:
     has_store = schedule.store_host not in killed
     if len({_verdict(error) for error in errors.values()}) > 1 and has_store:
         found.append(f"more than one verdict: {_shown(errors)}")
-    # The last exchange can be over on one rank, and then break on others: that is so with every protocol.
+    # The last exchange may end on one rank and then break on others. No protocol can avoid that.
     if errors and any(outcome.error is None for outcome in survivors.values()):
         early = [rank for rank in errors if survivors[rank].n_steps < len(schedule.steps) - 1]
         if early:
@@ -294,7 +294,7 @@ def complaints(run: Run) -> list[str]:
 
 
 def _verdict(error: BaseException) -> str:
-    """What is the same on all ranks: not the word for those whom the others have given up."""
+    """The part of an error that is the same on all ranks. Ranks that the others gave up on have a prefix."""
     text = str(error)
     return text.partition("came after the others had given up on it: ")[2] or text
 

@@ -1,6 +1,6 @@
-"""One trial: a load in a process of its own, with limits, and what became of it.
+"""One trial: it loads in a new process with limits, and judges the result.
 
-Owns the child process, its limits and the verdict. Never decides what is loaded.
+Owns the child process, its limits and the verdict. It does not decide what is loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from robust_dcp.errors import RobustCheckpointError
 __all__ = ["LOST", "Verdict", "WrongData", "run_trial"]
 
 Verdict = tuple[str, str]
-"""``"loaded"``, ``"refused"`` or ``"lost"``, and what is to be said about it."""
+"""``"loaded"``, ``"refused"`` or ``"lost"``, and a text about it."""
 
 LOST = "lost"
 
@@ -32,21 +32,22 @@ _PIPE_NBYTES = 4096
 
 
 class WrongData(Exception):
-    """A load gave something else than was saved."""
+    """The loaded values are not those that were saved."""
 
 
 def run_trial(load: Callable[[], None], names: str, *, seconds: float, growth_nbytes: int, canary: str) -> Verdict:
     """Call ``load`` in a forked child.
 
     Args:
-        load: loads, and raises :class:`WrongData` if the outcome is not what it should be.
-        names: what a refusal has to name: the path of what was damaged.
-        seconds: of a processor that it may take, and six times that by the clock: the machine may have more to do.
-        growth_nbytes: memory that it may take, over that of this process.
+        load: loads, and raises :class:`WrongData` if the result is wrong.
+        names: the path of the damaged file. A refusal has to name it.
+        seconds: the limit for CPU time. The limit for wall time is six times as long, because the machine may be busy.
+        growth_nbytes: how much more memory than this process the child may take.
         canary: a path that must not come to exist.
 
     Returns:
-        ``lost`` for anything but success, or an exception of ours (or Megatron's own) that names the file.
+        The verdict. It is ``lost`` except after a success, or after an exception of ours (or Megatron's own) that
+        names the file.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -71,7 +72,7 @@ def run_trial(load: Callable[[], None], names: str, *, seconds: float, growth_nb
 
 
 def _told_by(reader: int, seconds: float) -> str | None:
-    """What the child writes until it closes its end; ``None`` if it takes too long."""
+    """What the child writes until it closes its end, or ``None`` if it takes too long."""
     told = b""
     deadline = time.monotonic() + seconds
     poll = select.poll()
@@ -86,14 +87,14 @@ def _told_by(reader: int, seconds: float) -> str | None:
 
 
 def _run_child(load: Callable[[], None], names: str, seconds: float, growth_nbytes: int, writer: int) -> None:
-    """In the child; never returns."""
+    """Run the load in the child. Never returns."""
     verdict, text = LOST, ""
     try:
-        with suppress(OSError):  # what is printed by libraries belongs to no table
+        with suppress(OSError):  # the output of libraries does not belong into the table
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         _forget_the_parents_memory()
         before, begun = _most_rss_nbytes(), time.process_time()
-        # An allocation that nothing limits fails here, before it takes the machine with it.
+        # With this limit an unlimited allocation fails, before it takes all memory of the machine.
         limit = _address_space_nbytes() + growth_nbytes + (2 << 30)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         try:
@@ -103,13 +104,13 @@ def _run_child(load: Callable[[], None], names: str, seconds: float, growth_nbyt
             is_named = names in str(error)
             verdict = "refused" if is_named else LOST
             text = f"{type(error).__name__}: {error!s:.300}" + ("" if is_named else " (does not name the file)")
-        except CheckpointingException as error:  # Megatron's own word where there is no checkpoint of its
+        except CheckpointingException as error:  # Megatron's own error if there is no Megatron checkpoint
             verdict, text = "refused" if names in str(error) else LOST, f"CheckpointingException: {error!s:.300}"
         except WrongData as error:
             text = f"wrong data: {error!s:.300}"
         except BaseException as error:
             text = f"{type(error).__name__}: {error!s:.300}"
-        gc.collect()  # what was built is freed too
+        gc.collect()  # the time to free the objects counts too
         grown = _most_rss_nbytes() - before
         used = time.process_time() - begun
         if used > seconds:
@@ -124,8 +125,8 @@ def _run_child(load: Callable[[], None], names: str, seconds: float, growth_nbyt
 
 
 def _forget_the_parents_memory() -> None:
-    """Count from what is used now: a fork takes over a peak, and free pages of the heap in which growth would hide."""
-    gc.freeze()  # what the parent has made is no garbage of this trial
+    """Count memory from the present use. A fork inherits the parent's peak, and free heap pages that hide growth."""
+    gc.freeze()  # garbage of the parent must not count for this trial
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak of resident memory
 

@@ -1,1 +1,1 @@
-"""Parts of ``benchmarks.storage``: what is saved, by whom, how it is measured, and what the drive itself gives."""
+"""Parts of ``benchmarks.storage``: the state dicts, the contenders, the measurement, and the drive's own speed."""

@@ -1,8 +1,7 @@
-"""Who saves and loads: robust_dcp, what comes with torch, and other packages where they are installed.
+"""The contenders that save and load: robust_dcp, the writers of torch, and other packages if they are installed.
 
-Each is used as its documentation says, synchronously, from one process, or from each rank of the default group where
-there is one. Packages are imported when they are used:
-whether one runs here is found out by :func:`why_not`.
+Each is used synchronously as its documentation says, from one process or from each rank of the default group. Packages
+are imported when they are used. :func:`why_not` finds out which contenders work here.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ class Writer:
     """A way to save.
 
     Attributes:
-        save: a state dict into a directory that does not exist; what is timed.
-        readers: names in ``READERS`` that load what this writer saved.
-        prepare: called before, with the same arguments, and not timed.
-        note: what to know of the figures.
-        takes_ranks: whether it is measured with several ranks as well, and with objects in the state dict.
+        save: saves a state dict into a directory that does not exist yet. This is timed.
+        readers: the names in ``READERS`` that can load what this writer saved.
+        prepare: called before ``save`` with the same arguments. This is not timed.
+        note: a remark on the figures.
+        takes_ranks: whether it is also measured with several ranks, and with objects in the state dict.
     """
 
     save: Callable[[StateDict, str], Any]
@@ -64,7 +63,7 @@ class Reader:
     """A way to load.
 
     Attributes:
-        load: into the tensors of a state dict, in place, from a directory; what is timed.
+        load: loads a directory into the tensors of a state dict, in place. This is timed.
         takes_ranks: as for :class:`Writer`.
     """
 
@@ -77,7 +76,7 @@ def _is_alone() -> bool:
 
 
 def remove_checkpoint(path: str) -> None:
-    """Remove what all ranks have saved; returns when it is gone."""
+    """Remove the checkpoint of all ranks. Returns when it is gone."""
     if _is_alone() or dist.get_rank() == 0:
         shutil.rmtree(path)
     if not _is_alone():
@@ -104,7 +103,7 @@ def _stock_with_cached_plan(state_dict: StateDict, path: str) -> None:
 
 
 def _before(save: Callable[[StateDict, str], Any]) -> Callable[[StateDict, str], Any]:
-    """A first save of the same structure, removed again."""
+    """Make a function that saves the same structure once and removes it again."""
 
     def prepare(state_dict: StateDict, path: str) -> None:
         save(state_dict, path)
@@ -149,7 +148,7 @@ def _save_snapshot(state_dict: StateDict, path: str) -> None:
 
 
 def _megatron_group(state_dict: StateDict, path: str) -> None:
-    """Megatron-Core's writer asks for the rank."""
+    """Make a process group, because Megatron-Core's writer needs the rank."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
@@ -205,7 +204,7 @@ WRITERS: dict[str, Writer] = {
     ),
     "torchsnapshot": Writer(_save_snapshot, ("torchsnapshot",)),
     "Megatron-Core FileSystemWriterAsync": Writer(
-        _save_megatron, prepare=_megatron_group, note="2 processes, whose memory is not in the figures"
+        _save_megatron, prepare=_megatron_group, note="2 processes; the figures do not include their memory"
     ),
 }
 
@@ -232,7 +231,7 @@ def why_not(writer: str, directory: str) -> dict[str, str]:
     """Save something small, and load it with each of the writer's readers.
 
     Returns:
-        What does not work here, to the reason: ``writer`` itself, or ``"{reader} < {writer}"``.
+        The reason why something does not work here, by ``writer`` or ``"{reader} < {writer}"``.
     """
     path = os.path.join(directory, "trial")
     state_dict = {"weight": torch.arange(12.0).reshape(3, 4), "step": torch.tensor(7.0)}

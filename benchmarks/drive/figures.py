@@ -1,6 +1,6 @@
-"""From figures of single runs to rows: medians over rounds, and ratios within the run.
+"""Turns the figures of single measurements into rows with medians over rounds, and with ratios within one run.
 
-Called by ``benchmarks.storage``; its tests check the ratios on figures that are made up.
+Called by ``benchmarks.storage``. Its tests check the ratios on invented figures.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Row = dict[str, Any]
 _GIB = 1 << 30
 
 RATIOS = ("to_probe", "to_stock", "to_stock_best")
-"""Keys of a row: how many times as fast as the fastest raw probe, stock's default, and stock's best thread count. For
-loads the last two are stock's reader on stock's checkpoint."""
+"""Keys of a row. The ratios are speeds relative to the fastest raw probe, to stock's default, and to stock's best
+thread count. For loads the last two refer to stock's reader on stock's checkpoint."""
 
 
 class Case(NamedTuple):
-    """What was measured: ``checkpoint`` is the writer of what is loaded, empty for saves."""
+    """What was measured. For a load ``checkpoint`` is the writer of the checkpoint. For a save it is empty."""
 
     shape: str
     what: str
@@ -34,14 +34,14 @@ class Case(NamedTuple):
 
 
 def rows_of(measured: dict[Case, list[Figures]]) -> list[Row]:
-    """A row for each case, in the order of ``measured``.
+    """Make a row for each case, in the order of ``measured``.
 
     Args:
-        measured: of each case the figures of all rounds.
+        measured: the figures of all rounds, for each case.
 
     Returns:
-        Rows with ``seconds`` and ``cpu_seconds_per_gib`` as medians, ``peak_nbytes`` as the maximum, and the ratios,
-        ``None`` where the run lacks what they refer to.
+        Rows with ``seconds`` and ``cpu_seconds_per_gib`` as medians, ``peak_nbytes`` as the maximum, and the ratios. A
+        ratio is ``None`` if the run did not measure what it refers to.
     """
     seconds = {case: statistics.median(each.seconds for each in rounds) for case, rounds in measured.items()}
     return [_row(case, rounds, seconds) for case, rounds in measured.items()]

@@ -1,7 +1,7 @@
-"""What a rank of a real FSDP2 job saves: a language model under ``fully_shard`` after steps of Adam, on CPU.
+"""The state dict of a rank in a real FSDP2 job: a language model under ``fully_shard`` after steps of Adam, on CPU.
 
-Owns the model and its state dict. Nothing is laid out by hand: placements, padding and the addresses of tensors are
-those that ``fully_shard``, autograd, Adam and the C library's allocator give. Called by ``shapes`` on each rank.
+Owns the model and its state dict. ``fully_shard``, autograd, Adam and the C library's allocator decide on placements,
+padding and the addresses of tensors. Nothing is placed by hand. Called by ``shapes`` on each rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _TOKENS = 32
 _STEPS = 2
 _ADAM_NBYTES = 4 + 4 + 4
 _COPIES_NBYTES = 1 + 2
-"""Of each weight matrix: one in fp8, for a job that computes in fp8; one in bfloat16, a view of a flat buffer."""
+"""The bytes of two copies of each element of a weight matrix. One is in fp8, for a job that computes in fp8. The other
+is in bfloat16, as a view of a flat buffer."""
 
 
 class _Block(nn.Module):
@@ -60,7 +61,8 @@ class _Block(nn.Module):
 class _Model(nn.Module):
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
-        # One word more than a multiple of the ranks: the first rank holds a row more, the others a row of padding.
+        # This is one word more than a multiple of the ranks. So the first rank holds one more row, and the others a
+        # row of padding.
         self.words = _WORDS_PER_WIDTH * width + 1
         self.embed_tokens = nn.Embedding(self.words, width)
         self.layers = nn.ModuleList(_Block(width) for _ in range(layers))
@@ -75,12 +77,12 @@ class _Model(nn.Module):
 
 
 def fsdp_nbytes(nbytes: int) -> int:
-    """The bytes of the tensors that all ranks hold together, where about ``nbytes`` were asked for."""
+    """The bytes of the tensors of all ranks together, if about ``nbytes`` are requested."""
     return _nbytes_of(*_size_for(nbytes))
 
 
 def fsdp_state(nbytes: int) -> dict[str, Any]:
-    """This rank's state dict after some steps of training; all ranks of the default group call it together."""
+    """This rank's state dict after some steps of training. All ranks of the default group call it together."""
     torch.manual_seed(20_000)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = _Model(*_size_for(nbytes))
@@ -121,7 +123,7 @@ def _sharded_as(weight: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def _size_for(nbytes: int) -> tuple[int, int]:
-    """Width and number of layers: the widest model of which at least two layers fit."""
+    """The width and the number of layers of the widest model that has room for at least two layers."""
     for width in _WIDTHS:
         first, layer = _nbytes_of(width, 0), _nbytes_of(width, 1) - _nbytes_of(width, 0)
         if first + 2 * layer <= nbytes:

@@ -1,16 +1,19 @@
-"""One save or load in a process of its own: seconds, CPU seconds, memory.
+"""Measures one save or load in its own process: seconds, CPU seconds and memory.
 
-A save ends when the files and their directory are durable: what a writer has not synced is synced within its time. A
-load starts with the files out of the page cache and memory that is in use already, and its result is compared with
-what was saved. Both start when the file system is done with what was written and removed before: one that discards
-what it frees (mounted with ``discard``) does so in its next commit, which would be the next writer's. What the first
-call of a process imports and starts is no part of either. CPU seconds are those of the process, its threads and its
-children; the kernel's own threads, which write back the page cache and drive loop devices, are not counted for anybody.
-Memory is the most resident memory above that before the call, of the process itself; buffers that a writer keeps from
-an earlier save are not counted again.
+A save ends when the files and their directory are durable. If a writer does not sync them, they are synced within its
+time. Before a load the files are not in the page cache, and the target memory is in use already. The loaded values are
+compared with the saved ones.
 
-Where several ranks save or load together (``shapes.ranks_of``), each is such a process, on one gloo group. All begin at
-once; seconds are those of the last to end, all else is the sum over the ranks.
+Both start when the file system has finished earlier writes and removals. For example, a file system that is mounted
+with ``discard`` discards freed blocks in its next commit, and otherwise the next writer would pay for that. Imports and
+other work of the first call in a process do not count.
+
+CPU seconds are those of the process, its threads and its children. The kernel's own threads, which write back the page
+cache and run loop devices, do not count for any contender. Memory is the peak of the process's resident memory above
+that before the call. Buffers that a writer keeps from an earlier save are not counted again.
+
+If several ranks save or load together (``shapes.ranks_of``), each is such a process in one gloo group. All begin at the
+same time. Seconds are those of the last rank to end. All other figures are sums over the ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ __all__ = ["Figures", "in_new_process", "load", "measure", "probe_load", "probe_
 
 
 class Figures(NamedTuple):
-    """Of one save or load, by one process or by all ranks together."""
+    """The figures of one save or load by one process, or by all ranks together."""
 
     nbytes: int
     items: int
@@ -51,25 +54,26 @@ class Figures(NamedTuple):
 
 
 _LOAD_PARTS = (OURS, STOCK_READER, "torch HuggingFaceStorageReader")
-"""Those that load one tensor of a checkpoint if asked for one. The others are measured with their first call."""
+"""Readers that can load a single tensor of a checkpoint, for a first call that does not count. For the other readers
+the first call is the measured one."""
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# Processes start with torch imported, and from a process that has done nothing else.
+# New processes have torch imported. They are forked from a process that has done nothing else.
 _CONTEXT.set_forkserver_preload(["benchmarks.drive.measurement"])
 
 
 def in_new_process(function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)`` in a process that has not run anything before.
+    """Call ``function(*args)`` in a new process.
 
     Raises:
-        BrokenProcessPool: the process died, of a lack of memory for instance.
+        BrokenProcessPool: the process died, for example because memory ran out.
     """
     with ProcessPoolExecutor(1, mp_context=_CONTEXT) as pool:
         return pool.submit(_quietly, function, args).result()
 
 
 def measure(function: Callable[..., Figures], who: str, shape: str, nbytes: int, path: str) -> Figures:
-    """:func:`save` or :func:`load` of a shape: in a new process, or on as many new ranks as the shape has.
+    """Run :func:`save` or :func:`load` of a shape in a new process, or on as many new ranks as the shape has.
 
     Raises:
         BrokenProcessPool: a process died.
@@ -114,7 +118,7 @@ def _together(ranks: Sequence[Figures]) -> Figures:
 
 
 def save(writer: str, shape: str, nbytes: int, path: str) -> Figures:
-    """Save into ``path``, which stays."""
+    """Measure a save into ``path``. The files stay there."""
     chosen = WRITERS[writer]
     state_dict = state_dict_of(shape, nbytes)
     warm_up = {"warm_up": torch.zeros(1)}
@@ -132,10 +136,10 @@ def save(writer: str, shape: str, nbytes: int, path: str) -> Figures:
 
 
 def load(reader: str, shape: str, nbytes: int, path: str) -> Figures:
-    """Load from ``path``, cold.
+    """Measure a load from ``path``, with the files out of the page cache.
 
     Raises:
-        ValueError: something else was loaded than was saved.
+        ValueError: the loaded values are not those that were saved.
     """
     state_dict = state_dict_of(shape, nbytes)
     expected = _checksums(state_dict)
@@ -155,7 +159,7 @@ def load(reader: str, shape: str, nbytes: int, path: str) -> Figures:
 
 
 def probe_save(chosen: Probe, nbytes: int, path: str) -> Figures:
-    """Write as many bytes to ``path`` as the drive can take; the files stay."""
+    """Measure raw writes of ``nbytes`` to ``path``. The files stay there."""
     source = probe.source_of(nbytes)
     with _measured(len(source), chosen.threads) as figures:
         probe.write(path, source, chosen)
@@ -164,7 +168,7 @@ def probe_save(chosen: Probe, nbytes: int, path: str) -> Figures:
 
 
 def probe_load(chosen: Probe, nbytes: int, path: str) -> Figures:
-    """Read what :func:`probe_save` wrote, cold."""
+    """Measure raw reads of what :func:`probe_save` wrote, with the files out of the page cache."""
     target = probe.source_of(nbytes)
     evict(path)
     with _measured(len(target), chosen.threads) as figures:
@@ -201,7 +205,7 @@ def _sync(path: str) -> None:
 
 @contextmanager
 def _measured(nbytes: int, items: int) -> Iterator[list[Figures]]:
-    """What is done within; the list has the figures afterwards."""
+    """Measure the block. Afterwards the list has the figures."""
     found: list[Figures] = []
     if _is_first():
         os.sync()
@@ -235,7 +239,7 @@ def _clear(state_dict: StateDict) -> None:
 
 
 def _smallest_part(state_dict: StateDict) -> StateDict:
-    """A state dict of nothing but the smallest tensor; the first of those on all ranks."""
+    """A state dict with only the smallest tensor. If there are several, all ranks take the first."""
     found = leaves(state_dict)
     path = min(found, key=lambda path: found[path].nbytes)
     value: Any = state_dict
@@ -255,5 +259,5 @@ def _checksums(state_dict: StateDict) -> dict[tuple[str, ...], int]:
 
 
 def _quietly(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    warnings.simplefilter("ignore")  # what others' packages say of their own future
+    warnings.simplefilter("ignore")  # deprecation warnings of other packages
     return function(*args)

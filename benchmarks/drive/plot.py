@@ -1,6 +1,6 @@
-"""The plot of rates on drives: ours, torch's and others', beside the raw probe.
+"""Plots the rates of ours, torch and other packages on drives, beside the raw probe.
 
-Run it on figures that were measured before, of one drive or several:
+Run it on earlier figures of one drive or several:
 ``python -m benchmarks.drive.plot disk.json fast.json storage-speed.svg``.
 """
 
@@ -24,7 +24,7 @@ _TITLES = {"large": "few large tensors", "small": "many small tensors", "moe": "
 
 
 def draw(runs: Sequence[dict[str, Any]], path: str) -> None:
-    """Draw GiB/s as bars into ``path`` (``.svg`` or ``.png``): a row of plots a run, saves and loads of each shape.
+    """Draw GiB/s as bars into ``path`` (``.svg`` or ``.png``). Each run has a row, with saves and loads of each shape.
 
     Args:
         runs: what ``benchmarks.storage`` wrote as JSON.
@@ -56,7 +56,7 @@ def draw(runs: Sequence[dict[str, Any]], path: str) -> None:
 
 
 def _draw_rates(axes: Axes, rows: Sequence[Row]) -> None:
-    """Bars with the rate and the CPU time a GiB; a line where the fastest raw probe is."""
+    """Draw bars with the rate and the CPU time for each GiB, and a line for the fastest raw probe."""
     probes = [row for row in rows if _is_probe(row)]
     others = [row for row in rows if not _is_probe(row)]
     fastest = max(row["gib_per_second"] for row in probes)

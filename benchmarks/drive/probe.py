@@ -1,8 +1,8 @@
-"""What the drive itself gives: threads that write or read a file each with direct I/O, and nothing else.
+"""Measures the speed of the drive itself: each thread writes or reads a file with direct I/O.
 
-No formats, no checksums, no plans: the rate that everything else is measured against. From and into as much memory as a
-checkpoint has, since a buffer that stays in the processor's cache would be faster than any checkpoint can be; how much
-faster says ``ONE_BUFFER``, which nothing is measured against. Where the file system refuses ``O_DIRECT``, the same
+There are no formats, checksums or plans. Everything else is compared with this rate. The memory is as large as a
+checkpoint, because a buffer that stays in the processor's cache would be faster than any checkpoint can be.
+``ONE_BUFFER`` shows how much faster, but nothing is compared with it. If the file system refuses ``O_DIRECT``, the same
 calls go through the page cache.
 """
 
@@ -23,9 +23,9 @@ _PAGE_NBYTES = 4096
 
 
 class Probe(NamedTuple):
-    """Threads, each with a file of its own, and the size of a call.
+    """The number of threads, each with its own file, and the size of a call.
 
-    ``one_buffer``: they read into the same memory again and again, each into a block of its own."""
+    With ``one_buffer`` each thread reads into the same block of memory again and again."""
 
     threads: int
     block_nbytes: int
@@ -38,14 +38,14 @@ class Probe(NamedTuple):
 
 
 ONE_BUFFER = Probe(2, 8 << 20, one_buffer=True)
-"""What loads could reach if their bytes were not wanted anywhere."""
+"""The rate that loads could reach if nobody needed their bytes."""
 
 PROBES = (Probe(1, 8 << 20), Probe(2, 8 << 20), Probe(4, 8 << 20))
-"""The fastest of these is the drive's rate. They fill as much memory as a checkpoint has, which is in use already."""
+"""The fastest of these gives the drive's rate. Their memory is as large as a checkpoint, and is in use already."""
 
 
 def source_of(nbytes: int) -> mmap.mmap:
-    """Page-aligned memory of ``nbytes``, rounded up to pages, all of it touched, with random bytes."""
+    """Page-aligned memory of ``nbytes``, rounded up to whole pages and filled with random bytes."""
     nbytes = -(-nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
     memory = mmap.mmap(-1, nbytes)
     pool = np.random.default_rng(8).bytes(min(nbytes, (16 << 20) + _PAGE_NBYTES))
@@ -92,7 +92,7 @@ def read(directory: str, target: mmap.mmap, probe: Probe) -> None:
 
 
 def is_direct(directory: str) -> bool:
-    """Whether the file system takes direct I/O, tried with one page."""
+    """Whether the file system supports direct I/O. This tries it with one page."""
     path = os.path.join(directory, "direct")
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_DIRECT", 0))
@@ -114,7 +114,7 @@ def _open(path: str, flags: int) -> int:
         if error.errno != errno.EINVAL:
             raise
         if flags & os.O_CREAT and os.path.exists(path):
-            os.unlink(path)  # made before the file system was asked
+            os.unlink(path)  # the file exists although the open has failed
         return os.open(path, flags, 0o600)
 
 
@@ -125,7 +125,7 @@ def _whole(call: Callable[[int, list[memoryview], int], int], fd: int, view: mem
 
 
 def _part(nbytes: int, probe: Probe, number: int) -> tuple[int, int]:
-    """The share of a thread, in whole blocks but for the last."""
+    """The share of a thread. It consists of whole blocks, except at the end of the data."""
     each = -(-nbytes // (probe.threads * probe.block_nbytes)) * probe.block_nbytes
     return min(nbytes, number * each), min(nbytes, (number + 1) * each)
 

@@ -1,8 +1,8 @@
-"""State dicts to save: what one GPU of a real training job holds, cut down to a number of bytes.
+"""The state dicts to save. Each is what one GPU of a real training job holds, reduced to a number of bytes.
 
-Sizes of single tensors stay real as long as the bytes allow it; there are fewer layers. Most are without a process
-group: these are the local tensors, since what is measured is a rank's way to its drive. ``fsdp2`` is what real ranks of
-a real job hold, in memory that a real job left (``fsdp_state``).
+There are fewer layers, but single tensors keep their real sizes if the number of bytes allows it. Most shapes have no
+process group and only a rank's local tensors, because the benchmark measures the way from a rank to its drive.
+``fsdp2`` is the state of real ranks after real training, with the memory layout that training leaves (``fsdp_state``).
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from benchmarks.drive.fsdp_state import fsdp_nbytes, fsdp_state
 __all__ = ["FSDP2", "SHAPES", "SHAPE_NAMES", "StateDict", "leaves", "nbytes_of", "ranks_of", "state_dict_of"]
 
 StateDict = dict[str, Any]
-"""Tensors by name; of ``fsdp2`` nested, and with objects."""
+"""Tensors by name. ``fsdp2`` has nested dicts and objects too."""
 
 _MANY = 20_000
 _RANKS = 8
 _POOL_NBYTES = (32 << 20) + 4099
-"""No multiple of a block: no two blocks of a checkpoint are alike, should a device or file system look for that."""
+"""This is not a multiple of a block, so no two blocks of a checkpoint are equal. A device or file system could
+deduplicate equal ones."""
 
 
 class _Spec(NamedTuple):
@@ -113,7 +114,7 @@ def _mixed_moe(nbytes: int) -> list[_Spec]:
 
 
 SHAPES: dict[str, Callable[[int], list[_Spec]]] = {"large": _large, "small": _many_small, "moe": _mixed_moe}
-"""Names to what each holds, for a number of bytes: those of one process without a group."""
+"""The shapes of one process without a group, by name. Each function takes a number of bytes."""
 
 FSDP2 = "fsdp2"
 _FSDP2_RANKS = 2
@@ -122,17 +123,17 @@ SHAPE_NAMES = (*SHAPES, FSDP2)
 
 
 def ranks_of(shape: str) -> int:
-    """How many ranks save and load it together; 1 where there is no process group."""
+    """The number of ranks that save and load a shape together. It is 1 without a process group."""
     return _FSDP2_RANKS if shape == FSDP2 else 1
 
 
 def nbytes_of(shape: str, nbytes: int) -> int:
-    """The bytes of the tensors of all ranks, where about ``nbytes`` were asked for."""
+    """The bytes of the tensors of all ranks, if about ``nbytes`` are requested."""
     return fsdp_nbytes(nbytes) if shape == FSDP2 else sum(spec.nbytes for spec in SHAPES[shape](nbytes))
 
 
 def leaves(state_dict: StateDict) -> dict[tuple[str, ...], torch.Tensor]:
-    """Path to tensor, for all tensors of a nested state dict; of a DTensor the part that this rank holds."""
+    """All tensors of a nested state dict by path. For a DTensor it is this rank's part."""
     found: dict[tuple[str, ...], torch.Tensor] = {}
     for key, value in state_dict.items():
         if isinstance(value, dict):
@@ -143,7 +144,7 @@ def leaves(state_dict: StateDict) -> dict[tuple[str, ...], torch.Tensor]:
 
 
 def _cut_down(first: list[_Spec], layer: Callable[[int], list[_Spec]], nbytes: int) -> list[_Spec]:
-    """Layers up to about ``nbytes``; if one layer is too much already, matrices with fewer rows."""
+    """Take layers up to about ``nbytes``. If a single layer is too large, take matrices with fewer rows."""
     first_nbytes, layer_nbytes = (sum(spec.nbytes for spec in specs) for specs in (first, layer(0)))
     layers = max(1, round((nbytes - first_nbytes) / layer_nbytes))
     specs = first + [spec for number in range(layers) for spec in layer(number)]
@@ -155,14 +156,14 @@ def _cut_down(first: list[_Spec], layer: Callable[[int], list[_Spec]], nbytes: i
 
 
 def state_dict_of(shape: str, nbytes: int) -> StateDict:
-    """A state dict of about ``nbytes``, the same bytes in every process of a rank.
+    """A state dict of about ``nbytes``. A rank gets the same bytes in every process.
 
     Args:
-        shape: one of ``SHAPE_NAMES``; those of several ranks are made by all ranks of the default group together.
+        shape: one of ``SHAPE_NAMES``. If it has several ranks, all ranks of the default group call this together.
     """
     if shape == FSDP2:
         state_dict = fsdp_state(nbytes)
-        # Not what all ranks hold alike (Adam's steps): it must stay alike.
+        # Adam's steps are equal on all ranks, and must stay equal, so they are not filled.
         _fill([tensor for path, tensor in leaves(state_dict).items() if path[-1] != "step"], dist.get_rank())
         return state_dict
     tensors = {spec.name: torch.empty(spec.sizes, dtype=spec.dtype) for spec in SHAPES[shape](nbytes)}

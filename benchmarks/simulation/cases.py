@@ -1,6 +1,6 @@
-"""One coordinator measured: a process of its own for each kind of model, number of ranks and items, and coordinator.
+"""Measures one coordinator in its own process, for a kind of model and a number of ranks and items.
 
-Owns the rows that ``planning`` prints. The payloads of the other ranks are made beforehand, in other processes.
+Owns the rows that ``planning`` prints. Other processes make the payloads of the other ranks beforehand.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ SAVES: tuple[SaveName, ...] = ("first", "repeated", "patch")
 
 _MAX_ROUNDS = 5
 _MAX_ROUNDS_SECONDS = 10.0
-"""A repeated save is repeated further while that is cheap: its row is the median by CPU time."""
+"""A repeated save is measured again until this much time has passed. Its row is the median by CPU time."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Saves, one after the other, by one coordinator.
+    """Several saves by one coordinator, one after the other.
 
     Attributes:
-        payloads: of the other ranks.
-        who: whose coordinator it is.
-        saves: which are measured.
-        collects_garbage: whether Python's cyclic garbage collector runs, as users have it.
+        payloads: the payloads of the other ranks.
+        who: the coordinator: ours or stock's.
+        saves: the saves to measure.
+        collects_garbage: whether Python's cyclic garbage collector runs, as it does for users.
     """
 
     payloads: Payloads
@@ -52,14 +52,14 @@ class Case:
 
 
 def measure(case: Case) -> list[Row]:
-    """A row for each of the case's saves, measured in processes of their own.
+    """Measure each save of the case in new processes, and return a row for each.
 
     Raises:
-        EOFError: such a process ended without a result; its output says why.
+        EOFError: a process ended without a result. Its output says why.
     """
     if case.who == "ours":
         return _in_new_process(case, case.saves)
-    # Stock's first save is measured without a plan cache, as it is without options; the others are with.
+    # Stock's first save is measured without a plan cache, which is stock's default. Its other saves have the cache.
     cached = tuple(save for save in case.saves if save != "first")
     rows = _in_new_process(case, ("first",)) if "first" in case.saves else []
     return rows + (_in_new_process(case, cached) if cached else [])
@@ -70,7 +70,7 @@ def _in_new_process(case: Case, saves: Sequence[SaveName]) -> list[Row]:
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(case, saves, sender))
     process.start()
-    sender.close()  # so that a process that ends without a result is an EOFError here
+    sender.close()  # if a process ends without a result, this raises EOFError
     rows: list[Row] = receiver.recv()
     process.join()
     return rows

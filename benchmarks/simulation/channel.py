@@ -1,7 +1,7 @@
-"""The coordinator's ``Channel`` over a simulated operation: other ranks are files, and only its own part is measured.
+"""The coordinator's ``Channel`` over a simulated operation. Files take the place of other ranks.
 
-Owns which part of an exchange is the coordinator's work: what it says itself, the frames and payloads of its children
-in the tree, and what goes down to each of them. Waiting, and the network itself, are left out.
+Only the coordinator's own part of an exchange is measured: its own message, the frames and payloads of its children in
+the tree, and what it sends down to each child. Waiting and the network itself are left out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LAPS = {
     "write": "places",
     "commit": "commit",
 }
-"""What the coordinator's part of an exchange is called in the rows, by the end of the exchange's name."""
+"""The names in the rows for the coordinator's part of an exchange, by the end of the exchange's name."""
 
 
 class _OnTheCoordinator(SimulatedOperation):
@@ -119,22 +119,22 @@ class SimulatedChannel(Channel):
 
     @property
     def sent_nbytes(self) -> int:
-        """A frame of each other rank for each exchange, and what they have to say, before any of it is merged."""
+        """The bytes that all other ranks send: a frame for each exchange, and their messages before any merge."""
         return self._simulated.sent_nbytes
 
     @property
     def arrived_nbytes(self) -> int:
-        """What of that reaches the coordinator, from its children in the tree."""
+        """The bytes that reach the coordinator from its children in the tree."""
         return self._simulated.arrived_nbytes
 
     @property
     def returned_nbytes(self) -> int:
-        """Payloads that the coordinator sends down."""
+        """The bytes of the payloads that the coordinator sends down."""
         return self._simulated.returned_nbytes
 
     @property
     def merging_seconds(self) -> float:
-        """CPU time of other ranks for which the coordinator waits: the merges on the longest way up the tree."""
+        """The CPU time of other ranks for which the coordinator waits: the merges on the longest path up the tree."""
         return self._simulated.merging_seconds
 
     def gather(

@@ -1,6 +1,6 @@
-"""How the coordinator's cost grows with ranks and with items: which sizes are measured, and the exponents of the cost.
+"""Finds how the coordinator's cost grows with ranks and with items.
 
-Called by ``planning``; ``plot`` draws what comes out.
+Owns the sizes to measure, and the exponents of the cost. Called by ``planning``. ``plot`` draws the result.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _ITEMS_OF_RANKS = 5000
 GROWTH_SIZES = tuple(
     dict.fromkeys([*((ranks, _ITEMS_OF_RANKS) for ranks in RANKS), *((_RANKS_OF_ITEMS, items) for items in ITEMS)])
 )
-"""(ranks, items of each) of ours: over ranks, and over items."""
+"""The sizes (ranks, items of each) for ours: first with more and more ranks, then with more and more items."""
 
 
 def stock_sizes(max_ranks: int = 32) -> list[tuple[int, int]]:
-    """(ranks, items of each) of stock: by default what takes less than about a minute each.
+    """The sizes (ranks, items of each) for stock. By default each takes less than about a minute.
 
     Args:
         max_ranks: the last of the doubled numbers of ranks.
@@ -43,13 +43,13 @@ class Fit:
     """``seconds * (x / unit) ** exponent``: the least squares line through CPU seconds in log-log.
 
     Attributes:
-        who, save: whose coordinator, and which save.
-        over: ``ranks`` or ``items_each``: what grows; the other stays as it is.
-        exponent: of the growth.
-        seconds: at ``unit``.
-        unit: the largest size that was measured.
-        points: how many sizes were measured.
-        largest_deviation: by which a measured point lies off the line, as a factor.
+        who, save: the coordinator (ours or stock's) and the save.
+        over: ``ranks`` or ``items_each``: the one that grows. The other is fixed.
+        exponent: the exponent of the growth.
+        seconds: the CPU seconds at ``unit``.
+        unit: the largest measured size.
+        points: the number of measured sizes.
+        largest_deviation: the largest factor between a measured point and the line.
     """
 
     who: str
@@ -70,7 +70,7 @@ class Fit:
 
 
 def fits_of(rows: Sequence[Row]) -> list[Fit]:
-    """The fits for each coordinator and save that was measured at three sizes or more."""
+    """The fits for each coordinator and save that was measured in at least three sizes."""
     found = []
     for over, fixed, value in (("ranks", "items_each", _ITEMS_OF_RANKS), ("items_each", "ranks", _RANKS_OF_ITEMS)):
         series: dict[tuple[str, str], dict[int, float]] = {}

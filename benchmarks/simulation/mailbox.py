@@ -1,7 +1,7 @@
-"""The payloads of one gather as files: what each rank has to say, and what is made of that on the way up the tree.
+"""The payloads of one gather as files: the message of each rank, and the merged messages on the way up the tree.
 
-Owns the files. What a rank hands up the tree is made by its own ``Channel.gather``, with the payloads of its children
-out of files.
+Owns the files. Each rank makes its payload by a real ``Channel.gather``, which reads the payloads of its children from
+files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COORDINATOR = 0
 
 @dataclass(frozen=True)
 class SimulatedLink:
-    """Who takes part: what a ``Channel`` asks its ``Link``."""
+    """The ``Link`` of a simulated ``Channel``. It says which ranks take part."""
 
     rank: int
     ranks: tuple[int, ...]
@@ -42,7 +42,7 @@ class SimulatedLink:
 
 
 class SimulatedOperation:
-    """What a ``Channel`` asks its ``Operation``, on ``rank`` of ``n_ranks``."""
+    """The ``Operation`` of a simulated ``Channel`` on rank ``rank`` of ``n_ranks``."""
 
     def __init__(self, rank: int, n_ranks: int) -> None:
         self.link = SimulatedLink(rank, tuple(range(n_ranks)))
@@ -50,14 +50,14 @@ class SimulatedOperation:
         self.timeout_seconds = 300.0
 
     def stopped(self) -> None:
-        """Nobody fails here."""
+        """Report nothing: no rank fails here."""
 
     def note_progress(self, done_nbytes: int | None = None, total_nbytes: int | None = None) -> None:
-        """Nobody waits here."""
+        """Do nothing: no rank waits here."""
 
 
 class _OnTheWayUp(SimulatedOperation):
-    """One gather on a rank below the coordinator, up to what it hands to its parent: ``payload``."""
+    """One gather on a rank below the coordinator. Afterwards ``payload`` is what the rank sends to its parent."""
 
     def __init__(self, rank: int, n_ranks: int, own: Payload, below: Sequence[Payload]) -> None:
         super().__init__(rank, n_ranks)
@@ -72,7 +72,7 @@ class _OnTheWayUp(SimulatedOperation):
 
 
 class Mailbox:
-    """One gather of ``ranks`` ranks in ``directory``."""
+    """The files of one gather of ``ranks`` ranks, in ``directory``."""
 
     def __init__(self, directory: Path, ranks: int) -> None:
         self._directory = directory
@@ -80,13 +80,13 @@ class Mailbox:
         directory.mkdir(parents=True, exist_ok=True)
 
     def post(self, rank: int, message: msgspec.Struct) -> None:
-        """``rank`` has ``message`` to say: make of it what travels."""
+        """Encode ``message`` as the message of ``rank``."""
         self._said(rank).write_bytes(self._handed_up(rank, type(message), message))
 
     def merge(self, message_type: type[msgspec.Struct]) -> None:
-        """All ranks have posted what they have to say: hand it up the tree, as far as to the coordinator's children."""
+        """After all ranks have posted, merge the messages up the tree, as far as the coordinator's children."""
         seconds: dict[int, float] = {}
-        for rank in range(self._ranks - 1, COORDINATOR, -1):  # children come behind their parents
+        for rank in range(self._ranks - 1, COORDINATOR, -1):  # children have higher numbers than their parents
             children = Tree(rank, self._ranks, COORDINATOR).children
             own, below = _read(self._said(rank)), [_read(self._passed(child)) for child in children]
             sent = [payload for payload in below if payload]
@@ -111,12 +111,12 @@ class Mailbox:
 
     @property
     def said_nbytes(self) -> int:
-        """What all ranks but the coordinator have to say, before any of it is merged."""
+        """The bytes of the messages of all ranks except the coordinator, before any merge."""
         return sum(file.stat().st_size for file in self._directory.glob("said-*"))
 
     @property
     def merging_seconds(self) -> float:
-        """CPU time of the merges that wait for each other, below the coordinator: of the longest way up the tree."""
+        """The CPU time of merges below the coordinator that wait for each other, on the longest path up the tree."""
         return float(self._seconds.read_text())
 
     def arriving(self) -> dict[int, bytes]:

@@ -1,7 +1,7 @@
-"""The other ranks of a simulated save, as far as our coordinator hears of them.
+"""The other ranks of a simulated save, as our coordinator sees them.
 
-Owns what they know from save to save: their signatures, which plan they have cached, and what they keep of it. None of
-their work is measured.
+Owns what they keep from save to save: their signatures, the plan in their cache, and their parts of it. Their work is
+not measured.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class OtherRanks:
     """All ranks but the coordinator.
 
     Args:
-        payloads: what they send before there is a plan.
-        tables: the structure of every rank, once the coordinator has planned.
+        payloads: the messages that they send before there is a plan.
+        tables: the structure of every rank, after the coordinator has planned.
 
     Attributes:
-        kept: for each rank the places of the items that it writes, as the coordinator told it; empty for the
+        kept: for each rank the places of the items that it writes, from the coordinator's reply. Empty for the
             coordinator itself.
-        written: what each rank offers when it has written; nothing for the coordinator itself.
+        written: what each rank offers after it has written. Nothing for the coordinator itself.
     """
 
     def __init__(self, payloads: Payloads, tables: Callable[[], Sequence[StructureTable]]) -> None:
@@ -52,7 +52,7 @@ class OtherRanks:
         self.written: list[Offer] = []
 
     def offers(self, save: SaveName) -> list[Offer]:
-        """What they offer when they agree: all but the first save know of a plan, which may have to be patched."""
+        """The ranks' offers for the agreement. After the first save they know a plan, which may need a patch."""
         self.signatures = self._payloads.signatures(patched=save == "patch")
         changed = self._payloads.ranks - 1 if save == "patch" else None
         return [
@@ -65,14 +65,14 @@ class OtherRanks:
         ]
 
     def take_replies(self, replies: Sequence[object]) -> None:
-        """The coordinator's word to each rank arrives."""
+        """Give each rank its reply from the coordinator."""
         for rank, reply in enumerate(replies):
             if rank != COORDINATOR and isinstance(reply, RankPlanMessage) and reply.kept is not None:
                 self.kept[rank] = unpack_places(reply.kept, len(self._tables()[rank]))
         self._plan_id = combined_signature(self.signatures)
 
     def say_the_same(self, message: msgspec.Struct) -> Mailbox:
-        """A gather in which they say what the coordinator says: they hold what it holds, or nearly so."""
+        """A gather in which each rank sends the coordinator's message, as all hold about the same."""
         mailbox = self._mailbox("same-")
         for rank in range(1, self._payloads.ranks):
             mailbox.post(rank, message)
@@ -83,7 +83,7 @@ class OtherRanks:
         return Mailbox(Path(tempfile.mkdtemp(prefix=prefix, dir=self._payloads.directory)), self._payloads.ranks)
 
     def write(self, save: SaveName) -> Mailbox:
-        """They have written: the gather in which they tell where their objects lie."""
+        """The gather after writing, in which the ranks send the places of their objects."""
         mailbox = self._mailbox("written-")
         self.written = [Offer()]
         for rank in range(1, self._payloads.ranks):
@@ -98,7 +98,7 @@ class OtherRanks:
 
 
 def written_files(table: StructureTable, kept: Places, rank: int) -> WrittenFiles:
-    """What a rank says of its files, with objects of lengths that differ from rank to rank."""
+    """A rank's description of its files. The lengths of objects differ from rank to rank."""
     n_objects = int((table.forms[kept] == Form.VARIABLE).sum())
     lengths = np.array([_length(rank, number) for number in range(n_objects)], dtype=np.int64)
     offsets = np.cumsum(lengths) - lengths

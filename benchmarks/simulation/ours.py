@@ -1,17 +1,18 @@
 """Our coordinator in a save of virtual ranks: the real ``SaveSession`` over a simulated channel.
 
-Owns which steps count. In order, named as in the rows:
+Owns the steps that count. In order, with their names in the rows:
 
-* ``own offer``, ``headers``: looks into the plan cache, combines what its children in the tree have combined, and
-  decides.
-* ``kind``, where no plan holds: which earlier plan the structure is compared with.
-* ``structures``, only of a plan that is made anew: takes what its children have merged, checks their CRC-32, inflates
-  and decodes it.
-* ``plan``: ``plan_for_all``: tables, duplicates, coverage, who writes what and where. ``replies``: encoded, for all.
-* ``own share``: what every rank does with its reply, the coordinator too.
-* ``places``: what the ranks tell after writing. The writing itself is no work of the coordinator's.
-* ``metadata``: ``written_by_all``, and the bytes of ``.metadata`` and of the index, with the plan in it. ``commit``:
-  written, fsynced, renamed, fsynced. ``cache``: the plan is kept for the next save.
+* ``own offer``, ``headers``: the coordinator looks into the plan cache, combines the offers of its children in the
+  tree, and decides.
+* ``kind``: it finds the earlier plan to compare the structure with. Only if no plan holds.
+* ``structures``: it checks the CRC-32 of the children's merged messages, decompresses and decodes them. Only for a new
+  plan.
+* ``plan``: it runs ``plan_for_all`` (tables, duplicates, coverage, who writes what and where). ``replies``: it encodes
+  the replies for all ranks.
+* ``own share``: it handles its own reply, as every rank does.
+* ``places``: it reads what the ranks send after writing. Writing itself is not the coordinator's work.
+* ``metadata``: it runs ``written_by_all``, and makes the bytes of ``.metadata`` and of the index with the plan.
+  ``commit``: it writes, fsyncs, renames, and fsyncs the directory. ``cache``: it keeps the plan for the next save.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ __all__ = ["OurCoordinator", "SimulatedSave"]
 
 @dataclass
 class SimulatedSave:
-    """What one simulated save of one coordinator, ours or stock's, took.
+    """The figures of one simulated save by one coordinator, ours or stock's.
 
     Attributes:
         watch: CPU and wall seconds by step, and memory.
-        sent_nbytes: by the other ranks; ``arrived_nbytes``: what of that reached the coordinator.
-        returned_nbytes: payloads that the coordinator sent.
-        merging_seconds: CPU time of other ranks on the way up to the coordinator, which waits for it. Not in ``watch``.
-        metadata_nbytes: of ``.metadata``; ``index_nbytes``: of the index beside it.
-        n_written: items that are written, each once.
-        outcome: what was done about the plan.
+        sent_nbytes: the bytes that the other ranks sent. ``arrived_nbytes``: those that reached the coordinator.
+        returned_nbytes: the bytes of the payloads that the coordinator sent.
+        merging_seconds: the CPU time of other ranks that merge while the coordinator waits. It is not in ``watch``.
+        metadata_nbytes: the size of ``.metadata``. ``index_nbytes``: the size of the index beside it.
+        n_written: the number of written items. Each counts once.
+        outcome: what happened to the plan.
     """
 
     watch: Stopwatch = field(default_factory=Stopwatch)
@@ -68,7 +69,7 @@ class SimulatedSave:
 
 
 class _Writer(RobustWriter):
-    """Writes no data, into a directory that is nobody else's; its commits are real."""
+    """Writes no data. Its commits are real, into a directory that nobody else uses."""
 
     def __init__(self, directory: str, table: StructureTable, watch: Stopwatch) -> None:
         super().__init__(directory)
@@ -102,7 +103,7 @@ class OurCoordinator:
     """Rank 0 of virtual ranks, from its first save on.
 
     Attributes:
-        plan: of the last save.
+        plan: the plan of the last save.
         others: the other ranks.
     """
 
@@ -118,7 +119,7 @@ class OurCoordinator:
         return () if plan is None else plan.tables
 
     def save(self, name: SaveName, directory: str) -> SimulatedSave:
-        """One save into ``directory``, which is there and empty."""
+        """Make one save into ``directory``, which must exist and be empty."""
         made = SimulatedSave()
         watch = made.watch
         channel = SimulatedChannel(self._payloads, self.others, name, watch)

@@ -1,7 +1,7 @@
-"""What virtual ranks send before there is a plan: made on all cores, before any coordinator is measured.
+"""The messages that virtual ranks send before there is a plan. All cores make them before a coordinator is measured.
 
-Owns the folder of one case: ``first`` and ``patch`` are gathers of structures for our coordinator, ``stock`` holds the
-pickled local plans for stock's. In ``patch`` only the last rank has something to say: it has one tensor more.
+Owns the folder of one case. ``first`` and ``patch`` are gathers of structures for our coordinator. ``stock`` has the
+pickled local plans for stock's. In ``patch`` only the last rank sends something, because it has one more tensor.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Payloads", "coordinators_local", "prepare"]
 
 @dataclass(frozen=True)
 class Payloads:
-    """What the ranks of one case send. ``n_items``: of all ranks together, without the added one."""
+    """The messages of the ranks of one case. ``n_items`` counts the items of all ranks, without the added one."""
 
     directory: Path
     kind: str
@@ -37,11 +37,11 @@ class Payloads:
     n_items: int
 
     def mailbox(self, name: str) -> Mailbox:
-        """One gather, ``first`` or ``patch`` for those of structures."""
+        """One gather. ``first`` and ``patch`` are the gathers of structures."""
         return Mailbox(self.directory / name, self.ranks)
 
     def signatures(self, *, patched: bool) -> list[bytes]:
-        """Of each rank; if ``patched`` with the added tensor on the last one."""
+        """The signature of each rank. If ``patched``, the last rank has the added tensor."""
         data = (self.directory / "signatures").read_bytes()
         found = [data[at : at + SIGNATURE_NBYTES] for at in range(0, len(data), SIGNATURE_NBYTES)]
         return [*found[:-2], found[-1]] if patched else found[:-1]
@@ -57,12 +57,13 @@ def prepare(
     """Make the payloads of one case.
 
     Args:
-        directory: of this case alone; made.
+        directory: a directory for this case alone. It is made.
         kind: one of ``KINDS``.
-        ranks: how many.
-        items: about how many each holds.
+        ranks: the number of ranks.
+        items: the approximate number of items of each rank.
         stock: whether to make the plans for stock's coordinator too.
-        processes: that make them; one for each core by default, and 1 for this one.
+        processes: the number of processes that make the payloads. The default is one for each core. With 1 this
+            process makes them.
     """
     payloads = Payloads(directory, kind, ranks, items, n_items=0)
     (directory / "stock").mkdir(parents=True)

@@ -1,6 +1,6 @@
-"""The plot of the coordinator's cost against ranks: ours beside stock's, first and repeated saves.
+"""Plots the coordinator's cost against the number of ranks, for first and repeated saves of ours and stock's.
 
-Run it on figures that were measured before: ``python -m benchmarks.simulation.plot planning.json planning.svg``.
+Run it on earlier figures: ``python -m benchmarks.simulation.plot planning.json planning.svg``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def draw(rows: Sequence[Row], path: str) -> None:
     """Draw CPU seconds against ranks into ``path`` (``.svg`` or ``.png``).
 
     Args:
-        rows: of ``cases``, first and repeated saves; those with most items of a rank in common count.
+        rows: the rows of ``cases`` for first and repeated saves. Those with the most common number of items count.
 
     Raises:
         ModuleNotFoundError: without matplotlib, of the extra ``bench``.
@@ -85,13 +85,13 @@ def _draw_series(axes: Axes, rows: Sequence[Row], who: str, save: str, fit: Fit)
 
 
 def _extrapolated(points: dict[int, float], ranks: int) -> float:
-    """From the largest size that was measured, in proportion: the fitted exponent of small sizes would promise more."""
+    """Extrapolate in proportion from the largest measured size. The fitted exponent of small sizes would give more."""
     last = max(points)
     return points[last] * ranks / last
 
 
 def _draw_ratio(axes: Axes, rows: Sequence[Row], save: str, ranks: int) -> None:
-    """An arrow from ours to stock's, with how many times less ours takes."""
+    """Draw an arrow from ours to stock's, and say how many times less ours takes."""
     ours, measured = _points(rows, "ours", save).get(ranks), _points(rows, "stock", save)
     if ours is None:
         return

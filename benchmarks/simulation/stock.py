@@ -1,9 +1,9 @@
 """Stock's coordinator in a save of virtual ranks: what ``torch.distributed.checkpoint.save`` runs on rank 0.
 
-Owns which steps count. ``_DistWrapper``, ``DefaultSavePlanner`` and ``FileSystemWriter`` are torch's own, called in the
-order of ``state_dict_saver._save_state_dict``; only the collectives below ``_DistWrapper`` are replaced, by what
-``gather_object``, ``scatter_object_list`` and ``broadcast_object_list`` do on rank 0 before and after the network.
-In order, named as in the rows:
+Owns the steps that count. ``_DistWrapper``, ``DefaultSavePlanner`` and ``FileSystemWriter`` are torch's own. They are
+called in the order of ``state_dict_saver._save_state_dict``. Only the collectives below ``_DistWrapper`` are replaced.
+The replacements do what ``gather_object``, ``scatter_object_list`` and ``broadcast_object_list`` do on rank 0 before
+and after the network. The steps in order, with their names in the rows:
 
 * ``gather plans``: one buffer of ranks x the longest pickle is filled, and the local plans of all ranks unpickled.
 * ``plan``: ``create_global_plan`` (removes duplicates, makes ``Metadata``, validates) and ``prepare_global_plan``.
@@ -13,9 +13,9 @@ In order, named as in the rows:
 * ``finish``: ``FileSystemWriter.finish``: ``.metadata`` pickled, fsynced, renamed.
 * ``broadcast``: the ``Metadata`` pickled once more.
 
-A ``first`` save is by a planner without options. ``repeated`` and ``patch`` are with ``enable_plan_caching=True``,
-after a save that is not measured: in the one all ranks send an empty plan, in the other one rank sends its new plan.
-Without caching every save costs what the first does.
+A ``first`` save has a planner without options. ``repeated`` and ``patch`` have ``enable_plan_caching=True`` and follow
+a save that is not measured. In ``repeated`` all ranks send an empty plan. In ``patch`` one rank sends its new plan.
+Without caching every save costs as much as the first.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StockCoordinator:
     """Rank 0 of virtual ranks, from its first save on.
 
     Args:
-        payloads: with stock's local plans.
+        payloads: the payloads, with stock's local plans.
         caching: whether to save with ``enable_plan_caching=True``.
     """
 
@@ -57,7 +57,7 @@ class StockCoordinator:
         self._caching = caching
 
     def save(self, name: SaveName, directory: str) -> SimulatedSave:
-        """One save into ``directory``, which is there and empty."""
+        """Make one save into ``directory``, which must exist and be empty."""
         made = SimulatedSave(outcome="cached" if self._caching else "made")
         ranks = _FileRanks(self._payloads, name, made)
         planner = DefaultSavePlanner(enable_plan_caching=self._caching)
@@ -165,7 +165,7 @@ class _FileRanks(_DistWrapper):
 
 
 def _results(plan: SavePlan, rank: int) -> list[WriteResult]:
-    """What a rank says of the items that it has written, into one file as stock does without options."""
+    """A rank's results for the items that it has written. They are in one file, as in stock without options."""
     found, offset = [], 0
     for item in plan.items:
         nbytes = 1000 if item.tensor_data is None else (item.tensor_storage_size() or 0) + 1200

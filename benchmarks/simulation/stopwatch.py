@@ -1,4 +1,4 @@
-"""CPU seconds, wall seconds and memory of what one process does, step by step, with what others would do left out."""
+"""Measures CPU seconds, wall seconds and memory of a process step by step. Pauses leave out the work of other ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RESET_PEAK = "5"
 
 @dataclass
 class Cost:
-    """What a step took: user and system time of all threads, and the time on the wall."""
+    """The cost of a step: user and system time of all threads, and wall time."""
 
     cpu_seconds: float = 0.0
     wall_seconds: float = 0.0
@@ -30,7 +30,7 @@ class Cost:
 
 @dataclass(eq=False)
 class Stopwatch:
-    """Runs from :meth:`start`; every :meth:`lap` says what the time since the one before went into.
+    """Runs from :meth:`start`. Every :meth:`lap` gives a name to the time since the last lap.
 
     Attributes:
         laps: costs by name, in the order of their first lap.
@@ -60,7 +60,7 @@ class Stopwatch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Neither time nor memory of what is done within counts."""
+        """Leave out the time and memory of the block."""
         self._halt()
         try:
             yield
@@ -70,7 +70,7 @@ class Stopwatch:
 
     @property
     def total(self) -> Cost:
-        """Of all laps."""
+        """The cost of all laps."""
         return Cost(
             sum(cost.cpu_seconds for cost in self.laps.values()), sum(cost.wall_seconds for cost in self.laps.values())
         )
@@ -104,7 +104,7 @@ def _status_nbytes(key: str) -> int:
 
 
 def _give_back_memory() -> None:
-    """What the allocator keeps of memory that was freed would hide that it is taken again."""
+    """Give freed memory back to the system. Otherwise the allocator could use it again without a visible growth."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
     if malloc_trim is not None:
         malloc_trim(0)

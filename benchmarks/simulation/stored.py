@@ -1,7 +1,7 @@
-"""Checkpoints of ranks that do not exist, for who loads from them: ``.metadata`` and the index, and no data.
+"""Makes checkpoints of virtual ranks to load from. They have ``.metadata`` and the index, but no data.
 
-Owns what such a checkpoint says: tensors that FSDP2 has cut along their first dimension over all ranks, and an object
-of each rank. Called by ``loading``.
+Owns the contents of such a checkpoint: tensors that FSDP2 has cut along their first dimension over all ranks, and an
+object of each rank. Called by ``loading``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from robust_dcp.storage.metadata.pickled import MetadataColumns, MetadataPickle
 __all__ = ["Shape", "tensors_of", "write_checkpoint"]
 
 Shape = tuple[int, ...]
-"""Of the chunk that each rank holds of a tensor."""
+"""The shape of the chunk that each rank holds of a tensor."""
 
 _PARTS = (
     "attention.qkv.weight",
@@ -35,13 +35,13 @@ _PARTS = (
 
 
 def tensors_of(count: int, shapes: Sequence[Shape]) -> dict[str, Shape]:
-    """The names of ``count`` tensors in the model, sorted, and what each rank holds of them."""
+    """The sorted names of ``count`` tensors in the model, with the shape of each rank's chunk."""
     names = (f"layers.{layer}.{part}" for layer in range(count) for part in _PARTS)
     return dict(sorted(zip(islice(names, count), cycle(shapes), strict=False)))
 
 
 def write_checkpoint(directory: str, ranks: int, tensors: dict[str, Shape]) -> None:
-    """Put the checkpoint of ``ranks`` ranks, of which each holds equal parts of ``tensors``, into ``directory``."""
+    """Write the checkpoint of ``ranks`` ranks into ``directory``. Each rank holds equal parts of ``tensors``."""
     columns = _columns(ranks, tensors)
     files = [f"__{rank}_{number}.distcp" for rank in range(ranks) for number in range(2)]
     places = np.column_stack([np.arange(ranks) * 4096, np.full(ranks, 900)])
@@ -56,7 +56,7 @@ def write_checkpoint(directory: str, ranks: int, tensors: dict[str, Shape]) -> N
 def _columns(ranks: int, tensors: dict[str, Shape]) -> MetadataColumns:
     shapes = list(dict.fromkeys(tensors.values()))
     width = max(map(len, shapes))
-    # Of each shape: the whole tensor, the chunk, then the offsets of all ranks.
+    # Each shape has the size of the whole tensor, the size of the chunk, and then the offsets of all ranks.
     table = np.zeros((len(shapes), 2 + ranks, width), dtype=np.int64)
     for number, shape in enumerate(shapes):
         table[number, 0, : len(shape)] = (shape[0] * ranks, *shape[1:])

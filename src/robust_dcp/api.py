@@ -1,7 +1,7 @@
 """``save`` and ``load``: DCP's protocol, phase by phase, over a :class:`~robust_dcp.comm.Channel`.
 
-Owns the order of the phases and the report; each phase is one call into a lower layer. Whatever a rank does by
-itself happens inside an exchange, so a failure there is the same exception on every rank.
+Owns the order of the phases and the report. Each phase is one call into a lower layer. A rank does its own work inside
+an exchange. So if one rank fails, every rank raises the same exception.
 """
 
 from __future__ import annotations
@@ -63,29 +63,29 @@ def save(
 ) -> SaveReport:
     """Save a state dict from all ranks of a group into one checkpoint.
 
-    The arguments are those of ``torch.distributed.checkpoint.save``. The checkpoint is committed, durably, when this
-    returns, on every rank; if it raises, the same exception is raised on every rank, what the directory held before
-    is untouched, and what the save has made is removed or named in the exception.
+    The arguments are those of ``torch.distributed.checkpoint.save``. When this returns on any rank, the checkpoint is
+    committed and durable. If it raises, every rank raises the same exception. The directory's earlier content is then
+    untouched. Files that the failed save has made are removed, or the exception names them.
 
     Args:
         state_dict: names to tensors (plain, ``DTensor``, ``ShardedTensor``), nested dicts and lists, modules,
-            optimizers, ``Stateful`` objects, and any other objects that pickle. Parameters of modules and states of
-            optimizers are named as by ``torch.distributed.checkpoint.state_dict.get_state_dict``. A list of modules is
-            the stages of a pipeline that this rank holds.
+            optimizers, ``Stateful`` objects, and any other objects that can be pickled. Parameters of modules and
+            states of optimizers get the names that ``torch.distributed.checkpoint.state_dict.get_state_dict`` gives
+            them. A list of modules stands for the pipeline stages that this rank holds.
         checkpoint_id: the checkpoint's directory.
-        storage_writer: a :class:`RobustWriter`, if its options matter.
-        planner: a :class:`RobustPlanner`, if its options matter.
+        storage_writer: a :class:`RobustWriter`, to set its options.
+        planner: a :class:`RobustPlanner`, to set its options.
         process_group: the ranks that save together; ``None`` for all.
         no_dist: save from this process alone although ``torch.distributed`` is initialised.
-        timeout_seconds: how long a rank may give no sign of progress; the planner's (300 by default) if ``None``. A
-            rank that writes slowly but steadily is waited for.
-        deadline_seconds: how long the save may take as a whole; ``None`` for as long as there is progress.
-        kind: what is saved, in a word, for a job that saves several state dicts in turn; the planner's if ``None``.
-        on_commit: called on the coordinator once the checkpoint is committed, to name it as the latest, say. Pass it on
-            all ranks. If it raises, so do all ranks, and the checkpoint stays committed.
+        timeout_seconds: how long a rank may be silent before the others give up. They wait for a rank that writes
+            slowly but makes progress. ``None`` takes the planner's, which is 300 by default.
+        deadline_seconds: how long the whole save may take. With ``None`` it may take as long as there is progress.
+        kind: a name for the state dict, for a job that saves several state dicts in turn. ``None`` takes the planner's.
+        on_commit: called on the coordinator once the checkpoint is committed, for example to name it as the latest.
+            Pass it on all ranks. If it raises, all ranks raise, and the checkpoint stays committed.
 
     Returns:
-        What was done; the DCP ``Metadata`` is its ``metadata``.
+        The report of the save. Its ``metadata`` is the DCP ``Metadata``.
 
     Raises:
         RobustCheckpointError: or one of its subclasses.
@@ -117,11 +117,11 @@ def save(
 
 
 class _StoredMetadata(msgspec.Struct, frozen=True):
-    """Where all ranks of a load have the metadata from.
+    """Where the ranks of a load get the metadata from.
 
     Attributes:
-        index: of which index the coordinator has found that it fits; each rank opens it by itself.
-        file: else the bytes of ``.metadata``, as the coordinator read them.
+        index: the index to use, if the coordinator found one that fits. Each rank opens it by itself.
+        file: otherwise the bytes of ``.metadata``, which the coordinator read.
     """
 
     index: bytes = b""
@@ -142,22 +142,22 @@ def load(
 ) -> LoadReport:
     """Load a checkpoint into a state dict, in place, on all ranks of a group.
 
-    The arguments are those of ``torch.distributed.checkpoint.load``. The coordinator looks for the checkpoint's index,
-    in which each rank then finds what it asks for. If there is none, the coordinator reads ``.metadata``, once for all.
-    All ranks check what they ask for against it before any of them reads a byte of data: if a key is missing on one
-    rank, every rank raises the same exception and no state dict has changed.
+    The arguments are those of ``torch.distributed.checkpoint.load``. If the checkpoint has an index, each rank looks up
+    its items there. If not, the coordinator reads ``.metadata`` once for all ranks. Before any rank reads data, all
+    ranks check that the checkpoint has what they ask for. For example, if a key is missing on one rank, every rank
+    raises the same exception, and no state dict has changed.
 
     Args:
-        state_dict: tensors to read into, allocated; objects in it are replaced; modules, optimizers and ``Stateful``
-            values are given what they held once everything has been read on every rank. An optimizer that has not
-            stepped gets its state.
+        state_dict: allocated tensors are read into. Objects are replaced. Modules, optimizers and ``Stateful`` values
+            get their saved state when every rank has read everything. An optimizer that has not stepped gets its state
+            too.
         checkpoint_id: the checkpoint's directory.
-        storage_reader: a :class:`RobustReader`, if its options matter, or another ``StorageReader``.
-        planner: a :class:`RobustLoadPlanner`, if its options matter, or another ``LoadPlanner``.
+        storage_reader: a :class:`RobustReader`, to set its options, or another ``StorageReader``.
+        planner: a :class:`RobustLoadPlanner`, to set its options, or another ``LoadPlanner``.
         process_group: the ranks that load together; ``None`` for all.
         no_dist: load into this process alone although ``torch.distributed`` is initialised.
-        timeout_seconds: how long a rank may give no sign of progress.
-        deadline_seconds: how long the load may take as a whole; ``None`` for as long as there is progress.
+        timeout_seconds: how long a rank may be silent before the others give up.
+        deadline_seconds: how long the whole load may take. With ``None`` it may take as long as there is progress.
 
     Raises:
         RobustCheckpointError: or one of its subclasses.
@@ -190,7 +190,7 @@ def load(
         plan = _local_load_plan(values, reader, planner, metadata, channel)
         if not isinstance(reader, RobustReader):
             return Offer()
-        items = plan.items if channel.size > 1 else ()  # what they are is for other ranks to know
+        items = plan.items if channel.size > 1 else ()  # only other ranks need to know the items
         return sharing_offer(reader.options.share_reads, channel.rank, items, can_share=may_ask_early(planner))
 
     def check_stop(done_nbytes: int, total_nbytes: int) -> None:
@@ -220,7 +220,7 @@ def load(
             stored = _share_metadata(channel, reader, checkpoint, by_index=True)
             agreement = channel.agree(f"load {checkpoint}: plan", prepare)
             if stored.index and not all_have_plans(agreement):
-                # Some see another directory, on disks of their own, say.
+                # Some ranks see another directory, for example on a local disk.
                 stored = _share_metadata(channel, reader, checkpoint, by_index=False)
                 agreement = channel.agree(f"load {checkpoint}: plan by .metadata", prepare)
             if isinstance(reader, RobustReader) and ranks_share(agreement):
@@ -280,7 +280,7 @@ class _Overwritten(msgspec.Struct, frozen=True):
 
 
 def _is_overwritten(channel: Channel, reader: StorageReader, checkpoint: str) -> bool:
-    """What the coordinator finds, after all ranks have raised the same."""
+    """Let the coordinator check whether ``.metadata`` was replaced, after all ranks have raised the same error."""
     if not isinstance(reader, RobustReader):
         return False
     phase = f"load {checkpoint}: has it been overwritten"
@@ -288,7 +288,7 @@ def _is_overwritten(channel: Channel, reader: StorageReader, checkpoint: str) ->
 
 
 def _share_metadata(channel: Channel, reader: StorageReader, checkpoint: str, *, by_index: bool) -> _StoredMetadata:
-    """Let the coordinator look what there is, once for all. A reader of others has metadata of its own."""
+    """Let the coordinator find the index or ``.metadata`` for all ranks. Other readers than ours read it themselves."""
     if not isinstance(reader, RobustReader):
         return _StoredMetadata()
 
@@ -300,7 +300,7 @@ def _share_metadata(channel: Channel, reader: StorageReader, checkpoint: str, *,
 
 
 def _metadata_of(reader: StorageReader, stored: _StoredMetadata) -> Metadata | None:
-    """``None`` if the index is not what this rank sees."""
+    """The metadata, or ``None`` if this rank does not see the coordinator's index."""
     if not isinstance(reader, RobustReader):
         return reader.read_metadata()
     return reader.indexed_metadata(stored.index) if stored.index else reader.decode_metadata(stored.file)
@@ -309,9 +309,9 @@ def _metadata_of(reader: StorageReader, stored: _StoredMetadata) -> Metadata | N
 def _local_load_plan(
     state_dict: dict[str, Any], reader: StorageReader, planner: LoadPlanner, metadata: Metadata, channel: Channel
 ) -> LoadPlan:
-    """This rank's plan. Load plans are local in DCP, so no other rank's is needed (as with its ``no_dist``)."""
+    """Make this rank's plan. DCP's load plans are local, so no rank needs the plan of another."""
     planner.set_up_planner(state_dict, metadata, channel.is_coordinator)
-    # As stock does: readers from before torch 2.9 do not take these.
+    # Stock checks this too: readers written before torch 2.9 do not take these arguments.
     takes_more = "kwargs" in inspect.signature(reader.set_up_storage_reader).parameters
     more = {"rank": channel.rank, "use_collectives": True} if takes_more else {}
     reader.set_up_storage_reader(metadata, channel.is_coordinator, **more)
@@ -330,7 +330,7 @@ def _reader(reader: StorageReader | None, checkpoint_id: CheckpointId | None) ->
 
 
 def _planned_nbytes(items: Sequence[ReadItem], metadata: Metadata | None) -> int:
-    """Bytes of stored tensor data in what is read."""
+    """The bytes of stored tensor data that these items read."""
     saved = {} if metadata is None else metadata.state_dict_metadata
     total = items.whole.data_nbytes if isinstance(items, PlannedItems) else 0
     for item in items.others if isinstance(items, PlannedItems) else items:

@@ -1,7 +1,7 @@
-"""``async_save``: training stops for a copy of what its rank writes; the rest goes on beside it.
+"""``async_save``: training waits while a rank copies the data that it writes. The rest of the save runs beside it.
 
-Owns the two parts of an async save: what the caller waits for, and what runs on the line of its group. The phases
-themselves are those of ``save``.
+Owns the two parts of an async save: the part that the caller waits for, and the part that runs on the thread of its
+group. The phases are those of ``save``.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Executor = Literal["thread", "process"]
 
 @dataclass(eq=False)
 class AsyncSave(AbstractContextManager["AsyncSave"]):
-    """An async save whose copies are still being made: ``async_save(…, staging="lazy")``.
+    """An async save that still copies tensors. ``async_save(…, staging="lazy")`` returns it.
 
-    It has the attributes of ``torch.distributed.checkpoint.state_dict_saver.AsyncSaveResponse``. The tensors that are
-    saved must not change before :meth:`wait_staged` has returned.
+    It has the attributes of ``torch.distributed.checkpoint.state_dict_saver.AsyncSaveResponse``. The saved tensors must
+    not change before :meth:`wait_staged` has returned.
 
         save = robust_dcp.async_save(state_dict, checkpoint_id=path, staging="lazy")
         loss = model(batch).loss
@@ -48,8 +48,8 @@ class AsyncSave(AbstractContextManager["AsyncSave"]):
             optimizer.step()
 
     Attributes:
-        staging_completion: done when all tensors have been copied.
-        upload_completion: the report, once the checkpoint is committed.
+        staging_completion: a future that is done when all tensors have been copied.
+        upload_completion: a future of the report. It is done when the checkpoint is committed.
     """
 
     staging_completion: Future[None]
@@ -57,13 +57,13 @@ class AsyncSave(AbstractContextManager["AsyncSave"]):
     _waited_seconds: list[float] = field(default_factory=list)
 
     def wait_staged(self) -> None:
-        """Wait until tensors may change. An error of the copies is told by ``upload_completion``, on all ranks."""
+        """Wait until tensors may change. If copying fails, ``upload_completion`` raises the error on all ranks."""
         started = time.perf_counter()
         self.staging_completion.exception()
         self._waited_seconds.append(time.perf_counter() - started)
 
     def wait_before_step_of(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the next step of ``optimizer`` wait for the copies, and no later one."""
+        """Let the next step of ``optimizer`` wait for the copies. Later steps do not wait."""
 
         def wait_once(*_: Any) -> None:
             handle.remove()
@@ -80,7 +80,7 @@ class AsyncSave(AbstractContextManager["AsyncSave"]):
 
 
 class _Room(msgspec.Struct, frozen=True):
-    """Whether a save is under way, on some rank, which leaves no room for another."""
+    """Whether some rank already has as many saves under way as it may."""
 
     is_full: bool
 
@@ -109,34 +109,37 @@ def async_save(
 ) -> Future[SaveReport] | Future[SaveReport | None] | AsyncSave:
     """Save a state dict while training goes on.
 
-    The ranks agree on the plan, and each copies what it will write: that is what the caller waits for. Writing and
-    commit run on a thread, or the writing in another process. Saves of one group are committed in the order of the
-    calls. If one fails, its error is raised on all ranks alike: by ``result()`` of the future; or, if some rank has not
-    asked for that, by the next save. A process that ends, also by SIGTERM, first finishes the save that is under way.
+    The caller waits while the ranks agree on the plan and each rank copies the data that it will write. Writing and
+    commit then run on a thread. The writing can also run in another process. Saves of one group are committed in the
+    order of the calls. If a save fails, all ranks raise the same error: ``result()`` of the future raises it. If some
+    rank has not called that, the next save raises it. A process that ends, also by SIGTERM, finishes a running save
+    first.
 
     Args:
         state_dict, checkpoint_id, storage_writer, planner: as for :func:`robust_dcp.save`.
         process_group, no_dist, timeout_seconds, deadline_seconds, kind, on_commit: the same.
-        async_checkpointer_type, async_stager, use_collectives: of ``torch.distributed.checkpoint.async_save``. Only
-            their defaults are known here, and ``AsyncCheckpointerType.THREAD`` and ``PROCESS`` for an ``executor``.
-        staging: ``"full"``: return when all has been copied. ``"lazy"``: return before, and copy while training goes
-            through forward and backward; tensors must not change before ``wait_staged()`` has returned.
-        staging_nbytes: of memory for copies of tensors, at most, for each save; ``None`` for as much as it takes. What
-            has no room is written while the caller waits, and before all else. So are all tensors where the host has
-            no memory for copies; the report's ``how`` says so.
-        executor: ``"thread"``: a thread of this process packs, checksums and writes. ``"process"``: a process beside it
-            does, from shared memory, and takes the GIL of this one at no time. It is started by the first such save,
-            and ends with this process. If it dies, the save fails on all ranks, and the next one starts another. Which
-            one writes may differ between ranks. Where tensors have no room (``staging_nbytes``), the thread writes.
-        max_in_flight: saves of a group that may be under way, this one included. Each needs memory for its copies.
-        when_busy: what to do if that many are: ``"wait"`` until one is over; ``"skip"`` this save on all ranks, whose
-            future then has ``None`` for a result; or ``"raise"`` a ``RobustCheckpointError`` on all ranks.
+        async_checkpointer_type, async_stager, use_collectives: as for ``torch.distributed.checkpoint.async_save``.
+            Only their defaults are supported, and ``AsyncCheckpointerType.THREAD`` and ``PROCESS``, which choose the
+            ``executor``.
+        staging: with ``"full"``, return when all tensors have been copied. With ``"lazy"``, return earlier, and copy
+            during forward and backward; tensors must not change before ``wait_staged()`` has returned.
+        staging_nbytes: the most memory that copies of tensors may take in each save, in bytes. ``None`` sets no limit.
+            Tensors without room are written first, while the caller waits. If the host has no memory for copies, all
+            tensors are written in this way, and the report's ``how`` says so.
+        executor: with ``"thread"``, a thread of this process packs, checksums and writes. With ``"process"``, a writer
+            process does this from shared memory and never holds the GIL of this process. The first such save starts the
+            writer process. It ends with this process. If it dies, the save fails on all ranks, and the next save starts
+            a new one. Ranks may choose different executors. If some tensors have no room (``staging_nbytes``), the
+            thread writes.
+        max_in_flight: how many saves of a group may run at a time, this one included. Each needs memory for its copies.
+        when_busy: what to do if that many are running: ``"wait"`` until one is over, ``"skip"`` this save on all ranks
+            (the future then gives ``None``), or ``"raise"`` a ``RobustCheckpointError`` on all ranks.
 
     Returns:
-        With ``staging="full"`` a future of the report; with ``"lazy"`` an :class:`AsyncSave`.
+        A future of the report with ``staging="full"``, or an :class:`AsyncSave` with ``"lazy"``.
 
     Raises:
-        RobustCheckpointError: the ranks cannot agree, or an earlier async save has failed and not told it.
+        RobustCheckpointError: the ranks cannot agree, or an earlier async save failed and its error was not raised yet.
 
     Example:
         >>> import torch, robust_dcp, tempfile
@@ -173,7 +176,7 @@ def async_save(
         on_commit=on_commit,
     )
     if executor == "process":
-        name_of_disk(started.writer.disk)  # refused now, not on a thread
+        name_of_disk(started.writer.disk)  # this refuses a disk now, and not later on a thread
         WRITERS.prepare()
     channel, line = started.session.channel, started.line
     if when_busy == "wait":
@@ -194,7 +197,7 @@ def async_save(
         if staging == "full":
             staged.copy()
         staged.waited_seconds.append(started.seconds)
-        future = line.submit(staged.finish)  # or all ranks hear that this one could not
+        future = line.submit(staged.finish)  # if this fails, all ranks hear of it
     if staging == "lazy":
         return AsyncSave(staged.are_free, future, staged.waited_seconds)
     staged.are_free.result()
@@ -205,26 +208,27 @@ def finish_async_saves(timeout_seconds: float | None = None) -> bool:
     """Wait for all async saves of this process.
 
     Args:
-        timeout_seconds: how long; ``None`` for as long as it takes.
+        timeout_seconds: how long to wait; ``None`` for as long as it takes.
 
     Returns:
         Whether all are over.
 
     Raises:
-        RobustCheckpointError: of a save that failed and whose error nobody has been told.
+        RobustCheckpointError: a save has failed, and its error was not raised yet.
     """
     return close_lines(timeout_seconds)
 
 
 class _Staged:
-    """What a save copies, and writes. An error is kept for the exchange in which all ranks say whether they have
-    written.
+    """The data that a save copies and writes.
+
+    If copying fails, the error is kept for the exchange in which all ranks say whether they have written.
 
     Attributes:
-        are_free: done when the tensors of the state dict may change.
-        freed_seconds: when that was, since the call.
-        waited_seconds: how long the caller was kept: by the call, and where it waited for the copies.
-        how: what the report is to say.
+        are_free: a future that is done when the tensors of the state dict may change.
+        freed_seconds: the seconds from the call until then.
+        waited_seconds: how long the caller waited, in the call and later for the copies.
+        how: remarks for the report.
     """
 
     freed_seconds = 0.0
@@ -252,7 +256,7 @@ class _Staged:
             self._error = error
 
     def finish(self) -> SaveReport:
-        """What the caller does not wait for: the copies, if they have not been made, and the rest of the save."""
+        """Run the part that the caller does not wait for: the copies, if not made yet, and the rest of the save."""
         is_lazy = not self._is_copied
         try:
             with self._started.session.channel.together():
@@ -280,24 +284,24 @@ class _Staged:
             self._free()
 
     def write(self) -> None:
-        """Have it written, and all ranks say whether they have. Tensors that are not copied are written first."""
+        """Write the data, and let all ranks say whether they have written. Tensors without a copy are written first."""
         if self._executor == "process":
             self._started.writer.write_files = WriteInProcess(self._started.session.channel.stop_if_announced)
         with nullcontext() if self._source is None else self._source.stream():
             self._started.write(self.source)
 
     def source(self) -> StagedSource:
-        """For the writer.
+        """The copies, for the writer.
 
         Raises:
-            Exception: what went wrong while the items were copied.
+            Exception: copying has failed; this is its error.
         """
         if self._error is not None or self._source is None:
             raise self._error or RuntimeError("nothing was copied")
         return self._source
 
     def release(self) -> None:
-        """The save is over, or has failed."""
+        """Free the copies: the save is over or has failed."""
         self._free()
         if self._source is not None:
             self._source.release()
@@ -309,7 +313,7 @@ class _Staged:
 
 
 def _is_full(started: StartedSave, max_in_flight: int) -> bool:
-    """Whether some rank has no room; the same answer on all ranks."""
+    """Whether some rank has as many saves under way as it may. All ranks get the same answer."""
     channel = started.session.channel
     room = channel.combine(
         f"save {started.session.checkpoint}: room",
@@ -321,7 +325,7 @@ def _is_full(started: StartedSave, max_in_flight: int) -> bool:
 
 
 def _executor_of(async_checkpointer_type: Any, executor: Executor) -> Executor:
-    """Who writes, of what was asked for in stock's words and in ours."""
+    """The executor, from stock's argument ``async_checkpointer_type`` and our ``executor``."""
     kind = getattr(async_checkpointer_type, "value", async_checkpointer_type)
     if kind is None or kind == executor:
         return executor

@@ -1,7 +1,7 @@
-"""One switch for all: robust_dcp in the place of ``torch.distributed.checkpoint``, and of Megatron's checkpoints.
+"""One switch lets robust_dcp save and load for ``torch.distributed.checkpoint`` and for Megatron.
 
-Owns :func:`install` and :func:`uninstall`, and the line in the log that says what was taken over. Called by users, and
-by ``robust_dcp_autoload`` where ``ROBUST_DCP=1`` stands in the environment.
+Owns :func:`install` and :func:`uninstall`, and the log line that says what is taken over. Called by users, and by
+``robust_dcp_autoload`` if ``ROBUST_DCP=1`` is in the environment.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MEGATRON = "robust_dcp.megatron.installation"
 
 
 class _Installed:
-    """What is in place in this process."""
+    """What is installed in this process."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -37,31 +37,31 @@ _installed = _Installed()
 
 
 def install() -> None:
-    """Let robust_dcp do what this process asks ``torch.distributed.checkpoint`` to save and load, and Megatron too.
+    """Let robust_dcp run this process's saves and loads by ``torch.distributed.checkpoint``, and those of Megatron.
 
-    ``ROBUST_DCP=1`` in the environment does the same in every process, without a change in the program. Calling it
-    again changes nothing. Call it on every rank; it exchanges nothing.
+    ``ROBUST_DCP=1`` in the environment does the same in every process, without a change to the program. A second call
+    changes nothing. Call this on every rank. It exchanges nothing.
 
         import robust_dcp
 
         robust_dcp.install()
 
-    Functions that a module has bound by ``from torch.distributed.checkpoint import save`` are replaced there as well.
-    What robust_dcp cannot stand in for, such as storage writers of other packages, stays stock, and is said once in the
-    log.
+    A module may have imported a function by ``from torch.distributed.checkpoint import save``. It is replaced there
+    too. Stock code still runs the calls that robust_dcp does not support, such as those with a storage writer of
+    another package. Each such case is logged once.
 
     Raises:
-        ValueError: a variable of the environment has no meaning.
+        ValueError: an environment variable has an invalid value.
     """
     megatron = import_module(_MEGATRON)
     with _installed.lock:
         if _installed.patches is not None:
             return
-        megatron.uninstall()  # replacements that look who calls have to be outside of those that do not
+        megatron.uninstall()  # Megatron's replacements look at the caller, so they must wrap ours, which do not
         _installed.patches = patches = Patches(PATCHES)
     try:
         patches.apply()
-        patches.replace_bound_names(besides=("torch", "robust_dcp"))  # these call each other's functions, and mean them
+        patches.replace_bound_names(besides=("torch", "robust_dcp"))  # these mean the originals
         megatron.install()
     except BaseException:
         uninstall()
@@ -70,7 +70,8 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put back every attribute that :func:`install` has replaced. Doing it twice, or without it, is harmless."""
+    """Put back every attribute that :func:`install` has replaced. It is harmless to call this twice, or without
+    :func:`install`."""
     import_module(_MEGATRON).uninstall()
     with _installed.lock:
         patches, _installed.patches = _installed.patches, None

@@ -1,7 +1,7 @@
 """State dicts of modules and optimizers, by the names of parameters.
 
-Owns which names a module and an optimizer have in a checkpoint: those of ``get_model_state_dict`` and
-``get_optimizer_state_dict`` (``torch/distributed/checkpoint/state_dict.py``), which are the same under DDP, FSDP2,
+Owns the names of modules and optimizers in a checkpoint. They are those of ``get_model_state_dict`` and
+``get_optimizer_state_dict`` (``torch/distributed/checkpoint/state_dict.py``), so they are the same under DDP, FSDP2,
 tensor parallelism and ``torch.compile``. Called by ``stateful``.
 """
 
@@ -22,12 +22,12 @@ StateDict = dict[str, Any]
 
 
 def modules_in(value: Any) -> list[nn.Module]:
-    """The modules that a value of a state dict stands for: one, or a list of the stages of a pipeline."""
+    """The modules in a value of a state dict. The value is one module, or a list of pipeline stages."""
     return [each for each in _all_of(value, nn.Module) if _has_state_dict_of(each, nn.Module)]
 
 
 def optimizers_in(value: Any) -> list[Optimizer]:
-    """The optimizers that a value of a state dict stands for: one, or a list of several."""
+    """The optimizers in a value of a state dict. The value is one optimizer, or a list of several."""
     return [each for each in _all_of(value, Optimizer) if _has_state_dict_of(each, Optimizer)]
 
 
@@ -45,17 +45,17 @@ def _all_of(value: Any, kind: type[Any]) -> list[Any]:
 
 
 def _has_state_dict_of(value: Any, kind: type[Any]) -> bool:
-    """Whether nobody has given ``value`` a state dict of its own; who did knows its names better."""
+    """Whether ``value`` uses the ``state_dict`` of ``kind``. An own ``state_dict`` has its own names, which we keep."""
     return type(value).state_dict is kind.state_dict and "state_dict" not in vars(value)
 
 
 class ModuleStates:
-    """The parameters and buffers of modules that stand under one key of a state dict.
+    """The parameters and buffers of the modules under one key of a state dict.
 
     Args:
-        key: what stands before their names in the checkpoint.
-        modules: one, or the stages of a pipeline that this rank holds.
-        stored: the names in the checkpoint that is loaded; ``None`` for a save.
+        key: the prefix of their names in the checkpoint.
+        modules: one module, or the pipeline stages that this rank holds.
+        stored: the names in the checkpoint to load; ``None`` for a save.
     """
 
     def __init__(self, key: str, modules: list[nn.Module], stored: Container[str] | None = None) -> None:
@@ -71,7 +71,7 @@ class ModuleStates:
             self._is_as_held, self.values = True, as_held
 
     def put_back(self, loaded: StateDict) -> None:
-        """Give the modules what was loaded."""
+        """Load the state into the modules."""
         for module in self._modules:
             if self._is_as_held:
                 module.load_state_dict(loaded)
@@ -83,18 +83,18 @@ class ModuleStates:
 
 
 class OptimizerStates:
-    """The state and the groups of optimizers that stand under one key of a state dict.
+    """The states and parameter groups of the optimizers under one key of a state dict.
 
-    An optimizer that has not stepped is saved without state, and is not made to step. ``get_optimizer_state_dict``
-    would do that, and training would go on from a count of one step.
+    An optimizer that has not stepped yet is saved without state. ``get_optimizer_state_dict`` would make it step, and
+    training would then go on with a step count of one.
 
     Args:
-        key: what stands before their names in the checkpoint.
-        optimizers: each with the module that has its parameters. For an optimizer without one the state is named by the
-            numbers of its parameters, as ``Optimizer.state_dict`` does.
-        by_parameter: whether options of groups, too, are named by parameter, as torchtitan does for the stages of a
-            pipeline: their groups differ between ranks.
-        stored: the names in the checkpoint that is loaded; ``None`` for a save.
+        key: the prefix of their names in the checkpoint.
+        optimizers: each with the module that has its parameters. Without such a module the state is named by the
+            numbers of the parameters, as in ``Optimizer.state_dict``.
+        by_parameter: whether the options of parameter groups are named by parameter too. torchtitan does this for
+            pipeline stages, because their groups differ between ranks.
+        stored: the names in the checkpoint to load; ``None`` for a save.
     """
 
     def __init__(
@@ -124,16 +124,16 @@ class OptimizerStates:
         if module is not None:
             return dict(named.get_optimizer_state_dict(module, optimizer, options=self._options))
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        named.get_optimizer_state_dict(nn.ParameterList(parameters), optimizer)  # makes the state, if there is none
+        named.get_optimizer_state_dict(nn.ParameterList(parameters), optimizer)  # makes the state if there is none
         self._is_as_held = True
         return dict(optimizer.state_dict())
 
     def _choose_names(self, key: str, stored: Container[str]) -> None:
-        """Ask for what the checkpoint has: names of parameters, numbers, or no state of an optimizer that had none."""
+        """Use the names that the checkpoint has: those of parameters, or numbers, or none if there was no state."""
         if self._has_stored_state(key, self.values, stored):
             return
         as_held = dict(self._optimizers[0][0].state_dict())
-        if self._has_stored_state(key, as_held, stored):  # of stock's save({"optimizer": optimizer})
+        if self._has_stored_state(key, as_held, stored):  # stock saved {"optimizer": optimizer}
             self._is_as_held, self.values = True, as_held
         else:
             self._is_without_state, self.values = True, _without_state(self.values)
@@ -142,7 +142,7 @@ class OptimizerStates:
         return _any_stored(key, (name for name in _leaf_names(values) if name.startswith("state.")), stored)
 
     def put_back(self, loaded: StateDict) -> None:
-        """Give the optimizers what was loaded."""
+        """Load the state into the optimizers."""
         for optimizer, module in self._optimizers:
             if module is None or self._is_as_held:
                 optimizer.load_state_dict(loaded)
@@ -155,7 +155,7 @@ class OptimizerStates:
 def with_modules(
     key: str, optimizers: list[Optimizer], modules: list[nn.Module]
 ) -> list[tuple[Optimizer, nn.Module | None]]:
-    """Each optimizer with the module that has its parameters.
+    """Find for each optimizer the module that has its parameters.
 
     Raises:
         RobustCheckpointError: there are several optimizers under ``key``, and no module has the parameters of one.
@@ -175,7 +175,7 @@ def with_modules(
 
 
 def _merge(values: StateDict, more: StateDict) -> None:
-    """Add the state dict of one more optimizer."""
+    """Add the state dict of another optimizer to ``values``."""
     for name, value in more.items():
         if name == "state" and name in values:
             values[name].update(value)
@@ -196,7 +196,7 @@ def _any_stored(key: str, names: Iterable[str], stored: Container[str]) -> bool:
 
 
 def _leaf_names(values: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
-    """The names in a checkpoint of what nested dicts hold."""
+    """The names that the leaves of nested dicts have in a checkpoint."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _leaf_names(value, f"{prefix}{key}.")

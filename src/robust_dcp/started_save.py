@@ -1,4 +1,4 @@
-"""One save on one rank, phase by phase: what ``save`` does at once, and ``async_save`` in two parts.
+"""The phases of one save on one rank. ``save`` runs them at once, and ``async_save`` in two parts.
 
 Owns the order of the phases of a save, and its report. Called by ``api`` and ``async_save``.
 """
@@ -36,7 +36,7 @@ CheckpointId = str | os.PathLike[str]
 
 @dataclass(eq=False)
 class StartedSave:
-    """One save on one rank, phase by phase: what ``save`` does at once, and ``async_save`` in two parts."""
+    """One save on one rank. ``save`` runs its phases at once, and ``async_save`` in two parts."""
 
     session: SaveSession
     writer: RobustWriter
@@ -60,7 +60,7 @@ class StartedSave:
         kind: str | None,
         on_commit: Callable[[], object] | None,
     ) -> StartedSave:
-        """A save of which nothing has been exchanged yet. The arguments are those of ``save``."""
+        """A save that has not exchanged anything yet. The arguments are those of ``save``."""
         started_seconds = time.perf_counter()
         writer = _robust_writer(storage_writer, checkpoint_id)
         own_planner = _robust_planner(planner)
@@ -81,19 +81,21 @@ class StartedSave:
 
     @property
     def seconds(self) -> float:
-        """Since the call."""
+        """The seconds since the call."""
         return time.perf_counter() - self.started_seconds
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
-        """A save comes after the async saves of its group that were asked for earlier."""
+        """Wait until the earlier async saves of this group are over, and then run the block."""
         self.line.wait()
         with self.session.channel.together():
             yield
 
     def agree(self, state_dict: dict[str, Any]) -> None:
-        """Agree with all ranks on the plan. If an async save before this one has failed, and some rank has not been
-        told, all raise its error."""
+        """Agree with all ranks on the plan.
+
+        If an earlier async save has failed, and some rank has not seen its error yet, all ranks raise that error.
+        """
 
         def describe() -> LocalStructure:
             self.line.raise_untold()
@@ -109,7 +111,7 @@ class StartedSave:
             self.line.forget_untold()
 
     def source(self) -> ItemSource:
-        """The data of what this rank writes."""
+        """The data that this rank writes."""
         return self.planner.source(self.session)
 
     def write(self, source: Callable[[], ItemSource]) -> None:
@@ -137,10 +139,10 @@ class StartedSave:
         channel.barrier(f"{self.session.checkpoint} is committed: on_commit", tell)
 
     def report(self, *, blocked_seconds: float, how: tuple[str, ...] = ()) -> SaveReport:
-        """What was done.
+        """The report of the save.
 
         Args:
-            how: what is to be said of the way to the files, beside what their writer says.
+            how: remarks on how the data got to the files, in addition to those of the writer.
         """
         session, written, path = self.session, self.session.written, self.writer.path
         return SaveReport(

@@ -1,7 +1,7 @@
-"""What may stand in a state dict besides tensors and data: modules, optimizers, and whatever has a state dict.
+"""Handles values in a state dict that have a state dict of their own, such as modules and optimizers.
 
-Owns the test for DCP's ``Stateful``, what stands in the place of such a value while it is saved or loaded, and the
-refusal of what is no dict. Called by ``api`` and ``started_save``.
+Owns the test for DCP's ``Stateful``, and the stand-in that is saved or loaded in place of such a value. It also refuses
+a state dict that is not a dict. Called by ``api`` and ``started_save``.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class StandIn(Protocol):
-    """What is saved, or loaded into, in the place of a value that is no data."""
+    """Takes the place of a module, optimizer or other ``Stateful`` value while it is saved or loaded."""
 
     @property
     def values(self) -> Any:
         """The state dict."""
 
     def put_back(self, loaded: Any) -> None:
-        """Give the value what was loaded."""
+        """Load the state into the value."""
 
 
 class AsStock:
-    """A ``Stateful`` under the names that stock gives it: those of its ``state_dict``."""
+    """The stand-in for a ``Stateful`` value. As in stock, the names are those of its ``state_dict``."""
 
     def __init__(self, value: Stateful) -> None:
         self._value = value
@@ -45,7 +45,7 @@ class AsStock:
 
 
 class KeepsItsNames:
-    """A module or an optimizer that is saved and loaded under the names of its own ``state_dict``."""
+    """Wraps a module or an optimizer, so that it is saved and loaded under the names of its own ``state_dict``."""
 
     def __init__(self, value: Stateful) -> None:
         self._value = value
@@ -58,18 +58,18 @@ class KeepsItsNames:
 
 
 def with_names_of_stock(state_dict: Any) -> Any:
-    """The state dict itself, or one that holds modules and optimizers under the names that stock gives them."""
+    """Make modules and optimizers keep the names that stock gives them. Without any, return the state dict itself."""
     if not isinstance(state_dict, Mapping):
-        return state_dict  # it is refused later, on all ranks alike
+        return state_dict  # all ranks refuse it later in the same way
     kept = {key: KeepsItsNames(value) for key, value in state_dict.items() if isinstance(value, nn.Module | Optimizer)}
     return {**state_dict, **kept} if kept else state_dict
 
 
 def refuse_other_than_dict(state_dict: Any) -> None:
-    """Make sure that a state dict is a dict.
+    """Check that a state dict is a dict.
 
     Raises:
-        RobustCheckpointError: it is something else; says what to pass instead.
+        RobustCheckpointError: it is something else. The message says what to pass instead.
     """
     if isinstance(state_dict, Mapping):
         return
@@ -81,15 +81,15 @@ def refuse_other_than_dict(state_dict: Any) -> None:
 
 
 def state_dicts_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A shallow copy in which what has a state dict is replaced by it."""
+    """A shallow copy in which each value that has a state dict is replaced by that state dict."""
     return {**state_dict, **{key: each.values for key, each in stand_ins_for(state_dict).items()}}
 
 
 def stand_ins_for(state_dict: Mapping[str, Any], stored: Container[str] | None = None) -> dict[str, StandIn]:
-    """What takes the place of values that are no data, by their keys.
+    """The stand-ins for values that have a state dict of their own, by key.
 
     Args:
-        stored: the names in the checkpoint that is loaded; ``None`` for a save.
+        stored: the names in the checkpoint to load; ``None`` for a save.
 
     Raises:
         RobustCheckpointError: there are several optimizers under a key, and no module has the parameters of one.
@@ -111,5 +111,5 @@ def stand_ins_for(state_dict: Mapping[str, Any], stored: Container[str] | None =
 
 
 def _is_stateful(value: Any) -> bool:
-    # The test for a runtime protocol costs 14 us, more than all else that is done for a small tensor.
+    # isinstance() with a protocol takes 14 us, more than everything else that is done for a small tensor.
     return type(value) not in _TENSORS and hasattr(value, "state_dict") and isinstance(value, Stateful)

@@ -60,7 +60,7 @@ def test_a_path_is_said_once_and_another_for_itself(said: list[str]) -> None:
     for what in ("saves by zarr", "saves by zarr", "saves by Own", "saves by zarr"):
         say_stays_stock(what, "why")
     assert said == [
-        f"robust_dcp was asked for, but saves by {who}: stock code does it (why)" for who in ("zarr", "Own")
+        f"robust_dcp was asked for, but stock code does this: saves by {who} (why)" for who in ("zarr", "Own")
     ]
 
 

@@ -148,7 +148,7 @@ def test_what_robust_dcp_cannot_stand_in_for_is_stock_and_said_once(tmp_path: Pa
     """
     done = run(tmp_path, script, ROBUST_DCP="1")
     assert not any(is_ours(tmp_path / name) for name in ("planner0", "planner1", "writer", "hf"))
-    said = [line for line in done.stderr.splitlines() if "stock code does it" in line]
+    said = [line for line in done.stderr.splitlines() if "stock code does this" in line]
     assert len(said) == 1 and "Planner plans otherwise than DefaultSavePlanner" in said[0]
 
 

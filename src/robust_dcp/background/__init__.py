@@ -1,4 +1,4 @@
-"""Saves that go on while training does: copies of what they write, the order in which they are done, and who writes."""
+"""Saves that run beside training: their copies of the data, their order, and the process that writes."""
 
 from robust_dcp.background.messages import name_of_disk
 from robust_dcp.background.save_line import SaveLine, close_lines, line_of

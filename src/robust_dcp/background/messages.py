@@ -1,8 +1,8 @@
-"""What a rank and its writer process say to each other, over a pair of sockets.
+"""The messages between a rank and its writer process, over a pair of sockets.
 
-Owns the messages and how they travel: msgpack of structs, and open files beside them. Nothing that is received is
-executed, but for the class of a disk, which the rank names. Called by ``writer_process`` on the one side and
-``writing_worker`` on the other.
+Owns the messages and how they are sent: structs in msgpack, with open files beside them. Nothing that is received is
+executed, except that the class of the disk is made from its name. ``writer_process`` calls this on the side of the
+rank, and ``writing_worker`` on the other side.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ __all__ = [
 ]
 
 Form = tuple[str, tuple[int, ...]]
-"""A dtype by its name, and a size."""
+"""The name of a dtype, and the size of a tensor."""
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What is the same in all saves by one plan: the items of a rank, and their places.
+    """The parts of a plan that the writer needs: the items of a rank and their places. All saves by one plan share it.
 
     Attributes:
-        names, expected, chunk_offsets: as an ``ItemSource`` gives them.
+        names, expected, chunk_offsets: the attributes of an ``ItemSource``.
         file, offset, nbytes: the columns of ``Placements``.
     """
 
@@ -93,17 +93,18 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True, tag=True):
-    """The files of a rank are to be written. The file whose memory holds the tensors comes with it.
+    """Asks the writer process to write the files of a rank. The shared memory with the tensors comes as an open file.
 
     Attributes:
-        disk: its class, as of :func:`name_of_disk`.
+        disk: the name of the disk's class, from :func:`name_of_disk`.
         options: the fields of ``WriteOptions``.
-        known_places: int64 ``[v, 2]``, of the items of variable size in an earlier save; ``None`` if nothing is known.
-        plan: a :class:`Plan`, encoded.
-        memory_nbytes: of the shared memory.
-        tensor_places, tensor_forms: of the items that are tensors in it, in the order in which they lie there.
-        records: of all other items, by place: the bytes that are to be written.
-        cpus: processors near the memory, on which the worker is to run.
+        known_places: int64 ``[v, 2]``, the places of the items of variable size in an earlier save; ``None`` if not
+            known.
+        plan: an encoded :class:`Plan`.
+        memory_nbytes: the size of the shared memory.
+        tensor_places, tensor_forms: the places and forms of the tensors in the shared memory, in their order there.
+        records: for all other items, the bytes to write, by place.
+        cpus: the processors near the memory, on which the worker should run.
     """
 
     directory: str
@@ -129,18 +130,18 @@ class Job(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """The save has failed elsewhere: remove what is written of it."""
+    """Tells the writer process that the save has failed elsewhere. It removes what it has written."""
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """How far the worker is; of all items of fixed size."""
+    """How many bytes the worker has written, and how many all items of fixed size have."""
 
     done_nbytes: int
     total_nbytes: int
 
 
 class Written(msgspec.Struct, frozen=True, tag=True):
-    """The files are written: the fields of ``WrittenFiles``."""
+    """Says that the files are written. Has the fields of ``WrittenFiles``."""
 
     are_plain: bool
     variable_places: bytes
@@ -162,7 +163,7 @@ class Written(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The files are not written, and removed but for ``not_removed``: what of an error can be told in words."""
+    """Says that writing has failed, with the error as text. All files were removed except for ``not_removed``."""
 
     type_name: str
     fields: dict[str, Any]
@@ -200,10 +201,10 @@ def options_message(options: WriteOptions) -> dict[str, Any]:
 
 
 def name_of_disk(disk: Disk) -> str:
-    """By which another process finds the class of ``disk``, to make one like it.
+    """The name by which another process finds the class of ``disk``, to make another disk of it.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: another process cannot make such a disk.
     """
     kind = type(disk)
     is_importable = kind.__module__ != "__main__" and "<" not in kind.__qualname__
@@ -217,7 +218,7 @@ def name_of_disk(disk: Disk) -> str:
 
 
 def disk_named(name: str) -> Disk:
-    """The disk of a class, as of :func:`name_of_disk`."""
+    """Make a disk of the class with this name, which :func:`name_of_disk` returned."""
     module, _, qualname = name.partition(":")
     found: Any = importlib.import_module(module)
     for part in qualname.split("."):
@@ -233,8 +234,8 @@ class MessagePipe:
     """One end of the pair of sockets.
 
     Args:
-        end: the socket, which this owns.
-        decoder: of what the other end sends.
+        end: the socket. The pipe owns it.
+        decoder: decodes what the other end sends.
     """
 
     def __init__(self, end: socket.socket, decoder: msgspec.msgpack.Decoder[Any]) -> None:
@@ -246,13 +247,13 @@ class MessagePipe:
         return self._socket.fileno()
 
     def send(self, message: msgspec.Struct | bytes, fds: Sequence[int] = ()) -> None:
-        """From any thread.
+        """Send a message. Any thread may call this.
 
         Args:
-            message: it, or its bytes.
+            message: the message, or its encoded bytes.
 
         Raises:
-            OSError: the other end is closed, or takes nothing within the time of the socket.
+            OSError: the other end is closed, or takes nothing within the timeout of the socket.
         """
         body = message if isinstance(message, bytes) else msgspec.msgpack.encode(message)
         with self._sending:
@@ -260,13 +261,13 @@ class MessagePipe:
             self._socket.sendall(body)
 
     def has_message(self, within_seconds: float) -> bool:
-        """Whether there is something to receive, or the other end is closed."""
+        """Whether there is a message to receive, or the other end is closed."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(within_seconds * 1000))
 
     def receive(self) -> tuple[Any, list[int]]:
-        """A message and the open files that came with it.
+        """Receive a message and the open files that came with it.
 
         Raises:
             EOFError: the other end is closed.

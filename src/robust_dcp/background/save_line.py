@@ -1,7 +1,8 @@
-"""The async saves of one group: one after the other, in the order in which they were asked for.
+"""Runs the async saves of one group one after the other, in the order of the calls.
 
-Owns the thread that they run on, how many are under way, and what becomes of their errors: each is told once, to
-whoever asks for the result, or to the next save. Called by ``async_save``, and by ``save``, which waits for its turn.
+Owns the thread on which they run, and the number of saves under way. It also sees to it that each error is raised: by
+the future's ``result()``, or else by the next save. Called by ``async_save``, and by ``save``, which waits for its
+turn.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 GRACE_SECONDS: Final = 20.0
-"""How long a process that is told to end (SIGTERM) goes on with a save that is under way. Launchers kill what is still
-there after 30 seconds."""
+"""How long a process goes on with a running save after SIGTERM. Launchers kill processes that have not ended after 30
+seconds."""
 
 
 class SaveFuture(Future[T]):
-    """The outcome of one save. Who asks for it has been told of an error; the next save raises those of others.
+    """The outcome of one save. If nobody asks this future for its outcome, the next save raises its error.
 
     Args:
-        saved: whose outcome this one is made of. Who is told of the error of the one knows that of the other.
+        saved: the future from which this one was made, if any. If one of the two was asked, the other counts as asked.
     """
 
     def __init__(self, saved: SaveFuture[Any] | None = None) -> None:
@@ -42,7 +43,7 @@ class SaveFuture(Future[T]):
 
     @property
     def was_told(self) -> bool:
-        """Whether somebody has asked for the outcome."""
+        """Whether somebody has asked for the outcome, and so knows of an error."""
         return self._was_told if self._saved is None else self._saved.was_told
 
     @was_told.setter
@@ -53,13 +54,13 @@ class SaveFuture(Future[T]):
             self._saved.was_told = was_told
 
     def then(self, convert: Callable[[T], R]) -> SaveFuture[R]:
-        """A future of what ``convert`` makes of the result."""
+        """A future of ``convert(result)``."""
         made: SaveFuture[R] = SaveFuture(self)
         made.set_running_or_notify_cancel()
 
         def take(_: Future[T]) -> None:
             try:
-                made.set_result(convert(Future.result(self)))  # nobody is told by this
+                made.set_result(convert(Future.result(self)))  # this does not count as asking
             except BaseException as error:
                 made.set_exception(error)
 
@@ -67,7 +68,7 @@ class SaveFuture(Future[T]):
         return made
 
     def cancel(self) -> bool:
-        """A save cannot be taken back by one rank."""
+        """Return ``False``: one rank alone cannot cancel a save."""
         return False
 
     def result(self, timeout: float | None = None) -> T:
@@ -83,7 +84,7 @@ class SaveFuture(Future[T]):
 
 
 class SaveLine:
-    """Saves in the order in which they were submitted, on one thread."""
+    """Runs saves on one thread, in the order in which they were submitted."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="robust_dcp-async-save")
@@ -93,7 +94,8 @@ class SaveLine:
 
     @property
     def n_under_way(self) -> int:
-        """Saves that are not over. One whose result is there is: the thread may still be busy with telling so."""
+        """The number of saves that are not over. A save is over when its future has a result, even if its thread is
+        still busy."""
         with self._changed:
             return sum(not future.done() for future in self._under_way)
 
@@ -101,13 +103,13 @@ class SaveLine:
         """Wait until fewer than ``below`` saves are under way.
 
         Returns:
-            Whether that is so, or the time is up.
+            Whether that is so. ``False`` means that the time is up.
         """
         with self._changed:
             return self._changed.wait_for(lambda: self.n_under_way < below, timeout_seconds)
 
     def raise_untold(self) -> None:
-        """Raise the error of an earlier save, if nobody has been told of it."""
+        """Raise the error of an earlier save, if nobody has asked for its outcome."""
         with self._changed:
             failed, self._failed = self._failed, []
         for future in failed:
@@ -117,12 +119,12 @@ class SaveLine:
                     raise error
 
     def forget_untold(self) -> None:
-        """All ranks have been told by now: what one raises in an exchange, all do."""
+        """Forget earlier errors. All ranks know them, because one rank has raised them in an exchange."""
         with self._changed:
             self._failed = []
 
     def submit(self, run: Callable[[], T]) -> SaveFuture[T]:
-        """Run a save after those before it."""
+        """Run a save after all earlier ones."""
         future: SaveFuture[T] = SaveFuture()
         _end_well_on_sigterm()
         with self._changed:
@@ -147,7 +149,7 @@ class SaveLine:
 
 
 class _Lines:
-    """The lines of this process, by the global ranks of their group.
+    """The save lines of this process, by the global ranks of their group.
 
     Attributes:
         grace_ends_at: until when this process goes on with its saves, once it was told to end.
@@ -169,7 +171,7 @@ class _Lines:
         return list(self._lines.values())
 
     def forget_all(self) -> None:
-        """In a forked child, which has none of the threads."""
+        """Forget all lines in a forked child, because it has none of their threads."""
         self._lock = threading.Lock()
         self._lines = {}
         self.grace_ends_at = None
@@ -179,7 +181,7 @@ _LINES: Final = _Lines()
 
 
 def line_of(ranks: tuple[int, ...]) -> SaveLine:
-    """The line of the group of these global ranks."""
+    """The save line of the group of these global ranks."""
     return _LINES.of(ranks)
 
 
@@ -187,10 +189,10 @@ def close_lines(timeout_seconds: float | None = None) -> bool:
     """Wait for all async saves of this process.
 
     Returns:
-        Whether all are over, or the time is up.
+        Whether all are over. ``False`` means that the time is up.
 
     Raises:
-        RobustCheckpointError: of the first of them that failed and whose error nobody has been told.
+        RobustCheckpointError: a save has failed, and nobody has asked for its outcome. The first such error is raised.
     """
     ends_at = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     lines = _LINES.all()
@@ -210,7 +212,7 @@ def _finish_at_exit() -> None:
 
 
 def _end_well_on_sigterm() -> None:
-    """See to it that a SIGTERM lets the saves that are under way end first, unless somebody handles it already."""
+    """Handle SIGTERM, unless somebody does already: running saves may end before the process does."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _on_sigterm)
 
@@ -231,7 +233,7 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-# Before concurrent.futures ends: until then a save that is under way may start the threads that it needs. Functions
-# that are registered later are called earlier. There is no public way to say so, as `atexit` comes after it.
+# A running save may still need to start threads, so this must run before concurrent.futures shuts down. `atexit` would
+# run after it, and there is no public way to run before it. Functions that are registered later run earlier.
 threading._register_atexit(_finish_at_exit)  # type: ignore[attr-defined]
 os.register_at_fork(after_in_child=_LINES.forget_all)

@@ -1,8 +1,8 @@
-"""The items that a rank writes, copied, so that training may change the tensors while the copies are written.
+"""Copies of the items that a rank writes, so that training may change the tensors while the copies are written.
 
-Owns the copies: only of what this rank writes, in the order of the plan. Objects are pickled when this is made, on the
-thread that asks for the save, since they may change at any time. Tensors for whose copies there is no room are borrowed
-instead: the engine writes them first, and they must not change before. Called by ``async_save``.
+Owns the copies. There is one for each item that this rank writes, in the order of the plan. Objects may change at any
+time, so the caller's thread pickles them when a ``StagedSource`` is made. If there is no room for a copy of a tensor,
+the tensor is borrowed: the engine writes it first, and until then it must not change. Called by ``async_save``.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ __all__ = ["SharedCopies", "StagedSource"]
 logger = logging.getLogger(__name__)
 
 _BATCH_NBYTES = 256 << 20
-"""Copied in one call: others hear after each that this rank has got on."""
+"""About so many bytes are copied in one call. After each call the other ranks hear of the progress."""
 
 
 class SharedCopies(NamedTuple):
     """Copies in memory that other processes can map.
 
     Attributes:
-        fd: of the file whose memory it is.
-        nbytes: of the memory.
-        places: of the items that are tensors in it, in the order in which they lie there.
-        forms: of these tensors.
-        cpus: processors near this memory.
+        fd: the open file of the memory.
+        nbytes: the size of the memory.
+        places: the places of the tensors in the memory, in their order there.
+        forms: the forms of these tensors.
+        cpus: the processors near this memory.
     """
 
     fd: int
@@ -49,21 +49,21 @@ class SharedCopies(NamedTuple):
 
 
 class StagedSource:
-    """An ``ItemSource`` over copies of what another one gives.
+    """An ``ItemSource`` with copies of the items of another source.
 
     Args:
-        source: of the data. It is asked for all items now, and refers to them until they have been copied.
-        note_progress: called with the bytes that are copied, and those of all tensors.
-        buffers: where the copies lie.
-        limit_nbytes: that all copies of tensors may take together; ``None`` for no such limit.
-        when_given_back: called once the tensors that were borrowed have been written.
+        source: the source of the data. All its items are taken now, and referenced until they have been copied.
+        note_progress: called with the number of bytes copied so far, and the number of bytes of all tensors.
+        buffers: the memory for the copies.
+        limit_nbytes: the most bytes that all copies of tensors may take together; ``None`` for no limit.
+        when_given_back: called once the borrowed tensors have been written.
 
     Attributes:
-        borrowed: places of the tensors that are not copied; known after :meth:`copy`.
-        how: what the report says of tensors that were copied in another way than they should have been, or not at all.
+        borrowed: the places of the tensors that are not copied. It is known after :meth:`copy`.
+        how: remarks for the report, if tensors were not copied, or were copied in a slower way.
 
     Raises:
-        RobustCheckpointError: an item cannot be resolved, or its memory was freed; names it.
+        RobustCheckpointError: an item cannot be resolved, or its memory was freed. The message names the item.
     """
 
     borrowed: Sequence[int] = ()
@@ -95,18 +95,19 @@ class StagedSource:
             for place in range(len(source)):
                 errors.place = place
                 self._data.append(_taken(source.resolve(place)))
-        # Work that the device was given before this call comes before the copies, whatever stream they run on.
+        # The copies must come after all work that was queued on the device before this call, on any stream.
         self._stream: torch.cuda.Stream | None = None
         if any(isinstance(data, _Original) and data.tensor.is_cuda for data in self._data):
             self._stream = torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())
 
     def copy(self) -> None:
-        """Copy all tensors that are not :attr:`borrowed`. Returns when the copies are complete; their originals are no
-        longer referred to.
+        """Copy all tensors that are not :attr:`borrowed`.
+
+        When this returns, the copies are complete, and their originals are no longer referenced.
 
         Raises:
-            RobustCheckpointError: a tensor cannot be copied; names it.
+            RobustCheckpointError: a tensor cannot be copied. The message names it.
         """
         try:
             self._copy()
@@ -117,28 +118,28 @@ class StagedSource:
             self._ends.set()
 
     def wait(self) -> None:
-        """Wait until :meth:`copy` has ended, in whatever thread, and however it has."""
+        """Wait until :meth:`copy` has ended. It may run in another thread, and may have failed."""
         self._ends.wait()
 
     def give_back(self) -> None:
-        """The borrowed tensors have been written."""
+        """Note that the borrowed tensors have been written."""
         for place in self.borrowed:
             self._data[place] = _WRITTEN
         self._when_given_back()
 
     def stream(self) -> AbstractContextManager[object]:
-        """A ``with`` block in which the device does what it is given after the work that it had when this was made."""
+        """A ``with`` block for work on the device. It runs after all work that was queued when this object was made."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     @property
     def shared(self) -> SharedCopies | None:
-        """Where another process finds the copies; ``None`` if it cannot, or not all of them."""
+        """The copies for another process, or ``None`` if it cannot get all of them."""
         if self._buffer is None or self._buffer.fd is None or self.borrowed:
             return None
         return SharedCopies(self._buffer.fd, self._buffer.nbytes, self._copied, self._forms, self._buffer.cpus)
 
     def release(self) -> None:
-        """Let the next save have the memory. The copies must not be used any more."""
+        """Give the memory to the next save. The copies must not be used any more."""
         self._data = []
         if self._buffer is not None:
             self._buffers.give_back(self._buffer)
@@ -189,7 +190,7 @@ class StagedSource:
             self._data[place] = copy
 
     def _without_room(self, tensors: Mapping[int, torch.Tensor]) -> list[int]:
-        """Places of the tensors that are over the limit: as few as that takes, so the largest."""
+        """The places of the tensors that do not fit into the limit: the largest, so that they are few."""
         if self._limit_nbytes is None:
             return []
         smallest_first = sorted(tensors, key=lambda place: _nbytes(tensors[place]))
@@ -197,7 +198,7 @@ class StagedSource:
         return sorted(place for place, end in zip(smallest_first, ends, strict=True) if end > self._limit_nbytes)
 
     def _buffer_for(self, forms: list[TensorForm]) -> StagingBuffer | None:
-        """``None`` if the host has no such memory: a save that takes longer is better than none."""
+        """A buffer for the copies, or ``None`` if the host lacks the memory. A slow save is better than none."""
         try:
             self._buffer = self._buffers.take(forms, None if self._stream is None else self._stream.device)
         except (OSError, MemoryError) as error:
@@ -218,7 +219,7 @@ class StagedSource:
     def _copy_batch(self, places: Sequence[int], copies: list[torch.Tensor], originals: Sequence[torch.Tensor]) -> None:
         try:
             torch._foreach_copy_(copies, list(originals), non_blocking=self._stream is not None)
-        except Exception:  # one by one, to find out which it is about
+        except Exception:  # copy one by one, to find out which tensor fails
             with NamedErrors(self, 0) as errors:
                 for place, copy, original in zip(places, copies, originals, strict=True):
                     errors.place = place
@@ -226,13 +227,13 @@ class StagedSource:
 
 
 class _Original(NamedTuple):
-    """A tensor of which a copy is still to be made."""
+    """A tensor that is not copied yet."""
 
     tensor: torch.Tensor
 
 
 _WRITTEN = io.BytesIO()
-"""Stands for a tensor that was borrowed, and is no longer referred to."""
+"""Takes the place of a borrowed tensor when it is no longer referenced."""
 
 _LOGGED: set[str] = set()
 
@@ -248,20 +249,22 @@ def _sizes(tensors: Mapping[int, torch.Tensor], places: Sequence[int]) -> str:
 
 
 def _taken(data: torch.Tensor | io.BytesIO) -> torch.Tensor | io.BytesIO | _Original:
-    """What is known of an item's data when the save is asked for. What is no plain tensor is copied at once: it is
-    saved together with all of its memory, so its copy needs memory of its own."""
+    """Take an item's data when the save begins. A plain tensor is only noted, and copied later.
+
+    Any other tensor is copied at once. It is saved together with all of its storage, so its copy needs its own.
+    """
     if not isinstance(data, torch.Tensor):
         return data
-    host_address(data)  # raises where its memory was freed
+    host_address(data)  # raises if its memory was freed
     data = data.detach()
     if not is_fixed_size(data):
         data = data.to("cpu", copy=True)
-    # Pending conjugation, say, is resolved by a copy: what comes of it is a tensor as others are.
+    # A copy resolves, for example, a pending conjugation. The result is an ordinary tensor.
     return _Original(data) if is_fixed_size(data) else data
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
-    """Ranges of ``tensors`` of about :data:`_BATCH_NBYTES` bytes each."""
+    """Divide ``tensors`` into ranges of about :data:`_BATCH_NBYTES` bytes."""
     first, nbytes = 0, 0
     for place, tensor in enumerate(tensors):
         nbytes += _nbytes(tensor)

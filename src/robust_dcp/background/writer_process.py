@@ -1,8 +1,8 @@
-"""The writer processes of a rank: what another process writes holds up no thread of this one, not even for the GIL.
+"""The writer processes of a rank. Another process writes, so no thread of this one has to wait, not even for the GIL.
 
-Owns these processes, from the first save that wants one until this process ends, and what is said to one while it
-writes. What it is to write lies in shared memory (``StagedSource.shared``). Called by ``async_save``; the other side is
-``writing_worker``.
+Owns these processes, from the first save that needs one until this process ends. It also owns the talk with a writer
+process while that writes. The data is in shared memory (``StagedSource.shared``). Called by ``async_save``. The code of
+the writer process is ``writing_worker``.
 """
 
 from __future__ import annotations
@@ -51,33 +51,36 @@ from robust_dcp.storage.writing.write_options import WriteOptions
 __all__ = ["WRITERS", "WriteInProcess", "WriterProcess", "WriterProcesses"]
 
 _LOOK_SECONDS: Final = 0.05
-"""How often a rank looks whether another has given up the save, while its writer process writes."""
+"""While its writer process writes, a rank checks this often whether another rank has given up the save."""
 
 _SEND_SECONDS: Final = 120.0
-"""A writer process that has begun takes a job at once; to begin it has to import torch."""
+"""How long a writer process may take to accept a job. A new one has to import torch first; others accept at once."""
 
 _STOP_SECONDS: Final = 30.0
-"""How long a writer process may go on after it was told to stop: it may wait for a disk."""
+"""How long a writer process may take to stop after it was told to. It may be waiting for a disk."""
 
 _END_SECONDS: Final = 10.0
 
-# An interrupt is for the rank alone. The paths are those of this process, whatever the environment says.
+# Only the rank handles an interrupt. The search path is that of this process, not that of the environment.
 _START: Final = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.path[:] = sys.argv[3:]; "
     "from robust_dcp.background.writing_worker import run; run(int(sys.argv[1]), int(sys.argv[2]))"
 )
 
-# It has no use for a device, and none for threads of its own within an operator of torch.
+# The writer process needs no device, and no threads inside of torch's operators.
 _ENVIRONMENT: Final = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "ROBUST_DCP": "0"}
 
 
 class WriterDied(Exception):
-    """The process has ended, or can no longer be talked to; says how."""
+    """The writer process has ended, or does not answer any more. The message says how."""
 
 
 class WriterProcess:
-    """A process that writes one job at a time. It is started afresh, not forked: it has no threads, locks or devices of
-    this one, and does not run the user's script."""
+    """A process that writes one job at a time.
+
+    It is a new process and not a fork. So it has no threads, locks or devices of this one. It does not run the user's
+    script.
+    """
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -103,15 +106,15 @@ class WriterProcess:
     def write(
         self, job: Job, fd: int, *, note_progress: Callable[[int, int], None], look: Callable[[], None]
     ) -> Written | Failed:
-        """Have a job done.
+        """Let the process do a job, and wait for it.
 
         Args:
-            fd: of the file whose memory holds the tensors.
-            note_progress: called with the bytes that are written, and those of all items of fixed size.
-            look: called from time to time; what it raises stops the job.
+            fd: the open file of the memory with the tensors.
+            note_progress: called with the number of bytes written so far, and of the bytes of all items of fixed size.
+            look: called from time to time. If it raises, the job is stopped.
 
         Raises:
-            WriterDied: the process has ended meanwhile.
+            WriterDied: the process has ended during the job.
         """
         encoded = msgspec.msgpack.encode(job)
         try:
@@ -136,7 +139,7 @@ class WriterProcess:
             look()
 
     def _stop(self) -> None:
-        """Have the job that is under way stopped; a process that does not get to it is ended."""
+        """Stop the running job. If the process does not react in time, end it."""
         timer = threading.Timer(_STOP_SECONDS, self._process.kill)
         timer.start()
         try:
@@ -148,11 +151,11 @@ class WriterProcess:
             timer.cancel()
 
     def _end(self) -> str:
-        """Make sure that the process has ended; how it has, in words."""
+        """Make sure that the process has ended. Returns a text that says how it ended."""
         self._is_given_up = True
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
-        self._process.kill()  # which does nothing where it has ended
+        self._process.kill()  # does nothing if it has ended
         try:
             code = self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -162,8 +165,8 @@ class WriterProcess:
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
 
     def close(self) -> None:
-        """End it. It has no job."""
-        self._pipe.close()  # which it takes for the end of this process
+        """End the process, which must not have a job."""
+        self._pipe.close()  # the writer process ends as if this process had ended
         try:
             self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -171,13 +174,13 @@ class WriterProcess:
             self._process.wait()
 
     def forget(self) -> None:
-        """In a forked child, whose process it is not."""
+        """Forget the process in a forked child, because it belongs to the parent."""
         self._process.returncode = 0
         self._pipe.close()
 
 
 class WriterProcesses:
-    """Those of this process. There is one, unless saves of several groups are written at the same time."""
+    """The writer processes of this process. There is only one, unless saves of several groups run at the same time."""
 
     def __init__(self) -> None:
         self._idle: list[WriterProcess] = []
@@ -186,12 +189,12 @@ class WriterProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """Of those that have no job."""
+        """The process ids of those without a job."""
         return [writer.pid for writer in self._idle]
 
     def prepare(self) -> None:
-        """Start one if there is none, so that it is there when it is needed. If that fails now, the save will say so,
-        on all ranks."""
+        """Start a writer process if there is none, so that it is ready when it is needed. If this fails, the save will
+        raise the error on all ranks."""
         with self._lock, suppress(OSError):
             self._forget_dead()
             if not self._idle and not self._n_lent:  # one that writes now will write the next save of its group too
@@ -199,7 +202,7 @@ class WriterProcesses:
 
     @contextmanager
     def lent(self) -> Iterator[WriterProcess]:
-        """One that has no other job within the ``with`` block."""
+        """A writer process that has no other job within the ``with`` block."""
         with self._lock:
             self._forget_dead()
             writer = self._idle.pop() if self._idle else WriterProcess()
@@ -213,14 +216,14 @@ class WriterProcesses:
                 self._forget_dead()
 
     def close(self) -> None:
-        """End all that have no job."""
+        """End all writer processes that have no job."""
         with self._lock:
             idle, self._idle = self._idle, []
         for writer in idle:
             writer.close()
 
     def forget_all(self) -> None:
-        """In a forked child."""
+        """Forget all writer processes in a forked child."""
         self._lock = threading.Lock()
         for writer in self._idle:
             writer.forget()
@@ -234,7 +237,7 @@ WRITERS: Final = WriterProcesses()
 
 
 class WriteInProcess:
-    """``write_files`` for one save: a writer process does it. What is not all in shared memory this process writes.
+    """``write_files`` for one save in a writer process. This process writes if some data is not in shared memory.
 
     Args:
         look: raises if another rank has given up the save.
@@ -286,7 +289,7 @@ class WriteInProcess:
         try:
             outcome = self._outcome(job, shared.fd, check_stop)
         except BaseException:
-            # Stopped processes have removed it; those that died have not.
+            # A process that was stopped has removed its files. One that died has not.
             stripes = stripe_directories(disk, directory, options.stripes)
             not_removed += remove_files_of(disk, directory, rank, placements, layout, mark=mark, stripes=stripes)
             raise
@@ -308,7 +311,7 @@ class WriteInProcess:
 
 
 def _records(source: ItemSource, shared: SharedCopies) -> dict[int, bytes]:
-    """The bytes of all items that are no tensors in shared memory."""
+    """The bytes of all items that are not tensors in shared memory."""
     records = {}
     with NamedErrors(source, 0) as errors:
         for place in sorted(set(range(len(source))).difference(shared.places)):
@@ -319,5 +322,5 @@ def _records(source: ItemSource, shared: SharedCopies) -> dict[int, bytes]:
     return records
 
 
-atexit.register(WRITERS.close)  # the async saves are over by then
+atexit.register(WRITERS.close)  # at that time the async saves are over
 os.register_at_fork(after_in_child=WRITERS.forget_all)

@@ -1,7 +1,7 @@
-"""The writer process of a rank: packs, checksums and writes what lies in shared memory, beside the rank's training.
+"""The code of a rank's writer process. It packs, checksums and writes data from shared memory while the rank trains.
 
-Owns the one job at a time that it is given, and its own end: with the rank, however that ends. It never talks to other
-ranks, never touches a CUDA device, and never imports Megatron. Started by ``writer_process``.
+It does one job at a time, and ends when the rank ends, in whatever way. It never talks to other ranks, never touches a
+CUDA device, and never imports Megatron. Started by ``writer_process``.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from robust_dcp.structure_cache import CACHE, Table
 __all__ = ["run"]
 
 _PROGRESS_SECONDS: Final = 0.1
-"""The least time between two messages of how far a job is."""
+"""The least time between two messages about the progress of a job."""
 
 
 def run(fd: int, parent_pid: int) -> None:
-    """Do what the rank asks for, until it ends.
+    """Do the rank's jobs until the rank ends.
 
     Args:
-        fd: of this end of the pair of sockets.
-        parent_pid: the process of the rank.
+        fd: the file descriptor of this end of the pair of sockets.
+        parent_pid: the process id of the rank.
     """
-    # An interrupt, or a launcher that ends all processes, is the rank's affair: it finishes the save, or ends us.
+    # Only the rank reacts to an interrupt, or to a launcher that ends all processes. It finishes the save or ends us.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -75,8 +75,11 @@ def run(fd: int, parent_pid: int) -> None:
 
 
 def _register_end_of(parent_pid: int, poll: select.poll) -> None:
-    """Let ``poll`` say when the rank's process has ended. Its end of the sockets may be open longer, in a process that
-    it has forked; it is all there is on a kernel before Linux 5.3."""
+    """Let ``poll`` report the end of the rank's process.
+
+    The socket alone is not enough, because a process that the rank has forked may keep the rank's end open. Before
+    Linux 5.3 there is only the socket.
+    """
     with contextlib.suppress(OSError):
         poll.register(os.pidfd_open(parent_pid), select.POLLIN)
     if os.getppid() != parent_pid:
@@ -84,12 +87,12 @@ def _register_end_of(parent_pid: int, poll: select.poll) -> None:
 
 
 def _end() -> NoReturn:
-    """At once, also in the middle of a write: the journal of the save tells the next one what to remove."""
+    """End this process at once, even during a write. The save's journal tells the next save what to remove."""
     os._exit(0)
 
 
 class _Worker:
-    """The job that is under way."""
+    """The running job."""
 
     def __init__(self, pipe: MessagePipe) -> None:
         self._pipe = pipe
@@ -113,7 +116,7 @@ class _Worker:
         except BaseException as error:
             outcome = Failed.of(error, job.rank, not_removed)
         if isinstance(outcome, Failed):
-            gc.collect()  # steps that were not taken refer to each other, and to the memory of the rank
+            gc.collect()  # unfinished steps form reference cycles, which keep the rank's memory mapped
         self._pipe.send(outcome)
 
     def _write(self, job: Job, fd: int, not_removed: list[str]) -> WrittenFiles:
@@ -150,7 +153,7 @@ class _Worker:
 
 
 class _SharedSource:
-    """``ItemSource`` over shared memory, and records that came with the job."""
+    """An ``ItemSource`` with the tensors in shared memory and the records that came with the job."""
 
     def __init__(self, plan: Plan, job: Job, memory: StagingBuffer) -> None:
         self._plan = plan
@@ -178,7 +181,7 @@ class _SharedSource:
 
 _PLAN: Final = msgspec.msgpack.Decoder(Plan)
 
-# The engine keeps the order of writes by the very object of the placements.
+# The engine caches the order of writes by the identity of the placements, so equal plans must share one object.
 _PLANS: Table[bytes, tuple[Plan, Placements]] = CACHE.table(
     "plans of jobs", lambda encoded, _: 4 * len(encoded), max_nbytes=256 << 20, max_entries=4
 )

@@ -1,7 +1,7 @@
-"""Megatron-Core's distributed checkpoints, saved and loaded by robust_dcp.
+"""Saves and loads Megatron-Core's distributed checkpoints by robust_dcp.
 
-Owns the public names of this package, and loads each when it is asked for: importing the package imports nothing of
-Megatron. :func:`install` takes Megatron's own calls over; the strategies are for code that passes them itself.
+Owns the public names of this package. Each is loaded when it is first used, so importing the package imports nothing
+of Megatron. :func:`install` takes over Megatron's own calls. The strategies are for code that passes a strategy itself.
 """
 
 from __future__ import annotations

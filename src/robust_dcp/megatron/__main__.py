@@ -1,7 +1,8 @@
-"""``torchrun -m robust_dcp.megatron pretrain_gpt.py … --ckpt-planner robust_dcp``: a script of Megatron, with hooks.
+"""The launcher: ``torchrun -m robust_dcp.megatron pretrain_gpt.py … --ckpt-planner robust_dcp``.
 
-Owns the launcher, for where PyTorch's autoload is off (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``) or packages bring no entry
-points. The script, or after ``-m`` the module, runs as ``__main__`` with the arguments that it would have had.
+It is for jobs that cannot load robust_dcp by themselves: PyTorch's autoload is off
+(``TORCH_DEVICE_BACKEND_AUTOLOAD=0``), or the package was installed without its entry points. The script (or, after
+``-m``, the module) runs as ``__main__``. It sees the same arguments as without the launcher.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ USAGE = "usage: python -m robust_dcp.megatron [-m module | script.py] [arguments
 def main(arguments: Sequence[str]) -> None:
     """Install what the arguments and the environment ask for, and run the script.
 
-    Without ``--ckpt-planner robust_dcp`` and without ``ROBUST_DCP=1`` nothing but Megatron's parser is changed: it is
-    given the arguments.
+    Without ``--ckpt-planner robust_dcp`` and without ``ROBUST_DCP=1``, only Megatron's parser is changed: our arguments
+    are added to it.
 
     Raises:
-        SystemExit: 2 if there is no script; otherwise whatever the script raises passes through as it is.
+        SystemExit: 2 if no script is given. What the script itself raises passes through unchanged.
     """
     is_module = bool(arguments) and arguments[0] == "-m"
     rest = list(arguments[1:] if is_module else arguments)
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str]) -> None:
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
         return
     if not getattr(sys.flags, "safe_path", False):
-        # For `-m` Python has put the current directory there; a script expects its own folder.
+        # Python has put the current directory there because of its `-m`. A script expects its own folder.
         sys.path[0] = os.path.dirname(os.path.realpath(rest[0]))
     runpy.run_path(rest[0], run_name="__main__")
 

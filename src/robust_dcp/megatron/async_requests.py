@@ -1,8 +1,8 @@
-"""Saves under way, as Megatron's queue of asynchronous saves (``AsyncCallsQueue``) knows them.
+"""Makes our running saves fit into Megatron's queue of asynchronous saves (``AsyncCallsQueue``).
 
-Megatron's own requests hold a function for a process that the queue forks. Ours hold a save that a thread of this
-process does already: there is nothing to start. The queue asks it whether it is over, and its finalizer waits for it.
-Imports no queue. Called by ``saving`` and ``formats``.
+A request of Megatron's own holds a function, and the queue forks a process to run it. A request of ours holds a save
+that a thread of this process runs already, so the queue has nothing to start. The queue asks the save whether it is
+over, and the request's finalizer waits for it. This module imports no queue. Called by ``saving`` and ``formats``.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ Finish = Callable[[SaveReport], None]
 
 
 class BackgroundSave:
-    """A save that goes on beside training: all ranks have agreed on it, and this rank has copied what it writes.
+    """A save that runs beside training. All ranks have agreed on it, and this rank has copied the data that it writes.
 
     Args:
-        future: of its report.
+        future: the future that gives the save's report.
     """
 
     def __init__(self, future: SaveFuture[SaveReport]) -> None:
-        # Its finalizer raises its error. The next save is another request, which does not fail because of this one.
+        # The finalizer of this request raises the error. The next save is another request and must not raise it again.
         future.was_told = True
         self._future = future
         self._last: SaveFuture[Any] = future
 
     def then(self, ranks: tuple[int, ...], work: Callable[[SaveReport], T]) -> Callable[[], T]:
-        """Let the thread of the save do more once it is committed. The save is over when that is.
+        """Give the save's thread more work to do after the commit. The save is over when this work is done.
 
         Args:
-            ranks: the global ranks of its group.
-            work: called with the report; not called if the save fails.
+            ranks: the global ranks of the save's group.
+            work: called with the report. It is not called if the save fails.
 
         Returns:
-            What waits for the work, returns its result, or raises its error.
+            A function that waits for the work, and returns its result or raises its error.
         """
         saved = self._future
         done = line_of(ranks).submit(lambda: work(saved.result()) if saved.exception() is None else None)
@@ -57,18 +57,18 @@ class BackgroundSave:
 
     @property
     def is_over(self) -> bool:
-        """Whether it is committed, or has failed."""
+        """Whether the save is committed or has failed."""
         return self._last.done()
 
     def wait(self) -> None:
-        """Wait until it is over, whatever came of it."""
+        """Wait until the save is over. Does not raise if the save failed."""
         concurrent.futures.wait([self._last])
 
     def report(self) -> SaveReport:
-        """What it has done. Waits for it.
+        """Wait for the save and return its report.
 
         Raises:
-            RobustCheckpointError: why it has failed; the same on all ranks.
+            RobustCheckpointError: the save failed. All ranks raise the same error.
         """
         with as_megatron_raises():
             report = self._future.result()
@@ -77,11 +77,13 @@ class BackgroundSave:
 
 
 class AsyncSaveCaller:
-    """What the queue holds in place of a process for one of our saves: an ``AsyncCaller`` of Megatron's.
+    """What the queue holds for one of our saves, where it would hold a process. It has the methods of Megatron's
+    ``AsyncCaller``.
 
     Args:
-        save: that is under way.
-        all_done: a collective: whether the argument is true on no rank. Stock's, so that all ranks decide alike.
+        save: the running save.
+        all_done: Megatron's own collective. It takes a bool of this rank and returns whether no rank passed ``True``,
+            so all ranks decide alike.
     """
 
     def __init__(self, save: BackgroundSave, all_done: Callable[[bool], bool]) -> None:
@@ -89,14 +91,14 @@ class AsyncSaveCaller:
         self._all_done = all_done
 
     def schedule_async_call(self, async_req: Any) -> None:
-        """Nothing is left to start."""
+        """Do nothing: the save runs already."""
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
-        """Whether the save is over on all ranks, or with ``no_dist`` on this one.
+        """Whether the save is over on all ranks.
 
         Args:
-            blocking: wait until it is.
-            no_dist: ask no other rank.
+            blocking: wait until the save is over.
+            no_dist: answer for this rank only, and ask no other rank.
         """
         if blocking:
             self._save.wait()
@@ -104,19 +106,19 @@ class AsyncSaveCaller:
         return not is_alive if no_dist else self._all_done(is_alive)
 
     def close(self, abort: bool = False) -> None:
-        """There is no process to end."""
+        """Do nothing: there is no process to end."""
 
 
 def request_for(request_class: Any, save: BackgroundSave, finish: Finish) -> Any:
-    """The ``AsyncRequest`` for a save under way; Megatron adds finalizers of its own, which come after ``finish``.
+    """The ``AsyncRequest`` for a running save. Megatron adds its own finalizers, which run after ``finish``.
 
-    It has no function to run, so whoever knows nothing of us (``execute_sync``, a queue that is not patched) goes on to
-    the finalizers at once, and the first of them waits for the save.
+    The request has no function to run. Code that does not know our requests (``execute_sync``, or a queue that is not
+    patched) therefore goes straight to the finalizers, and the first finalizer waits for the save.
 
     Args:
-        request_class: of :func:`~robust_dcp.megatron.versions.async_request_class`.
-        save: that is under way.
-        finish: called with its report, once it is committed.
+        request_class: what :func:`~robust_dcp.megatron.versions.async_request_class` returned.
+        save: the running save.
+        finish: called with the report once the save is committed.
     """
 
     @entry_point
@@ -127,7 +129,7 @@ def request_for(request_class: Any, save: BackgroundSave, finish: Finish) -> Any
 
 
 def background_save_of(request: Any) -> BackgroundSave | None:
-    """The save that a request is for; ``None`` for a request of others."""
+    """The save of a request that we made, or ``None`` if somebody else made the request."""
     arguments = request.async_fn_args
     if request.async_fn is None and arguments and isinstance(arguments[0], BackgroundSave):
         return arguments[0]
@@ -135,12 +137,12 @@ def background_save_of(request: Any) -> BackgroundSave | None:
 
 
 def schedule(stock: Callable[[Any, Any], int], queue: Any, request: Any) -> int:
-    """``AsyncCallsQueue.schedule_async_request``, which takes the caller of one of our requests from us."""
+    """Replaces ``AsyncCallsQueue.schedule_async_request``: for a request of ours the queue takes our caller."""
     save = background_save_of(request)
     if save is None:
         return stock(queue, request)
     caller = AsyncSaveCaller(save, lambda is_alive: versions.no_rank_is_alive(stock, is_alive))
-    # Of this queue only, and for this call only: the method of the class goes on to serve all other requests.
+    # This overrides the method on this queue and for this call only. All other requests use the method of the class.
     queue._get_async_caller = lambda: caller
     try:
         return stock(queue, request)

@@ -1,9 +1,9 @@
-"""One call of Megatron-LM's ``save_checkpoint``: a rank that fails before it saves tells the others.
+"""Makes sure that a rank that fails early in Megatron-LM's ``save_checkpoint`` tells the other ranks.
 
-``save_checkpoint`` first makes the state dict (model, optimizer, RNG and rerun states), which each rank does by itself.
-A rank that raises there never reaches the first exchange of the save, where the others wait for it. So all ranks meet
-right before that exchange, and a rank that has failed comes to the same meeting with its error. Called by the
-replacement of ``save_checkpoint``, and by everything of ours that a save can begin with.
+``save_checkpoint`` first makes the state dict (model, optimizer, RNG and rerun states). Each rank does that by itself.
+A rank that raises there never reaches the first exchange of the save, and the others would wait for it. So all ranks
+meet in one more exchange right before that. A rank that has failed joins this exchange too, and brings its error.
+Called by the replacement of ``save_checkpoint``, and by each of our functions that can be the first step of a save.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ _PHASE = "save_checkpoint: state dicts are made"
 
 
 class _Current(threading.local):
-    """The call that is running in this thread.
+    """The call of ``save_checkpoint`` that is running in this thread.
 
     Attributes:
-        is_running: whether there is one.
-        is_saving: whether it has met the others for the last time; what fails from then on is told by the save itself.
+        is_running: whether there is such a call.
+        is_saving: whether the call has met the other ranks for the last time. From then on the save itself tells the
+            others what fails.
     """
 
     is_running = False
@@ -42,10 +43,10 @@ _current = _Current()
 
 
 def call_save_checkpoint(save_checkpoint: Callable[[], Any]) -> Any:
-    """Call ``save_checkpoint`` of Megatron-LM where it saves through robust_dcp, on every rank.
+    """Call Megatron-LM's ``save_checkpoint`` when it saves through robust_dcp. Every rank calls this.
 
     Raises:
-        RobustCheckpointError: on all ranks, if any of them raised before it came to save.
+        RobustCheckpointError: a rank raised before its save began. All ranks raise it.
     """
     if _current.is_running:
         return save_checkpoint()
@@ -53,7 +54,7 @@ def call_save_checkpoint(save_checkpoint: Callable[[], Any]) -> Any:
     try:
         return save_checkpoint()
     except RobustCheckpointError:
-        raise  # by an exchange, so that all ranks have it
+        raise  # an exchange raised it, so all ranks have it already
     except (Exception, CheckpointException) as error:
         if _current.is_saving:
             raise
@@ -69,20 +70,20 @@ def call_save_checkpoint(save_checkpoint: Callable[[], Any]) -> Any:
 
 
 def is_shared() -> bool:
-    """Whether what this rank raises now will be told to the others by :func:`call_save_checkpoint`."""
+    """Whether :func:`call_save_checkpoint` will tell the other ranks what this rank raises now."""
     return _current.is_running and not _current.is_saving
 
 
 def meet_before_saving(*, is_last: bool = True) -> None:
-    """Within ``save_checkpoint``: wait until all ranks have made their state dicts, or one of them has failed.
+    """Within ``save_checkpoint``, wait until all ranks have made their state dicts or one of them has failed.
 
-    Elsewhere, and once the save itself has begun, nothing happens.
+    This does nothing outside of ``save_checkpoint``, or after the save itself has begun.
 
     Args:
-        is_last: whether the save begins now. If not, it is met once more.
+        is_last: whether the save begins now. If not, the ranks will meet once more before it.
 
     Raises:
-        RobustCheckpointError: a rank has failed, or does not come; the same on all ranks.
+        RobustCheckpointError: a rank has failed or does not come. All ranks raise the same error.
     """
     if not is_shared():
         return

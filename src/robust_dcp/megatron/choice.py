@@ -1,6 +1,7 @@
-"""Whether robust_dcp is the planner that was chosen, and can be one here.
+"""Says whether the user chose robust_dcp as the planner, and whether it can be used for this job's storage.
 
-Asked by every replacement in ``save_patches`` and ``load_patches`` before it does anything else than Megatron would.
+Every replacement in ``save_patches`` and ``load_patches`` asks this first. If the answer is no, it calls Megatron's own
+function.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ __all__ = ["is_chosen"]
 
 
 def is_chosen() -> bool:
-    """Whether saves and loads of Megatron go through robust_dcp: it is the planner, and the files are on file systems
-    that are mounted. With ``--enable-msc`` Megatron's own code has to read and write them."""
+    """Whether Megatron's saves and loads go through robust_dcp.
+
+    They do if robust_dcp is the planner and the files are on mounted file systems. With ``--enable-msc`` they are not,
+    and only Megatron's own code can read and write them.
+    """
     if current_options().planner != "robust_dcp":
         return False
     from robust_dcp.megatron.versions import uses_multi_storage_client
@@ -22,6 +26,6 @@ def is_chosen() -> bool:
         return True
     say_stays_stock(
         "every checkpoint of this job",
-        "--enable-msc: the Multi-Storage Client's storage is no file system that is mounted",
+        "--enable-msc: the Multi-Storage Client's storage is not a mounted file system",
     )
     return False

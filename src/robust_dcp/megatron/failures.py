@@ -1,8 +1,8 @@
-"""Failures as Megatron's callers know them: its own exception class beside ours, and saves that may fail.
+"""Errors in the form that Megatron's callers expect, and saves that are allowed to fail.
 
-Owns how an error of an exchange is shown to code that catches ``megatron.core``'s ``CheckpointingException``, and what
-``--ckpt-save-failure warn`` does. Called by ``saving`` with its patches, and by ``loading``; exchanges
-nothing.
+Code that catches ``megatron.core``'s ``CheckpointingException`` also catches our errors where stock would raise that
+class. This module also owns what ``--ckpt-save-failure warn`` does. Called by ``saving`` and its patches, and by
+``loading``. It exchanges nothing.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ logger = logging.getLogger(__name__)
 
 
 class InvalidAccess(PlanConflict, CheckpointingException):
-    """The sharded state dicts of all ranks do not access each shard exactly once; ``key`` and ``ranks`` say where.
+    """The sharded state dicts of the ranks do not access each shard exactly once. ``key`` and ``ranks`` say where.
 
-    Raised on every rank. Stock Megatron-Core raises ``CheckpointingException`` for this, on rank 0 alone.
+    Every rank raises it. Stock Megatron-Core raises ``CheckpointingException`` for this on rank 0 only.
     """
 
 
 class RefusedByMegatron(RobustCheckpointError, CheckpointingException):
-    """Code of Megatron-Core raised ``CheckpointingException`` on some rank: the same exception on every rank."""
+    """Megatron-Core raised ``CheckpointingException`` on some rank. Every rank raises this exception for it."""
 
 
 @contextmanager
 def as_megatron_raises() -> Iterator[None]:
-    """Within this block, an error that began as Megatron's ``CheckpointingException`` on any rank stays one."""
+    """Within this block, an error that began as Megatron's ``CheckpointingException`` on any rank is raised as one."""
     try:
         yield
     except CheckpointingException:
@@ -60,13 +60,14 @@ def as_megatron_raises() -> Iterator[None]:
 
 @contextmanager
 def told_by_who_failed(rank: int) -> Iterator[None]:
-    """Around exchanges of a smaller group, within the work of an exchange of a larger one.
+    """Wrap exchanges of a smaller group that run inside an exchange of a larger group.
 
-    All ranks of the smaller group raise the same error, whose failures name ranks of that group. To the larger one only
-    those that failed by themselves tell it, as what it was at first; the others stop.
+    All ranks of the smaller group raise the same error, and its failures name ranks of that smaller group. In the
+    larger group only the ranks that failed themselves should report it. They raise their original error. The other
+    ranks raise ``Stopped``.
 
     Args:
-        rank: of this process in the smaller group.
+        rank: the rank of this process in the smaller group.
     """
     try:
         yield
@@ -85,7 +86,7 @@ def told_by_who_failed(rank: int) -> Iterator[None]:
 
 def _first_cause(error: BaseException) -> BaseException:
     while isinstance(error, RobustCheckpointError) and error.rank_failures:
-        cause = error.__cause__ or error.__context__  # the latter behind an entry point
+        cause = error.__cause__ or error.__context__  # an entry point moves it to __context__
         if cause is None:
             break
         error = cause
@@ -95,13 +96,13 @@ def _first_cause(error: BaseException) -> BaseException:
 def or_warn(save_checkpoint: Callable[[], Any], module: str) -> Any:
     """Call Megatron-LM's ``save_checkpoint``; with ``--ckpt-save-failure warn`` log a failed save and return ``None``.
 
-    Only errors of exchanges are survived: those are raised on all ranks, in step, so that all go on with training. What
-    follows the save (the tracker file ``latest_checkpointed_iteration.txt``, the callbacks for a success) does not
-    happen, and the previous checkpoint is the one to load.
+    Only errors of exchanges are logged in this way: all ranks raise them at the same point, so all can go on with
+    training. What follows a successful save (the tracker file ``latest_checkpointed_iteration.txt``, the callbacks)
+    does not happen. The next load takes the previous checkpoint.
 
     Args:
-        save_checkpoint: the call.
-        module: the name of the module that defines it.
+        save_checkpoint: makes the call.
+        module: the name of the module that defines ``save_checkpoint``.
     """
     try:
         return save_checkpoint()
@@ -116,11 +117,11 @@ def or_warn(save_checkpoint: Callable[[], Any], module: str) -> Any:
 def finalize_or_warn(finalize: Callable[[], Any]) -> Any:
     """Call Megatron-LM's ``maybe_finalize_async_save``; with ``--ckpt-save-failure warn`` log saves that have failed.
 
-    The queue drops a save before it finalizes it. What a failed one has left undone (the tracker file, the callbacks
-    for a success) is not done any more, and the queue goes on with the next save. So do all ranks: they raise the same.
+    The queue drops a save before it finalizes it. So after a failed save the steps for a success (the tracker file, the
+    callbacks) never happen, and the queue goes on with the next save. All ranks do the same, as all raise the same.
 
     Args:
-        finalize: the call. It is made again after each save that has failed.
+        finalize: makes the call. It is called again after each failed save.
     """
     try:
         return finalize()
@@ -132,7 +133,7 @@ def finalize_or_warn(finalize: Callable[[], Any]) -> Any:
 
 
 def _report(error: RobustCheckpointError) -> None:
-    """On rank 0, and on every rank that failed by itself."""
+    """Log the error on rank 0, and on every rank that failed itself."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank == 0 or rank in {failure.rank for failure in error.rank_failures}:
         logger.error(

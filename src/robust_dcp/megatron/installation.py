@@ -1,8 +1,8 @@
-"""Puts robust_dcp in Megatron's place for checkpoints, and takes it out again.
+"""Lets robust_dcp save and load Megatron's checkpoints, and undoes that.
 
-Owns :func:`install` and :func:`uninstall`, which every way to switch robust_dcp on comes to, the tables of what is
-taken over, and the line in the log that says so. Imports nothing of Megatron. Called by users, ``__main__`` and
-``robust_dcp_autoload``.
+Owns :func:`install` and :func:`uninstall`, the tables of what is taken over, and the log line that says so. There are
+several ways to switch robust_dcp on, and all of them end in :func:`install`. This module imports nothing of Megatron.
+Called by users, ``__main__`` and ``robust_dcp_autoload``.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ TABLES: dict[str, str] = {
     "formats.dcp_patches": "torch_dcp and fsdp_dtensor",
     "uneven.uneven_dtensor_patches": "uneven DTensors",
 }
-"""Modules of this package with a ``PATCHES`` of their own, and what those take over."""
+"""The modules of this package that have a table ``PATCHES``, and what each table takes over."""
 
 
 class _Installed:
-    """What is in place in this process."""
+    """What is installed in this process."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -49,19 +49,19 @@ _installed = _Installed()
 def install(planner: Planner = "robust_dcp") -> None:
     """Let robust_dcp save and load Megatron's distributed checkpoints in this process.
 
-    Modules of Megatron that are imported already are patched now, the others when they are imported. Calling it again
-    changes nothing but, maybe, the planner. Call it on every rank; it exchanges nothing.
+    Megatron's modules that are imported already are patched now. The others are patched when they are imported. A
+    second call can only change the planner. Call this on every rank. It exchanges nothing.
 
         import robust_dcp.megatron
 
         robust_dcp.megatron.install()
 
     Args:
-        planner: who plans if neither the argument ``--ckpt-planner`` nor ``ROBUST_DCP`` says. With ``"default"`` only
-            the arguments are added to Megatron's parser, and no code that saves or loads is replaced.
+        planner: the planner to use if neither the argument ``--ckpt-planner`` nor ``ROBUST_DCP`` names one. With
+            ``"default"`` only the arguments are added to Megatron's parser, and no save or load is replaced.
 
     Raises:
-        ValueError: a variable of the environment has no meaning (:func:`~.hooks.options.options_from_environment`), or
+        ValueError: an environment variable has an invalid value (:func:`~.hooks.options.options_from_environment`), or
             ``planner`` is neither ``"robust_dcp"`` nor ``"default"``.
     """
     if planner not in ("robust_dcp", "default"):
@@ -75,9 +75,10 @@ def install(planner: Planner = "robust_dcp") -> None:
 
 
 def uninstall() -> None:
-    """Put back every attribute that :func:`install` has replaced, the very same objects; no import is watched any more.
+    """Undo :func:`install`: put back the original object of every replaced attribute, and stop watching imports.
 
-    Arguments stay in parsers that were made meanwhile. Doing it twice, or without :func:`install`, is harmless.
+    Parsers that were made in the meantime keep our arguments. It is harmless to call this twice or without
+    :func:`install`.
     """
     with _installed.lock:
         in_place, _installed.patches = _installed.patches, {}
@@ -103,7 +104,7 @@ def _put_in_place(table: str, patches: tuple[Patch, ...]) -> None:
 
 
 def _announce(patch: Patch) -> None:
-    """Say once, on rank 0, what was taken over: when the first module of Megatron is, for then its version is known."""
+    """Log once on rank 0 what is taken over. This happens with the first patched module, when the version is known."""
     if not patch.module.startswith("megatron."):
         return
     with _installed.lock:
@@ -119,7 +120,7 @@ def _announce(patch: Patch) -> None:
 
 
 def _megatron_version() -> str:
-    """Of the sources that are imported; they need not be an installed package."""
+    """The version of the imported sources. They need not be an installed package."""
     if "megatron.core" in sys.modules:
         version = getattr(import_module("megatron.core.package_info"), "__version__", None)
         if version is not None:

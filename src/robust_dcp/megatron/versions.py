@@ -1,6 +1,7 @@
-"""What robust_dcp uses of Megatron-Core that is not the same in all its versions, or is private there.
+"""The parts of Megatron-Core that differ between its versions or are private, as far as robust_dcp uses them.
 
-The only module that imports such names: it looks at what is there, never at a version number. Holds from 0.14 to 0.19.
+Only this module imports such names. It checks which names exist and never looks at a version number. It supports 0.14
+to 0.19.
 """
 
 from __future__ import annotations
@@ -80,30 +81,33 @@ _MAX_CONFIG_NBYTES = 1 << 20
 GroupedShards = dict[str, list[ShardedBase]]
 
 COMMON_STATE_KEY = "common_state"
-"""The ShardedObject that holds what is not sharded, from 0.19 on."""
+"""The key of the ShardedObject that holds the common state, from 0.19 on."""
 
 _group: Callable[..., tuple[GroupedShards, Any, Any]] = megatron_torch._replace_state_dict_keys_with_sharded_keys
 _translate: Callable[..., dict[str, Any]] = megatron_torch.mcore_to_pyt_state_dict
 
 
 def to_dcp_values(grouped: GroupedShards) -> dict[str, Any]:
-    """Megatron's own translation: shards of one key to one tensor that DCP can save, objects to serialized bytes.
+    """Megatron's own translation: it turns the shards of a key into one tensor for DCP, and objects into bytes.
 
     Raises:
-        CheckpointingException: for a shard without data.
+        CheckpointingException: a shard has no data.
     """
     return _translate(grouped, is_loading=False)
 
 
 def translates_flattened_ranges() -> bool:
-    """Whether shards may be flattened ranges of a tensor: up to 0.15 the distributed optimizer can be saved as such."""
+    """Whether shards may be flattened ranges of a tensor. Up to 0.15 the distributed optimizer can save such shards."""
     return hasattr(megatron_torch, "nd_flattened_tensor_reformulated_global_shape")
 
 
 def metadata_attributes_of(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What ``MCoreSavePlanner`` adds up to 0.15 to DCP's ``Metadata`` for what :func:`to_dcp_values` returned.
+    """The attributes that ``MCoreSavePlanner`` (up to 0.15) adds to DCP's ``Metadata``.
 
-    The shapes that tensors had before their flattened ranges were translated; later versions have nothing to add.
+    These are the shapes of tensors before their flattened ranges were translated. Later versions add nothing.
+
+    Args:
+        values: what :func:`to_dcp_values` returned.
     """
     told = {key: getattr(value, "mcore_metadata", None) for key, value in values.items()}
     return {"mcore_data": {key: facts for key, facts in told.items() if facts}}
@@ -113,8 +117,8 @@ def async_request_class(async_strategy: str | None) -> Any:
     """The ``AsyncRequest`` of a queue.
 
     Args:
-        async_strategy: ``"nvrx"`` or ``"mcore"`` (0.17 and newer), whose queue the caller puts the request into;
-            ``None`` where Megatron has but one.
+        async_strategy: ``"nvrx"`` or ``"mcore"`` (0.17 and newer): the package that owns the queue. ``None`` if
+            Megatron has only one queue.
     """
     if async_strategy is None or not hasattr(megatron_torch, "get_async_strategy"):
         return AsyncRequest
@@ -123,11 +127,12 @@ def async_request_class(async_strategy: str | None) -> Any:
 
 
 def no_rank_is_alive(schedule: Callable[..., Any], is_alive: bool) -> bool:
-    """``AsyncCaller.sync_all_async_calls``: whether ``is_alive`` is true on no rank. All ranks call it.
+    """``AsyncCaller.sync_all_async_calls``: whether ``is_alive`` is false on all ranks. All ranks call it.
 
     Args:
-        schedule: the method of a queue. Megatron and ``nvidia_resiliency_ext`` have such classes in one module each.
-        is_alive: whether this rank is not done.
+        schedule: a method of the queue. Megatron and ``nvidia_resiliency_ext`` each have an ``AsyncCaller`` in the
+            module of their queue.
+        is_alive: whether the save still runs on this rank.
     """
     caller: Any = sys.modules[schedule.__module__].AsyncCaller
     return bool(caller.sync_all_async_calls(None, int(is_alive)))
@@ -136,13 +141,13 @@ def no_rank_is_alive(schedule: Callable[..., Any], is_alive: bool) -> bool:
 def prepare_to_save(
     sharded_state_dict: dict[str, Any], content_metadata: dict[str, Any] | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What ``dist_checkpointing.save`` does before the first exchange: factories applied, what is not sharded apart.
+    """Do what ``dist_checkpointing.save`` does before its first exchange: apply factories, and split the state dict.
 
     Returns:
-        The sharded part, and the common state; ``content_metadata`` stands in the latter under Megatron's key.
+        The sharded part and the common state. The common state has ``content_metadata`` under Megatron's key.
     """
     if content_metadata is not None:
-        # As `_clean_metadata_for_serialization` of 0.16 does, if it is asked to validate: a group cannot be saved.
+        # A process group cannot be saved. `_clean_metadata_for_serialization` of 0.16 removes it when validating.
         cleaned = {key: value for key, value in content_metadata.items() if key != "dp_cp_group"}
         sharded_state_dict[serialization._CONTENT_METADATA_KEY] = cleaned
     sharded, common = state_dict_utils.save_preprocess(sharded_state_dict, validate_access_integrity=False)
@@ -152,10 +157,10 @@ def prepare_to_save(
 def prepare_to_load(
     sharded_state_dict: dict[str, Any], strategy: Any
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """What ``dist_checkpointing.load`` does with a state dict before it exchanges or reads anything.
+    """Do what ``dist_checkpointing.load`` does with a state dict before it exchanges or reads anything.
 
     Returns:
-        The sharded part; what is not persistent; the factories that merge what was loaded.
+        The sharded part, the part that is not persistent, and the factories that merge the loaded values.
     """
     if not getattr(strategy, "stream_ckpt_dequant", False):
         dist_checkpointing_utils.force_all_tensors_to_non_fp8(sharded_state_dict)
@@ -165,14 +170,18 @@ def prepare_to_load(
 
 
 def merge_factories(loaded: dict[str, Any], factories: dict[str, Any]) -> dict[str, Any]:
-    """Let every factory make its tensor out of what was loaded for it."""
+    """Let every factory make its tensor from the loaded values."""
     merged: dict[str, Any] = mapping.apply_factory_merges(loaded, factories)
     return merged
 
 
 def strictness(strict: Any) -> tuple[Any, bool, bool, bool]:
-    """``strict`` as Megatron's enum; whether it asks for the checkpoint's keys, for those of all ranks, and to
-    return the mismatches."""
+    """Read the argument ``strict``.
+
+    Returns:
+        Megatron's enum, and whether this mode needs the checkpoint's keys, whether it needs the keys of all ranks, and
+        whether it returns the mismatches.
+    """
     handling = validation.StrictHandling
     parsed = validation.parse_strict_flag(strict)
     return (
@@ -184,11 +193,11 @@ def strictness(strict: Any) -> tuple[Any, bool, bool, bool]:
 
 
 def backend_of(checkpoint_dir: str) -> str:
-    """The backend of a checkpoint (``"torch_dist"``), by its ``metadata.json``. Local to this rank.
+    """Read the backend of a checkpoint, such as ``"torch_dist"``, from its ``metadata.json``. Asks no other rank.
 
     Raises:
         CheckpointingException: there is no such directory, or no ``metadata.json`` in it.
-        CorruptCheckpoint, StorageError: it is no such file.
+        CorruptCheckpoint, StorageError: ``metadata.json`` is damaged or cannot be read.
     """
     if not os.path.isdir(checkpoint_dir):
         raise CheckpointingException(f"Checkpoint directory {checkpoint_dir} does not exist")
@@ -198,7 +207,7 @@ def backend_of(checkpoint_dir: str) -> str:
         raise CheckpointingException(f"{checkpoint_dir} is not a distributed checkpoint")
     try:
         return str(core.CheckpointingConfig(**json.loads(data)).sharded_backend)[:100]
-    except Exception as error:  # no JSON, or nested too deeply, or of other fields
+    except Exception as error:  # not JSON, nested too deeply, or with other fields
         found = f"{type(error).__name__}: {error!s:.200}"
         raise CorruptCheckpoint(
             f"{path} cannot be used: expected Megatron's checkpointing config in JSON, found {found}; take another "
@@ -210,7 +219,7 @@ def backend_of(checkpoint_dir: str) -> str:
 
 
 def checkpoint_config(strategy: Any) -> bytes:
-    """The bytes of ``metadata.json`` for a checkpoint by ``strategy``."""
+    """The bytes of ``metadata.json`` for a checkpoint that ``strategy`` saves."""
     config = core.CheckpointingConfig(
         getattr(strategy, "backend", "torch_dist"), int(getattr(strategy, "version", 1) or 1)
     )
@@ -223,7 +232,7 @@ def common_state_is_a_sharded_object() -> bool:
 
 
 def load_is_collective() -> bool:
-    """Whether all ranks call ``TorchDistLoadShardedStrategy.load`` together: from 0.18 on each may load alone."""
+    """Whether all ranks must call ``TorchDistLoadShardedStrategy.load`` together. From 0.18 on each may load alone."""
     try:
         return "no_dist=True" not in inspect.getsource(TorchDistLoadShardedStrategy)
     except OSError:  # installed without sources
@@ -231,18 +240,18 @@ def load_is_collective() -> bool:
 
 
 def uses_multi_storage_client() -> bool:
-    """Whether Megatron reads and writes by NVIDIA's Multi-Storage Client (``--enable-msc``)."""
+    """Whether Megatron reads and writes through NVIDIA's Multi-Storage Client (``--enable-msc``)."""
     from megatron.core.msc_utils import MultiStorageClientFeature
 
     return bool(MultiStorageClientFeature.is_enabled())
 
 
 class Resharding:
-    """Tensors that 0.14 saved as flattened ranges, brought into the layout that is asked for; later ones have none.
+    """Converts tensors that 0.14 saved as flattened ranges into the requested layout. Later versions have no such ones.
 
     Args:
-        sharded_state_dict: what is to be loaded.
-        metadata: of the checkpoint.
+        sharded_state_dict: the shards to load.
+        metadata: the metadata of the checkpoint.
     """
 
     def __init__(self, sharded_state_dict: dict[str, Any], metadata: Any) -> None:
@@ -261,7 +270,7 @@ class Resharding:
         )
 
     def restored(self, loaded: dict[str, Any]) -> dict[str, Any]:
-        """What was loaded for ``self.sharded_state_dict``, as the caller asked for it."""
+        """Convert what was loaded for ``self.sharded_state_dict`` into the form that the caller asked for."""
         if self._restore is None:
             return loaded
         restored: dict[str, Any] = megatron_torch.restore_nd_flattened_tensors_formulation(loaded, self._restore)
@@ -269,7 +278,7 @@ class Resharding:
 
 
 def _reformulations(sharded_state_dict: dict[str, Any], metadata: Any) -> dict[str, Any]:
-    """As ``get_reformulation_metadata`` of 0.14, which would read ``.metadata`` once more."""
+    """Like ``get_reformulation_metadata`` of 0.14, but without reading ``.metadata`` a second time."""
     saved = getattr(metadata, "mcore_data", None) or {}
     found = {}
     for shard in nested_values(sharded_state_dict):
@@ -287,7 +296,11 @@ def _reformulations(sharded_state_dict: dict[str, Any], metadata: Any) -> dict[s
 
 
 def to_dcp_targets(resharding: Resharding) -> tuple[dict[str, Any], Callable[[dict[str, Any]], dict[str, Any]]]:
-    """What DCP loads into, for a sharded state dict, and what turns it into the state dict that Megatron expects."""
+    """Make the state dict that DCP loads into.
+
+    Returns:
+        That state dict, and a function that converts it, once loaded, to the state dict that Megatron expects.
+    """
     template = resharding.sharded_state_dict
     grouped, flat_mapping, renamed = _group(template)
     more = {"load_legacy_1d_flatten_tensors": True} if resharding.has_legacy_tensors else {}
@@ -303,12 +316,12 @@ def to_dcp_targets(resharding: Resharding) -> tuple[dict[str, Any], Callable[[di
 
 
 def _values_of(value: Any) -> Any:
-    """Megatron's ``_unwrap_pyt_sharded_tensor``; that of 0.14 takes sharded tensors only."""
+    """Megatron's ``_unwrap_pyt_sharded_tensor``, which in 0.14 takes only sharded tensors."""
     return megatron_torch._unwrap_pyt_sharded_tensor(value) if isinstance(value, torch.Tensor) else value
 
 
 class KeyOnly:
-    """Stands for a ShardedTensor or ShardedObject of which only the key is known here."""
+    """Stands for a ShardedTensor or ShardedObject when only its key is known."""
 
     __slots__ = ("key",)
 
@@ -319,16 +332,17 @@ class KeyOnly:
 def check_keys(
     sharded_state_dict: dict[str, Any], strict: Any, global_metadata: Any, saved: Iterable[str]
 ) -> tuple[dict[str, Any], set[str], set[str]]:
-    """Megatron's strictness: log, raise or ignore what checkpoint and state dict do not both have.
+    """Apply Megatron's strictness: log, raise or ignore keys that only the checkpoint or only the state dict has.
 
     Args:
-        sharded_state_dict: of this rank.
+        sharded_state_dict: the state dict of this rank.
         strict: a ``StrictHandling``.
-        global_metadata: the keys of all ranks, in lists of objects with a ``key``; ``None`` if not asked for.
-        saved: the keys that the checkpoint holds.
+        global_metadata: the keys of all ranks, as lists of objects with a ``key``; ``None`` if this mode does not need
+            them.
+        saved: the keys of the checkpoint.
 
     Returns:
-        The state dict without unexpected keys; the missing and the unexpected keys.
+        The state dict without unexpected keys, the missing keys, and the unexpected keys.
 
     Raises:
         CheckpointingException: there are such keys, and ``strict`` says to raise.
@@ -352,7 +366,7 @@ def is_parallel_load_wrapper(strategy: Any) -> bool:
 
 
 def reads_torch_dist(strategy: Any) -> bool:
-    """Whether this strategy reads as Megatron's own for ``torch_dist``, or as ours, which derives from it."""
+    """Whether this is Megatron's own strategy that reads ``torch_dist``, or ours, which derives from it."""
     if strategy is None or isinstance(strategy, tuple):
         return True
     kind = type(strategy)
@@ -363,23 +377,23 @@ def reads_torch_dist(strategy: Any) -> bool:
 
 
 def writes_torch_dist(strategy: Any) -> bool:
-    """Whether this strategy writes as Megatron's own for ``torch_dist``: a class derived from it may do otherwise."""
+    """Whether this strategy writes ``torch_dist`` as Megatron's own does. A derived class may write otherwise."""
     kind, stock = type(strategy), TorchDistSaveShardedStrategy
     return issubclass(kind, stock) and kind.async_save is stock.async_save and kind.save is stock.save
 
 
 def saved_shapes(metadata: Any) -> dict[str, ShardedTensor]:
-    """``TorchDistLoadShardedStrategy.load_tensors_metadata``, of metadata that has been read already."""
+    """``TorchDistLoadShardedStrategy.load_tensors_metadata`` on metadata that was read already."""
     return dict(TorchDistLoadShardedStrategy.load_tensors_metadata(None, None, metadata))
 
 
 def has_quantized_data(shard: ShardedTensor) -> bool:
-    """Whether a shard holds a tensor of some class of its own, such as Transformer Engine's for FP8."""
+    """Whether a shard holds a tensor of a special class, such as Transformer Engine's classes for FP8."""
     return shard.data is not None and type(shard.data) not in (torch.Tensor, torch.nn.Parameter)
 
 
 def dequantized(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The same with FP8 tensors in their nominal dtype, as ``FullyParallelLoadStrategyWrapper`` returns them."""
+    """The state dict with FP8 tensors in their nominal dtype. ``FullyParallelLoadStrategyWrapper`` returns them so."""
 
     def in_nominal_dtype(value: Any) -> Any:
         if not isinstance(value, ShardedTensor) or not has_quantized_data(value):

@@ -1,6 +1,6 @@
-"""The writer that Megatron's options ask for, and the line that a save leaves in its log.
+"""The writer with Megatron's options, and the log line of a save.
 
-Called by every save of this package, whatever the format.
+Saves of all formats in this package call it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def writer_for(path: str | os.PathLike[str], options: MegatronOptions) -> Robust
     """The writer of one checkpoint.
 
     Raises:
-        ValueError: ``path`` is a URL, as those of NVIDIA's Multi-Storage Client.
+        ValueError: ``path`` is a URL, such as those of NVIDIA's Multi-Storage Client.
     """
     return RobustWriter(
         path, layout=options.layout, threads=options.writer_threads, buffer_bytes=options.writer_buffer_bytes
@@ -29,6 +29,6 @@ def writer_for(path: str | os.PathLike[str], options: MegatronOptions) -> Robust
 
 
 def log_report(report: SaveReport) -> None:
-    """One line on rank 0: bytes, seconds, and what became of the plan."""
+    """Log one line on rank 0: bytes, seconds, and whether the plan was reused."""
     if report.rank == 0:
         logger.info("%s", str(report).partition("\n")[0])

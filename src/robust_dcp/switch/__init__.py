@@ -1,1 +1,1 @@
-"""The switch: what is taken over in torch, when its modules are imported, and how all of it is put back."""
+"""The switch: it replaces functions of torch when their modules are imported, and puts all of them back."""

@@ -1,6 +1,6 @@
-"""The line that says what was taken over: once for a job, wherever its log goes.
+"""Writes the line that says what robust_dcp takes over, once a job, to wherever the job's log goes.
 
-Owns where it is said. Called by ``installation`` and by Megatron's.
+Called by ``installation`` and ``megatron.installation``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ __all__ = ["announce"]
 
 
 def announce(logger: logging.Logger, line: str) -> None:
-    """Say it on rank 0: to the log, or to standard error before the program has set up its log. A run should not have
-    to guess who wrote its checkpoints."""
+    """Write the line on rank 0: to the log, or to standard error if the program has not set up its log yet.
+
+    The user of a job should not have to guess what code wrote its checkpoints.
+    """
     if not _is_rank_0():
         return
     if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
@@ -28,7 +30,7 @@ def announce(logger: logging.Logger, line: str) -> None:
 
 def _is_rank_0() -> bool:
     if multiprocessing.parent_process() is not None:
-        return False  # a worker of some rank
+        return False  # a worker process of a rank
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank() == 0
     return os.environ.get("RANK", "0") == "0"

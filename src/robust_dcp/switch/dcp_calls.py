@@ -1,8 +1,8 @@
-"""Calls of ``torch.distributed.checkpoint.save``, ``load`` and ``async_save``, made by robust_dcp.
+"""Runs calls of ``torch.distributed.checkpoint.save``, ``load`` and ``async_save`` through robust_dcp.
 
-Owns which of stock's arguments robust_dcp can stand in for, and what becomes of them. A call that it cannot make is
-stock's, with a warning, once for each reason. What a call returns is what stock would return: ``Metadata``, ``None``, a
-``Future`` or an ``AsyncSaveResponse``. Called by ``dcp_patches``.
+Owns which arguments of stock robust_dcp supports, and how they become its own. If it does not support a call, stock's
+function runs, and each reason is logged once as a warning. A call returns what stock would return: ``Metadata``,
+``None``, a ``Future`` or an ``AsyncSaveResponse``. Called by ``dcp_patches``.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ Function = Callable[..., Any]
 Arguments = dict[str, Any]
 
 TRUSTED = "ROBUST_DCP_TRUSTED"
-"""The variable that lets objects run code when they are loaded, as stock does."""
+"""The environment variable that lets objects run code when they are loaded, as stock does."""
 
 _GROUP = ("process_group", "no_dist")
 
 
 class _StaysStock(Exception):
-    """robust_dcp cannot stand in for this call; says why, in words."""
+    """robust_dcp does not support this call. The message says why."""
 
 
 def save(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any:
     """``torch.distributed.checkpoint.save(*args, **kwargs)``.
 
     Returns:
-        The ``Metadata`` of the checkpoint. It looks its entries up when it is asked for them.
+        The ``Metadata`` of the checkpoint. It looks entries up when they are needed.
     """
     try:
         given = given_arguments(stock, args, kwargs)
@@ -59,7 +59,7 @@ def save(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any:
 
 
 def load(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any:
-    """``torch.distributed.checkpoint.load(*args, **kwargs)``, in place. As stock does, other dtypes are converted."""
+    """``torch.distributed.checkpoint.load(*args, **kwargs)``, in place. As in stock, other dtypes are converted."""
     try:
         given = given_arguments(stock, args, kwargs)
         state_dict = given.pop("state_dict")
@@ -78,8 +78,8 @@ def async_save(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any
     """``torch.distributed.checkpoint.async_save(*args, **kwargs)``.
 
     Returns:
-        What stock returns for these arguments: with a stager that copies in the background an ``AsyncSaveResponse``,
-        else a ``Future`` of the ``Metadata``.
+        What stock returns for these arguments: an ``AsyncSaveResponse`` if the stager copies in the background, else a
+        ``Future`` of the ``Metadata``.
     """
     try:
         given = given_arguments(stock, args, kwargs)
@@ -190,14 +190,14 @@ def _save_planner(planner: Any) -> RobustPlanner | DefaultSavePlanner | None:
 
 
 def _load_planner(planner: Any, *, trusted: bool) -> Any:
-    """Stock's own planner becomes ours; any other is asked for each item, as by stock."""
+    """Replace stock's own planner by ours. Any other planner is kept, and is asked for each item, as in stock."""
     if planner is not None and type(planner) is not DefaultLoadPlanner:
         return planner
     return robust_load_planner(planner, trusted=trusted)
 
 
 def robust_load_planner(planner: DefaultLoadPlanner | None, *, trusted: bool) -> RobustLoadPlanner:
-    """Ours with the options of stock's. As with stock's, tensors of another dtype are converted."""
+    """Our planner with the options of stock's planner. As in stock, tensors of another dtype are converted."""
     options = {} if planner is None else {name: getattr(planner, name) for name in _LOAD_OPTIONS}
     return RobustLoadPlanner(**options, on_dtype_mismatch="cast", trusted=trusted)
 
@@ -206,7 +206,7 @@ _LOAD_OPTIONS = ("flatten_state_dict", "flatten_sharded_tensors", "allow_partial
 
 
 def _staging_of(stager: Any) -> Any:
-    """Stock's stagers become our staging; one that copies in the background is our lazy one."""
+    """Our ``staging`` for one of stock's stagers: ``"lazy"`` if the stager copies in the background."""
     if stager is None:
         return "full"
     if not type(stager).__module__.startswith("torch.distributed.checkpoint."):

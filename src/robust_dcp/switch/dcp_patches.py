@@ -1,7 +1,6 @@
-"""What is replaced in ``torch.distributed.checkpoint``: its functions that save and load.
+"""The table of functions that are replaced in ``torch.distributed.checkpoint``: those that save and load.
 
-Owns the table. Each replacement hands the call to ``dcp_calls``, which is imported when the first call comes. Applied
-by ``installation``.
+Each replacement passes the call to ``dcp_calls``, which is imported at the first call. Applied by ``installation``.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ __all__ = ["PATCHES", "TAKEN_OVER", "TAKES_ALL_CALLS"]
 Function = Callable[..., Any]
 
 TAKES_ALL_CALLS = "robust_dcp_takes_all_calls"
-"""Attribute of a replacement: whoever calls it, robust_dcp saves or loads."""
+"""A replacement with this attribute goes through robust_dcp for every caller."""
 
 TAKEN_OVER = ("save", "load", "async_save")
-"""Names in ``torch.distributed.checkpoint``, for the log."""
+"""The names in ``torch.distributed.checkpoint`` that the log line lists."""
 
 
 def _through(name: str) -> Callable[[Function], Function]:
-    """A replacement that calls the function ``name`` of ``dcp_calls`` with stock's function and the arguments."""
+    """Make a replacement that calls the function ``name`` of ``dcp_calls`` with stock's function and the arguments."""
 
     def make(stock: Function) -> Function:
         @functools.wraps(stock)
@@ -42,7 +41,8 @@ def _through(name: str) -> Callable[[Function], Function]:
 _save, _load, _async_save = _through("save"), _through("load"), _through("async_save")
 
 PATCHES: tuple[Patch, ...] = (
-    # The modules first: the package binds the names from them, and replacements that it has bound are known.
+    # The modules come first. The package imports these names from them, and may import our replacements, which
+    # `Patches` recognises.
     Patch("torch.distributed.checkpoint.state_dict_saver", "save", _save),
     Patch("torch.distributed.checkpoint.state_dict_saver", "save_state_dict", _save, optional=True),  # deprecated
     Patch("torch.distributed.checkpoint.state_dict_saver", "async_save", _async_save),

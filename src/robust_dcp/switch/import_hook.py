@@ -1,7 +1,7 @@
-"""Tells when a module has been imported: the part of Python's import system that lazy patches need.
+"""Calls back when a module has been imported, so that a patch can wait for its module.
 
-Owns one finder in ``sys.meta_path``, which looks modules up by the other finders and calls back after their code has
-run. Imports nothing itself and knows nothing of Megatron. Called by ``patching``.
+Owns one finder in ``sys.meta_path``. The finder looks modules up through the other finders, and calls back after the
+module's code has run. It imports nothing itself and knows nothing of Megatron. Called by ``patching``.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ OnImport = Callable[[ModuleType], None]
 
 
 def is_initialising(module: ModuleType) -> bool:
-    """Whether the module's code is still running: some import of it is under way, in this thread or another."""
+    """Whether the module's code is still running, because this or another thread is importing it."""
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
 class ImportHook(MetaPathFinder):
-    """Calls ``on_import(module)`` each time that one of the named modules has been imported, or reloaded.
+    """Calls ``on_import(module)`` each time one of the named modules has been imported or reloaded.
 
-    A module whose code is running when the hook is put in place (Megatron that imports torch, which loads us) is
-    reported as well, when it is complete.
+    A named module may be importing when the hook starts. For example, Megatron imports torch, and torch loads us. Such
+    a module is reported too, when it is complete.
 
     Args:
-        names: full names of modules.
-        on_import: called with the module's import lock held; must not raise.
+        names: the full names of the modules.
+        on_import: called while Python holds the module's import lock. It must not raise.
     """
 
     def __init__(self, names: Collection[str], on_import: OnImport) -> None:
@@ -41,7 +41,7 @@ class ImportHook(MetaPathFinder):
         self._looking_up = threading.local()
 
     def start(self) -> None:
-        """Put the finder in front of the others; modules that are complete already are reported now."""
+        """Put the finder in front of the others. Modules that are complete already are reported now."""
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
         for name in sorted(self._names):
@@ -54,14 +54,14 @@ class ImportHook(MetaPathFinder):
                 self._on_import(module)
 
     def stop(self) -> None:
-        """Take the finder out; modules that come later are not reported."""
+        """Take the finder out. Modules that are imported later are not reported."""
         while self in sys.meta_path:
             sys.meta_path.remove(self)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec that the other finders have for a named module, with a loader that calls back; else ``None``."""
+        """For a named module, the spec of the other finders with a loader that calls back. ``None`` for all others."""
         if fullname not in self._names or fullname in self._under_way():
             return None
         self._under_way().add(fullname)  # finders that ask importlib.util.find_spec come back to this one
@@ -104,9 +104,10 @@ _WHEN_COMPLETE = "robust_dcp_when_complete"
 
 
 class _WatchedSpec(ModuleSpec):
-    """The spec of a module whose code is running: the import system clears ``_initializing`` when that has ended.
+    """The spec of a module that is being imported. It notices when the import ends.
 
-    Nothing else tells: loaders are asked once, before. Of a module that failed there is no trace in ``sys.modules``.
+    The import system then clears ``_initializing``. There is no other sign, because the loader was asked before we
+    came. If the import failed, the module is no longer in ``sys.modules``.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -120,7 +121,7 @@ class _WatchedSpec(ModuleSpec):
 
 
 class _NotifyingLoader(Loader):
-    """The loader of another finder; module and spec keep that one, so that nobody sees a difference."""
+    """Wraps the loader of another finder. Module and spec show the original loader, so nobody sees a difference."""
 
     def __init__(self, loader: Any, on_import: OnImport) -> None:
         self._loader = loader

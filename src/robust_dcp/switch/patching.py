@@ -1,7 +1,7 @@
-"""Replaces attributes of Megatron's modules, as soon as they are imported, and puts the very same objects back.
+"""Replaces attributes of modules as soon as the modules are imported, and puts the original objects back.
 
-Owns :class:`Patch`, which the tables of the other modules consist of, and :class:`Patches`, which applies and removes
-them. Imports neither Megatron nor torch. Called by ``install``.
+Owns :class:`Patch`, one entry in the tables of other modules, and :class:`Patches`, which applies and removes them. It
+imports neither Megatron nor torch. Called by ``install``.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Patch:
-    """One attribute that is taken over.
+    """One attribute to replace.
 
     Attributes:
-        module: full name of the module that holds it, ``"megatron.core.dist_checkpointing.validation"``.
-        name: ``"determine_global_metadata"``, or dotted for an attribute of a class:
+        module: the full name of its module, such as ``"megatron.core.dist_checkpointing.validation"``.
+        name: its name, such as ``"determine_global_metadata"``. For an attribute of a class it has a dot:
             ``"TorchDistSaveShardedStrategy.async_save"``.
-        make: original to replacement. Called when the module has just been imported, while others that it is imported
-            by still run: it imports nothing of Megatron. Static and class methods arrive, and are wanted back, as the
-            plain functions beneath.
-        optional: absent in some of the versions that are supported. Where another one is absent, a warning names it.
+        make: takes the original and returns the replacement. It is called right after the module was imported, while
+            the modules that import it may still be running, so it must not import anything of Megatron. For static and
+            class methods it takes and returns the plain function inside.
+        optional: whether some supported versions lack this attribute. If another attribute is missing, a warning says
+            so.
     """
 
     module: str
@@ -46,7 +47,8 @@ class Patch:
 
 @dataclass(frozen=True)
 class _Applied:
-    """Attribute ``name`` of ``owner`` is ``replacement`` now; ``before`` is what its own ``__dict__`` held, if any."""
+    """An applied patch: attribute ``name`` of ``owner`` is now ``replacement``. ``before`` is what the ``__dict__`` of
+    ``owner`` itself had, if anything."""
 
     patch: Patch
     owner: Any
@@ -56,14 +58,14 @@ class _Applied:
 
 
 class Patches:
-    """Patches that are applied together, each when its module is imported, and removed together.
+    """Patches that are applied and removed together. Each is applied when its module is imported.
 
-    Both are idempotent and may be called from any thread. A replacement that another module has bound to a name of its
-    own by ``from … import …`` is known as such: it is not replaced again, and it is put back as well.
+    :meth:`apply` and :meth:`remove` may be called twice, and from any thread. Another module may have imported a
+    replacement by ``from … import …``. It is recognised there: it is not replaced again, and it is put back too.
 
     Args:
-        patches: in the order in which they are to be applied; several of one attribute wrap each other.
-        on_applied: called with each after it has been applied.
+        patches: in the order in which to apply them. Several patches of one attribute wrap each other.
+        on_applied: called with each patch after it was applied.
     """
 
     def __init__(self, patches: Iterable[Patch], on_applied: Callable[[Patch], None] | None = None) -> None:
@@ -78,14 +80,14 @@ class Patches:
 
     @property
     def applied(self) -> tuple[Patch, ...]:
-        """What has been replaced so far."""
+        """The patches that are applied so far."""
         return tuple(each.patch for each in self._applied)
 
     def replace_bound_names(self, *, besides: Collection[str]) -> None:
-        """Replace what other modules have bound by ``from … import …`` as well; :meth:`remove` puts it back.
+        """Also replace names that other modules have imported by ``from … import …``. :meth:`remove` puts them back.
 
         Args:
-            besides: packages whose modules are left as they are.
+            besides: packages with modules that stay as they are.
         """
         _rebind({id(each.before): each.replacement for each in self._of_modules()}, besides)
 
@@ -93,16 +95,16 @@ class Patches:
         return [each for each in self._applied if isinstance(each.owner, ModuleType)]
 
     def apply(self) -> None:
-        """Replace what is imported already, and the rest when it comes."""
+        """Patch the modules that are imported already now, and the others when they are imported."""
         with self._lock:
             if self._active:
                 return
             self._active = True
-        # Not under the lock: modules report themselves with their import lock held, from whichever thread.
+        # This must not hold our lock: any thread may report a module, and it holds the module's import lock then.
         self._hook.start()
 
     def remove(self) -> None:
-        """Put back every attribute; one that somebody else has replaced since keeps that replacement, and is named."""
+        """Put back every attribute. If somebody else has replaced one since, it stays, and a warning names it."""
         self._hook.stop()
         with self._lock:
             self._active = False
@@ -112,7 +114,7 @@ class Patches:
             _restore_bound_copies(applied)
 
     def _apply_to(self, module: ModuleType) -> None:
-        """Never raises: an import of Megatron that fails because of us would be worse than stock checkpoints."""
+        """Apply a module's patches. Never raises: stock checkpoints are better than a failed import of Megatron."""
         for patch in self._patches.get(module.__name__, ()):
             self._apply_or_warn(patch, module)
 
@@ -138,7 +140,7 @@ class Patches:
         with self._lock:
             known = self._replacement_in(owner, name, before, patch)
         if known is not None:
-            # Bound from a module that has been patched: the original is what that one held before.
+            # This name was imported from a patched module, so the original is what that module had before.
             before = known.before
             replacement = known.replacement if known.patch.make is patch.make else patch.make(before)
         else:
@@ -150,14 +152,14 @@ class Patches:
             if taken or not self._active:
                 return
             setattr(owner, name, replacement)
-            # After a reload the module holds new originals: what is known of the old ones is void.
+            # After a reload the module has new originals, so the record of the old ones must go.
             self._applied = [each for each in self._applied if each.patch is not patch]
             self._applied.append(_Applied(patch, owner, name, before, replacement))
         if self._on_applied is not None:
             self._on_applied(patch)
 
     def _replacement_in(self, owner: Any, name: str, value: Any, patch: Patch) -> _Applied | None:
-        """The record of the replacement that this attribute holds by way of an import from another module."""
+        """The record of the replacement in this attribute, if the attribute was imported from another module."""
         for each in self._applied:
             elsewhere = each.owner is not owner or each.name != name
             if elsewhere and each.patch is not patch and each.replacement is value:
@@ -180,12 +182,12 @@ def _restore(applied: _Applied) -> None:
 
 
 def _restore_bound_copies(applied: list[_Applied]) -> None:
-    """Names in any module that were bound, by ``from … import …``, to a replacement while it was in place."""
+    """Put back the names that modules have imported by ``from … import …`` while a replacement was in place."""
     _rebind({id(each.replacement): each.before for each in applied if isinstance(each.owner, ModuleType)})
 
 
 def _rebind(others: Mapping[int, Any], besides: Collection[str] = ()) -> None:
-    """Let names in modules stand for others of the objects with these ids."""
+    """In all modules, rebind each name of an object with one of these ids to the object given for that id."""
     for module in list(sys.modules.values()) if others else ():
         if not isinstance(module, ModuleType):
             continue
@@ -197,6 +199,6 @@ def _rebind(others: Mapping[int, Any], besides: Collection[str] = ()) -> None:
 
 
 def _of_version() -> str:
-    """`` (megatron-core 0.16.1)``, if it is imported."""
+    """The text `` (megatron-core 0.16.1)``, or an empty one if Megatron is not imported."""
     version = getattr(sys.modules.get("megatron.core"), "__version__", None)
     return f" (megatron-core {version})" if version else ""

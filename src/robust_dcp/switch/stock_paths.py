@@ -1,8 +1,8 @@
-"""Says what is not done by robust_dcp although the job has asked for it.
+"""Warns when stock code does something although the job has asked for robust_dcp.
 
-Owns the one mechanism for it: a warning for each kind of path, once a process, so that nobody takes a checkpoint for
-ours that is not, and no log fills up with it. Imports nothing of Megatron. Called wherever a replacement gives way to
-what it replaces.
+Without the warning a user would think that robust_dcp wrote the checkpoint. Each kind of case is logged once a process,
+so that the log does not fill up. This module imports nothing of Megatron. Replacements call it when they call the
+original function.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _lock = threading.Lock()
 
 
 def say_stays_stock(what: str, why: str) -> None:
-    """Warn that robust_dcp has no part in something, once a process for each ``what``.
+    """Warn that stock code does something, once a process for each ``what``.
 
     Args:
-        what: ``"saves by zarr"``, the subject of the sentence.
-        why: the reason, and where there is one, what to do about it.
+        what: what stock code does, such as ``"saves by zarr"``.
+        why: the reason, and what to do about it if anything can be done.
     """
     with _lock:
         if what in _said:
             return
         _said.add(what)
-    logger.warning("robust_dcp was asked for, but %s: stock code does it (%s)", what, why)
+    logger.warning("robust_dcp was asked for, but stock code does this: %s (%s)", what, why)
 
 
 def forget_said() -> None:
-    """Say everything once more; called by ``uninstall``, for it may be installed again."""
+    """Let every warning be logged once more. ``uninstall`` calls this, because ``install`` may follow."""
     with _lock:
         _said.clear()

@@ -1,7 +1,7 @@
-"""For tests of programs and plugins that save checkpoints: ranks, faults, disks, damage, and state dicts of all kinds.
+"""Tools to test programs and plugins that save checkpoints: ranks, faults, disks, damage, and many state dicts.
 
-The suites that a storage or a planner of your own can be run through stand in :mod:`robust_dcp.testing.conformance`.
-They need pytest; all else here needs nothing but robust_dcp.
+:mod:`robust_dcp.testing.conformance` has suites to test a storage or planner of your own. They need pytest. The rest
+needs only robust_dcp.
 """
 
 from robust_dcp.testing.damage import cut_short, data_files, flip_bit

@@ -16,12 +16,12 @@ def data_files(directory: str | os.PathLike[str]) -> list[Path]:
 
 
 def flip_bit(path: str | os.PathLike[str], offset: int, bit: int = 0) -> None:
-    """Flip one bit of a file, as a disk or a network may. A second time puts it back.
+    """Flip one bit of a file, as a disk or a network may. A second call undoes it.
 
     Args:
         path: the file.
-        offset: which byte; negative counts from the end.
-        bit: which bit of it, 0 to 7.
+        offset: the number of the byte. A negative number counts from the end.
+        bit: the number of the bit in that byte, 0 to 7.
 
     Raises:
         ValueError: the file has no such byte, or a byte has no such bit.
@@ -38,5 +38,5 @@ def flip_bit(path: str | os.PathLike[str], offset: int, bit: int = 0) -> None:
 
 
 def cut_short(path: str | os.PathLike[str], nbytes: int) -> None:
-    """Remove the last ``nbytes`` bytes of a file, as a copy does that was broken off."""
+    """Remove the last ``nbytes`` bytes of a file, as if copying it had stopped early."""
     os.truncate(path, max(0, os.path.getsize(path) - nbytes))

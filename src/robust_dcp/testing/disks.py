@@ -1,6 +1,6 @@
-"""Disks that are full, slow, or hold writes up. All else goes to the real file system.
+"""Disks that are full, that are slow, or that hold up writes. Everything else goes to the real file system.
 
-Pass one to a writer or a reader, ``RobustWriter(path, disk=FullDisk())``, on the rank that is to have it.
+For example, pass ``RobustWriter(path, disk=FullDisk())`` on one rank. Readers take a disk too.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _DATA = (".distcp", ".safetensors")
 
 
 class GatedDisk(PosixDisk):
-    """Makes no file for data until ``gate`` is set, so nobody asks for data before that either.
+    """Makes no data file until ``gate`` is set. So the writer does not ask for data before that either.
 
     Attributes:
-        gate: whoever sets it lets all files be made.
-        limit_seconds: how long a file waits for that, before it fails the test.
+        gate: set it to let all files be made.
+        limit_seconds: how long a file waits for the gate before it fails the test.
     """
 
     def __init__(self, *, limit_seconds: float = 60.0) -> None:
@@ -38,10 +38,10 @@ class GatedDisk(PosixDisk):
 
 
 class FullDisk(PosixDisk):
-    """Has room for so much data, and then fails as the system does: ``ENOSPC``.
+    """Has room for some data, and then fails as a full disk does, with ``ENOSPC``.
 
     Args:
-        room_nbytes: how much data can be written, in bytes, by all files together.
+        room_nbytes: how many bytes of data can be written to all files together.
     """
 
     def __init__(self, room_nbytes: int = 0) -> None:
@@ -60,10 +60,10 @@ class FullDisk(PosixDisk):
 
 
 class SlowDisk(PosixDisk):
-    """Writes and reads no faster than that.
+    """Writes and reads slowly.
 
     Args:
-        nbytes_per_second: what it moves in a second, in bytes, all threads together.
+        nbytes_per_second: how many bytes all threads together write or read in a second, at most.
     """
 
     def __init__(self, nbytes_per_second: float) -> None:
@@ -89,5 +89,5 @@ class SlowDisk(PosixDisk):
 
 
 def _nbytes(data: Any) -> int:
-    """Of one buffer, or of several."""
+    """The number of bytes in one buffer, or in several."""
     return sum(memoryview(each).nbytes for each in data) if isinstance(data, list | tuple) else memoryview(data).nbytes

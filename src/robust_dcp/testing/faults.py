@@ -1,4 +1,4 @@
-"""Faults on purpose: a rank that fails, is late, or is killed, in a phase of a save or a load.
+"""Makes a rank fail, come late, or be killed on purpose in a phase of a save or load.
 
 .. code-block:: python
 
@@ -6,9 +6,9 @@
         with testing.fail_in("write", rank=1):
             robust_dcp.save(state_dict, checkpoint_id=path)  # raises on all ranks
 
-The phases of a save are ``plan``, ``stage`` (async saves only), ``write`` and ``commit``; those of a load are ``plan``,
-``read``, ``share`` and ``apply``. Faults hold for ``robust_dcp.save``, ``load`` and ``async_save``, and for what the
-switch makes of other calls.
+The phases of a save are ``plan``, ``stage`` (async saves only), ``write`` and ``commit``. The phases of a load are
+``plan``, ``read``, ``share`` and ``apply``. Faults work in ``robust_dcp.save``, ``load`` and ``async_save``, and in
+other calls that ``robust_dcp.install()`` takes over.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _PHASES = {"save": ("plan", "stage", "write", "commit"), "load": ("plan", "read"
 def fail_in(
     phase: str, *, rank: int, error: BaseException | None = None, operation: Operation | None = None
 ) -> Iterator[None]:
-    """Have a rank raise in its own work in a phase. Each time it comes there, as long as the block lasts.
+    """Make a rank raise in its own work in a phase. Within the block this happens each time it reaches the phase.
 
     Args:
-        phase: see above.
-        rank: within the group that saves or loads. The block may be entered on all ranks.
-        error: what it raises; an ``OSError`` if ``None``.
-        operation: ``"save"`` or ``"load"``, for a phase that both have; either of them if ``None``.
+        phase: one of the phases above.
+        rank: the number of the rank in the group that saves or loads. All ranks may enter the block.
+        error: the error to raise; an ``OSError`` if ``None``.
+        operation: ``"save"`` or ``"load"``, for a phase that both have. ``None`` means both.
 
     Raises:
-        ValueError: no operation has such a phase.
+        ValueError: there is no such phase.
     """
 
     def fail() -> None:
@@ -62,17 +62,17 @@ def delay_in(
     until: Callable[[], object] | None = None,
     operation: Operation | None = None,
 ) -> Iterator[None]:
-    """Have a rank come late into a phase.
+    """Make a rank come late to a phase.
 
     Args:
-        phase: see above.
-        rank: within the group that saves or loads.
-        seconds: how late.
-        until: or what it waits for, such as ``threading.Event().wait``.
+        phase: one of the phases above.
+        rank: the number of the rank in the group that saves or loads.
+        seconds: how late it comes.
+        until: a function that waits instead, such as ``threading.Event().wait``.
         operation: as for :func:`fail_in`.
 
     Raises:
-        ValueError: no operation has such a phase.
+        ValueError: there is no such phase.
     """
 
     def wait(channel: Channel) -> None:
@@ -87,10 +87,10 @@ def delay_in(
 
 @contextmanager
 def kill_in(phase: str, *, rank: int, operation: Operation | None = None) -> Iterator[None]:
-    """Have a rank killed in a phase, by ``SIGKILL``, as the kernel does when memory runs out.
+    """Kill a rank in a phase by ``SIGKILL``, as the kernel does when memory runs out.
 
     Raises:
-        ValueError: no operation has such a phase.
+        ValueError: there is no such phase.
     """
     with _at(phase, rank, operation, lambda channel: os.kill(os.getpid(), signal.SIGKILL)):
         yield

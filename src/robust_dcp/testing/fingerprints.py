@@ -1,7 +1,7 @@
-"""What a state dict holds, as plain values that can be compared: of every tensor the bytes themselves.
+"""Turns a state dict into plain values that can be compared. For every tensor these are its bytes.
 
-Owns the comparison of what was saved with what was loaded; ``==`` on tensors says that NaN differs from itself and
-that 0.0 is -0.0, so it is never used.
+Owns the comparison of what was saved with what was loaded. It never uses ``==`` on tensors, because there NaN differs
+from itself, and 0.0 equals -0.0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def fingerprint(value: Any, path: str = "") -> dict[str, Any]:
-    """Path to what lies there, for everything within ``value``."""
+    """The plain values of everything within ``value``, by path."""
     if isinstance(value, Stateful) and not isinstance(value, torch.Tensor):
         return fingerprint(value.state_dict(), path)
     if isinstance(value, Mapping):
@@ -48,7 +48,7 @@ def fingerprint(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def differences(expected: Any, found: Any) -> list[str]:
-    """In words, what ``found`` holds that ``expected`` does not, and the reverse; nothing if they are the same."""
+    """List the differences between ``expected`` and ``found``, in words. The list is empty if they are the same."""
     left, right = fingerprint(expected), fingerprint(found)
     return [
         f"{key}: expected {left.get(key, 'nothing')!s:.200}, found {right.get(key, 'nothing')!s:.200}"

@@ -1,6 +1,7 @@
-"""What the forkserver imports once, so that a rank starts in milliseconds with everything at hand.
+"""Imports modules once in the forkserver, so that a rank starts in milliseconds.
 
-It never starts a thread or touches a device: a process that did could not be forked. Only the forkserver imports it.
+It never starts a thread or touches a device, because then the process could not be forked. Only the forkserver imports
+this module.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ _OFTEN_NEEDED = (
 def load_for_ranks(names: Iterable[str]) -> None:
     """Import modules in the forkserver.
 
-    A module that cannot be imported fails in the rank that needs it, with a traceback, and not here, where an exception
-    would end the server and be reported as a broken pipe. So do warnings: in the test, or not at all.
+    If a module cannot be imported, the rank that needs it fails with a traceback. An exception here would end the
+    server, and the test would only see a broken pipe. Warnings are treated in the same way.
     """
     for name in names:
         with contextlib.suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             importlib.import_module(name)
-    # A rank that collected garbage would walk all that is loaded here, and copy every page that it touches.
+    # Otherwise garbage collection in a rank would walk all objects loaded here, and copy every page that it touches.
     gc.collect()
     gc.freeze()
 

@@ -1,6 +1,6 @@
 """The life of one rank: environment, process group, the test's function, its outcome, the exit.
 
-It never decides how long to wait or whom to kill: :mod:`robust_dcp.testing.ranks`, which alone starts it, does.
+Only :mod:`robust_dcp.testing.ranks` starts it. That module also decides how long to wait and which rank to kill.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ import torch.distributed as dist
 __all__ = ["ALL_STACKS_SIGNAL", "STACK_SIGNAL", "RankError", "RankTask", "run_rank"]
 
 STACK_SIGNAL = signal.SIGUSR2
-"""On this signal a rank writes the stack of its main thread to its output, even while it is stuck in C code."""
+"""On this signal a rank writes the stack of its main thread to its output, even if it is stuck in C code."""
 
 ALL_STACKS_SIGNAL = signal.SIGUSR1
-"""The same for all its threads. Their stacks are read while they run, which may crash the rank: sent last."""
+"""On this signal a rank writes the stacks of all its threads. It reads them while the threads run, which may crash the
+rank. So this signal is sent last."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class RankError:
-    """The exception with which a rank's function ended, as text: the exception itself stays in the rank.
+    """The exception that a rank's function raised, as text. The exception object itself stays in the rank.
 
     Attributes:
         type_name: the name of its class.
         mro_names: the names of that class and all its bases, for :meth:`is_a`.
-        message: its ``message`` if it is one of robust_dcp's, else ``str(error)``.
+        message: the attribute ``message`` of robust_dcp's exceptions, else ``str(error)``.
         traceback_text: what Python would have printed.
-        fields: ``to_fields()`` of robust_dcp's exceptions (their message and attributes), else empty.
-        rank_failures: the ``RankFailure`` entries of robust_dcp's exceptions, else empty.
+        fields: ``to_fields()`` of robust_dcp's exceptions (their message and attributes). Empty for others.
+        rank_failures: the ``RankFailure`` entries of robust_dcp's exceptions. Empty for others.
     """
 
     type_name: str
@@ -54,7 +55,7 @@ class RankError:
     rank_failures: tuple[Any, ...] = ()
 
     def is_a(self, cls: type[BaseException]) -> bool:
-        """Whether ``except cls`` would have caught it."""
+        """Whether ``except cls`` would have caught the exception."""
         return cls.__name__ in self.mro_names
 
     def __str__(self) -> str:
@@ -63,7 +64,7 @@ class RankError:
 
 @dataclass(frozen=True)
 class RankTask:
-    """All that a rank needs to know; ``call`` is the pickled ``(function, args)``."""
+    """All that a rank needs to know. ``call`` is the pickled ``(function, args)``."""
 
     rank: int
     call: bytes
@@ -75,10 +76,10 @@ class RankTask:
 
 
 def run_rank(task: RankTask, parent: Connection) -> None:
-    """Run ``task`` and send ``pickle((value, RankError | None))`` to ``parent``; exit when ``parent`` closes.
+    """Run ``task``, send ``pickle((value, RankError | None))`` to ``parent``, and exit when ``parent`` closes.
 
-    A rank that is done stays until the parent lets it go, as a training process goes on after a save: were it to
-    exit at once, the ranks that still work would see its connections close.
+    A rank that is done stays until the parent closes the connection, as a training process goes on after a save. If it
+    exited at once, the ranks that still work would see its connections close.
     """
     _become_a_rank(task)
     value: Any = None
@@ -89,26 +90,26 @@ def run_rank(task: RankTask, parent: Connection) -> None:
             timeout = datetime.timedelta(seconds=task.group_timeout_seconds)
             dist.init_process_group("gloo", timeout=timeout)
         value = function(*args)
-    except BaseException as caught:  # CheckpointException is no Exception
+    except BaseException as caught:  # CheckpointException does not derive from Exception
         error = _describe(caught)
     parent.send_bytes(_encode(value, error))
     with contextlib.suppress(EOFError, OSError):
         parent.recv_bytes()
     sys.stdout.flush()
     sys.stderr.flush()
-    # No interpreter shutdown: it would wait for threads that a test may have left blocked on purpose.
+    # This skips the interpreter's shutdown, which would wait for threads that a test has blocked on purpose.
     os._exit(0 if error is None else 1)
 
 
 def _become_a_rank(task: RankTask) -> None:
     os.setpgid(0, 0)  # the parent kills a rank together with the processes that it started
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a rank never outlives an interrupted pytest
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a rank must not outlive an interrupted pytest
     output = os.open(task.output_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
-    # The forkserver's objects write to the files that pytest had when the server was started.
+    # The forkserver's stdout and stderr write to the files that pytest had when the server started.
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 (open as long as the rank lives)
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.enable(file=2)
@@ -134,7 +135,7 @@ def _describe(error: BaseException) -> RankError:
 
 
 def _encode(value: Any, error: RankError | None) -> bytes:
-    """Plain pickle, so that a tensor travels by value and not as shared memory that ends with this process."""
+    """Pickle the outcome. Plain pickle sends a tensor by value. Shared memory would end with this process."""
     try:
         return pickle.dumps((value, error))
     except Exception as caught:

@@ -1,7 +1,8 @@
-"""Real ranks for tests: :func:`run_ranks` starts processes, gives each a rank on gloo, and collects what they did.
+"""Real ranks for tests. :func:`run_ranks` starts processes, makes each a rank on gloo, and collects their outcomes.
 
-It owns starting, watching and ending the processes; :mod:`robust_dcp.testing.rank_process` is what happens within one.
-It never leaves a process behind, and never waits longer than it was told: an overrun fails with every rank's stack.
+This module starts, watches and ends the processes. :mod:`robust_dcp.testing.rank_process` runs inside each of them. No
+process is left behind, and nobody waits longer than the timeout. If the timeout passes, the test fails with the stacks
+of all ranks.
 
     def save_something(path: str) -> int:              # top level of a test module: ranks import it by name
         ...
@@ -44,14 +45,14 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THR
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one rank.
+    """The outcome of one rank.
 
     Attributes:
         rank: its rank in the world.
         value: what the function returned; ``None`` if it did not return.
         error: the exception that ended the function; ``None`` if it returned, or if the rank was killed.
         exitcode: 0 if it returned, 1 if it raised, ``-n`` if signal ``n`` killed it.
-        output: what it wrote to stdout and stderr, C++ included.
+        output: what it wrote to stdout and stderr, also from C++.
     """
 
     rank: int
@@ -71,7 +72,7 @@ class Outcome:
 
 
 class RanksOverran(AssertionError):
-    """Some ranks were still running after ``timeout_seconds``; all were killed, and the message holds their stacks."""
+    """Some ranks were still running after ``timeout_seconds``. All were killed, and the message has their stacks."""
 
 
 def run_ranks(
@@ -84,22 +85,22 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     failed_ranks_stay_seconds: float = 1.0,
 ) -> list[Outcome]:
-    """Call ``function(*args)`` in ``world_size`` processes, each of them a rank, and return their outcomes in order.
+    """Call ``function(*args)`` in ``world_size`` processes, one for each rank, and return their outcomes in order.
 
-    The ranks see the environment and directory that the caller has now (``monkeypatch.setenv`` works), plus what
-    ``torchrun`` sets (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ...). As with ``torchrun``, the
-    rendezvous store lives outside the ranks, so it survives any of them.
+    The ranks have the environment and directory that the caller has now (``monkeypatch.setenv`` works), and the
+    variables that ``torchrun`` sets (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ...). As with
+    ``torchrun``, the rendezvous store is outside of the ranks, so it survives the end of any rank.
 
     Args:
-        world_size: how many ranks.
-        function: defined at the top level of an importable module; it and ``args`` are pickled.
-        args: the same for all ranks; a function finds its rank by ``dist.get_rank()`` or ``RANK``.
-        timeout_seconds: for everything together; loading torch into the server, once a session, does not count.
-        init: call ``init_process_group("gloo")`` first. With ``False`` the function may do that itself.
-        group_timeout_seconds: of the default group; ``timeout_seconds`` if not given.
+        world_size: the number of ranks.
+        function: a function at the top level of an importable module. It is pickled together with ``args``.
+        args: the same for all ranks. The function finds its rank by ``dist.get_rank()`` or ``RANK``.
+        timeout_seconds: the limit for all of it. Loading torch into the server, once a session, does not count.
+        init: whether to call ``init_process_group("gloo")`` first. With ``False`` the function may do that itself.
+        group_timeout_seconds: the timeout of the default group; ``timeout_seconds`` if not given.
         env: more environment variables, the same for all ranks.
-        failed_ranks_stay_seconds: how long a rank that raised keeps its process, and so its connections, while
-            others still run. A rank that returned keeps them until all have ended.
+        failed_ranks_stay_seconds: how long a rank that raised keeps its process and its connections while others
+            still run. A rank that returned keeps them until all ranks have ended.
 
     Raises:
         RanksOverran: some rank was still running after ``timeout_seconds``.
@@ -132,10 +133,10 @@ def run_ranks(
 
 
 def preload(*modules: str) -> None:
-    """Have modules imported once for all ranks, instead of by each rank. Call it before the first :func:`run_ranks`.
+    """Import modules once for all ranks, instead of in each rank. Call it before the first :func:`run_ranks`.
 
     Args:
-        modules: by name. They must not start threads or touch a device when they are imported.
+        modules: names of modules. Their imports must not start threads or touch a device.
     """
     _preloaded.extend(name for name in modules if name not in _preloaded)
 
@@ -144,7 +145,7 @@ def values(outcomes: Sequence[Outcome]) -> list[Any]:
     """What the ranks returned, in rank order.
 
     Raises:
-        AssertionError: some rank raised or was killed; the message holds all tracebacks and outputs.
+        AssertionError: some rank raised or was killed. The message has all tracebacks and outputs.
     """
     failed = [outcome for outcome in outcomes if outcome.exitcode != 0]
     if failed:
@@ -156,7 +157,7 @@ def errors(outcomes: Sequence[Outcome], ranks: Sequence[int] | None = None) -> l
     """The exceptions that ended ``ranks`` (default: all), in that order.
 
     Raises:
-        AssertionError: some of them returned or were killed instead.
+        AssertionError: some of these ranks returned or were killed.
     """
     chosen = outcomes if ranks is None else [outcomes[rank] for rank in ranks]
     if any(outcome.error is None for outcome in chosen):
@@ -165,7 +166,7 @@ def errors(outcomes: Sequence[Outcome], ranks: Sequence[int] | None = None) -> l
 
 
 class _Rank:
-    """One process and the connection over which it tells its outcome; closing that lets the process exit."""
+    """One process, and the connection over which it sends its outcome. Closing the connection lets the process exit."""
 
     def __init__(self, context: Any, task: RankTask) -> None:
         self.task = task
@@ -182,11 +183,11 @@ class _Rank:
 
     @property
     def is_running(self) -> bool:
-        """Whether its function still runs."""
+        """Whether the rank's function still runs."""
         return self.result is None and self.exitcode is None
 
     def receive(self) -> None:
-        """Take the outcome if it is there. A rank that was killed leaves none, or half of one."""
+        """Receive the outcome if there is one. A killed rank leaves none, or half of one."""
         if self.result is None and not self.connection.closed:
             with contextlib.suppress(EOFError, OSError):
                 if self.connection.poll():
@@ -204,9 +205,9 @@ class _Rank:
         return Outcome(self.task.rank, value, error, self.process.exitcode or 0, self.output())
 
     def end(self) -> None:
-        """Kill what is left of it, and of the processes that it started itself: it may have ended without them."""
+        """Kill the rank and all processes that it started. They may still run after the rank itself has ended."""
         if self.process.pid is not None:
-            with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet, or all of it is gone
+            with contextlib.suppress(ProcessLookupError):  # it has no process group yet, or all of them are gone
                 os.killpg(self.process.pid, signal.SIGKILL)
         if self.process.exitcode is None:
             self.process.kill()
@@ -216,9 +217,9 @@ class _Rank:
 
 
 def _watch(ranks: Sequence[_Rank], deadline: float, failed_ranks_stay_seconds: float) -> None:
-    """Collect outcomes until all processes have ended or ``deadline`` (of the monotonic clock) has passed."""
+    """Collect outcomes until all processes have ended, or ``deadline`` on the monotonic clock has passed."""
     failed_may_leave = float("inf")
-    # Asked once in each round: a rank that ends within the round is an event to wait for, not one that was missed.
+    # This asks once in each round. If a rank ends during the round, the wait below reports it, so nothing is missed.
     while alive := [rank for rank in ranks if rank.exitcode is None]:
         for rank in ranks:
             rank.receive()
@@ -253,7 +254,7 @@ def _dump_stacks(ranks: Sequence[_Rank]) -> None:
             if rank.process.is_alive() and rank.process.pid is not None:
                 waiting.append((rank, len(rank.output())))
                 os.kill(rank.process.pid, stacks_signal)
-                os.kill(rank.process.pid, signal.SIGCONT)  # a test may have stopped it
+                os.kill(rank.process.pid, signal.SIGCONT)  # a test may have stopped the process
         deadline = time.monotonic() + _STACKS_WITHIN_SECONDS
         while time.monotonic() < deadline and any(len(rank.output()) == before for rank, before in waiting):
             time.sleep(0.01)
@@ -304,7 +305,7 @@ def _rank_environment(rank: int, world_size: int, port: int, more: Mapping[str, 
 
 @contextlib.contextmanager
 def _store(timeout_seconds: float) -> Iterator[int]:
-    """The rendezvous store, in this process; gives its port."""
+    """Run the rendezvous store in this process. Yields its port."""
     timeout = datetime.timedelta(seconds=timeout_seconds)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
     yield store.port
@@ -312,7 +313,7 @@ def _store(timeout_seconds: float) -> Iterator[int]:
 
 
 def _context() -> Any:
-    """The forkserver context; the first call starts the server, with torch loaded and no thread running."""
+    """The forkserver context. The first call starts the server, with torch loaded and no thread running."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["robust_dcp.testing.preload", *_preloaded])
     # The server takes its search path from the environment only, and thread pools that NumPy and torch start when
@@ -325,7 +326,7 @@ def _context() -> Any:
 
 @functools.cache
 def _wait_for_the_server() -> None:
-    """The server answers when it has loaded everything."""
+    """Wait for the server's answer, which comes when it has loaded everything."""
     process = multiprocessing.get_context("forkserver").Process(target=os.getpid)
     process.start()
     process.join()

@@ -1,7 +1,7 @@
-"""State dicts of every kind that people save, with contents that only name, shape and ``seed`` determine.
+"""State dicts of every kind that people save. Their contents depend only on name, shape and ``seed``.
 
-``KINDS[name](seed)`` gives the same structure for every seed: seed 1 is saved, seed 0 is loaded into, and afterwards
-it must hold what a fresh seed 1 holds. All are called within four ranks, on every rank of the default group.
+``KINDS[name](seed)`` makes the same structure for every seed. A test saves seed 1 and loads it into seed 0, which must
+then equal a fresh seed 1. There must be four ranks, and every rank of the default group calls them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _DTYPE_
 
 
 def pattern(name: str, shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Random bits, NaN and infinities among them, that depend on nothing but the arguments."""
+    """Random bits that depend only on the arguments. NaN and infinities are among them."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {seed}".encode()))
     if dtype == torch.bool:
         return torch.randint(0, 2, tuple(shape), generator=generator).bool()
@@ -46,7 +46,7 @@ def pattern(name: str, shape: Sequence[int], dtype: torch.dtype, seed: int) -> t
 
 
 def full_tensor(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
-    """A tensor of float32, of which every rank can make the same."""
+    """A float32 tensor that is the same on every rank."""
     return pattern(name, shape, torch.float32, seed)
 
 
@@ -99,7 +99,7 @@ def views(seed: int) -> StateDict:
         "parameter": nn.Parameter(pattern("parameter", (6,), torch.float32, seed)),
         "requires_grad": pattern("leaf", (6,), torch.float32, seed).requires_grad_(),
     }
-    if seed == 1:  # these cannot be written to, and load into ordinary tensors
+    if seed == 1:  # these cannot be written to, so they are loaded into ordinary tensors
         found["expanded"] = base[:1].expand(5, 8)
         found["not a leaf"] = found["requires_grad"] * 2
         found["conjugate"] = pattern("conjugate", (6,), torch.complex64, seed).conj()
@@ -109,7 +109,7 @@ def views(seed: int) -> StateDict:
         found["not a leaf"] = torch.zeros(6)
         found["conjugate"] = torch.zeros(6, dtype=torch.complex64)
         found["negative"] = torch.zeros(6)
-        # Two targets in one storage would be loaded over each other.
+        # Two targets that share a storage would overwrite each other in a load.
         found["shared, second"] = torch.zeros(32)
     return found
 
@@ -147,7 +147,7 @@ def objects(seed: int) -> StateDict:
 
 
 class Counter:
-    """A ``Stateful`` of the plainest kind."""
+    """A simple ``Stateful``."""
 
     def __init__(self, seed: int) -> None:
         self.value = pattern("counter", (5,), torch.float32, seed)
@@ -167,7 +167,7 @@ def stateful(seed: int) -> StateDict:
 
 
 def sharded_tensor(seed: int) -> StateDict:
-    """Rows over ranks, unevenly; two shards on rank 0."""
+    """A ShardedTensor with its rows divided unevenly between ranks. Rank 0 has two shards."""
     rank, world = dist.get_rank(), dist.get_world_size()
     cuts = [0, 1, *(3 + 2 * n for n in range(world))]
     full = full_tensor("sharded", (cuts[-1], 3), seed)
@@ -204,7 +204,7 @@ def dtensors(seed: int) -> StateDict:
         if mesh_shape not in meshes:
             meshes[mesh_shape] = init_device_mesh("cpu", mesh_shape)
         full = full_tensor(name, shape, seed)
-        # src_data_rank=None: every rank cuts its part out of its own copy, without communication.
+        # With src_data_rank=None every rank cuts its part out of its own copy, without communication.
         found[name] = distribute_tensor(full, meshes[mesh_shape], placements, src_data_rank=None)
     return found
 
@@ -218,7 +218,7 @@ class _Net(nn.Module):
 
 
 def _filled(module: nn.Module, seed: int) -> nn.Module:
-    """Parameters by name and by place in their mesh: replicas are the same, shards are not."""
+    """Fill each parameter by its name and its place in the mesh. So replicas are equal, and shards differ."""
     for name, parameter in module.named_parameters():
         _fill(name, parameter, seed)
     return module
@@ -235,13 +235,13 @@ def _fill(name: str, tensor: torch.Tensor, seed: int) -> None:
 
 
 class _Training:
-    """A model and its optimizer as the recipes of PyTorch save them: ``get_state_dict`` and ``set_state_dict``."""
+    """A model and its optimizer, saved as in PyTorch's recipes, by ``get_state_dict`` and ``set_state_dict``."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 + seed)
         _filled(model, seed)
-        # As after a step: the moments hold something.
+        # As after a step, the moments are not zero.
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
@@ -274,10 +274,10 @@ def fsdp2(seed: int) -> StateDict:
 
 
 def fsdp2_and_tensor_parallel(seed: int) -> StateDict:
-    """Both cut dimension 0 of the same weight: the strided shards of 2D parallelism."""
+    """FSDP2 and tensor parallelism cut dimension 0 of the same weight. This makes strided shards."""
     try:
         return {"training": _Training(_in_two_dimensions(_Net()), seed)}
-    except NotImplementedError:  # torch 2.7 wants even shards
+    except NotImplementedError:  # torch 2.7 requires even shards
         return {"training": _Training(_in_two_dimensions(_Net(width=12)), seed)}
 
 

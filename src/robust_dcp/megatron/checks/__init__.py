@@ -1,1 +1,1 @@
-"""What ranks tell each other before a save or a load: who holds what, and whether the rest is the same everywhere."""
+"""Checks between ranks before a save or load: who holds which shard, and whether the common state is the same."""

@@ -1,7 +1,7 @@
-"""Who accesses which shard: a rank's sharded state dict as columns, and whether those of all ranks fit together.
+"""Checks Megatron's access rule: each shard must have its main replica on exactly one rank.
 
-Owns Megatron's access rule (every shard is the main replica of exactly one rank) on columns; knows no process group.
-Called by ``validation`` for both save and load.
+Each rank describes its sharded state dict as columns, and the columns of all ranks are checked together. This module
+knows no process group. Called by ``validation`` for both save and load.
 """
 
 from __future__ import annotations
@@ -29,11 +29,15 @@ Ints = npt.NDArray[np.int64]
 
 
 class AccessColumns(msgspec.Struct, frozen=True):
-    """The ShardedTensors and ShardedObjects that one rank holds, in its order; little-endian.
+    """The ShardedTensors and ShardedObjects that one rank holds, in the order of its state dict. Little-endian.
 
-    ``keys``: distinct keys. ``shapes``: distinct ``(dtype, ints)``: the number of dimensions, then global shape, local
-    shape and fragmentation. ``key_ids``, ``shape_ids``: int32, one for each item. ``flags``: uint8, the bits object,
-    regular grid, main replica. ``offsets``: int64, the global offsets of all items, one after the other.
+    Attributes:
+        keys: the distinct keys.
+        shapes: the distinct ``(dtype, ints)``. The ints are the number of dimensions, then the global shape, the local
+            shape and the fragmentation.
+        key_ids, shape_ids: int32, one for each item: its place in ``keys`` and ``shapes``.
+        flags: uint8, one for each item, with the bits object, regular grid and main replica.
+        offsets: int64, the global offsets of all items, one item after the other.
     """
 
     keys: tuple[str, ...]
@@ -44,7 +48,7 @@ class AccessColumns(msgspec.Struct, frozen=True):
     offsets: bytes
 
     def signature(self) -> bytes:
-        """16 bytes that are equal if, and only if, the columns are."""
+        """A digest of 16 bytes. It is equal if, and only if, the columns are equal."""
         return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).digest()
 
 
@@ -53,9 +57,9 @@ class Violation:
     """What is wrong with the accesses to one key.
 
     Attributes:
-        key: of the ShardedTensor or ShardedObject.
-        ranks: that hold what is in contradiction.
-        message: the whole sentence.
+        key: the key of the ShardedTensor or ShardedObject.
+        ranks: the ranks that hold the shards in conflict.
+        message: the error message.
     """
 
     key: str
@@ -64,10 +68,10 @@ class Violation:
 
 
 def columns_of(shards: Iterable[ShardedBase]) -> AccessColumns:
-    """The columns of what one rank holds.
+    """Describe the shards of one rank as columns.
 
     Raises:
-        TypeError: for a value that is neither a ShardedTensor nor a ShardedObject.
+        TypeError: a value is neither a ShardedTensor nor a ShardedObject.
     """
     keys: dict[str, int] = {}
     shapes: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -80,7 +84,7 @@ def columns_of(shards: Iterable[ShardedBase]) -> AccessColumns:
             flag, dtype, local, cuts = _OBJECT | _REGULAR, "", (), shard.global_shape
         else:
             dtype, local, cuts = str(shard.dtype), tuple(shard.local_shape), shard.axis_fragmentations
-            is_flat = getattr(shard, "flattened_range", None) is not None  # up to 0.14, for loads; parts of a chunk
+            is_flat = getattr(shard, "flattened_range", None) is not None  # a part of a chunk (loads, up to 0.14)
             flag = 0 if cuts is None or is_flat else _REGULAR
             cuts = cuts or ()
         shape = (dtype, (len(shard.global_shape), *shard.global_shape, len(local), *local, *cuts))
@@ -99,13 +103,13 @@ def columns_of(shards: Iterable[ShardedBase]) -> AccessColumns:
 
 
 def keys_of(all_columns: Sequence[AccessColumns]) -> list[str]:
-    """The keys that any rank holds, sorted."""
+    """All keys that at least one rank holds, sorted."""
     return sorted(set().union(*(columns.keys for columns in all_columns)))
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """One row of ``AccessColumns.shapes``, taken apart."""
+    """One decoded row of ``AccessColumns.shapes``."""
 
     dtype: str
     global_shape: tuple[int, ...]
@@ -125,11 +129,11 @@ class _Shape:
 
 
 class _AllRanks:
-    """The columns of all ranks in one numbering of keys and shapes.
+    """The columns of all ranks together, with one numbering of keys and shapes.
 
     Attributes:
-        keys, shapes: distinct.
-        key, shape, rank, flags: one for each item of each rank.
+        keys, shapes: the distinct keys and shapes of all ranks.
+        key, shape, rank, flags: one value for each item of each rank.
         offsets: one row for each item, padded with zeros.
     """
 
@@ -140,7 +144,7 @@ class _AllRanks:
         width = max((row[1][0] for columns in all_columns for row in columns.shapes), default=0)
         of_rank = []
         for columns in all_columns:
-            part = parts.get(id(columns))  # replicas' columns may be the very same object
+            part = parts.get(id(columns))  # replicas may share one object for their columns
             if part is None:
                 key_map = np.array([keys.setdefault(key, len(keys)) for key in columns.keys], dtype=np.int32)
                 shape_map = np.array([shapes.setdefault(row, len(shapes)) for row in columns.shapes], dtype=np.int32)
@@ -182,14 +186,14 @@ def _padded_offsets(columns: AccessColumns, width: int) -> Ints:
 
 
 def find_violation(all_columns: Sequence[AccessColumns]) -> Violation | None:
-    """The first violation of Megatron's access rule, as ``validate_sharding_integrity`` of stock checks it.
+    """Find the first violation of Megatron's access rule. The rule is that of stock's ``validate_sharding_integrity``.
 
-    For each key all ranks must agree on what it is, on dtype, global shape and cut. In a regular cut each chunk must be
-    the main replica of exactly one item; each part of an object likewise. Uneven cuts are left to the plan, as stock
-    leaves them to DCP.
+    For each key all ranks must agree whether it is a tensor or an object, and on dtype, global shape and cut. If the
+    cut is regular, each chunk must have exactly one main replica. The same holds for each part of an object. Uneven
+    cuts are checked by the plan later, as stock leaves them to DCP.
 
     Args:
-        all_columns: of each rank, in rank order.
+        all_columns: the columns of each rank, in rank order.
     """
     ranks = _AllRanks(all_columns)
     return _disagreement(ranks) or _wrong_count(ranks)
@@ -266,6 +270,6 @@ def _violation(ranks: _AllRanks, rows: npt.NDArray[np.intp], text: str) -> Viola
 
 
 def _numbered(values: Sequence[Any]) -> npt.NDArray[np.int64]:
-    """Equal values as equal numbers."""
+    """Number the values, so that equal values have equal numbers."""
     numbers: dict[Any, int] = {}
     return np.array([numbers.setdefault(value, len(numbers)) for value in values], dtype=np.int64)

@@ -1,7 +1,8 @@
-"""The common state: what a Megatron checkpoint holds that is not sharded, the same on all ranks, saved by rank 0.
+"""The common state of a Megatron checkpoint: all that is not sharded. It is the same on all ranks, and rank 0 saves it.
 
-Owns its digest, by which ranks find out whether they agree without any payload, the account of what differs, and its
-file ``common.pt`` (up to 0.18; from 0.19 on it is a ShardedObject like others). Called by ``saving`` and ``loading``.
+Owns the digest with which ranks compare their common states without sending them, the log message that says what
+differs, and the file ``common.pt``. Megatron up to 0.18 has this file. From 0.19 on the common state is saved as a
+ShardedObject. Called by ``saving`` and ``loading``.
 """
 
 from __future__ import annotations
@@ -48,21 +49,21 @@ _MAX_NBYTES = 16 << 30
 
 
 class LeafDigests(msgspec.Struct, frozen=True):
-    """A digest of every leaf of a nested state dict, by its path."""
+    """The digests of all leaves of a nested state dict, by path."""
 
     digests: dict[str, int]
 
     def whole(self) -> int:
-        """64 bits of all of them; independent of the order of the dicts."""
+        """One digest of 64 bits over all leaves. The order of the dicts does not matter."""
         data = msgspec.msgpack.encode(sorted(self.digests.items()))
         return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def leaf_digests(common: Any) -> LeafDigests:
-    """Digest every leaf: tensors and arrays by dtype, shape and bytes, other values by what they pickle to.
+    """Digest every leaf. Tensors and arrays count by dtype, shape and bytes, other values by their pickle.
 
-    A value that does not pickle is compared by its class. Equal values may pickle differently in rare cases, and
-    differences are only reported, never an error, as in stock.
+    A value that cannot be pickled counts by its class only. In rare cases equal values pickle differently. Therefore a
+    difference is only logged and is never an error, as in stock.
     """
     return LeafDigests({path: _digest(value) for path, value in _leaves(common, "")})
 
@@ -99,13 +100,13 @@ def _digest(value: Any) -> int:
     else:
         try:
             hashed.update(pickle.dumps(value, protocol=4))
-        except Exception:  # whatever a user's __reduce__ raises: saving it will tell, if it is to be saved
+        except Exception:  # a user's __reduce__ may raise anything; the save raises it again if it saves this
             hashed.update(b"")
     return int.from_bytes(hashed.digest(), "little")
 
 
 def report_differences(channel: Channel, phase: str, own: LeafDigests) -> None:
-    """Log on each rank which leaves differ from those of rank 0. All ranks call it, once their digests differed."""
+    """Log on each rank which leaves differ from those of rank 0. All ranks call it after their digests differed."""
     first = channel.broadcast(phase, lambda: own, LeafDigests).digests
     mine = own.digests
     only_there = sorted(path for path in first.keys() - mine.keys() if not path.endswith("#"))
@@ -126,17 +127,19 @@ def report_differences(channel: Channel, phase: str, own: LeafDigests) -> None:
 
 
 def encode_common(common: Any) -> bytes:
-    """The bytes of ``common.pt``, which stock Megatron loads with ``torch.load``."""
+    """Make the bytes of ``common.pt``. Stock Megatron loads them with ``torch.load``."""
     buffer = io.BytesIO()
     torch.save(common, buffer)
     return buffer.getvalue()
 
 
 def refused_in(common: dict[str, Any], encoded: bytes) -> dict[str, Refusal]:
-    """What of the common state a load would refuse, by its path. Looked for leaf by leaf only where there is something.
+    """Find what a load would refuse in the common state, by path.
+
+    The whole is checked first. Single leaves are checked only if the whole holds something that would be refused.
 
     Args:
-        encoded: what :func:`encode_common` made of it.
+        encoded: what :func:`encode_common` returned for this common state.
     """
     whole = refusal_of(encoded)
     if whole is None:
@@ -151,19 +154,19 @@ def refused_in(common: dict[str, Any], encoded: bytes) -> dict[str, Refusal]:
 
 
 def read_file(path: str) -> bytes | None:
-    """The bytes of a file; ``None`` if there is none.
+    """Read a whole file. Returns ``None`` if it does not exist.
 
     Raises:
-        StorageError: it cannot be read, or is no regular file.
-        CorruptCheckpoint: it is longer than any such file.
+        StorageError: the file cannot be read, or is not a regular file.
+        CorruptCheckpoint: the file is longer than any such file can be.
     """
     return read_whole_file(PosixDisk(), path, _MAX_NBYTES)
 
 
 def write_durably(directory: str | os.PathLike[str], name: str, data: bytes) -> None:
-    """Put a file into the checkpoint's directory in one durable step, over one of that name.
+    """Write a file into the checkpoint's directory in one durable step. A file of that name is replaced.
 
     Raises:
-        StorageError: a call failed; the file is as before.
+        StorageError: a system call failed. The file is as it was before.
     """
     commit_metadata(PosixDisk(), os.fspath(directory), data, name=name)

@@ -1,8 +1,8 @@
-"""Megatron's manifest of a checkpoint's files, ``integrity.json`` (``--verify-integrity``, 0.19), hashed by all ranks.
+"""Megatron's manifest of file hashes, ``integrity.json`` (``--verify-integrity``, 0.19). All ranks share the hashing.
 
-Owns who hashes what: after a save each rank the files that it wrote, and the coordinator those that nobody did; before
-a load each rank its share. Stock has rank 0 hash everything; the others would wait for it longer than an exchange lasts
-once a checkpoint is large. Called by ``saving`` and ``loading``.
+After a save each rank hashes the files that it wrote, and the coordinator hashes the files that no rank of this save
+wrote. Before a load each rank hashes its share of all files. In stock, rank 0 hashes everything. With a large
+checkpoint the other ranks would then wait longer than the timeout of an exchange. Called by ``saving`` and ``loading``.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _BLOCK_NBYTES = 1 << 20
 
 
 class _Manifest(msgspec.Struct, frozen=True):
-    """The file as Megatron writes and reads it; also what a rank tells of the files that it hashed."""
+    """The file as Megatron writes and reads it. A rank also sends the hashes of its own files in this form."""
 
     files: dict[str, str]
     algorithm: str = _ALGORITHM
 
 
 def save_manifest(channel: Channel, phase: str, directory: str, own_hashes: Callable[[], dict[str, str]]) -> None:
-    """Write the manifest of a checkpoint that is complete, which stock verifies. All ranks call it.
+    """Write the manifest of a complete checkpoint. Stock can verify it. All ranks call this.
 
     Args:
-        phase: of the save, for errors.
-        directory: the checkpoint's.
-        own_hashes: :func:`hashes_of` the files that this rank has written. The coordinator hashes all others.
+        phase: the phase of the save, for error messages.
+        directory: the checkpoint's directory.
+        own_hashes: returns :func:`hashes_of` the files that this rank wrote. The coordinator hashes all other files.
 
     Raises:
-        RobustCheckpointError: a file cannot be read, or the manifest not be written; the same on all ranks.
+        RobustCheckpointError: a file cannot be read, or the manifest cannot be written. All ranks raise the same error.
     """
     gathered = channel.gather(f"{phase}: hash files", lambda: _Manifest(own_hashes()), _Manifest)
 
@@ -61,12 +61,12 @@ def verify_files(channel: Channel, phase: str, directory: str) -> None:
     """Compare all files of a checkpoint with its manifest. All ranks call it.
 
     Args:
-        phase: of the load, for errors.
-        directory: the checkpoint's.
+        phase: the phase of the load, for error messages.
+        directory: the checkpoint's directory.
 
     Raises:
-        RobustCheckpointError: on all ranks, from a ``CheckpointingException`` as stock raises it: there is no
-            checkpoint or no manifest, or files are missing or not what the manifest says.
+        RobustCheckpointError: there is no checkpoint or no manifest, a file is missing, or a file is not what the
+            manifest says. All ranks raise it. Its cause is a ``CheckpointingException``, as in stock.
     """
     manifest = channel.broadcast(f"{phase}: manifest", lambda: _read_manifest(directory), _Manifest)
     share = sorted(manifest.files)[channel.rank :: channel.size]
@@ -113,7 +113,7 @@ def _compare(directory: str, expected: dict[str, str]) -> None:
 
 
 def hashes_of(directory: str, names: Iterable[str]) -> dict[str, str]:
-    """The hash of each of these files, as it stands in the manifest.
+    """Hash these files in the way of the manifest, by file name.
 
     Raises:
         OSError: a file cannot be read.

@@ -1,8 +1,9 @@
-"""What the ShardedTensors and ShardedObjects of a rank say of themselves, and what has been made of that before.
+"""The properties of a rank's shards, and a cache of what was computed from them.
 
-Megatron makes all of them anew for every save. This module takes the properties of each as a tuple and compares all of
-them, by value, with those of earlier saves: what was worked out of equal properties holds again. Nothing here looks at
-the contents of tensors, and nothing of an earlier save keeps its tensors alive. Called by ``saving``.
+Megatron makes new ShardedTensor and ShardedObject instances for every save, though they rarely differ from those of the
+last save. This module collects the properties of each shard as a tuple and compares these tuples with those of earlier
+saves by value. If all are equal, earlier results are used again. The contents of tensors are never read, and no tensor
+of an earlier save is kept alive. Called by ``saving``.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ __all__ = ["ShardFacts"]
 T = TypeVar("T")
 
 _SHARD_NBYTES = 2000
-"""What it takes to remember the facts of one shard, and what is made of them, about."""
+"""About how much memory the facts of one shard take, together with the results computed from them."""
 
 
 def _properties_of(kind: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """All fields of one of Megatron's dataclasses, whatever fields this version has, but the data."""
+    """A getter for all fields of one of Megatron's dataclasses except the data, in whatever version is installed."""
     return attrgetter(*(field.name for field in dataclasses.fields(kind) if field.name != "data"))
 
 
@@ -39,7 +40,7 @@ Facts = list[Any]
 
 
 class _Known:
-    """Facts of an earlier save, and what was made of them."""
+    """The facts of an earlier save, and the results computed from them."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
@@ -55,12 +56,12 @@ class ShardFacts:
     """The shards of one rank, in the order of its state dict, and their properties.
 
     Args:
-        shards: ShardedTensors and ShardedObjects, factories applied.
+        shards: ShardedTensors and ShardedObjects, after factories were applied.
 
     Attributes:
-        shards: as given.
-        facts: for each shard its properties. For a ShardedTensor those of its data follow: its class and, of a plain
-            tensor, what a record of it depends on; ``None`` where there is no data.
+        shards: the argument.
+        facts: the properties of each shard. For a ShardedTensor, those of its data follow: the class of the data and,
+            if it is a plain tensor, all that the record in the file depends on. They are ``None`` if there is no data.
     """
 
     def __init__(self, shards: Iterable[ShardedBase]) -> None:
@@ -69,14 +70,14 @@ class ShardFacts:
         self._found: _Known | None = None
 
     def plus(self, shard: ShardedBase) -> ShardFacts:
-        """These, and one shard more."""
+        """The same shards and one more."""
         more = ShardFacts([shard])
         more.shards = [*self.shards, *more.shards]
         more.facts = [*self.facts, *more.facts]
         return more
 
     def once(self, make: Callable[[ShardFacts], T]) -> T:
-        """``make(self)``, or what it made of equal facts before. It must look at nothing but the facts."""
+        """Return ``make(self)``, or its earlier result for equal facts. ``make`` must depend on the facts only."""
         known = self._known()
         try:
             found: T = known.made[make]
@@ -97,18 +98,18 @@ def _facts_of(shard: ShardedBase) -> Any:
     if type(shard) is ShardedObject:
         return _OF_OBJECT(shard)
     if type(shard) is not ShardedTensor:
-        return object()  # a class of somebody else's may say more than we know of: it is equal to nothing
+        return object()  # a foreign class may have properties that we do not know, so it never counts as equal
     data: Any = shard.data
     if data is None:
         return _OF_TENSOR(shard), None
     kind = type(data)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
         return _OF_TENSOR(shard), kind, _OF_DATA(data), data.is_neg(), data.is_conj()
-    return _OF_TENSOR(shard), kind  # FP8 classes and the like: Megatron describes them, in every save
+    return _OF_TENSOR(shard), kind  # FP8 classes and the like: Megatron describes them anew in every save
 
 
 def _can_be_kept(facts: Facts) -> bool:
-    """Whether nobody can change these facts afterwards: a list among them, say as a shape, belongs to the caller."""
+    """Whether nobody can change these facts later. For example, a caller could still change a shape that is a list."""
     try:
         hash(tuple(facts))
     except TypeError:

@@ -1,7 +1,8 @@
-"""Megatron's access-integrity validation over a Channel: one verdict on all ranks, and no work for a known structure.
+"""Megatron's access-integrity validation over a Channel. All ranks reach the same verdict.
 
-Owns the exchange and what is remembered of structures that were found right; the rule itself is in ``access``. Called
-by ``saving`` and ``loading``, and by the replacements of Megatron's own functions in ``save_patches``.
+A structure that was found valid before is not validated again. This module owns the exchange and the memory of valid
+structures. The rule itself is in ``access``. Called by ``saving`` and ``loading``, and by the replacements of
+Megatron's own functions in ``save_patches``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Identity = bytes
 
 
 class _Verdict(msgspec.Struct, frozen=True):
-    """What the coordinator found. ``message`` is empty where all is right."""
+    """What the coordinator found. ``message`` is empty if the accesses are valid."""
 
     keys: tuple[str, ...]
     key: str = ""
@@ -47,16 +48,17 @@ class _Verdict(msgspec.Struct, frozen=True):
 _RIGHT: Table[tuple[tuple[int, ...], bytes], Identity] = CACHE.table(
     "right accesses", lambda key, identity: 200 + 8 * len(key[0]), max_nbytes=1 << 20
 )
-"""Structures that were validated with success: by group and own signature, the identity of all ranks' signatures.
+"""Structures that were found valid. The key is the group and this rank's signature. The value is the identity, which is
+a hash over the signatures of all ranks.
 
-A rank offers the identity that it knows; only if all ranks offer the same one, and it is that of the signatures
-that go with it, is nothing validated anew. What is remembered here is never believed by itself.
+Each rank offers the identity that it remembers. Validation is skipped only if all ranks offer the same identity and it
+is equal to the one computed from the signatures of this exchange. So no rank relies on its memory alone.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class AccessCheck:
-    """One validation on one rank: offered in an exchange, and finished after it if need be.
+    """One validation on one rank. It makes an offer for an exchange, and finishes after that exchange if needed.
 
     Args:
         shards: the ShardedTensors and ShardedObjects of this rank.
@@ -73,28 +75,28 @@ class AccessCheck:
         return cls(columns, columns.signature())
 
     def offer(self, group: tuple[int, ...], value: int = 0) -> Offer:
-        """What to tell all ranks: the own signature, and the identity under which it was found right."""
+        """What this rank tells the others: its signature, and the identity with which it was found valid before."""
         return Offer(signature=self.signature, plan_id=_RIGHT.get((group, self.signature)) or bytes(16), value=value)
 
     def is_known(self, agreement: Agreement) -> bool:
-        """Whether what all ranks hold has been validated before; the same answer on all ranks."""
+        """Whether the structures of all ranks were validated before. All ranks get the same answer."""
         return agreement.same_plan_id and agreement.plan_id == agreement.signature
 
     def finish(self, channel: Channel, phase: str, agreement: Agreement) -> None:
-        """Gather the columns, let the coordinator check them, and hear its verdict.
+        """Gather the columns on the coordinator, which checks them and sends its verdict to all ranks.
 
         Raises:
-            InvalidAccess: some shard is not accessed exactly once; on all ranks.
+            InvalidAccess: some shard is not accessed exactly once. All ranks raise it.
         """
         _raise_if_wrong(self._verdict(channel, phase, with_keys=False))
         self.remember(channel, agreement)
 
     def keys_of_all(self, channel: Channel, phase: str) -> GlobalMetadata:
-        """The keys that any rank holds, and the verdict, which is for the caller to raise."""
+        """The keys that any rank holds, and the verdict. The caller decides whether to raise it."""
         return GlobalMetadata(self._verdict(channel, phase, with_keys=True))
 
     def remember(self, channel: Channel, agreement: Agreement) -> None:
-        """Note that what the ranks hold, by ``agreement``, was found right."""
+        """Remember that the structures in ``agreement`` were found valid."""
         _RIGHT.put((channel.ranks, self.signature), agreement.signature)
 
     def _verdict(self, channel: Channel, phase: str, *, with_keys: bool) -> _Verdict:
@@ -114,8 +116,11 @@ def _check_of_facts(facts: ShardFacts) -> AccessCheck:
 
 
 class GlobalMetadata(list[list[KeyOnly]]):
-    """What ``determine_global_metadata`` returns to Megatron in place of every rank's metadata: the keys, as of one
-    rank. Whether the accesses are right has been decided already: :meth:`raise_if_wrong`."""
+    """What ``determine_global_metadata`` returns to Megatron in place of the metadata of every rank.
+
+    It holds the keys of all ranks as if one rank held them all. The accesses were checked already:
+    :meth:`raise_if_wrong` raises the verdict.
+    """
 
     def __init__(self, verdict: _Verdict) -> None:
         super().__init__([[KeyOnly(key) for key in verdict.keys]])
@@ -123,7 +128,7 @@ class GlobalMetadata(list[list[KeyOnly]]):
 
     @entry_point
     def raise_if_wrong(self) -> None:
-        """Raises InvalidAccess, on all ranks alike."""
+        """Raise InvalidAccess if the accesses are not valid. All ranks raise it alike."""
         _raise_if_wrong(self._verdict)
 
 
@@ -134,11 +139,11 @@ def agree_on_access(
     *,
     value: Callable[[], int] = lambda: 0,
 ) -> tuple[AccessCheck, Agreement]:
-    """The first exchange of a save or load: every rank prepares, and shows the signature of what it holds.
+    """Run the first exchange of a save or load. Every rank prepares its shards and offers their signature.
 
     Args:
-        shards: prepares and returns what this rank holds; what it raises is raised on all ranks.
-        value: called afterwards; 64 bits that all ranks see.
+        shards: prepares the shards of this rank and returns them. If it raises, all ranks raise.
+        value: called after ``shards``. It returns 64 bits that all ranks compare.
     """
     checks: list[AccessCheck] = []
 
@@ -159,13 +164,13 @@ def _raise_if_wrong(verdict: _Verdict) -> None:
 def exchange_metadata(
     sharded_state_dict: dict[str, Any], process_group: dist.ProcessGroup | None = None
 ) -> tuple[list[Any], GlobalMetadata]:
-    """In place of Megatron's ``determine_global_metadata``: all ranks of the group call it.
+    """Replaces Megatron's ``determine_global_metadata``. All ranks of the group call it.
 
     Returns:
-        The metadata of this rank's shards, and what is known here of all ranks'.
+        The metadata of this rank's shards, and the keys and the verdict for all ranks.
 
     Raises:
-        RobustCheckpointError: on every rank, whichever of them failed.
+        RobustCheckpointError: any rank failed. Every rank raises it.
     """
     channel = Channel.for_group(
         process_group, operation="determine_global_metadata", timeout_seconds=current_options().exchange_timeout_seconds
@@ -183,7 +188,7 @@ def exchange_metadata(
 
 
 def compare_common_state(common: dict[str, Any]) -> None:
-    """In place of Megatron's ``_validate_common_state_dict``: digests are compared, keys that differ logged."""
+    """Replaces Megatron's ``_validate_common_state_dict``: ranks compare digests and log the keys that differ."""
     channel = Channel.for_group(
         None, operation="compare common state", timeout_seconds=current_options().exchange_timeout_seconds
     )

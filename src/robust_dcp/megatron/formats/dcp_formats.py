@@ -1,7 +1,7 @@
 """Saves and loads of Megatron's formats ``torch_dcp`` and ``fsdp_dtensor``, which are plain DCP checkpoints.
 
-Owns how a call of ``torch.distributed.checkpoint`` that Megatron makes for them becomes one of ours, with the options
-of Megatron's command line; what is on disk is what stock writes and reads. Called by ``dcp_patches``.
+Owns how Megatron's calls of ``torch.distributed.checkpoint`` for these formats become calls of ours, with the options
+of Megatron's command line. The files are those that stock writes and reads. Called by ``dcp_patches``.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ def save_dcp(state_dict: dict[str, Any], path: Path, options: MegatronOptions) -
 
     Raises:
         ValueError: ``path`` is a URL.
-        RobustCheckpointError: whatever failed on whichever rank; the same on all ranks.
+        RobustCheckpointError: something failed on any rank. All ranks raise the same error.
     """
     log_report(_call(api.save, state_dict, path, options))
 
 
 def start_dcp(state_dict: dict[str, Any], path: Path, options: MegatronOptions) -> BackgroundSave:
-    """The same, written and committed while training goes on. Raises as :func:`save_dcp`."""
+    """As :func:`save_dcp`, but write and commit while training goes on. Raises what :func:`save_dcp` raises."""
     return BackgroundSave(_call(async_save, state_dict, path, options))
 
 
 def request_for_dcp(save: BackgroundSave, async_strategy: str) -> Any:
-    """The request for Megatron's queue; its finalizer waits for the save, and has nothing else to do.
+    """The request for Megatron's queue. Its finalizer only waits for the save.
 
     Args:
-        save: of :func:`start_dcp`.
-        async_strategy: whose queue it is, ``"nvrx"`` or ``"mcore"``.
+        save: what :func:`start_dcp` returned.
+        async_strategy: ``"nvrx"`` or ``"mcore"``: the package that owns the queue.
     """
     return request_for(versions.async_request_class(async_strategy), save, lambda report: None)
 
@@ -74,11 +74,13 @@ def _call(save: Callable[..., Any], state_dict: dict[str, Any], path: Path, opti
 def save_call(
     stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: MegatronOptions
 ) -> Any:
-    """``torch.distributed.checkpoint.save(*args, **kwargs)`` as Megatron calls it: a path, all ranks, nothing else.
+    """``torch.distributed.checkpoint.save(*args, **kwargs)`` as Megatron calls it: with a path, on all ranks.
+
+    Stock's function runs if the call has a planner, writer or group of its own.
 
     Returns:
-        ``None``: Megatron does not look at the ``Metadata`` that stock returns, and to read it would cost. A call that
-        asks for more than that is stock's, and so is its result.
+        ``None``. Stock returns a ``Metadata``, but Megatron does not look at it, and reading it would take time. If
+        stock's function runs, its result is returned.
     """
     given = given_arguments(stock, args, kwargs)
     path = _path_of(given.pop("storage_writer", None), given.pop("checkpoint_id", None), FileSystemWriter)
@@ -93,16 +95,16 @@ def save_call(
 def load_call(
     stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: MegatronOptions
 ) -> Any:
-    """``load`` or ``load_state_dict`` of ``torch.distributed.checkpoint`` as Megatron calls them, in place.
+    """``load`` or ``load_state_dict`` of ``torch.distributed.checkpoint`` as Megatron calls them. Loads in place.
 
-    As stock does, tensors of another dtype are converted, and keys that the checkpoint lacks are an error unless the
-    planner says ``allow_partial_load``. Unlike it, nothing that is read is executed: objects may be of the classes that
-    Megatron registers with ``torch.serialization.add_safe_globals``, and of yours if you do so.
+    As in stock, a tensor of another dtype is converted, and a key that the checkpoint lacks is an error unless the
+    planner says ``allow_partial_load``. Unlike in stock, nothing that is read is executed. Objects may have the classes
+    that Megatron registers with ``torch.serialization.add_safe_globals``. You can register your own classes there too.
 
     Raises:
         PlanConflict: keys are missing or shapes differ.
-        UnsafeCheckpoint: an object is of a class that is not known to be data.
-        RobustCheckpointError: whatever else failed on whichever rank; the same on all ranks.
+        UnsafeCheckpoint: an object has a class that is not known to be plain data.
+        RobustCheckpointError: something else failed on any rank. All ranks raise the same error.
     """
     given = given_arguments(stock, args, kwargs)
     path = _path_of(given.pop("storage_reader", None), given.pop("checkpoint_id", None), FileSystemReader)
@@ -121,7 +123,7 @@ def load_call(
 
 
 def _path_of(storage: Any, checkpoint_id: Path | None, plain: type[Any]) -> Path | None:
-    """The directory meant; ``None`` if ``storage`` is not what stock uses for a directory."""
+    """The checkpoint's directory, or ``None`` if ``storage`` is not the class that stock uses for a directory."""
     if storage is None:
         return checkpoint_id
     if type(storage) is not plain or checkpoint_id is not None:

@@ -1,8 +1,8 @@
-"""What is replaced for Megatron's formats ``torch_dcp`` and ``fsdp_dtensor``: calls of DCP.
+"""The patches for Megatron's formats ``torch_dcp`` and ``fsdp_dtensor``: they replace functions of DCP.
 
-Megatron looks ``save``, ``load`` and ``load_state_dict`` up as attributes of ``torch.distributed.checkpoint``, as
-everybody does; so the replacements there look who calls, and give stock's function to whoever is not Megatron's
-checkpointing. Imports neither torch nor Megatron. Applied by ``install``.
+Megatron calls ``save``, ``load`` and ``load_state_dict`` as attributes of ``torch.distributed.checkpoint``, and so does
+everybody else. Our replacements there look at the calling module. If it is not Megatron's checkpointing, they call
+stock's function. This module imports neither torch nor Megatron. Applied by ``install``.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ Function = Callable[..., Any]
 _BRIDGE = "megatron.bridge.training.checkpointing"
 
 CALLERS = ("megatron.training.checkpointing", _BRIDGE)
-"""Modules whose saves and loads are taken over."""
+"""The modules from which saves and loads are taken over."""
 
 _MARK = "preprocess_state_dict_for_uneven_dtensor"
-"""Name that a module has which saves ``fsdp_dtensor`` on its own, as verl's does."""
+"""A module with this global name saves ``fsdp_dtensor`` checkpoints by its own code. verl has such a module."""
 
 
 def _is_ours(caller: dict[str, Any], what: str, stock: Function) -> bool:
-    """Whether the module with these globals saves and loads Megatron's checkpoints, and robust_dcp is to do it.
+    """Whether the calling module saves and loads Megatron's checkpoints, and robust_dcp is chosen to do it.
 
     Args:
-        caller: the globals.
-        what: it does, for the log.
-        stock: what is called else; not stock's own where robust_dcp takes over the calls of everybody.
+        caller: the globals of the calling module.
+        what: what the module does, for the log.
+        stock: the function to call otherwise. It is not stock's own if robust_dcp takes over the calls of all modules.
     """
     name = caller.get("__name__")
     if name in CALLERS or _MARK in caller:
@@ -74,7 +74,7 @@ def _load(stock: Function) -> Function:
 
 
 def _async_modules(stock: Function) -> Function:
-    """``get_async_strategy`` as ``megatron.training.checkpointing`` uses it: for these two formats."""
+    """``get_async_strategy`` as ``megatron.training.checkpointing`` calls it for these two formats."""
 
     @functools.wraps(stock)
     def get_async_strategy(*args: Any, **kwargs: Any) -> Any:
@@ -87,14 +87,14 @@ def _async_modules(stock: Function) -> Function:
 
 
 def _start(state_dict: dict[str, Any], storage_writer: Any, *_: Any, **__: Any) -> Any:
-    """``save_state_dict_async_plan`` with Megatron's writer, of which only the path matters: the save is under way."""
+    """``save_state_dict_async_plan``: starts the save. Of Megatron's writer it uses only the path."""
     from robust_dcp.megatron.formats.dcp_formats import start_dcp
 
     return start_dcp(state_dict, storage_writer.path, current_options())
 
 
 def _start_for_bridge(stock: Function) -> Function:
-    """``save_state_dict_async_plan`` of ``nvidia_resiliency_ext``, as Megatron-Bridge has bound and calls it."""
+    """``save_state_dict_async_plan`` of ``nvidia_resiliency_ext``, as Megatron-Bridge imports and calls it."""
 
     @functools.wraps(stock)
     def save_state_dict_async_plan(*args: Any, **kwargs: Any) -> Any:
@@ -104,8 +104,8 @@ def _start_for_bridge(stock: Function) -> Function:
 
 
 def _callbacks(stock: Function) -> Function:
-    """``get_save_and_finalize_callbacks(writer, save_state_dict_ret, async_strategy)``; that of Megatron-Bridge has no
-    third argument."""
+    """``get_save_and_finalize_callbacks(writer, save_state_dict_ret, async_strategy)``. Megatron-Bridge's has no third
+    argument."""
 
     @functools.wraps(stock)
     def get_save_and_finalize_callbacks(writer: Any, save_state_dict_ret: Any, *args: Any, **kwargs: Any) -> Any:

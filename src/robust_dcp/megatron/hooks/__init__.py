@@ -1,1 +1,1 @@
-"""How robust_dcp gets into an unmodified Megatron: arguments, options, attributes replaced and put back."""
+"""The arguments and options that robust_dcp adds to an unmodified Megatron."""

@@ -1,7 +1,7 @@
-"""The arguments that Megatron-LM's own parser is given: ``--ckpt-planner`` and what belongs to it.
+"""Adds ``--ckpt-planner`` and the other arguments of robust_dcp to Megatron-LM's own parser.
 
-Owns how ``options.OPTIONS`` become arguments, with what the environment says for defaults.
-Called by Megatron's parser, through the patch in :data:`PATCHES`.
+Owns how ``options.OPTIONS`` become arguments. Their defaults come from the environment. Megatron's parser calls this
+through the patch in :data:`PATCHES`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ __all__ = ["PATCHES", "add_arguments"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the arguments of robust_dcp to a parser, as a group of their own.
+    """Add the arguments of robust_dcp to a parser, in a group of their own.
 
-    An argument that the parser has already, from a later Megatron, stays the only one of its name; if it has choices,
-    those of robust_dcp become possible as well, and its default stays. ``args`` then has its value either way.
+    A later Megatron may have an argument of the same name already. Then Megatron's argument and its default stay. If it
+    has choices, those of robust_dcp are added to them. ``args`` has the value either way.
 
     Raises:
-        ValueError: a variable of the environment has no meaning.
+        ValueError: an environment variable has an invalid value.
     """
     defaults = options_from_environment()
     group = parser.add_argument_group("robust_dcp", "distributed checkpoints by robust_dcp")
     for option in OPTIONS:
-        # argparse has no public way to find an argument that was added before.
+        # argparse has no public way to look up an existing argument.
         existing = parser._option_string_actions.get(option.argument)
         if existing is not None:
             _extend_choices(existing, option)

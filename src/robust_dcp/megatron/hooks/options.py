@@ -1,7 +1,7 @@
-"""What the user chose for Megatron's checkpoints: arguments first, then the environment, then defaults.
+"""The user's options for Megatron's checkpoints. Arguments come first, then the environment, then the defaults.
 
-Owns :class:`MegatronOptions` and the names of the environment variables. Reads Megatron's arguments where they have
-been parsed already and imports nothing of Megatron. Called by everything in this package.
+Owns :class:`MegatronOptions` and the names of the environment variables. It reads Megatron's arguments after Megatron
+has parsed them, and imports nothing of Megatron. Called by everything in this package.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ VerifyReplicas = Literal["off", "sample", "all"]
 
 
 class Option(NamedTuple):
-    """One option: its field in :class:`MegatronOptions`, as an argument, and in the environment."""
+    """One option: its field in :class:`MegatronOptions`, its argument and its environment variable."""
 
     field: str
     argument: str
@@ -158,12 +158,12 @@ _chosen: list[Planner] = []
 
 
 def choose_planner(planner: Planner) -> None:
-    """Set the planner of this process for where neither arguments nor environment name one."""
+    """Set the planner of this process, for jobs in which neither the arguments nor the environment name one."""
     _chosen[:] = [planner]
 
 
 def default_planner() -> Planner:
-    """What :func:`choose_planner` has set; ``"default"`` before."""
+    """The planner that :func:`choose_planner` has set, or ``"default"``."""
     return _chosen[0] if _chosen else "default"
 
 
@@ -172,16 +172,16 @@ class MegatronOptions:
     """How Megatron's checkpoints are saved and loaded.
 
     Attributes:
-        planner: ``"robust_dcp"``, or ``"default"``: every replacement falls back to Megatron's own code.
-        writer_threads: threads, and files, of each rank; ``None`` lets the writer choose.
+        planner: ``"robust_dcp"`` or ``"default"``. With ``"default"`` every replacement calls Megatron's own code.
+        writer_threads: the number of threads of each rank. Each writes a file. ``None`` lets the writer choose.
         writer_buffer_bytes: limit for the memory of each rank's writer; ``None`` lets the writer choose.
-        layout: format of the files; Megatron itself reads ``"torch"`` only.
-        exchange_timeout_seconds: of each exchange between ranks.
-        on_structure_change: ``"rebuild"`` (log the keys and plan anew), ``"error"`` or ``"quiet"``.
-        on_unloadable_object: ``"warn"`` of objects that a load would refuse, ``"error"`` or ``"ignore"``.
+        layout: the format of the files. Megatron itself reads ``"torch"`` only.
+        exchange_timeout_seconds: the timeout of each exchange between ranks.
+        on_structure_change: ``"rebuild"`` (log the keys and plan anew), ``"error"`` or ``"quiet"`` (plan anew).
+        on_unloadable_object: what to do if a load would refuse an object: ``"warn"``, ``"error"`` or ``"ignore"``.
         trusted: whether objects may run code when they are loaded.
-        save_failure: ``"raise"``, or ``"warn"``: a failed save is logged and training goes on.
-        verify_replicas: ``"off"``, ``"sample"`` (some of them in each save) or ``"all"``.
+        save_failure: ``"raise"`` or ``"warn"``. With ``"warn"`` a failed save is logged and training goes on.
+        verify_replicas: which replicas are compared: ``"off"``, ``"sample"`` (some of them in each save) or ``"all"``.
     """
 
     planner: Planner = field(default_factory=default_planner)
@@ -197,10 +197,10 @@ class MegatronOptions:
 
 
 def options_from_environment(environment: Mapping[str, str] = os.environ) -> MegatronOptions:
-    """The options that environment variables set; defaults for the others. An empty variable counts as not set.
+    """The options that environment variables set, and defaults for the others. An empty variable counts as not set.
 
     Raises:
-        ValueError: a variable has no meaning; it names the variable, what is expected and what was found.
+        ValueError: a variable has an invalid value. The message says which, what is expected and what was found.
     """
     found = {
         option.field: _value(option, environment[option.variable])
@@ -228,13 +228,13 @@ def _value(option: Option, text: str) -> Any:
 
 
 def current_options() -> MegatronOptions:
-    """The options that hold now.
+    """The options in force now.
 
-    Megatron's parsed arguments where it has them; the environment for what they do not have (a caller with arguments
-    of its own, such as ms-swift or verl); the defaults.
+    An option comes from Megatron's parsed arguments. If they do not have it, as with ms-swift or verl, which parse
+    arguments of their own, it comes from the environment. Otherwise it has its default.
 
     Raises:
-        ValueError: an environment variable has no meaning, see :func:`options_from_environment`.
+        ValueError: an environment variable has an invalid value, see :func:`options_from_environment`.
     """
     options = options_from_environment()
     arguments = megatron_arguments()
@@ -243,17 +243,17 @@ def current_options() -> MegatronOptions:
     found = {option.field: getattr(arguments, option.dest, None) for option in OPTIONS}
     given = {name: value for name, value in found.items() if value is not None}
     if given.get("planner", "robust_dcp") != "robust_dcp":
-        given["planner"] = "default"  # Megatron's own argument of that name may know other planners, all its own
+        given["planner"] = "default"  # a later Megatron's own argument may name other planners, which are Megatron's
     return dataclasses.replace(options, **given)
 
 
 def save_argument() -> Any:
-    """Megatron's ``--save``, the directory of all its checkpoints; ``None`` where there is no such argument."""
+    """Megatron's ``--save``, the directory of all its checkpoints, or ``None`` if there is no such argument."""
     return getattr(megatron_arguments(), "save", None)
 
 
 def megatron_arguments() -> Any:
-    """The namespace that ``megatron.training.get_args()`` returns, if that is imported and arguments are parsed."""
+    """What ``megatron.training.get_args()`` returns, or ``None`` if it is not imported or has not parsed arguments."""
     global_vars = sys.modules.get("megatron.training.global_vars")
     if global_vars is None or not hasattr(global_vars, "get_args"):
         return None

@@ -1,7 +1,7 @@
-"""What is taken over of Megatron-Core's loads of ``torch_dist``.
+"""The replacements of Megatron-Core's functions that load ``torch_dist`` checkpoints.
 
-Owns the replacements; each does what Megatron does where robust_dcp is not the chosen planner. The work is in
-``loading`` and ``load_strategy``, which import Megatron: so they are imported when one is called.
+Each replacement calls Megatron's own function if robust_dcp is not the chosen planner. ``loading`` and
+``load_strategy`` do the work. They import Megatron, so they are imported only when a replacement is called.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Replaced = Callable[..., Any]
 
 
 def _load(original: Replaced) -> Replaced:
-    """``dist_checkpointing.load``: every step inside an exchange. Other backends are left to Megatron."""
+    """``dist_checkpointing.load``, with every step inside an exchange. Megatron loads checkpoints of other backends."""
 
     @functools.wraps(original)
     def load(*args: Any, **kwargs: Any) -> Any:
@@ -37,7 +37,7 @@ def _load(original: Replaced) -> Replaced:
 
 
 def _load_common_state_dict(original: Replaced) -> Replaced:
-    """``load_common_state_dict``, and with it ``load_content_metadata``: nothing in the file is executed."""
+    """``load_common_state_dict``, which ``load_content_metadata`` calls too. Nothing in the file is executed."""
 
     @functools.wraps(original)
     def load_common_state_dict(checkpoint_dir: Any) -> Any:
@@ -51,7 +51,7 @@ def _load_common_state_dict(original: Replaced) -> Replaced:
 
 
 def _strategy_load(original: Replaced) -> Replaced:
-    """``TorchDistLoadShardedStrategy.load``: for callers that hold on to Megatron's own ``dist_checkpointing.load``, or
+    """``TorchDistLoadShardedStrategy.load``, for callers that still hold Megatron's own ``dist_checkpointing.load`` or
     call the strategy themselves."""
 
     @functools.wraps(original)
@@ -80,7 +80,7 @@ def _load_tensors_metadata(original: Replaced) -> Replaced:
 
 
 def _of_our_strategy(original: Replaced) -> Replaced:
-    """A method of ``TorchDistLoadShardedStrategy`` that :class:`RobustLoadStrategy` has too: the latter is called."""
+    """A method of ``TorchDistLoadShardedStrategy``, replaced by the same method of :class:`RobustLoadStrategy`."""
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Megatron-Core's load planner, with what robust_dcp adds to it: nothing is executed, and nothing is left unfilled.
+"""Megatron-Core's load planner with two more checks: no object runs code, and every tensor is filled completely.
 
-Owns the checks of one rank's load plan, and how it is made from an index. Made by ``load_strategy`` for each load, and
-called by ``robust_dcp.load``.
+Owns the checks of one rank's load plan, and how this plan is made from an index. ``load_strategy`` makes a planner for
+each load, and ``robust_dcp.load`` calls it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def load_planner_for(
 
     Args:
         shards: all ShardedTensors that this rank loads.
-        checkpoint: its name, for errors.
-        trusted: objects may run code when they are loaded.
-        options: more of ``MCoreLoadPlanner``.
+        checkpoint: the checkpoint's name, for error messages.
+        trusted: whether objects may run code when they are loaded.
+        options: other arguments of ``MCoreLoadPlanner``.
     """
     shards = list(shards)
     kind = _QuantizedLoadPlanner if any(map(has_quantized_data, shards)) else MegatronLoadPlanner
@@ -46,11 +46,11 @@ def load_planner_for(
 
 
 class MegatronLoadPlanner(MCoreLoadPlanner):
-    """``MCoreLoadPlanner`` (global shapes, ``allow_shape_mismatch``) with checks, and plans that an index makes."""
+    """``MCoreLoadPlanner`` (global shapes, ``allow_shape_mismatch``) with more checks, and with plans from an index."""
 
     state_dict: dict[str, Any]
 
-    # Only for quantized tensors does Megatron need to hear of each one. Without, others may fill them at any time.
+    # Megatron overrides these only for quantized tensors. With DCP's own methods tensors may be filled in any order.
     resolve_tensor = DefaultLoadPlanner.resolve_tensor
     commit_tensor = DefaultLoadPlanner.commit_tensor
 
@@ -60,10 +60,10 @@ class MegatronLoadPlanner(MCoreLoadPlanner):
         self._trusted = trusted
 
     def create_local_plan(self) -> LoadPlan:
-        """Megatron's plan, if it fills every tensor that is asked for.
+        """Make Megatron's plan, and check that it fills every requested tensor.
 
         Raises:
-            CorruptCheckpoint: the checkpoint's chunks leave elements of a tensor as they are; stock would too.
+            CorruptCheckpoint: the checkpoint's chunks do not fill all of a tensor. Stock would leave the rest as it is.
             CheckpointingException, KeyError, RuntimeError: as ``MCoreLoadPlanner``.
         """
         is_indexed = look_up(self.metadata, self.state_dict)
@@ -74,7 +74,7 @@ class MegatronLoadPlanner(MCoreLoadPlanner):
         return plan
 
     def _plan_by_index(self, metadata: Metadata) -> LoadPlan:
-        """Tensors of the saved shape are looked up. The rest, and all that is refused, goes the way of Megatron."""
+        """Look up the tensors that have their saved shape. Megatron plans the rest, and raises what must be refused."""
         whole = self.state_dict
         looked_up = {key: value for key, value in whole.items() if _fits(value, metadata.state_dict_metadata.get(key))}
         self.state_dict = {key: value for key, value in whole.items() if key not in looked_up}
@@ -85,10 +85,10 @@ class MegatronLoadPlanner(MCoreLoadPlanner):
         return LoadPlan([*plan_reads(looked_up, metadata).items, *others.items])
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put an object into the state dict, if it is data.
+        """Put an object into the state dict if it is plain data.
 
         Raises:
-            UnsafeCheckpoint: unpickling it would run code.
+            UnsafeCheckpoint: unpickling the object would run code.
         """
         key = read_item.dest_index.fqn
         self.state_dict[key] = load_object(value, file=self._checkpoint, item=key, trusted=self._trusted)
@@ -100,7 +100,7 @@ def _fits(value: Any, saved: Any) -> bool:
 
 
 class _QuantizedLoadPlanner(MegatronLoadPlanner):
-    """Reads into tensors of Transformer Engine's FP8 classes one by one, as Megatron does."""
+    """Reads tensors of Transformer Engine's FP8 classes one by one, as Megatron does."""
 
     resolve_tensor = MCoreLoadPlanner.resolve_tensor
     commit_tensor = MCoreLoadPlanner.commit_tensor

@@ -1,8 +1,8 @@
 """Megatron-Core's load strategy over :func:`robust_dcp.load`.
 
-Owns what Megatron expects of a strategy: the translation of sharded state dicts and of metadata. Passed by the user as
-``sharded_strategy`` to ``megatron.core.dist_checkpointing.load``; with robust_dcp as the planner ``loading`` and
-``load_patches`` read Megatron's own strategy's shards through it.
+Owns what Megatron expects of a strategy: the translation of sharded state dicts and of metadata. Users pass it as
+``sharded_strategy`` to ``megatron.core.dist_checkpointing.load``. With robust_dcp as the planner, ``loading`` and
+``load_patches`` also read through it when the strategy is Megatron's own.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ __all__ = [
 CheckpointDir = str | os.PathLike[str]
 
 _PART = "/shard_"
-"""Between the key of a ShardedObject and what part of it an item holds."""
+"""In the name of an item, this stands between the key of a ShardedObject and the part that the item holds."""
 
 
 def checkpoint_reader(checkpoint_dir: CheckpointDir, *, share_reads: bool = False) -> RobustReader:
-    """A reader as the options of robust_dcp say. Only ``FullyParallelLoadStrategyWrapper`` asks to share reads."""
+    """A reader with the options of robust_dcp. Only ``FullyParallelLoadStrategyWrapper`` asks to share reads."""
     return RobustReader(checkpoint_dir, trusted=current_options().trusted, share_reads=share_reads)
 
 
@@ -59,21 +59,21 @@ def read_sharded(
     no_dist: bool = False,
     strategy: Any = None,
 ) -> dict[str, Any]:
-    """Read what the shards of a sharded state dict ask for, into their tensors where they have one.
+    """Read the shards of a sharded state dict. A shard that has a tensor is read into this tensor.
 
     Args:
-        sharded_state_dict: nested dicts and lists of ShardedTensor and ShardedObject, factories applied.
-        reader: of the checkpoint.
-        timeout_seconds: of each exchange.
+        sharded_state_dict: nested dicts and lists of ShardedTensor and ShardedObject, after factories were applied.
+        reader: the reader of the checkpoint.
+        timeout_seconds: the timeout of each exchange.
         process_group: the ranks that load together; ``None`` for all.
-        no_dist: this rank loads by itself; no other is asked or told.
-        strategy: Megatron's, whose options count, and which gets the attributes that a load sets.
+        no_dist: whether this rank loads alone, without exchanges.
+        strategy: Megatron's strategy. Its options are used, and the attributes that a load sets are set on it.
 
     Returns:
         The same nested state dict, with tensors and objects for leaves.
 
     Raises:
-        RobustCheckpointError: on every rank that loads together, whichever of them failed.
+        RobustCheckpointError: any rank that takes part failed. All of them raise it.
     """
     name = checkpoint_name(reader.path)
     targets: dict[str, Any] = {}
@@ -121,18 +121,18 @@ def _tensors_in(sharded_state_dict: dict[str, Any]) -> list[ShardedTensor]:
 def load_in_parallel(
     wrapper: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: CheckpointDir, timeout_seconds: float
 ) -> dict[str, Any]:
-    """What ``FullyParallelLoadStrategyWrapper.load`` loads, on all ranks of its parallelization group.
+    """Do the work of ``FullyParallelLoadStrategyWrapper.load``. All ranks of its parallelization group call it.
 
-    What several of them need is read by one, and passed on as in any load that shares its reads.
+    If several ranks need the same bytes, one rank reads them and passes them on, as in any load with shared reads.
 
     Args:
-        wrapper: Megatron's wrapper; its group and its base strategy count, and no cached distribution.
-        sharded_state_dict: factories applied.
+        wrapper: Megatron's wrapper. Its group and its base strategy are used. Its cached distribution is not.
+        sharded_state_dict: the shards to load, after factories were applied.
         checkpoint_dir: the checkpoint's directory.
-        timeout_seconds: of each exchange.
+        timeout_seconds: the timeout of each exchange.
 
     Raises:
-        RobustCheckpointError: on every rank of the group, whichever of them failed.
+        RobustCheckpointError: any rank of the group failed. All of them raise it.
     """
     strategy = wrapper.base_strategy
     loaded: dict[str, Any] = read_sharded(
@@ -156,7 +156,7 @@ def stored_keys(metadata: Metadata) -> set[str]:
 
 
 def shapes_and_objects(metadata: Metadata) -> dict[str, Any]:
-    """The ShardedTensors (without sharding) and ShardedObjects that a checkpoint holds, by key, without data."""
+    """The ShardedTensors (each as one unsharded whole) and ShardedObjects of a checkpoint, by key and without data."""
     objects = {}
     for key, saved in metadata.state_dict_metadata.items():
         if isinstance(saved, BytesStorageMetadata):
@@ -166,11 +166,12 @@ def shapes_and_objects(metadata: Metadata) -> dict[str, Any]:
 
 
 def read_for_strategy(strategy: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: CheckpointDir) -> Any:
-    """``TorchDistLoadShardedStrategy.load`` of Megatron: together with all ranks, or, as from 0.18 on, by each rank for
-    itself, as the installed version does.
+    """Do the work of Megatron's ``TorchDistLoadShardedStrategy.load``.
+
+    All ranks load together if they do so in the installed version. From 0.18 on each rank loads by itself.
 
     Args:
-        strategy: Megatron's; gets the attributes that a load sets.
+        strategy: Megatron's strategy. The attributes that a load sets are set on it.
     """
     return read_sharded(
         sharded_state_dict,
@@ -182,7 +183,9 @@ def read_for_strategy(strategy: Any, sharded_state_dict: dict[str, Any], checkpo
 
 
 class RobustLoadStrategy(versions.TorchDistLoadShardedStrategy):
-    """Loads Megatron checkpoints, ours and stock's, with checksums, in parallel, and without running code from them.
+    """Loads Megatron checkpoints that robust_dcp or stock has saved.
+
+    It verifies checksums, reads in parallel, and runs no code from the checkpoint.
 
         from megatron.core import dist_checkpointing
         from robust_dcp.megatron import RobustLoadStrategy
@@ -191,12 +194,12 @@ class RobustLoadStrategy(versions.TorchDistLoadShardedStrategy):
 
     Args:
         process_group: the ranks that call ``dist_checkpointing.load`` together; all ranks by default.
-        timeout_seconds: for each exchange between ranks; by default as :func:`~.options.current_options` says.
-        options: those of Megatron's own class, where it has any (0.18 and newer).
+        timeout_seconds: the timeout of each exchange. The default comes from :func:`~.options.current_options`.
+        options: the arguments of Megatron's own class, if it has any (0.18 and newer).
 
     Attributes:
-        cached_global_metadata: of the checkpoint that was loaded last.
-        last_report: what that load did.
+        cached_global_metadata: the metadata of the checkpoint that was loaded last.
+        last_report: the report of the last load.
     """
 
     def __init__(
@@ -224,12 +227,12 @@ class RobustLoadStrategy(versions.TorchDistLoadShardedStrategy):
         """Load the shards, on all ranks together.
 
         Args:
-            sharded_state_dict: what to load, and where to.
+            sharded_state_dict: the shards to load, with the tensors to load them into.
             checkpoint_dir: the checkpoint's directory.
-            async_strategy: taken for Megatron's sake; reading has no such choice here.
+            async_strategy: ignored. Megatron passes it, but our loads do not depend on it.
 
         Raises:
-            RobustCheckpointError: on every rank, whichever of them failed.
+            RobustCheckpointError: any rank failed. Every rank raises it.
         """
         return read_sharded(
             sharded_state_dict,
@@ -240,15 +243,18 @@ class RobustLoadStrategy(versions.TorchDistLoadShardedStrategy):
         )
 
     def load_tensors_metadata(self, checkpoint_dir: CheckpointDir, metadata: Metadata | None = None) -> dict[str, Any]:
-        """The tensors of a checkpoint, without data. Local to this rank."""
+        """The tensors of a checkpoint, without data. Asks no other rank."""
         return versions.saved_shapes(
             checkpoint_reader(checkpoint_dir).read_metadata() if metadata is None else metadata
         )
 
     def load_sharded_metadata(self, checkpoint_dir: CheckpointDir) -> dict[str, Any]:
-        """The tensors and objects of a checkpoint, without data. Local to this rank."""
+        """The tensors and objects of a checkpoint, without data. Asks no other rank."""
         return shapes_and_objects(checkpoint_reader(checkpoint_dir).read_metadata())
 
     def remove_sharded_tensors(self, checkpoint_dir: CheckpointDir, key_prefix: str) -> None:
-        """Remove tensors whose key starts with ``key_prefix``. Local to this rank; no other may save or load now."""
+        """Remove all items with keys that start with ``key_prefix``.
+
+        Call it on one rank only, while no rank saves or loads.
+        """
         remove_keys(checkpoint_dir, key_prefix)

@@ -1,15 +1,15 @@
-"""``megatron.core.dist_checkpointing.load`` for ``torch_dist``, every step of it inside an exchange.
+"""``megatron.core.dist_checkpointing.load`` for ``torch_dist``, with every step inside an exchange.
 
-Owns the order of the steps: common state, prepare, validate, strictness, read, merge. Called by the replacement in
+If a rank fails in a step, all ranks hear of it. This module owns the order of the steps. Called by the replacement in
 ``load_patches``.
 
 | step | exchanges |
 | --- | --- |
-| verify files | only with ``verify_integrity``: a broadcast of the manifest, and a barrier |
-| common state | a broadcast: rank 0 reads ``metadata.json`` and the common state, once |
-| prepare | ``agree``: each rank offers the signature of what it asks for |
-| validate | none, if all ranks show that this structure was found right before, and no strictness asks for keys |
-| strictness | a broadcast of the checkpoint's keys and a barrier, for the modes that look at them |
+| verify files | a broadcast of the manifest and a barrier; only with ``verify_integrity`` |
+| common state | a broadcast: rank 0 reads ``metadata.json`` and the common state |
+| prepare | ``agree``: each rank offers the signature of the shards that it asks for |
+| validate | none, if all ranks found this structure valid before and the strictness mode needs no keys of all ranks |
+| strictness | a broadcast of the checkpoint's keys and a barrier; only in modes that compare keys |
 | read | those of :func:`robust_dcp.load`; with ``FullyParallelLoadStrategyWrapper`` in each of its groups |
 | merge | a barrier |
 """
@@ -53,12 +53,12 @@ __all__ = ["LoadCall", "load_common_state", "load_torch_dist"]
 
 @dataclass(frozen=True)
 class LoadCall:
-    """The arguments of one call of ``dist_checkpointing.load``, of any version.
+    """The arguments of one call of ``dist_checkpointing.load`` in any version of Megatron.
 
     Attributes:
-        sharded_state_dict, checkpoint_dir, sharded_strategy, strict: as given.
-        validate_access_integrity: whether each shard has to be the main replica of exactly one rank.
-        verify_integrity: whether all files are compared with Megatron's manifest first (0.19).
+        sharded_state_dict, checkpoint_dir, sharded_strategy, strict: the arguments of the call.
+        validate_access_integrity: whether to check that each shard has its main replica on exactly one rank.
+        verify_integrity: whether to compare all files with Megatron's manifest first (0.19).
         process_group: the ranks that load together; ``None`` for all.
     """
 
@@ -72,10 +72,10 @@ class LoadCall:
 
     @classmethod
     def of(cls, load: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> LoadCall:
-        """The call ``load(*args, **kwargs)`` of Megatron's own function.
+        """Read the arguments of ``load(*args, **kwargs)``, where ``load`` is Megatron's own function.
 
         Raises:
-            TypeError: it does not take these arguments.
+            TypeError: ``load`` does not take these arguments.
             ValueError: ``checkpoint_dir`` is a URL.
         """
         bound = inspect.signature(load).bind(*args, **kwargs)
@@ -97,7 +97,8 @@ class LoadCall:
 
 
 class _Opened(msgspec.Struct, frozen=True):
-    """What rank 0 found in the directory. ``common`` is a ``torch.save``; ``is_file``: of ``common.pt``."""
+    """What rank 0 found in the directory. ``common`` has the bytes of the common state, in ``torch.save``'s format.
+    ``is_file`` says whether they came from ``common.pt``."""
 
     backend: str
     common: bytes = b""
@@ -105,26 +106,26 @@ class _Opened(msgspec.Struct, frozen=True):
 
 
 class _Keys(msgspec.Struct, frozen=True):
-    """The keys that the checkpoint holds, as rank 0 finds them in its index."""
+    """The keys of the checkpoint, which rank 0 read from its metadata."""
 
     keys: tuple[str, ...]
 
 
 @entry_point
 def load_torch_dist(call: LoadCall, options: MegatronOptions, stock: Callable[[], Any]) -> Any:
-    """Load a checkpoint of Megatron's, saved by robust_dcp or by stock.
+    """Load a Megatron checkpoint that robust_dcp or stock has saved.
 
     Args:
-        call: what is to be loaded.
-        options: of the exchanges.
-        stock: loads as stock does; called, on all ranks, for a checkpoint of another backend than ``torch_dist``.
+        call: the arguments of the load.
+        options: the options of the exchanges.
+        stock: Megatron's own load. All ranks call it if the checkpoint's backend is not ``torch_dist``.
 
     Returns:
-        As ``dist_checkpointing.load``.
+        What ``dist_checkpointing.load`` returns.
 
     Raises:
         InvalidAccess: the ranks do not access each shard exactly once.
-        RobustCheckpointError: whatever failed on whichever rank; the same on all ranks.
+        RobustCheckpointError: something failed on any rank. All ranks raise the same error.
     """
     timeout = options.exchange_timeout_seconds
     if isinstance(call.sharded_strategy, RobustLoadStrategy):
@@ -143,13 +144,13 @@ def load_torch_dist(call: LoadCall, options: MegatronOptions, stock: Callable[[]
 
 @entry_point
 def load_common_state(checkpoint_dir: str | os.PathLike[str]) -> Any:
-    """``dist_checkpointing.load_common_state_dict``: local to this rank, and without running code from the file.
+    """``dist_checkpointing.load_common_state_dict``. It asks no other rank and runs no code from the file.
 
     Raises:
         ValueError: ``checkpoint_dir`` is a URL.
         CheckpointingException: there is no checkpoint.
-        UnsafeCheckpoint: the common state holds an object of a class that is not known to be data.
-        CorruptCheckpoint: it is damaged.
+        UnsafeCheckpoint: the common state holds an object of a class that is not known to be plain data.
+        CorruptCheckpoint: the common state is damaged.
     """
     directory = directory_path(checkpoint_dir)
     versions.backend_of(directory)
@@ -230,7 +231,7 @@ class _Load:
         )
 
     def _read_in_parallel(self, wrapper: Any) -> dict[str, Any]:
-        """Each parallelization group by itself; a failure in one of them is that of all ranks."""
+        """Each parallelization group reads by itself. If one group fails, all ranks raise its error."""
         loaded: dict[str, Any] = {}
 
         def load() -> None:
@@ -253,7 +254,7 @@ def _open(call: LoadCall) -> _Opened:
 
 
 def _read_common(directory: str) -> _Opened:
-    """The common state's bytes, from ``common.pt`` or, as Megatron 0.19 saves it, from a ShardedObject."""
+    """Read the common state's bytes from ``common.pt``, or from a ShardedObject as Megatron 0.19 saves it."""
     path = os.path.join(directory, common_state.COMMON_FILE)
     file = common_state.read_file(path)
     if file is not None:
@@ -268,7 +269,7 @@ def _read_common(directory: str) -> _Opened:
 
 
 class _KeepsBytes(DefaultLoadPlanner):
-    """Leaves the one object that it loads as it is stored, in ``data``: each rank decodes it."""
+    """Loads one object and keeps its stored bytes in ``data``. Each rank decodes them later."""
 
     data = b""
 
@@ -277,7 +278,7 @@ class _KeepsBytes(DefaultLoadPlanner):
 
 
 def _decoded(opened: _Opened, directory: str) -> Any:
-    """The common state, without running code that its bytes name."""
+    """Decode the common state without running any code that its bytes name."""
     file, item = directory, versions.COMMON_STATE_KEY
     if opened.is_file:
         file, item = os.path.join(directory, common_state.COMMON_FILE), common_state.COMMON_FILE

@@ -1,6 +1,7 @@
-"""Tensors taken out of a committed checkpoint (``dist_checkpointing.remove_sharded_tensors``).
+"""Removes items from a committed checkpoint (``dist_checkpointing.remove_sharded_tensors``).
 
-Owns the order: the new ``.metadata`` is durable before a data file goes. Called by ``load_strategy``.
+Owns the order of the steps: the new ``.metadata`` is durable before any data file is removed. Called by
+``load_strategy``.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 def remove_keys(checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None:
-    """Remove every item whose key starts with ``key_prefix``, and the files that hold nothing else.
+    """Remove every item with a key that starts with ``key_prefix``, and the files that hold only such items.
 
-    Unlike stock, which looks for files of that prefix (a save with ``separation_hint`` makes such), this goes by the
-    keys. Killed at any instant, the checkpoint loads as before or without the items.
+    This selects items by their keys. Stock selects files by their names, and only a save with ``separation_hint``
+    makes files with such a prefix. If the process is killed at any time, the checkpoint loads with all items or without
+    the removed ones.
 
     Raises:
         ValueError: ``checkpoint_dir`` is a URL.
@@ -48,5 +50,5 @@ def remove_keys(checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None
     after = set(referenced_files(metadata))
     disk = PosixDisk()
     commit_metadata(disk, directory, encode_metadata(metadata))
-    # The index belongs to what was replaced. Nobody would use it, and it would stay for ever.
+    # The index describes the replaced `.metadata`. Nobody would use or remove it later.
     remove_data_files(disk, directory, (before - after) | {INDEX_NAME}, keep=after)

@@ -1,7 +1,7 @@
-"""What is taken over of Megatron's queue of asynchronous saves, and of what Megatron-LM does when it finalizes them.
+"""The replacements in Megatron's queue of asynchronous saves, and in the code of Megatron-LM that finalizes them.
 
-Owns the replacements; the work is in ``async_requests`` and ``failures``, which are imported when one is called. The
-table is a part of that of ``save_patches``.
+``async_requests`` and ``failures`` do the work. They are imported when a replacement is called. The table of this
+module is a part of the table of ``save_patches``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["FORMATS", "PATCHES"]
 Replaced = Callable[..., Any]
 
 FORMATS = ("torch_dist", "torch_dcp", "fsdp_dtensor")
-"""Values of ``--ckpt-format`` that are taken over."""
+"""The values of ``--ckpt-format`` that robust_dcp takes over."""
 
 
 def _schedule_async_request(original: Replaced) -> Replaced:
-    """``AsyncCallsQueue.schedule_async_request``: no process is started for a request of ours. Others are stock's."""
+    """``AsyncCallsQueue.schedule_async_request``. It starts no process for our requests; others go to stock."""
 
     @functools.wraps(original)
     def schedule_async_request(self: Any, async_request: Any) -> Any:
@@ -48,8 +48,11 @@ def _maybe_finalize_async_save(original: Replaced) -> Replaced:
 
 
 def _init_persistent_async_worker(original: Replaced) -> Replaced:
-    """Megatron-LM's ``init_persistent_async_worker``, called once at the start of a job (0.19): the worker would hold
-    memory, also of the device, and have nothing to do. Stock starts it later, should a request need it after all."""
+    """Megatron-LM's ``init_persistent_async_worker``, which runs once at the start of a job (0.19).
+
+    Without stock's asynchronous saves the worker would have nothing to do, but hold memory, also on the device. If a
+    request needs the worker after all, stock starts it later.
+    """
 
     @functools.wraps(original)
     def init_persistent_async_worker(*args: Any, **kwargs: Any) -> Any:
@@ -61,7 +64,7 @@ def _init_persistent_async_worker(original: Replaced) -> Replaced:
 
 
 def _is_worker_of_use() -> bool:
-    """Whether this job has asynchronous requests that stay stock."""
+    """Whether stock runs some asynchronous requests of this job."""
     from robust_dcp.megatron.hooks.options import megatron_arguments
 
     arguments = megatron_arguments()
@@ -84,4 +87,4 @@ PATCHES: tuple[Patch, ...] = (
     Patch("megatron.training.async_utils", _WORKER, _init_persistent_async_worker, optional=True),
     Patch("megatron.training.initialize", _WORKER, _init_persistent_async_worker, optional=True),
 )
-"""Modules of which some versions or wheels have none are never imported, and so never patched."""
+"""Some versions or wheels lack some of these modules. Such a module is never imported, so it is never patched."""

@@ -1,9 +1,10 @@
-"""A Megatron sharded state dict as the items that DCP saves: which replicas take part, and what each shard is.
+"""Describes a Megatron sharded state dict as the items that DCP saves, and says which replicas take part.
 
-What Megatron's and DCP's own translation would say of a shard is said here of its properties, without making their
-objects, and kept for the next save with equal properties (:mod:`~robust_dcp.megatron.checks.shard_facts`). Shards that
-are no plain tensors (FP8 classes, flattened ranges) go through Megatron's own translation. Decides on this rank alone.
-Called by ``planner``, so that all ranks hear of a failure here.
+Megatron and DCP would translate each shard into objects of their own. This module derives the same description from the
+shard's properties without these objects. It keeps the description for the next save with equal properties
+(:mod:`~robust_dcp.megatron.checks.shard_facts`). Shards that are not plain tensors (FP8 classes, flattened ranges) go
+through Megatron's own translation. Nothing here asks another rank. Called by ``planner``, inside an exchange, so all
+ranks hear if this fails.
 """
 
 from __future__ import annotations
@@ -32,16 +33,17 @@ _Chunk = tuple[tuple[int, ...], tuple[int, int] | None]
 
 @dataclass(eq=False)
 class _Saved:
-    """What takes part in a save, worked out from the facts alone; shards are numbered in the order of the state dict.
+    """What takes part in a save. It is computed from the facts alone. Shards are numbered in the state dict's order.
 
     Attributes:
-        by_key: for each key of the checkpoint the shards that take part: of a tensor one for each chunk, of an object
-            the main replica.
-        translated: keys that Megatron's own translation has to describe.
-        names, structures: of the items of all other keys.
-        data: for each of these items its shard, or how DCP calls it, for an object.
-        views: for some of these items the shape in which they are saved, with leading dimensions of size 1.
-        same: pairs of shards that claim to be the main replica of one chunk: right only if they are one tensor.
+        by_key: for each key of the checkpoint the shards that take part: one for each chunk of a tensor, and the main
+            replica of an object.
+        translated: the keys that Megatron's own translation has to describe.
+        names, structures: the names and structures of the items of all other keys.
+        data: the source of each of these items: for a tensor the number of its shard, for an object its index in DCP.
+        views: the shape in which an item is saved, for items that get leading dimensions of size 1.
+        same: pairs of shards that both claim to be the main replica of one chunk. This is valid only if both are the
+            same tensor.
     """
 
     by_key: dict[str, list[int]] = field(default_factory=dict)
@@ -54,10 +56,10 @@ class _Saved:
 
 
 class TranslatedStateDict(Mapping[str, Any]):
-    """The state dict as stock's code wants it, by key: a tensor that DCP can save, or ``io.BytesIO`` with an object.
+    """The state dict that stock's code expects: by key a tensor that DCP can save, or an ``io.BytesIO`` with an object.
 
-    Each value is made by Megatron when it is asked for; few are, see the module. As with stock strategies, the shards
-    that are translated are changed (detached, made contiguous).
+    Megatron makes a value only when it is asked for, and few values are (see the module's docstring). The translation
+    changes the shards (detaches them, makes them contiguous), as it does with stock strategies.
     """
 
     def __init__(self, by_key: Mapping[str, list[ShardedBase]]) -> None:
@@ -98,9 +100,9 @@ class SavedShards:
     """What one rank brings to a save.
 
     Attributes:
-        state_dict: as stock's code wants it.
-        items: the same, item by item.
-        translated: the values that Megatron's own translation has described.
+        state_dict: the state dict that stock's code expects.
+        items: the descriptions of its items.
+        translated: the values that Megatron's own translation made.
     """
 
     state_dict: TranslatedStateDict
@@ -109,17 +111,17 @@ class SavedShards:
 
 
 def saved_shards(facts: ShardFacts) -> SavedShards:
-    """What ``megatron.core.dist_checkpointing.save`` hands to a strategy, as items that say which replica counts.
+    """Describe the shards that ``megatron.core.dist_checkpointing.save`` hands to a strategy.
 
-    Tensors: every replica takes part as what it is; the global plan decides which of them is written. Objects: only
-    the main replica takes part. Replicas of a ShardedObject need not be alike (RNG states of data-parallel ranks are
-    not), and the main one is what stock Megatron saves.
+    All replicas of a tensor take part, and the global plan decides which of them is written. Of an object only the main
+    replica takes part, because replicas of a ShardedObject may differ (RNG states of data-parallel ranks do). Stock
+    Megatron saves the main replica too.
 
     Raises:
         PlanConflict: one key stands for two things on this rank: a tensor and an object, or two tensors that both
             claim to be the main replica of one chunk.
-        ValueError: for a shard that is a flattened range of a tensor, where Megatron-Core (0.16 and newer) knows none.
-        CheckpointingException: for a main replica without data.
+        ValueError: a shard is a flattened range of a tensor. Megatron-Core 0.16 and newer has none.
+        CheckpointingException: a main replica has no data.
     """
     shards = facts.shards
     saved = facts.once(_work_out)
@@ -158,7 +160,7 @@ def _with_translated(
 
 
 def _work_out(facts: ShardFacts) -> _Saved:
-    """Which shards take part, and what each is."""
+    """Find out which shards take part, and describe each."""
     grouped: dict[str, list[int]] = {}
     for number, shard in enumerate(facts.shards):
         key = shard.unique_key if isinstance(shard, ShardedObject) else shard.key
@@ -202,13 +204,13 @@ class _Describer:
         self._saved.data.append(MetadataIndex(key))
 
     def take_tensor(self, key: str, numbers: list[int]) -> None:
-        """One shard for each chunk: a rank may hold a chunk twice (tied weights), and then the main replica counts."""
+        """Take one shard for each chunk. If a rank holds a chunk twice (tied weights), take the main replica."""
         chunks: dict[_Chunk, int] = {}
         for number in numbers:
             shard: Any = self._facts.shards[number]
             is_main = is_main_replica(shard.replica_id)
             if shard.data is None and not is_main:
-                continue  # a placeholder: this rank has nothing that could be saved in place of the main replica
+                continue  # a placeholder without data cannot be saved in place of the main replica
             chunk = _chunk_of(key, shard)
             held = chunks.get(chunk)
             if held is not None and is_main and is_main_replica(self._facts.shards[held].replica_id):
@@ -226,7 +228,7 @@ class _Describer:
             self._saved.translated.append(key)
 
     def _is_plain(self, number: int) -> bool:
-        """Whether the properties of a shard tell all that Megatron's translation would say of it."""
+        """Whether the properties of a shard are enough to describe it as Megatron's translation would."""
         shard: Any = self._facts.shards[number]
         if type(shard) is not ShardedTensor or getattr(shard, "flattened_range", None) is not None:
             return False
@@ -258,7 +260,7 @@ def _replica_of(shard: ShardedBase) -> Replica:
 
 
 def _chunk_of(key: str, shard: ShardedTensor) -> _Chunk:
-    """What tells the chunks of one tensor apart: up to 0.15 those of the distributed optimizer may be cut once more."""
+    """An identity for each chunk of a tensor. Up to 0.15 the distributed optimizer may cut chunks into ranges."""
     flat = getattr(shard, "flattened_range", None)
     if flat is None:
         return tuple(shard.global_offset), None
@@ -288,7 +290,7 @@ def _claimed_twice(shard: ShardedBase) -> PlanConflict:
 
 
 def _is_same(one: ShardedBase, other: ShardedBase) -> bool:
-    """Whether two shards are one tensor in memory, or one object."""
+    """Whether two shards hold the same tensor in memory, or the same object."""
     left, right = one.data, other.data
     if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
         return left is right

@@ -1,7 +1,8 @@
 """RobustPlanner for Megatron's sharded state dicts.
 
-Owns what is special to them: what the shards say of themselves, and objects that are serialized already. Made by
-``save_strategy`` for each save; the plan cache is robust_dcp's, so a planner that lives for one save loses nothing.
+Owns what is special to them: the shards carry their own description, and objects are serialized already.
+``save_strategy`` makes a planner for each save. This loses nothing, because the plan cache belongs to robust_dcp and
+not to the planner.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ __all__ = ["MegatronPlanner"]
 class MegatronPlanner(RobustPlanner):
     """Plans the save of a Megatron sharded state dict (ShardedTensor and ShardedObject leaves, no factories).
 
-    The main replica of each shard is saved, as stock Megatron does, or with ``peers`` one of its copies on the ranks
-    that lie in one group with it. Keys are Megatron's own and global, so nothing is flattened by path and
-    ``Metadata.planner_data`` stays empty, as with ``MCoreSavePlanner``. Takes the keyword arguments of
-    :class:`robust_dcp.RobustPlanner` but those about flattening, and
+    As in stock Megatron, the main replica of each shard is saved. With ``peers`` it may be another replica on a rank of
+    the same group. Keys are Megatron's own and global, so no key is made from a path, and ``Metadata.planner_data``
+    stays empty, as with ``MCoreSavePlanner``. It takes the keyword arguments of :class:`robust_dcp.RobustPlanner`,
+    except for those about flattening, and these:
 
     Args:
         peers: the global ranks of the group over which ``FullyParallelSaveStrategyWrapper`` spreads the writes of this
-            rank; ``()`` without it.
-        facts: the shards of the state dict that will be given, if they have been looked at already.
-        refused: what of ``common.pt`` a load would refuse, to be told together with what the shards hold.
+            rank; ``()`` without the wrapper.
+        facts: the facts of the shards in the state dict, if they are known already.
+        refused: what a load would refuse in ``common.pt``. It is reported together with what is refused in the shards.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class MegatronPlanner(RobustPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Look at the shards of the state dict. What is wrong is raised on all ranks by the first exchange."""
+        """Read the shards of the state dict. If this fails, the first exchange raises the error on all ranks."""
         shards_error: Exception | None = None
         self._shards = None
         facts, self._facts = self._facts, None
@@ -70,7 +71,7 @@ class MegatronPlanner(RobustPlanner):
         self._set_up_error = shards_error or self._set_up_error
 
     def items_of_state_dict(self, *, is_coordinator: bool) -> DescribedItems:
-        """The shards as they have been described; by stock's way for a planner that looks values up in its own."""
+        """The described shards. A planner that looks values up in its own way goes through stock's methods instead."""
         if self._shards is None or self._overrides("lookup_object"):
             return super().items_of_state_dict(is_coordinator=is_coordinator)
         return self._shards.items
@@ -83,13 +84,13 @@ class MegatronPlanner(RobustPlanner):
         return self._peers
 
     def metadata_attributes(self) -> Attributes:
-        """What stock Megatron-Core looks for when it loads flattened ranges (0.14)."""
+        """The attributes that stock Megatron-Core (0.14) needs to load flattened ranges."""
         return metadata_attributes_of({} if self._shards is None else self._shards.translated)
 
     def refused_before(self) -> Mapping[str, Refusal]:
         return self._refused
 
     def object_data(self, write_item: WriteItem, value: Any) -> io.BytesIO:
-        """Objects come as ``io.BytesIO`` that hold what ``torch.save`` made of them: they are written as they are."""
+        """The bytes of an object. It comes as an ``io.BytesIO`` with ``torch.save``'s bytes, which is written as is."""
         data: io.BytesIO = value
         return data

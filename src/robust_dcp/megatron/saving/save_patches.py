@@ -1,7 +1,7 @@
-"""What is taken over of Megatron-Core's and Megatron-LM's saves of ``torch_dist``.
+"""The replacements of Megatron-Core's and Megatron-LM's functions that save ``torch_dist`` checkpoints.
 
-Owns the replacements; each does what Megatron does where robust_dcp is not the chosen planner. The work is in
-``saving``, ``save_strategy`` and ``validation``, which import Megatron: so they are imported when one is called.
+Each replacement calls Megatron's own function if robust_dcp is not the chosen planner. ``saving``, ``save_strategy``
+and ``validation`` do the work. They import Megatron, so they are imported only when a replacement is called.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Replaced = Callable[..., Any]
 
 
 def _save(original: Replaced) -> Replaced:
-    """``dist_checkpointing.save``: every step inside an exchange. Other backends are left to Megatron."""
+    """``dist_checkpointing.save``, with every step inside an exchange. Megatron saves checkpoints of other backends."""
 
     @functools.wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:
@@ -45,8 +45,8 @@ def _save(original: Replaced) -> Replaced:
 
 
 def _strategy_save(original: Replaced) -> Replaced:
-    """``TorchDistSaveShardedStrategy.save``: for callers that hold on to Megatron's own ``dist_checkpointing.save``, or
-    call the strategy themselves. Stock's would start an asynchronous save and wait for it."""
+    """``TorchDistSaveShardedStrategy.save``, for callers that still hold Megatron's own ``dist_checkpointing.save`` or
+    call the strategy themselves. Stock's method would start an asynchronous save and wait for it."""
 
     @functools.wraps(original)
     def save(self: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: Any) -> Any:
@@ -75,8 +75,11 @@ def _strategy_async_save(original: Replaced) -> Replaced:
 
 
 def _parallel_save(original: Replaced) -> Replaced:
-    """``FullyParallelSaveStrategyWrapper.save``, around a strategy that writes ``torch_dist``: the global plan spreads
-    the work over the ranks of the wrapper's group, for what is there now. Replica ids stay as they are."""
+    """``FullyParallelSaveStrategyWrapper.save`` around a strategy that writes ``torch_dist``.
+
+    The global plan spreads the writes over the ranks of the wrapper's group, anew for the shards of this save. The
+    shards' replica ids are not changed.
+    """
 
     @functools.wraps(original)
     def save(self: Any, sharded_state_dict: dict[str, Any], checkpoint_dir: Any) -> Any:
@@ -90,7 +93,7 @@ def _parallel_save(original: Replaced) -> Replaced:
 
 
 def _parallel_async_save(original: Replaced) -> Replaced:
-    """``FullyParallelSaveStrategyWrapper.async_save``, as above."""
+    """``FullyParallelSaveStrategyWrapper.async_save``, like :func:`_parallel_save`."""
 
     @functools.wraps(original)
     def async_save(
@@ -117,12 +120,12 @@ def _shards(sharded_state_dict: dict[str, Any], checkpoint_dir: Any, paralleliza
 
 
 def _queue_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """The ``async_strategy`` that a strategy is called with, from 0.17 on."""
+    """The argument ``async_strategy`` of a strategy's call (from 0.17 on)."""
     return args[0] if args else kwargs.get("async_strategy")
 
 
 def _is_written_by_ours(strategy: Any) -> bool:
-    """Whether a strategy writes ``torch_dist`` in Megatron's own way; else say that it is left to do otherwise."""
+    """Whether a strategy writes ``torch_dist`` in Megatron's own way. If not, log that it saves in its own way."""
     from robust_dcp.megatron.versions import writes_torch_dist
 
     if writes_torch_dist(strategy):
@@ -132,7 +135,7 @@ def _is_written_by_ours(strategy: Any) -> bool:
 
 
 def _determine_global_metadata(original: Replaced) -> Replaced:
-    """``determine_global_metadata``: columns to the coordinator; back come its verdict and the keys of all ranks."""
+    """``determine_global_metadata``. Ranks send columns to the coordinator. It returns its verdict and all keys."""
 
     @functools.wraps(original)
     def determine_global_metadata(
@@ -150,7 +153,7 @@ def _determine_global_metadata(original: Replaced) -> Replaced:
 
 
 def _validate_sharding_integrity(original: Replaced) -> Replaced:
-    """``validate_sharding_integrity``, of what the function above returned: the verdict, raised on all ranks."""
+    """``validate_sharding_integrity``. All ranks raise the verdict that ``determine_global_metadata`` returned."""
 
     @functools.wraps(original)
     def validate_sharding_integrity(global_metadata: Any, common_state_dict: Any = None) -> None:
@@ -167,8 +170,11 @@ def _validate_sharding_integrity(original: Replaced) -> Replaced:
 
 
 def _save_checkpoint(original: Replaced) -> Replaced:
-    """Megatron-LM's ``save_checkpoint``: failures before the save are shared, and for ``--ckpt-save-failure warn``. It
-    makes directories before it saves, so a ``--save`` that is none is refused here."""
+    """Megatron-LM's ``save_checkpoint``. If a rank fails before the save, all ranks hear of it.
+
+    This is also where ``--ckpt-save-failure warn`` acts. Megatron makes directories before it saves, so a ``--save``
+    that cannot be a directory is refused here.
+    """
 
     @functools.wraps(original)
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
@@ -187,7 +193,7 @@ def _save_checkpoint(original: Replaced) -> Replaced:
 
 
 def _will_be_ours(original: Replaced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call of ``save_checkpoint`` ends in a save of ours, by Megatron's arguments; else say what it is."""
+    """Whether this call of ``save_checkpoint`` ends in a save of ours, by Megatron's arguments. If not, log why."""
     from robust_dcp.megatron.hooks.options import megatron_arguments
 
     arguments = megatron_arguments()
@@ -209,7 +215,8 @@ _WHY_LOCAL = "nvidia_resiliency_ext keeps them on each node, in a format of its 
 
 
 def _local_checkpoint(original: Replaced) -> Replaced:
-    """``MCoreTensorAwareStateDict.from_state_dict``: what all frameworks make of a local checkpoint. Stock's."""
+    """``MCoreTensorAwareStateDict.from_state_dict``. All frameworks make local checkpoints by it. It logs, then calls
+    stock's function."""
 
     @functools.wraps(original)
     def from_state_dict(*args: Any, **kwargs: Any) -> Any:
@@ -223,8 +230,8 @@ def _local_checkpoint(original: Replaced) -> Replaced:
 _DIST_CHECKPOINTING = "megatron.core.dist_checkpointing"
 _FULLY_PARALLEL = f"{_DIST_CHECKPOINTING}.strategies.fully_parallel"
 
-# By way of the package, which is loaded after the modules in it: patched one by one while they are imported, some would
-# already hold the replacements of others.
+# This patches the package, not its modules. The modules import each other's functions by name. If each were patched as
+# it is imported, a later one would bind a replacement, and `uninstall` could not undo that.
 PATCHES: tuple[Patch, ...] = (
     Patch(_DIST_CHECKPOINTING, "save", _save),
     Patch(_DIST_CHECKPOINTING, "serialization.save", _save),
@@ -248,4 +255,4 @@ PATCHES: tuple[Patch, ...] = (
     Patch("megatron.training.training", "save_checkpoint", _save_checkpoint, optional=True),
     *async_patches.PATCHES,
 )
-"""Modules of which some versions or wheels have none are never imported, and so never patched."""
+"""Some versions or wheels lack some of these modules. Such a module is never imported, so it is never patched."""

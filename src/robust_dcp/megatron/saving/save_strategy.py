@@ -1,8 +1,9 @@
 """Megatron-Core's save strategy over :func:`robust_dcp.save` and :func:`robust_dcp.async_save`.
 
-Owns what Megatron expects of a strategy; starts no process, keeps no plan and no queue. Passed by the user as
-``sharded_strategy`` to ``megatron.core.dist_checkpointing.save``, alone or in ``FullyParallelSaveStrategyWrapper``;
-with robust_dcp as the planner, ``saving`` and ``save_patches`` write Megatron's own strategy's shards through it.
+Owns what Megatron expects of a strategy. It starts no process, and keeps no plan and no queue. Users pass it as
+``sharded_strategy`` to ``megatron.core.dist_checkpointing.save``, alone or in ``FullyParallelSaveStrategyWrapper``.
+With robust_dcp as the planner, ``saving`` and ``save_patches`` also write through it when the strategy is Megatron's
+own.
 """
 
 from __future__ import annotations
@@ -37,18 +38,19 @@ CheckpointDir = str | os.PathLike[str]
 
 @dataclass(frozen=True, eq=False)
 class ShardedSave:
-    """A save of the shards of a sharded state dict, to be made now or beside training; all ranks of the group make it.
+    """One save of the shards of a sharded state dict, now or beside training. All ranks of the group make it together.
 
     Attributes:
-        sharded_state_dict: nested dicts and lists of ShardedTensor and ShardedObject, factories applied.
-        checkpoint_dir: a directory of a mounted file system.
-        options: of writer and planner.
-        process_group: ``None`` for all ranks.
-        writer: of ``writer_for``, for a caller that has to take the commit back if what follows fails.
-        parallelization_group: that of ``FullyParallelSaveStrategyWrapper``: this rank's part of the job, in which any
-            rank may write what is the main replica of another. ``None`` without it: the main replica is written.
-        facts: of the shards of ``sharded_state_dict``, if they are known.
-        refused: what else of this checkpoint a load would refuse, by key.
+        sharded_state_dict: nested dicts and lists of ShardedTensor and ShardedObject, after factories were applied.
+        checkpoint_dir: a directory on a mounted file system.
+        options: the options of the writer and the planner.
+        process_group: the ranks that save together; ``None`` for all ranks.
+        writer: what ``writer_for`` returned. It is for a caller that must undo the commit if a later step fails.
+        parallelization_group: the group of ``FullyParallelSaveStrategyWrapper``. Any rank of this group may write a
+            shard whose main replica is on another of its ranks. ``None`` without the wrapper: the main replica is
+            written.
+        facts: the facts of the shards, if they are known.
+        refused: what else a load would refuse in this checkpoint, by key.
     """
 
     sharded_state_dict: dict[str, Any]
@@ -65,7 +67,7 @@ class ShardedSave:
         """Write and commit.
 
         Raises:
-            RobustCheckpointError: on every rank, whichever of them failed.
+            RobustCheckpointError: any rank failed. Every rank raises it.
             ValueError: ``checkpoint_dir`` is a URL.
         """
         report: SaveReport = self._call(api.save)
@@ -74,9 +76,10 @@ class ShardedSave:
 
     @entry_point
     def start(self) -> BackgroundSave:
-        """Agree and copy what this rank writes. It is written and committed while training goes on.
+        """Agree with the other ranks, and copy the data that this rank writes. Training then goes on while it is
+        written and committed.
 
-        Raises: as :meth:`write`.
+        Raises what :meth:`write` raises.
         """
         return BackgroundSave(self._call(async_save))
 
@@ -102,14 +105,15 @@ class ShardedSave:
 
 
 def request_for_shards(save: ShardedSave, strategy: Any, async_strategy: str | None) -> Any:
-    """Start ``save``, for Megatron's queue. ``last_report`` of ``strategy`` is set when the request is finalized.
+    """Start ``save`` and return a request for Megatron's queue. When the request is finalized, ``strategy`` gets its
+    ``last_report``.
 
     Args:
-        async_strategy: whose queue the request goes into (Megatron-Core 0.17 and newer).
+        async_strategy: the package that owns the queue (Megatron-Core 0.17 and newer).
 
-    Raises: as :meth:`ShardedSave.write`.
+    Raises what :meth:`ShardedSave.write` raises.
     """
-    request_class = versions.async_request_class(async_strategy)  # first: it raises if that queue is not installed
+    request_class = versions.async_request_class(async_strategy)  # comes first: it raises if the queue is not installed
 
     def finish(report: SaveReport) -> None:
         strategy.last_report = report
@@ -120,9 +124,9 @@ def request_for_shards(save: ShardedSave, strategy: Any, async_strategy: str | N
 class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):
     """Saves Megatron sharded state dicts with robust_dcp; stock Megatron loads them.
 
-    It derives from the stock strategy because Megatron asks for one: up to 0.16 it refuses another class, from 0.17
-    on it silently takes the stock strategy in its place. Nothing is inherited but attributes: ``cached_metadata`` and
-    ``thread_count`` of the stock strategy have no meaning here, and a changed structure is noticed on every save.
+    It derives from the stock strategy because Megatron requires that. Up to 0.16 Megatron refuses another class, and
+    from 0.17 on it silently uses the stock strategy in its place. Only attributes are inherited. ``cached_metadata``
+    and ``thread_count`` of the stock strategy have no effect here. Every save notices if the structure has changed.
 
         from megatron.core import dist_checkpointing
         from robust_dcp.megatron import RobustSaveStrategy
@@ -132,14 +136,14 @@ class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):
         print(strategy.last_report)
 
     Args:
-        backend, version: what Megatron writes into ``metadata.json``; the format on disk is ``torch_dist``.
+        backend, version: what Megatron writes into ``metadata.json``. The format on disk is ``torch_dist``.
         process_group: the ranks that call ``dist_checkpointing.save`` together; all ranks by default.
-        timeout_seconds: for each exchange between ranks.
-        on_structure_change: ``"rebuild"`` (log the keys and plan anew), ``"error"`` or ``"quiet"``.
-        threads: writer threads, and files, of each rank.
+        timeout_seconds: the timeout of each exchange between ranks.
+        on_structure_change: ``"rebuild"`` (log the keys and plan anew), ``"error"`` or ``"quiet"`` (plan anew).
+        threads: the number of writer threads of each rank. Each writes a file.
         buffer_bytes: limit for the memory of the writer.
 
-    What is not given is as Megatron's arguments or the environment say (:func:`~.options.current_options`).
+    The defaults come from Megatron's arguments or the environment (:func:`~.options.current_options`).
     """
 
     def __init__(
@@ -162,8 +166,8 @@ class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):
             "writer_buffer_bytes": buffer_bytes,
         }
         self.last_report: SaveReport | None = None
-        """What the last save of this strategy did; ``None`` before the first. Of an asynchronous one once Megatron has
-        finalized it."""
+        """The report of this strategy's last save; ``None`` before the first. An asynchronous save sets it when
+        Megatron finalizes the save."""
 
     @property
     def options(self) -> MegatronOptions:
@@ -173,10 +177,10 @@ class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):
 
     @entry_point
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: CheckpointDir) -> None:
-        """Save and commit; ``last_report`` says what was done.
+        """Save and commit. ``last_report`` then has the report.
 
         Raises:
-            RobustCheckpointError: on every rank, whichever of them failed.
+            RobustCheckpointError: any rank failed. Every rank raises it.
             ValueError: ``checkpoint_dir`` is a URL.
         """
         self.last_report = self._of(sharded_state_dict, checkpoint_dir).write()
@@ -192,7 +196,7 @@ class RobustSaveStrategy(versions.TorchDistSaveShardedStrategy):
 
         Args:
             sharded_state_dict, checkpoint_dir: as in :meth:`save`.
-            async_strategy: whose queue the request goes into (Megatron-Core 0.17 and newer).
+            async_strategy: the package that owns the queue (Megatron-Core 0.17 and newer).
         """
         return request_for_shards(self._of(sharded_state_dict, checkpoint_dir), self, async_strategy)
 

@@ -1,18 +1,19 @@
-"""``megatron.core.dist_checkpointing.save`` for ``torch_dist``, every step of it inside an exchange.
+"""``megatron.core.dist_checkpointing.save`` for ``torch_dist``, with every step inside an exchange.
 
-Owns the order of the steps: prepare, validate, write and commit, finish. What stock does between collectives (apply
-factories, write ``common.pt`` on rank 0, write ``metadata.json``) is done here where a failure reaches all ranks.
-Called by the replacement in ``save_patches``.
+Stock applies factories, writes ``common.pt`` on rank 0 and writes ``metadata.json`` between its collectives, where
+other ranks do not hear of a failure. Here these steps run inside exchanges, so a failure reaches all ranks. This module
+owns the order of the steps. Called by the replacement in ``save_patches``.
 
 | step | exchanges |
 | --- | --- |
-| prepare | ``agree``: each rank offers the signature of what it accesses and the digest of its common state |
-| validate | none, if all ranks show that this structure was found right before; else a gather and a broadcast |
+| prepare | ``agree``: each rank offers the signature of the shards it accesses and the digest of its common state |
+| validate | none, if all ranks found this structure valid before; else a gather and a broadcast |
 | write, commit | those of :func:`robust_dcp.save` |
-| finish | a barrier, in whose work rank 0 writes ``common.pt`` and ``metadata.json`` |
-| manifest | only with ``verify_integrity``: a gather of the files' hashes, and a barrier |
+| finish | a barrier, in which rank 0 writes ``common.pt`` and ``metadata.json`` |
+| manifest | a gather of the files' hashes and a barrier; only with ``verify_integrity`` |
 
-An asynchronous save returns when each rank has copied what it writes, and finishes in the finalizer of its request.
+An asynchronous save returns when each rank has copied the data that it writes. It finishes in the finalizer of its
+request.
 """
 
 from __future__ import annotations
@@ -53,16 +54,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SaveCall:
-    """The arguments of one call of ``dist_checkpointing.save``, of any version.
+    """The arguments of one call of ``dist_checkpointing.save`` in any version of Megatron.
 
     Attributes:
-        sharded_state_dict, checkpoint_dir, sharded_strategy: as given.
-        validate_access_integrity: whether each shard has to be the main replica of exactly one rank.
-        is_async: ``async_sharded_save``.
-        preprocess_common: applied to the common state before it is compared between ranks.
+        sharded_state_dict, checkpoint_dir, sharded_strategy: the arguments of the call.
+        validate_access_integrity: whether to check that each shard has its main replica on exactly one rank.
+        is_async: the argument ``async_sharded_save``.
+        preprocess_common: applied to the common state before ranks compare it.
         content_metadata: put into the common state.
-        async_strategy: whose queue an asynchronous save goes into; ``None`` where Megatron has but one.
-        verify_integrity: whether Megatron's own manifest of all files is written (0.19).
+        async_strategy: the package that owns the queue of an asynchronous save; ``None`` if Megatron has only one.
+        verify_integrity: whether to write Megatron's own manifest of all files (0.19).
     """
 
     sharded_state_dict: dict[str, Any]
@@ -77,10 +78,10 @@ class SaveCall:
 
     @classmethod
     def of(cls, save: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> SaveCall:
-        """The call ``save(*args, **kwargs)`` of Megatron's own function.
+        """Read the arguments of ``save(*args, **kwargs)``, where ``save`` is Megatron's own function.
 
         Raises:
-            TypeError: it does not take these arguments.
+            TypeError: ``save`` does not take these arguments.
         """
         bound = inspect.signature(save).bind(*args, **kwargs)
         bound.apply_defaults()
@@ -99,25 +100,25 @@ class SaveCall:
 
 
 def base_strategy_of(strategy: Any) -> Any:
-    """The strategy within ``FullyParallelSaveStrategyWrapper``: the global plan spreads the work itself."""
+    """The strategy inside ``FullyParallelSaveStrategyWrapper``, which is not needed: our plan spreads the writes."""
     while hasattr(strategy, "base_strategy"):
         strategy = strategy.base_strategy
     return strategy
 
 
 def name_of_strategy(strategy: Any) -> str:
-    """For the log: the backend, or the class of the strategy within a wrapper."""
+    """A name for the log: the backend, or the class of the strategy inside a wrapper."""
     strategy = base_strategy_of(strategy)
     return str(strategy[0]) if isinstance(strategy, tuple) else type(strategy).__name__
 
 
 def parallelization_group_of(strategy: Any) -> Any:
-    """The group over which ``FullyParallelSaveStrategyWrapper`` spreads the work; ``None`` for another strategy."""
+    """The group over which ``FullyParallelSaveStrategyWrapper`` spreads the writes; ``None`` for other strategies."""
     return getattr(strategy, "parallelization_group", None)
 
 
 def is_ours(call: SaveCall, *, chosen: bool) -> bool:
-    """Whether robust_dcp does this save: by Megatron's strategy if it is chosen, by its own strategy always."""
+    """Whether robust_dcp makes this save: always with its own strategy, and with Megatron's only if it is chosen."""
     strategy = base_strategy_of(call.sharded_strategy)
     if isinstance(strategy, RobustSaveStrategy):
         return True
@@ -128,7 +129,7 @@ def is_ours(call: SaveCall, *, chosen: bool) -> bool:
 
 @dataclass(eq=False)
 class _Prepared:
-    """What one rank has made of its state dict."""
+    """What one rank has prepared from its state dict."""
 
     sharded: dict[str, Any] = field(default_factory=dict)
     facts: ShardFacts = field(default_factory=lambda: ShardFacts([]))
@@ -139,16 +140,16 @@ class _Prepared:
 
 @entry_point
 def save_torch_dist(call: SaveCall, options: MegatronOptions) -> Any:
-    """Save a checkpoint that Megatron loads; ``metadata.json`` is there only if all of it is.
+    """Save a checkpoint that Megatron can load. ``metadata.json`` exists only if the checkpoint is complete.
 
     Returns:
-        ``None``, or for an asynchronous save a request whose finalizer waits for the shards to be committed and then
-        writes ``metadata.json``.
+        ``None``, or a request for an asynchronous save. The request's finalizer waits until the shards are committed,
+        and then writes ``metadata.json``.
 
     Raises:
         ValueError: ``checkpoint_dir`` is a URL.
         InvalidAccess: the ranks do not access each shard exactly once.
-        RobustCheckpointError: whatever failed on whichever rank; the same on all ranks.
+        RobustCheckpointError: something failed on any rank. All ranks raise the same error.
     """
     directory = directory_path(call.checkpoint_dir)
     call = replace(call, checkpoint_dir=directory)
@@ -215,7 +216,7 @@ def _prepare_and_validate(call: SaveCall, strategy: Any, channel: Channel, phase
     )
     if not agreement.same_value:
         common_state.report_differences(channel, f"{phase}: common state", prepared.digests)
-    # "Constant structure" is the user's word for it; where the structure has changed all the same, it is validated.
+    # The user promises a constant structure by this option. It is validated all the same if it has changed.
     is_wanted = call.validate_access_integrity or getattr(strategy, "use_cached_ckpt_structure", False)
     if is_wanted and not check.is_known(agreement):
         check.finish(channel, f"{phase}: validate", agreement)
@@ -233,11 +234,11 @@ def _common_object(common: dict[str, Any], channel: Channel) -> Any:
 
 
 class _CommonFiles:
-    """What rank 0 puts beside the shards, and which of it was not there before.
+    """The files that rank 0 writes beside the shards. It remembers which of them did not exist before.
 
     Args:
-        directory: the checkpoint's.
-        common_file: the bytes of ``common.pt``, where there is one.
+        directory: the checkpoint's directory.
+        common_file: the bytes of ``common.pt``, if this version has one.
     """
 
     def __init__(self, directory: str, common_file: bytes | None) -> None:
@@ -246,7 +247,7 @@ class _CommonFiles:
         self._new: list[str] = []
 
     def write(self, strategy: Any) -> None:
-        """``metadata.json``, which says that the checkpoint is whole, last."""
+        """Write the files. ``metadata.json`` comes last, because it says that the checkpoint is complete."""
         if self._common_file is not None:
             self._write(common_state.COMMON_FILE, self._common_file)
         self._write(common_state.CONFIG_FILE, versions.checkpoint_config(strategy))
@@ -259,7 +260,7 @@ class _CommonFiles:
             self._new.append(path)
 
     def remove(self) -> None:
-        """Remove what was not there before: ``metadata.json`` first."""
+        """Remove the files that did not exist before, ``metadata.json`` first."""
         disk = PosixDisk()
         while self._new:
             disk.unlink(self._new[-1])
@@ -267,13 +268,14 @@ class _CommonFiles:
 
 
 class _Finish:
-    """What all ranks do once the shards are committed. It holds nothing of the state dict, for it may come much later.
+    """The last step of a save, after the shards are committed. It may run much later, so it keeps no part of the state
+    dict.
 
     Args:
-        strategy: within a wrapper.
-        channel, phase: of the save.
-        writer: that has written the shards.
-        files: that stand beside them.
+        strategy: the strategy, without a wrapper.
+        channel, phase: the channel and phase of the save.
+        writer: the writer that wrote the shards.
+        files: the files beside the shards.
     """
 
     def __init__(self, strategy: Any, channel: Channel, phase: str, writer: RobustWriter, files: _CommonFiles) -> None:
@@ -285,11 +287,11 @@ class _Finish:
 
     @entry_point
     def __call__(self, report: SaveReport, hashes: Callable[[], dict[str, str]] | None) -> None:
-        """Write the common files, and take the shards back if that fails.
+        """Write the common files. If that fails, withdraw the shards.
 
         Args:
-            report: of the save of the shards.
-            hashes: of the files that this rank has written, if there is to be a manifest.
+            report: the report of saving the shards.
+            hashes: returns the hashes of the files that this rank wrote, if a manifest is wanted.
         """
         if self._strategy is not None and not isinstance(self._strategy, tuple):
             self._strategy.last_report = report
@@ -310,7 +312,7 @@ class _Finish:
 
 
 class _Withdrawn(msgspec.Struct, frozen=True):
-    """Whether the shards count no more."""
+    """Whether the shards were withdrawn."""
 
     is_done: bool
 
@@ -318,8 +320,10 @@ class _Withdrawn(msgspec.Struct, frozen=True):
 def _withdraw(
     channel: Channel, phase: str, writer: RobustWriter, files: _CommonFiles, error: RobustCheckpointError
 ) -> None:
-    """Take back the shards, which are committed, of a checkpoint that is not whole. Where they have replaced others
-    those are gone, so the new ones stay. Never raises."""
+    """Withdraw the committed shards of an incomplete checkpoint. Never raises.
+
+    If the shards have replaced older ones, the older ones are gone already, so the new ones stay.
+    """
 
     def take_back() -> _Withdrawn:
         files.remove()
@@ -335,6 +339,6 @@ def _withdraw(
 
 
 def _warn_of_what_is_there(checkpoint_dir: str | os.PathLike[str]) -> None:
-    """As stock, whose reason holds here too: in a queue of jobs nobody is there to clear it away."""
+    """Warn, as stock does, that an incomplete checkpoint will be overwritten. Queued jobs have nobody to remove it."""
     if os.path.isdir(checkpoint_dir) and os.listdir(checkpoint_dir):
         logger.warning("Overwriting old incomplete / corrupted checkpoint...")

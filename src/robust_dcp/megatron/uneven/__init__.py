@@ -1,1 +1,1 @@
-"""Where the parts of unevenly cut DTensors begin: one keyed exchange in place of a collective for each."""
+"""Finds where the parts of unevenly cut DTensors begin, by one exchange in place of a collective for each DTensor."""

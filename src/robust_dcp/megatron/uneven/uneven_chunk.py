@@ -1,7 +1,8 @@
-"""The chunk of one uneven DTensor: what is noted on its local tensor, and how it is found for this DTensor alone.
+"""The chunk of one uneven DTensor: the offsets and sizes of the part that this rank holds.
 
-Owns :class:`UnevenChunk`, which DCP asks through ``__create_chunk_list__`` and ``__create_write_items__``. Made by
-``uneven_dtensors``; keeps no tensor alive.
+Owns :class:`UnevenChunk`. It is stored on the local tensor, where DCP asks it through ``__create_chunk_list__`` and
+``__create_write_items__``. It can also find the chunk of a single DTensor. ``uneven_dtensors`` makes it. It keeps no
+tensor alive.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["UnevenChunk", "chunk_of"]
 
 
 class _Extent(msgspec.Struct, frozen=True):
-    """What a rank holds of a DTensor together with those that it has asked already."""
+    """The part of a DTensor that a rank holds together with the ranks that it has asked so far."""
 
     global_shape: list[int]
     shard_dims: list[int]
@@ -30,7 +31,7 @@ class _Extent(msgspec.Struct, frozen=True):
 
 
 class UnevenChunk:
-    """What a local tensor is of its DTensor.
+    """Says which part of its DTensor a local tensor is.
 
     Attributes:
         part: the DTensor as this rank holds it.
@@ -49,25 +50,25 @@ class UnevenChunk:
 
     @classmethod
     def unknown(cls, value: DTensor, timeout_seconds: float) -> UnevenChunk:
-        """A chunk that is found when it is asked for, with the ranks of the mesh of ``value``."""
+        """A chunk that is found when it is first needed, by asking the ranks in the mesh of ``value``."""
         return cls(describe("a DTensor", value), None, value.device_mesh, timeout_seconds)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnevenChunk:
-        """Itself: a copy of the tensor is the same part of the same whole, and a mesh cannot be copied."""
+        """Return itself. A copy of the tensor is the same part of the same DTensor, and a mesh cannot be copied."""
         return self
 
     def note_on(self, value: DTensor) -> None:
-        """Make the local tensor of ``value`` say what it is; DCP asks it by these names."""
+        """Store this chunk on the local tensor of ``value``, under the names by which DCP asks for it."""
         local: Any = value._local_tensor
         local.__create_chunk_list__ = self.chunk_list
         local.__create_write_items__ = self.write_items
 
     def find(self) -> ChunkStorageMetadata:
-        """The chunk; if it is not known, the ranks of the mesh are asked, all of which have to call this.
+        """Return the chunk. If it is not known, ask the ranks of the mesh; then all of them have to call this.
 
         Raises:
-            PlanConflict: it was not known, and the parts of the ranks that were asked are not the whole tensor.
-            ExchangeError: they did not come, or came with another tensor.
+            PlanConflict: the chunk was not known, and the parts of the asked ranks do not make up the whole tensor.
+            ExchangeError: a rank did not come, or came with another tensor.
         """
         if self._chunk is None:
             self._chunk = _chunk(self.part, _asked(self.part, self._mesh, self._timeout_seconds))
@@ -77,7 +78,7 @@ class UnevenChunk:
         return [self.find()]
 
     def write_items(self, fqn: str, tensor: DTensor) -> list[WriteItem]:
-        """One item, or none for an empty part."""
+        """One write item, or none if the part is empty."""
         local = tensor.to_local()
         if local.numel() == 0:
             return []
@@ -87,7 +88,7 @@ class UnevenChunk:
 
 
 def chunk_of(value: DTensor, timeout_seconds: float) -> ChunkStorageMetadata:
-    """The chunk of ``value``: as it was noted, or found now with the ranks of its mesh.
+    """The stored chunk of ``value``. If none is stored, find it now with the ranks of its mesh.
 
     Raises:
         PlanConflict, ExchangeError: as :meth:`UnevenChunk.find`.
@@ -99,13 +100,13 @@ def chunk_of(value: DTensor, timeout_seconds: float) -> ChunkStorageMetadata:
 
 
 def _chunk(part: LocalPart, offsets: tuple[int, ...]) -> ChunkStorageMetadata:
-    # Plain tuples, as Megatron-FSDP makes them; an empty part may have fewer dimensions than the tensor.
+    # Megatron-FSDP makes plain tuples here too. An empty part may have fewer dimensions than the tensor.
     n_dimensions = len(part.local_shape)
     return ChunkStorageMetadata(offsets=offsets[:n_dimensions], sizes=part.local_shape)  # type: ignore[arg-type]
 
 
 def _asked(part: LocalPart, mesh: Any, timeout_seconds: float) -> tuple[int, ...]:
-    """Offsets of ``part``, from the ranks of one sharded mesh dimension after the other."""
+    """Find the offsets of ``part`` by asking the ranks along each sharded mesh dimension in turn."""
     global_shape, spread = list(part.global_shape), part.spread
     shard_dims, sizes, offsets = list(spread.shard_dims), list(part.sizes), [0] * spread.ndim
     for mesh_dim in spread.order:

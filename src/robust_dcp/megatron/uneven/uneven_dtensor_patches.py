@@ -1,16 +1,16 @@
-"""What is replaced of Megatron-FSDP's functions for uneven DTensors, wherever they are bound.
+"""The replacements of Megatron-FSDP's functions for uneven DTensors, in every module that imports them by name.
 
-Owns the table and the replacements' shape: each does what it replaces unless robust_dcp is the planner that was
-chosen. Imports neither torch nor Megatron. Applied by ``install``.
+Each replacement calls the original if robust_dcp is not the chosen planner. This module imports neither torch nor
+Megatron. Applied by ``install``.
 
-| replaced | by |
+| function | what runs in its place |
 | --- | --- |
-| ``preprocess_state_dict_for_uneven_dtensor`` | one keyed exchange of all DTensors (``place_chunks``) |
-| ``update_uneven_dtensor_chunk_metadata`` | a note that the chunk is to be found (``defer_chunk``), no exchange |
-| ``validate_uneven_dtensor`` | what can be seen here (``check_part``); the rest is validated by the exchange |
-| ``gather_and_compute_chunk_metadata`` | the chunk that was found; else a named exchange with the ranks of the mesh |
-| ``make_fsdp_dtensor`` in the SwiGLU, GDN and MLA splits | itself without ``run_check``: no world collective a split |
-| ``handle_*_in_state_dict`` | themselves; a failure is told to the ranks that wait. GDN: one exchange before it |
+| ``preprocess_state_dict_for_uneven_dtensor`` | one keyed exchange for all DTensors (``place_chunks``) |
+| ``update_uneven_dtensor_chunk_metadata`` | ``defer_chunk`` notes that the chunk is not known yet; no exchange |
+| ``validate_uneven_dtensor`` | ``check_part`` checks what this rank sees by itself; the exchange checks the rest |
+| ``gather_and_compute_chunk_metadata`` | the known chunk, or an exchange with the ranks of the mesh |
+| ``make_fsdp_dtensor`` in the SwiGLU, GDN and MLA splits | the original without ``run_check``, a world collective |
+| ``handle_*_in_state_dict`` | the original; if it fails, waiting ranks are told. Before GDN's there is one exchange |
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CALLERS = ("megatron.training.checkpointing", "megatron.bridge.training.checkpo
 
 
 def _is_chosen() -> bool:
-    """Whether robust_dcp is to be used, and there are ranks to talk to (a simulated job has none)."""
+    """Whether robust_dcp is chosen and there are ranks to talk to. A simulated job has none."""
     if current_options().planner != "robust_dcp":
         return False
     import torch.distributed as dist
@@ -52,7 +52,7 @@ def _channel() -> Any:
 
 
 def _when_chosen(make: Callable[[Function], Function]) -> Callable[[Function], Function]:
-    """A maker of replacements that give way to the original when robust_dcp is not chosen."""
+    """Wrap ``make``, so that its replacements call the original when robust_dcp is not chosen."""
 
     def make_one(original: Function) -> Function:
         ours = make(original)
@@ -81,7 +81,7 @@ def _preprocess(_: Function) -> Function:
 
 @_when_chosen
 def _preprocess_in_hook(_: Function) -> Function:
-    """In a hook of ``state_dict()``, which the ranks of that model call: not always all ranks."""
+    """This one runs in a hook of ``state_dict()``. Only the ranks of that model call it, which may not be all ranks."""
 
     def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[Any, Any]) -> dict[Any, Any]:
         from robust_dcp.megatron.checkpoint_call import meet_before_saving
@@ -129,7 +129,7 @@ def _gather(_: Function) -> Function:
 
 @_when_chosen
 def _make_split(original: Function) -> Function:
-    """``run_check`` gathers an object from all ranks for each tensor of a tensor-parallel model, and validates it."""
+    """Without ``run_check``, which gathers an object from all ranks for each tensor of a tensor-parallel model."""
 
     def make_fsdp_dtensor(*args: Any, run_check: bool = False, **kwargs: Any) -> Any:
         return original(*args, run_check=False, **kwargs)
@@ -144,7 +144,7 @@ def _handle(original: Function) -> Function:
 
 @_when_chosen
 def _handle_gdn(original: Function) -> Function:
-    """Where a fused projection is to be split depends on where its parts begin: found for all of them at once."""
+    """A fused projection is split by where its parts begin. One exchange finds that for all projections first."""
 
     def handle_gdn_in_state_dict(model: Any, model_state_dict: Any, optimizer_state_dict: Any) -> Any:
         from robust_dcp.megatron.checkpoint_call import meet_before_saving
@@ -158,9 +158,9 @@ def _handle_gdn(original: Function) -> Function:
 
 
 def _tell_if_it_fails(function: Function, *args: Any, **kwargs: Any) -> Any:
-    """Call ``function``; if it raises here, raise on the ranks too that go on to the next exchange of DTensors.
+    """Call ``function``. If it raises, raise on the other ranks too. They would wait in the next exchange of DTensors.
 
-    Within ``save_checkpoint`` of Megatron-LM they meet before that exchange, and hear of it there.
+    Within Megatron-LM's ``save_checkpoint`` the ranks meet before that exchange and hear of the error there.
     """
     from robust_dcp.megatron.checkpoint_call import is_shared
     from robust_dcp.megatron.uneven.uneven_dtensors import fail_exchange
@@ -184,7 +184,7 @@ _BOUND: dict[str, Callable[[Function], Function]] = {
     "preprocess_state_dict_for_uneven_dtensor": _preprocess,
     **_HANDLERS,
 }
-"""What other modules import by name, so that each has a binding of its own."""
+"""Functions that other modules import by name. Each of these modules is patched too."""
 
 
 def _of_package(package: str) -> tuple[Patch, ...]:

@@ -1,9 +1,9 @@
-"""Chunks of uneven DTensors for all of a state dict in one keyed exchange, in place of Megatron-FSDP's collectives.
+"""Finds the chunks of all uneven DTensors of a state dict in one exchange, in place of Megatron-FSDP's collectives.
 
-Megatron-FSDP asks the ranks of each mesh dimension of each DTensor in turn, in the order of its own keys. Here every
-rank tells the coordinator once which DTensors it holds and how large its parts are, and is told where they begin; if
-nothing has changed anywhere since the last time, one exchange without payloads says so. Called by
-``uneven_dtensor_patches``.
+Megatron-FSDP runs a collective for each mesh dimension of each DTensor, and each rank goes in the order of its own
+keys. Here every rank tells the coordinator once which DTensors it holds and how large its parts are. The coordinator
+answers where the parts begin. If nothing has changed on any rank since the last time, one exchange without payloads is
+enough. Called by ``uneven_dtensor_patches``.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ PHASE = "uneven DTensors"
 _OFFSETS: Table[bytes, tuple[bytes, PlacedOffsets]] = CACHE.table(
     "uneven offsets", lambda signature, known: sum(map(len, known[1].spreads)), max_nbytes=64 << 20
 )
-"""The offsets of earlier exchanges, and for which ranks together, by the signature of what this rank held."""
+"""The offsets from earlier exchanges, with the identity of all ranks' signatures. The key is this rank's signature."""
 
 
 def dtensors_of(state_dict: Mapping[Any, Any]) -> dict[str, DTensor]:
-    """The DTensors in nested dicts by their keys, joined by dots. As in Megatron-FSDP, lists are not looked into.
+    """The DTensors in nested dicts. The name of each is its keys, joined by dots.
 
-    DTensors whose mesh this rank is not in are left out.
+    As in Megatron-FSDP, lists are not searched. A DTensor is left out if this rank is not in its mesh.
 
     Raises:
-        ValueError: two have one name.
+        ValueError: two DTensors have the same name.
     """
     found: dict[str, DTensor] = {}
     for path, value in _walk(state_dict, ()):
@@ -76,20 +76,20 @@ def _walk(value: Mapping[Any, Any], path: tuple[Any, ...]) -> Iterator[tuple[tup
 
 @entry_point
 def place_chunks(state_dict: Mapping[Any, Any], channel: Channel) -> None:
-    """Find the chunk of every DTensor of a state dict, and note it on the local tensors. All of ``channel`` call it.
+    """Find the chunk of every DTensor of a state dict, and store it on the local tensor. All ranks of ``channel`` call.
 
-    Afterwards ``__create_chunk_list__`` and ``__create_write_items__`` of the local tensors say what
-    ``preprocess_state_dict_for_uneven_dtensor`` of ``megatron_fsdp/uneven_dtensor.py`` makes them say.
+    Afterwards ``__create_chunk_list__`` and ``__create_write_items__`` of the local tensors return the same as after
+    ``preprocess_state_dict_for_uneven_dtensor`` of ``megatron_fsdp/uneven_dtensor.py``.
 
     Args:
-        state_dict: other ranks may hold other keys in another order; a DTensor has to be held by the ranks of its
-            mesh, but for those whose part is empty.
-        channel: among all ranks that any of the meshes has.
+        state_dict: ranks may hold different keys in different orders. All ranks of a DTensor's mesh must hold it,
+            except for ranks with an empty part.
+        channel: a channel with all ranks of all the meshes.
 
     Raises:
-        PlanConflict: on all ranks, with keys and ranks: a key is missing on a rank whose part is not empty, the
-            parts overlap, leave gaps or do not add up to the global shape, or ranks disagree about a shape.
-        RobustCheckpointError: on all ranks, whatever else failed on any.
+        PlanConflict: a key is missing on a rank with a part that is not empty, the parts overlap, leave gaps or do not
+            add up to the global shape, or ranks disagree about a shape. It names keys and ranks. All ranks raise it.
+        RobustCheckpointError: something else failed on any rank. All ranks raise it.
     """
     tensors: dict[str, DTensor] = {}
     parts: dict[str, LocalPart] = {}
@@ -131,10 +131,10 @@ def _by_key(columns: ShardColumns, offsets: PlacedOffsets) -> Iterator[tuple[str
 
 
 def fail_exchange(error: Exception, channel: Channel) -> None:
-    """Tell the ranks that are on their way to :func:`place_chunks` that this one failed before it got there.
+    """Tell the ranks that call :func:`place_chunks` that this rank has failed before its own call.
 
     Raises:
-        RobustCheckpointError: always, and the same on all ranks.
+        RobustCheckpointError: always. All ranks raise the same error.
     """
 
     def failed() -> Offer:
@@ -144,26 +144,28 @@ def fail_exchange(error: Exception, channel: Channel) -> None:
 
 
 def defer_chunk(value: DTensor, timeout_seconds: float) -> None:
-    """Note on a DTensor that its chunk is not known yet: without a word to other ranks.
+    """Note on a DTensor that its chunk is not known yet. Exchanges nothing.
 
-    :func:`place_chunks` finds it with all others of the state dict. Whoever asks for it before that asks the ranks of
-    the mesh, as ``update_uneven_dtensor_chunk_metadata`` would have done now.
+    :func:`place_chunks` finds the chunk later, together with all others of the state dict. If the chunk is needed
+    before that, the ranks of the mesh are asked. ``update_uneven_dtensor_chunk_metadata`` would have asked them now.
     """
     UnevenChunk.unknown(value, timeout_seconds).note_on(value)
 
 
 def spans_the_world(state_dict: Mapping[Any, Any]) -> bool:
-    """Whether the meshes of the DTensors cover all ranks, so that all can be expected to take part."""
+    """Whether the meshes of the DTensors cover all ranks. Then all ranks can be expected to take part."""
     meshes = {id(value.device_mesh): value.device_mesh for value in dtensors_of(state_dict).values()}
     ranks = {rank for mesh in meshes.values() for rank in mesh.mesh.flatten().tolist()}
     return not ranks or len(ranks) == dist.get_world_size()
 
 
 def place_chunks_one_by_one(state_dict: Mapping[Any, Any], timeout_seconds: float) -> None:
-    """As :func:`place_chunks` for meshes that leave out some ranks: by key, with the ranks of each DTensor's mesh.
+    """Like :func:`place_chunks`, for meshes that do not cover all ranks.
+
+    It goes through the keys in order, and asks the ranks of each DTensor's mesh.
 
     Raises:
-        PlanConflict, ExchangeError: on the ranks of the mesh of the DTensor that does not fit.
+        PlanConflict, ExchangeError: a DTensor does not fit together. The ranks of its mesh raise it.
     """
     for _, value in sorted(dtensors_of(state_dict).items()):
         chunk = UnevenChunk.unknown(value, timeout_seconds)
@@ -172,10 +174,10 @@ def place_chunks_one_by_one(state_dict: Mapping[Any, Any], timeout_seconds: floa
 
 
 def check_part(value: DTensor) -> None:
-    """What can be said of a DTensor without asking: that this rank's part is no larger than the whole.
+    """Check this rank's part of a DTensor without asking other ranks.
 
     Raises:
-        ValueError: it is larger, or smaller along a dimension that is not cut.
+        ValueError: the part is larger than the whole, or smaller along a dimension that is not cut.
     """
     part = describe("a DTensor", value)
     uncut = set(range(part.spread.ndim)) - set(part.spread.shard_dims)

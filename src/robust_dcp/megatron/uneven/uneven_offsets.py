@@ -1,7 +1,7 @@
-"""Where every rank's part of every uneven DTensor begins, and whether the parts make up the whole.
+"""Computes where every rank's part of every uneven DTensor begins, and checks that the parts make up the whole.
 
-Pure arithmetic on the columns of all ranks, in NumPy over all tensors of one spread at once; exact. Called by
-``uneven_dtensors`` on the coordinator.
+This is exact integer arithmetic in NumPy on the columns of all ranks. All tensors with the same spread are computed at
+once. Called by ``uneven_dtensors`` on the coordinator.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 
 _SHOWN = 8
-"""Problems that a message spells out, and parts of a tensor that it lists."""
+"""An error message describes at most this many problems, and lists at most this many parts of a tensor."""
 
 
 def solve(columns: Sequence[ShardColumns | None], ranks: Sequence[int]) -> list[PlacedOffsets]:
-    """The offsets of all parts, for each rank in the order of its columns.
+    """Compute the offsets of all parts, for each rank in the order of its columns.
 
-    A rank of a mesh that does not hold a key counts as one with an empty part, so that optimizer states which exist
-    only where a part is not empty are fine; if the others' parts are not the whole tensor, that is the error.
+    If a rank of a mesh does not hold a key, its part counts as empty. So an optimizer state may exist only on ranks
+    with a part that is not empty. It is an error if the other parts do not make up the whole tensor.
 
     Args:
-        columns: of each rank of the group; ``None`` for nothing.
+        columns: the columns of each rank of the group; ``None`` for a rank that holds nothing.
         ranks: the global rank of each.
 
     Raises:
         PlanConflict: parts overlap, leave gaps, lie out of bounds or do not add up to the global shape, or the ranks
-            of a mesh disagree about that; it names keys and ranks.
+            of a mesh disagree about the global shape. It names keys and ranks.
     """
     offsets: list[list[bytes]] = [[b""] * len(each.spreads) if each is not None else [] for each in columns]
     holders: dict[Spread, list[tuple[int, int, SpreadColumns]]] = {}
@@ -57,14 +57,17 @@ def solve(columns: Sequence[ShardColumns | None], ranks: Sequence[int]) -> list[
 
 
 def prefix_offsets(sizes: Int64, spread: Spread) -> Int64:
-    """Where each part begins: along each sharded mesh dimension, innermost first, the sum of what lies before it.
+    """Compute where each part begins. Along each sharded mesh dimension this is the sum of the parts before it.
+
+    The innermost mesh dimension comes first.
 
     Args:
-        sizes: int64 ``[*mesh_shape, tensors, ndim]``.
-        spread: of these tensors.
+        sizes: int64 ``[*mesh_shape, tensors, ndim]``, the size of each part.
+        spread: the spread of these tensors.
 
     Returns:
-        int64 of the same shape, as ``gather_and_compute_chunk_metadata`` of ``megatron_fsdp/uneven_dtensor.py``.
+        int64 offsets of the same shape. ``gather_and_compute_chunk_metadata`` of ``megatron_fsdp/uneven_dtensor.py``
+        computes the same.
     """
     offsets = np.zeros_like(sizes)
     sizes = sizes.copy()
@@ -81,16 +84,16 @@ class _Table:
     """All parts of the tensors of one spread.
 
     Attributes:
-        spread: of all of them.
-        keys: of the tensors.
-        shapes: int64 ``[tensors, ndim]``, the global shape by the first rank that holds the tensor.
-        sizes: int64 ``[*mesh_shape, tensors, ndim]``, of each part.
+        spread: the spread of all these tensors.
+        keys: the keys of the tensors.
+        shapes: int64 ``[tensors, ndim]``, the global shape that the first rank with the tensor gave.
+        sizes: int64 ``[*mesh_shape, tensors, ndim]``, the size of each part.
         present: bool ``[*mesh_shape, tensors]``, whether the rank holds the key.
-        disputed: bool ``[tensors]``, whether ranks gave other global shapes.
-        places: for each holder its row-major place in the mesh.
-        rows: for each holder the rows of its keys.
-        ranks: global rank at each row-major place; -1 where none came.
-        doubled: ranks of which two claim one place.
+        disputed: bool ``[tensors]``, whether ranks gave different global shapes.
+        places: the row-major place in the mesh of each rank that holds tensors.
+        rows: the rows of the keys of each rank that holds tensors.
+        ranks: the global rank at each row-major place; -1 if no rank came.
+        doubled: ranks that share a place in the mesh with another rank.
     """
 
     spread: Spread
@@ -169,7 +172,7 @@ def _problems(table: _Table, offsets: Int64) -> list[_Problem]:
 
 
 def _covered(table: _Table, offsets: Int64) -> Bool:
-    """bool ``[tensors]``: whether in each replica that anybody holds the parts fill the tensor, each element once."""
+    """bool ``[tensors]``: whether the parts of each replica fill the tensor, with each element in exactly one part."""
     spread, sizes = table.spread, table.sizes
     filled = (sizes.prod(axis=-1) > 0) & table.present
     inside = (offsets + sizes <= table.shapes).all(axis=-1)
@@ -178,11 +181,11 @@ def _covered(table: _Table, offsets: Int64) -> Bool:
     mesh_axes = tuple(range(len(spread.mesh_shape)))
     cut_axes = tuple(axis for axis in mesh_axes if spread.shard_dims[axis] != NOT_SHARDED)
     volume = np.where(filled, sizes.prod(axis=-1), 0).sum(axis=cut_axes, keepdims=True)
-    # Nobody has to hold a replica that nobody holds a part of: nobody is asked for one.
+    # A replica may be missing altogether. It counts only if some rank holds a part of it.
     absent = ~table.present.any(axis=cut_axes, keepdims=True)
     whole = absent | (volume == table.shapes.prod(axis=-1))
     covered: Bool = ((~filled | fits) & whole).all(axis=mesh_axes)
-    # Cut along one dimension, parts follow one another. Cut along several, they may miss one another's edges.
+    # If one tensor dimension is cut, the parts lie one after the other. If several are cut, edges may not line up.
     if len({spread.shard_dims[axis] for axis in cut_axes}) > 1:
         for row in np.flatnonzero(covered & ~_is_grid(spread, offsets, sizes, filled)).tolist():
             covered[row] = not _overlaps(offsets[..., row, :], sizes[..., row, :], cut_axes)
@@ -190,7 +193,7 @@ def _covered(table: _Table, offsets: Int64) -> Bool:
 
 
 def _is_grid(spread: Spread, offsets: Int64, sizes: Int64, filled: Bool) -> Bool:
-    """bool ``[tensors]``: whether the cuts along each tensor dimension are the same, however the others are cut."""
+    """bool ``[tensors]``: whether all parts are cut at the same places along each tensor dimension."""
     mesh_axes = range(len(spread.mesh_shape))
     grid = np.ones(filled.shape[-1], dtype=np.bool_)
     for dim in sorted(set(spread.shard_dims) - {NOT_SHARDED}):
@@ -207,7 +210,7 @@ def _overlaps(offsets: Int64, sizes: Int64, cut_axes: Sequence[int]) -> bool:
 
     Args:
         offsets, sizes: int64 ``[*mesh_shape, ndim]``.
-        cut_axes: mesh dimensions that cut; the others hold replicas.
+        cut_axes: the mesh dimensions that cut the tensor. The others hold replicas.
     """
     n_cut, ndim = len(cut_axes), offsets.shape[-1]
     to_the_end = range(-1 - n_cut, -1)
@@ -218,7 +221,7 @@ def _overlaps(offsets: Int64, sizes: Int64, cut_axes: Sequence[int]) -> bool:
         kept = extent.prod(axis=-1) > 0
         begin, end = begin[kept], (begin + extent)[kept]
         shared = np.minimum(end[:, None], end[None]) > np.maximum(begin[:, None], begin[None])
-        if np.count_nonzero(shared.all(axis=-1)) > len(begin):  # each overlaps itself
+        if np.count_nonzero(shared.all(axis=-1)) > len(begin):  # each part overlaps itself
             return True
     return False
 

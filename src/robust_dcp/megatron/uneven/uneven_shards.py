@@ -1,7 +1,7 @@
-"""What a rank tells the others of its uneven DTensors: how each is spread over a mesh, and how large its own part is.
+"""Describes a rank's uneven DTensors to other ranks: how each is spread over a mesh, and how large its own part is.
 
-Owns the description of one DTensor (:class:`Spread`, :func:`describe`) and the columns of all of them
-(:class:`ShardColumns`). Reads shapes only; never exchanges anything. Called by ``uneven_dtensors``.
+Owns the description of one DTensor (:class:`Spread`, :func:`describe`) and the columns of all DTensors of a rank
+(:class:`ShardColumns`). It reads only shapes and placements, and exchanges nothing. Called by ``uneven_dtensors``.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from robust_dcp.errors import PlanConflict
 __all__ = ["LocalPart", "PlacedOffsets", "ShardColumns", "Spread", "SpreadColumns", "columns_of", "describe"]
 
 NOT_SHARDED = -1
-"""In place of a tensor dimension: the mesh dimension holds replicas."""
+"""Stands in place of a tensor dimension, for a mesh dimension that holds replicas."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How a DTensor is spread over a mesh: all that offsets depend on but shapes. Equal on all ranks of the mesh.
+    """How a DTensor is spread over a mesh. Offsets depend on this and on shapes only. Equal on all ranks of the mesh.
 
     Attributes:
-        mesh_shape: ranks along each mesh dimension.
-        mesh_ranks: global ranks, row-major.
+        mesh_shape: the number of ranks along each mesh dimension.
+        mesh_ranks: the global ranks of the mesh, row-major.
         shard_dims: for each mesh dimension the tensor dimension that it cuts, or ``NOT_SHARDED``.
-        order: the sharded mesh dimensions, the one that cuts last first. Megatron-FSDP notes it on the mesh
-            (``_shard_order``); else strided shards come first, then the mesh dimensions as they stand.
-        ndim: dimensions of the tensor.
+        order: the sharded mesh dimensions, beginning with the one that cuts last. Megatron-FSDP stores this order on
+            the mesh (``_shard_order``). Without it, strided shards come first, then the others in the mesh's order.
+        ndim: the number of dimensions of the tensor.
     """
 
     mesh_shape: tuple[int, ...]
@@ -52,10 +52,10 @@ class LocalPart:
     """One DTensor as this rank holds it.
 
     Attributes:
-        spread: over its mesh.
+        spread: how the DTensor is spread over its mesh.
         place: this rank's position along each mesh dimension, in the order of the ranks of that dimension's group.
-        global_shape: of the DTensor.
-        local_shape: of this rank's part; an empty one may have fewer dimensions.
+        global_shape: the shape of the DTensor.
+        local_shape: the shape of this rank's part. An empty part may have fewer dimensions.
     """
 
     spread: Spread
@@ -65,7 +65,7 @@ class LocalPart:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """``local_shape`` in as many dimensions as the DTensor has: an empty part without them is cut away whole."""
+        """``local_shape`` in all dimensions of the DTensor. An empty part with fewer has size 0 in each cut one."""
         if len(self.local_shape) == self.spread.ndim:
             return self.local_shape
         cut = set(self.spread.shard_dims)
@@ -78,8 +78,8 @@ class SpreadColumns(msgspec.Struct, frozen=True):
     Attributes:
         mesh_shape, shard_dims, order, ndim: as in :class:`Spread`.
         mesh_ranks: int32, little endian.
-        place: of this rank, as in :class:`LocalPart`.
-        keys: one a DTensor.
+        place: the place of this rank, as in :class:`LocalPart`.
+        keys: the key of each DTensor.
         global_shapes, local_shapes: int64, little endian, ``[len(keys), ndim]``.
     """
 
@@ -110,13 +110,13 @@ class ShardColumns(msgspec.Struct, frozen=True):
 
 
 class PlacedOffsets(msgspec.Struct, frozen=True):
-    """Where a rank's parts begin: for each of its ``SpreadColumns`` int64, little endian, ``[len(keys), ndim]``."""
+    """Where a rank's parts begin: int64, little endian, ``[len(keys), ndim]`` for each of its ``SpreadColumns``."""
 
     spreads: list[bytes]
 
 
 def columns_of(parts: Mapping[str, LocalPart]) -> ShardColumns:
-    """``parts`` by key, as columns; the same whatever order they come in."""
+    """Make columns of ``parts``, sorted by key. The order of ``parts`` does not matter."""
     by_spread: dict[tuple[Spread, tuple[int, ...]], list[str]] = {}
     for key in sorted(parts):
         part = parts[key]
@@ -140,16 +140,16 @@ def columns_of(parts: Mapping[str, LocalPart]) -> ShardColumns:
 
 
 class Describer:
-    """Describes DTensors; what those on one mesh with equal placements share is found once.
+    """Describes DTensors. What DTensors with the same mesh and equal placements have in common is computed once.
 
-    Lives no longer than the state dict that it describes, since it knows meshes by their identity.
+    It must not outlive the state dict that it describes, because it tells meshes apart by ``id()``.
     """
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], tuple[Any, Spread, tuple[int, ...]]] = {}
 
     def part(self, key: str, value: DTensor) -> LocalPart:
-        """Describe one DTensor of which this rank is in the mesh.
+        """Describe one DTensor. This rank must be in its mesh.
 
         Raises:
             PlanConflict: a placement is neither ``Shard`` nor ``Replicate``, or the local tensor has another number
@@ -161,12 +161,12 @@ class Describer:
             spread, place = _spread_of(key, value)
             self._known[known_as] = (mesh, spread, place)
         _, spread, place = self._known[known_as]
-        # not to_local(): with gradients on, that is another object, without what is noted on this one
+        # to_local() would make another object when gradients are on, without the chunk that is stored on this one.
         local_shape = tuple(value._local_tensor.shape)
         if len(local_shape) != len(global_shape) and value._local_tensor.numel():
             raise PlanConflict(
                 f"the DTensor {key!r} has shape {list(global_shape)} and here a local tensor of shape "
-                f"{list(local_shape)}, of another number of dimensions",
+                f"{list(local_shape)}, which has another number of dimensions",
                 key=key,
             )
         return LocalPart(spread, place, global_shape, local_shape)
@@ -181,7 +181,7 @@ def _spread_of(key: str, value: DTensor) -> tuple[Spread, tuple[int, ...]]:
     mesh, placements = value.device_mesh, value.placements
     ndim = len(value.shape)
     shard_dims = [_shard_dim(key, placement, ndim) for placement in placements]
-    # Megatron-FSDP gives replicated parameters one placement, whatever the mesh.
+    # Megatron-FSDP gives replicated parameters a single placement, even on a mesh of several dimensions.
     shard_dims += [NOT_SHARDED] * (mesh.ndim - len(shard_dims))
     order = tuple(dim for dim in _innermost_first(key, value) if shard_dims[dim] != NOT_SHARDED)
     coordinate = mesh.get_coordinate()
@@ -189,7 +189,7 @@ def _spread_of(key: str, value: DTensor) -> tuple[Spread, tuple[int, ...]]:
         raise ValueError(f"this rank is not in the mesh of {key!r}")
     place = list(coordinate)
     for dim in order:
-        # Parts lie in the order of the group's ranks. That is not the order of a mesh whose ranks do not ascend.
+        # Parts lie in the order of the group's ranks. The order of the mesh differs if its ranks do not ascend.
         place[dim] = dist.get_rank(mesh.get_group(dim))
     ranks = tuple(mesh.mesh.flatten().tolist())
     return Spread(tuple(mesh.mesh.shape), ranks, tuple(shard_dims), order, ndim), tuple(place)
@@ -212,12 +212,10 @@ def _innermost_first(key: str, value: DTensor) -> list[int]:
         return [int(dim) for dim in reversed(shard_order)]
     strided = [dim for dim, placement in enumerate(value.placements) if _is_strided(placement)]
     if len(strided) > 1:
-        raise PlanConflict(
-            f"the DTensor {key!r} has {len(strided)} strided shards, and at most one has a meaning", key=key
-        )
+        raise PlanConflict(f"the DTensor {key!r} has {len(strided)} strided shards; at most one is supported", key=key)
     return strided + [dim for dim in range(len(value.placements)) if dim not in strided]
 
 
 def _is_strided(placement: Any) -> bool:
-    """Whether it is a ``_StridedShard``, which derives from ``Shard`` in some versions of torch only."""
+    """Whether it is a ``_StridedShard``. Only in some versions of torch does that derive from ``Shard``."""
     return hasattr(placement, "split_factor")

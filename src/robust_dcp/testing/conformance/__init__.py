@@ -1,4 +1,4 @@
-"""Suites that any storage or planner of ``torch.distributed.checkpoint`` can be run through, with pytest.
+"""Test suites for any storage or planner of ``torch.distributed.checkpoint``. They run under pytest.
 
 .. code-block:: python
 
@@ -14,7 +14,7 @@
 
 import pytest
 
-# Before the suites are imported, so that a failed assert shows what it compared.
+# This comes before the suites are imported, so that a failed assert shows what it compared.
 pytest.register_assert_rewrite(*(f"{__name__}.{suite}" for suite in ("durability", "planning", "storage")))
 
 from robust_dcp.testing.conformance.durability import DurabilityConformance  # noqa: E402
