@@ -1,6 +1,7 @@
-"""Tensors, and torch's constants: rebuilt by torch's own functions, once their sizes fit the storages that they name.
+"""Rebuilds tensors and torch's constants, with torch's own functions, after a check that sizes fit the storages.
 
-Owns which of these functions a pickle may call, and what each is given. Storages come from ``archives``.
+This module decides which of these functions a pickle may call, and with which arguments. ``archives`` gives the
+storages.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ _MAX_NUMBER: Final = 1 << 62
 
 
 def constant(name: str) -> Any:
-    """``torch.<name>``, if that is a dtype, a layout or the like; ``None`` otherwise."""
+    """``torch.<name>`` if that is a constant such as a dtype or a layout; else ``None``."""
     found = vars(torch).get(name)
     return found if isinstance(found, _CONSTANT_TYPES) else None
 
 
 def storage_type(module: str, name: str) -> Any:
-    """What a pickled storage class stands for; ``None`` if this is none."""
+    """What a pickled storage class stands for; ``None`` if the name is not a storage class."""
     if module not in ("torch", "torch.storage", "torch.cuda") or not name.endswith("Storage"):
         return None
     if name == "UntypedStorage":
@@ -52,7 +53,7 @@ def _is_sizes(value: Any) -> bool:
 
 
 def _check_place(place: tuple[Any, ...], itemsize: int) -> None:
-    """Whether a tensor lies within its storage: ``set_`` would else make the storage larger.
+    """Make sure that a tensor lies within its storage. Otherwise ``set_`` would make the storage larger.
 
     Args:
         place: storage, offset, size, strides.
@@ -122,7 +123,7 @@ def _quantized(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
         raise Malformed("a quantized tensor is to be made of other than torch.save writes")
     storage, size, quantizer = arguments[0], arguments[2], arguments[4]
     _check_place(arguments[:4], _itemsize(storage))
-    if math.prod(size) * _itemsize(storage) > storage._untyped_storage.nbytes():  # it is first made as a whole
+    if math.prod(size) * _itemsize(storage) > storage._untyped_storage.nbytes():  # the whole tensor is allocated first
         raise Malformed("a quantized tensor is larger than its storage")
     scheme, *numbers = quantizer
     if scheme is torch.per_tensor_affine:
@@ -139,7 +140,7 @@ def _quantized(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
 
 
 def _sparse(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
-    """``_rebuild_sparse_tensor(layout, (indices…, values, size[, is_coalesced]))``, checked, which torch does not."""
+    """``_rebuild_sparse_tensor(layout, (indices…, values, size[, is_coalesced]))``. We check it; torch does not."""
     if len(arguments) != 2 or type(arguments[1]) is not tuple or not 3 <= len(arguments[1]) <= 4:
         raise Malformed("a sparse tensor is to be made of other than torch.save writes")
     layout, parts = arguments
@@ -158,7 +159,7 @@ def _sparse(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
 
 
 def _meta(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
-    """``_rebuild_meta_tensor_no_storage(dtype, size, stride, requires_grad)``: no memory is taken."""
+    """``_rebuild_meta_tensor_no_storage(dtype, size, stride, requires_grad)``. It takes no memory."""
     fits = len(arguments) == 4 and isinstance(arguments[0], torch.dtype) and type(arguments[3]) is bool
     if not fits or not _is_sizes(arguments[1]) or not _is_sizes(arguments[2]):
         raise Malformed("a tensor without data is to be made of other than torch.save writes")
@@ -167,7 +168,7 @@ def _meta(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
 
 
 def _of_device(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
-    """``_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, requires_grad)``: here it stays on the CPU."""
+    """``_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, requires_grad)``. The tensor stays on the CPU."""
     fits = len(arguments) == 4 and isinstance(arguments[0], torch.Tensor) and isinstance(arguments[1], torch.dtype)
     if not fits or type(arguments[3]) is not bool:
         raise Malformed("a tensor of a device is to be made of other than torch.save writes")
@@ -193,7 +194,7 @@ def _parameter_with_state(arguments: tuple[Any, ...], budget: Budget) -> torch.n
 
 
 def rebuilt_with_attributes(tensor: Any, kind: Any, state: Any) -> Any:
-    """The end of ``_rebuild_from_type_v2``, for the classes of torch itself: a tensor gets its attributes back."""
+    """The last step of ``_rebuild_from_type_v2``, for torch's own classes: give a tensor its attributes back."""
     if not isinstance(tensor, torch.Tensor) or kind not in (torch.Tensor, torch.nn.Parameter):
         raise NotData(f"{kind.__module__}.{kind.__qualname__}", "a subclass of torch.Tensor")
     if type(tensor) is not kind:
@@ -217,7 +218,7 @@ def _set_attributes(tensor: torch.Tensor, state: Any) -> None:
 
 
 def _is_plain_value(value: Any) -> bool:
-    """Whether an attribute of a tensor is a number, a text or the like, or a few of these."""
+    """Whether an attribute of a tensor is a plain value, such as a number or a text, or a short collection of these."""
     kinds = (bool, bytes, float, int, str, type(None), torch.Size, torch.device, *_CONSTANT_TYPES)
     if type(value) in (list, tuple):
         return all(type(each) in kinds for each in value)
