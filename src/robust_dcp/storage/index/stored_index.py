@@ -158,9 +158,9 @@ class StoredIndex:
             chunk_sizes = self._sizes.rows(self._chunk_size.rows(first, end), len(whole))
             found = overlap_of_many(first - tensor.first, chunk_offsets, chunk_sizes, whole, offsets, sizes)
         if found is None:
-            raise self.file.damaged(f"chunks of name {tensor.number} leave their tensor")
+            raise self.file.damaged(f"chunks of name {tensor.number} lie outside of their tensor")
         if found.numel > math.prod(sizes):
-            raise self.file.damaged(f"chunks of name {tensor.number} lie on each other")
+            raise self.file.damaged(f"chunks of name {tensor.number} overlap")
         return found
 
     def _rows_near(self, tensor: StoredName, offsets: torch.Size, sizes: torch.Size) -> tuple[int, int]:
@@ -259,7 +259,7 @@ class StoredIndex:
         for dtype_name, layout_name, requires_grad in told:
             dtype, layout = vars(torch).get(dtype_name), vars(torch).get(layout_name)
             if not isinstance(dtype, torch.dtype) or not isinstance(layout, torch.layout):
-                raise self.file.damaged(f"{dtype_name[:60]!r} and {layout_name[:60]!r} are no dtype and layout")
+                raise self.file.damaged(f"{dtype_name[:60]!r} and {layout_name[:60]!r} are not a dtype and a layout")
             found.append((dtype, layout, requires_grad))
         return found
 

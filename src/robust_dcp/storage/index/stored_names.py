@@ -122,4 +122,4 @@ def text_of(file: IndexFile, encoded: bytes) -> str:
     try:
         return encoded.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
-        raise file.damaged(f"{encoded[:40]!r} is no text") from None
+        raise file.damaged(f"{encoded[:40]!r} is not a text in UTF-8") from None

@@ -69,7 +69,7 @@ def _layout(name: str) -> torch.layout:
     """
     layout = vars(torch).get(name.removeprefix("torch."))
     if not isinstance(layout, torch.layout):
-        raise ValueError(f"{name[:60]!r} is no layout")
+        raise ValueError(f"{name[:60]!r} is not a layout")
     return layout
 
 

@@ -155,7 +155,7 @@ def _checked_id(persistent_id: Any, length: int) -> tuple[Any, str, int]:
 def _dtype_of(kind: Any) -> torch.dtype:
     dtype = torch.uint8 if kind is UntypedStorage else getattr(kind, "dtype", None)
     if not isinstance(dtype, torch.dtype):
-        raise Malformed("a persistent id names no class of storages")
+        raise Malformed("a persistent id does not name a class of storages")
     return dtype
 
 

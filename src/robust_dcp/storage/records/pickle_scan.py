@@ -90,7 +90,7 @@ def _after_other(pickled: bytes, at: int) -> int:
     """Where the opcode at ``at`` ends. Its argument has to be looked at."""
     opcode = _others().get(pickled[at]) if at < len(pickled) else None
     if opcode is None:
-        raise _EndsThere(f"byte {at} of {len(pickled)} is no opcode of a pickle, or the pickle ends there")
+        raise _EndsThere(f"byte {at} of {len(pickled)} is not an opcode of a pickle, or the pickle ends there")
     if opcode.code == _DUP:
         raise ValueError(f"byte {at} of a pickle doubles a value, which no pickler does")
     start = at + 1

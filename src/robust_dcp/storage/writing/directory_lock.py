@@ -74,8 +74,8 @@ class DirectoryLock:
                 if disk.is_of_this_machine(path) or holder is None or holder.boot_id == boot_id():
                     raise _taken(directory, holder)
                 logger.warning(
-                    "%s: another save is running into it, or its machine crashed (%s). If it runs, one of the two will "
-                    "be told before it commits",
+                    "%s: another save is running into it, or its machine crashed (%s). If it is running, one of the "
+                    "two will get an error before it commits",
                     directory,
                     holder,
                 )

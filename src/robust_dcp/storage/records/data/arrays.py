@@ -29,9 +29,9 @@ def _dtype(arguments: tuple[Any, ...], budget: Budget) -> Pending:
     """``numpy.dtype(code, False, True)``. Its state gives the byte order and, for times, the unit."""
     code = arguments[0] if arguments else None
     if type(code) is not str or len(arguments) != 3 or any(type(flag) not in (bool, int) for flag in arguments[1:]):
-        raise Malformed("a dtype is to be made of other than its code")
+        raise Malformed("the pickle makes a dtype from other arguments than its code")
     if not (_PLAIN.fullmatch(code) or code in _TIMES or code in _OBJECTS):
-        raise NotData(f"numpy.dtype({code[:40]!r})", "which is no plain number, text or time")
+        raise NotData(f"numpy.dtype({code[:40]!r})", "which is not a dtype of numbers, text or times")
 
     def complete(state: Any, budget: Budget) -> np.dtype[Any]:
         return _with_state(code, state)
@@ -48,7 +48,7 @@ def _with_state(code: str, state: Any) -> np.dtype[Any]:
     is_object, is_time = code in _OBJECTS, code in _TIMES
     # With flags of another kind, NumPy would use the bytes of an array as pointers to objects, or pointers as bytes.
     if type(flags) is not int or flags != (63 if is_object else 8 if code[0] == "U" else 0):
-        raise Malformed(f"the dtype {code!r} is said to have the flags {flags!r}, which belong to another kind")
+        raise Malformed(f"the dtype {code!r} comes with the flags {flags!r}, which belong to another kind")
     if order not in ("<", ">", "|", "=") or (len(state) == 9) != is_time or len(state) > 9:
         raise Malformed("the state of a dtype is not what NumPy writes")
     if is_object:
@@ -93,7 +93,7 @@ def _array_of_state(state: Any, budget: Budget) -> np.ndarray[Any, Any]:
 def _array_of_buffer(arguments: tuple[Any, ...], budget: Budget) -> np.ndarray[Any, Any]:
     """``numpy._core.numeric._frombuffer(data, dtype, shape, order)``, which protocol 5 uses."""
     if len(arguments) != 4 or arguments[3] not in ("C", "F"):
-        raise Malformed("an array is to be made of other than its bytes")
+        raise Malformed("the pickle makes an array from other arguments than its bytes")
     data, dtype, shape, order = arguments
     return _array(data, dtype, shape, order, budget)
 
@@ -103,7 +103,7 @@ def _array(data: Any, dtype: Any, shape: Any, order: Any, budget: Budget) -> np.
         raise Malformed("an array has no dtype")
     is_shape = type(shape) is tuple and all(type(size) is int and 0 <= size < 1 << 62 for size in shape)
     if not is_shape or len(shape) > _MAX_DIMENSIONS:
-        raise Malformed("the shape of an array is none")
+        raise Malformed("the shape of an array is not a tuple of sizes")
     count = math.prod(shape)
     found: np.ndarray[Any, Any]
     if dtype.hasobject:
@@ -129,7 +129,7 @@ def _array(data: Any, dtype: Any, shape: Any, order: Any, budget: Budget) -> np.
 
 def _scalar(arguments: tuple[Any, ...], budget: Budget) -> Any:
     if len(arguments) != 2 or not isinstance(arguments[0], np.dtype) or arguments[0].hasobject:
-        raise Malformed("a scalar is to be made of other than its dtype and bytes")
+        raise Malformed("the pickle makes a scalar from other arguments than its dtype and bytes")
     dtype, data = arguments
     return _array(data, dtype, (), "C", budget)[()]
 

@@ -99,7 +99,7 @@ class Machine:
     def _run_opcode(self, code: int) -> None:
         run = _DISPATCH.get(code)
         if run is None:
-            raise Malformed(f"byte {self._cursor.at - 1} is no opcode of a pickle that holds data")
+            raise Malformed(f"byte {self._cursor.at - 1} is not an opcode of a pickle that holds data")
         run(self)
 
     def _push(self, value: Any) -> None:
@@ -273,19 +273,19 @@ class Machine:
     def _stack_global(self) -> None:
         name, module = self._stack.pop(), self._stack.pop()
         if type(name) is not str or type(module) is not str:
-            raise Malformed("a name in the pickle is no text")
+            raise Malformed("a name in the pickle is not a text")
         self._push(self._names.find(module, name))
 
     def _reduce(self) -> None:
         arguments, function = self._stack.pop(), self._stack.pop()
         if type(arguments) is not tuple:
-            raise Malformed("the arguments of a call are no tuple")
+            raise Malformed("the arguments of a call are not a tuple")
         self._push(self._begun(self._names.called(function, arguments, self._budget)))
 
     def _new_object(self) -> None:
         arguments, kind = self._stack.pop(), self._stack.pop()
         if type(arguments) is not tuple or not isinstance(kind, type):
-            raise Malformed("an object is made of no class, or its arguments are no tuple")
+            raise Malformed("the pickle makes an object without a class, or its arguments are not a tuple")
         self._push(self._begun(self._names.new(kind, arguments, self._budget)))
 
     def _begun(self, value: Any) -> Any:
@@ -306,7 +306,7 @@ class Machine:
 
     def _persistent(self) -> None:
         if self._persistent_load is None:
-            raise Malformed("it names a storage where there are none")
+            raise Malformed("it names a storage, but there are no storages")
         self._push(self._persistent_load(self._stack.pop()))
 
     def _refuse(self) -> None:

@@ -89,7 +89,7 @@ class Names:
 
     def _tensor_of_type(self, arguments: tuple[Any, ...], budget: Budget) -> Any:
         if len(arguments) != 4 or type(arguments[2]) is not tuple:
-            raise Malformed("a tensor with attributes is to be made of other than torch.save writes")
+            raise Malformed("the pickle makes a tensor with attributes from other arguments than torch.save writes")
         function, kind, of, state = arguments
         if self.is_registered(kind):
             tensor = self.called(function, of, budget)

@@ -48,14 +48,14 @@ def arguments_of(arguments: tuple[Any, ...], *forms: tuple[type, ...], of: str) 
     found = tuple(map(type, arguments))
     if found not in forms:
         told = ", ".join(kind.__name__ for kind in found)
-        raise Malformed(f"{of} is to be made of ({told}), which its own pickles never do")
+        raise Malformed(f"the pickle makes {of} from ({told}), which no pickler writes")
     return arguments
 
 
 def string_keys(state: Any, of: str) -> dict[str, Any]:
     """Return ``state`` if it is a dict of attributes, as objects are pickled."""
     if type(state) is not dict or not all(type(key) is str for key in state):
-        raise Malformed(f"the state of {of} is no dict of attributes")
+        raise Malformed(f"the state of {of} is not a dict of attributes")
     return state
 
 
@@ -107,7 +107,7 @@ def _range(arguments: tuple[Any, ...], budget: Budget) -> range:
 
 def _slice(arguments: tuple[Any, ...], budget: Budget) -> slice:
     if not 1 <= len(arguments) <= 3:
-        raise Malformed("a slice is to be made of other than start, stop and step")
+        raise Malformed("the pickle makes a slice from other arguments than start, stop and step")
     for limit in arguments:
         if type(limit) not in (int, float, str, type(None)):
             raise NotData("builtins.slice", "of something else than numbers")
@@ -119,7 +119,7 @@ def _ordered_dict(arguments: tuple[Any, ...], budget: Budget) -> Any:
     pairs = arguments_of(arguments, (), (list,), of="an OrderedDict")
     for pair in pairs[0] if pairs else ():  # Python 2 pickled it like this
         if type(pair) not in (list, tuple) or len(pair) != 2:
-            raise Malformed("an OrderedDict is to be made of other than pairs")
+            raise Malformed("the pickle makes an OrderedDict from other arguments than pairs")
         budget.spend(1)
         check_key(pair[0], budget, len(found))
         found[pair[0]] = pair[1]
@@ -137,7 +137,7 @@ def _counter(arguments: tuple[Any, ...], budget: Budget) -> Any:
 
 def _defaultdict(arguments: tuple[Any, ...], budget: Budget) -> Any:
     if len(arguments) > 1:
-        raise Malformed("a defaultdict is to be made of more than its factory")
+        raise Malformed("the pickle makes a defaultdict from more arguments than its factory")
     factory = arguments[0] if arguments else None
     if factory is not None and not (isinstance(factory, type) and factory in FACTORIES):
         name = getattr(factory, "__qualname__", type(factory).__name__)
@@ -149,10 +149,10 @@ def _defaultdict(arguments: tuple[Any, ...], budget: Budget) -> Any:
 
 def _deque(arguments: tuple[Any, ...], budget: Budget) -> Any:
     if len(arguments) > 2 or (arguments and type(arguments[0]) not in (tuple, list)):
-        raise Malformed("a deque is to be made of other than its items and its length")
+        raise Malformed("the pickle makes a deque from other arguments than its items and its length")
     maxlen = arguments[1] if len(arguments) == 2 else None
     if maxlen is not None and type(maxlen) is not int:
-        raise Malformed("the length of a deque is no number")
+        raise Malformed("the length of a deque is not a number")
     items = arguments[0] if arguments else ()
     budget.spend(len(items))
     return collections.deque(items, maxlen)
@@ -286,7 +286,7 @@ def _bare(kind: type) -> Builder:
 
 def _expect(valid: bool, of: str) -> None:
     if not valid:
-        raise Malformed(f"{of} is to be made of what its own pickles never hold")
+        raise Malformed(f"the pickle makes {of} from arguments that no pickler writes")
 
 
 def _name(kind: Any) -> str:

@@ -36,7 +36,7 @@ def find_class(module: str, name: str) -> type:
         # Look into the namespaces directly: getattr could run a module's __getattr__, or a descriptor.
         found = getattr(found, "__dict__", {}).get(part) if isinstance(found, (types.ModuleType, type)) else None
     if not isinstance(found, type):
-        raise NotData(what, f"{_NOT_DATA} ({'it is a function' if callable(found) else 'it is no class here'})")
+        raise NotData(what, f"{_NOT_DATA} ({'it is a function' if callable(found) else 'it is not a class here'})")
     why = why_not(found)
     if why is not None:
         raise NotData(what, why)
@@ -167,7 +167,7 @@ def new_object(kind: type, arguments: tuple[Any, ...]) -> Any:
     """A named tuple with its fields, or a dataclass that has no fields yet."""
     if issubclass(kind, tuple):
         if len(arguments) != len(kind._fields):  # type: ignore[attr-defined]
-            raise Malformed(f"{_name(kind)} is to be made of {len(arguments)} fields")
+            raise Malformed(f"{_name(kind)} is made from {len(arguments)} fields, which is not the number that it has")
         return tuple.__new__(kind, arguments)
     if arguments or not dataclasses.is_dataclass(kind):
         raise NotData(_name(kind), "made by code of its own")
@@ -191,7 +191,7 @@ def filled(target: Any, state: Any) -> Any:
         attributes, slots = state
     for found in (attributes, slots):
         if found is not None and not (type(found) is dict and all(type(key) is str for key in found)):
-            raise Malformed(f"the state of {_name(kind)} is no dict of fields")
+            raise Malformed(f"the state of {_name(kind)} is not a dict of fields")
     if attributes:
         if not isinstance(getattr(target, "__dict__", None), dict):
             raise Malformed(f"{_name(kind)} has slots and gets attributes")
