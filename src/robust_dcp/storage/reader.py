@@ -86,7 +86,7 @@ def overwritten(path: str, error: RobustCheckpointError) -> StorageError:
     )
 
 
-def _goes_on(done_nbytes: int, total_nbytes: int) -> None:
+def _never_stops(done_nbytes: int, total_nbytes: int) -> None:
     """The default of ``check_stop``: never stop."""
 
 
@@ -153,7 +153,7 @@ class RobustReader(StorageReader):
         self.unverified_nbytes = 0
         self.node_reads_the_same = False
         self.load_id = str(uuid.uuid4())
-        self._check_stop: Callable[[int, int], None] = _goes_on
+        self._check_stop: Callable[[int, int], None] = _never_stops
         self._was_read: tuple[int | None, bytes] | None = None
         self._are_marked: bool | None = None
 
@@ -358,7 +358,7 @@ class RobustReader(StorageReader):
             done = read_items(plan.items, planner, metadata, self.path, self._disk, options, self._check_stop, mark)
         except CorruptCheckpoint as error:
             # Our own load does not check it here: there all ranks notice it together, and start over.
-            if self._check_stop is _goes_on and self.is_overwritten():
+            if self._check_stop is _never_stops and self.is_overwritten():
                 raise overwritten(self.path, error) from error
             raise
         self.peak_buffer_nbytes, self.unverified_nbytes = done
@@ -377,7 +377,7 @@ class RobustReader(StorageReader):
         try:
             yield
         finally:
-            self._check_stop = _goes_on
+            self._check_stop = _never_stops
 
     def sharable_reads(
         self, plan: LoadPlan, planner: LoadPlanner, stays_on: Callable[[torch.device], bool]

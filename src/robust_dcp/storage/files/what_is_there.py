@@ -55,7 +55,9 @@ def _nearest_parent(disk: Disk, path: str) -> str:
         names = disk.list_directory(parent)
     except StorageError:
         return f"there is no such directory, and {_of_file(disk, parent)}"
-    return f"there is no such directory; the nearest parent that exists is {parent}, {_held(disk, parent, names)}"
+    return (
+        f"there is no such directory; the nearest parent that exists is {parent}, {_contents_of(disk, parent, names)}"
+    )
 
 
 def _of_file(disk: Disk, path: str) -> str:
@@ -84,10 +86,10 @@ def _is_of_torch_save(disk: Disk, path: str) -> bool:
 def _of_directory(disk: Disk, path: str, names: list[str]) -> str:
     if any(map(is_data_file, names)):
         return "there are data files, so a save was not finished, or its .metadata is lost"
-    return f"the directory is there, {_held(disk, path, names)}"
+    return f"the directory is there, {_contents_of(disk, path, names)}"
 
 
-def _held(disk: Disk, path: str, names: list[str]) -> str:
+def _contents_of(disk: Disk, path: str, names: list[str]) -> str:
     """Describe what a directory without ``.metadata`` holds: its checkpoints, if there are any."""
     if not names:
         return "and is empty"

@@ -78,7 +78,7 @@ def look_up(metadata: Metadata, names: Iterable[str]) -> bool:
 
 
 def ask_index(metadata: Metadata, question: Callable[[StoredIndex], _Answer]) -> _Answer | None:
-    """Put a question to the index behind ``metadata``; ``None`` if there is no index, or it is damaged."""
+    """Put a question to the index that ``metadata`` comes from; ``None`` if there is no index, or it is damaged."""
     entries = metadata.state_dict_metadata
     source = entries._source if isinstance(entries, _Entries) else None
     if source is not None and source.decoded is None:

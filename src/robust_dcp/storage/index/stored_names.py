@@ -88,8 +88,12 @@ class StoredNames:
             else:
                 names = [text_of(self._file, data[begin:end]) for begin, end in places]
             # Comparing texts gives the same order as comparing their bytes in UTF-8.
-            behind = names if first else names[1:]
-            if ends[0] < start or ends != sorted(ends) or any(map(ge, [*before, *names] if first else names, behind)):
+            next_names = names if first else names[1:]
+            if (
+                ends[0] < start
+                or ends != sorted(ends)
+                or any(map(ge, [*before, *names] if first else names, next_names))
+            ):
                 raise self._file.damaged("its names do not ascend")
             before = names[-1:]
             yield from names

@@ -168,7 +168,7 @@ class Layout(Protocol):
 
         Args:
             head_nbytes: the length of each file's head, as in :class:`~robust_dcp.storage.layouts.places.Placements`.
-            mark: of the save.
+            mark: the mark of the save.
             plain: whether files get the names that DCP would give them, without the mark.
         """
 

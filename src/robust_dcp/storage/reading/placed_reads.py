@@ -206,9 +206,9 @@ def in_groups(reads: PlacedReads, block_nbytes: int) -> list[Read | ReadGroup]:
     return [found[place] for place in sorted(found)]
 
 
-def _cut(rows: Int64, behind: npt.NDArray[np.bool_]) -> list[Int64]:
-    """Cut after each row for which ``behind`` holds."""
-    return np.split(rows, np.flatnonzero(behind) + 1) if len(rows) else []
+def _cut(rows: Int64, is_last: npt.NDArray[np.bool_]) -> list[Int64]:
+    """Cut after each row for which ``is_last`` holds."""
+    return np.split(rows, np.flatnonzero(is_last) + 1) if len(rows) else []
 
 
 def check_end(read: Read, file: DataFile) -> None:

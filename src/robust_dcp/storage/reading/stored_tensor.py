@@ -88,7 +88,9 @@ def find_box(
         CorruptCheckpoint: the stored tensor has no such box.
         StorageError: a read failed.
     """
-    record = _of_head(stored, expected) or _recognised(stored, expected) or parse_record(stored.read, stored.nbytes)
+    record = (
+        _from_head(stored, expected) or _from_known_header(stored, expected) or parse_record(stored.read, stored.nbytes)
+    )
     if record is None:
         return None
     _check_box(stored, record.shape, offsets, lengths)
@@ -140,7 +142,7 @@ def read_tensor(
     box = find_box(stored, offsets, lengths, expected, with_sums=verification.verify is not False)
     if box is not None:
         return read_box(stored, box, into, verification)
-    whole = _loaded(stored, verification, trusted)
+    whole = _by_torch_load(stored, verification, trusted)
     _check_box(stored, whole.shape, offsets, lengths)
     for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         if length != whole.shape[dimension]:  # only where needed: some kinds of tensors have no narrow
@@ -221,7 +223,7 @@ def _check_frame(stored: ItemBytes, record: ParsedRecord, sums: BlockSums) -> No
             raise damaged(stored, sums, first, last)
 
 
-def _of_head(stored: ItemBytes, expected: tuple[torch.dtype, tuple[int, ...]] | None) -> ParsedRecord | None:
+def _from_head(stored: ItemBytes, expected: tuple[torch.dtype, tuple[int, ...]] | None) -> ParsedRecord | None:
     """The tensor that the head of the file describes, in the terms of a record; ``None`` if the item is a record."""
     raw = stored.raw
     if raw is None:
@@ -240,7 +242,7 @@ def _of_head(stored: ItemBytes, expected: tuple[torch.dtype, tuple[int, ...]] | 
     )
 
 
-def _recognised(stored: ItemBytes, expected: tuple[torch.dtype, tuple[int, ...]] | None) -> ParsedRecord | None:
+def _from_known_header(stored: ItemBytes, expected: tuple[torch.dtype, tuple[int, ...]] | None) -> ParsedRecord | None:
     """The record, if its header is exactly the one that we write for a tensor of the expected dtype and shape."""
     template = None if expected is None else record_template(*expected)
     if template is None or template.nbytes != stored.nbytes:
@@ -260,7 +262,7 @@ def _recognised(stored: ItemBytes, expected: tuple[torch.dtype, tuple[int, ...]]
     )
 
 
-def _loaded(stored: ItemBytes, verification: Verification, trusted: bool) -> torch.Tensor:
+def _by_torch_load(stored: ItemBytes, verification: Verification, trusted: bool) -> torch.Tensor:
     """Load a tensor that only ``torch.load`` understands: quantized, sparse, compressed, or of an old format."""
     data = stored.read(0, stored.nbytes)
     check_members(stored, data, verification)

@@ -123,7 +123,7 @@ def record_template(dtype: torch.dtype, shape: tuple[int, ...], requires_grad: b
 
     Args:
         dtype: any dtype; ``shape``: sizes, ``()`` for a scalar, zeros allowed.
-        requires_grad: stock DCP saves detached tensors, hence ``False``.
+        requires_grad: the default is ``False``, because DCP saves detached tensors.
 
     Returns:
         ``None`` if this torch pickles tensors of ``dtype`` in a way that we do not know (quantized dtypes).

@@ -72,7 +72,7 @@ class DirectoryLock:
             if is_held is False:
                 holder = _read_holder(disk, file)
                 if disk.is_of_this_machine(path) or holder is None or holder.boot_id == boot_id():
-                    raise _taken(directory, holder)
+                    raise _lock_is_held(directory, holder)
                 logger.warning(
                     "%s: another save is running into it, or its machine crashed (%s). If it is running, one of the "
                     "two will get an error before it commits",
@@ -135,7 +135,7 @@ def _read_holder(disk: Disk, file: OpenFile) -> _Holder | None:
         return None
 
 
-def _taken(directory: str, holder: _Holder | None) -> StorageError:
+def _lock_is_held(directory: str, holder: _Holder | None) -> StorageError:
     """The error for a save that comes second."""
     who = "its process is not known" if holder is None else str(holder)
     return StorageError(

@@ -157,7 +157,7 @@ class Journal:
 
 
 class SaveState(Enum):
-    """What is known of a save whose journal was found."""
+    """What a journal that was found tells about its save."""
 
     OVER = "it is over"
     UNKNOWN = "it may be running on another machine"

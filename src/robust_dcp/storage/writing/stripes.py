@@ -20,7 +20,7 @@ __all__ = ["remove_target", "stripe_directories", "stripe_of"]
 def stripe_directories(disk: Disk, directory: str, stripe_paths: Sequence[str]) -> list[str]:
     """For each mount, the directory that belongs to the checkpoint in ``directory`` and to no other.
 
-    It is called after the checkpoint, so that people see whose it is. A hash of the checkpoint's path follows the name.
+    It has the name of the checkpoint, so that people see whose it is. A hash of the checkpoint's path follows the name.
     So two checkpoints called ``step-100`` get different directories, and a copy of a checkpoint's links does not own
     the files that they lead to.
     """

@@ -277,10 +277,10 @@ def _state_entries(columns: MetadataColumns, memo: _Memo, rows: Rows) -> Iterato
         properties = columns.name_properties[name]
         values = {
             "name": memo.name[name],
-            "properties": _taken(memo.properties, properties),
-            "whole": _taken(memo.size, columns.name_size[name]),
-            "offset": _taken(memo.size, columns.offset[some]),
-            "size": _taken(memo.size, columns.size[some]),
+            "properties": _numbers_at(memo.properties, properties),
+            "whole": _numbers_at(memo.size, columns.name_size[name]),
+            "offset": _numbers_at(memo.size, columns.offset[some]),
+            "size": _numbers_at(memo.size, columns.size[some]),
         }
         is_first, is_last = np.diff(name, prepend=-1) != 0, np.diff(name, append=-1) != 0
         which = np.where(properties < 0, 0, 1 + is_first + 2 * is_last)
@@ -291,7 +291,7 @@ def _items(columns: MetadataColumns, memo: _Memo, rows: Rows) -> dict[str, Int64
     """The values in the entries of ``storage_data`` for ``rows``."""
     return {
         "name": memo.name[columns.name[rows]],
-        "offset": _taken(memo.size, columns.offset[rows]),
+        "offset": _numbers_at(memo.size, columns.offset[rows]),
         "file": memo.file[columns.file[rows]],
         "start": columns.start[rows],
         "nbytes": columns.nbytes[rows],
@@ -320,7 +320,7 @@ def _remembered(pushed: Iterable[bytes]) -> Frame:
     return frame_of(each + REMEMBER for each in pushed)
 
 
-def _taken(numbers: Int64, places: npt.NDArray[np.int32]) -> Int64:
+def _numbers_at(numbers: Int64, places: npt.NDArray[np.int32]) -> Int64:
     """``numbers[places]``. Where a place is -1, as it is for objects, the result means nothing."""
     return numbers[places] if len(numbers) else np.zeros(len(places), dtype=np.int64)
 

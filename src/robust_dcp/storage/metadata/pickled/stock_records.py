@@ -57,7 +57,7 @@ class _ExamplePickler(pickle.Pickler):
 
 
 class StockRecords:
-    """The records of which a ``.metadata`` consists.
+    """The records that make up a ``.metadata``.
 
     Attributes:
         constants: opcodes that put the classes, and the names of their attributes, into the first places of the memo.
