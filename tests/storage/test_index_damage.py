@@ -217,7 +217,7 @@ def test_chunks_that_lie_on_each_other_are_not_all_read(tmp_path: Path) -> None:
     assert found is not None
     stored = found.stored(0)
     assert stored.size is not None
-    with pytest.raises(DamagedIndex, match="on each other"):
+    with pytest.raises(DamagedIndex, match="overlap"):
         found.overlap(stored, type(stored.size)([0, 0]), type(stored.size)([6, 6]))
 
 

@@ -1,4 +1,4 @@
-"""Between devices and files: blocks of memory, and the bytes of tensors."""
+"""The way between devices and files: blocks of memory, and the bytes of tensors."""
 
 from robust_dcp.staging.blocks import (
     POOL,

@@ -1,8 +1,8 @@
-"""Blocks of memory that bytes pass through on their way to or from a file: aligned, reused, never more than allowed.
+"""Blocks of memory that bytes pass through on their way to or from a file. They are aligned, reused, and limited.
 
-Owns the memory and who has it. One pool serves all saves of a process: a save leases blocks of one size, and what it
-had stays for the next. A load has a pool of its own, which it gives back. Called by ``storage.engine``, and by
-``storage.plan_reader`` and what reads for it.
+This module owns the memory, and knows who uses it. One pool serves all saves of a process: a save leases blocks of one
+size, and they stay for the next save. A load has a pool of its own and releases it. ``storage.writing.engine`` calls
+it, and ``storage.reading.plan_reader`` with the modules under it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["POOL", "Block", "BlockLease", "BlockPool", "aligned_bytes", "copy_by
 
 
 def aligned_bytes(nbytes: int) -> npt.NDArray[np.uint8]:
-    """uint8 ``[nbytes]`` of zeros that begin at a page of memory."""
+    """uint8 ``[nbytes]`` of zeros. They begin at a page of memory."""
     return np.frombuffer(_pages(nbytes), dtype=np.uint8)[:nbytes]
 
 
@@ -34,7 +34,7 @@ def copy_bytes(target: int, source: int, nbytes: int) -> None:
 
 
 def copy_each(targets: Iterable[int], sources: Iterable[int], nbytes: Iterable[int]) -> None:
-    """Copy small pieces of memory from addresses to addresses: so small that to let go of the GIL takes longer."""
+    """Copy small pieces of memory between addresses. They are so small that releasing the GIL would take longer."""
     deque(map(_memmove_with_gil, targets, sources, nbytes), maxlen=0)
 
 
@@ -45,7 +45,7 @@ _memmove_with_gil: Any = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_
 
 
 def memory_at(address: int, nbytes: int) -> memoryview:
-    """The bytes at an address, without a copy. Who calls sees to it that they are there as long as the view is used."""
+    """The bytes at an address, without a copy. The caller must keep that memory alive as long as the view is used."""
     view: memoryview = _view_of_memory(address, nbytes, _FOR_WRITING)
     return view
 
@@ -57,8 +57,11 @@ _view_of_memory.restype = ctypes.py_object
 
 
 def _block_memory(nbytes: int, *, stays_at_fork: bool, fd: int | None) -> mmap.mmap:
-    """Memory that starts on a page and is used again and again: in huge pages where the kernel has them, since each
-    page costs a fault when it is first touched, and has to be pinned for each direct read or write."""
+    """Memory that begins at a page and is reused, in huge pages if the kernel has them.
+
+    Huge pages are faster: each page costs a fault when it is first touched, and has to be pinned for each direct read
+    or write.
+    """
     memory = _pages(nbytes) if fd is None else mmap.mmap(fd, nbytes)
     _advise(memory, "MADV_HUGEPAGE")
     if stays_at_fork:
@@ -68,13 +71,13 @@ def _block_memory(nbytes: int, *, stays_at_fork: bool, fd: int | None) -> mmap.m
 
 def _advise(memory: mmap.mmap, advice: str) -> None:
     if hasattr(mmap, advice):
-        with contextlib.suppress(OSError):  # a kernel without it
+        with contextlib.suppress(OSError):  # this kernel does not support it
             memory.madvise(getattr(mmap, advice))
 
 
 def _pages(nbytes: int) -> mmap.mmap:
-    # Private: a process that is forked has blocks of its own, and does not write into ours. Shared memory, which mmap
-    # takes by default, is also never in huge pages, unless the whole machine is set to that.
+    # The memory is private, so that a forked process has its own blocks and does not write into ours. mmap's default is
+    # shared memory, which gets huge pages only if the whole machine is set to that.
     return mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
@@ -82,20 +85,21 @@ class Block:
     """One block: the same memory as bytes, as an array and as a tensor.
 
     Args:
-        nbytes: of it.
-        stays_at_fork: a process that is forked does not have it. For memory that devices read into: where a page is
-            shared with a forked process, older kernels copy it, and what the device brings goes to the old one.
-        fd: of a file whose memory it is, shared with every process that maps the file; ``None`` for memory of its own.
+        nbytes: its size.
+        stays_at_fork: a forked process does not get this memory. This is for memory that devices write to. If such a
+            page is shared with a forked process, older kernels copy it, and the device writes to the old page.
+        fd: use the memory of this file, which is shared with every process that maps the file. ``None``: private
+            memory.
 
     Raises:
-        OSError: the system has no such memory.
+        OSError: the system cannot give this memory.
 
     Attributes:
-        memory: the memory itself, page-aligned; holds whatever was last in it. A slice of it is ``bytes``, a copy.
-        view: the same, for slices without a copy.
-        data: the same, uint8 ``[nbytes]``.
-        tensor: the same.
-        address: of its first byte.
+        memory: the memory itself, page-aligned, with whatever was last in it. A slice of it is ``bytes``, a copy.
+        view: the same memory, for slices without a copy.
+        data: the same memory as a NumPy array, uint8 ``[nbytes]``.
+        tensor: the same memory as a tensor.
+        address: the address of its first byte.
     """
 
     __slots__ = ("address", "data", "is_pinned", "memory", "tensor", "view")
@@ -109,19 +113,21 @@ class Block:
         self.is_pinned = False
 
     def pin(self) -> None:
-        """Lock it in memory, so that a CUDA device copies to it by itself; a block that cannot be works as well."""
+        """Lock it in memory, so that copies from a CUDA device run by themselves. A block that cannot be pinned works
+        as well.
+        """
         if not self.is_pinned:
             self.is_pinned = int(torch.cuda.cudart().cudaHostRegister(self.address, len(self.data), 0)) == 0
 
     def unpin(self) -> None:
-        """To be called before the memory goes."""
+        """Undo :meth:`pin`. Call this before the memory is freed."""
         if self.is_pinned:
             torch.cuda.cudart().cudaHostUnregister(self.address)
             self.is_pinned = False
 
 
 class BlockPool:
-    """Blocks that nobody uses at the moment. At most one size is kept: that of the last lease that ended.
+    """Blocks that nobody uses at the moment. It keeps blocks of one size only: that of the last lease that ended.
 
     Args:
         stay_at_fork: see :class:`Block`.
@@ -138,7 +144,7 @@ class BlockPool:
         return sum(len(block.data) for block in self._free)
 
     def lease(self, block_nbytes: int, n_blocks: int) -> BlockLease:
-        """The right to ``n_blocks`` blocks at once, to be used in a ``with`` statement."""
+        """Lease up to ``n_blocks`` blocks at a time. Use the result in a ``with`` statement."""
         return BlockLease(self, block_nbytes, n_blocks)
 
     def release(self) -> None:
@@ -153,7 +159,7 @@ class BlockPool:
         return Block(nbytes, stays_at_fork=self._stay_at_fork)
 
     def _keep(self, blocks: list[Block]) -> None:
-        """Keep exactly these: what the last save had no use for, the next will not need either."""
+        """Keep only these blocks. The next save will not need blocks that the last save has not used."""
         with self._lock:
             dropped, self._free = self._free, blocks
         for block in dropped:
@@ -161,7 +167,7 @@ class BlockPool:
 
 
 class BlockLease:
-    """The blocks of one save or load. Its methods may be called from several threads.
+    """The blocks of one save or load. Several threads may call its methods.
 
     Attributes:
         used_nbytes: the most memory that it had at any time.
@@ -180,10 +186,11 @@ class BlockLease:
         return self._n_taken * self.block_nbytes
 
     def take(self) -> Block:
-        """A block.
+        """Take a block.
 
         Raises:
-            RuntimeError: all are taken. A thread must not wait for a block: others may wait for it.
+            RuntimeError: all blocks are taken. A thread must not wait for a block, because others may wait for that
+                thread.
         """
         with self._lock:
             if self._free:
@@ -194,13 +201,13 @@ class BlockLease:
         return self._pool._take(self.block_nbytes)
 
     def give_back(self, block: Block) -> None:
-        """The block may be taken by another thread."""
+        """Return a block, so that another thread may take it."""
         with self._lock:
             self._free.append(block)
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[Block]:
-        """A block for the time of a ``with`` block."""
+        """Take a block for the duration of a ``with`` statement."""
         block = self.take()
         try:
             yield block
@@ -214,7 +221,7 @@ class BlockLease:
         self.end()
 
     def end(self) -> None:
-        """Give all blocks that nobody has to the pool."""
+        """Return all blocks that nobody has to the pool."""
         self._pool._keep(self._free)
         self._free = []
 

@@ -1,7 +1,8 @@
-"""Copies from and to a device that run beside other work: on a stream of their own, through pinned blocks.
+"""Copies from and to a device that run beside other work, on a stream of their own and through pinned blocks.
 
-Owns the streams and the one moment at which they wait for the stream that training uses. Called by ``storage.engine``
-once a save, and by ``storage.reading_threads`` once a load, from the thread that asked for it; then by its threads.
+This module owns the streams. They wait once for the stream that training uses: when the copies begin.
+``storage.writing.engine`` calls it once in each save, and ``storage.reading.reading_threads`` once in each load, on the
+thread that asked for it. Then their threads call it.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ __all__ = ["CopiesToDevice", "DeviceCopies"]
 
 
 class DeviceCopies:
-    """Copies of what a device holds at the moment at which this is made.
+    """Copies of the contents of a device at the moment when this object is made.
 
-    What the current stream has been given to do so far comes before the copies; what it is given later does not wait
-    for them. All threads of a save share one stream, so that what a planner computes in one thread is there when
-    another copies it.
+    Work that was queued on the current stream before that moment comes before the copies. Later work does not wait for
+    them. All threads of a save share one stream: if a planner computes a tensor in one thread, it is ready when another
+    thread copies it.
     """
 
     def __init__(self) -> None:
@@ -32,18 +33,18 @@ class DeviceCopies:
             self._stream.wait_stream(torch.cuda.current_stream())
 
     def in_this_thread(self) -> AbstractContextManager[object]:
-        """A ``with`` block in which the calling thread works on the stream of the copies."""
+        """A ``with`` block in which the calling thread uses the stream of the copies."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def can_run_ahead(self, data: TensorBytes) -> bool:
-        """Whether a copy of ``data`` goes on by itself once it has begun."""
+        """Whether a copy of ``data`` runs by itself once it has begun."""
         return self._stream is not None and data.device == self._stream.device
 
     def begin(self, data: TensorBytes, begin: int, end: int, block: Block, at: int) -> Callable[[], None]:
-        """Begin to copy bytes ``begin`` to ``end`` of ``data`` into ``block`` from ``at`` on.
+        """Begin to copy bytes ``begin`` to ``end`` of ``data`` to ``at`` in ``block``.
 
         Returns:
-            What to call before the block is read: it waits for the copy.
+            A function that waits for the copy. Call it before you read the block.
         """
         if self._stream is None or not self.can_run_ahead(data):
             data.copy(begin, end, block, at)
@@ -56,7 +57,9 @@ class DeviceCopies:
 
 
 class CopiesToDevice:
-    """Copies of blocks into tensors on a device, after what the current stream has been given to do so far."""
+    """Copies of blocks into tensors on a device. They come after the work that is queued on the current stream so
+    far.
+    """
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
@@ -65,9 +68,10 @@ class CopiesToDevice:
             self._stream.wait_stream(torch.cuda.current_stream())
 
     def copy(self, block: Block, at: int, target: torch.Tensor) -> None:
-        """Fill ``target``, uint8 ``[n]``, from ``block`` at ``at``; returns when that is done, so the block is free.
+        """Fill ``target``, uint8 ``[n]``, from ``block`` at ``at``. The copy is done when this returns, so the block is
+        free.
 
-        Other threads may read and copy meanwhile: this one waits for its own copy alone, without the GIL.
+        Other threads may read and copy meanwhile: this thread waits only for its own copy, without the GIL.
         """
         source = block.tensor[at : at + len(target)]
         if self._stream is None or target.device != self._stream.device:
@@ -82,4 +86,4 @@ class CopiesToDevice:
 
 
 def _nothing_to_wait_for() -> None:
-    """The copy is complete."""
+    """For a copy that is complete already."""

@@ -1,7 +1,8 @@
-"""Tensors on the host, ready to be read as bytes.
+"""Brings a tensor to the host, ready to be read as bytes.
 
-Owns the copy of one tensor from device to host (``together`` copies many small ones); never keeps a buffer. Called by
-``storage.engine`` from its threads, one tensor at a time, so that no more than a tensor for each thread is staged.
+This module copies one tensor from device to host; ``together`` copies many small ones. It never keeps a buffer. The
+threads of ``storage.writing.engine`` call it for one tensor at a time, so that each thread has at most one tensor on
+the host.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ __all__ = ["to_host"]
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` as a contiguous, detached CPU tensor of the same dtype and shape.
 
-    No copy is made of a CPU tensor that is contiguous already. A copy from a device waits for the work queued on the
-    current stream before it, so the values are those that the caller's last operation left.
+    A contiguous CPU tensor is not copied. A copy from a device waits for the work queued on the current stream, so it
+    has the values after the caller's last operation.
     """
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
-        # Lazy conjugation and negation live in a bit of the tensor, not in its bytes.
+        # Lazy conjugation and negation are flags of the tensor. Its bytes do not show them.
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor.to(device="cpu").contiguous()

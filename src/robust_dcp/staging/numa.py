@@ -1,8 +1,8 @@
-"""On which NUMA node memory lies: on that of the device, or of the processor, whose tensors are copied into it.
+"""Places memory on a NUMA node: that of the device, or of the processor, that copies tensors into it.
 
-Linux places a page of memory when it is first touched, on the node of the processor that touches it. Owns which
-processors are near a device, and the threads that run on these alone. Called by ``staging_buffers``, which has new
-memory touched there, and by the writer process, which runs there too.
+Linux places a page of memory when it is first touched, on the node of the processor that touches it. This module finds
+the processors near a device, and runs threads on these only. ``staging_buffers`` uses it to touch new memory; the
+writer process uses it to run near the device, too.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ __all__ = ["cpus_near", "pci_address", "run_near", "stay_near"]
 _SYS: Final = Path("/sys")
 
 _THREADS: Final = 4
-"""More do not make pages faster than the memory of a node takes them, and other ranks start up beside this one."""
+"""More threads would not be faster, because the memory of a node limits them. And other ranks start beside this one."""
 
 
 def cpus_near(address: str | None, root: Path = _SYS) -> frozenset[int]:
-    """Processors on the node of a device, as many of them as this process may use.
+    """The processors on the node of a device that this process may use.
 
     Args:
-        address: of the device on the PCI bus; ``None`` for the processor that this thread runs on.
-        root: where the kernel tells of its devices.
+        address: the PCI address of the device; ``None`` for the processor that this thread runs on.
+        root: the directory in which the kernel describes its devices.
 
     Returns:
-        All processors of this process if the node is not known, or if it may use none of that node.
+        All processors of this process if the node is not known, or if this process may use none of its processors.
     """
     own = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
     node = _node_of_this_thread(root) if address is None else _node_of(address, root)
@@ -43,7 +43,7 @@ def cpus_near(address: str | None, root: Path = _SYS) -> frozenset[int]:
 
 
 def pci_address(device: torch.device) -> str | None:
-    """Where a CUDA device is on the PCI bus, as the kernel writes it; ``None`` if torch does not say."""
+    """The PCI address of a CUDA device, as the kernel writes it; ``None`` if torch does not say."""
     known: Any = torch.cuda.get_device_properties(device)
     if not hasattr(known, "pci_bus_id"):
         return None
@@ -51,21 +51,21 @@ def pci_address(device: torch.device) -> str | None:
 
 
 def stay_near(cpus: Iterable[int]) -> None:
-    """Let the calling thread, and those that it starts, run on these processors alone."""
+    """Let the calling thread, and threads that it starts later, run on these processors only."""
     if cpus:
-        with suppress(OSError, AttributeError):  # some were taken from this process meanwhile, or it is not Linux
+        with suppress(OSError, AttributeError):  # this process has lost some of them meanwhile, or this is not Linux
             os.sched_setaffinity(0, cpus)
 
 
 def run_near(cpus: frozenset[int], work: Callable[[int, int], Any], nbytes: int, part_nbytes: int) -> None:
-    """Have work on ``nbytes`` bytes done by a few threads that run on these processors. The calling thread waits.
+    """Do work on ``nbytes`` bytes with a few threads that run on these processors. The calling thread waits.
 
     Args:
-        work: called with the first byte of a part and the one behind it; must let go of the GIL.
-        part_nbytes: of each part but the last.
+        work: called with the begin and the end of each part. It must release the GIL.
+        part_nbytes: length of each part but the last.
 
     Raises:
-        Exception: what ``work`` raised.
+        Exception: any error of ``work``.
     """
     begins = range(0, nbytes, part_nbytes)
     threads = max(min(len(begins), len(cpus), _THREADS), 1)
@@ -79,7 +79,7 @@ def _node_of(address: str, root: Path) -> int | None:
         node = int((root / "bus/pci/devices" / address / "numa_node").read_text())
     except (OSError, ValueError):
         return None
-    return node if node >= 0 else None  # a machine with one node may say -1
+    return node if node >= 0 else None  # a machine with one node may report -1
 
 
 def _node_of_this_thread(root: Path) -> int | None:
@@ -92,7 +92,7 @@ def _node_of_this_thread(root: Path) -> int | None:
 
 
 def _cpus_of(node: Path) -> frozenset[int]:
-    """Of a list such as ``0-3,8``."""
+    """The processors in a list such as ``0-3,8``."""
     cpus: set[int] = set()
     with suppress(OSError, ValueError):
         for part in (node / "cpulist").read_text().strip().split(","):

@@ -1,9 +1,10 @@
-"""Memory for the copies of tensors that a save writes while training goes on: kept between saves, pinned for a GPU.
+"""Memory for copies of tensors that a save writes while training goes on. It is kept between saves, and pinned for a
+GPU.
 
-Owns the memory, and the tensors that lie in it: a repeated save finds them where those of the save before were, so it
-costs one pass of copies. New memory is taken from the NUMA node of the device, or processor, that copies. Where
-another process writes the copies, the memory is that of a file which has no name: it goes with the last process that
-has it open, however that ends. Called by ``background.staged_source``.
+This module owns the memory and the tensors in it. A repeated save finds the tensors of the save before, so it only has
+to copy. New memory is taken on the NUMA node of the device, or processor, that copies. If another process writes the
+copies, the memory belongs to a file without a name, which goes away with the last process that has it open.
+``background.staged_source`` calls this module.
 """
 
 from __future__ import annotations
@@ -21,39 +22,40 @@ from robust_dcp.staging.numa import cpus_near, pci_address, run_near
 __all__ = ["SHARED_STAGING", "STAGING", "StagingBuffer", "StagingBuffers", "TensorForm"]
 
 TensorForm = tuple[torch.dtype, torch.Size]
-"""The dtype and the size of a tensor: all that its place in a buffer depends on."""
+"""Dtype and size of a tensor. Its place in a buffer depends on nothing else."""
 
 _ALIGNMENT: Final = 64
-"""Bytes: a cache line, and more than any dtype asks for."""
+"""In bytes: a cache line, which is more than any dtype needs."""
 
 _PAGE_NBYTES: Final = 4096
 _LARGE_NBYTES: Final = 1 << 20
-"""From this size on tensors lie at 64 modulo a page, where torch's own allocator puts them, and the layouts in files:
-direct I/O then takes them from where they are."""
+"""Tensors of this size or more lie at 64 modulo the page size. torch's own allocator puts them there, and so do the
+layouts in files, so direct I/O can write them without a copy.
+"""
 
 _ROUNDED_TO: Final = 2 << 20
-"""Bytes: a huge page. A state dict that grows a little still fits into the buffer that it had."""
+"""In bytes: a huge page. A state dict that grows a little still fits into its buffer."""
 
 _TOUCHED_NBYTES: Final = 32 << 20
-"""Touched by one thread at a time. It takes some milliseconds."""
+"""One thread touches so much at a time, which takes some milliseconds."""
 
 
 class StagingBuffer:
     """One piece of memory, and tensors in it.
 
     Args:
-        nbytes: of the memory.
-        fd: of the file whose memory it is; ``None`` for memory of this process alone. The caller keeps it open as long
-            as other processes are to map it.
-        cpus: as the attribute.
+        nbytes: the size of the memory.
+        fd: use the memory of this file; ``None`` for memory of this process alone. The caller keeps the file open as
+            long as other processes need to map it.
+        cpus: see the attribute.
 
     Raises:
         OSError: the host has no such memory.
 
     Attributes:
-        is_pinned: whether a CUDA device copies into it by itself.
-        fd: as given.
-        cpus: processors that are near this memory, if that is known.
+        is_pinned: whether copies from a CUDA device into it run by themselves.
+        fd: see the argument.
+        cpus: the processors near this memory, if they are known.
     """
 
     def __init__(self, nbytes: int, *, fd: int | None = None, cpus: frozenset[int] = frozenset()) -> None:
@@ -72,11 +74,11 @@ class StagingBuffer:
         return self._block.is_pinned
 
     def pin(self) -> None:
-        """Lock the memory, so that copies from a CUDA device go on by themselves; without it they work as well."""
+        """Lock the memory, so that copies from a CUDA device run by themselves. Without it they work as well."""
         self._block.pin()
 
     def touch(self) -> None:
-        """Take all pages now, near :attr:`cpus`. What the memory holds is lost."""
+        """Make the kernel give us all pages now, near :attr:`cpus`. The contents of the memory are lost."""
         data = self._block.data
 
         def touch_pages(begin: int, end: int) -> None:
@@ -85,7 +87,7 @@ class StagingBuffer:
         run_near(self.cpus, touch_pages, len(data), _TOUCHED_NBYTES)
 
     def tensors(self, forms: Sequence[TensorForm]) -> list[torch.Tensor]:
-        """One contiguous CPU tensor for each form, in this memory; what they hold is whatever was there last."""
+        """One contiguous CPU tensor for each form, in this memory. They hold whatever was there last."""
         if forms != self._forms:
             ends = _ends(forms)
             memory = self._block.tensor
@@ -97,7 +99,7 @@ class StagingBuffer:
         return self._tensors
 
     def release(self) -> None:
-        """To be called before the memory goes."""
+        """Call this before the memory is freed."""
         self._block.unpin()
         if self.fd is not None:
             os.close(self.fd)
@@ -108,7 +110,7 @@ class StagingBuffers:
     """The buffers of a process that no save uses at the moment.
 
     Args:
-        are_shared: whether other processes can map them, by their ``fd``.
+        are_shared: whether other processes can map the buffers, by their ``fd``.
     """
 
     def __init__(self, *, are_shared: bool = False) -> None:
@@ -122,24 +124,24 @@ class StagingBuffers:
         return sum(buffer.nbytes for buffer in self._free)
 
     def take(self, forms: Sequence[TensorForm], device: torch.device | None = None) -> StagingBuffer:
-        """A buffer in which tensors of these forms have room.
+        """Take a buffer that has room for tensors of these forms.
 
         Args:
-            device: that will copy into it, if that is a CUDA device. New memory is taken near it.
+            device: the device that will copy into it. If it is a CUDA device, new memory is taken near it.
 
         Raises:
-            OSError: the host has no such memory.
+            OSError: the host does not have enough memory.
         """
         ends = _ends(forms)
         nbytes = max(-(-(ends[-1] if ends else 0) // _ROUNDED_TO), 1) * _ROUNDED_TO
         with self._lock:
             fitting = [buffer for buffer in self._free if nbytes <= buffer.nbytes <= 2 * nbytes]
             if fitting:
-                # Of those with room the one that held the same: its tensors need not be made again.
+                # Prefer a buffer that held the same forms: its tensors need not be made again.
                 chosen = min(fitting, key=lambda buffer: (buffer._forms != forms, buffer.nbytes))
                 self._free.remove(chosen)
                 return chosen
-            # What is free does not fit. It goes before new memory is taken: the host may not have room for both.
+            # No free buffer is large enough. Free them before new memory is taken: the host may not have room for both.
             dropped, self._free = self._free, []
         for buffer in dropped:
             buffer.release()
@@ -152,7 +154,7 @@ class StagingBuffers:
         return buffer
 
     def give_back(self, buffer: StagingBuffer) -> None:
-        """The next save may use it."""
+        """Return a buffer, so that the next save may use it."""
         with self._lock:
             self._free.append(buffer)
 
@@ -168,13 +170,13 @@ STAGING = StagingBuffers()
 """The buffers of this process."""
 
 SHARED_STAGING = StagingBuffers(are_shared=True)
-"""Those that its writer process maps as well."""
+"""The buffers of this process that its writer process maps as well."""
 
 
 def _shared_buffer(nbytes: int, cpus: frozenset[int]) -> StagingBuffer:
     fd = os.memfd_create("robust_dcp-staging")
     try:
-        # Taken now: where memory is short later, the first access to a page would end the process (SIGBUS).
+        # Reserve the memory now. If it ran short later, the first access to a page would kill the process (SIGBUS).
         run_near(cpus, lambda begin, end: os.posix_fallocate(fd, begin, end - begin), nbytes, _TOUCHED_NBYTES)
         return StagingBuffer(nbytes, fd=fd, cpus=cpus)
     except BaseException:
@@ -188,7 +190,7 @@ def _nbytes_of(form: TensorForm) -> int:
 
 
 def _ends(forms: Sequence[TensorForm]) -> list[int]:
-    """Where the bytes of each tensor end, one behind the other."""
+    """Where the bytes of each tensor end, if they lie one after the other."""
     at, ends = 0, []
     for form in forms:
         nbytes = _nbytes_of(form)

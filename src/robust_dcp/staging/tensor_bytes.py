@@ -1,7 +1,7 @@
-"""The bytes of one tensor, a range at a time, wherever the tensor is and however its elements lie.
+"""The bytes of one tensor, a range at a time, on any device and with any strides.
 
-Owns how a range is found in memory or copied out of it, so that no tensor is ever staged as a whole. Never keeps a
-buffer. Called by ``pack``, ``large_record`` and ``append`` of ``storage.writing``, and by
+This module finds a range in memory or copies it out of the tensor, so that no tensor is ever copied as a whole. It
+never keeps a buffer. ``pack``, ``large_record`` and ``append`` of ``storage.writing`` call it, and so does
 ``plan.loading.shared_reads``.
 """
 
@@ -20,15 +20,15 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def host_address(tensor: torch.Tensor) -> int | None:
-    """Where in this process's memory the bytes of ``tensor`` lie, in order; ``None`` if they are not there, or not so.
+    """The address of the bytes of ``tensor``; ``None`` if they are not in this process's memory, or not in order.
 
-    Asks nothing of torch that lets go of the GIL, as its operators do: where several threads run, each time costs more
-    than the answer.
+    It calls no operator of torch: these release the GIL, and with several threads each release costs more than the
+    answer.
 
     Raises:
-        RuntimeError: its memory was freed.
+        RuntimeError: the tensor's memory was freed.
     """
-    # A subclass may keep its data anywhere; lazy conjugation and negation live in a bit of the tensor.
+    # A subclass may keep its data anywhere. Lazy conjugation and negation are flags that the bytes do not show.
     if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.layout != torch.strided:
         return None
     is_in_order = tensor.is_contiguous()
@@ -38,7 +38,7 @@ def host_address(tensor: torch.Tensor) -> int | None:
         if not is_in_order:
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         needed = (tensor.storage_offset() + last + 1) * tensor.itemsize
-        if tensor.untyped_storage().nbytes() < needed:  # FSDP resizes to 0; shape and address stay
+        if tensor.untyped_storage().nbytes() < needed:  # FSDP resizes the storage to 0, and shape and address stay
             raise RuntimeError(
                 f"its storage holds {tensor.untyped_storage().nbytes()} bytes where its data ends at byte {needed}: "
                 "its memory was freed"
@@ -47,14 +47,14 @@ def host_address(tensor: torch.Tensor) -> int | None:
 
 
 class TensorBytes:
-    """What a contiguous copy of ``tensor`` would hold, without making one.
+    """The bytes that a contiguous copy of ``tensor`` would have, without making one.
 
-    Only a tensor subclass is copied as a whole, to the host: what it makes of a slice is its own affair.
+    Only a tensor subclass is copied to the host as a whole, because only the subclass knows what a slice of it is.
 
     Attributes:
-        nbytes: of all of it.
-        address: of the first byte, where all bytes lie in this process's memory in order; else ``None``. It holds as
-            long as this object does.
+        nbytes: the number of bytes.
+        address: the address of the first byte, if all bytes lie in this process's memory in order; else ``None``. It is
+            valid as long as this object exists.
 
     Raises:
         RuntimeError: the tensor's memory was freed.
@@ -66,10 +66,11 @@ class TensorBytes:
         self._tensor = tensor
         self.nbytes = tensor.numel() * tensor.itemsize
         self.address = host_address(tensor)
-        # On a device, in order.
+        # The elements in order, if the tensor is contiguous and on a device.
         self._flat: torch.Tensor | None = None
         if not tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-            # Not reshape(-1): where a size is 1, a contiguous tensor may have any stride, and keeps it.
+            # Not reshape(-1): a contiguous tensor may have any stride where its size is 1, and reshape keeps that
+            # stride.
             self._flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
     @property
@@ -77,13 +78,13 @@ class TensorBytes:
         return self._tensor.device
 
     def copy(self, begin: int, end: int, block: Block, at: int, *, non_blocking: bool = False) -> None:
-        """Copy bytes ``begin`` to ``end`` into ``block``, from ``at`` on.
+        """Copy bytes ``begin`` to ``end`` to ``at`` in ``block``.
 
         Args:
-            non_blocking: return before a device has copied; the block must be pinned, and the caller waits.
+            non_blocking: return before a device has finished the copy. The block must be pinned, and the caller waits.
         """
         if self.address is not None:
-            # torch's own copy may use all cores, which belong to the data loaders.
+            # torch's own copy may use all cores, and the data loaders need them.
             copy_bytes(block.address + at, self.address + begin, end - begin)
             return
         target = block.tensor[at : at + end - begin]
@@ -104,7 +105,8 @@ class TensorBytes:
 
 
 def _copy_range(tensor: torch.Tensor, first: int, last: int, into: torch.Tensor, non_blocking: bool) -> None:
-    """Copy elements ``first`` to ``last`` of ``tensor``, in the order of a contiguous one, to ``into``.
+    """Copy elements ``first`` to ``last`` of ``tensor`` to ``into``. They are counted in the order of a contiguous
+    tensor.
 
     Args:
         into: ``[last - first]``, of the same dtype.
@@ -116,7 +118,9 @@ def _copy_range(tensor: torch.Tensor, first: int, last: int, into: torch.Tensor,
 
 
 def parts_in_order(tensor: torch.Tensor, first: int, last: int) -> Iterator[torch.Tensor]:
-    """Elements ``first`` to ``last`` of ``tensor``, in the order of a contiguous one, as few views as that takes."""
+    """Elements ``first`` to ``last`` of ``tensor``, in the order of a contiguous tensor, in as few views as
+    possible.
+    """
     if first >= last:
         return
     if tensor.is_contiguous():

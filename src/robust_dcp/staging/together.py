@@ -1,7 +1,7 @@
-"""Many small tensors on the host at the cost of one copy: a copy from a device waits for it, however small it is.
+"""Copies many small tensors to the host at the cost of one copy: each copy from a device waits, however small it is.
 
-Owns the gathering on the device; never keeps a buffer. Called by ``storage.pack`` with no more than a block at once,
-for small tensors on a device.
+The tensors are gathered on the device first. This module never keeps a buffer. ``storage.writing.pack`` calls it for
+small tensors on a device, with at most one block at a time.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ __all__ = ["flat_bytes", "to_host_together"]
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The data of ``tensor``, on its own device, as uint8 ``[nbytes]``; a copy only where it is not contiguous."""
+    """The data of ``tensor`` on its own device, as uint8 ``[nbytes]``. It is copied only if it is not contiguous."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        tensor = to_host(tensor)  # what a subclass makes of the rest is its own affair
+        tensor = to_host(tensor)  # only the subclass knows how its data lies
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # Not reshape(-1): where a size is 1, a contiguous tensor may have any stride, and keeps it.
+    # Not reshape(-1): a contiguous tensor may have any stride where its size is 1, and reshape keeps that stride.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def to_host_together(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy tensors to the host, those of one device all at once.
+    """Copy tensors to the host. Tensors on one device are copied together.
 
     Args:
         parts: uint8 ``[n]`` each, on any device.
@@ -38,7 +38,7 @@ def to_host_together(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         places = [place for place, part in enumerate(parts) if part.device == device]
         try:
             copied = torch.cat([parts[place] for place in places]).cpu()
-        except torch.OutOfMemoryError:  # training has filled the device, and there a copy needs room as well
+        except torch.OutOfMemoryError:  # training has filled the device, and gathering needs room there
             copies = [parts[place].cpu() for place in places]
         else:
             copies = list(copied.split([parts[place].numel() for place in places]))

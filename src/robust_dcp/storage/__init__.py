@@ -1,4 +1,4 @@
-"""Bytes of a checkpoint: layout, records, writer, commit, reader, metadata file."""
+"""The bytes of a checkpoint: layouts, records, writer, commit, reader, and the metadata file."""
 
 from robust_dcp.storage.consolidate import consolidate
 from robust_dcp.storage.reader import RobustReader

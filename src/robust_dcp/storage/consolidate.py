@@ -1,7 +1,8 @@
-"""A checkpoint as a Hugging Face model: whole tensors in ``model-0000k-of-0000n.safetensors``, and their index.
+"""Turns a checkpoint into a Hugging Face model: whole tensors in ``model-0000k-of-0000n.safetensors``, and their index.
 
-Owns which tensor goes into which file, and that none of the names appears before all files are complete and durable.
-How a file is filled: ``model_file``. In one process. Called by users, as ``robust_dcp.storage.consolidate``.
+This module decides which tensor goes into which file. None of the names appears before all files are complete and
+durable. ``model_file`` fills a file. All this happens in one process. Users call it as
+``robust_dcp.storage.consolidate``.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ class ConsolidateReport:
     """What :func:`consolidate` has written.
 
     Attributes:
-        files: names in the output directory, the index last.
-        tensors: how many.
-        nbytes: of tensor data.
-        skipped: keys of items that are no tensors.
+        files: the names of the files in the output directory; the index comes last.
+        tensors: how many tensors were written.
+        nbytes: bytes of tensor data.
+        skipped: keys of items that are not tensors.
     """
 
     files: tuple[str, ...]
@@ -59,22 +60,22 @@ def consolidate(
 ) -> ConsolidateReport:
     """Write the tensors of a checkpoint as the safetensors files of a Hugging Face model, with their index.
 
-    Everything that ``RobustReader`` reads can be consolidated, by any number of ranks and in any layout. Memory stays
-    within ``buffer_bytes`` and what the reader needs, whatever the sizes: a tensor that is larger goes piece by piece.
-    Items that are read as a whole are compared with their checksums.
+    Everything that ``RobustReader`` reads can be consolidated, whatever its layout and however many ranks saved it. It
+    takes ``buffer_bytes`` of memory and what the reader needs, whatever the sizes of tensors: a larger tensor is copied
+    piece by piece. Items that are read as a whole are compared with their checksums.
 
     Args:
         path: the checkpoint's directory.
-        output: made if it is not there; must hold no safetensors files.
-        max_shard_bytes: of tensor data in a file; a larger tensor has a file for itself.
+        output: the directory to write to. It is created if it does not exist. It must not hold safetensors files.
+        max_shard_bytes: most bytes of tensor data in one file. A larger tensor gets a file of its own.
         keys: the tensors to write; ``None`` for all.
-        buffer_bytes: of data that is on its way.
+        buffer_bytes: limit for data that was read and not yet written.
         disk: the file system.
 
     Raises:
-        ValueError: a key is not in the checkpoint, is no tensor, or has a dtype that safetensors does not know; or a
+        ValueError: a key is not in the checkpoint, is not a tensor, or has a dtype that safetensors does not know; or a
             path is a URL (``scheme://…``).
-        StorageError: the file system refuses, or ``output`` holds safetensors files.
+        StorageError: a call to the file system failed, or ``output`` holds safetensors files.
         CorruptCheckpoint: the checkpoint is damaged.
 
     Example:
@@ -122,7 +123,7 @@ def consolidate(
 
 
 def _chosen(metadata: Metadata, keys: Collection[str] | None) -> tuple[list[ModelTensor], tuple[str, ...]]:
-    """The tensors to write, in the order of the metadata, and the names of what is no tensor."""
+    """The tensors to write, in the order of the metadata, and the names of items that are not tensors."""
     entries = metadata.state_dict_metadata
     wanted = entries.keys() if keys is None else set(keys)
     missing = sorted(set(wanted) - entries.keys())
@@ -144,7 +145,7 @@ def _chosen(metadata: Metadata, keys: Collection[str] | None) -> tuple[list[Mode
 
 
 def _in_shards(tensors: Sequence[ModelTensor], max_nbytes: int) -> list[list[ModelTensor]]:
-    """Which tensors go together, in order; each file has at least one, and there is at least one file."""
+    """Divide the tensors among files, in order. Each file has at least one tensor, and there is at least one file."""
     shards: list[list[ModelTensor]] = [[]]
     filled = 0
     for tensor in tensors:
@@ -163,7 +164,7 @@ def _index_of(names: Sequence[str], shards: Sequence[Sequence[ModelTensor]]) -> 
 
 
 class _Unfinished:
-    """Files under names that nobody reads, until all of them are complete; removed if it does not come to that."""
+    """Files that are not complete yet. They have names that nobody reads, and are removed if an error occurs."""
 
     def __init__(self, disk: Disk, directory: str) -> None:
         self._disk = disk
@@ -185,7 +186,7 @@ class _Unfinished:
                 self._disk.unlink(path)
 
     def create(self, name: str) -> OpenFile:
-        """A new file that is to be called ``name``."""
+        """Create a file that will get the name ``name``."""
         path = os.path.join(self._directory, name)
         temporary = f"{path}.{secrets.token_hex(8)}.part"
         file = self._disk.open_new(temporary)
@@ -199,7 +200,7 @@ class _Unfinished:
         self._disk.close(file)
 
     def publish(self) -> None:
-        """Give all files their names, in the order in which they were made."""
+        """Give all files their final names, in the order in which they were made."""
         self._disk.fsync_directory(self._directory)
         for temporary, path in self._names:
             self._disk.rename(temporary, path)

@@ -1,7 +1,7 @@
-"""One file of a Hugging Face model, filled from a checkpoint a few pieces at a time.
+"""Fills one file of a Hugging Face model from a checkpoint, a few pieces at a time.
 
-Owns in which pieces tensors are read and written, so that memory stays bounded whatever their sizes. Reads by
-``RobustReader``. Called by ``consolidate``.
+This module cuts tensors into pieces to read and write, so that memory stays bounded whatever their sizes. It reads
+through ``RobustReader``. ``consolidate`` calls it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["ModelTensor", "boxes_of", "write_model_file"]
 
 
 class ModelTensor(NamedTuple):
-    """A tensor that is to be written."""
+    """A tensor to write."""
 
     name: str
     dtype: torch.dtype
@@ -37,7 +37,7 @@ class ModelTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of its data."""
+        """Bytes of its data."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -50,17 +50,17 @@ def write_model_file(
     *,
     buffer_nbytes: int,
 ) -> None:
-    """Fill a new file with whole tensors of a checkpoint, and its head with their checksums.
+    """Fill a new file with whole tensors of a checkpoint, and write its head with their checksums.
 
     Args:
-        tensors: of dtypes that safetensors knows.
-        reader: of the checkpoint, set up with ``metadata``.
-        buffer_nbytes: of data that is read before it is written.
+        tensors: the tensors. safetensors must know their dtypes.
+        reader: a reader of the checkpoint, set up with ``metadata``.
+        buffer_nbytes: most bytes of data to read before they are written.
 
     Raises:
-        CorruptCheckpoint, StorageError: as the reader's ``read_data``, or the file system refuses.
+        CorruptCheckpoint, StorageError: as the reader's ``read_data``; or a call to the file system failed.
     """
-    # The largest elements first: readers want data at multiples of an element's size.
+    # Tensors with the largest elements come first, because readers want data at multiples of an element's size.
     tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     head_nbytes = _head_nbytes(tensors)
     sums: list[list[tuple[int, int, list[int]]]] = [[] for _ in tensors]
@@ -114,10 +114,10 @@ def _head(tensors: Sequence[ModelTensor], nbytes: int) -> ShardHead:
 
 
 class _Piece(NamedTuple):
-    """A box of a tensor whose elements follow each other in the tensor's data.
+    """A box of a tensor with elements that follow each other in the tensor's data.
 
     Attributes:
-        number: of the tensor in its file.
+        number: the number of the tensor in its file.
     """
 
     number: int
@@ -131,7 +131,7 @@ class _Piece(NamedTuple):
 
 
 def _batches(tensors: Sequence[ModelTensor], nbytes: int) -> Iterator[list[_Piece]]:
-    """Pieces that follow each other in the file, as many as fit into ``nbytes``."""
+    """Pieces that follow each other in the file, as many at a time as fit into ``nbytes``."""
     batch: list[_Piece] = []
     filled = 0
     for number, tensor in enumerate(tensors):
@@ -147,8 +147,10 @@ def _batches(tensors: Sequence[ModelTensor], nbytes: int) -> Iterator[list[_Piec
 
 
 def boxes_of(shape: tuple[int, ...], max_numel: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offsets, lengths) of boxes of at most ``max_numel`` elements that make up a tensor: one after the other, their
-    elements are those of the tensor in order."""
+    """(offsets, lengths) of boxes of at most ``max_numel`` elements.
+
+    One after the other, they hold all elements of the tensor in their order.
+    """
     if prod(shape) <= max_numel:
         yield (0,) * len(shape), shape
         return
@@ -165,7 +167,9 @@ def boxes_of(shape: tuple[int, ...], max_numel: int) -> Iterator[tuple[tuple[int
 
 
 class _IntoPieces(DefaultLoadPlanner):
-    """Gives the reader the memory of pieces to read into; ``index`` of an item's destination is the piece's number."""
+    """Makes the reader read into the memory of pieces. The ``index`` of an item's destination is the number of the
+    piece.
+    """
 
     def __init__(self, targets: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -179,7 +183,7 @@ class _IntoPieces(DefaultLoadPlanner):
 
 
 def _read(batch: Sequence[_Piece], view: memoryview, reader: RobustReader, metadata: Metadata) -> None:
-    """Fill ``view`` with pieces, one after the other."""
+    """Read pieces into ``view``, one after the other."""
     items: list[ReadItem] = []
     targets: list[torch.Tensor] = []
     at = 0

@@ -1,8 +1,8 @@
 """DCP's ``StorageReader`` over a directory.
 
-Owns DCP's interface and the metadata of a checkpoint, by its index or decoded from its file; the items are read by
-``plan_reader``. Never writes, and never runs what it reads. Stock ``load`` and Megatron-Core call it, and
-so does our own ``load``.
+This module owns DCP's interface, and gets the metadata of a checkpoint from its index or its ``.metadata``.
+``plan_reader`` reads the items. It never writes, and never runs code that it reads. DCP's ``load``, Megatron-Core and
+our own ``load`` call it.
 """
 
 from __future__ import annotations
@@ -62,20 +62,23 @@ T = TypeVar("T")
 
 
 class UnreadMetadata(Metadata):
-    """Stands for metadata that could not be read: whoever looks at what it holds gets the reason."""
+    """Stands for metadata that could not be read. Code that uses its contents gets the error that says why."""
 
     def __init__(self, error: RobustCheckpointError) -> None:
         self.error = error
 
     def __getattr__(self, name: str) -> Any:
-        # Called for what the instance and its class do not have: `state_dict_metadata` has no default.
+        # Python calls this for attributes that neither the instance nor its class has. `state_dict_metadata` is one of
+        # these, because it has no default.
         if name.startswith("__"):
             raise AttributeError(name)
         raise self.error
 
 
 def overwritten(path: str, error: RobustCheckpointError) -> StorageError:
-    """The error of a load whose files were replaced under it; ``error`` is how that showed."""
+    """The error of a load when another save has replaced its files. ``error`` is the error by which that was
+    noticed.
+    """
     return StorageError(
         f"{path} was overwritten while it was loaded: load it again once no save runs into it, or save each step into "
         f"a directory of its own ({error.message})",
@@ -84,35 +87,36 @@ def overwritten(path: str, error: RobustCheckpointError) -> StorageError:
     )
 
 
-def _goes_on(done_nbytes: int, total_nbytes: int) -> None:
-    """Nobody says to stop."""
+def _never_stops(done_nbytes: int, total_nbytes: int) -> None:
+    """The default of ``check_stop``: never stop."""
 
 
 class RobustReader(StorageReader):
-    """Reads checkpoints by ``RobustWriter``, by stock ``FileSystemWriter`` and ``HuggingFaceStorageWriter``, and by
-    Megatron-Core; and Hugging Face models (directories of ``.safetensors`` files without a ``.metadata``).
+    """Reads checkpoints and Hugging Face models. The checkpoints may be from ``RobustWriter``, from DCP's
+    ``FileSystemWriter`` and ``HuggingFaceStorageWriter``, or from Megatron-Core. A Hugging Face model is a directory of
+    ``.safetensors`` files without a ``.metadata``.
 
     >>> dcp.load(state_dict, storage_reader=RobustReader(path))  # doctest: +SKIP
 
     Args:
         path: the checkpoint's directory.
-        options: how to read, see :class:`ReadOptions`. Each can also be given as a keyword of its own; one that is
-            given in both places, and not the same, is an error.
-        disk: where the files are.
+        options: how to read, see :class:`ReadOptions`. Each option can also be given as a keyword. It is an error to
+            give two different values.
+        disk: the file system.
 
-    While ``read_data`` runs, the planner's ``resolve_tensor``, ``commit_tensor`` and ``load_bytes`` are called by the
-    thread that called it, and by no other. A planner with a ``commit_tensor`` of its own gets it called right after
-    the ``resolve_tensor`` of the same item, as Megatron-Core's planner requires.
+    ``read_data`` calls the planner's ``resolve_tensor``, ``commit_tensor`` and ``load_bytes`` only from the thread that
+    called ``read_data``. If a planner has its own ``commit_tensor``, it is called right after the ``resolve_tensor`` of
+    the same item, as Megatron-Core's planner requires.
 
     Raises:
         ValueError: ``path`` is a URL (``scheme://…``); an option is out of range, or given twice.
 
     Attributes:
-        options: all of them.
+        options: all options.
         peak_buffer_nbytes: the most memory that data passed through at any time in the last ``read_data``.
         unverified_nbytes: bytes of data that were not compared with a checksum in the last ``read_data``.
-        node_reads_the_same: another rank on this node reads just what this one reads. Then ``direct=None`` reads
-            through the page cache, so that the device is read once. ``robust_dcp.load`` finds that out and sets it.
+        node_reads_the_same: whether another rank on this node reads the same as this one. Then ``direct=None`` reads
+            through the page cache, so that the device is read once. ``robust_dcp.load`` sets this.
     """
 
     def __init__(
@@ -150,7 +154,7 @@ class RobustReader(StorageReader):
         self.unverified_nbytes = 0
         self.node_reads_the_same = False
         self.load_id = str(uuid.uuid4())
-        self._check_stop: Callable[[int, int], None] = _goes_on
+        self._check_stop: Callable[[int, int], None] = _never_stops
         self._was_read: tuple[int | None, bytes] | None = None
         self._are_marked: bool | None = None
 
@@ -168,20 +172,21 @@ class RobustReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this is a path of a mounted file system, rather than a URL."""
+        """Whether this is a path on a mounted file system, and not a URL."""
         return not is_url(checkpoint_id)
 
     def metadata_bytes(self, rank: int | None = None) -> bytes:
-        """The raw ``.metadata`` file, checked, to be sent to other ranks and decoded there by :meth:`decode_metadata`.
+        """The bytes of ``.metadata``, after a check. They can be sent to other ranks, which decode them with
+        :meth:`decode_metadata`.
 
-        Where there is none but safetensors files are, as torch's ``HuggingFaceStorageWriter`` and Hugging Face models
-        have it: what would stand in it, from the heads of these files.
+        Checkpoints by torch's ``HuggingFaceStorageWriter`` and Hugging Face models have safetensors files and no
+        ``.metadata``. For these it is made from the heads of the files.
 
         Args:
-            rank: read ``__{rank}.metadata`` instead, of a stock save without collectives.
+            rank: read ``__{rank}.metadata`` instead, which a DCP save without collectives writes.
 
         Raises:
-            StorageError: there is none: nothing was committed here. Or it cannot be read.
+            StorageError: there is no such file, so nothing was committed here; or it cannot be read.
             CorruptCheckpoint: as :func:`~robust_dcp.storage.metadata.metadata_file.check_metadata`.
         """
         path = self._metadata_path(rank)
@@ -205,7 +210,7 @@ class RobustReader(StorageReader):
         return needed_for_a_load(self._disk, self.path)
 
     def is_overwritten(self) -> bool:
-        """Whether the ``.metadata`` that this reader has read last has been replaced since."""
+        """Whether the ``.metadata`` that this reader last read has been replaced since."""
         if self._was_read is None:
             return False
         rank, fit = self._was_read
@@ -243,18 +248,21 @@ class RobustReader(StorageReader):
         """Look for an index that fits the ``.metadata`` beside it.
 
         Returns:
-            by what other ranks recognise it; no bytes if there is none, or it is damaged, which is logged.
+            an identity by which other ranks recognise the index. It is empty if there is no index, or if it is damaged,
+            which is logged.
         """
         self._index = self._opened(lambda: fitting_index(self._disk, self.path))
         self._was_read = None if self._index is None else (None, self._index.file.fit)
         return b"" if self._index is None else self._index.file.identity
 
     def indexed_metadata(self, identity: bytes) -> Metadata | None:
-        """What the index says that :meth:`find_index` has found, here or on another rank: mappings that look up what
-        they are asked for. If it turns out to be damaged they go on with ``.metadata``.
+        """The metadata from the index that :meth:`find_index` has found, on this rank or another.
+
+        Its mappings look up an entry when it is asked for. If the index turns out to be damaged, they go on with
+        ``.metadata``.
 
         Returns:
-            ``None`` if it is not what lies in the directory here.
+            ``None`` if the file in the directory is another one on this rank.
         """
         index = self._index
         if index is None or index.file.identity != identity:
@@ -262,7 +270,7 @@ class RobustReader(StorageReader):
         if index is None:
             return None
         found = index
-        self._are_marked = True  # no version without marks has written an index
+        self._are_marked = True  # a version that writes an index also writes marks
         metadata = self._opened(lambda: lazy_metadata(found, lambda: self._instead_of(found)))
         return None if metadata is None else self._of_this_load(metadata)
 
@@ -274,10 +282,10 @@ class RobustReader(StorageReader):
             return None
 
     def _instead_of(self, index: StoredIndex) -> Metadata:
-        """What the ``.metadata`` says that a damaged index belongs to."""
+        """The contents of the ``.metadata`` that a damaged index belongs to."""
         data = self.metadata_bytes()
         if fit_of([data]) != index.file.fit:
-            self._was_read = None, index.file.fit  # what this load has begun with is the index
+            self._was_read = None, index.file.fit  # this load has begun with the index
             raise CorruptCheckpoint(
                 f"the index of {self.path} is damaged, and another save has replaced the checkpoint; load it again",
                 file=index.file.path,
@@ -288,12 +296,12 @@ class RobustReader(StorageReader):
 
     @entry_point
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What ``.metadata`` says, by its index if it has one; with ``rank=`` the ``__{rank}.metadata`` of a
-        stock save without collectives.
+        """The metadata of the checkpoint, from its index if it has one. With ``rank=`` it is read from the
+        ``__{rank}.metadata`` of a DCP save without collectives.
 
-        Stock ``load`` asks with ``rank`` when it could not read the common file. It makes an ``AssertionError`` of what
-        is then raised, and the class is lost; so where that rank has no file either, what is returned raises the error
-        of the common file when it is used.
+        DCP's ``load`` asks with ``rank`` if it could not read the common file. It turns an error of that second call
+        into an ``AssertionError``, which hides the reason. So if that rank has no file either, this returns an object
+        that raises the error of the common file when it is used.
 
         Raises:
             StorageError, CorruptCheckpoint, UnsafeCheckpoint: as :meth:`metadata_bytes` and :meth:`decode_metadata`.
@@ -327,7 +335,7 @@ class RobustReader(StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         stored = None if self._metadata is None else stored_items_of(self._metadata)
         if stored is not None:
-            # An index that is damaged there is put aside now, while nobody waits for data.
+            # If these parts of the index are damaged, it is put aside now, while nobody waits for data.
             for item in plan.items.others if isinstance(plan.items, PlannedItems) else plan.items:
                 stored.get(item.storage_index)
         return plan
@@ -337,10 +345,10 @@ class RobustReader(StorageReader):
 
     @entry_point
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read every item of ``plan``; returns when that is done.
+        """Read every item of ``plan``. All is read when this returns.
 
         Raises:
-            CorruptCheckpoint: an item is damaged or missing; names it, and its file.
+            CorruptCheckpoint: an item is damaged or missing; the error names it, and its file.
             UnsafeCheckpoint: an item would run code (see ``trusted``).
             StorageError: a read failed.
             ValueError: the planner gives a tensor of another size than it asked for.
@@ -354,8 +362,8 @@ class RobustReader(StorageReader):
         try:
             done = read_items(plan.items, planner, metadata, self.path, self._disk, options, self._check_stop, mark)
         except CorruptCheckpoint as error:
-            # Within our own load all ranks find that out together, and start over.
-            if self._check_stop is _goes_on and self.is_overwritten():
+            # Our own load does not check it here: there all ranks notice it together, and start over.
+            if self._check_stop is _never_stops and self.is_overwritten():
                 raise overwritten(self.path, error) from error
             raise
         self.peak_buffer_nbytes, self.unverified_nbytes = done
@@ -365,21 +373,23 @@ class RobustReader(StorageReader):
 
     @contextmanager
     def checking(self, check_stop: Callable[[int, int], None]) -> Iterator[None]:
-        """Within the block, ``read_data`` calls ``check_stop`` between reads, in several threads.
+        """Within the block, ``read_data`` calls ``check_stop`` between reads, from several threads.
 
         Args:
-            check_stop: gets the bytes that are read, and those of all items; what it raises ends the load.
+            check_stop: receives the bytes read so far, and the bytes of all items. What it raises ends the load.
         """
         self._check_stop = check_stop
         try:
             yield
         finally:
-            self._check_stop = _goes_on
+            self._check_stop = _never_stops
 
     def sharable_reads(
         self, plan: LoadPlan, planner: LoadPlanner, stays_on: Callable[[torch.device], bool]
     ) -> SharableReads:
-        """What of ``plan`` another rank may read for this one: see :mod:`robust_dcp.storage.reading.sharable_reads`."""
+        """The reads of ``plan`` that another rank may do for this one; see
+        :mod:`robust_dcp.storage.reading.sharable_reads`.
+        """
         metadata = self._known_metadata()
         trusted = self.options.trusted
         stored = stored_items_of(metadata)
@@ -392,12 +402,14 @@ class RobustReader(StorageReader):
         return found._replace(items=np.array([rows[index] for index in in_order], dtype=np.int32)[found.items])
 
     def places_in_files(self) -> npt.NDArray[np.int64]:
-        """For each stored item its place among all of them, by file and by offset: int64 ``[n]``."""
+        """The place of each stored item when all are sorted by file and offset: int64 ``[n]``."""
         stored = stored_items_of(self._known_metadata())
         return places_in_files(self._known_metadata()) if stored is None else stored.order_in_files()
 
     def _files_are_marked(self) -> bool:
-        """Whether the ``.metadata`` that was set up says so: another reader may have read it."""
+        """Whether the files have marks, according to the ``.metadata`` that was set up. Another reader may have read
+        that.
+        """
         if self._are_marked is None:
             path = self._metadata_path()
             self._are_marked = self._disk.exists(path) and files_are_marked(self._bytes_of(path, last=TRAILER_NBYTES))

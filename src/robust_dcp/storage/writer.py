@@ -1,7 +1,8 @@
-"""``RobustWriter``: DCP's ``StorageWriter`` over ``engine`` and ``commit``.
+"""``RobustWriter``: DCP's ``StorageWriter`` on top of ``engine`` and ``commit``.
 
-Owns DCP's hooks and the options of a save; what is made in the checkpoint's directory is ``save_directory``'s. Places
-come from the plan; with another planner than ours it makes them itself. Called by ``api.save`` and by stock ``save``.
+This module owns DCP's hooks and the options of a save. ``save_directory`` makes the files and directories. Places come
+from the plan. With a planner that is not ours, the writer chooses places itself. ``api.save`` and DCP's ``save`` call
+it.
 """
 
 from __future__ import annotations
@@ -42,8 +43,11 @@ _CHECK_AGAIN_SECONDS: Final = 1.0
 
 @runtime_checkable
 class PlannedSave(Protocol):
-    """A save that ``RobustPlanner`` has planned. It calls the writer's methods itself, in the order that it has agreed
-    on with all ranks; where stock calls a hook of the writer instead, the hook gives it its turn."""
+    """A save that ``RobustPlanner`` has planned.
+
+    It calls the writer's methods itself, in the order that all ranks have agreed on. If DCP calls a hook of the writer
+    instead, the hook lets it go on.
+    """
 
     def write_items(self, items: Sequence[WriteItem], resolve: Resolve) -> None: ...
 
@@ -51,7 +55,7 @@ class PlannedSave(Protocol):
 
 
 class _Share(NamedTuple):
-    """What the coordinator of a save by another planner than ours tells each rank, in its plan."""
+    """In a save by a planner that is not ours, what the coordinator tells each rank, as a part of its plan."""
 
     rank: int
     mark: int
@@ -59,30 +63,32 @@ class _Share(NamedTuple):
 
 @dataclass
 class WriterMeta(StorageMeta):
-    """How ``RobustPlanner`` learns which writer it plans for: stock hands ``storage_meta()`` to ``set_up_planner``."""
+    """Tells ``RobustPlanner`` which writer it plans for: DCP hands ``storage_meta()`` to ``set_up_planner``."""
 
     writer: RobustWriter | None = None
 
 
 class RobustWriter(StorageWriter):
-    """Writes checkpoints into a directory: parallel, checksummed, durable, and visible in one step.
+    """Writes checkpoints into a directory, in parallel and with checksums. A checkpoint is durable, and becomes visible
+    in one step.
 
     Files of a committed checkpoint in the directory are neither overwritten nor removed before the new one is
-    committed; killed at any instant, the directory loads as the one or the other.
+    committed. Whenever a save is killed, the directory loads as the old checkpoint or as the new one.
 
     Args:
-        path: the checkpoint's directory; made if it is not there.
-        options: how to write, see :class:`WriteOptions`. Each can also be given as a keyword of its own; one that is
-            given in both places must be the same.
+        path: the checkpoint's directory. It is created if it does not exist.
+        options: how to write, see :class:`WriteOptions`. Each option can also be given as a keyword. It is an error to
+            give two different values.
         disk: the file system.
 
     Attributes:
-        disk: as given.
-        write_files: writes this rank's files. One save may set it to what has them written elsewhere.
+        disk: the file system.
+        write_files: writes this rank's files. A save may replace it with a function that has another process write
+            them.
 
     Raises:
         ValueError: an option is out of range, or a path is a URL (``scheme://…``).
-        StorageError: from :meth:`begin` on, when the file system refuses.
+        StorageError: a call to the file system failed. Not raised before :meth:`begin`.
     """
 
     def __init__(
@@ -130,26 +136,26 @@ class RobustWriter(StorageWriter):
 
     @property
     def files_per_rank(self) -> int:
-        """Files that a rank's tensors are spread over: part of the plan."""
+        """How many files hold a rank's tensors. This is part of the plan."""
         return self.options.n_files
 
     @property
     def plan_options(self) -> dict[str, str | int]:
-        """The options that a plan depends on: part of its signature."""
+        """The options that a plan depends on. They are part of its signature."""
         return {"layout": self.layout.name, "files_per_rank": self.files_per_rank}
 
-    # One save, as `api.save` calls it.
+    # The methods of one save, in the order in which `api.save` calls them.
 
     def begin(self, *, is_coordinator: bool, ranks: int | None, alone: bool = False) -> None:
-        """Before any rank writes: make the directory, look what is there, and say in it that a save begins.
+        """Make the directory, see what is in it, and announce the save there. Called before any rank writes.
 
         Args:
-            ranks: how many write; ``None`` where :meth:`announce` will say it.
+            ranks: how many ranks write; ``None`` if :meth:`announce` will say it.
             alone: whether this rank commits by itself.
 
         Raises:
-            StorageError: a checkpoint is there and ``overwrite`` is false; files are there with which those of the
-                layout cannot share a directory; or the directory cannot be made.
+            StorageError: there is a checkpoint and ``overwrite`` is false; the directory holds files that may not lie
+                beside those of the layout; or it cannot be made.
         """
         self._begun = True
         self._alone = alone
@@ -166,31 +172,33 @@ class RobustWriter(StorageWriter):
 
     @property
     def mark(self) -> int:
-        """What tells the files of this save from those of others, as a number."""
+        """A number that tells the files of this save from those of other saves."""
         return int(mark_of(self.save_id), 16)
 
     def adopt(self, mark: int) -> None:
-        """Take the coordinator's ``mark`` for that of this save; before :meth:`write`, on every rank."""
+        """Use the coordinator's ``mark`` for this save. Called on every rank before :meth:`write`."""
         if mark != self.mark:
             self.save_id = f"{mark:016x}"
             if self._directory is not None:
                 self._directory.save_id = self.save_id
 
     def announce(self, *, ranks: int) -> None:
-        """On the coordinator, before any rank writes: make sure that what ranks write can be told from what others do.
+        """Called on the coordinator before any rank writes: announce the save, so that its files can be told from
+        others.
 
         Raises:
             StorageError: as :meth:`begin`.
         """
-        # Where ranks commit by themselves nobody judges the files of the others.
+        # If each rank commits by itself, no rank judges the files of others, so there is no journal.
         if not self._alone and not self.directory.is_announced:
-            # One more for items of variable size; in the other layout their number depends on the names of tensors.
+            # One more file for items of variable size. In the other layout the number of files depends on the names of
+            # tensors.
             files = None if self.layout.plans_places else self.files_per_rank + 1
             self.directory.announce(ranks=ranks, files=files)
 
     @property
     def directory(self) -> SaveDirectory:
-        """What this save knows of, and has made in, its directory."""
+        """What this save has found and made in its directory."""
         if self._directory is None:
             rank = self._rank if self._alone else None
             self._directory = SaveDirectory(self.disk, self.path, save_id=self.save_id, layout=self.layout, rank=rank)
@@ -204,9 +212,9 @@ class RobustWriter(StorageWriter):
         check_stop: Callable[[int, int], None],
         known_places: npt.NDArray[np.int64] | None = None,
     ) -> WrittenFiles:
-        """Write this rank's items to their places, durably. Nothing is visible to readers yet.
+        """Write this rank's items to their places, durably. Readers do not see them yet.
 
-        All ranks must have adopted one mark: they put it into their files.
+        All ranks must have adopted the same mark, because they write it into their files.
         """
         if self._alone:
             self.directory.share()
@@ -230,17 +238,19 @@ class RobustWriter(StorageWriter):
         return written
 
     def check_own(self) -> None:
-        """Make sure, right before the commit, that nobody has touched what this rank has written.
+        """Make sure, right before the commit, that nobody has touched the files that this rank has written.
 
         Raises:
-            StorageError: somebody has.
+            StorageError: somebody has touched one.
         """
         self._checked_at_seconds = time.monotonic()
         self.directory.check_own(self._uncommitted_names)
 
     def publish(self, metadata: MetadataToPublish, *, are_checked: bool) -> None:
-        """Commit, on the coordinator. It looks at the files of all ranks once more where these are few, or where they
-        were looked at long ago: this process may have stood still since.
+        """Commit, on the coordinator.
+
+        It checks the files of all ranks once more if there are few, or if the last check was long ago: this process may
+        have been paused since.
 
         Args:
             are_checked: whether all ranks have called :meth:`check_own`.
@@ -257,10 +267,12 @@ class RobustWriter(StorageWriter):
         self.directory.publish(metadata, is_checked=is_checked)
 
     def clean_up(self) -> None:
-        """Remove what the committed checkpoint supersedes; what cannot be removed is logged, and stays."""
+        """Remove the files that the committed checkpoint replaces. A file that cannot be removed stays, and is
+        logged.
+        """
         self.directory.tidy_up()
 
-    # The hooks of stock `torch.distributed.checkpoint.save`, in the order in which it calls them.
+    # The hooks of `torch.distributed.checkpoint.save`, in the order in which it calls them.
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:
@@ -281,13 +293,13 @@ class RobustWriter(StorageWriter):
         self._begun = self._announces = False
         self._rank = kwargs.get("rank")
         self._is_coordinator = is_coordinator
-        # With use_collectives=False every rank commits its own part, and stock's reader looks for `__{rank}.metadata`.
-        # Not with a layout that only RobustPlanner plans for: its plans are global, and so is the commit.
+        # With use_collectives=False every rank commits its own part, and DCP's reader looks for `__{rank}.metadata`.
+        # This does not apply to a layout that needs RobustPlanner: its plans are for all ranks, and so is the commit.
         self._alone = not kwargs.get("use_collectives", True) and not self.layout.plans_places
 
     @entry_point
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        if not self._begun:  # by our planner, which announces the save as well
+        if not self._begun:  # our planner calls begin itself, and announces the save as well
             self.begin(is_coordinator=self._is_coordinator, ranks=None, alone=self._alone)
             self._announces = self._is_coordinator
         return plan
@@ -299,8 +311,11 @@ class RobustWriter(StorageWriter):
 
     @entry_point
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's share. With ``RobustPlanner`` the results have been told to the coordinator by the time
-        this returns, and stock gathers an empty list; with another planner they are returned."""
+        """Write this rank's share.
+
+        With ``RobustPlanner`` the results have reached the coordinator when this returns, and DCP gathers an empty
+        list. With another planner this returns the results.
+        """
         results: list[WriteResult] = []
         save = plan.planner_data
         if isinstance(save, PlannedSave):
@@ -312,7 +327,7 @@ class RobustWriter(StorageWriter):
         return future
 
     def _write_unplanned(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        """Write the plan of another planner than ours: items are placed as they come, for this rank alone."""
+        """Write the plan of a planner that is not ours. Items get places as they come, on this rank alone."""
         if self.layout.plans_places:
             raise ValueError(
                 f"RobustWriter with layout={self.layout.name!r} needs the places that RobustPlanner plans, and was "
@@ -354,7 +369,7 @@ class RobustWriter(StorageWriter):
         self.clean_up()
 
     def plain_meta(self) -> StorageMeta:
-        """What goes into ``.metadata``: stock's class, and nothing of this process."""
+        """The ``StorageMeta`` for ``.metadata``: an object of DCP's class, without anything of this process."""
         return StorageMeta(checkpoint_id=self.path, save_id=self.save_id)
 
     @property
@@ -363,7 +378,7 @@ class RobustWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether ``checkpoint_id`` is a path on a mounted file system, rather than a URL."""
+        """Whether ``checkpoint_id`` is a path on a mounted file system, and not a URL."""
         return not is_url(checkpoint_id)
 
 

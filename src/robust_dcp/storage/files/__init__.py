@@ -1,1 +1,1 @@
-"""Files and directories: the disk, names and paths, what direct I/O asks for."""
+"""Files and directories: calls to the file system, names and paths, and the rules of direct I/O."""

@@ -1,6 +1,6 @@
-"""What a file system asks of direct I/O: where in memory and in the file it may begin.
+"""The alignment that a file system needs for direct I/O, in memory and in the file.
 
-Owns the question to the kernel, statx(2). Never opens a file. Called by ``storage.disk`` for every file that it opens
+This module asks the kernel with statx(2). It never opens a file. ``files.disk`` calls it for every file that it opens
 for direct I/O.
 """
 
@@ -16,7 +16,7 @@ from typing import Final
 
 __all__ = ["BUFFERED", "UNKNOWN", "Alignment", "alignment_of"]
 
-# linux/stat.h, linux/fcntl.h: the same numbers on all architectures.
+# From linux/stat.h and linux/fcntl.h. The numbers are the same on all architectures.
 _AT_EMPTY_PATH: Final = 0x1000
 _STATX_DIOALIGN: Final = 0x2000
 _STATX_NBYTES: Final = 256
@@ -26,11 +26,11 @@ _DIO_ALIGN_AT: Final = 0x98
 
 @dataclass(frozen=True)
 class Alignment:
-    """What direct I/O on a file needs: powers of two, in bytes.
+    """The alignment that direct I/O on a file needs. Both values are powers of two, in bytes.
 
     Attributes:
-        memory: addresses are multiples of it.
-        offset: offsets in the file, and lengths, are multiples of it.
+        memory: addresses must be multiples of it.
+        offset: offsets in the file, and lengths, must be multiples of it.
     """
 
     memory: int
@@ -38,15 +38,18 @@ class Alignment:
 
 
 BUFFERED: Final = Alignment(memory=1, offset=1)
-"""What buffered I/O needs: nothing."""
+"""Buffered I/O needs no alignment."""
 
 UNKNOWN: Final = Alignment(memory=4096, offset=4096)
-"""For kernels that cannot be asked (older than 6.1): enough for every device whose logical blocks are no larger than
-a page. Where it is not enough, the first write fails with EINVAL, and the file goes on buffered."""
+"""For kernels before 6.1, which cannot be asked. It is enough for every device with logical blocks of at most a page.
+Where it is not enough, the first write fails with EINVAL, and the file goes on buffered.
+"""
 
 
 def alignment_of(fd: int) -> Alignment | None:
-    """What direct I/O on an open file needs; ``None`` if its file system says that it has none (tmpfs, say)."""
+    """The alignment for direct I/O on an open file; ``None`` if its file system has no direct I/O (tmpfs, for
+    example).
+    """
     statx = _statx()
     if statx is None:
         return UNKNOWN
@@ -61,7 +64,9 @@ def alignment_of(fd: int) -> Alignment | None:
 
 
 def _is_tmpfs(fd: int) -> bool:
-    """Whether a file is in memory. tmpfs takes O_DIRECT from Linux 6.6 on, says nothing of alignment, and copies."""
+    """Whether a file is on tmpfs. From Linux 6.6 on, tmpfs accepts O_DIRECT, reports no alignment, and copies all the
+    same.
+    """
     statfs = _statfs()
     answer = ctypes.create_string_buffer(_STATX_NBYTES)
     if statfs is None or statfs(fd, answer) != 0:
@@ -81,7 +86,7 @@ def _statfs() -> Callable[[int, object], int] | None:
 
 
 def _c_function(name: str, arguments: tuple[type, ...]) -> Callable[..., int] | None:
-    """A function of the C library, or ``None`` where it has none of that name."""
+    """A function of the C library, or ``None`` if it has no function of that name."""
     if os.name != "posix":
         return None
     try:

@@ -1,7 +1,8 @@
-"""Every call that touches a file system, behind one small protocol.
+"""Every call to a file system, behind one small protocol.
 
-Owns how a call is made, completed (short reads and writes) and reported when it fails. Never decides what is written
-where. The writer, the commit and the reader call it; tests put a disk behind it that fails or loses unsynced data.
+This module makes the calls, completes short reads and writes, and reports failures. It never decides what is written
+where. The writer, the commit and the reader call it. Tests replace it with a disk that fails or loses data that was not
+synced.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _ADVICE: Final = {
 
 
 def storage_error(operation: str, path: str, error: OSError) -> StorageError:
-    """Describe a failed call: what was done to which path, the system's word for it, and what to do where we know."""
+    """The error for a failed call: the operation, the path, what the system says, and what to do if we know that."""
     advice = _ADVICE.get(error.errno or 0)
     message = f"{operation} {path}: {error.strerror or error}"
     if error.errno is not None:
@@ -56,13 +57,13 @@ def storage_error(operation: str, path: str, error: OSError) -> StorageError:
 
 
 class OpenFile:
-    """An open file: its path (for error messages), its descriptor, how it takes bytes, and whether it was given up.
+    """An open file: its path (for error messages), its descriptor, its alignment, and whether it was given up.
 
-    ``alignment`` is what direct I/O on it asks for, and ``None`` while its bytes go through the page cache;
-    ``why_buffered`` says why they do although direct I/O was asked for.
+    ``alignment`` is what direct I/O on the file needs. It is ``None`` while bytes go through the page cache;
+    ``why_buffered`` says why, if direct I/O was asked for.
 
-    ``given_up`` is set by a failed fsync. The kernel may then have dropped the dirty pages and marked them clean, so
-    that a second fsync would succeed without the data being on disk: such a file is only closed and written anew.
+    ``given_up`` is set by a failed fsync. The kernel may then have dropped the dirty pages and marked them clean. A
+    second fsync would succeed although the data is not on disk. So such a file is only closed, and written anew.
     """
 
     __slots__ = ("alignment", "fd", "given_up", "path", "why_buffered")
@@ -79,21 +80,27 @@ class OpenFile:
 
 
 class Disk(Protocol):
-    """What the storage layer needs of a file system. Every method raises :class:`StorageError` and nothing else.
+    """The calls to a file system that the storage layer needs. Every method raises :class:`StorageError` and nothing
+    else.
 
-    Methods may be called from several threads; no two at once on the same byte range of one file.
+    Several threads may call methods at once, but not on the same byte range of one file.
     """
 
     def open_new(self, path: str, *, direct: bool = False) -> OpenFile:
-        """Create ``path`` for writing; it must not exist. ``direct`` asks for O_DIRECT; where the file system has no
-        such thing the file is open all the same, and has no ``alignment``."""
+        """Create ``path`` for writing; it must not exist.
+
+        ``direct`` asks for O_DIRECT. If the file system does not have it, the file is opened all the same and has no
+        ``alignment``.
+        """
 
     def open_read(self, path: str, *, direct: bool = False) -> OpenFile:
-        """Open an existing regular file for reading; ``direct`` as for :meth:`open_new`. A FIFO, a device or a
-        directory is refused at once."""
+        """Open an existing regular file for reading; ``direct`` as for :meth:`open_new`.
+
+        A FIFO, a device or a directory is refused without waiting.
+        """
 
     def use_page_cache(self, file: OpenFile, why: str) -> None:
-        """Go on without O_DIRECT: writes that its ``alignment`` would not allow are allowed from here on."""
+        """Go on without O_DIRECT. From here on, writes do not have to be aligned."""
 
     def close(self, file: OpenFile) -> None:
         """Close ``file``; a second close does nothing."""
@@ -102,36 +109,42 @@ class Disk(Protocol):
         """Write all of ``data`` (one buffer, or several one after the other) at ``offset`` bytes."""
 
     def pread_into(self, file: OpenFile, buffer: Buffer | Sequence[Buffer], offset: int) -> int:
-        """Fill ``buffer`` (or several, one after the other) from ``offset``; returns the bytes read, which are fewer
-        only at the end of the file."""
+        """Fill ``buffer`` (or several, one after the other) from ``offset``. Returns how many bytes were read: fewer
+        than asked for only at the end of the file.
+        """
 
     def cached_nbytes(self, file: OpenFile, offset: int, nbytes: int) -> int:
-        """How many of these bytes need not come from the device, asked without reading them; all of them where the
-        system does not tell."""
+        """How many of these bytes are in memory, so that the device need not read them. Nothing is read to find that
+        out.
+
+        If the system does not tell, this is all of them.
+        """
 
     def preallocate(self, file: OpenFile, nbytes: int) -> bool:
-        """Reserve space for bytes 0 to ``nbytes``; returns False where the file system cannot. Sets the file's size."""
+        """Reserve space for bytes 0 to ``nbytes``, and set the file's size. Returns ``False`` if the file system cannot
+        do that.
+        """
 
     def truncate(self, file: OpenFile, nbytes: int) -> None:
         """Set the file's size."""
 
     def fsync(self, file: OpenFile) -> None:
-        """Make the file's bytes durable. If this fails once, the file is given up and every further call fails."""
+        """Make the file's bytes durable. If this fails once, the file is given up, and every further call fails."""
 
     def fsync_directory(self, path: str) -> None:
         """Make the names in the directory ``path`` durable: files created, renamed and removed in it."""
 
     def rename(self, source: str, target: str) -> None:
-        """Give ``source`` the name ``target`` in one step, replacing what had it."""
+        """Give ``source`` the name ``target`` in one step. If there is a file of that name, it is replaced."""
 
     def link(self, source: str, target: str) -> None:
-        """Give the file ``source`` a second name, which must be free; not every file system can."""
+        """Give the file ``source`` a second name, which must be free. Some file systems cannot do that."""
 
     def unlink(self, path: str) -> None:
         """Remove a file or a symbolic link (not its target)."""
 
     def mkdirs(self, path: str) -> list[str]:
-        """Create the directory and its missing parents, durably; one that exists is left as it is.
+        """Create the directory and its missing parents, durably. Directories that exist are left as they are.
 
         Returns:
             the directories that this call made, the outermost first. If it fails, none of them stays.
@@ -144,13 +157,13 @@ class Disk(Protocol):
         """Create the symbolic link ``path`` that points to ``target``; ``path`` must not exist."""
 
     def resolve(self, path: str) -> str:
-        """The absolute path with every symbolic link followed; the file itself need not exist."""
+        """The absolute path with every symbolic link followed. The file itself need not exist."""
 
     def list_directory(self, path: str) -> list[str]:
         """The sorted names in a directory."""
 
     def exists(self, path: str) -> bool:
-        """Whether ``path`` is there; a symbolic link whose target is missing is not."""
+        """Whether ``path`` exists. ``False`` for a symbolic link if its target is missing."""
 
     def size(self, path: str) -> int:
         """The size of a file in bytes."""
@@ -159,36 +172,42 @@ class Disk(Protocol):
         """When a file was last written, by the clock of its file system."""
 
     def fingerprint(self, path: str) -> tuple[int, int, int]:
-        """What changes when a file is written or replaced: inode, size and time of the last write, in nanoseconds."""
+        """Inode, size and time of the last write in nanoseconds: at least one changes when a file is written or
+        replaced.
+        """
 
     def open_lock(self, path: str) -> OpenFile:
-        """Open a regular file for reading and writing; it is made if it is not there."""
+        """Open a regular file for reading and writing. It is created if it does not exist."""
 
     def is_at(self, file: OpenFile, path: str) -> bool:
         """Whether ``path`` is a name of the open ``file``."""
 
     def unlock(self, file: OpenFile) -> None:
-        """Let go of what :meth:`lock` has locked, also where a forked process has the file open."""
+        """Release the lock on ``file``, even if a forked process has the file open, too."""
 
     def lock(self, file: OpenFile, *, shared: bool = False) -> bool | None:
-        """Lock ``file`` until it is closed or this process ends, without waiting. A lock that is held is exchanged.
+        """Lock ``file`` until it is closed or this process ends. Does not wait. A lock that we hold already is
+        converted.
 
         Returns:
-            ``True``: it is locked. ``False``: somebody else holds a lock on it. ``None``: there are no locks here.
+            ``True``: the file is locked. ``False``: somebody else holds a lock on it. ``None``: the file system has no
+            locks.
         """
 
     def is_of_this_machine(self, path: str) -> bool:
-        """Whether no other machine can have files of the file system of ``path`` open."""
+        """Whether the file system of ``path`` belongs to this machine alone, so that no other machine can open its
+        files.
+        """
 
 
 class PosixDisk:
-    """:class:`Disk` over the operating system's calls. Has no state; interrupted calls are repeated by Python."""
+    """:class:`Disk` by calls to the operating system. It has no state. Python repeats interrupted calls."""
 
     def open_new(self, path: str, *, direct: bool = False) -> OpenFile:
         return _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, "create", direct=direct)
 
     def open_read(self, path: str, *, direct: bool = False) -> OpenFile:
-        # Without waiting: to open a FIFO blocks until somebody writes to it.
+        # O_NONBLOCK, because opening a FIFO blocks until somebody writes to it.
         file = _open(path, os.O_RDONLY | os.O_NONBLOCK, "open")
         try:
             _check_regular(file)
@@ -209,7 +228,7 @@ class PosixDisk:
     def close(self, file: OpenFile) -> None:
         fd, file.fd = file.fd, -1
         if fd >= 0:
-            # After an error the descriptor is gone as well (Linux): closing it again could close another thread's.
+            # On Linux the descriptor is gone even after an error. Closing it again could close another thread's file.
             _call("close", file.path, os.close, fd)
 
     def pwrite(self, file: OpenFile, data: Buffer | Sequence[Buffer], offset: int) -> None:
@@ -268,7 +287,7 @@ class PosixDisk:
         try:
             os.fsync(directory.fd)
         except OSError as error:
-            # These say that the file system has no such thing as syncing a directory (some FUSE and CIFS mounts).
+            # These errors mean that the file system cannot sync a directory (some FUSE and CIFS mounts).
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise storage_error("fsync directory", path, error) from error
         finally:
@@ -303,13 +322,13 @@ class PosixDisk:
                 os.mkdir(path)
                 made.append(path)
             except FileExistsError as error:
-                if not os.path.isdir(path):  # else another rank was faster
+                if not os.path.isdir(path):  # if it is one, another rank was faster
                     raise storage_error("create directory", path, error) from error
             except OSError as error:
                 raise storage_error("create directory", path, error) from error
         elif parent == path or not os.access(parent, os.R_OK):
             return
-        # Also where it existed: a process that was killed may have made it and not come to this line.
+        # Sync even if it existed: a process may have made it and been killed before this line.
         self.fsync_directory(parent)
 
     def rmdir(self, path: str) -> None:
@@ -330,7 +349,7 @@ class PosixDisk:
             os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
             return False
-        except OSError as error:  # not being allowed to look is no proof that nothing is there
+        except OSError as error:  # if we may not look, something may still be there
             raise storage_error("look at", path, error) from error
         return True
 
@@ -367,12 +386,13 @@ class PosixDisk:
         _call("unlock", file.path, fcntl.flock, file.fd, fcntl.LOCK_UN)
 
     def lock(self, file: OpenFile, *, shared: bool = False) -> bool | None:
-        # flock(2): it belongs to the open file, so two saves of one process see each other as those of two do.
+        # A lock by flock(2) belongs to the open file. So two saves of one process see each other's locks, as those of
+        # two processes do.
         try:
             fcntl.flock(file.fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        except OSError:  # ENOLCK, ENOSYS, EOPNOTSUPP, EBADF, …: each file system says it in another way
+        except OSError:  # ENOLCK, ENOSYS, EOPNOTSUPP, EBADF, …: it depends on the file system
             return None
         return True
 
@@ -390,7 +410,7 @@ def _call(operation: str, path: str, function: Callable[..., Any], *args: Any) -
 def _open(path: str, flags: int, operation: str, *, direct: bool = False) -> OpenFile:
     file = OpenFile(path, _call(operation, path, os.open, path, flags | os.O_CLOEXEC, 0o666))
     if direct:
-        # Not O_DIRECT in open(2): where that is refused, a new file may have been made nevertheless.
+        # O_DIRECT is set after open(2): if open refuses it, a new file may have been made all the same.
         _ask_for_direct(file)
     return file
 
@@ -434,7 +454,7 @@ def _byte_views(data: Buffer | Sequence[Buffer]) -> list[memoryview]:
 
 
 def _after(views: list[memoryview], nbytes: int) -> list[memoryview]:
-    """What is left of ``views`` once their first ``nbytes`` are written."""
+    """The part of ``views`` that is left once their first ``nbytes`` bytes are written."""
     for index, view in enumerate(views):
         if nbytes < view.nbytes:
             return [view[nbytes:], *views[index + 1 :]]
@@ -444,10 +464,10 @@ def _after(views: list[memoryview], nbytes: int) -> list[memoryview]:
 
 @cache
 def _fallocate() -> Callable[[int, int, int, int], int] | None:
-    """fallocate(2), or None where the C library has none.
+    """fallocate(2), or ``None`` if the C library does not have it.
 
-    Not ``os.posix_fallocate``: where the file system cannot, the C library then writes into every block itself, which
-    costs as much as the save and fails on a file opened for direct I/O.
+    ``os.posix_fallocate`` is not used: if the file system cannot allocate, the C library writes into every block
+    itself. That takes as long as the save, and fails on a file that is open for direct I/O.
     """
     try:
         function = ctypes.CDLL(None, use_errno=True).fallocate

@@ -1,6 +1,6 @@
-"""No look for garbage while objects are made by the ten thousand.
+"""Switches Python's garbage collection off while thousands of objects are made.
 
-Called by ``metadata_file`` and ``placed_reads``, and by ``planner`` for what a load plans.
+``metadata_file`` and ``placed_reads`` use it, and so does ``planner`` for the plan of a load.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ __all__ = ["without_garbage_collection"]
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Millions of objects are made, none of them garbage: looking for cycles takes most of the time."""
+    """Millions of objects are made, and none of them is garbage. Looking for cycles among them would take most of the
+    time.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,6 +1,6 @@
-"""Which machine this is, and whether a file system belongs to it alone, by what the kernel says.
+"""Which machine this is, and whether a file system belongs to it alone, according to the kernel.
 
-Owns nothing but these answers. Asked by ``disk`` and ``writing``, for who wants to know what a lock is worth.
+``disk`` and ``writing`` ask this to find out what a lock proves.
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ _MOUNTS: Final = "/proc/self/mountinfo"
 
 
 def is_of_this_machine(path: str) -> bool:
-    """Whether no other machine can have files of the file system of ``path`` open; ``False`` if that is not known."""
+    """Whether no other machine can open files of the file system of ``path``; ``False`` if that is not known."""
     try:
         with open(_MOUNTS, encoding="utf-8", errors="surrogateescape") as mounts:
             return type_in_mounts(mounts, os.path.realpath(path)) in _LOCAL_TYPES
-    except OSError:  # no Linux, or no /proc
+    except OSError:  # not Linux, or no /proc
         return False
 
 
 def type_in_mounts(mounts: Iterable[str], path: str) -> str:
-    """The type of the file system that ``path`` lies in, from the lines of ``mountinfo``; empty if none fits.
+    """The type of the file system that holds ``path``, from the lines of ``mountinfo``; empty if no line fits.
 
-    A line: ``36 35 98:0 / /mnt/data rw,noatime master:1 - ext4 /dev/root rw``, with octal escapes in names.
+    A line looks like ``36 35 98:0 / /mnt/data rw,noatime master:1 - ext4 /dev/root rw``. Names have octal escapes.
     """
     longest, found = "", ""
     for line in mounts:
         fields, _, rest = line.partition(" - ")
         place = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields.split(" ")[4])
         is_above = place == "/" or path == place or path.startswith(f"{place}/")
-        if is_above and len(place) >= len(longest):  # of two mounts in one place, the later one is seen
+        if is_above and len(place) >= len(longest):  # if two mounts have one place, the later one hides the other
             longest, found = place, rest.split(" ")[0]
     return found
 
 
 def boot_id() -> str:
-    """Which boot of which machine this is; empty where the system does not say."""
+    """An id of this boot of this machine; empty if the system does not have one."""
     try:
         with open(_BOOT_ID, encoding="ascii") as file:
             return file.read().strip()
-    except OSError:  # there is none outside Linux
+    except OSError:  # only Linux has it
         return ""

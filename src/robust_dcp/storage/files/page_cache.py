@@ -1,10 +1,10 @@
-"""What of a file the page cache holds, asked without reading it.
+"""How much of a file is in the page cache, found out without reading the file.
 
-Owns the two questions that Linux has for that: cachestat(2), and mincore(2) where there is no cachestat. Never opens a
-file, and leaves the cache as it is. Called by ``disk``.
+Linux has two calls for that: cachestat(2), and mincore(2) on kernels without cachestat. This module never opens a file,
+and does not change the cache. ``disk`` calls it.
 
-To ask by reading (one byte with ``RWF_NOWAIT``, say) would change the answer: the kernel begins to read ahead, and
-what is asked next finds these pages in the cache.
+Reading a byte to find out (with ``RWF_NOWAIT``, for example) would change the answer: the kernel begins to read ahead,
+and the next question finds these pages in the cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["cached_nbytes"]
 
 _CACHESTAT: Final = 451
 _SAME_NUMBER_ON: Final = ("x86_64", "aarch64", "ppc64le", "s390x", "riscv64", "loongarch64")
-"""Machines on which cachestat(2) has this number; on others it is not asked."""
+"""Machines on which cachestat(2) has this system call number. On other machines it is not called."""
 
 
 class _Range(ctypes.Structure):
@@ -33,7 +33,7 @@ class _Range(ctypes.Structure):
 
 
 class _Pages(ctypes.Structure):
-    """``struct cachestat`` of linux/mman.h. Only ``nr_cache`` is of use here."""
+    """``struct cachestat`` of linux/mman.h. We only use ``nr_cache``."""
 
     _fields_ = (
         ("nr_cache", ctypes.c_uint64),
@@ -45,11 +45,11 @@ class _Pages(ctypes.Structure):
 
 
 def cached_nbytes(fd: int, offset: int, nbytes: int) -> int:
-    """How many of ``nbytes`` bytes at ``offset`` are in the page cache, in whole pages and no more than ``nbytes``.
+    """How many of ``nbytes`` bytes at ``offset`` are in the page cache: whole pages, and at most ``nbytes``.
 
-    Linux tells this only to who owns the file or may write to it. To others mincore(2) says that all of it is there
-    (Linux 5.2 and newer), and so does this function: what we cannot know is then read through the cache, as stock
-    reads it.
+    Linux tells this only to the owner of a file and to those who may write to it. To others, mincore(2) of Linux 5.2
+    and newer says that all of the file is in the cache, and so does this function. Then we read through the cache, as
+    DCP does.
     """
     if nbytes <= 0:
         return 0
@@ -60,7 +60,7 @@ def cached_nbytes(fd: int, offset: int, nbytes: int) -> int:
 
 
 def _by_cachestat(fd: int, offset: int, nbytes: int) -> int | None:
-    """Pages of the range that are in the cache; ``None`` where the kernel does not say.
+    """How many pages of the range are in the cache; ``None`` if the kernel does not say.
 
     It does not before Linux 6.5 (ENOSYS), in some sandboxes and for files of others (EPERM), and for file systems
     without the usual page cache (EOPNOTSUPP).
@@ -75,7 +75,7 @@ def _by_cachestat(fd: int, offset: int, nbytes: int) -> int | None:
 
 
 def _by_mincore(fd: int, offset: int, nbytes: int) -> int | None:
-    """As :func:`_by_cachestat`. The range is mapped and not touched, so nothing is read."""
+    """The same as :func:`_by_cachestat`. The range is mapped but not touched, so nothing is read."""
     mincore = _mincore()
     start = offset - offset % mmap.PAGESIZE
     try:
@@ -89,14 +89,14 @@ def _by_mincore(fd: int, offset: int, nbytes: int) -> int | None:
             answer = np.zeros(-(-length // mmap.PAGESIZE), dtype=np.uint8)
             if mincore(address, length, answer.ctypes.data) != 0:
                 return None
-    except (OSError, ValueError):  # it cannot be mapped
+    except (OSError, ValueError):  # the file cannot be mapped
         return None
     return int((answer & 1).sum())
 
 
 @cache
 def _cachestat() -> Callable[..., int] | None:
-    """syscall(2), for cachestat(2): C libraries have no function of that name yet."""
+    """syscall(2), to call cachestat(2): C libraries have no function for it yet."""
     if platform.system() != "Linux" or platform.machine() not in _SAME_NUMBER_ON:
         return None
     return _c_function("syscall", ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
@@ -108,7 +108,7 @@ def _mincore() -> Callable[..., int] | None:
 
 
 def _c_function(name: str, *arguments: type) -> Callable[..., int] | None:
-    """A function of the C library, or ``None`` where it has none of that name."""
+    """A function of the C library, or ``None`` if it has no function of that name."""
     try:
         function = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (AttributeError, OSError, TypeError):

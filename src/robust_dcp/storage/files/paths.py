@@ -1,8 +1,8 @@
-"""Names of the files of a checkpoint, and the proof that a name stays in its directory.
+"""The names of the files of a checkpoint, and the check that a name does not lead out of its directory.
 
-Owns which checkpoint ids are directories, which names data files have, the mark of a save that stands in some, and
-which paths out of ``.metadata`` may be opened. Never opens anything. Readers and writers are given paths by users, and
-names by ``.metadata``: both come here.
+This module decides which checkpoint ids are directories, which names data files have, where the mark of a save is in a
+name, and which paths in ``.metadata`` may be opened. It never opens a file. Users give readers and writers paths, and
+``.metadata`` gives them names: both are checked here.
 """
 
 from __future__ import annotations
@@ -43,30 +43,33 @@ METADATA_NAME: Final = ".metadata"
 DATA_SUFFIX: Final = ".distcp"
 SAFETENSORS_SUFFIX: Final = ".safetensors"
 INDEX_NAME: Final = ".robust_dcp.index"
-"""What ``.metadata`` says, for readers that look up few of its items, and the plan that it was saved by. Nothing that
-stock looks for."""
+"""The contents of ``.metadata`` for readers that look up few of its items, and the plan of the save. DCP does not look
+for a file of this name.
+"""
 
 JOURNAL_PREFIX: Final = ".robust_dcp.saving."
-"""Followed by the mark of a save: the file that says that this save is under way, and which files it may make."""
+"""The mark of a save follows. This file says that the save is running, and which files it may make."""
 
 LOCK_NAME: Final = ".robust_dcp.lock"
-"""The file that a save holds a lock on as long as it runs."""
+"""A save holds a lock on this file as long as it runs."""
 
-# What the first edition put into names instead of a mark: how often the plain name had been taken.
+# Either a mark, or a number: early versions counted how often the plain name had been taken.
 _MARK: Final = r"(?P<mark>[0-9a-f]{16}|\d+)"
 
-# Stock DCP: __{rank}_{number}.distcp. Megatron-Core may put its separation hint before that; ours may have a mark.
+# DCP's names are __{rank}_{number}.distcp. Megatron-Core may put its separation hint before that, and we may add a
+# mark.
 _DATA_FILE: Final = re.compile(rf"(?P<hint>[\w.\-]*?)__(?P<rank>\d+)_(?P<number>\d+)(?:\.(?!0\.){_MARK})?\.distcp")
 
-# Names of torch's HuggingFaceStorageWriter, and of a file that will be called so once it is committed.
+# Names that torch's HuggingFaceStorageWriter gives, and names of files that will get such a name when they are
+# committed.
 _SHARD_FILE: Final = re.compile(r"shard-(?P<shard>\d{5,})-model-(?P<number>\d{5,})-of-\d{5,}\.safetensors")
 _TEMPORARY: Final = re.compile(rf"(?P<name>.+\.safetensors)(?:\.{_MARK})?\.part")
 
 
 _URL: Final = re.compile(r"\s*(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]*)://")
 
-# pathlib makes one slash of two: Path("s3://bucket") is "s3:/bucket". Directories may have such names, so of paths with
-# one slash only those count that begin like a store which people have.
+# pathlib turns two slashes into one: Path("s3://bucket") is "s3:/bucket". Directories may have such names. So a path
+# with one slash counts as a URL only if it begins with the name of a common store.
 _COLLAPSED_URL: Final = re.compile(
     r"(?P<scheme>abfss?|adl|az|cos|dbfs|file|ftp|gcs|gs|hdfs|hf|https?|memory|msc|oci|oss|s3[an]?|sftp|ssh|swift|wasbs?|webhdfs)"
     r":/(?!/)"
@@ -74,10 +77,10 @@ _COLLAPSED_URL: Final = re.compile(
 
 
 def is_url(checkpoint_id: str | os.PathLike[str]) -> bool:
-    """Whether ``checkpoint_id`` names a place in an object store or on another machine, not a local directory.
+    """Whether ``checkpoint_id`` names a place in an object store or on another machine, and not a local directory.
 
-    ``scheme://…`` does, and so does a ``Path`` that was made of one. ``a:b``, ``x:/y`` and ``runs/s3://x`` are legal
-    names of directories, and stay possible.
+    ``scheme://…`` is a URL, and so is a ``Path`` made of one. ``a:b``, ``x:/y`` and ``runs/s3://x`` are legal names of
+    directories, so they are not.
     """
     return _scheme_of(checkpoint_id) is not None
 
@@ -91,10 +94,11 @@ def _scheme_of(checkpoint_id: str | os.PathLike[str]) -> str | None:
 
 
 def directory_path(path: str | os.PathLike[str]) -> str:
-    """``path`` as a string, if it can be a local directory. Every entry point calls this before it touches a disk.
+    """Return ``path`` as a string if it can be a local directory. Every entry point calls this before it touches a
+    disk.
 
     Raises:
-        ValueError: it is a URL; the message says what to do instead.
+        ValueError: it is a URL. The message says what to do instead.
     """
     scheme = _scheme_of(path)
     if scheme is None:
@@ -110,13 +114,17 @@ def directory_path(path: str | os.PathLike[str]) -> str:
 
 
 def mark_of(save_id: str) -> str:
-    """The mark of a save: the first 16 hexadecimal digits of its id, which stand in its files, and in their names where
-    the plain names are taken."""
+    """The mark of a save: the first 16 hexadecimal digits of its id.
+
+    The mark is written into the files of the save, and into their names if the plain names are taken.
+    """
     return save_id.replace("-", "")[:16]
 
 
 class DataFileName(NamedTuple):
-    """What the name of a data file says: who wrote it, which of its files it is, and the mark of the save, if any."""
+    """The parts of a data file's name: the rank that wrote it, its number among the rank's files, and the save's mark,
+    if any.
+    """
 
     rank: int
     number: int
@@ -125,15 +133,15 @@ class DataFileName(NamedTuple):
 
 
 def data_file_name(rank: int, number: int, mark: str = "") -> str:
-    """``__{rank}_{number}.distcp`` as stock names it, or ``__{rank}_{number}.{mark}.distcp``.
+    """``__{rank}_{number}.distcp``, which is DCP's name, or ``__{rank}_{number}.{mark}.distcp``.
 
-    A save takes the latter where the plain name is not free, so that no file of another save is ever written to.
+    A save uses the second form if the plain name is not free. So it never writes to a file of another save.
     """
     return f"__{rank}_{number}.{mark}{DATA_SUFFIX}" if mark else f"__{rank}_{number}{DATA_SUFFIX}"
 
 
 def parse_data_file_name(name: str) -> DataFileName | None:
-    """Read a name by us, by stock DCP or by Megatron-Core; ``None`` if it is no data file's."""
+    """Parse a name given by us, by DCP or by Megatron-Core; ``None`` if it is not the name of a data file."""
     match = _DATA_FILE.fullmatch(name)
     if match is None:
         return None
@@ -141,29 +149,34 @@ def parse_data_file_name(name: str) -> DataFileName | None:
 
 
 def shard_file_name(rank: int, number: int, count: int) -> str:
-    """The name of the ``number``-th of a rank's ``count`` safetensors files, as torch's writer names it (from 1 on)."""
+    """The name of number ``number`` of a rank's ``count`` safetensors files. It is torch's name, which counts from
+    1.
+    """
     return f"shard-{rank + 1:05d}-model-{number + 1:05d}-of-{count:05d}{SAFETENSORS_SUFFIX}"
 
 
 def temporary_name(name: str, mark: str = "") -> str:
-    """What a safetensors file is called until it is committed: a name that no reader of safetensors looks at."""
+    """The name of a safetensors file before its commit. No reader of safetensors looks at such a name."""
     return f"{name}.{mark}.part" if mark else f"{name}.part"
 
 
 def committed_name(name: str) -> str:
-    """The inverse of :func:`temporary_name`; any other name as it is."""
+    """The inverse of :func:`temporary_name`. Any other name is returned as it is."""
     match = _TEMPORARY.fullmatch(name)
     return name if match is None else match["name"]
 
 
 def is_data_file(name: str) -> bool:
-    """Whether a file of this name holds items of a checkpoint, or will. Other programs than ours may have made it."""
+    """Whether a file of this name holds items of a checkpoint, or will hold them. Other programs may have made it,
+    too.
+    """
     return parse_data_file_name(name) is not None or _SHARD_FILE.fullmatch(committed_name(name)) is not None
 
 
 class WriterOfFile(NamedTuple):
-    """Which rank would give a data file its name, which of its files it would be (from 0 on), and the mark of its save,
-    if that is in the name."""
+    """The rank that would give a data file its name, the number of the file (from 0 on), and the mark of the save, if
+    any.
+    """
 
     rank: int
     number: int
@@ -171,7 +184,7 @@ class WriterOfFile(NamedTuple):
 
 
 def writer_of(name: str) -> WriterOfFile | None:
-    """Read a name that ours may be, in either layout; ``None`` if a save of ours gives no file such a name."""
+    """Parse a name that one of our saves may give, in either layout; ``None`` if none gives such a name."""
     records = parse_data_file_name(name)
     if records is not None:
         return None if records.hint else WriterOfFile(records.rank, records.number, records.mark)
@@ -184,30 +197,33 @@ def writer_of(name: str) -> WriterOfFile | None:
 
 
 def holds_raw_bytes(path: str) -> bool:
-    """Whether the items in a file are bare bytes that its head describes (safetensors), rather than records."""
+    """Whether a file holds plain bytes of tensors, described by its head (safetensors). Other data files hold
+    records.
+    """
     return committed_name(os.path.basename(path)).endswith(SAFETENSORS_SUFFIX)
 
 
 def metadata_name(rank: int | None = None) -> str:
-    """``.metadata``, or ``__{rank}.metadata`` of a stock save without collectives."""
+    """``.metadata``, or ``__{rank}.metadata`` for a DCP save without collectives."""
     return METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
 
 
 def check_relative_path(relative_path: Any, *, file: str) -> str:
-    """Return ``relative_path`` if it names something below the checkpoint's directory by its spelling alone.
+    """Return ``relative_path`` if its spelling does not lead out of the checkpoint's directory.
 
     Args:
-        relative_path: as it stands in the storage info of an item.
-        file: where it was read, for the error.
+        relative_path: the path in the storage info of an item.
+        file: the file that holds the path, for the error.
 
     Raises:
-        UnsafeCheckpoint: not a string, empty, absolute, with ``..``, a NUL or a backslash-separated escape.
+        UnsafeCheckpoint: the path is not a string, is empty or absolute, or holds ``..`` or a NUL. A backslash counts
+            as a slash.
     """
     if not isinstance(relative_path, str):
         raise _unsafe(file, relative_path, f"is a {type(relative_path).__name__}, not a string")
     if not relative_path or "\0" in relative_path:
         raise _unsafe(file, relative_path, "is empty or holds a NUL")
-    # Both separators: a checkpoint may be read on another system than it was written on.
+    # Split at both separators: the checkpoint may have been written on another system.
     parts = re.split(r"[/\\]", relative_path)
     if os.path.isabs(relative_path) or parts[0] == "" or re.match(r"[A-Za-z]:", relative_path):
         raise _unsafe(file, relative_path, "is absolute")
@@ -221,14 +237,14 @@ def check_relative_path(relative_path: Any, *, file: str) -> str:
 def locate(disk: Disk, directory: str, relative_path: str, *, file: str) -> str:
     """The path to open for ``relative_path``, with symbolic links followed and checked.
 
-    A checkpoint that was copied or unpacked from elsewhere may bring symbolic links. One is followed if it stays in the
-    directory, or if it leads to a data file of the very same name (or of that which it had before the commit): this is
-    how files striped over several disks are linked, and a link to ``/etc/passwd`` or to a private key is not of that
-    form.
+    A checkpoint that was copied or unpacked may contain symbolic links. A link is followed if it stays in the
+    directory, or if it leads to a data file of the same name, or of the name that this file had before the commit.
+    Links to files on other mounts have that form (see ``stripe_paths``). A link to ``/etc/passwd`` or to a private key
+    does not.
 
     Raises:
-        UnsafeCheckpoint: the path, or a link on it, leads somewhere else.
-        StorageError: the links cannot be read (a loop, say).
+        UnsafeCheckpoint: the path, or a link in it, leads somewhere else.
+        StorageError: the links cannot be read, for example because they form a loop.
     """
     path = os.path.join(directory, check_relative_path(relative_path, file=file))
     resolved = disk.resolve(path)

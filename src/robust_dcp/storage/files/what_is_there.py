@@ -1,6 +1,6 @@
-"""What a path holds that is not a checkpoint, in words: so that an error can say which path was meant.
+"""Describes what a path holds instead of a checkpoint, so that an error can say which path was probably meant.
 
-Looks at names and at the first bytes of a file, never further. Called by ``reader`` when there is no ``.metadata``.
+It looks at names and at the first bytes of a file only. ``reader`` calls it if there is no ``.metadata``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, is
 __all__ = ["what_is_there"]
 
 TRACKER_NAME: Final = "latest_checkpointed_iteration.txt"
-"""Megatron-LM's, beside its ``iter_*`` directories."""
+"""Megatron-LM writes this file beside its ``iter_*`` directories."""
 
 _SHOWN: Final = 5
 _DIRECTORIES_LOOKED_INTO: Final = 50
 
-# torch.save writes a zip archive; up to torch 1.5, and on request, a pickle that begins with this number.
+# torch.save writes a zip archive. Up to torch 1.5, and on request, it writes a pickle that begins with this number.
 _ZIP: Final = b"PK\x03\x04"
 _LEGACY: Final = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
@@ -32,7 +32,9 @@ _HOW_TO_LOAD_ONE_FILE: Final = (
 
 
 def what_is_there(disk: Disk, path: str) -> str:
-    """What stands at ``path``, where no ``.metadata`` was found, and what to pass instead; one sentence or more."""
+    """Describe what is at ``path``, where no ``.metadata`` was found, and say what to pass instead, in one or more
+    sentences.
+    """
     try:
         if not disk.exists(path):
             return _nearest_parent(disk, path)
@@ -41,7 +43,7 @@ def what_is_there(disk: Disk, path: str) -> str:
         except StorageError:
             return _of_file(disk, path)
         return _of_directory(disk, path, names)
-    except StorageError as error:  # it cannot be looked at: that is all there is to say
+    except StorageError as error:  # we cannot look at it, so we report only that
         return error.message
 
 
@@ -53,7 +55,9 @@ def _nearest_parent(disk: Disk, path: str) -> str:
         names = disk.list_directory(parent)
     except StorageError:
         return f"there is no such directory, and {_of_file(disk, parent)}"
-    return f"there is no such directory; the nearest parent that exists is {parent}, {_held(disk, parent, names)}"
+    return (
+        f"there is no such directory; the nearest parent that exists is {parent}, {_contents_of(disk, parent, names)}"
+    )
 
 
 def _of_file(disk: Disk, path: str) -> str:
@@ -68,7 +72,7 @@ def _of_file(disk: Disk, path: str) -> str:
 
 
 def _is_of_torch_save(disk: Disk, path: str) -> bool:
-    if disk.size(path) == 0:  # nothing to read; opening a pipe would wait for its other end
+    if disk.size(path) == 0:  # nothing to read; and opening a pipe would wait for its other end
         return False
     file = disk.open_read(path)
     try:
@@ -82,11 +86,11 @@ def _is_of_torch_save(disk: Disk, path: str) -> bool:
 def _of_directory(disk: Disk, path: str, names: list[str]) -> str:
     if any(map(is_data_file, names)):
         return "there are data files, so a save was not finished, or its .metadata is lost"
-    return f"the directory is there, {_held(disk, path, names)}"
+    return f"the directory is there, {_contents_of(disk, path, names)}"
 
 
-def _held(disk: Disk, path: str, names: list[str]) -> str:
-    """What a directory without ``.metadata`` holds: checkpoints, if there are any."""
+def _contents_of(disk: Disk, path: str, names: list[str]) -> str:
+    """Describe what a directory without ``.metadata`` holds: its checkpoints, if there are any."""
     if not names:
         return "and is empty"
     if METADATA_NAME in names:
@@ -103,7 +107,7 @@ def _held(disk: Disk, path: str, names: list[str]) -> str:
 
 
 def _by_number(names: list[str]) -> list[str]:
-    """The latest first, where names have numbers (``step_100``, ``iter_0000100``, ``100``)."""
+    """Sort names so that the latest comes first, if they contain numbers (``step_100``, ``iter_0000100``, ``100``)."""
 
     def key(name: str) -> tuple[bool, int, str]:
         numbers = re.findall(r"\d+", name)
@@ -115,7 +119,7 @@ def _by_number(names: list[str]) -> list[str]:
 def _is_checkpoint(disk: Disk, path: str, name: str) -> bool:
     try:
         within = disk.list_directory(os.path.join(path, name))
-    except StorageError:  # a file, or not ours to look into
+    except StorageError:  # it is a file, or we may not look into it
         return False
     return METADATA_NAME in within or any(each.endswith(SAFETENSORS_SUFFIX) for each in within)
 

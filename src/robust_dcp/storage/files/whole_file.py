@@ -1,6 +1,6 @@
-"""Small files that are read as a whole: Megatron's, beside a checkpoint.
+"""Reads small files as a whole: those that Megatron writes beside a checkpoint.
 
-Owns that one is a regular file of a bounded length before anything is allocated for it.
+Before it allocates memory, it checks that the file is a regular one and not too long.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ __all__ = ["read_whole_file"]
 
 
 def read_whole_file(disk: Disk, path: str, max_nbytes: int) -> bytes | None:
-    """The bytes of a file; ``None`` if there is none.
+    """The bytes of a file; ``None`` if it does not exist.
 
     Raises:
-        StorageError: it is no regular file, or cannot be read.
+        StorageError: it is not a regular file, or cannot be read.
         CorruptCheckpoint: it is longer than ``max_nbytes``.
     """
     try:

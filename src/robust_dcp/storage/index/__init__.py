@@ -1,7 +1,8 @@
-"""``.robust_dcp.index``: what ``.metadata`` says, in sorted columns, of which a load reads what it asks for.
+"""``.robust_dcp.index``: the contents of ``.metadata`` in sorted columns, so that a load reads only what it asks for.
 
-``plan.metadata`` builds it, the commit writes it beside ``.metadata``, the reader looks up items in it, and a job that
-resumes finds its plan there. ``.metadata`` stays the truth: an index that does not fit it, or is damaged, is put aside.
+``plan.metadata`` builds the index, and the commit writes it beside ``.metadata``. The reader looks up items in it, and
+a job that resumes finds its plan there. ``.metadata`` is always right: an index that does not fit it, or is damaged, is
+not used.
 """
 
 from robust_dcp.storage.index.build import IndexTemplate

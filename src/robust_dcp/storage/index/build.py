@@ -1,8 +1,8 @@
-"""An index, from the columns that ``.metadata`` is made of.
+"""Builds an index from the columns that ``.metadata`` is made of.
 
-Owns what stands in each section. What a plan determines is made once and kept with it; the digest of ``.metadata``,
-names and ids of files and the places of items of variable size are filled in at each save, without work for each item.
-Called by ``plan.metadata``.
+This module owns the contents of each section. Whatever depends on the plan alone is made once and kept with the plan.
+Each save only fills in the digest of ``.metadata``, names and ids of files, and the places of items of variable size,
+without work for each item. ``plan.metadata`` calls it.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ __all__ = ["IndexTemplate"]
 Int64 = npt.NDArray[np.int64]
 
 _ROWS = 1 << 18
-"""That are looked at together, so that what is computed of them stays small."""
+"""So many rows are processed at a time, so that intermediate results stay small."""
 
 
 @runtime_checkable
 class _PathColumns(Protocol):
-    """Paths that exist as columns already: the lengths of their parts, negative for the index of a list."""
+    """Paths that are columns already: the lengths of their parts. A negative length marks an index of a list."""
 
     counts: npt.NDArray[Any]
     lengths: npt.NDArray[np.int32]
 
 
 class IndexTemplate:
-    """The indices of all checkpoints that are written by one plan. Any number of threads may use it at once.
+    """The common part of the indices of all checkpoints that one plan writes. Several threads may use it at once.
 
     Args:
-        columns: what the plan determines; not kept.
+        columns: what the plan determines. They are not kept.
 
     Raises:
-        ValueError: names or chunks are not sorted, so that nothing could be found by bisection.
+        ValueError: names or chunks are not sorted, so that bisection could not find them.
     """
 
     def __init__(self, columns: MetadataColumns) -> None:
@@ -63,7 +63,7 @@ class IndexTemplate:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that are kept."""
+        """Bytes of memory that this object keeps."""
         return sum(len(section.data) for section in self._constant.values())
 
     def encode(
@@ -81,9 +81,9 @@ class IndexTemplate:
             metadata: the ``.metadata`` that it belongs to.
             file_names: the data files, relative to the checkpoint.
             places: int64 ``[V, 2]``, start and length of each item of variable size, in bytes.
-            storage_meta: goes into the file as it is.
-            version: of DCP's format.
-            plan: the sections that ``plan.stored_plan`` owns; none if the plan is not kept.
+            storage_meta: written into the file as it is.
+            version: the version of DCP's format.
+            plan: the sections that ``plan.stored_plan`` makes; empty if the plan is not stored.
         """
         names, ends = _joined(file_names)
         stored = None if storage_meta is None else _stored(storage_meta)
@@ -110,7 +110,7 @@ def _stored(meta: StorageMeta) -> StoredMeta:
 
 
 def _id_of(meta: StoredMeta | None) -> bytes:
-    """The id of a save, 16 bytes; zeros where it is no UUID."""
+    """The id of a save as 16 bytes; zeros if it is not a UUID."""
     try:
         return uuid.UUID((None if meta is None else meta.save_id) or "").bytes
     except ValueError:
@@ -122,7 +122,7 @@ def _in_words(dtype: Any, layout: Any, requires_grad: bool) -> tuple[str, str, b
 
 
 def _joined(texts: Sequence[str]) -> tuple[bytes, Int64]:
-    """All texts in UTF-8, one after the other, and where each ends."""
+    """All texts in UTF-8, one after the other, and where each of them ends."""
     text = "".join(texts)
     if text.isascii():
         return text.encode(), np.cumsum(np.fromiter(map(len, texts), dtype=np.int64, count=len(texts)))
@@ -169,7 +169,7 @@ def _chunks(columns: MetadataColumns) -> dict[str, Any]:
 
 
 def _numbers_of_sizes(columns: MetadataColumns) -> npt.NDArray[np.int32]:
-    """The number that each size has in the index: those of fewest dimensions first."""
+    """The number of each size in the index. Sizes with fewer dimensions come first."""
     number: npt.NDArray[np.int32] = np.empty(len(columns.sizes), dtype=np.int32)
     number[np.argsort(columns.size_ndims, kind="stable")] = np.arange(len(number), dtype=np.int32)
     return number
@@ -195,7 +195,7 @@ def _paths(columns: MetadataColumns) -> dict[str, Any]:
 
 
 def _check_order(columns: MetadataColumns) -> None:
-    """Make sure that names ascend, and the chunks of each by their offsets."""
+    """Make sure that names ascend, and that the chunks of each name ascend by their offsets."""
     names = list(columns.names)
     if names != sorted(names):
         raise ValueError("names of an index are sorted, and these are not")

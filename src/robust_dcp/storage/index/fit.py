@@ -1,8 +1,8 @@
-"""Which ``.metadata`` an index belongs to.
+"""Tells whether an index belongs to a ``.metadata``, by a digest of the latter.
 
-Owns the digest by which the two know each other. It covers the length of ``.metadata`` and its last 4096 bytes. There
-stand the id of the save, which the emitter puts behind all items, and the CRC-32 of the whole file: another save, or
-another tool that writes ``.metadata``, gives another digest. So nobody has to read a file that grows with the job.
+The digest covers the length of ``.metadata`` and its last 4096 bytes. These hold the id of the save, which the emitter
+writes after all items, and the CRC-32 of the whole file. So a ``.metadata`` of another save or another tool has another
+digest. And nobody has to read all of a file that grows with the job.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TAIL_NBYTES: Final = 4096
 
 
 def fit_of(metadata: Sequence[Fragment]) -> bytes:
-    """32 bytes for a ``.metadata`` that consists of these fragments, one after the other."""
+    """The digest (32 bytes) of a ``.metadata`` that consists of these fragments, one after the other."""
     tail = b""
     for fragment in reversed(metadata):
         tail = bytes(fragment[-_TAIL_NBYTES:]) + tail
@@ -30,7 +30,7 @@ def fit_of(metadata: Sequence[Fragment]) -> bytes:
 
 
 def fit_of_file(disk: Disk, path: str) -> bytes:
-    """The same of a ``.metadata`` on disk.
+    """The digest of a ``.metadata`` on disk.
 
     Raises:
         StorageError: it cannot be read.

@@ -1,7 +1,7 @@
-"""The form of ``.robust_dcp.index``: its head, its sections in their order, and the checksums of its slabs.
+"""The format of ``.robust_dcp.index``: its head, the order of its sections, and the checksums of its slabs.
 
-Owns the bytes that docs/formats.md describes, and how a damaged index is called. Never knows what a section means:
-``build`` makes the sections, ``index_file`` reads them.
+This module owns the bytes that docs/formats.md describes, and the error for a damaged index. It does not know what a
+section means: ``build`` makes the sections, ``index_file`` reads them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _VERSION: Final = 1
 _HEAD: Final = struct.Struct("<8sIIQII32s")
 """Magic, version, number of sections, bytes of the file, bytes of a slab, CRC-32 of the checksums, fit."""
 _ENTRY: Final = struct.Struct("<16s4sIQQ")
-"""Of a section: name, type of its numbers, 0, where it begins, its bytes."""
+"""For each section: name, type of its numbers, 0, where it begins, its length in bytes."""
 _CRC: Final = struct.Struct("<I")
 
 SLAB_NBYTES: Final = 1 << 16
 MAX_NAME_NBYTES: Final = 1 << 14
-"""A checkpoint with a longer name has no index: so nobody who looks for one is made to read much."""
+"""A checkpoint with a longer name has no index. So a damaged or hostile index cannot make us read very long names."""
 
 _ALIGNMENT: Final = 64
 
@@ -77,15 +77,19 @@ SECTIONS: Final[Mapping[str, str]] = {
     "structure_ends": "<u8",
     "checksums": "<u4",
 }
-"""The sections of version 1 in their order, and the types of their numbers. The last holds the CRC-32 of each slab."""
+"""The sections of version 1 in their order, and the type of the numbers in each. The last one holds the CRC-32 of each
+slab.
+"""
 
 
 class DamagedIndex(CorruptCheckpoint):
-    """An index that cannot be used. Whoever has the ``.metadata`` as well reads that instead, so users never see it."""
+    """An index that cannot be used. Code that also has the ``.metadata`` reads that instead, so users do not see this
+    error.
+    """
 
     def __init__(self, file: str, what: str) -> None:
         super().__init__(
-            f"{file} is not used: {what}; the checkpoint itself is not concerned",
+            f"{file} is not used: {what}; the checkpoint itself is not affected",
             file=file,
             expected="an index as it was written",
             found=what,
@@ -100,7 +104,7 @@ class Section(NamedTuple):
 
     @classmethod
     def of(cls, name: str, values: Fragment | npt.NDArray[Any]) -> Section:
-        """The section called ``name``, from its bytes or its numbers."""
+        """Make the section called ``name`` from its bytes or its numbers."""
         if isinstance(values, np.ndarray):
             values = np.ascontiguousarray(values, dtype=SECTIONS[name]).reshape(-1).view(np.uint8).data
         view = memoryview(values)
@@ -109,7 +113,7 @@ class Section(NamedTuple):
 
 
 def head_nbytes() -> int:
-    """Bytes of the head, the directory and their checksum."""
+    """Length of the head, the directory of sections, and their checksum."""
     return _HEAD.size + len(SECTIONS) * _ENTRY.size + _CRC.size
 
 
@@ -117,8 +121,8 @@ def encode_sections(sections: Mapping[str, Section], fit: bytes) -> tuple[Fragme
     """The whole file, in parts that follow each other.
 
     Args:
-        sections: all but the checksums; a missing one is empty.
-        fit: what :func:`~robust_dcp.storage.index.fit.fit_of` says of the ``.metadata`` that it belongs to.
+        sections: all sections but the checksums. A missing section is empty.
+        fit: the result of :func:`~robust_dcp.storage.index.fit.fit_of` for the ``.metadata`` that the index belongs to.
     """
     found = {name: sections.get(name, Section(b"", ())) for name in SECTIONS}
     checksums = np.array([each for section in found.values() for each in section.checksums], dtype="<u4").tobytes()
@@ -136,12 +140,12 @@ def encode_sections(sections: Mapping[str, Section], fit: bytes) -> tuple[Fragme
 
 
 class Head(NamedTuple):
-    """What stands at the head of an index.
+    """The head of an index.
 
     Attributes:
-        fit: of the ``.metadata`` that it belongs to.
+        fit: the digest of the ``.metadata`` that the index belongs to.
         checksum: CRC-32 of the section ``checksums``.
-        places: for each section where it begins, and its bytes.
+        places: where each section begins, and its length in bytes.
     """
 
     fit: bytes
@@ -153,7 +157,7 @@ class Head(NamedTuple):
         """Read the first :func:`head_nbytes` bytes of a file of ``nbytes`` bytes.
 
         Raises:
-            DamagedIndex: it is no index of this version, or sections are not where they can be.
+            DamagedIndex: the file is not an index of this version, or a section lies where it cannot be.
         """
         if len(data) != head_nbytes() or not data.startswith(_MAGIC):
             raise DamagedIndex(file, f"it begins with {data[:8]!r}")
@@ -179,7 +183,9 @@ class Head(NamedTuple):
 
 
 def first_slabs(places: Mapping[str, tuple[int, int]]) -> dict[str, int]:
-    """For each section the place of its first slab among the checksums; under ``checksums``, how many there are."""
+    """For each section, where the checksum of its first slab is among the checksums. Under ``checksums``, how many
+    there are.
+    """
     found, at = {}, 0
     for name, (_, nbytes) in places.items():
         found[name] = at

@@ -1,7 +1,7 @@
-"""An open index: its sections, of which only the slabs that are asked for are read, and each is checked.
+"""An open index. It reads only the slabs of sections that are asked for, and checks each of them.
 
-Owns reading. A slab is read into memory, and not mapped: a file that somebody cuts off while it is mapped would end the
-process. What is read once stays for a while, up to a few MiB. Called by ``stored_index``.
+Slabs are read into memory and not mapped: if somebody truncated a mapped file, the process would die. What was read
+stays in memory for a while, up to a few MiB. ``stored_index`` calls this module.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ __all__ = ["Column", "IndexFile"]
 _SLABS_KEPT: Final = 64
 
 _FIRST_READ_NBYTES: Final = 256 << 10
-"""Read at once and kept: all of most indices. Over a network each call takes its time, however little it reads."""
+"""So much is read at first and kept, which is all of most indices. Over a network each call takes its time, however
+little it reads.
+"""
 
 
 class IndexFile:
-    """An index, opened. Any number of threads may use it at once. The file is closed when nobody refers to it.
+    """An open index. Several threads may use it at once. The file is closed when nobody refers to it any more.
 
     Args:
         disk: the file system.
-        path: of the file.
+        path: the path of the file.
 
     Attributes:
-        path: of the file.
-        fit: of the ``.metadata`` that it belongs to.
-        identity: 32 bytes; two files with the same have the same bytes.
+        path: the path of the file.
+        fit: the digest of the ``.metadata`` that the index belongs to.
+        identity: 32 bytes. Two files with the same identity have the same contents.
 
     Raises:
-        StorageError: it cannot be read.
+        StorageError: the file cannot be read.
         DamagedIndex: its head or its checksums are not what was written.
     """
 
@@ -70,11 +72,11 @@ class IndexFile:
         self._lock = Lock()
 
     def damaged(self, what: str) -> DamagedIndex:
-        """The error that says so."""
+        """The error for damage in this file."""
         return DamagedIndex(self.path, what)
 
     def nbytes(self, section: str) -> int:
-        """Bytes of a section."""
+        """Length of a section in bytes."""
         return self._places[section][1]
 
     def column(self, section: str) -> Column:
@@ -82,11 +84,11 @@ class IndexFile:
         return Column(self, section)
 
     def slab(self, section: str, number: int) -> bytes:
-        """The bytes of a slab, which must be one of the section.
+        """The bytes of one slab. It must be a slab of the section.
 
         Raises:
-            StorageError: it cannot be read.
-            DamagedIndex: it is not what was written.
+            StorageError: the slab cannot be read.
+            DamagedIndex: its bytes are not what was written.
         """
         with self._lock:
             kept = self._slabs.get((section, number))
@@ -129,18 +131,18 @@ class IndexFile:
         return bytes(buffer)
 
     def __deepcopy__(self, memo: Any) -> IndexFile:
-        return self  # what is read never changes
+        return self  # the contents never change
 
 
 def _close(disk: Disk, file: OpenFile) -> None:
     try:
         disk.close(file)
     except StorageError:
-        return  # it was only read
+        return  # the file was only read
 
 
 class Column:
-    """The numbers of a section, one by one or some in a row. The slab that was asked last stays at hand."""
+    """The numbers of a section, one by one or several in a row. It keeps the slab that was used last."""
 
     __slots__ = ("_file", "_held", "_kind", "_length", "_mask", "_section", "_shift")
 

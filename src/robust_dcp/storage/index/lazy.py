@@ -1,7 +1,7 @@
-"""DCP's ``Metadata`` over an index: mappings that decode an entry when it is asked for.
+"""DCP's ``Metadata`` on top of an index. Its mappings decode an entry when somebody asks for it.
 
-Owns what foreign planners and readers see, which is what ``.metadata`` says, and what happens when a part of the index
-turns out to be damaged: it is put aside, ``.metadata`` is decoded, and all goes on. Called by ``reader``.
+Other planners and readers see the same contents as in ``.metadata``. If a part of the index turns out to be damaged,
+the index is put aside, ``.metadata`` is decoded, and everything goes on. ``reader`` calls this module.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _Answer = TypeVar("_Answer")
 
 
 def lazy_metadata(index: StoredIndex, decode: Callable[[], Metadata]) -> Metadata:
-    """What the index says, decoded when it is asked for.
+    """A ``Metadata`` that decodes entries of the index when somebody asks for them.
 
     Args:
-        decode: reads the ``.metadata`` that the index belongs to; called once, if the index is damaged.
+        decode: reads the ``.metadata`` that the index belongs to. It is called once, if the index is damaged.
 
     Raises:
-        DamagedIndex: what is decoded now is not what was written.
+        DamagedIndex: a part that has to be decoded at once is not what was written.
     """
     source = _Source(index, decode)
     meta = index.meta.storage_meta
@@ -65,10 +65,10 @@ def _storage_meta(meta: Any) -> StorageMeta:
 
 
 def look_up(metadata: Metadata, names: Iterable[str]) -> bool:
-    """Find many names at once, which is faster than one after the other as they are asked for.
+    """Find many names at once. That is faster than finding each when it is asked for.
 
     Returns:
-        whether ``metadata`` comes from an index; if not, there was nothing to do.
+        whether ``metadata`` comes from an index. If it does not, nothing was done.
     """
     entries = metadata.state_dict_metadata
     if not isinstance(entries, _Entries):
@@ -78,7 +78,7 @@ def look_up(metadata: Metadata, names: Iterable[str]) -> bool:
 
 
 def ask_index(metadata: Metadata, question: Callable[[StoredIndex], _Answer]) -> _Answer | None:
-    """What the index answers that ``metadata`` comes from; ``None`` if it has none, or the index is damaged."""
+    """Put a question to the index that ``metadata`` comes from; ``None`` if there is no index, or it is damaged."""
     entries = metadata.state_dict_metadata
     source = entries._source if isinstance(entries, _Entries) else None
     if source is not None and source.decoded is None:
@@ -90,12 +90,12 @@ def ask_index(metadata: Metadata, question: Callable[[StoredIndex], _Answer]) ->
 
 
 def stored_items_of(metadata: Metadata) -> StoredItems | None:
-    """The items of a ``metadata`` that comes from an index; ``None`` for another."""
+    """The items of ``metadata`` if it comes from an index; else ``None``."""
     return metadata.storage_data if isinstance(metadata.storage_data, StoredItems) else None
 
 
 class _Source:
-    """The index, or the decoded ``.metadata`` once the index has turned out to be damaged."""
+    """The index, or the decoded ``.metadata`` after the index has turned out to be damaged."""
 
     def __init__(self, index: StoredIndex, decode: Callable[[], Metadata]) -> None:
         self.index = index
@@ -116,7 +116,7 @@ class _Source:
         self._numbers.update((name, found.get(name)) for name in new)
 
     def number(self, name: Any) -> int | None:
-        """Of a stored name; what was asked for is remembered."""
+        """The number of a stored name. Answers are remembered."""
         if not isinstance(name, str):
             return None
         if name not in self._numbers:
@@ -131,7 +131,7 @@ class _FromIndex(Protocol):
 
 
 def _or_decoded(method: _Method) -> _Method:
-    """Ask the index; if it is damaged, ask what was decoded from ``.metadata`` for the same."""
+    """Make a method ask the index, and if that is damaged, ask the decoded ``.metadata``."""
 
     @wraps(method)
     def ask(self: _FromIndex, *args: Any) -> Any:
@@ -147,7 +147,7 @@ def _or_decoded(method: _Method) -> _Method:
 
 
 class _ByName(Mapping[str, Any]):
-    """What the index has for each name."""
+    """A mapping from names to what the index has for them."""
 
     def __init__(self, source: _Source) -> None:
         self._source = source
@@ -169,7 +169,9 @@ class _ByName(Mapping[str, Any]):
 
 
 class _Entries(_ByName):
-    """``Metadata.state_dict_metadata``. Entries that were asked for are remembered, as a dict would give them again."""
+    """``Metadata.state_dict_metadata``. It remembers entries, so that it returns the same object each time, as a dict
+    does.
+    """
 
     def __init__(self, source: _Source) -> None:
         super().__init__(source)
@@ -185,7 +187,7 @@ class _Entries(_ByName):
         return known
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As of a dict. Asked of each tensor of a load, so without the detour by way of an exception."""
+        """The ``get`` of a dict. A load calls it for each tensor, so it avoids raising and catching an exception."""
         known = self._known.get(name)
         return super().get(name, default) if known is None else known
 
@@ -223,7 +225,7 @@ class _Entries(_ByName):
 class StoredChunks(Sequence[ChunkStorageMetadata]):
     """``TensorStorageMetadata.chunks``: a list that makes its elements when they are asked for.
 
-    Whoever walks through all of them, as stock's planner does several times, is given the same list again.
+    DCP's planner walks through all of them several times. It gets the same list each time.
     """
 
     __slots__ = ("_all", "_name", "_source", "_stored")
@@ -267,11 +269,15 @@ class StoredChunks(Sequence[ChunkStorageMetadata]):
         return ChunkStorageMetadata(offsets=index.offsets(row), sizes=index.sizes(row))
 
     def find(self, offsets: torch.Size) -> int | None:
-        """The place of the chunk that begins at ``offsets``; ``None`` if there is none, or the index is damaged."""
+        """The place of the chunk that begins at ``offsets``; ``None`` if there is no such chunk, or the index is
+        damaged.
+        """
         return self._asked(lambda: self._source.index.find_chunk(self._stored, offsets))
 
     def overlap(self, offsets: torch.Size, sizes: torch.Size) -> Overlap | None:
-        """The chunks that hold something of a box; ``None`` if the index is damaged: then look at them one by one."""
+        """The chunks that overlap with a box; ``None`` if the index is damaged. Then the caller looks at chunks one by
+        one.
+        """
         return self._asked(lambda: self._source.index.overlap(self._stored, offsets, sizes))
 
     def _asked(self, question: Callable[[], _Answer]) -> _Answer | None:
@@ -309,7 +315,7 @@ class _Paths(_ByName):
 
 
 class StoredItems(Mapping[MetadataIndex, Any]):
-    """``Metadata.storage_data``. Places that were asked for are remembered: a load asks again when it reads."""
+    """``Metadata.storage_data``. It remembers places, because a load asks for them again when it reads."""
 
     def __init__(self, source: _Source) -> None:
         self._source = source
@@ -373,11 +379,11 @@ class StoredItems(Mapping[MetadataIndex, Any]):
         place = self._source.index.find_chunk(stored, offsets)
         return None if place is None else stored.first + place
 
-    # Ranks that read for each other name items by their place among all, sorted by name and offsets. A rank that had to
-    # put the index aside counts the same way.
+    # Ranks that read for each other name an item by its place among all items, sorted by name and offsets. A rank that
+    # had to put the index aside counts in the same way.
 
     def rows(self, indices: Iterable[MetadataIndex]) -> dict[MetadataIndex, int]:
-        """The place of each of ``indices``, which are there, among all items."""
+        """The place of each of ``indices`` among all items. All of them must exist."""
         indices = list(indices)
         if self._source.decoded is None:
             try:
@@ -388,7 +394,7 @@ class StoredItems(Mapping[MetadataIndex, Any]):
         return {index: place_of[index] for index in indices}
 
     def order_in_files(self) -> npt.NDArray[np.int64]:
-        """For each item its place among all by file and by where it begins there: int64 ``[n]``."""
+        """The place of each item when all are sorted by file and by where they begin in it: int64 ``[n]``."""
         if self._source.decoded is None:
             try:
                 return self._source.index.order_in_files()

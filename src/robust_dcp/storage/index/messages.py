@@ -1,6 +1,6 @@
-"""The small parts of an index that are no columns: JSON.
+"""The small parts of an index that are not columns, in JSON.
 
-Owns what may stand in them. ``build`` writes them, ``stored_index`` reads them.
+This module owns what they may contain. ``build`` writes them, ``stored_index`` reads them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class StoredMeta(msgspec.Struct, frozen=True):
 
 
 class IndexMeta(msgspec.Struct, frozen=True):
-    """What ``Metadata`` says besides its items.
+    """The fields of ``Metadata`` other than its items.
 
     Attributes:
-        version: of DCP's format.
+        version: the version of DCP's format.
         has_paths: whether names have a place in a nested state dict (``planner_data``).
-        storage_meta: as the writer gave it.
+        storage_meta: what the writer gave.
     """
 
     version: str | None

@@ -1,7 +1,7 @@
-"""The index of a checkpoint, if it has one that fits.
+"""Opens the index of a checkpoint, if there is one that fits its ``.metadata``.
 
-Owns the decision. Called by ``reader`` before a load and by ``plan.stored_plan`` before a save; both go on without an
-index that is damaged, and say so.
+``reader`` calls this before a load, ``plan.stored_plan`` before a save. Both go on without the index if it is damaged,
+and log that.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 def fitting_index(disk: Disk, directory: str) -> StoredIndex | None:
-    """The index in ``directory``; ``None`` if there is none, or it belongs to another ``.metadata``.
+    """The index in ``directory``; ``None`` if there is none, or if it belongs to another ``.metadata``.
 
     Raises:
-        DamagedIndex: it is not what was written.
+        DamagedIndex: the index is not what was written.
         StorageError: it cannot be read.
     """
     index = _opened(disk, directory)
@@ -33,7 +33,7 @@ def fitting_index(disk: Disk, directory: str) -> StoredIndex | None:
         return None
     try:
         fits = fit_of_file(disk, os.path.join(directory, METADATA_NAME)) == index.file.fit
-    except StorageError:  # whoever needs the .metadata will say what is wrong with it
+    except StorageError:  # code that needs the .metadata will report what is wrong with it
         return None
     if not fits:
         logger.info("%s is not used: it belongs to another %s", index.file.path, METADATA_NAME)
@@ -41,7 +41,7 @@ def fitting_index(disk: Disk, directory: str) -> StoredIndex | None:
 
 
 def index_called(disk: Disk, directory: str, identity: bytes) -> StoredIndex | None:
-    """The very index that another rank has found to fit; ``None`` if it is not what lies in ``directory`` here.
+    """The index that another rank has checked; ``None`` if the file in ``directory`` on this rank is another one.
 
     Raises:
         DamagedIndex, StorageError: as :func:`fitting_index`.

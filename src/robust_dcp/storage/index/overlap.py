@@ -1,7 +1,7 @@
-"""The parts of stored chunks that lie in a box of their tensor.
+"""Computes which parts of stored chunks lie in a box of their tensor.
 
-Owns that arithmetic: in columns where the chunks are many, one by one where they are few, which is then faster. Pure;
-called by ``stored_index``, which has found the chunks that come into question.
+If there are many chunks this is done in columns; a few are faster one by one. These are pure functions.
+``stored_index`` finds the chunks that may overlap, and calls them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Size = torch.Size
 
 
 class Overlap(NamedTuple):
-    """Chunks of which parts are wanted; one entry of each list for each chunk.
+    """The chunks that overlap with a box. Each list has one entry for each chunk.
 
     Attributes:
-        chunks: places among the chunks of the tensor.
+        chunks: the places of the chunks among the chunks of the tensor.
         offsets: where the chunks begin in the tensor.
-        in_chunk: where the parts begin in their chunks.
+        in_chunk: where the overlapping parts begin in their chunks.
         in_box: where the parts begin in the box.
-        lengths: of the parts.
+        lengths: the sizes of the parts.
         numel: elements of all parts together.
     """
 
@@ -41,15 +41,15 @@ class Overlap(NamedTuple):
 
 
 def overlap_of_few(chunks: Iterable[tuple[int, Size, Size]], whole: Size, box: Size, sizes: Size) -> Overlap | None:
-    """Look at chunks one by one.
+    """Compare chunks with the box one by one.
 
     Args:
-        chunks: place, offsets and sizes of each.
+        chunks: place, offsets and sizes of each chunk.
         whole: the size of the tensor.
-        box, sizes: where the box begins, and how large it is.
+        box, sizes: where the box begins, and its size.
 
     Returns:
-        ``None`` if chunks leave their tensor.
+        ``None`` if a chunk does not lie within the tensor.
     """
     found = Overlap([], [], [], [], [], 0)
     numel = 0
@@ -75,11 +75,11 @@ def overlap_of_few(chunks: Iterable[tuple[int, Size, Size]], whole: Size, box: S
 
 
 def overlap_of_many(first: int, offsets: Int64, extents: Int64, whole: Size, box: Size, sizes: Size) -> Overlap | None:
-    """Look at chunks in columns.
+    """Compare chunks with the box in columns.
 
     Args:
-        first: the place of the first chunk; the others follow.
-        offsets, extents: int64 ``[n, dimensions]``, of the chunks.
+        first: the place of the first chunk. The others follow it.
+        offsets, extents: int64 ``[n, dimensions]``, offsets and sizes of the chunks.
         whole, box, sizes: as for :func:`overlap_of_few`.
     """
     if (extents > np.array(whole, dtype=np.int64) - offsets).any():
@@ -100,7 +100,7 @@ def overlap_of_many(first: int, offsets: Int64, extents: Int64, whole: Size, box
 
 
 def _sizes(rows: Int64) -> list[Size]:
-    """Each row; if all are equal, as the lengths of chunks of one shape are, they are one object."""
+    """Each row as a tuple. Chunks of one shape usually have equal rows; then all rows share one object."""
     if len(rows) and (rows == rows[0]).all():
         return [Size(rows[0].tolist())] * len(rows)
     return list(map(Size, rows.tolist()))

@@ -1,7 +1,7 @@
-"""What an index says of a checkpoint, by name: found by bisection, decoded when it is asked for.
+"""The contents of an index by name. Names are found by bisection, and entries are decoded when somebody asks for them.
 
-Owns the meaning of the sections, and every bound: a number that is read is compared with what it refers to before it is
-used, since checksums prove only that a file is what somebody wrote. Called by ``lazy`` and ``plan.stored_plan``.
+This module owns the meaning of the sections, and checks every number before it is used as a reference. That is needed
+because checksums only prove that the file is as somebody wrote it. ``lazy`` and ``plan.stored_plan`` call it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["StoredIndex", "StoredName"]
 Int64 = npt.NDArray[np.int64]
 
 _FEW: Final = 16
-"""Chunks that are looked at one by one: with as many, columns take as long."""
+"""Up to so many chunks are compared one by one. For more, columns are faster."""
 
 
 class StoredName(NamedTuple):
@@ -35,10 +35,10 @@ class StoredName(NamedTuple):
 
     Attributes:
         number: its place among all names.
-        properties: place of dtype, layout and requires_grad; -1 for an object.
-        size: of the whole tensor; ``None`` for an object.
-        first, end: rows of its chunks.
-        reach: no chunk is longer along the first dimension.
+        properties: the number of its dtype, layout and ``requires_grad``; -1 for an object.
+        size: the size of the whole tensor; ``None`` for an object.
+        first, end: the rows of its chunks.
+        reach: the length of its longest chunk along the first dimension.
     """
 
     number: int
@@ -53,17 +53,17 @@ class StoredIndex:
     """An index that fits its ``.metadata``.
 
     Args:
-        file: opened.
+        file: the open index.
 
     Attributes:
-        file: opened.
+        file: the open index.
         names: all names, in order.
-        meta: what ``Metadata`` says besides items.
-        properties: the distinct dtypes, layouts and ``requires_grad``.
-        n_rows: chunks and objects.
+        meta: the fields of ``Metadata`` other than its items.
+        properties: the distinct combinations of dtype, layout and ``requires_grad``.
+        n_rows: number of chunks and objects.
 
     Raises:
-        DamagedIndex: here and from all methods, if something refers to what is not there.
+        DamagedIndex: something refers to what does not exist. All methods raise it, too.
     """
 
     def __init__(self, file: IndexFile) -> None:
@@ -94,7 +94,7 @@ class StoredIndex:
         return self
 
     def stored(self, number: int) -> StoredName:
-        """What the index says of the name with this number."""
+        """The entry of the name with this number."""
         known = self._stored.get(number)
         if known is None:
             known = self._stored[number] = self._read_name(number)
@@ -104,7 +104,8 @@ class StoredIndex:
         first, end = self._name_chunks[number - 1] if number else 0, self._name_chunks[number]
         properties = self._name_properties[number]
         is_object = properties == -1
-        # No chunk belongs to two names. If many claimed all of them, a small file could cost any time.
+        # No chunk belongs to two names. If many names claimed all chunks, a small hostile file could take any amount of
+        # time.
         self._claimed += end - first
         if not 0 <= first < end <= self.n_rows or (is_object and end != first + 1) or self._claimed > self.n_rows:
             raise self.file.damaged(f"name {number} has rows {first} to {end} of {self.n_rows}")
@@ -116,15 +117,15 @@ class StoredIndex:
         return StoredName(number, properties, size, first, end, self._name_reach[number])
 
     def offsets(self, row: int) -> torch.Size:
-        """Where in its tensor a chunk lies."""
+        """Where a chunk begins in its tensor."""
         return self._sizes[self._chunk_offset[row]]
 
     def sizes(self, row: int) -> torch.Size:
-        """How large a chunk is."""
+        """The size of a chunk."""
         return self._sizes[self._chunk_size[row]]
 
     def find_chunk(self, tensor: StoredName, offsets: torch.Size) -> int | None:
-        """The place among the chunks of ``tensor`` of the one that begins at ``offsets``."""
+        """The chunk of ``tensor`` that begins at ``offsets``: its place among the tensor's chunks."""
         at, end = tensor.first, tensor.end
         if tensor.size and tensor.size[0] > 0 and len(offsets):
             # Equal parts along the first dimension are the usual case.
@@ -140,10 +141,10 @@ class StoredIndex:
         return at - tensor.first if at < tensor.end and self.offsets(at) == offsets else None
 
     def overlap(self, tensor: StoredName, offsets: torch.Size, sizes: torch.Size) -> Overlap:
-        """The chunks of ``tensor`` that hold something of the box at ``offsets``, in their order.
+        """The chunks of ``tensor`` that overlap with the box at ``offsets``, in their order.
 
         Raises:
-            DamagedIndex: chunks lie outside of the tensor, or on each other: no plan of ours has such.
+            DamagedIndex: chunks lie outside of the tensor, or on each other. Our plans never have such chunks.
         """
         whole = tensor.size
         if whole is None or len(offsets) != len(whole) or len(sizes) != len(whole):
@@ -157,13 +158,13 @@ class StoredIndex:
             chunk_sizes = self._sizes.rows(self._chunk_size.rows(first, end), len(whole))
             found = overlap_of_many(first - tensor.first, chunk_offsets, chunk_sizes, whole, offsets, sizes)
         if found is None:
-            raise self.file.damaged(f"chunks of name {tensor.number} leave their tensor")
+            raise self.file.damaged(f"chunks of name {tensor.number} lie outside of their tensor")
         if found.numel > math.prod(sizes):
-            raise self.file.damaged(f"chunks of name {tensor.number} lie on each other")
+            raise self.file.damaged(f"chunks of name {tensor.number} overlap")
         return found
 
     def _rows_near(self, tensor: StoredName, offsets: torch.Size, sizes: torch.Size) -> tuple[int, int]:
-        """The rows that may overlap with the box, by the first dimension: what is before and behind is left out."""
+        """The rows that may overlap with the box, judged by the first dimension alone."""
         if not len(offsets):
             return tensor.first, tensor.end
         return (
@@ -183,10 +184,10 @@ class StoredIndex:
         return at
 
     def place(self, row: int) -> tuple[str, int, int]:
-        """The file of an item, where in it it begins, and its bytes.
+        """The file of an item, where the item begins in it, and its length in bytes.
 
         Raises:
-            UnsafeCheckpoint: the file is not one of the checkpoint's directory.
+            UnsafeCheckpoint: the file does not lie in the checkpoint's directory.
         """
         start, nbytes = self._chunk_start[row], self._chunk_nbytes[row]
         if start < 0:
@@ -217,7 +218,7 @@ class StoredIndex:
         return known
 
     def order_in_files(self) -> Int64:
-        """For each row its place among all, by file and by where it begins there."""
+        """The place of each row when all are sorted by file and by where they begin in it."""
         files, starts = self._chunk_file.rows(0, self.n_rows), self._chunk_start.rows(0, self.n_rows).copy()
         variable = self._variable_rows.rows(0, len(self._variable_rows))
         if len(variable) and not 0 <= int(variable.min()) <= int(variable.max()) < self.n_rows:
@@ -258,12 +259,12 @@ class StoredIndex:
         for dtype_name, layout_name, requires_grad in told:
             dtype, layout = vars(torch).get(dtype_name), vars(torch).get(layout_name)
             if not isinstance(dtype, torch.dtype) or not isinstance(layout, torch.layout):
-                raise self.file.damaged(f"{dtype_name[:60]!r} and {layout_name[:60]!r} are no dtype and layout")
+                raise self.file.damaged(f"{dtype_name[:60]!r} and {layout_name[:60]!r} are not a dtype and a layout")
             found.append((dtype, layout, requires_grad))
         return found
 
     def attributes(self) -> dict[str, dict[str, Any]]:
-        """What a planner has added to ``Metadata``."""
+        """The attributes that a planner has added to ``Metadata``."""
         data = self._all("attributes")
         if not data:
             return {}

@@ -1,6 +1,6 @@
-"""The names of an index: sorted, one after the other in UTF-8, and the place of each in the nested state dict.
+"""The names of an index: sorted, one after the other in UTF-8, with the place of each in the nested state dict.
 
-Owns how a name is found and decoded. Only those that are asked for become Python objects. Called by ``stored_index``.
+This module finds and decodes names. Only names that are asked for become Python objects. ``stored_index`` calls it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from robust_dcp.storage.index.index_file import IndexFile
 
 __all__ = ["StoredNames", "text_of"]
 
-_MAX_PARTS: Final = 10_000  # of a path
+_MAX_PARTS: Final = 10_000  # in a path
 _NAMES_AT_ONCE: Final = 1 << 12
 
 
@@ -26,7 +26,7 @@ class StoredNames:
         file: an open index.
 
     Raises:
-        DamagedIndex: from all methods, if something refers to what is not there.
+        DamagedIndex: all methods raise it if something refers to what does not exist.
     """
 
     def __init__(self, file: IndexFile) -> None:
@@ -39,22 +39,23 @@ class StoredNames:
 
     @property
     def n_paths(self) -> int:
-        """How many of them have a place in a nested state dict."""
+        """How many of the names have a place in a nested state dict."""
         return len(self._path_ends)
 
     def find_all(self, names: Iterable[str]) -> dict[str, int]:
-        """The numbers of those of ``names`` that the checkpoint has.
+        """The numbers of those of ``names`` that are in the checkpoint.
 
-        Names are looked for in order, each from where the last one was: neighbours cost a comparison or two.
+        The names are sorted, and the search for each begins where the last one ended. So neighbours cost one or two
+        comparisons.
         """
         found = {}
         at, count = 0, len(self)
         for wanted, name in sorted((name.encode("utf-8", "surrogatepass"), name) for name in set(names)):
-            # The first of the stored names that is not before `wanted` lies in [at, end].
+            # The first stored name that is equal to `wanted` or after it lies in [at, end].
             step, end, stored = 1, at, b""
             while end < count and (stored := self._name_bytes(end)) < wanted:
                 at, end, step = end + 1, end + step, 2 * step
-            if at == end < count:  # it was looked at last
+            if at == end < count:  # the loop has compared this name last
                 if stored == wanted:
                     found[name], at = at, at + 1
                 continue
@@ -86,9 +87,13 @@ class StoredNames:
                 names = [text[begin:end] for begin, end in places]
             else:
                 names = [text_of(self._file, data[begin:end]) for begin, end in places]
-            # Texts are in the order of their bytes in UTF-8.
-            behind = names if first else names[1:]
-            if ends[0] < start or ends != sorted(ends) or any(map(ge, [*before, *names] if first else names, behind)):
+            # Comparing texts gives the same order as comparing their bytes in UTF-8.
+            next_names = names if first else names[1:]
+            if (
+                ends[0] < start
+                or ends != sorted(ends)
+                or any(map(ge, [*before, *names] if first else names, next_names))
+            ):
                 raise self._file.damaged("its names do not ascend")
             before = names[-1:]
             yield from names
@@ -100,7 +105,7 @@ class StoredNames:
         return self._file.read("names", start, end)
 
     def path(self, number: int) -> tuple[str | int, ...]:
-        """The place of a name in the nested state dict."""
+        """The keys that lead to a name in the nested state dict."""
         name, at = self.name(number), 0
         start, end = self._path_ends[number - 1] if number else 0, self._path_ends[number]
         if not 0 < end - start <= _MAX_PARTS:
@@ -121,4 +126,4 @@ def text_of(file: IndexFile, encoded: bytes) -> str:
     try:
         return encoded.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
-        raise file.damaged(f"{encoded[:40]!r} is no text") from None
+        raise file.damaged(f"{encoded[:40]!r} is not a text in UTF-8") from None

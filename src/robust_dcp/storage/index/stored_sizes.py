@@ -1,6 +1,6 @@
-"""The offsets and sizes of an index: each distinct one once, those of fewest dimensions first.
+"""The offsets and sizes of an index. Each distinct one is stored once; those with fewer dimensions come first.
 
-Owns how a number becomes a ``torch.Size``, or many become rows of an array. Called by ``stored_index``.
+This module turns a number into a ``torch.Size``, or many numbers into rows of an array. ``stored_index`` calls it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StoredSizes:
         file: an open index.
 
     Raises:
-        DamagedIndex: here and from all methods, if something refers to what is not there.
+        DamagedIndex: something refers to what does not exist. All methods raise it, too.
     """
 
     def __init__(self, file: IndexFile) -> None:
@@ -56,7 +56,7 @@ class StoredSizes:
         return known
 
     def rows(self, numbers: npt.NDArray[np.int32], ndim: int) -> Int64:
-        """Sizes of ``ndim`` dimensions, a row for each of ``numbers``."""
+        """Sizes of ``ndim`` dimensions, one row for each of ``numbers``."""
         if not len(numbers) or not ndim:
             return np.empty((len(numbers), ndim), dtype=np.int64)
         lowest, highest = int(numbers.min()), int(numbers.max())
@@ -64,7 +64,7 @@ class StoredSizes:
             raise self._file.damaged(f"size {lowest} has other dimensions than its tensor")
         if highest >= self._first_of_ndim[ndim + 1]:
             raise self._file.damaged(f"size {highest} has other dimensions than its tensor")
-        if highest - lowest > 8 * len(numbers) + 1024:  # what lies far apart is looked up one by one
+        if highest - lowest > 8 * len(numbers) + 1024:  # they lie far apart: look them up one by one
             return np.array([self[number] for number in numbers.tolist()], dtype=np.int64)
         at = self._at_of_ndim[ndim] + (lowest - self._first_of_ndim[ndim]) * ndim
         table = self._values.rows(at, at + (highest - lowest + 1) * ndim).reshape(-1, ndim)
@@ -74,7 +74,7 @@ class StoredSizes:
         return found
 
     def _places_of_sizes(self) -> tuple[list[int], list[int]]:
-        """The number of the first size of each number of dimensions, and where in the heap it lies."""
+        """For each number of dimensions, the number of the first such size, and where it lies among the values."""
         counts = self._file.column("size_counts")
         if len(counts) > _MAX_DIMENSIONS + 1:
             raise self._file.damaged(f"it has sizes of {len(counts) - 1} dimensions")

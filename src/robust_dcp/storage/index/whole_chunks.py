@@ -1,7 +1,7 @@
-"""Chunks that are wanted just as they were saved: found for thousands of tensors at once, and never made objects.
+"""Finds chunks that are wanted exactly as they were saved, for thousands of tensors at once, without objects for them.
 
-Owns the lookup in columns: of names, of what was saved under them, and of its place. What it does not find is looked
-for one by one, by ``lazy``. Called by ``plan.loading.load_items``.
+This module looks up names, their saved chunks and the places of these in columns. Chunks that it does not find are
+looked up one by one by ``lazy``. ``plan.loading.load_items`` calls it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Int64 = npt.NDArray[np.int64]
 _ROWS_AT_ONCE: Final = 1 << 13
 
 _FEW: Final = 4
-"""If fewer than one of so many names are wanted, they are looked for one by one."""
+"""If fewer than one in this many names of the index are wanted, names are looked up one by one."""
 
 
 class ChunkKind(NamedTuple):
-    """What is wanted of a tensor: dtype and size of all of it, and the offsets and sizes of one chunk."""
+    """A kind of chunk that is wanted: dtype and size of the whole tensor, and offsets and sizes of the chunk."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -44,11 +44,11 @@ class WholeChunks(NamedTuple):
     """Chunks that were found, in columns.
 
     Attributes:
-        asked: for each its place among the names that were asked for.
-        chunk: its place among the chunks of its tensor.
-        file: which of ``files`` it lies in.
-        start, nbytes: where in that file it begins, and its bytes there.
-        files: relative paths.
+        asked: for each chunk, the place of its name among the names that were asked for.
+        chunk: the place of each among the chunks of its tensor.
+        file: the number of its file in ``files``.
+        start, nbytes: where it begins in that file, and its length there in bytes.
+        files: relative paths of the files.
     """
 
     asked: Int64
@@ -62,15 +62,15 @@ class WholeChunks(NamedTuple):
 def find_whole_chunks(
     index: StoredIndex, names: Sequence[str], kinds: Sequence[ChunkKind], kind_of: Sequence[int]
 ) -> WholeChunks:
-    """Find those of ``names`` that were saved with a chunk just like the one that is wanted of them.
+    """Find those of ``names`` that have a saved chunk exactly like the wanted one.
 
     Args:
-        kinds: the distinct kinds of chunks.
+        kinds: the distinct kinds of wanted chunks.
         kind_of: for each name the number of its kind.
 
     Raises:
-        DamagedIndex: something in the index refers to what is not there.
-        UnsafeCheckpoint: a file is not one of the checkpoint's directory.
+        DamagedIndex: something in the index refers to what does not exist.
+        UnsafeCheckpoint: a file does not lie in the checkpoint's directory.
     """
     numbers = _numbers_of(index, names)
     asked = np.flatnonzero(numbers >= 0)
@@ -100,7 +100,7 @@ def find_whole_chunks(
 
 
 def _numbers_of(index: StoredIndex, names: Sequence[str]) -> Int64:
-    """The number of each name in the index; -1 where it has none."""
+    """The number of each name in the index; -1 if it is not there."""
     if _FEW * len(names) < len(index):
         number_of = index.names.find_all(names)
     else:
@@ -109,7 +109,9 @@ def _numbers_of(index: StoredIndex, names: Sequence[str]) -> Int64:
 
 
 def _likely_rows(kinds: Sequence[ChunkKind], kind: Int64, first: Int64, end: Int64) -> Int64:
-    """For each name the row of the chunk that is wanted, if its chunks are equal parts along the first dimension."""
+    """For each name the row of the wanted chunk, on the guess that its chunks are equal parts along the first
+    dimension.
+    """
     offset = np.array([each.offsets[0] if each.offsets else 0 for each in kinds], dtype=np.int64)[kind]
     size = np.array([each.size[0] if each.size else 0 for each in kinds], dtype=np.int64)[kind]
     before = offset * (end - first) // np.maximum(size, 1)
@@ -120,7 +122,7 @@ def _likely_rows(kinds: Sequence[ChunkKind], kind: Int64, first: Int64, end: Int
 def _fit(
     index: StoredIndex, kinds: Sequence[ChunkKind], numbers: Int64, row: Int64, facts: Sequence[Int64]
 ) -> npt.NDArray[np.bool_]:
-    """Whether each row is just what is wanted. Names with the same ``facts`` are compared once."""
+    """Whether each row is exactly the wanted chunk. Names with the same ``facts`` are compared once."""
     keys = list(zip(*(fact.tolist() for fact in facts), strict=True))
     place_of = dict(zip(keys, range(len(keys)), strict=True))
     fit = {key: _is_like(index, int(numbers[place]), int(row[place]), kinds[key[0]]) for key, place in place_of.items()}
@@ -136,7 +138,7 @@ def _is_like(index: StoredIndex, number: int, row: int, kind: ChunkKind) -> bool
 
 
 class _Rows:
-    """Rows of columns, to be read a stretch at a time: what lies between two of them may be most of an index."""
+    """Rows of columns, read a stretch at a time. There may be most of an index between two of the rows."""
 
     def __init__(self, rows: Int64) -> None:
         self._rows = rows
@@ -144,7 +146,7 @@ class _Rows:
         self._parts = np.split(order, np.flatnonzero(np.diff(rows[order] // _ROWS_AT_ONCE)) + 1) if len(rows) else []
 
     def of(self, column: Column) -> Int64:
-        """The number in each row."""
+        """The column's number in each row."""
         found = np.empty(len(self._rows), dtype=np.int64)
         for part in self._parts:
             first = int(self._rows[part[0]]) // _ROWS_AT_ONCE * _ROWS_AT_ONCE

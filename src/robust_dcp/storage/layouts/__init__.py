@@ -1,4 +1,4 @@
-"""How the items of a checkpoint lie in files, by name. A layout is all that knows what a file of it looks like."""
+"""Layouts: how the items of a checkpoint lie in files. Only a layout knows what its files look like."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ LAYOUTS: Final[tuple[Layout, ...]] = (TORCH, SAFETENSORS)
 
 
 def layout_named(name: str) -> Layout:
-    """The layout called ``name``.
+    """Find the layout called ``name``.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such layout.
     """
     for layout in LAYOUTS:
         if layout.name == name:

@@ -1,6 +1,6 @@
-"""Dealing sizes out to bins so that all bins end up about equally full.
+"""Distributes sizes over bins so that all bins end up about equally full.
 
-Pure arithmetic, for items over files (``places``), and for replicas over ranks that write or read.
+The bins are files (in ``places``), or ranks that write or read replicas. This is pure arithmetic.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ __all__ = ["deal", "fill_up"]
 Int64 = npt.NDArray[np.int64]
 
 _LARGEST_PER_BIN = 64
-"""So many of the largest sizes for each bin are dealt one by one: what is left is too small to unbalance the bins."""
+"""This many of the largest sizes for each bin are placed one by one. The rest is too small to unbalance the bins."""
 
 
 def deal(sizes: Int64, load: Int64) -> tuple[npt.NDArray[np.intp], Int64]:
-    """A bin for each of ``sizes``, given how full the bins are.
+    """Choose a bin for each of ``sizes``, given how full the bins are.
 
-    The largest go one by one into the least filled bin (Graham's LPT rule: at most 4/3 of the best possible maximum);
-    the others, in order of size, in a row for each bin, up to the level that all bins then have.
+    The largest sizes go one by one into the least filled bin. This is Graham's LPT rule: the fullest bin holds at most
+    4/3 of the best possible maximum. The others are sorted by size, and each bin takes a row of neighbours, up to the
+    level that all bins then have.
 
     Args:
         sizes: int64 ``[n]``.
-        load: int64 ``[bins]``, not changed.
+        load: int64 ``[bins]``, how full the bins are; not changed.
 
     Returns:
         (bin of each size, how full the bins are afterwards).
@@ -51,9 +52,9 @@ def deal(sizes: Int64, load: Int64) -> tuple[npt.NDArray[np.intp], Int64]:
 
 
 def fill_up(sizes: Int64, load: Int64) -> npt.NDArray[np.intp]:
-    """A bin for each of ``sizes``, in a row for each bin.
+    """Choose a bin for each of ``sizes``, such that each bin takes a row of neighbours.
 
-    Their running total is cut at the room that each bin has below the level of all of them.
+    The running total of the sizes is cut where a bin has reached the common level.
     """
     total = int(sizes.sum())
     room = np.cumsum(np.maximum(_level(load, total) - load, 0.0))
@@ -64,9 +65,12 @@ def fill_up(sizes: Int64, load: Int64) -> npt.NDArray[np.intp]:
 
 
 def _level(load: Int64, total: int) -> float:
-    """How full the bins that take part are once ``total`` has been poured over them; fuller ones get nothing."""
+    """How full the bins are once ``total`` has been spread over them. Bins that are fuller than that already get
+    nothing.
+    """
     filled = np.sort(load).astype(np.float64)
     levels = (np.cumsum(filled) + total) / np.arange(1, len(filled) + 1)
-    # With the k least filled bins the level is levels[k - 1]; it must reach them all, and not the next.
+    # If the k least filled bins share the total, their level is levels[k - 1]. It must reach all k bins, and not the
+    # next.
     reaches = np.flatnonzero(levels >= filled)
     return float(levels[reaches[-1]])

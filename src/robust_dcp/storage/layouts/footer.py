@@ -1,7 +1,7 @@
-"""The end of a file of records: which save it is of, and the checksums of all blocks of its items' data.
+"""The footer of a file of records: the mark of its save, and the checksums of all blocks of its items' data.
 
-Owns the format (docs/formats.md), and what is believed of it. Stock readers never look there: they read what
-``.metadata`` names, and that is before it. Made by ``writing.steps``, read by ``reading.data_file``.
+This module owns the format (docs/formats.md) and the checks of it. DCP's readers never see the footer: they read only
+what ``.metadata`` names, and that comes before it. ``writing.steps`` makes it, ``reading.data_file`` reads it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ UInt32 = npt.NDArray[np.uint32]
 _MAGIC: Final = b"RDCPEND1"
 _TAIL: Final = struct.Struct("<8s16sQQQII")
 TAIL_NBYTES: Final = _TAIL.size + 4
-"""Magic, mark of the save in hexadecimal digits, length of the file, numbers of items and of blocks, bytes of a block,
-CRC-32 of the columns; and behind these a CRC-32 of the tail itself."""
+"""Magic, mark of the save in hexadecimal digits, length of the file, number of items, number of blocks, bytes of a
+block, CRC-32 of the columns. A CRC-32 of the tail itself follows.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,9 +37,9 @@ class SumColumns:
     """The blocks of n items' data in one file, in the order of the file.
 
     Attributes:
-        offset: int64 ``[n]``, of the data, in bytes from the start of the file.
-        nbytes: int64 ``[n]``.
-        crcs: uint32 ``[m]``, of the blocks of all items, one item after the other.
+        offset: int64 ``[n]``, where each item's data begins, in bytes from the start of the file.
+        nbytes: int64 ``[n]``, the length of each item's data.
+        crcs: uint32 ``[m]``, the CRC-32s of the blocks of all items, one item after the other.
     """
 
     offset: Int64
@@ -47,11 +48,11 @@ class SumColumns:
 
     @property
     def digest(self) -> bytes:
-        """16 bytes that change with any byte of any item; not with the id of the save."""
+        """16 bytes that change if any byte of any item changes. They do not depend on the id of the save."""
         return hashlib.blake2b(self.encode(), digest_size=16, person=b"rdcp-data").digest()
 
     def encode(self) -> bytes:
-        """The columns as they stand in a file."""
+        """The columns as the file holds them."""
         return b"".join(
             (
                 self.offset.astype("<i8").tobytes(),
@@ -62,17 +63,17 @@ class SumColumns:
 
 
 class FileSums:
-    """The checksums of one file, brought by several threads while it is written."""
+    """The checksums of one file. Several threads add to them while it is written."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[Int64, Int64, UInt32]] = []
 
     def add(self, offset: Int64, nbytes: Int64, crcs: UInt32) -> None:
-        """Bring those of some items, as in :class:`SumColumns`."""
+        """Add the checksums of some items; the arguments are those of :class:`SumColumns`."""
         self._parts.append((offset, nbytes, crcs))
 
     def columns(self) -> SumColumns:
-        """All that were brought."""
+        """All checksums that were added."""
         if not self._parts:
             none: Int64 = np.empty(0, dtype=np.int64)
             return SumColumns(none, none, np.empty(0, dtype=np.uint32))
@@ -80,7 +81,7 @@ class FileSums:
         order = np.lexsort((nbytes, offset))
         counts = block_counts(nbytes)
         first = np.cumsum(counts) - counts
-        # For each block of the sorted items, where it stood before.
+        # For each block of the sorted items, its place before the sort.
         moved = np.repeat(first[order] - (np.cumsum(counts[order]) - counts[order]), counts[order])
         return SumColumns(offset[order], nbytes[order], crcs[np.arange(len(crcs)) + moved])
 
@@ -89,9 +90,9 @@ class Tail:
     """The last bytes of a file.
 
     Args:
-        mark: of the save.
+        mark: the mark of the save.
         file_nbytes: length of the file, footer included.
-        n_items, n_blocks: rows of the columns.
+        n_items, n_blocks: lengths of the columns.
         block_nbytes: bytes of a block.
         columns_crc32: CRC-32 of the columns.
     """
@@ -112,14 +113,14 @@ class Tail:
         return 16 * self.n_items + 4 * self.n_blocks
 
     def encode(self) -> bytes:
-        """The bytes."""
+        """The bytes of the tail."""
         fields = (self.file_nbytes, self.n_items, self.n_blocks, self.block_nbytes, self.columns_crc32)
         tail = _TAIL.pack(_MAGIC, self.mark.encode("ascii"), *fields)
         return tail + crc32(tail).to_bytes(4, "little")
 
     @classmethod
     def decode(cls, data: bytes, file_nbytes: int) -> Tail | None:
-        """What the last bytes of a file of ``file_nbytes`` bytes say; ``None`` if they are no such tail."""
+        """Decode the last bytes of a file of ``file_nbytes`` bytes; ``None`` if they are not such a tail."""
         if len(data) != TAIL_NBYTES or crc32(data[:-4]) != int.from_bytes(data[-4:], "little"):
             return None
         magic, mark, nbytes, n_items, n_blocks, block_nbytes, columns_crc32 = _TAIL.unpack(data[:-4])
@@ -129,7 +130,7 @@ class Tail:
 
 
 def footer_of(mark: str, at: int, columns: SumColumns) -> bytes:
-    """The footer of a file whose items end at byte ``at``."""
+    """The footer of a file with items that end at byte ``at``."""
     encoded = columns.encode()
     nbytes = at + len(encoded) + TAIL_NBYTES
     tail = Tail(mark, nbytes, len(columns.offset), len(columns.crcs), SUM_NBYTES, crc32(encoded))
@@ -137,11 +138,11 @@ def footer_of(mark: str, at: int, columns: SumColumns) -> bytes:
 
 
 class Footer:
-    """The footer of a file that is being read; its columns are read when they are first asked for, by any thread.
+    """The footer of a file that is being read. The first thread that asks for its columns reads them.
 
     Args:
-        tail: of the file.
-        read: gives some bytes of the file, from an offset on, or fewer where it ends.
+        tail: the tail of the file.
+        read: gives bytes of the file, by offset and length; fewer where the file ends.
     """
 
     def __init__(self, tail: Tail, read: Callable[[int, int], bytes]) -> None:
@@ -152,13 +153,13 @@ class Footer:
         self._first: Int64 = np.empty(0, dtype=np.int64)
 
     def find(self, begin: int, end: int, item_offset: int) -> BlockSums | None:
-        """The blocks of the data that bytes ``begin`` to ``end`` of the file belong to; ``None`` if there are none.
+        """The blocks of data that hold bytes ``begin`` to ``end`` of the file; ``None`` if there are none.
 
         Args:
-            item_offset: of the item in the file: what is returned counts from there.
+            item_offset: where the item begins in the file. Offsets in the result are counted from there.
 
         Raises:
-            ValueError: the columns are damaged; says how.
+            ValueError: the columns are damaged. The message says how.
         """
         columns = self.columns()
         row = int(np.searchsorted(columns.offset, begin, side="right")) - 1
@@ -174,7 +175,7 @@ class Footer:
         """The checksums of all items of the file.
 
         Raises:
-            ValueError: they are damaged; says how.
+            ValueError: they are damaged. The message says how.
         """
         with self._lock:
             if self._columns is None:

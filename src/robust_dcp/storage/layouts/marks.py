@@ -1,7 +1,7 @@
-"""Which save a data file is of: the mark that stands in it, whatever its layout.
+"""Which save a data file belongs to: the mark of a save is in its files, whatever their layout.
 
-Owns that question, asked with one short read. Called by the commit, which makes sure of its files; the reader finds the
-mark in what it reads anyhow.
+This module finds the mark with one short read. The commit calls it to check its files. Readers do not need it: they
+find the mark in what they read anyway.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def is_of_save(disk: Disk, path: str, mark: str) -> bool:
     """Whether the file at ``path`` has been written, to its end, by the save with this mark.
 
     Raises:
-        StorageError: it cannot be read.
+        StorageError: the file cannot be read.
     """
     file = disk.open_read(path)
     try:
@@ -39,7 +39,7 @@ def is_of_save(disk: Disk, path: str, mark: str) -> bool:
 
 
 def read_tail(disk: Disk, file: OpenFile, file_nbytes: int) -> Tail | None:
-    """The tail of an open file of records; ``None`` if it has none, or a damaged one."""
+    """The tail of an open file of records; ``None`` if it has no tail, or a damaged one."""
     if file_nbytes < TAIL_NBYTES:
         return None
     data = bytearray(TAIL_NBYTES)

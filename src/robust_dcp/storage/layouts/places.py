@@ -1,8 +1,7 @@
-"""Which byte goes where: the file, offset and length of every item of fixed size, from lengths alone.
+"""Computes the file, offset and length of every item of fixed size, from the lengths alone.
 
-Owns the arithmetic of placement. It is a pure function of a rank's kept items and the writer's options, so the
-coordinator and the rank compute the same places and nobody needs to send them. Called by ``layouts`` for ``plan``;
-obeyed by ``engine``.
+This is a pure function of a rank's kept items and the writer's options. So the coordinator and the rank compute the
+same places, and nobody needs to send them. ``layouts`` calls it for ``plan``; ``engine`` writes to these places.
 """
 
 from __future__ import annotations
@@ -29,12 +28,13 @@ __all__ = [
 ]
 
 RECORD_ALIGNMENT = 64
-"""Records begin at multiples of this, so that payloads are aligned as ``torch.load(mmap=True)`` likes them."""
+"""Records begin at multiples of this, which aligns payloads as ``torch.load(mmap=True)`` prefers."""
 
 PAGE_NBYTES = 4096
 LARGE_NBYTES = 1 << 20
-"""Payloads from this size on lie at an offset of 64 modulo 4096: where PyTorch's CPU allocator puts a tensor's data
-within its page, so that direct I/O needs no copy."""
+"""Payloads of this size or more begin at an offset of 64 modulo 4096. PyTorch's CPU allocator puts a tensor's data at
+the same place within its page, so direct I/O can write it without a copy.
+"""
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
@@ -45,13 +45,12 @@ class Placements:
     """Where the n kept items of one rank lie, in the order of its plan.
 
     Attributes:
-        file: int32 ``[n]``, number of the file among the rank's files.
+        file: int32 ``[n]``, the number of the item's file among the rank's files.
         offset: int64 ``[n]``, start of the record in its file, in bytes; -1 for an item of variable size.
         nbytes: int64 ``[n]``, length of the record; -1 for an item of variable size.
-        file_nbytes: for each file its length, as far as items of fixed size go.
+        file_nbytes: the length of each file, without items of variable size.
         variable_file: number of the file that takes the items of variable size, or ``None`` if there are none.
-        heads: for each file the bytes at its head that belong to no item, 0 for a file of records; empty if no file
-            has a head.
+        heads: for each file the length of its head, 0 for a file of records; empty if no file has a head.
     """
 
     file: Int32
@@ -67,7 +66,7 @@ class Placements:
 
     @property
     def head_nbytes(self) -> tuple[int, ...]:
-        """:attr:`heads`, for each file."""
+        """The length of each file's head; see :attr:`heads`."""
         return self.heads or (0,) * self.n_files
 
     @property
@@ -77,14 +76,14 @@ class Placements:
 
 
 def place_records(record_nbytes: Int64, header_nbytes: Int64, payload_nbytes: Int64, *, files: int) -> Placements:
-    """Spread records over files by bytes and give each its place.
+    """Spread records over files so that the files have about the same size, and give each record its place.
 
     Args:
         record_nbytes: int64 ``[n]``, length of each record; -1 for an item of variable size.
         header_nbytes: int64 ``[n]``, bytes before the payload within the record.
         payload_nbytes: int64 ``[n]``, bytes of tensor data within the record.
-        files: number of files for items of fixed size; fewer are made if there are fewer items. Items of variable
-            size get one file more, so that their lengths move nobody else.
+        files: number of files for items of fixed size. There are fewer files if there are fewer items. Items of
+            variable size get one more file, so that their lengths do not move other items.
     """
     fixed = np.flatnonzero(record_nbytes >= 0)
     n_files = max(1, min(files, len(fixed))) if len(fixed) else 0
@@ -112,7 +111,7 @@ def place_records(record_nbytes: Int64, header_nbytes: Int64, payload_nbytes: In
 
 
 class Slot(NamedTuple):
-    """Room for an item of variable size: where it lay in an earlier save, and up to where nothing else lies."""
+    """Room for an item of variable size: where it lay in an earlier save, and where the next item begins."""
 
     offset: int
     nbytes: int
@@ -122,7 +121,7 @@ def slots_of(placements: Placements, known_places: Int64 | None) -> dict[int, Sl
     """The slot of each item of variable size, by its place in the plan; none if nothing is known.
 
     Args:
-        known_places: int64 ``[v, 2]``, offset and length of each in an earlier save by the same plan.
+        known_places: int64 ``[v, 2]``, offset and length of each such item in an earlier save by the same plan.
     """
     variable = placements.variable
     if known_places is None or not len(variable) or len(known_places) != len(variable):
@@ -137,10 +136,10 @@ def slots_of(placements: Placements, known_places: Int64 | None) -> dict[int, Sl
 
 
 def place_as_they_come(nbytes: Sequence[int], *, files: int) -> Placements:
-    """Files for records whose lengths are not known beforehand; each gets its place when it is written.
+    """Choose files for records of unknown lengths. Each gets its place when it is written.
 
     Args:
-        nbytes: about how large each will be, for the balance.
+        nbytes: the approximate size of each, to balance the files.
     """
     sizes = np.maximum(np.array(nbytes, dtype=np.int64), 1)
     n_files = max(1, min(files, len(sizes))) if len(sizes) else 0
@@ -155,7 +154,7 @@ def place_as_they_come(nbytes: Sequence[int], *, files: int) -> Placements:
 
 
 def balanced(nbytes: Int64, bins: int) -> Int32:
-    """A file for each record."""
+    """Choose a file for each record, so that the files have about the same size."""
     if bins <= 1:
         return np.zeros(len(nbytes), dtype=np.int32)
     chosen, _ = deal(nbytes, np.zeros(bins, dtype=np.int64))
@@ -163,7 +162,7 @@ def balanced(nbytes: Int64, bins: int) -> Int32:
 
 
 def _consecutive(record_nbytes: Int64, header_nbytes: Int64, large: npt.NDArray[np.bool_]) -> tuple[Int64, int]:
-    """Offsets of records one after the other, the large ones first, and the length of the file."""
+    """Offsets of records one after the other, large ones first, and the length of the file."""
     offset = np.zeros(len(record_nbytes), dtype=np.int64)
     end = 0
     first = np.flatnonzero(large)
@@ -181,12 +180,13 @@ def _consecutive(record_nbytes: Int64, header_nbytes: Int64, large: npt.NDArray[
 
 def _page_aligned(record_nbytes: Int64, header_nbytes: Int64) -> Int64:
     """Offsets of records that follow each other, each payload at ``RECORD_ALIGNMENT`` modulo ``PAGE_NBYTES``."""
-    # From one such payload to the next: the rest of this record and the header of the next, in whole pages.
+    # From one payload to the next there is the rest of this record and the header of the next one, rounded up to whole
+    # pages.
     gaps = round_up((record_nbytes - header_nbytes)[:-1] + header_nbytes[1:], PAGE_NBYTES)
     start = round_up(header_nbytes[:1] - RECORD_ALIGNMENT, PAGE_NBYTES) + RECORD_ALIGNMENT
     return np.cumsum(np.concatenate((start, gaps))) - header_nbytes
 
 
 def round_up(values: Int64, multiple: int) -> Int64:
-    """The next multiple of ``multiple`` that is not below each of ``values``."""
+    """Round each of ``values`` up to a multiple of ``multiple``."""
     return -(-values // multiple) * multiple

@@ -1,7 +1,7 @@
-"""What differs between the layouts of a checkpoint, and nothing else: places, names of files, frames, heads.
+"""The protocol of a layout: all that differs between layouts, which is places, names of files, frames and heads.
 
-Owns the protocol. Everything else (engine, commit, reader, plan) is the same for all layouts. Implemented by
-``torch_records`` and ``safetensors``; called by ``plan`` for places and names, and by ``write_order`` for frames.
+Everything else (engine, commit, reader, plan) is the same for all layouts. ``torch_records`` and ``safetensors``
+implement it. ``plan`` calls it for places and names, and ``write_order`` for frames.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Int32 = npt.NDArray[np.int32]
 
 
 class FileName(NamedTuple):
-    """What a data file is called, relative to the checkpoint's directory.
+    """The names of a data file, relative to the checkpoint's directory.
 
     Attributes:
-        written: until the commit. No other save has files of this name.
-        committed: from the commit on, and in ``.metadata``.
+        written: its name before the commit. No other save has files of this name.
+        committed: its name after the commit, and in ``.metadata``.
     """
 
     written: str
@@ -40,11 +40,11 @@ class ItemColumns:
     """What a layout may know of n items when it places them.
 
     Attributes:
-        names: distinct FQNs, and ``name_ids`` int32 ``[n]``: places in them.
-        kinds: distinct (dtype, shape of the chunk), the dtype as ``"float32"``.
-        kind_ids: int32 ``[n]``, places in them; -1 for an item whose length dtype and shape do not determine.
-        ndims: uint8 ``[n]``.
-        offsets: int64 ``[n, D]``, of the chunks within their tensors; beyond ``ndims`` they mean nothing.
+        names: the distinct FQNs. ``name_ids``, int32 ``[n]``, holds the place of each item's name in them.
+        kinds: the distinct pairs (dtype, shape of the chunk). The dtype is a string such as ``"float32"``.
+        kind_ids: int32 ``[n]``, the place of each item's kind in them; -1 for an item of variable size.
+        ndims: uint8 ``[n]``, the number of dimensions.
+        offsets: int64 ``[n, D]``, the offsets of the chunks in their tensors. Columns from ``ndims`` on mean nothing.
     """
 
     names: Sequence[str]
@@ -56,15 +56,15 @@ class ItemColumns:
 
 
 class Frame(Protocol):
-    """What stands around the data of one tensor, for all tensors of one dtype and shape.
+    """The bytes around the data of one tensor. All tensors of one dtype and shape share it.
 
     Attributes:
-        dtype, shape: of the tensor.
-        header_nbytes, payload_nbytes: bytes before the data, and of the data.
-        blank_header, blank_trailer: what stands there, with 0 where the CRC-32 of the data belongs.
-        crc_at: where that is, in bytes from the start of the record; each a 4-byte little-endian number. Empty where
-            checksums stand in the head of the file.
-        nbytes: all of the record.
+        dtype, shape: those of the tensor.
+        header_nbytes, payload_nbytes: bytes before the data, and bytes of data.
+        blank_header, blank_trailer: the bytes before and after the data, with 0 in place of its CRC-32.
+        crc_at: where the CRC-32 goes, in bytes from the start of the record. Each is a 4-byte little-endian number.
+            Empty if the head of the file holds the checksums.
+        nbytes: length of the whole record.
     """
 
     @property
@@ -85,21 +85,21 @@ class Frame(Protocol):
     def nbytes(self) -> int: ...
 
     def header(self, crc32: int) -> bytes:
-        """The bytes before the data, whose CRC-32 is ``crc32``."""
+        """The bytes before the data, if the CRC-32 of the data is ``crc32``."""
 
     def trailer(self, crc32: int) -> bytes:
-        """The bytes after the data."""
+        """The bytes after the data, if the CRC-32 of the data is ``crc32``."""
 
 
 class PlacedTensor(NamedTuple):
     """A tensor in a file with a head.
 
     Attributes:
-        place: of the item in the plan.
-        name: FQN.
-        dtype, shape: of the chunk.
-        chunk_offset: of the chunk within its tensor.
-        offset: of the data within the file, in bytes.
+        place: the place of the item in the plan.
+        name: its FQN.
+        dtype, shape: those of the chunk.
+        chunk_offset: the offset of the chunk in its tensor.
+        offset: where the data begins in the file, in bytes.
     """
 
     place: int
@@ -111,17 +111,17 @@ class PlacedTensor(NamedTuple):
 
 
 class Head(Protocol):
-    """What stands at the head of a file; written last, since it holds the checksums of what follows.
+    """The head of a file. It is written last, because it holds the checksums of the data after it.
 
-    It holds what the footer of other files does.
+    A file with a head has no footer: the head holds the same information.
     """
 
     def encode(self, mark: str, sums: SumColumns | None) -> bytes:
-        """The bytes.
+        """The bytes of the head.
 
         Args:
-            mark: of the save; empty for a file that is no part of one.
-            sums: of the tensors of the file; ``None`` if none were computed.
+            mark: the mark of the save; empty for a file that is not part of a save.
+            sums: the checksums of the tensors of the file; ``None`` if none were computed.
         """
 
 
@@ -129,8 +129,8 @@ class Layout(Protocol):
     """How the items of a checkpoint lie in files. A layout has no state: all ranks compute the same.
 
     Attributes:
-        name: as ``RobustWriter`` takes it.
-        version: part of every signature: a plan made for another layout is never used.
+        name: its name in the options of ``RobustWriter``.
+        version: part of the signature of every plan, so that a plan made for another layout is never used.
         may_share_directory: whether files of two checkpoints may lie in one directory, so that the next save can
             replace a committed checkpoint there.
         plans_places: whether all places come from a plan, so that only ``RobustPlanner`` can plan for it.
@@ -146,16 +146,18 @@ class Layout(Protocol):
     def plans_places(self) -> bool: ...
 
     def measure(self, items: ItemColumns) -> Int64:
-        """What :meth:`place` needs of each item: int64 ``[n, c]``, a row for each; the columns are the layout's own.
+        """What :meth:`place` needs to know of each item: int64 ``[n, c]``, one row for each. The columns are the
+        layout's own.
 
-        Each row depends on its item alone, so the rows of all ranks may be computed at once."""
+        Each row depends on its item alone. So the rows of all ranks may be computed in one call.
+        """
 
     def place(self, measures: Int64, *, files: int) -> Placements:
         """The places of the items that one rank writes, in the order of its plan.
 
         Args:
             measures: the rows of these items.
-            files: that the rank's tensors are spread over; a layout may need more.
+            files: how many files the rank's tensors are spread over. A layout may need more.
 
         Raises:
             PlanConflict: the items cannot lie in files of this layout.
@@ -165,13 +167,13 @@ class Layout(Protocol):
         """The names of a rank's files.
 
         Args:
-            head_nbytes: of each file, as in :class:`~robust_dcp.storage.layouts.places.Placements`.
-            mark: of the save.
-            plain: whether files are called as stock would call them, without the mark.
+            head_nbytes: the length of each file's head, as in :class:`~robust_dcp.storage.layouts.places.Placements`.
+            mark: the mark of the save.
+            plain: whether files get the names that DCP would give them, without the mark.
         """
 
     def frame(self, dtype: torch.dtype, shape: tuple[int, ...], head_nbytes: int) -> Frame | None:
         """The frame of a tensor in a file with a head of that length; ``None`` if its length is not fixed."""
 
     def head(self, tensors: Sequence[PlacedTensor], nbytes: int) -> Head:
-        """The head of a file; of ``nbytes`` bytes, as it was planned."""
+        """The head of a file, which has the planned length ``nbytes``."""

@@ -1,4 +1,6 @@
-"""The frame of a tensor that has none: its bytes stand in the file as they are, and its checksum at the file's head."""
+"""The empty frame: the file holds nothing but the tensor's bytes there, and the head of the file holds their
+checksum.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ __all__ = ["RawFrame", "raw_frame"]
 
 @dataclass(frozen=True)
 class RawFrame:
-    """:class:`~robust_dcp.storage.layouts.protocol.Frame` of no bytes.
+    """A :class:`~robust_dcp.storage.layouts.protocol.Frame` of no bytes.
 
     Attributes:
-        dtype, shape: of the tensor.
+        dtype, shape: those of the tensor.
         payload_nbytes: bytes of its data.
     """
 
@@ -32,7 +34,7 @@ class RawFrame:
 
     @property
     def nbytes(self) -> int:
-        """The data is all there is."""
+        """The length of the data."""
         return self.payload_nbytes
 
     def header(self, crc32: int) -> bytes:

@@ -1,8 +1,8 @@
-"""The head of a safetensors file, whoever wrote it: which tensor lies where, and what it was checksummed with.
+"""Reads the head of a safetensors file, whoever wrote it: where each tensor lies, and what its checksums are.
 
-Owns reading and checking of heads: nothing that stands there is believed before the lengths fit together and fill the
-file. Called by ``stored_tensor`` for items in such files, by ``shard_metadata`` for directories without ``.metadata``,
-and by ``commit``.
+This module checks a head before anything in it is used: the lengths must fit together and fill the file.
+``stored_tensor`` calls it for items in such files, ``shard_metadata`` for directories without ``.metadata``, and
+``commit``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from robust_dcp.storage.records.block_sums import SUM_NBYTES
 
 __all__ = ["FileHead", "LazyHead", "StoredTensor", "parse_head", "read_head", "unusable_file"]
 
-# What later versions of safetensors know beyond the dtypes that we write.
+# Dtypes that later versions of safetensors know, and that we do not write.
 _MORE_DTYPES: Final = {"F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu"}
 _DTYPES: Final[dict[str, torch.dtype]] = {
     name: getattr(torch, dtype)
@@ -49,14 +49,15 @@ _ENTRY_KEYS: Final = {"dtype", "shape", "data_offsets"}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file.
+    """A tensor in a safetensors file.
 
     Attributes:
-        dtype, shape: of the tensor, or of the chunk of one.
-        offset, nbytes: of its data in the file.
-        chunk_offset: of the chunk in its tensor; zeros for a whole one.
-        crc32: of its data, if the head has it.
-        block_crc32s: of the blocks of its data (``records.block_sums``), if there are several and the head has them.
+        dtype, shape: those of the tensor, or of the chunk of a tensor.
+        offset, nbytes: where its data lies in the file.
+        chunk_offset: the offset of the chunk in its tensor; zeros for a whole tensor.
+        crc32: the CRC-32 of its data, if the head has it.
+        block_crc32s: the CRC-32s of the blocks of its data (``records.block_sums``), if there are several and the head
+            has them.
     """
 
     dtype: torch.dtype
@@ -73,9 +74,10 @@ class FileHead:
     """What a head says.
 
     Attributes:
-        tensors: by name.
-        is_of_checkpoint: whether the file is one of ours that counts only together with a ``.metadata``.
-        mark: of the save that wrote it, if it says that.
+        tensors: the tensors of the file, by name.
+        is_of_checkpoint: whether robust_dcp wrote the file as a part of a checkpoint, so that it counts only with a
+            ``.metadata``.
+        mark: the mark of the save that wrote the file, if the head has it.
     """
 
     tensors: dict[str, StoredTensor]
@@ -86,7 +88,7 @@ class FileHead:
         """The tensor that the metadata of a checkpoint places at ``offset``.
 
         Raises:
-            CorruptCheckpoint: it does not lie there.
+            CorruptCheckpoint: no such tensor lies there.
         """
         stored = self.tensors.get(name)
         if stored is None or (stored.offset, stored.nbytes) != (offset, nbytes):
@@ -96,10 +98,10 @@ class FileHead:
 
 
 class LazyHead:
-    """The head of a file, read when it is first asked for, once, by whichever thread.
+    """The head of a file. The first thread that asks for it reads it, once.
 
     Args:
-        path: of a file that may be one of records as well.
+        path: the path of the file, which may also be a file of records.
     """
 
     def __init__(self, disk: Disk, path: str) -> None:
@@ -110,7 +112,7 @@ class LazyHead:
         self._head: FileHead | None = None
 
     def get(self) -> FileHead | None:
-        """``None`` for a file of records. Raises as :func:`read_head`."""
+        """The head; ``None`` for a file of records. Raises the same as :func:`read_head`."""
         if not self._holds_raw_bytes:
             return None
         with self._lock:
@@ -146,12 +148,12 @@ def parse_head(header: bytes, file_nbytes: int, file: str) -> FileHead:
     """Parse and check a header.
 
     Args:
-        header: what follows the length.
+        header: the bytes that follow the length.
         file_nbytes: length of the whole file.
         file: its path, for errors.
 
     Raises:
-        CorruptCheckpoint: this is no such header, a dtype is unknown, the lengths do not fit dtypes and shapes, or
+        CorruptCheckpoint: the bytes are not a header, a dtype is unknown, a length does not fit its dtype and shape, or
             tensors overlap, leave a hole, or do not fill the file.
     """
     try:
@@ -181,7 +183,7 @@ def _checked_metadata(metadata: Any, file: str) -> dict[str, str]:
 
 
 def _nested(metadata: dict[str, str], key: str, file: str) -> dict[str, Any]:
-    """The JSON object that stands in one of the strings of the metadata; empty if there is none."""
+    """The JSON object in one of the strings of the metadata; empty if there is none."""
     if key not in metadata:
         return {}
     try:
@@ -221,12 +223,12 @@ def _checked_offset(name: str, chunks: dict[str, Any], shape: tuple[int, ...], f
 
 
 def _checked_crc32s(name: str, checksums: dict[str, Any], nbytes: int, file: str) -> tuple[int | None, tuple[int, ...]]:
-    """The CRC-32 of a tensor, and those of its blocks."""
+    """The CRC-32 of a tensor, and the CRC-32s of its blocks."""
     value = checksums.get(name)
     if value is None:
         return None, ()
     n_blocks = -(-nbytes // SUM_NBYTES)
-    may_have = {8} if n_blocks < 2 else {8, 8 * (1 + n_blocks)}  # not all files have those of blocks
+    may_have = {8} if n_blocks < 2 else {8, 8 * (1 + n_blocks)}  # some files have none for blocks
     if not isinstance(value, str) or len(value) not in may_have or not _HEXADECIMAL.fullmatch(value):
         raise unusable_file(file, "a CRC-32 of 8 hexadecimal digits, of it and of its blocks", f"{value!r:.50}", name)
     found = np.frombuffer(bytes.fromhex(value), dtype=">u4").tolist()
@@ -244,7 +246,7 @@ def _refuse_holes(tensors: dict[str, StoredTensor], base: int, file_nbytes: int,
 
 
 def _are_sizes(values: Any) -> TypeGuard[list[int]]:
-    # As many, and as large, as torch can hold: to multiply more of them may take for ever.
+    # No more and no larger numbers than torch can hold: multiplying more of them could take forever.
     is_short = isinstance(values, list) and len(values) <= _MAX_DIMENSIONS
     return is_short and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
 

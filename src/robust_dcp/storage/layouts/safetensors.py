@@ -1,8 +1,8 @@
-"""The layout ``safetensors``: files as those of torch's ``HuggingFaceStorageWriter``, and side files for the rest.
+"""The layout ``safetensors``: files as torch's ``HuggingFaceStorageWriter`` makes them, and one more file for the rest.
 
-Owns which tensor goes into which file, in which order, and what the files are called. What safetensors cannot hold
-(objects, dtypes outside of its table) goes to one file of torch-save records for each rank, which only readers of
-``.metadata`` know. How a head looks: ``safetensors_head``.
+This module decides which tensor goes into which file, in which order, and what the files are called. Objects and some
+dtypes do not fit into safetensors. They go to one file of torch-save records for each rank, which only readers of
+``.metadata`` know. ``safetensors_head`` knows what a head looks like.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ __all__ = ["SAFETENSORS", "Safetensors"]
 Int64 = npt.NDArray[np.int64]
 Places = npt.NDArray[np.intp]
 
-# The columns of what measure() gives: the torch-save record of an item, then what a file of raw bytes is made by.
+# The columns that measure() gives: first those for the torch-save record of an item, then those for a file of raw
+# bytes.
 _RECORD, _HEADER, _PAYLOAD, _IS_RAW, _NAME, _ITEMSIZE, _ENTRY = range(7)
 
 
@@ -52,7 +53,7 @@ class Safetensors:
     def measure(self, items: ItemColumns) -> Int64:
         sizes = [(dtype in DTYPES, getattr(torch, dtype).itemsize) for dtype, _ in items.kinds]
         is_raw, itemsize = np.array([*sizes, (False, 0)], dtype=np.int64)[items.kind_ids].T
-        if METADATA_KEY in items.names:  # the one name that the header has for itself
+        if METADATA_KEY in items.names:  # the header uses this name itself
             is_raw = is_raw & (items.name_ids != items.names.index(METADATA_KEY))
         return np.column_stack(
             [record_measures(items), is_raw, items.name_ids.astype(np.int64), itemsize, entry_nbytes(items)]
@@ -112,10 +113,10 @@ SAFETENSORS: Final = Safetensors()
 
 
 def _spread(measures: Int64, files: int) -> tuple[npt.NDArray[np.int32], list[int]]:
-    """A file for each tensor; a name stands once in a file, and no head is longer than readers take.
+    """Choose a file for each tensor. A file has each name only once, and no head is longer than readers accept.
 
     Returns:
-        (file of each, bytes of the head of each file).
+        (file of each tensor, length of each file's head).
     """
     if not len(measures):
         return np.zeros(0, dtype=np.int32), []
@@ -142,8 +143,8 @@ def _spread(measures: Int64, files: int) -> tuple[npt.NDArray[np.int32], list[in
 
 def _dealt(measures: Int64, is_repeated: npt.NDArray[np.bool_], n_files: int) -> npt.NDArray[np.int32]:
     file = np.zeros(len(measures), dtype=np.int32)
-    # The chunks of one name, which stand next to each other when sorted by it, go to files in turn: no two meet while
-    # there are as many files as the name has chunks.
+    # Sorted by name, the chunks of one name are neighbours. They go to the files in turn, so no two of them get the
+    # same file as long as there are as many files as chunks of that name.
     repeated = np.flatnonzero(is_repeated)
     repeated = repeated[np.argsort(measures[repeated, _NAME], kind="stable")]
     file[repeated] = np.arange(len(repeated)) % n_files
@@ -154,13 +155,17 @@ def _dealt(measures: Int64, is_repeated: npt.NDArray[np.bool_], n_files: int) ->
     if len(others):
         chosen, _ = deal(nbytes[others], load)
         file[others] = chosen
-    # Files that got nothing (where others have more than their share) do not exist.
+    # A file may get nothing, if others have more than their share. Such a file does not exist.
     return np.unique(file, return_inverse=True)[1].reshape(-1).astype(np.int32)
 
 
 def _in_order(measures: Int64, members: Places) -> Places:
-    """``members`` in the order of the file: first what fills whole pages, so that all of it lies at 64 modulo 4096,
-    where direct I/O needs no copy; then by size of an element, whose multiples readers want; each from the largest."""
+    """``members`` in the order of the file.
+
+    First come tensors that fill whole pages, so that all of them lie at 64 modulo 4096, where direct I/O needs no copy.
+    The others are sorted by element size, because readers want data at a multiple of it. In each group the largest
+    comes first.
+    """
     payload, itemsize = measures[members, _PAYLOAD], measures[members, _ITEMSIZE]
     is_whole = payload % PAGE_NBYTES == 0
     return members[np.lexsort((-payload, np.where(is_whole, 0, -itemsize), ~is_whole))]

@@ -1,8 +1,8 @@
-"""The head of a safetensors file: its length, from columns and before there is data, and its bytes, when all is known.
+"""The head of a safetensors file: its length, computed before there is data, and its bytes, once all is known.
 
-Owns what stands in the header and the bound of its length; both must speak of the same text. The format: 8 bytes with
-the length of the header, little-endian; the header, a JSON object, padded with spaces; then the tensors' bytes without
-a gap. Called by the layout ``safetensors`` and by ``consolidate``; read by ``shard_head``.
+A safetensors file holds 8 bytes with the length of the header, little-endian; the header, a JSON object padded with
+spaces; and the tensors' bytes without gaps. This module owns the header's text and the bound of its length, which must
+fit each other. The layout ``safetensors`` and ``consolidate`` call it; ``read_head`` reads such heads.
 """
 
 from __future__ import annotations
@@ -57,25 +57,29 @@ DTYPES: Final = {
     "float8_e5m2": "F8_E5M2",
     "complex64": "C64",
 }
-"""What safetensors calls a dtype, for those that it and torch's ``HuggingFaceStorageReader`` give back as they were.
-A table of our own: whether a tensor goes into such a file must not depend on what is installed on a rank."""
+"""The names of dtypes in safetensors: those that it and torch's ``HuggingFaceStorageReader`` load as they were saved.
+
+The table is our own. Whether a tensor goes into such a file must not depend on what is installed on a rank.
+"""
 
 LENGTH_NBYTES: Final = 8
 MAX_HEADER_NBYTES: Final = 100_000_000
-"""Readers refuse more."""
+"""Readers refuse a longer header."""
 
 MAX_BLOCKS: Final = 1 << 16
-"""Of a tensor with more blocks (16 GiB) the header has one checksum: a longer header would keep readers waiting."""
+"""A tensor with more blocks (16 GiB) gets a single checksum in the header, because a longer header would slow down
+readers.
+"""
 
 METADATA_KEY: Final = "__metadata__"
 SHARDING_KEY: Final = "DCP_SHARDING_INFO"
 OFFSETS_KEY: Final = "saved_offsets"
 CRC32_KEY: Final = "robust_dcp.crc32"
-"""Of each tensor 8 hexadecimal digits; and 8 more for each block, if it has several (``records.block_sums``)."""
+"""For each tensor 8 hexadecimal digits; if it has several blocks, 8 more for each block (``records.block_sums``)."""
 
 SAVE_KEY: Final = "robust_dcp.save"
 MARK_KEY: Final = "robust_dcp.shard"
-"""Stands in files that count only together with a ``.metadata``: without it, their save was not committed."""
+"""This key is in files that count only together with a ``.metadata``. Without it, their save was not committed."""
 
 # The header: _BEFORE; of chunks _MARK, _SAVE and _SHARDING; _CRCS if there are any; _BEHIND[0], tensors, _BEHIND[1].
 # Version and format are those of torch's writer.
@@ -89,12 +93,15 @@ _CONSTANT_NBYTES: Final = len("".join((_BEFORE, _MARK, _SAVE, *_SHARDING, *_CRCS
 
 _CRC_DIGITS: Final = 8
 _POWERS_OF_TEN: Final = 10 ** np.arange(1, 19, dtype=np.int64)
-_escape = json.JSONEncoder().encode  # ASCII only; of a str it is a call into C
+_escape = json.JSONEncoder().encode  # ASCII only; for a str this is a call into C
 
 
 def entry_nbytes(items: ItemColumns) -> Int64:
-    """int64 ``[n]``: an upper bound of the bytes that each item adds to the header, but for the two numbers that say
-    where its data begins and ends. For items of no dtype in :data:`DTYPES` it means nothing."""
+    """int64 ``[n]``: an upper bound of the bytes that each item adds to the header.
+
+    The two numbers that say where its data begins and ends are not counted. For dtypes that are not in :data:`DTYPES`
+    the result means nothing.
+    """
     once, twice = _escaped_lengths(items.names)
     texts = _tensor_text("", "", (), 0, 0), _offsets_text("", ()), _crc_text("", 1)
     constant = sum(len(text) + len(",") for text in texts) - len("00")
@@ -113,17 +120,17 @@ def _kind_nbytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _n_fields(data_nbytes: int) -> int:
-    """How many checksums stand for a tensor: its own, and those of its blocks if there are several."""
+    """How many checksums a tensor has in the header: its own, and those of its blocks if there are several."""
     n_blocks = -(-data_nbytes // SUM_NBYTES)
     return 1 + n_blocks if 2 <= n_blocks <= MAX_BLOCKS else 1
 
 
 def head_nbytes_for(entries_nbytes: int, n_items: int, payload_nbytes: int) -> int:
-    """Bytes before the first tensor of a file: such that its data lies at 64 modulo 4096.
+    """The length of a file's head, chosen so that the first tensor's data lies at 64 modulo 4096.
 
     Args:
         entries_nbytes: sum of :func:`entry_nbytes`.
-        payload_nbytes: of all tensors.
+        payload_nbytes: bytes of data of all tensors.
     """
     least = LENGTH_NBYTES + _CONSTANT_NBYTES + entries_nbytes + 2 * n_items * len(str(payload_nbytes))
     return -(-(least - RECORD_ALIGNMENT) // PAGE_NBYTES) * PAGE_NBYTES + RECORD_ALIGNMENT
@@ -134,7 +141,7 @@ class ShardHead:
 
     Args:
         tensors: in any order.
-        nbytes: of the head: at least what :func:`head_nbytes_for` gives.
+        nbytes: the length of the head, at least that of :func:`head_nbytes_for`.
         is_of_checkpoint: whether the file holds chunks that count only together with a ``.metadata``.
 
     Raises:
@@ -176,7 +183,7 @@ class ShardHead:
         return len(header).to_bytes(LENGTH_NBYTES, "little") + header
 
     def _fields(self, sums: SumColumns) -> npt.NDArray[np.uint32]:
-        """The checksums as they stand in the text."""
+        """The checksums in the order of the text."""
         if not np.array_equal(sums.nbytes, self._data_nbytes[self._in_file]):
             raise ValueError("the checksums of a safetensors file are of other tensors than its head describes")
         fields: npt.NDArray[np.uint32] = np.zeros(self._first_field[-1], dtype=np.uint32)
@@ -213,15 +220,18 @@ def _tensor_text(name: str, dtype: str, shape: Sequence[int], begin: int, end: i
 
 
 def _described(tensor: PlacedTensor, head_nbytes: int) -> tuple[str, tuple[int, ...], int, int]:
-    """(dtype, shape, begin, end) as the header says it."""
+    """(dtype, shape, begin, end) as in the header."""
     begin = tensor.offset - head_nbytes
     dtype = DTYPES[str(tensor.dtype).removeprefix("torch.")]
     return dtype, tensor.shape, begin, begin + prod(tensor.shape) * tensor.dtype.itemsize
 
 
 def _escaped_lengths(names: Sequence[str]) -> tuple[Int64, Int64]:
-    """int64 ``[len(names)]`` each: bytes of a name as a JSON string, and of that as part of another, quotes counted."""
-    if len(_escape("".join(names))) == 2 + sum(map(len, names)):  # the usual: nothing to escape
+    """int64 ``[len(names)]`` twice: the bytes of each name as a JSON string, and as a JSON string inside another one.
+
+    Both count the quotes.
+    """
+    if len(_escape("".join(names))) == 2 + sum(map(len, names)):  # the usual case: nothing to escape
         once = np.fromiter(map(len, names), dtype=np.int64, count=len(names)) + 2
         return once, once + 2
     escaped = list(map(_escape, names))
@@ -230,5 +240,5 @@ def _escaped_lengths(names: Sequence[str]) -> tuple[Int64, Int64]:
 
 
 def _digits(values: Int64) -> Int64:
-    """How many decimal digits each of ``values``, which are not negative, has."""
+    """How many decimal digits each of ``values`` has. None is negative."""
     return np.searchsorted(_POWERS_OF_TEN, values, side="right").astype(np.int64) + 1

@@ -1,7 +1,7 @@
-"""The layout ``torch``: ``__{rank}_{n}.distcp`` files of torch-save records, as stock ``FileSystemWriter`` makes them.
+"""The layout ``torch``: ``__{rank}_{n}.distcp`` files of torch-save records, as DCP's ``FileSystemWriter`` makes them.
 
-Owns which records go to which file and what these are called. How a record looks: ``torch_zip``; the arithmetic of
-places: ``places``.
+This module decides which records go to which file, and names the files. ``torch_zip`` knows what a record looks like;
+``places`` has the arithmetic of places.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Int64 = npt.NDArray[np.int64]
 class TorchRecords:
     """:class:`~robust_dcp.storage.layouts.protocol.Layout` ``torch``.
 
-    Its measures are bytes of a record, of what stands before the payload, and of the payload; a record of -1 bytes is
-    an item of variable size.
+    Its measures are three lengths in bytes: of a record, of the header before the payload, and of the payload. A record
+    of -1 bytes is an item of variable size.
     """
 
     name: Final = "torch"
@@ -56,8 +56,10 @@ TORCH: Final = TorchRecords()
 
 
 def record_measures(items: ItemColumns) -> Int64:
-    """int64 ``[n, 3]``: bytes of the torch-save record of each item, of its header, of its payload; -1, 0, 0 for items
-    of variable size. Those of one dtype and shape have one template."""
+    """int64 ``[n, 3]``: the lengths of each item's torch-save record, its header, and its payload.
+
+    Items of variable size have -1, 0, 0. Items of one dtype and shape share one template.
+    """
     templates = [_template_of(dtype, shape) for dtype, shape in items.kinds]
     rows = [(t.nbytes, t.header_nbytes, t.payload_nbytes) for t in templates]
     return np.array([*rows, (-1, 0, 0)], dtype=np.int64)[items.kind_ids]  # the last row for -1

@@ -1,1 +1,1 @@
-"""The metadata file of a checkpoint: read, checked, and emitted from columns."""
+"""The metadata file of a checkpoint: reading it, checking it, and writing it from columns."""

@@ -1,7 +1,7 @@
 """The classes that a ``.metadata`` file may hold, whichever version of torch or Megatron-Core wrote it.
 
-Owns what depends on those versions: names that moved, private names (taken where this torch has them) and states that
-grew. Called by ``metadata_file`` only.
+This module knows what differs between versions: names that moved, private names (used if this torch has them), and
+states that grew. Only ``metadata_file`` calls it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from robust_dcp.storage.records.unpickling import all_of
 __all__ = ["METADATA_CLASSES", "METADATA_STAND_INS", "StorageInfo", "reduce_tensor_properties"]
 
 StorageInfo: Any = filesystem._StorageInfo
-"""DCP's storage info of an item: ``StorageInfo(relative_path, offset, length)``. Private in torch, but part of its
-file format: every ``.metadata`` since torch 2.0 names this class."""
+"""DCP's storage info of an item: ``StorageInfo(relative_path, offset, length)``.
+
+The class is private in torch, but part of the file format: every ``.metadata`` since torch 2.0 names it.
+"""
 
 METADATA_CLASSES: Final = (
     all_of(
@@ -41,9 +43,9 @@ METADATA_CLASSES: Final = (
 
 
 class _PortableTensorProperties(TensorProperties):
-    """Becomes a plain ``TensorProperties`` once it has its state, of whichever length.
+    """Becomes a plain ``TensorProperties`` once it has its state, whatever the length of the state.
 
-    torch 2.14 and older write five values; later ones may write more, and each refuses the other's.
+    torch 2.14 and older write five values, later versions may write more, and each refuses the other's.
     """
 
     def __setstate__(self, state: Any) -> None:
@@ -57,15 +59,17 @@ _MEMORY_FORMATS: Final = (torch.contiguous_format, torch.channels_last, torch.pr
 
 
 def _memory_format(encoding: int) -> torch.memory_format:
-    """What torch's ``_MEM_FORMAT_ENCODING(encoding)`` stands for."""
+    """The result of torch's ``_MEM_FORMAT_ENCODING(encoding)``."""
     return _MEMORY_FORMATS[encoding]
 
 
 def _layout(name: str) -> torch.layout:
-    """What ``torch.serialization._get_layout(name)`` gives: the layout called, say, ``torch.strided``."""
+    """The result of ``torch.serialization._get_layout(name)``: the layout of that name, for example
+    ``torch.strided``.
+    """
     layout = vars(torch).get(name.removeprefix("torch."))
     if not isinstance(layout, torch.layout):
-        raise ValueError(f"{name[:60]!r} is no layout")
+        raise ValueError(f"{name[:60]!r} is not a layout")
     return layout
 
 
@@ -82,15 +86,15 @@ class _MCoreSavePlan(SavePlan):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        object.__setattr__(self, "__class__", SavePlan)  # it is frozen
+        object.__setattr__(self, "__class__", SavePlan)  # because SavePlan is frozen
 
 
 def _stand_ins() -> Mapping[tuple[str, str], Any]:
     # The first home of TensorProperties, up to torch 2.2, and the present one.
     homes = ("torch.distributed._shard.sharded_tensor.metadata", "torch.distributed.checkpoint.metadata")
     megatron = "megatron.core.dist_checkpointing.strategies.torch"
-    # storage_meta holds the path as the writer was given it. It says where the checkpoint once was, on whatever
-    # system; nothing opens it. From Python 3.13 on, pathlib pickles its classes under another name.
+    # storage_meta holds the path that the writer was given. It says where the checkpoint once was, on any system, and
+    # nothing opens it. From Python 3.13 on, pathlib pickles its classes under another name.
     paths: dict[str, type[PurePath]] = {"PosixPath": PurePosixPath, "WindowsPath": PureWindowsPath}
     paths |= {"PurePosixPath": PurePosixPath, "PureWindowsPath": PureWindowsPath}
     return {
@@ -107,7 +111,7 @@ METADATA_STAND_INS: Final = _stand_ins()
 
 
 def reduce_tensor_properties(properties: TensorProperties) -> tuple[Any, ...]:
-    """Pickle ``properties`` with the five values that every torch can read, whatever this torch would write."""
+    """Pickle ``properties`` with the five values that every torch can read, even if this torch would write more."""
     reduced: Any = properties.__reduce_ex__(4)
     function, arguments, state = reduced[:3]
     return function, arguments, tuple(state[:5])

@@ -1,6 +1,6 @@
-"""The bytes of ``.metadata``: DCP's ``Metadata`` as stock pickles it, with a checksum behind.
+"""The bytes of ``.metadata``: DCP's ``Metadata``, pickled as DCP does it, followed by a checksum.
 
-Owns encoding, decoding and the checks of what was decoded. Never opens a file: the commit writes these bytes, the
+This module encodes, decodes, and checks what was decoded. It never opens a file: the commit writes these bytes, the
 reader reads them, and a coordinator may broadcast them.
 """
 
@@ -51,19 +51,20 @@ __all__ = [
 ]
 
 FORMAT_VERSION: Final = "1.0.0"
-"""``filesystem.CURRENT_DCP_VERSION``: that of stock's file names and records, which ours are."""
+"""``filesystem.CURRENT_DCP_VERSION``: the version of DCP's file names and records, which we use as well."""
 
-_PROTOCOL: Final = 4  # what pickle.dump writes by default on Python 3.8 to 3.13, and all of them read
+_PROTOCOL: Final = 4  # pickle.dump's default on Python 3.8 to 3.13; all of them can read it
 _MAGIC: Final = b"\nRDCPMD2"
-_MAGIC_WITHOUT_MARKS: Final = b"\nRDCPMD1"  # of the first edition, whose data files do not say which save they are of
-# Behind the pickle, where pickle.load does not look: magic, length of the pickle, CRC-32 of the pickle.
+_MAGIC_WITHOUT_MARKS: Final = b"\nRDCPMD1"  # written by early versions, whose data files have no marks
+# This follows the pickle, where pickle.load does not look: magic, length of the pickle, CRC-32 of the pickle.
 _TRAILER: Final = struct.Struct("<8sQI")
 TRAILER_NBYTES: Final = _TRAILER.size
 
-# Up to this size a file is run through twice, which costs 0.3 s: then its keys, too, are known to be harmless.
+# A file of up to this size is checked by a dry run before it is unpickled, so that its keys are known to be harmless,
+# too. That costs 0.3 s.
 _RUN_TWICE_NBYTES: Final = 1 << 20
 
-_MAX_DIMENSIONS: Final = 64  # of a tensor of torch
+_MAX_DIMENSIONS: Final = 64  # the most that torch allows
 
 _HOW_TO_ALLOW: Final = (
     "if the planner that wrote it keeps objects of that class in planner_data and you trust the file, register the "
@@ -72,7 +73,7 @@ _HOW_TO_ALLOW: Final = (
 
 
 def encode_metadata(metadata: Metadata) -> bytes:
-    """Pickle ``metadata`` so that ``pickle.load`` of every supported torch reads it, and we notice each flipped bit."""
+    """Pickle ``metadata``. ``pickle.load`` of every supported torch can read it, and we notice each flipped bit."""
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, protocol=_PROTOCOL)
     pickler.dispatch_table = copyreg.dispatch_table.copy()
@@ -83,17 +84,17 @@ def encode_metadata(metadata: Metadata) -> bytes:
 
 
 def trailer_of(nbytes: int, crc: int) -> bytes:
-    """What stands behind a pickle of ``nbytes`` bytes with CRC-32 ``crc``, so that we notice each flipped bit."""
+    """The bytes that follow a pickle of ``nbytes`` bytes with CRC-32 ``crc``. By them we notice each flipped bit."""
     return _TRAILER.pack(_MAGIC, nbytes, crc)
 
 
 def files_are_marked(data: bytes) -> bool:
-    """Whether each data file that these bytes of a ``.metadata`` name has the mark of its save."""
+    """Whether each data file that this ``.metadata`` names has the mark of its save."""
     return data[-_TRAILER.size :].startswith(_MAGIC)
 
 
 def check_metadata(data: bytes, file: str) -> None:
-    """Look for what would make Python's unpickler take more memory or time than a pickle of this length can need.
+    """Find anything that would make Python's unpickler take more memory or time than a pickle of this length can need.
 
     Raises:
         CorruptCheckpoint: there is such a thing, or the checksum does not match.
@@ -107,21 +108,22 @@ def _check_pickle(pickled: bytes, file: str) -> None:
         if len(pickled) <= _RUN_TWICE_NBYTES:
             with without_garbage_collection():
                 check_shape(pickled)
-    except Exception as error:  # broken pickles raise almost anything
+    except Exception as error:  # broken pickles raise all kinds of errors
         raise _no_pickle_of_metadata(file, error) from error
 
 
 def decode_metadata(data: bytes, file: str, *, is_checked: bool = False) -> Metadata:
-    """Read the bytes of a ``.metadata`` file by us, by stock DCP or by Megatron-Core, from torch 2.0 on.
+    """Decode a ``.metadata`` file by us, by DCP or by Megatron-Core, from torch 2.0 on.
 
     Args:
         data: the whole file.
         file: its path, for errors.
-        is_checked: these very bytes have passed :func:`check_metadata`, on this rank or on the one that read them.
+        is_checked: whether these bytes have passed :func:`check_metadata` already, on this rank or on the one that read
+            them.
 
     Raises:
-        CorruptCheckpoint: the checksum does not match, or this is not the pickle of a ``Metadata`` whose values can be
-            used. A file by stock has no checksum: damage that leaves a valid pickle may go unnoticed there.
+        CorruptCheckpoint: the checksum does not match, or this is not the pickle of a ``Metadata`` with usable values.
+            A file by DCP has no checksum: if it is damaged and still a valid pickle, that may go unnoticed.
         UnsafeCheckpoint: the pickle names classes that do not belong into metadata, or a path leaves the directory.
     """
     pickled = _checked(data, file)
@@ -144,14 +146,14 @@ def decode_metadata(data: bytes, file: str, *, is_checked: bool = False) -> Meta
     except Exception as error:
         raise _no_pickle_of_metadata(file, error) from error
     if stream.tell() != len(pickled):
-        # Neither stock nor we write anything there; a damaged trailer of ours ends up here.
+        # Neither DCP nor we write anything here. If our trailer is damaged, this is where it shows.
         raise _corrupt(file, "nothing behind the pickle", f"{len(pickled) - stream.tell()} bytes")
     try:
         with without_garbage_collection():
             _validate(metadata, file)
     except (CorruptCheckpoint, UnsafeCheckpoint):
         raise
-    except Exception as error:  # objects that were never given all of their attributes, or cannot even be printed
+    except Exception as error:  # objects may lack attributes, or fail even when they are printed
         raise _corrupt(file, "complete objects", f"{type(error).__name__}: {error!s:.300}") from error
     return metadata  # type: ignore[no-any-return]
 
@@ -166,7 +168,7 @@ def referenced_files(metadata: Metadata) -> set[str]:
 
 
 def _checked(data: bytes, file: str) -> bytes:
-    """The pickle in ``data``, compared with the trailer if there is one."""
+    """The pickle in ``data``, after a comparison with the trailer if there is one."""
     if not data:
         raise _corrupt(file, "a pickle", "an empty file (a save that lost power before it was on disk)")
     if len(data) < _TRAILER.size or not data[-_TRAILER.size :].startswith((_MAGIC, _MAGIC_WITHOUT_MARKS)):
@@ -182,7 +184,7 @@ def _checked(data: bytes, file: str) -> bytes:
 
 
 def _validate(metadata: Any, file: str) -> None:
-    """Check every value that a reader computes with or opens."""
+    """Check every value that a reader uses in a computation or opens."""
     _expect(isinstance(metadata, Metadata), file, "a Metadata", metadata)
     _expect(isinstance(metadata.state_dict_metadata, dict), file, "a dict", metadata.state_dict_metadata)
     for fqn, entry in metadata.state_dict_metadata.items():
@@ -196,7 +198,7 @@ def _validate(metadata: Any, file: str) -> None:
         return
     _expect(isinstance(metadata.storage_data, dict), file, "a dict as storage_data", metadata.storage_data)
     checked_paths: set[str] = set()
-    # What is expected is put into words only where it is not found: to print an index takes longer than all checks.
+    # Make the text of an error only if there is an error: printing an index takes longer than all checks.
     for index, info in metadata.storage_data.items():
         if not (isinstance(index, MetadataIndex) and isinstance(index.fqn, str)):
             raise _unexpected(file, "a MetadataIndex", index)
@@ -207,7 +209,7 @@ def _validate(metadata: Any, file: str) -> None:
         offset, length = info.offset, info.length
         if not (type(offset) is int and type(length) is int and offset >= 0 and length >= 0):
             raise _unexpected(file, f"offset and length of {index.fqn}", info)
-        descriptors = getattr(info, "transform_descriptors", None)  # torch 2.6 and older have none
+        descriptors = getattr(info, "transform_descriptors", None)  # torch 2.6 and older have no such attribute
         if descriptors and not all(isinstance(d, str) for d in descriptors):
             raise _unexpected(file, "names of transforms", descriptors)
 
@@ -231,7 +233,7 @@ def _validate_tensor(fqn: str, entry: TensorStorageMetadata, file: str) -> None:
 
 
 def _are_sizes(values: Collection[Any]) -> bool:
-    # A loop, and no generator: this is asked three times for each item.
+    # A loop is faster than a generator, and this runs three times for each item.
     if len(values) > _MAX_DIMENSIONS:
         return False
     for value in values:  # noqa: SIM110

@@ -1,7 +1,7 @@
-"""DCP's ``Metadata`` of a directory that has safetensors files and no ``.metadata``: from the heads of the files.
+"""Makes DCP's ``Metadata`` for a directory of safetensors files without ``.metadata``, from the heads of the files.
 
-Owns the step from heads to metadata, and the check that chunks make up whole tensors. So torch's
-``HuggingFaceStorageWriter`` and plain Hugging Face models are read like any checkpoint. Called by ``reader``.
+So checkpoints by torch's ``HuggingFaceStorageWriter`` and plain Hugging Face models are read like any other. This
+module also checks that chunks make up whole tensors. ``reader`` calls it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["metadata_of_shards", "shards_in"]
 
 
 def shards_in(disk: Disk, directory: str) -> list[str]:
-    """The names of the safetensors files in a directory, sorted; none if there is no such directory."""
+    """The sorted names of the safetensors files in a directory; none if the directory does not exist."""
     if not disk.exists(directory):
         return []
     return [name for name in disk.list_directory(directory) if name.endswith(SAFETENSORS_SUFFIX)]
@@ -40,10 +40,10 @@ def metadata_of_shards(disk: Disk, directory: str, files: list[str]) -> Metadata
         files: names in ``directory``.
 
     Raises:
-        CorruptCheckpoint: a head is damaged; the files are of a save that was not committed; two files hold the same
-            chunk; or chunks do not make up a tensor.
+        CorruptCheckpoint: a head is damaged; the files belong to a save that was not committed; two files hold the same
+            chunk; or the chunks do not make up a whole tensor.
         StorageError: a file cannot be read.
-        UnsafeCheckpoint: a file is a symbolic link out of the directory.
+        UnsafeCheckpoint: a file is a symbolic link that leads out of the directory.
     """
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, StorageInfo] = {}

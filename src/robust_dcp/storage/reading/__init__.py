@@ -1,1 +1,1 @@
-"""From files to targets: the order of reads, pieces and blocks, threads and memory."""
+"""Reading items from files into the planner's tensors: the order of reads, pieces and blocks, threads and memory."""

@@ -1,7 +1,8 @@
-"""Items that are read together, and their way to the planner's tensors.
+"""Takes items that were read together out of their block, and copies them into the planner's tensors.
 
-Owns the short way for the usual record, a few microseconds each, and leaves every other to ``stored_tensor``. Called by
-``plan_reader`` for small items, on the thread of the planner, and by ``reading_threads`` for others, on its threads.
+Records of the usual form take a short way here, of a few microseconds each. All others go to ``stored_tensor``.
+``plan_reader`` calls this module for small items, on the thread of the planner; ``reading_threads`` calls it for
+others, on its own threads.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ __all__ = ["BlockItems", "Stretch"]
 
 
 class Stretch(NamedTuple):
-    """Bytes of a file in memory: ``nbytes`` of them, from ``offset`` in the file on, at ``start`` in ``block``.
+    """Bytes of a file in memory: ``nbytes`` bytes that begin at ``offset`` in the file and at ``start`` in ``block``.
 
-    ``head`` describes the items of a file of raw bytes."""
+    If the file holds raw bytes, ``head`` describes its items.
+    """
 
     file: str
     offset: int
@@ -45,7 +47,7 @@ class BlockItems:
     """Takes items out of what was read of a file.
 
     Args:
-        forms: of the load.
+        forms: the record forms of this load.
         verification, trusted: as for :func:`~robust_dcp.storage.reading.stored_tensor.read_tensor`.
     """
 
@@ -58,7 +60,7 @@ class BlockItems:
         """The part of a tensor that ``read`` asks for.
 
         Args:
-            target: a tensor of its size, or ``None`` if that is not known yet.
+            target: a tensor of the same size, or ``None`` if it is not known yet.
 
         Returns:
             ``None`` if ``target`` has been filled; else a CPU tensor of the stored dtype, which owns its memory.
@@ -80,7 +82,7 @@ class BlockItems:
         )
 
     def stored(self, stretch: Stretch, read: Read) -> ItemInMemory:
-        """The bytes of the item; as many as there are, if the file ends before it does."""
+        """The bytes of the item. If the file ends inside the item, these are the bytes that exist."""
         first = read.offset - stretch.offset
         found = max(0, min(stretch.nbytes - first, read.nbytes))
         at = stretch.start + first
@@ -91,14 +93,14 @@ class BlockItems:
     def read_into(
         self, file: DataFile, group: ReadGroup, targets: Sequence[torch.Tensor], block: Block
     ) -> list[torch.Tensor | None]:
-        """Read a group: the tensors' bytes into ``targets``, past ``block`` where that is possible.
+        """Read a group into ``targets``, straight from the file where that is possible, or else through ``block``.
 
         Args:
-            targets: for which ``takes_bytes`` holds, one for each read.
-            block: holds the group, wherever it begins in the file. Its contents mean nothing afterwards.
+            targets: one tensor for each read. ``takes_bytes`` holds for each.
+            block: large enough for the group, wherever it begins in the file. Its contents mean nothing afterwards.
 
         Returns:
-            What :meth:`tensor` does, for each read.
+            For each read, what :meth:`tensor` returns.
 
         Raises:
             CorruptCheckpoint, UnsafeCheckpoint, StorageError: as ``read_tensor``.
@@ -106,7 +108,7 @@ class BlockItems:
         head = file.head.get()
         if self._is_read_straight(file, group, targets, block, head):
             return [None] * len(targets)
-        # Not the records that we expect, a damaged one, or a file that ends: all is looked at as what it may be.
+        # The records have another form, one is damaged, or the file ends early. Read all, and let ``tensor`` find out.
         at, found = file.read_block(block, group.start, group.end - group.start)
         stretch = Stretch(file.path, group.start, block, at, found, head)
         return [self.tensor(stretch, read, target) for read, target in zip(group.reads, targets, strict=True)]
@@ -114,14 +116,16 @@ class BlockItems:
     def _is_read_straight(
         self, file: DataFile, group: ReadGroup, targets: Sequence[torch.Tensor], block: Block, head: FileHead | None
     ) -> bool:
-        """Read whole and sound records of the usual form; ``False`` if one is anything else."""
+        """Read whole and sound records of the usual form into their targets; ``False`` if one record is anything
+        else.
+        """
         wanted: list[Wanted] = []
         for read, target in zip(group.reads, targets, strict=True):
             place = self._wanted(read, target, head, file.path)
             if place is None:
                 return False
             wanted.append(place)
-        if any(first.end > second.offset for first, second in pairwise(wanted)):  # an item that is wanted twice
+        if any(first.end > second.offset for first, second in pairwise(wanted)):  # two reads want the same item
             return False
         nbytes = group.end - group.start
         scattered, found = file.read_scattered(block, group.start, nbytes, wanted)
@@ -143,7 +147,7 @@ class BlockItems:
         return True
 
     def _wanted(self, read: Read, target: torch.Tensor, head: FileHead | None, file: str) -> Wanted | None:
-        """Where the data of a whole record should lie; ``None`` if that is not known before it is read."""
+        """Where the data of a whole record should lie; ``None`` if only reading the record can tell."""
         dtype, shape = read.dtype, read.shape
         if dtype is None or shape is None or not _is_whole(read, target):
             return None
@@ -154,7 +158,7 @@ class BlockItems:
         return Wanted(read.offset + place[0], payload_view(target), target.data_ptr())
 
     def _is_copied(self, stretch: Stretch, read: Read, target: torch.Tensor) -> bool:
-        """Copy a whole and sound record of the usual form; ``False`` if it is anything else."""
+        """Copy a whole and sound record of the usual form into ``target``; ``False`` if the record is anything else."""
         found = self._form(stretch, read, target)
         if found is None:
             return False
@@ -170,7 +174,7 @@ class BlockItems:
         return True
 
     def _form(self, stretch: Stretch, read: Read, target: torch.Tensor) -> tuple[RecordForm, int] | None:
-        """The form and the CRC-32 (0: none) of a whole record of the usual form; ``None`` if it is anything else."""
+        """The form of a whole record and its CRC-32 (0 if it has none); ``None`` if it does not have the usual form."""
         dtype, shape = read.dtype, read.shape
         first = read.offset - stretch.offset
         if dtype is None or shape is None or not _is_whole(read, target) or first + read.nbytes > stretch.nbytes:
@@ -182,7 +186,7 @@ class BlockItems:
 
 
 def _is_whole(read: Read, target: torch.Tensor) -> bool:
-    """Whether all of what is stored is wanted, as it is stored."""
+    """Whether all of the stored tensor is wanted, in its stored dtype."""
     item = read.item
     is_all = item.lengths == read.shape == target.shape and not any(item.storage_offsets)
     return is_all and target.dtype == read.dtype

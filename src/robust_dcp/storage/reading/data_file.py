@@ -1,13 +1,14 @@
-"""A data file that is being read: through the page cache, or past it.
+"""A data file that is being read, through the page cache or past it.
 
-Owns the choice between the two, for each read, and the way back where a file system refuses direct I/O. Never knows
-what the bytes mean. Called by ``stored_tensor``, ``large_tensor`` and ``plan_reader``, from several threads.
+This module chooses between the two for each read, and goes back to the page cache where a file system refuses direct
+I/O. It never knows what the bytes mean. ``stored_tensor``, ``large_tensor`` and ``plan_reader`` call it, from several
+threads.
 
-Direct I/O is the faster way to bytes that are not in the page cache: they go from the device into memory by DMA,
-instead of being copied by the processor, and no other pages are pushed out for them. For bytes that are in the cache
-(a save without direct I/O has just put them there, or another rank has read them) the copy is faster than the device.
-So unless told otherwise, each large read asks first what the cache holds. To ask leaves the cache as it is: a load that
-reads past the cache leaves nothing there, and the next load of the same files finds what this one found.
+Direct I/O is faster for bytes that are not in the page cache. The device writes them into our memory by DMA, the
+processor copies nothing, and no other pages are pushed out of the cache. The page cache is faster for bytes that it
+holds already, because a save without direct I/O or another rank's read has put them there. So each large read asks
+first what the cache holds, unless an option decides. Asking does not change the cache. A load that reads past the cache
+leaves nothing there, so the next load of the same files finds what this one found.
 """
 
 from __future__ import annotations
@@ -34,21 +35,21 @@ from robust_dcp.storage.records.checksum import crc32
 __all__ = ["DataFile"]
 
 _LEAST_DIRECT_NBYTES: Final = 256 << 10
-"""Smaller reads go through the page cache: the kernel reads ahead there, which makes up for the copy."""
+"""Smaller reads go through the page cache. The kernel reads ahead there, which makes up for the copy."""
 
 _CHECKED_NBYTES: Final = 1 << 20
-"""Read at once through the page cache, so that the checksum finds its data in the processor's cache."""
+"""So much is read at a time through the page cache, so that the checksum finds its data in the processor's cache."""
 
 
 class DataFile:
-    """An open file. ``read_into`` reads exactly what it is asked for; the others read large pieces as is fastest.
+    """An open file. ``read_into`` reads through the page cache; the other methods read large pieces in the fastest way.
 
     Args:
-        direct: read past the page cache: ``True`` always (but for small reads), ``False`` never, ``None`` where the
-            file system can and the cache holds less than half of what is to be read at once.
+        direct: whether to read past the page cache. ``True``: always, except for small reads. ``False``: never.
+            ``None``: where the file system can, and the cache holds less than half of the bytes of the read.
 
     Attributes:
-        read_nbytes: how much has been read so far.
+        read_nbytes: how many bytes have been read so far.
 
     Raises:
         StorageError: the file cannot be opened.
@@ -69,7 +70,7 @@ class DataFile:
 
     @property
     def mark(self) -> str | None:
-        """That of the save which wrote the file; ``None`` if it has none."""
+        """The mark of the save that wrote the file; ``None`` if the file has none."""
         head = self.head.get()
         if head is not None:
             return head.mark
@@ -77,7 +78,9 @@ class DataFile:
 
     @cached_property
     def footer(self) -> Footer | None:
-        """With the mark of the save and the checksums of blocks, in a file of records by us."""
+        """The footer, with the mark of the save and the checksums of blocks. Only files of records that we wrote have
+        one.
+        """
         tail = None if holds_raw_bytes(self.path) else read_tail(self._disk, self._opened, self.nbytes)
         return None if tail is None else Footer(tail, self._read_footer)
 
@@ -86,21 +89,24 @@ class DataFile:
         return bytes(buffer[: self._disk.pread_into(self._opened, buffer, offset)])
 
     def close(self) -> None:
-        """Close the file; says nothing if that fails, which tells nothing about what was read from it."""
+        """Close the file. Errors are ignored: they say nothing about the bytes that were read."""
         for opened in (self._opened, self._opened_direct):
             if opened is not None:
                 with contextlib.suppress(StorageError):
                     self._disk.close(opened)
 
     def read_into(self, view: memoryview, offset: int) -> int:
-        """Fill ``view`` from ``offset``; returns the bytes read, fewer only at the end of the file."""
+        """Fill ``view`` from ``offset``. Returns how many bytes were read: fewer than asked for only at the end of the
+        file.
+        """
         return self._counted(self._disk.pread_into(self._opened, view, offset))
 
     def read_block(self, block: Block, offset: int, nbytes: int) -> tuple[int, int]:
         """Read ``nbytes`` bytes from ``offset`` into ``block``.
 
         Returns:
-            Where in ``block`` they begin, and how many there are: fewer only at the end of the file.
+            Where in ``block`` the bytes begin, and how many there are: fewer than asked for only at the end of the
+            file.
         """
         scattered, found = self.read_scattered(block, offset, nbytes, ())
         return scattered.at, found
@@ -108,10 +114,12 @@ class DataFile:
     def read_scattered(
         self, block: Block, offset: int, nbytes: int, wanted: Sequence[Wanted]
     ) -> tuple[ScatteredRead, int]:
-        """Read ``nbytes`` bytes from ``offset``, some of them to where they are ``wanted``, the others into ``block``.
+        """Read ``nbytes`` bytes from ``offset``. Some go straight to where they are ``wanted``, the others into
+        ``block``.
 
         Returns:
-            What is left to do, and how many bytes there are: fewer only at the end of the file.
+            The read, to finish the copies that are left, and how many bytes there are: fewer only at the end of the
+            file.
         """
         opened = self._way_past_the_cache(offset, nbytes)
         if opened is not None:
@@ -125,15 +133,15 @@ class DataFile:
     def read_piece(
         self, view: memoryview, address: int, offset: int, blocks: BlockLease, *, checksum: bool = False
     ) -> tuple[int, int]:
-        """Fill ``view``, which lies at ``address``, from ``offset``.
+        """Fill ``view``, which lies at ``address`` in memory, from ``offset``.
 
         Args:
-            blocks: for what direct I/O cannot read into ``view`` itself. Each holds at least ``view.nbytes``, wherever
-                they begin in the file.
-            checksum: compute the CRC-32 of what was read.
+            blocks: used for bytes that direct I/O cannot read into ``view`` itself. Each block holds at least
+                ``view.nbytes``, wherever they begin in the file.
+            checksum: whether to compute the CRC-32 of the bytes.
 
         Returns:
-            The bytes read, and their CRC-32, or 0.
+            How many bytes were read, and their CRC-32 (0 without ``checksum``).
         """
         nbytes = view.nbytes
         opened = self._way_past_the_cache(offset, nbytes)
@@ -147,7 +155,7 @@ class DataFile:
         return self._read_through_cache(view, offset, checksum)
 
     def _read_through_cache(self, view: memoryview, offset: int, checksum: bool) -> tuple[int, int]:
-        """Fill ``view``; returns as :meth:`read_piece`."""
+        """Fill ``view`` through the page cache; returns the same as :meth:`read_piece`."""
         done = value = 0
         for at in range(0, view.nbytes, _CHECKED_NBYTES):
             part = view[at : at + _CHECKED_NBYTES]
@@ -174,7 +182,7 @@ class DataFile:
         return nbytes
 
     def _way_past_the_cache(self, offset: int, nbytes: int) -> OpenFile | None:
-        """The file open for direct I/O, if the bytes are to be read by that."""
+        """The file, opened for direct I/O, if these bytes should be read that way; else ``None``."""
         if not self._may_be_direct or nbytes < _LEAST_DIRECT_NBYTES:
             return None
         if not self._must_be_direct and 2 * self._disk.cached_nbytes(self._opened, offset, nbytes) >= nbytes:
@@ -198,7 +206,7 @@ class DataFile:
 
 
 class _Refused(Exception):
-    """The file system takes no direct read here."""
+    """The file system refuses a direct read here."""
 
 
 def _one_or_all(buffers: Sequence[memoryview]) -> memoryview | Sequence[memoryview]:

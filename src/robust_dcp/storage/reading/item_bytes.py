@@ -1,7 +1,7 @@
 """The bytes of one stored item, in a file or in memory.
 
-Owns reading them, and that nothing beyond the item or the file is read. Never knows what the bytes mean; called from
-several threads.
+This module reads them, and makes sure that nothing beyond the item or the file is read. It never knows what the bytes
+mean. Several threads call it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ __all__ = ["ItemBytes", "ItemInFile", "ItemInMemory", "corrupt_item"]
 
 
 class ItemBytes(Protocol):
-    """An item as it is stored: ``nbytes`` bytes, and what to call them in an error.
+    """The ``nbytes`` bytes of an item as they are stored. ``file`` and ``item`` name them in errors.
 
-    ``raw`` is what the head of the file says of an item whose bytes are a tensor's and nothing else; ``None`` for a
-    record.
+    ``raw`` is the item's entry in the head of its file, if the item holds only the bytes of a tensor. It is ``None``
+    for a record.
 
-    ``offset`` is where it begins in the file, for errors. ``find_sums`` gives the checksums of the blocks that bytes
-    ``begin`` to ``end`` of the item lie in, if the footer of the file has them.
+    ``offset`` is where the item begins in the file; it is used in errors. ``find_sums`` gives the checksums of the
+    blocks that hold bytes ``begin`` to ``end`` of the item, if the footer of the file has them.
 
-    ``read`` and ``read_into`` take offsets from the start of the item, and raise :class:`CorruptCheckpoint` if the
-    item or the file ends before what was asked for.
+    ``read`` and ``read_into`` take offsets from the start of the item. They raise :class:`CorruptCheckpoint` if the
+    item or the file ends too early.
     """
 
     file: str
@@ -44,7 +44,7 @@ class ItemBytes(Protocol):
 
 
 class ItemInFile:
-    """An item at ``offset`` of an open file. ``check_stop`` is called before each read, and raises to give up."""
+    """An item at ``offset`` of an open file. ``check_stop`` is called before each read; it raises to end the load."""
 
     def __init__(
         self,
@@ -90,11 +90,11 @@ class ItemInFile:
             ) from error
 
     def check_bounds(self, offset: int, nbytes: int) -> None:
-        """Raise unless the item has these bytes."""
+        """Raise unless these bytes lie in the item."""
         _check_bounds(self, offset, nbytes)
 
     def check_found(self, offset: int, nbytes: int, found: int) -> None:
-        """Raise unless all bytes of a read were ``found``."""
+        """Raise unless a read of ``nbytes`` bytes ``found`` all of them."""
         if found != nbytes:
             raise _file_ends(self, self.offset + offset, nbytes, found)
 
@@ -103,8 +103,8 @@ class ItemInMemory:
     """An item that has been read as a whole.
 
     Args:
-        nbytes: its length; ``data`` may be shorter, where the file ends before the item.
-        offset: of the item in the file, for errors; ``None`` if the bytes are no longer those of the file.
+        nbytes: its length. ``data`` may be shorter if the file ends inside the item.
+        offset: where the item begins in the file, for errors; ``None`` if the bytes are no longer those of the file.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class ItemInMemory:
         self.raw = raw
 
     def find_sums(self, begin: int, end: int) -> BlockSums | None:
-        return None  # it is small, or was: its own checksum is that of its one block
+        return None  # the item is small: its own checksum covers it all
 
     def read(self, offset: int, nbytes: int) -> bytes:
         self._check(offset, nbytes)

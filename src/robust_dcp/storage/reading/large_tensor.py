@@ -1,7 +1,7 @@
-"""One large item, read by several threads at once: a piece each, with its checksum.
+"""Reads one large item with several threads at once. Each thread reads a piece and computes its checksum.
 
-Owns where an item is cut, and the checksum of the whole from those of its pieces. Never starts a thread:
-``reading_threads`` runs the pieces.
+This module owns where an item is cut, and combines the checksums of the pieces into the checksum of the whole. It never
+starts a thread: ``reading_threads`` runs the pieces.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["PiecewiseRead", "cut", "shares_of"]
 
 
 def cut(offset: int, nbytes: int, piece_nbytes: int) -> list[tuple[int, int]]:
-    """Cut ``nbytes`` bytes at ``offset`` of a file where multiples of ``piece_nbytes`` lie in it.
+    """Cut ``nbytes`` bytes at ``offset`` of a file at the multiples of ``piece_nbytes`` in that file.
 
     Returns:
-        Start, from ``offset`` on, and length of each piece. None is longer than ``piece_nbytes``.
+        For each piece its start, counted from ``offset``, and its length. None is longer than ``piece_nbytes``.
     """
     pieces = []
     start = 0
@@ -39,7 +39,9 @@ def cut(offset: int, nbytes: int, piece_nbytes: int) -> list[tuple[int, int]]:
 
 
 def shares_of(nbytes: Sequence[int], share_nbytes: int) -> list[list[int]]:
-    """Neighbours together, up to ``share_nbytes``: to hand a thread a short piece takes longer than to read it."""
+    """Put neighbours together, up to ``share_nbytes``. Handing a short piece to a thread takes longer than reading
+    it.
+    """
     shares: list[list[int]] = []
     filled = share_nbytes
     for number, piece_nbytes in enumerate(nbytes):
@@ -52,16 +54,18 @@ def shares_of(nbytes: Sequence[int], share_nbytes: int) -> list[list[int]]:
 
 
 class PiecewiseRead:
-    """A box of a stored tensor that is being read.
+    """A box of a stored tensor that is being read in pieces.
 
     Args:
         stored: the item.
         box: the part of it that is wanted.
-        verified: the bytes of the item that are read so that those of the box are verified; ``None`` if they are not.
-        into: the tensor to read into, as for ``read_tensor`` of ``stored_tensor``; on a device only with ``copies``.
-        blocks: for what cannot be read into the tensor itself. Each holds a piece, wherever that begins in the file.
-        piece_nbytes: at most so much is read at once.
-        copies: read into blocks, and copy from there into ``into``.
+        verified: the range of the item that is read to verify the box; ``None`` if the box is not verified.
+        into: the tensor to read into, as for ``read_tensor`` of ``stored_tensor``. It may be on a device only if
+            ``copies`` is given.
+        blocks: memory for bytes that cannot be read into the tensor itself. Each block holds a piece, wherever it
+            begins in the file.
+        piece_nbytes: the longest piece.
+        copies: if given, pieces are read into blocks and copied from there into ``into``.
         done: called once with what ``read_tensor`` would return, by the thread that has read the last piece.
     """
 
@@ -93,7 +97,7 @@ class PiecewiseRead:
         begin, end = box.offset, box.offset + box.nbytes
         first, last = verified or (begin, end)
         stored.check_bounds(first, last - first)
-        # What lies beyond the box is read for its checksum alone.
+        # Bytes beyond the box are read only for their checksum.
         self._pieces = [
             (low + start, nbytes)
             for low, high in ((first, begin), (begin, end), (end, last))
@@ -106,14 +110,14 @@ class PiecewiseRead:
 
     @property
     def shares(self) -> Sequence[Sequence[int]]:
-        """Pieces that one thread reads, by number; :meth:`read` is to be called once with each, by any thread."""
+        """The pieces that one thread reads, by number. Each share goes to :meth:`read` once, on any thread."""
         return self._shares
 
     def read(self, share: Sequence[int]) -> None:
         """Read some pieces.
 
         Raises:
-            CorruptCheckpoint: the file ends too early; or, with the last share, a checksum is another.
+            CorruptCheckpoint: the file ends too early. With the last share: a checksum does not match.
             StorageError: the read failed.
         """
         for number in share:
@@ -131,7 +135,7 @@ class PiecewiseRead:
         self._finish()
 
     def _read_beyond(self, offset: int, nbytes: int) -> int:
-        """Read bytes that nobody wants, for their checksum."""
+        """Read bytes outside of the box, for their checksum."""
         stored = self._stored
         with self._blocks.lent() as block:
             at, found = stored.opened.read_block(block, stored.offset + offset, nbytes)
@@ -150,7 +154,9 @@ class PiecewiseRead:
         return checksum
 
     def _read_through_block(self, flat: torch.Tensor, copies: CopiesToDevice, start: int, nbytes: int) -> int:
-        """Read a piece into a block, and copy it from there into ``flat``; returns as :meth:`_read_in_place`."""
+        """Read a piece into a block and copy it from there into ``flat``; returns the same as
+        :meth:`_read_in_place`.
+        """
         stored, offset = self._stored, self._box.offset + start
         with self._blocks.lent() as block:
             at, found = stored.opened.read_block(block, stored.offset + offset, nbytes)

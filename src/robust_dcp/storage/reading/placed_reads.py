@@ -1,7 +1,7 @@
-"""In which reads the items of a load come from their files.
+"""In which order the items of a load are read, and which of them are read together.
 
-Owns the order by place, and which items are read together. A pure function of the items and their places. Called by
-``plan_reader``.
+The order is that of their places in the files. These are pure functions of the items and their places. ``plan_reader``
+calls them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ __all__ = ["SMALL_NBYTES", "PlacedReads", "Read", "ReadGroup", "check_end", "in_
 Int64 = npt.NDArray[np.int64]
 
 SMALL_NBYTES: Final = 64 << 10
-"""Reading all of an item of this length takes no longer than reading a part of it; and a gap of it is read over."""
+"""An item up to this length is read whole: that takes no longer than reading a part of it. A gap up to this length
+between two items is read as well.
+"""
 
 
 class Read(NamedTuple):
@@ -37,9 +39,9 @@ class Read(NamedTuple):
 
     Attributes:
         item: what the planner asked for.
-        relative_path, offset, nbytes: of the stored item.
-        transforms: what its bytes went through, by name.
-        dtype, shape: of the stored chunk according to the metadata; ``None`` where it takes a search to know.
+        relative_path, offset, nbytes: where the stored item lies: its file, first byte and length.
+        transforms: the names of the transforms that its bytes went through when they were saved.
+        dtype, shape: those of the stored chunk according to the metadata; ``None`` where finding them takes a search.
     """
 
     item: ReadItem
@@ -52,16 +54,20 @@ class Read(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What the item is called in errors."""
+        """The name of the item in errors."""
         return name_of(self.item)
 
     @property
     def expected(self) -> tuple[torch.dtype, tuple[int, ...]] | None:
-        """Dtype and shape, if they are known."""
+        """Dtype and shape, if both are known."""
         return None if self.dtype is None or self.shape is None else (self.dtype, tuple(self.shape))
 
     def in_head(self, head: FileHead | None, file: str) -> StoredTensor | None:
-        """What the head of its file says of it, or :class:`CorruptCheckpoint`; ``None`` in a file of records."""
+        """The item's entry in the head of its file; ``None`` in a file of records.
+
+        Raises:
+            CorruptCheckpoint: the file has a head, and it has no such entry.
+        """
         return None if head is None else head.find(self.item.storage_index.fqn, self.offset, self.nbytes, file)
 
     @property
@@ -71,10 +77,11 @@ class Read(NamedTuple):
 
 
 class PlacedReads(Sequence[Read]):
-    """The reads of a load, in the order of the files and of their places.
+    """The reads of a load, ordered by file and by place in the file.
 
     Args:
-        whole: what is read as it was saved. It becomes a :class:`Read` only if somebody asks for it.
+        whole: the tensors that are read as they were saved. A :class:`Read` is made of one only if somebody asks for
+            it.
         others: everything else.
     """
 
@@ -113,8 +120,9 @@ class PlacedReads(Sequence[Read]):
         return Read(whole.item(number), path, start, nbytes, (), kind.dtype, kind.lengths)
 
     def alone(self, block_nbytes: int) -> npt.NDArray[np.bool_]:
-        """Which items are not read together with others: large ones, those of which only a part is wanted, and those
-        with transforms."""
+        """Which items are read by themselves: large ones, those with transforms, and those that are wanted only in
+        part.
+        """
         n_whole = len(self.whole)
         is_alone = np.zeros(len(self), dtype=np.bool_)
         for number, read in enumerate(self._others, n_whole):
@@ -126,8 +134,8 @@ class ReadGroup:
     """Items of one file that are read together: bytes ``start`` to ``end``.
 
     Args:
-        reads: of the load.
-        places: of the items among them.
+        reads: all reads of the load.
+        places: which of them belong to this group.
     """
 
     def __init__(self, reads: PlacedReads, places: list[int], end: int) -> None:
@@ -143,18 +151,18 @@ class ReadGroup:
         return [self._all[place] for place in self.places]
 
     def numbers(self) -> Int64:
-        """For each item its number among the load's whole tensors, or a higher one."""
+        """For each item its number among the load's whole tensors. Other items have higher numbers."""
         return np.array([self._all.order[place] for place in self.places], dtype=np.int64)
 
 
 def name_of(item: ReadItem) -> str:
-    """What an item is called in errors."""
+    """The name of an item in errors."""
     index = item.storage_index
     return index.fqn if not index.offset else f"{index.fqn} at {list(index.offset)}"
 
 
 def reads_of(items: Sequence[ReadItem], metadata: Metadata, directory: str) -> list[Read]:
-    """Where ``items`` lie.
+    """Find where ``items`` lie.
 
     Raises:
         CorruptCheckpoint: ``metadata`` does not say where an item lies.
@@ -180,7 +188,7 @@ def _read_of(item: ReadItem, metadata: Metadata, directory: str) -> Read:
 
 
 def in_groups(reads: PlacedReads, block_nbytes: int) -> list[Read | ReadGroup]:
-    """Put items that lie next to each other together, up to ``block_nbytes`` bytes; some stand alone."""
+    """Put items that lie next to each other into groups of up to ``block_nbytes`` bytes. Some items stay alone."""
     is_alone = reads.alone(block_nbytes)
     found: dict[int, Read | ReadGroup] = {place: reads[place] for place in np.flatnonzero(is_alone).tolist()}
     places = np.flatnonzero(~is_alone)
@@ -198,16 +206,16 @@ def in_groups(reads: PlacedReads, block_nbytes: int) -> list[Read | ReadGroup]:
     return [found[place] for place in sorted(found)]
 
 
-def _cut(rows: Int64, behind: npt.NDArray[np.bool_]) -> list[Int64]:
-    """Cut behind those rows for which ``behind`` holds."""
-    return np.split(rows, np.flatnonzero(behind) + 1) if len(rows) else []
+def _cut(rows: Int64, is_last: npt.NDArray[np.bool_]) -> list[Int64]:
+    """Cut after each row for which ``is_last`` holds."""
+    return np.split(rows, np.flatnonzero(is_last) + 1) if len(rows) else []
 
 
 def check_end(read: Read, file: DataFile) -> None:
-    """Before anything is allocated for it: the file must hold all of the item.
+    """Make sure that the file holds all of the item. This is called before memory is allocated for the item.
 
     Raises:
-        CorruptCheckpoint: it ends before.
+        CorruptCheckpoint: the file ends before the item does.
     """
     if read.offset + read.nbytes > file.nbytes:
         raise CorruptCheckpoint(

@@ -1,7 +1,8 @@
-"""One load's reads: many items from many files at once, handed to the planner one by one.
+"""The reads of one load: many items from many files at once, handed to the planner one by one.
 
-Owns the order of reads, their number in flight, and the calls to the planner, which all come from the calling thread.
-Never reads or decodes an item itself (``reading_threads``, ``block_items``). Called by ``reader``.
+This module owns the order of the reads, how many run at a time, and all calls to the planner. Those calls come from the
+calling thread only. It never reads or decodes an item itself: ``reading_threads`` and ``block_items`` do. ``reader``
+calls it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from robust_dcp.storage.records.objects import ObjectBytes
 
 __all__ = ["ItemsRead", "read_items"]
 
-# Reads submitted ahead, for each thread: enough to keep it busy while the calling thread copies.
+# So many reads per thread are submitted ahead. That keeps a thread busy while the calling thread copies.
 _AHEAD_PER_THREAD: Final = 4
 
 
@@ -63,19 +64,19 @@ def read_items(
     """Read ``items`` from the files in ``directory`` and hand them to ``planner``.
 
     Args:
-        check_stop: called between reads, in several threads, with the bytes that are read, and those of all items;
-            what it raises ends the load.
-        mark: of the save that wrote the files; ``None`` if they have none.
+        check_stop: called between reads, from several threads, with two numbers: the bytes read so far, and the bytes
+            of all items. What it raises ends the load.
+        mark: the mark of the save that wrote the files; ``None`` if they have none.
 
-    The first error, of whichever thread, ends all reads and is raised when no thread is left that could still write
-    into a target. Targets may hold parts of the data then. Every file has been closed in any case.
+    The first error of any thread ends all reads. It is raised once no thread is left that could still write into a
+    target. Targets may hold parts of the data then. Every file has been closed in any case.
     """
     whole, others = WholeTensors.none(), items
     if isinstance(items, PlannedItems) and items.planner is planner:
         whole, others = items.whole, items.others
     reads = PlacedReads(whole, reads_of(others, metadata, directory))
     load = _Load(reads, planner, directory, disk, options, check_stop, mark)
-    # What a DTensor holds is asked for once an item, and autograd would note each time that it was.
+    # ``no_grad``: we ask each DTensor for its local tensor, and autograd would record each of these calls.
     with torch.no_grad() if may_ask_early(planner) else nullcontext():
         load.run()
     return ItemsRead(load.peak_nbytes, load.verification.unverified_nbytes)
@@ -85,7 +86,8 @@ class ItemsRead(NamedTuple):
     """What :func:`plan_reader` did.
 
     Attributes:
-        peak_nbytes: the most bytes that were read and not yet handed over at any time, and the buffers for reads.
+        peak_nbytes: the most memory in use at any time: bytes that were read and not yet handed over, and buffers for
+            reads.
         unverified_nbytes: bytes of data that were not compared with any checksum.
     """
 
@@ -94,7 +96,7 @@ class ItemsRead(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """What has been started: one item or a group, with the targets if they are known; a group with its block."""
+    """A read that has been started: one item, or a group with its block. ``targets`` are set if they are known."""
 
     read: Read | ReadGroup
     result: Future[Any]
@@ -126,7 +128,7 @@ class _Load:
         self._targets_first = may_ask_early(planner)
         self._block_nbytes = options.fitted_block_nbytes
         self._limit_nbytes = options.buffer_bytes - options.n_threads * self._block_nbytes
-        # A direct read takes whole pages: part of one more at either end.
+        # A direct read takes whole pages, so it may need one more page at either end.
         nbytes = -(-self._block_nbytes // PAGE_NBYTES) * PAGE_NBYTES + 2 * PAGE_NBYTES
         self._pool = BlockPool(stay_at_fork=True)
         self._blocks = self._pool.lease(nbytes, 2 * options.n_threads)
@@ -169,7 +171,7 @@ class _Load:
         except Stopped:
             raise self._tasks.errors[0] from None
         except BaseException as error:
-            self._tasks.errors.append(error)  # for the reads that still run
+            self._tasks.errors.append(error)  # stops the reads that still run
             raise
         finally:
             self._tasks.shut_down()
@@ -192,9 +194,11 @@ class _Load:
         self._append(_Pending(group, result, self._block_nbytes, targets, block))
 
     def _targets_of(self, group: ReadGroup) -> list[torch.Tensor] | None:
-        """What a group is read into; ``None`` if that is decided on the thread of the planner, item by item.
+        """The tensors that a group is read into; ``None`` if the thread of the planner asks for them, item by item.
 
-        There it is for small items: threads would take longer to get hold of the interpreter than to copy them."""
+        That thread asks for those of small items: other threads would wait longer for the interpreter than the copy
+        takes.
+        """
         if not self._targets_first or group.end - group.start < SMALL_NBYTES * len(group.places):
             return None
         if any(read.item.type == LoadItemType.BYTE_IO for read in group.reads):
@@ -206,7 +210,7 @@ class _Load:
         target = None
         if self._targets_first and read.item.type != LoadItemType.BYTE_IO:
             target = self._resolve(read.item)
-        # What goes straight into its target takes no memory.
+        # A read straight into its target takes no memory of ours.
         is_straight = target is not None and is_flat(target) and target.dtype == read.dtype and read.is_whole
         nbytes = 0 if is_straight else read.nbytes
         self._make_room(nbytes)
@@ -226,7 +230,7 @@ class _Load:
         self._pending.append(pending)
         self._pending_nbytes += pending.nbytes
         self._pending_groups += pending.block is not None
-        in_blocks = self._pending_groups * self._block_nbytes  # which count by themselves
+        in_blocks = self._pending_groups * self._block_nbytes  # peak_nbytes counts blocks separately
         self._peak_pending_nbytes = max(self._peak_pending_nbytes, self._pending_nbytes - in_blocks)
 
     def _finish_first(self) -> None:
@@ -278,7 +282,7 @@ class _Load:
         return target_of(self._planner, item, early=self._targets_first)
 
     def _check_mark(self, file: DataFile, mark: str) -> None:
-        """Make sure that a file is of the save whose ``.metadata`` names it."""
+        """Make sure that the save which wrote ``.metadata`` also wrote this file."""
         if file.mark == mark or (file.mark is None and self._options.verify_checksums is False):
             return
         found = "no mark: it is not whole, or was written by another program"

@@ -1,7 +1,7 @@
-"""What a load plan reads, without an object for each tensor that is read just as it was saved.
+"""The items that a load plan reads, without a Python object for each tensor that is read exactly as it was saved.
 
-Owns the list of read items that stands in DCP's ``LoadPlan``: its columns are for ``RobustReader``, and whoever else
-looks at it finds the read items that stock's planner makes. Made by ``plan.loading.load_items``.
+This module owns the list of read items in DCP's ``LoadPlan``. ``RobustReader`` reads its columns. Anyone else sees an
+ordinary list of the read items that DCP's planner makes. ``plan.loading.load_items`` makes it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class WholeTensors:
-    """Tensors that are read as they were saved, in columns.
+    """Tensors that are read exactly as they were saved, in columns.
 
     Attributes:
-        names: of each.
-        targets: what this rank holds of each, of the dtype and size of its kind.
-        kinds: the distinct dtypes and sizes.
-        kind_of: int64, for each the number of its kind.
-        chunks: int64, the place of each among the saved chunks of its tensor.
+        names: the name of each tensor.
+        targets: this rank's tensor for each, of the dtype and size of its kind.
+        kinds: the distinct pairs of dtype and size.
+        kind_of: int64, the number of each tensor's kind.
+        chunks: int64, for each the number of its chunk among the saved chunks of the tensor.
         files: relative paths of the files.
-        file_of, start, nbytes: int64, where each lies: number of the file, first byte, bytes.
+        file_of, start, nbytes: int64, where each lies: the number of its file, its first byte, its length in bytes.
     """
 
     names: Sequence[str]
@@ -57,7 +57,7 @@ class WholeTensors:
         kind_of: Sequence[int],
         chunks: WholeChunks,
     ) -> WholeTensors:
-        """Those of ``names`` of which ``chunks`` were found."""
+        """The tensors of ``names`` for which ``chunks`` holds a saved chunk."""
         if len(chunks.asked) < len(names):
             asked = chunks.asked.tolist()
             names, targets = [names[place] for place in asked], [targets[place] for place in asked]
@@ -89,18 +89,19 @@ class WholeTensors:
         return sum(count * kind.nbytes for count, kind in zip(counts, self.kinds, strict=True))
 
     def item(self, place: int) -> ReadItem:
-        """One of them as stock's planner describes it."""
+        """The tensor at ``place`` as a read item, as DCP's planner makes it."""
         kind = self.kinds[int(self.kind_of[place])]
         return whole_item(self.names[place], kind.offsets, kind.lengths, int(self.chunks[place]))
 
 
 class PlannedItems(Sequence[ReadItem]):
-    """The items of a load plan; those of :attr:`whole` come first.
+    """The items of a load plan. The items of :attr:`whole` come first.
 
     Args:
-        whole: what is read as it was saved.
+        whole: the tensors that are read as they were saved.
         others: everything else.
-        planner: the one that made the plan. Only if it is handed over with the plan are the targets its own.
+        planner: the planner that made the plan. The targets in ``whole`` are used only if the reader gets this planner
+            with the plan.
     """
 
     def __init__(self, whole: WholeTensors, others: list[ReadItem], planner: LoadPlanner) -> None:
@@ -140,7 +141,7 @@ class PlannedItems(Sequence[ReadItem]):
 
 
 def whole_item(name: str, offsets: torch.Size, lengths: torch.Size, chunk: int) -> ReadItem:
-    """The read item for all of the saved chunk with this number, into all that this rank holds."""
+    """The read item that reads all of the saved chunk with this number into all that this rank holds of the tensor."""
     zeros = _zeros(len(offsets))
     stored = MetadataIndex(name, offsets, chunk)
     wanted = stored if chunk == 0 else MetadataIndex(name, offsets, 0)

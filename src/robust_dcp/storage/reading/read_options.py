@@ -1,6 +1,7 @@
-"""How the items of a checkpoint are read: the options of ``RobustReader``.
+"""The options of ``RobustReader``: how the items of a checkpoint are read.
 
-Owns the options, their checks and their defaults. Made by users and by ``reader``; ``plan_reader`` asks it.
+This module owns the options, their checks and their defaults. Users and ``reader`` make them; ``plan_reader`` uses
+them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from robust_dcp.storage.writing.write_options import default_threads
 __all__ = ["BLOCK_NBYTES", "ReadOptions"]
 
 BLOCK_NBYTES: Final = 4 << 20
-"""One read: large enough for a device to be at its speed, small enough to be divided between threads."""
+"""The size of one read: large enough for a device to reach its full speed, and small enough to divide among threads."""
 
 _LEAST_BLOCK_NBYTES: Final = 64 << 10
 
@@ -24,21 +25,25 @@ class ReadOptions:
     """How ``RobustReader`` reads.
 
     Args:
-        threads: reads in flight; by default 2 for each core of the rank's share of the node, between 4 and 8.
-        verify_checksums: compare what is read, whole items and slices, with the CRC-32s that were written with it.
-            ``True``: whatever has checksums that cover it, or nearly so; stock's have one for each item, so slices of
-            large items by stock are not compared. ``"all"``: all of each item where it takes that, and what has no
-            checksum is an error. ``False``: nothing is compared, to save what can be saved of a damaged checkpoint.
-        trusted: let items that are no tensors run code when they are loaded, as stock does.
-        buffer_bytes: limit for what has been read and not yet handed over. One item may exceed it.
-        block_bytes: bytes of one read. Blocks get smaller to keep ``buffer_bytes``.
-        direct: read past the page cache (``O_DIRECT``). ``None``: where the file system can do that, the bytes are not
-            in the cache (each large read asks first, which changes nothing there), and no other rank of the node reads
-            the same. ``True``: always, or it is an error; ``False``: never. Small reads always go through the cache.
-        share_reads: of what several ranks of a load need, each byte is read by one of them and passed on to the others
-            over the network. ``None``: where these ranks are on several nodes. The same on all ranks. Only
-            ``robust_dcp.load`` does that, and only for planners whose ``commit_tensor`` is ``DefaultLoadPlanner``'s.
-        extension_registry: as for stock's reader; by default the transforms that come with torch.
+        threads: how many reads run at once. The default is 2 for each core of this rank's share of the node, but at
+            least 4 and at most 8.
+        verify_checksums: whether to compare whole items and slices with the CRC-32s that were saved. ``True``: compare
+            everything that can be verified with little extra reading. Checkpoints by DCP have one checksum for each
+            item, so slices of their large items are not compared. ``"all"``: compare everything, and read all of an
+            item if that is needed; an item without a checksum is an error. ``False``: compare nothing, to rescue what
+            is left of a damaged checkpoint.
+        trusted: allow items that are not tensors to run code when they are loaded, as DCP does.
+        buffer_bytes: limit for bytes that were read and not yet handed over. A single item may exceed it.
+        block_bytes: size of one read. Reads get smaller where that is needed to keep ``buffer_bytes``.
+        direct: whether to read past the page cache (``O_DIRECT``). ``None``: do so where the file system can, the bytes
+            are not in the cache, and no other rank of the node reads the same. Each large read asks the cache first;
+            asking does not change it. ``True``: always; a file system that cannot is an error. ``False``: never. Small
+            reads always go through the cache.
+        share_reads: if several ranks need the same bytes, one of them reads them and sends them to the others over the
+            network. ``None``: do so where these ranks are on several nodes. Pass the same value on all ranks. Only
+            ``robust_dcp.load`` shares reads, and only if the planner's ``commit_tensor`` is that of
+            ``DefaultLoadPlanner``.
+        extension_registry: the same as for DCP's reader. The default has the transforms that come with torch.
 
     Raises:
         ValueError: an option is out of range.
@@ -73,13 +78,13 @@ class ReadOptions:
 
     @property
     def n_threads(self) -> int:
-        """Reads in flight."""
+        """How many reads run at once."""
         return default_threads(least=4, most=8) if self.threads is None else self.threads
 
     @property
     def fitted_block_nbytes(self) -> int:
-        """Bytes of a block, so that all blocks take half of ``buffer_bytes`` at most.
+        """The size of a block, such that all blocks together take at most half of ``buffer_bytes``.
 
-        Each thread may have a block for itself, and as many hold groups of items.
+        Each thread may use one block, and as many more may hold groups of items.
         """
         return min(self.block_bytes, max(_LEAST_BLOCK_NBYTES, self.buffer_bytes // (4 * self.n_threads)))

@@ -1,7 +1,7 @@
-"""What the threads of a load do: read groups and single items, the large ones in pieces.
+"""The threads of a load: they read groups and single items, and large items in pieces.
 
-Owns the threads, and that the first error of one ends the work of all. Never calls the planner. Called by
-``plan_reader``.
+This module owns the threads. The first error in one of them ends the work of all. It never calls the planner.
+``plan_reader`` calls it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from robust_dcp.storage.records.objects import check_object
 __all__ = ["ReadingThreads", "Stopped"]
 
 _MEDIUM_NBYTES: Final = 1 << 20
-"""Up to this length an item is read at once, and copied: to ask for its header first would take longer."""
+"""An item up to this length is read in one read and copied. Reading its header first would take longer."""
 
 
 class Stopped(Exception):
@@ -42,13 +42,14 @@ class ReadingThreads:
     """The threads of one load.
 
     Args:
-        blocks: for what cannot be read straight into its target; each thread has at most one at a time.
-        piece_nbytes: so much fits into a block, wherever it begins in a file.
-        items: takes tensors out of what was read.
-        verification: of all that is read.
+        blocks: memory for bytes that cannot be read straight into their target. Each thread uses at most one block at a
+            time.
+        piece_nbytes: a piece of this length fits into a block, wherever it begins in a file.
+        items: takes tensors out of the bytes that were read.
+        verification: decides what is compared with checksums, and counts what is not.
 
     Attributes:
-        errors: what went wrong, in the order in which it happened. Nothing is read any more once there is one.
+        errors: what went wrong, in the order in which it happened. After the first error nothing more is read.
     """
 
     def __init__(
@@ -71,25 +72,29 @@ class ReadingThreads:
         self._pool = ThreadPoolExecutor(options.n_threads, thread_name_prefix="robust_dcp-read")
 
     def shut_down(self) -> None:
-        """Wait for what is running. What has not begun is not done."""
+        """Wait for the reads that run. Reads that have not begun are dropped."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def read_group(
         self, group: ReadGroup, targets: Sequence[torch.Tensor] | None, block: Block, file: DataFile
     ) -> Future[Any]:
-        """Read a group into ``block``, for a :class:`Stretch`; or into ``targets``, for what ``BlockItems`` gives."""
+        """Read a group.
+
+        The result is a :class:`Stretch` in ``block``. If ``targets`` are given, the group is read into them, and the
+        result is that of ``BlockItems.read_into``.
+        """
         result: Future[Any] = Future()
         self._submit(result, self._read_group, group, targets, block, file, result)
         return result
 
     def read_single(self, read: Read, target: torch.Tensor | None, file: DataFile) -> Future[Any]:
-        """Read one item: bytes, a CPU tensor, or ``None`` where ``target`` has been filled."""
+        """Read one item. The result is its bytes, a CPU tensor, or ``None`` if ``target`` has been filled."""
         result: Future[Any] = Future()
         self._submit(result, self._read_single, read, target, file, result)
         return result
 
     def checked_object(self, stored: ItemBytes) -> bytes:
-        """The bytes of an item that is no tensor, once it is known what loading them would do."""
+        """The bytes of an item that is not a tensor, after a check of what loading them would do."""
         data = stored.read(0, stored.nbytes)
         check_members(stored, data, self._verification)
         if not self._options.trusted:
@@ -195,7 +200,7 @@ class ReadingThreads:
 
 
 def _transformed(stored: ItemBytes, transforms: Sequence[str], registry: Any) -> ItemInMemory:
-    """Undo what stock's extensions (compression, say) did to the item's bytes."""
+    """Undo what the extensions of DCP (compression, for example) did to the item's bytes."""
     if registry is None:
         from torch.distributed.checkpoint._extension import ExtensionRegistry  # private, and rarely needed
 

@@ -1,8 +1,8 @@
-"""Small records recognised by their frame, so that each of thousands of alike ones costs a few comparisons.
+"""Recognises small records by their frame, so that each of thousands of similar records costs only a few comparisons.
 
-Owns what is the same in all records of one writer, dtype and shape, learnt from the first one that ``parse_record`` has
-understood. Never believes a record that differs from it in a single byte but those of checksums. Called by
-``plan_reader`` with records that lie in memory.
+A form is what all records of one writer, dtype and shape have in common. It is learnt from the first such record, after
+``parse_record`` has understood it. A later record has the form only if all its bytes outside of data and checksums are
+equal. ``plan_reader`` uses this for records that lie in memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from robust_dcp.storage.records.torch_zip import record_template
 __all__ = ["RecordForm", "RecordForms", "form_of_raw"]
 
 _MOST_FORMS: Final = 1024
-"""Each holds 1 to 2 KiB. Where there are more, tensors are hardly alike, and what is learnt is of little use."""
+"""Each form takes 1 to 2 KiB. A load with more forms has few tensors of each, so learning forms gains little."""
 
 _MOST_FRAME_NBYTES: Final = 1 << 14
 _UINT32: Final = struct.Struct("<I")
@@ -30,12 +30,12 @@ _UINT32: Final = struct.Struct("<I")
 
 @dataclass(frozen=True)
 class RecordForm:
-    """Contiguous records of one length, dtype and shape that say so in the same bytes.
+    """The form of contiguous records of one length, dtype and shape: the bytes that are the same in all of them.
 
     Attributes:
-        parts: the bytes before the data and from the directory on, cut where checksums stand, with their places.
-        data_offset, data_nbytes: the tensor's bytes, from the start of the record.
-        crc32_at: where their CRC-32 stands; 0 there is none.
+        parts: the bytes before the data and those from the zip directory on, with their places. Checksums are left out.
+        data_offset, data_nbytes: where the tensor's bytes lie, counted from the start of the record.
+        crc32_at: where the CRC-32 of the data is stored. If there is none, a field of zeros is there.
     """
 
     parts: tuple[tuple[int, int, bytes], ...]
@@ -44,7 +44,7 @@ class RecordForm:
     crc32_at: int
 
     def crc32_of(self, memory: mmap.mmap, at: int) -> int | None:
-        """The CRC-32 in the record that begins at ``at``; ``None`` if it is not of this form."""
+        """The CRC-32 in the record that begins at ``at``; ``None`` if it does not have this form."""
         for start, end, part in self.parts:
             if memory[at + start : at + end] != part:
                 return None
@@ -69,11 +69,11 @@ class RecordForms:
     def find(
         self, memory: mmap.mmap, at: int, nbytes: int, dtype: torch.dtype, shape: torch.Size
     ) -> tuple[RecordForm, int] | None:
-        """The form and the CRC-32 (0: none) of the record of ``nbytes`` bytes at ``at``.
+        """The form and the CRC-32 (0 if there is none) of the record of ``nbytes`` bytes at ``at``.
 
         Returns:
-            ``None`` if it is not the usual record of a contiguous tensor of ``dtype`` and ``shape``: it has to be
-            looked at as what it may be.
+            ``None`` if it is not the usual record of a contiguous tensor of ``dtype`` and ``shape``. It may still be
+            another kind of record, which ``stored_tensor`` can read.
         """
         key = (nbytes, dtype, shape)
         try:
@@ -88,9 +88,10 @@ class RecordForms:
         return None if crc32 is None else (form, crc32)
 
     def place_of_data(self, nbytes: int, dtype: torch.dtype, shape: torch.Size) -> tuple[int, int] | None:
-        """Where the data of a record of ``nbytes`` bytes will be, from its start, and its length.
+        """Where the data of a record of ``nbytes`` bytes should be: its start, counted from the start of the record,
+        and its length.
 
-        To be believed only once :meth:`find` has found the same. ``None`` if no such record is known.
+        This is a guess until :meth:`find` has found the same. ``None`` if no such record is known.
         """
         form = self._forms.get((nbytes, dtype, shape))
         if form is not None:
@@ -102,7 +103,7 @@ class RecordForms:
 
 
 def form_of_raw(raw: StoredTensor, dtype: torch.dtype, shape: torch.Size) -> tuple[RecordForm, int] | None:
-    """What :meth:`RecordForms.find` gives, of an item that the head of its file describes."""
+    """The result of :meth:`RecordForms.find` for an item that the head of its file describes."""
     if (raw.dtype, raw.shape) != (dtype, shape):
         return None
     return RecordForm((), 0, raw.nbytes, 0), raw.crc32 or 0

@@ -1,7 +1,7 @@
-"""One read of a file whose bytes are wanted in several places: straight there where the file system allows it.
+"""One read of a file that puts its bytes in several places, straight from the file where the file system allows it.
 
-Owns which bytes go straight and which by way of a block, the copies out of the block, and the checksums on the way.
-Never reads: ``data_file`` does, and calls this.
+This module decides which bytes go straight to their place and which go through a block. It copies those out of the
+block, and computes checksums on the way. It never reads: ``data_file`` reads, and calls this module.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from robust_dcp.storage.records.checksum import crc32
 __all__ = ["ScatteredRead", "Wanted"]
 
 LEAST_STRAIGHT_NBYTES: Final = 16 << 10
-"""Less is copied out of the block sooner than one more buffer is passed to the kernel."""
+"""Fewer bytes go through the block: copying them is faster than passing one more buffer to the kernel."""
 
 _AT_ONCE_NBYTES: Final = 256 << 10
-"""Copied at once, so that the checksum finds its data in the processor's cache."""
+"""So much is copied at a time, so that the checksum finds its data in the processor's cache."""
 
 
 class Wanted(NamedTuple):
@@ -35,18 +35,19 @@ class Wanted(NamedTuple):
 
 
 class ScatteredRead:
-    """How bytes ``offset`` to ``end`` of a file are read.
+    """A plan for reading bytes ``offset`` to ``end`` of a file.
 
     Args:
-        block: for what does not go straight to where it is wanted. Each such byte has its place there: the bytes of a
-            file that follow each other do so in the block as well, and what goes straight leaves a gap.
-        wanted: ascending, and no two of the same byte; all of them from ``offset`` to ``end``.
-        alignment: of the file; what goes straight begins and ends at multiples of it.
+        block: takes the bytes that do not go straight to where they are wanted. Each byte of the file has its own place
+            in the block, in the order of the file. Bytes that go straight leave a gap there.
+        wanted: where bytes should go, in ascending order. No byte is wanted twice, and all lie between ``offset`` and
+            ``end``.
+        alignment: that of the file. A range that goes straight begins and ends at multiples of it.
 
     Attributes:
-        first: the read begins with this byte of the file: ``offset``, or where the aligned unit that has it begins.
-        buffers: what to read into, one after the other.
-        at: where the byte at ``offset`` has its place in the block.
+        first: the first byte of the file that is read: ``offset``, rounded down to the alignment.
+        buffers: the memory to read into, one buffer after the other.
+        at: the place in the block for the byte at ``offset``.
     """
 
     def __init__(self, block: Block, offset: int, end: int, wanted: Sequence[Wanted], alignment: Alignment) -> None:
@@ -69,11 +70,11 @@ class ScatteredRead:
             self.buffers.append(block.view[at - self.first : last - self.first])
 
     def finish(self, number: int, end: int, *, checksum: bool) -> int:
-        """Copy what was wanted by ``wanted[number]``, and lies in the block, to where it is wanted.
+        """Copy those bytes of ``wanted[number]`` that were read into the block to where they are wanted.
 
         Args:
-            end: of what was read.
-            checksum: compute the CRC-32 of the bytes that were wanted, as far as they were read.
+            end: where in the file the bytes that were read end.
+            checksum: whether to compute the CRC-32 of the wanted bytes, as far as they were read.
 
         Returns:
             The CRC-32, or 0.
@@ -95,7 +96,7 @@ class ScatteredRead:
 
 
 def _straight_part(wanted: Wanted, unit: int, memory: int) -> tuple[int, int]:
-    """Which bytes of the file can go straight to where they are wanted: from one to another, in whole units."""
+    """The first and last byte of the file that can go straight to where they are wanted, in whole aligned units."""
     begin, end = -(-wanted.offset // unit) * unit, wanted.end - wanted.end % unit
     if end - begin < LEAST_STRAIGHT_NBYTES or (wanted.address + begin - wanted.offset) % memory:
         return wanted.offset, wanted.offset

@@ -1,6 +1,7 @@
-"""What a rank reads that others may need as well: the items of a load plan as columns that ranks can compare.
+"""The reads of a rank that other ranks may need as well, as columns that ranks can compare.
 
-Owns which items that may be, and what names them. Never talks to other ranks (``plan.loading.sharing`` does).
+This module decides which items of a load plan these are, and gives them names that are equal on all ranks. It never
+talks to other ranks: ``plan.loading.sharing`` does.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ from robust_dcp.storage.reading.targets import is_plain, may_ask_early, target_o
 __all__ = ["ON_DEVICE", "SharableReads", "places_in_files", "sharable_reads"]
 
 ON_DEVICE = 1 << 63
-"""Set in the box of what is passed on without leaving devices."""
+"""This bit is set in the box of an item that ranks pass on from device to device."""
 
 
 class SharableReads(NamedTuple):
-    """Items of a plan, ascending by (item, box).
+    """Items of a plan, sorted by (item, box).
 
     Attributes:
-        places: int64 ``[n]``, of the items in the plan.
-        targets: the tensors that they are read into, one for each; ``None`` for an object.
+        places: int64 ``[n]``, the place of each item in the plan.
+        targets: the tensor that each is read into; ``None`` for an object.
         items: int32 ``[n]``, the place of the stored item in the metadata's ``storage_data``.
-        boxes: uint64 ``[n]``, 0 for all of it as it is stored, else a hash; and ``ON_DEVICE``.
-        nbytes: int64 ``[n]``, of the target, or of the stored object.
+        boxes: uint64 ``[n]``, which part is read: 0 for all of it as it is stored, else a hash. ``ON_DEVICE`` may be
+            added.
+        nbytes: int64 ``[n]``, the size of the target, or of the stored object.
     """
 
     places: npt.NDArray[np.int64]
@@ -60,13 +62,15 @@ def sharable_reads(
     *,
     trusted: bool,
 ) -> SharableReads:
-    """What of ``items`` may be read by another rank: plain tensors of any dtype and strides, and objects.
+    """Find the ``items`` that another rank may read for this one: plain tensors of any dtype and strides, and objects.
 
-    Each rank reads for itself what a planner wants to hear of item by item, and what was stored through a transform.
+    A rank reads two kinds of items for itself: those where the planner has to be called for each item, and those that
+    were stored through a transform.
 
     Args:
-        stays_on: whether ranks can pass on what lies on a device without copying it to the host.
-        trusted: this rank takes objects that nobody has checked. It exchanges them only with ranks that do too.
+        stays_on: whether ranks can pass on a tensor on a device without a copy to the host.
+        trusted: whether this rank takes objects that nobody has checked. It exchanges them only with ranks that do,
+            too.
     """
     number_of: dict[Any, int] = {index: number for number, index in enumerate(metadata.storage_data or {})}
     rows: list[_Row] = []
@@ -92,7 +96,7 @@ def sharable_reads(
 
 
 def places_in_files(metadata: Metadata) -> npt.NDArray[np.int64]:
-    """For each stored item its place among all of them, by file and by offset: int64 ``[n]``."""
+    """The place of each stored item when all are sorted by file and offset: int64 ``[n]``."""
     infos: list[Any] = list((metadata.storage_data or {}).values())
     order = sorted(range(len(infos)), key=lambda number: (infos[number].relative_path, infos[number].offset))
     places = np.empty(len(infos), dtype=np.int64)
@@ -101,7 +105,10 @@ def places_in_files(metadata: Metadata) -> npt.NDArray[np.int64]:
 
 
 def _box_of(read: Read, target: torch.Tensor) -> int:
-    """Which part of a stored item is read, and into what: 63 bits; 0 for all of it, into the dtype that it has."""
+    """A number of 63 bits for the part of a stored item that is read and for the target's dtype.
+
+    It is 0 if the whole item is read in its stored dtype.
+    """
     if read.is_whole and target.dtype == read.dtype:
         return 0
     offsets, lengths = read.item.storage_offsets, read.item.lengths

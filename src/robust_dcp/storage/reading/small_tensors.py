@@ -1,8 +1,8 @@
-"""Small tensors that lie next to each other: taken out of a block with a few calls for all that are alike.
+"""Takes small tensors that lie next to each other out of a block, with a few calls for all of one kind.
 
-Owns the way of whole records of one form from a block to their targets: frames compared, data checksummed, and copied.
-What is not just as expected is left to ``block_items``, which looks at it as what it may be, and says what is wrong.
-Called by ``plan_reader`` on the thread of the planner.
+This module compares the frames of whole records, verifies their data, and copies it into the targets. It leaves every
+record that is not exactly as expected to ``block_items``, which finds out what it is or what is wrong with it.
+``plan_reader`` calls it on the thread of the planner.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["SmallTensors"]
 Int64 = npt.NDArray[np.int64]
 
 _FEW: Final = 4
-"""So few alike are looked at one by one."""
+"""Up to this many tensors of one kind are handled one by one."""
 
 
 class SmallTensors:
@@ -37,7 +37,7 @@ class SmallTensors:
 
     Args:
         whole: all such tensors of the load.
-        forms, verification: of the load.
+        forms, verification: those of the load.
     """
 
     def __init__(self, whole: WholeTensors, forms: RecordForms, verification: Verification) -> None:
@@ -49,7 +49,8 @@ class SmallTensors:
         """Fill targets from a block.
 
         Args:
-            numbers: of the items of a group; those beyond the whole tensors are not touched.
+            numbers: the numbers of the items of a group. Items that are not whole tensors (they have higher numbers)
+                are left alone.
 
         Returns:
             For each of ``numbers`` whether its target has been filled.
@@ -66,7 +67,7 @@ class SmallTensors:
         return done
 
     def _copy_alike(self, stretch: Stretch, numbers: Int64) -> Sequence[bool]:
-        """:meth:`copy` for tensors of one kind."""
+        """:meth:`copy` for tensors of one dtype and size."""
         whole = self._whole
         kind = whole.kinds[int(whole.kind_of[numbers[0]])]
         first, nbytes = whole.start[numbers] - stretch.offset, whole.nbytes[numbers]
@@ -81,7 +82,7 @@ class SmallTensors:
         sound = _take_bytes(targets)
         if self._verification.verify is not False:
             found = crc32_of_each(stretch.block.view, data, kind.nbytes)
-            # What has no checksum (0) is counted, or refused, one by one.
+            # Tensors without a checksum (0) are counted, or refused, one by one.
             sound = [ok and crc == of_it != 0 for ok, crc, of_it in zip(sound, found, expected, strict=True)]
         else:
             sound = [ok and of_it is not None for ok, of_it in zip(sound, expected, strict=True)]
@@ -93,8 +94,10 @@ class SmallTensors:
     def _find_in_records(
         self, stretch: Stretch, at: list[int], nbytes: int, kind: ChunkKind
     ) -> tuple[list[int], list[int | None]]:
-        """Where in the block the data is of the records at ``at``, and its CRC-32: 0 if it has none, ``None`` if it is
-        not of the usual form."""
+        """For each record at ``at``: where its data begins in the block, and its CRC-32.
+
+        The CRC-32 is 0 if the record has none, and ``None`` if the record does not have the usual form.
+        """
         memory = stretch.block.memory
         found = self._forms.find(memory, at[0], nbytes, kind.dtype, kind.lengths)
         if found is None or found[0].data_nbytes != kind.nbytes:
@@ -103,7 +106,7 @@ class SmallTensors:
         return [start + form.data_offset for start in at], form.crc32s_of(memory, at)
 
     def _find_in_head(self, head: FileHead, numbers: Int64, kind: ChunkKind) -> list[int | None]:
-        """The CRC-32 of tensors that the head of their file describes, as for records."""
+        """The CRC-32 of tensors that the head of their file describes, with 0 and ``None`` as for records."""
         whole, tensors = self._whole, head.tensors
         found = [tensors.get(whole.names[number]) for number in numbers.tolist()]
         places = zip(found, whole.start[numbers].tolist(), whole.nbytes[numbers].tolist(), strict=True)
@@ -119,7 +122,7 @@ class SmallTensors:
 
 
 def _take_bytes(targets: list[torch.Tensor]) -> list[bool]:
-    """For each what ``targets.takes_bytes`` says of a tensor that is no complex and no quantized one."""
+    """For each target, whether ``targets.takes_bytes`` holds. All are neither complex nor quantized."""
     if targets and (targets[0].is_complex() or targets[0].is_quantized):
         return [False] * len(targets)
     strided = torch.strided

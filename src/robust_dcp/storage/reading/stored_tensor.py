@@ -1,7 +1,8 @@
-"""The tensor that a stored item holds, or a part of it.
+"""Reads one tensor, or a part of it, from a stored item.
 
-Owns reading and checking of a single tensor, whoever wrote it: its form, checksums, only the bytes that are needed,
-straight into the target where that is possible. Knows nothing of plans and planners; called from several threads.
+This module reads and checks a single tensor, whoever wrote it: it finds out its form, reads only the bytes that are
+needed, compares them with checksums, and reads straight into the target where that is possible. It knows nothing of
+plans and planners. Several threads call it.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from robust_dcp.storage.records.torch_zip import contiguous_strides, payload_vie
 
 __all__ = ["StoredBox", "check_members", "find_box", "read_box", "read_tensor"]
 
-# Read and checked in pieces of this size, so that the checksum finds its data in the processor's cache.
+# Data is read and checked in pieces of this size, so that the checksum finds each in the processor's cache.
 _BLOCK_NBYTES: Final = 2 << 20
 
 
 class StoredBox(NamedTuple):
-    """Where the elements of a box lie in their item: one range of bytes, from its first to its last element.
+    """Where a box (a part of a tensor) lies in its item: the range of bytes from its first to its last element.
 
     Attributes:
-        record: the tensor that it is part of.
-        lengths: its size.
-        offset: start of the range, from the start of the item.
-        numel: elements in the range, those between rows of the box included.
+        record: the tensor that the box is part of.
+        lengths: the size of the box.
+        offset: the first byte of the range, counted from the start of the item.
+        numel: elements in the range, including those between rows of the box.
         sums: checksums of the blocks that the range lies in, if there are any.
         is_one_piece: whether the range holds nothing but the box, in order.
     """
@@ -48,17 +49,21 @@ class StoredBox(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Length of the range."""
+        """Length of the range in bytes."""
         return self.numel * self.record.dtype.itemsize
 
     def buffer_for(self, into: torch.Tensor | None) -> torch.Tensor:
-        """What to read the range into: ``into``, if the bytes are just those of its elements, or a new tensor."""
+        """The tensor to read the range into: ``into``, if the range holds exactly the bytes of ``into``, or else a new
+        tensor.
+        """
         if into is not None and self.is_one_piece and into.dtype == self.record.dtype:
             return into
         return torch.empty(self.numel, dtype=self.record.dtype)
 
     def tensor_in(self, buffer: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor | None:
-        """The box in the ``buffer`` that the range was read into; ``None`` if that is ``into``."""
+        """The box as a tensor, taken out of the ``buffer`` that the range was read into; ``None`` if ``buffer`` is
+        ``into``.
+        """
         return None if buffer is into else buffer.as_strided(self.lengths, self.record.stride)
 
 
@@ -70,17 +75,22 @@ def find_box(
     *,
     with_sums: bool = True,
 ) -> StoredBox | None:
-    """Where the box of ``lengths`` at ``offsets`` of a stored tensor lies; ``None`` if only ``torch.load`` may know.
+    """Find where the box of ``lengths`` at ``offsets`` of a stored tensor lies.
 
     Args:
-        expected: dtype and shape according to the metadata. A record that we wrote of these is recognised at once.
-        with_sums: whether the box is to be verified; else the footer of the file is not looked at.
+        expected: dtype and shape according to the metadata. With them, a record that we wrote is recognised at once.
+        with_sums: whether the box will be verified. If not, the footer of the file is not read.
+
+    Returns:
+        ``None`` if the record has a form that only ``torch.load`` may understand.
 
     Raises:
         CorruptCheckpoint: the stored tensor has no such box.
         StorageError: a read failed.
     """
-    record = _of_head(stored, expected) or _recognised(stored, expected) or parse_record(stored.read, stored.nbytes)
+    record = (
+        _from_head(stored, expected) or _from_known_header(stored, expected) or parse_record(stored.read, stored.nbytes)
+    )
     if record is None:
         return None
     _check_box(stored, record.shape, offsets, lengths)
@@ -111,31 +121,31 @@ def read_tensor(
 ) -> torch.Tensor | None:
     """Read the box of ``lengths`` at ``offsets`` of a stored tensor.
 
-    Only the bytes from its first to its last element are read, and those beyond that it takes to verify them: for a
-    slice along dimension 0 its own, from the end of one block to that of another; for other boxes the rows that they
-    touch.
+    Only the bytes from its first to its last element are read, and the bytes around them that are needed to verify
+    them. For a slice along dimension 0 these are its own bytes, extended to the ends of checksum blocks. For other
+    boxes they are all rows that the box touches.
 
     Args:
-        into: a tensor of size ``lengths`` for which ``takes_bytes`` holds. It is read into if it has the stored
-            dtype and the box is stored in one piece, and holds garbage if that fails.
+        into: a tensor of size ``lengths`` for which ``takes_bytes`` holds. The box is read into it if the dtypes are
+            equal and the box is stored in one piece. It holds garbage if that read fails.
         expected: as for :func:`find_box`.
-        trusted: passed to :func:`load_object` for records of anything but a plain tensor.
+        trusted: passed to :func:`load_object` if the record is anything but a plain tensor.
 
     Returns:
         ``None`` if ``into`` has been filled; else a CPU tensor of size ``lengths`` and of the stored dtype.
 
     Raises:
-        CorruptCheckpoint: no such tensor, or its bytes are not those that were written.
+        CorruptCheckpoint: there is no such tensor, or its bytes are not those that were written.
         UnsafeCheckpoint: the record names classes that are not known to be data.
         StorageError: a read failed.
     """
     box = find_box(stored, offsets, lengths, expected, with_sums=verification.verify is not False)
     if box is not None:
         return read_box(stored, box, into, verification)
-    whole = _loaded(stored, verification, trusted)
+    whole = _by_torch_load(stored, verification, trusted)
     _check_box(stored, whole.shape, offsets, lengths)
     for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
-        if length != whole.shape[dimension]:  # not every kind of tensor can be narrowed, and few need it
+        if length != whole.shape[dimension]:  # only where needed: some kinds of tensors have no narrow
             whole = whole.narrow(dimension, offset, length)
     return whole
 
@@ -143,7 +153,7 @@ def read_tensor(
 def read_box(
     stored: ItemBytes, box: StoredBox, into: torch.Tensor | None, verification: Verification
 ) -> torch.Tensor | None:
-    """Read what :func:`find_box` has found; ``into`` and the result as for :func:`read_tensor`."""
+    """Read the box that :func:`find_box` has found; ``into`` and the result are those of :func:`read_tensor`."""
     buffer = box.buffer_for(into)
     view = payload_view(buffer)
     begin, end = box.offset, box.offset + box.nbytes
@@ -156,7 +166,7 @@ def read_box(
 
 
 def _read_verified(stored: ItemBytes, view: memoryview, offset: int, sums: BlockSums, begin: int, end: int) -> None:
-    """Fill ``view`` from ``offset``, reading and verifying bytes ``begin`` to ``end`` of the item."""
+    """Fill ``view`` with the item's bytes from ``offset`` on, and verify bytes ``begin`` to ``end`` of the item."""
     found = 0
     for first in range(begin, end, _BLOCK_NBYTES):
         last = min(first + _BLOCK_NBYTES, end)
@@ -176,7 +186,7 @@ def _read_verified(stored: ItemBytes, view: memoryview, offset: int, sums: Block
 def _sums(stored: ItemBytes, record: ParsedRecord, begin: int, end: int) -> BlockSums | None:
     """The checksums of the blocks that bytes ``begin`` to ``end`` of the item lie in.
 
-    The one of the whole data will do where all of it is read anyhow.
+    If all of the data is read, the one checksum of the whole data is enough.
     """
     whole = None
     if record.crc32 is not None:
@@ -193,26 +203,28 @@ def _sums(stored: ItemBytes, record: ParsedRecord, begin: int, end: int) -> Bloc
 
 
 def _check_frame(stored: ItemBytes, record: ParsedRecord, sums: BlockSums) -> None:
-    """Make sure that the frame of a record is right about where its data lies: blocks of which a slice is read prove
-    the bytes of the file, not that they are the ones to take.
+    """Make sure that the frame of a record says rightly where its data lies.
+
+    The checksums of blocks prove that a slice has the right bytes of the file. They do not prove that these bytes are
+    the ones to take: the frame says that.
 
     Raises:
-        CorruptCheckpoint: it is not.
+        CorruptCheckpoint: the frame is wrong.
     """
     if (sums.offset, sums.nbytes) == (record.data_offset, record.data_nbytes):
         return
     if (sums.offset, sums.nbytes) != (0, stored.nbytes):
         expected = f"{sums.nbytes} bytes of data at {sums.offset}, as the footer of the file has it"
         raise corrupt_item(stored, expected, f"{record.data_nbytes} bytes at {record.data_offset}")
-    # The frame is summed as well.
+    # The checksums of blocks cover the frame as well.
     for low, high in ((0, record.data_offset), (record.directory_at, stored.nbytes)):
         first, last = sums.around(low, high)
         if crc32(stored.read(first, last - first)) != sums.expected(first, last):
             raise damaged(stored, sums, first, last)
 
 
-def _of_head(stored: ItemBytes, expected: tuple[torch.dtype, tuple[int, ...]] | None) -> ParsedRecord | None:
-    """What the head of the file says of an item, if it does, in the terms of a record."""
+def _from_head(stored: ItemBytes, expected: tuple[torch.dtype, tuple[int, ...]] | None) -> ParsedRecord | None:
+    """The tensor that the head of the file describes, in the terms of a record; ``None`` if the item is a record."""
     raw = stored.raw
     if raw is None:
         return None
@@ -230,8 +242,8 @@ def _of_head(stored: ItemBytes, expected: tuple[torch.dtype, tuple[int, ...]] | 
     )
 
 
-def _recognised(stored: ItemBytes, expected: tuple[torch.dtype, tuple[int, ...]] | None) -> ParsedRecord | None:
-    """The record, if its header is, byte for byte, the one that we write for a tensor as the metadata describes it."""
+def _from_known_header(stored: ItemBytes, expected: tuple[torch.dtype, tuple[int, ...]] | None) -> ParsedRecord | None:
+    """The record, if its header is exactly the one that we write for a tensor of the expected dtype and shape."""
     template = None if expected is None else record_template(*expected)
     if template is None or template.nbytes != stored.nbytes:
         return None
@@ -246,12 +258,12 @@ def _recognised(stored: ItemBytes, expected: tuple[torch.dtype, tuple[int, ...]]
         requires_grad=False,
         data_offset=template.header_nbytes,
         data_nbytes=template.payload_nbytes,
-        crc32=crc or None,  # 0 where none was computed
+        crc32=crc or None,  # 0 means that none was computed
     )
 
 
-def _loaded(stored: ItemBytes, verification: Verification, trusted: bool) -> torch.Tensor:
-    """The tensor of a record that only ``torch.load`` understands: quantized, sparse, compressed, of an old format."""
+def _by_torch_load(stored: ItemBytes, verification: Verification, trusted: bool) -> torch.Tensor:
+    """Load a tensor that only ``torch.load`` understands: quantized, sparse, compressed, or of an old format."""
     data = stored.read(0, stored.nbytes)
     check_members(stored, data, verification)
     loaded: Any = load_object(data, file=stored.file, item=stored.item, trusted=trusted)
@@ -261,10 +273,10 @@ def _loaded(stored: ItemBytes, verification: Verification, trusted: bool) -> tor
 
 
 def check_members(stored: ItemBytes, data: bytes, verification: Verification) -> None:
-    """Compare the members of ``data``, if it is a zip, with their checksums; ``torch.load`` does not.
+    """Compare the members of ``data`` with their checksums, if ``data`` is a zip. ``torch.load`` does not do that.
 
     Raises:
-        CorruptCheckpoint: one does not match, or the archive is broken.
+        CorruptCheckpoint: a checksum does not match, or the archive is broken.
     """
     if verification.verify is False or not data.startswith(ZIP_MAGIC):
         verification.skip(len(data), stored.item, stored.file)
@@ -273,7 +285,7 @@ def check_members(stored: ItemBytes, data: bytes, verification: Verification) ->
         members = zip_members(data)
     except ValueError as error:
         if is_program(data):
-            return  # which is refused as such
+            return  # ``load_object`` refuses it
         raise corrupt_item(stored, "an intact zip archive", str(error)) from error
     view = memoryview(data)
     for name, member in members.items():

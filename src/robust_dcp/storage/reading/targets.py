@@ -1,7 +1,7 @@
-"""The tensors that a planner gives for what it asked to be read.
+"""The tensors that a planner gives us to read into.
 
-Owns when they may be asked for, which of them take bytes as they are stored, and the check of their size. Called by
-``plan_reader``, ``reading_threads`` and ``sharable_reads``.
+This module owns when we may ask for them, which of them take bytes as they are stored, and the check of their size.
+``plan_reader``, ``reading_threads`` and ``sharable_reads`` call it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ __all__ = ["is_flat", "is_plain", "may_ask_early", "takes_bytes", "target_of"]
 
 
 def may_ask_early(planner: LoadPlanner) -> bool:
-    """Whether targets may be asked for at any time, and filled by others.
+    """Whether we may ask for targets at any time, and fill them on other threads.
 
-    A planner whose ``commit_tensor`` does nothing cannot depend on when it is called. From any other (Megatron-Core's)
-    a target is taken only once the data is there, and committed at once.
+    A planner whose ``commit_tensor`` does nothing cannot depend on when it is called. Other planners (Megatron-Core's)
+    are asked for a target only once the data is there, and the target is committed at once.
     """
     return getattr(type(planner), "commit_tensor", None) is DefaultLoadPlanner.commit_tensor
 
@@ -48,10 +48,10 @@ def target_of(planner: LoadPlanner, item: ReadItem, *, early: bool) -> torch.Ten
         early: whether :func:`may_ask_early` holds.
 
     Raises:
-        ValueError: it has another size than ``item``.
+        ValueError: the tensor has another size than ``item``.
     """
     target: torch.Tensor = planner.resolve_tensor(item)
-    if target.requires_grad or not early:  # what a planner commits is detached, as with stock
+    if target.requires_grad or not early:  # planners get detached tensors to commit, as from DCP
         target = target.detach()
     if target.size() != item.lengths and target.size() != torch.Size(item.lengths):
         raise ValueError(

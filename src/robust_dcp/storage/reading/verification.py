@@ -1,7 +1,7 @@
-"""Which bytes of a load are compared with checksums, and how many are not.
+"""Decides which bytes of a load are compared with checksums, and counts those that are not.
 
-Owns the choice how far beyond a slice to read so that it can be verified, the count of what was not, and the errors for
-damaged data. Called from several threads by whatever reads data.
+This module decides how far beyond a slice to read so that the slice can be verified. It also makes the errors for
+damaged data. All code that reads data calls it, from several threads.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from robust_dcp.storage.records.checksum import crc32
 __all__ = ["Verification", "Verify", "damaged"]
 
 Verify = bool | Literal["all"]
-"""``True``: what can be verified at little cost. ``"all"``: what cannot be verified is an error. ``False``: nothing."""
+"""``True``: verify what costs little. ``"all"``: data that cannot be verified is an error. ``False``: verify
+nothing.
+"""
 
 _AT_ONCE_NBYTES: Final = 1 << 20
 
 _CHEAP_NBYTES: Final = 2 * SUM_NBYTES
 _CHEAP_PART: Final = 20
-"""So many bytes, or one for so many that are wanted, are read beyond a slice to verify it."""
+"""A slice is verified if that takes at most ``_CHEAP_NBYTES`` more bytes, or at most one more byte for each 20
+wanted.
+"""
 
 
 class _Stored(Protocol):
@@ -36,7 +40,7 @@ class _Stored(Protocol):
 
 
 class Verification:
-    """Of one load.
+    """What one load verifies.
 
     Attributes:
         verify: see :data:`Verify`.
@@ -49,10 +53,11 @@ class Verification:
         self._lock = threading.Lock()
 
     def range_for(self, stored: _Stored, sums: BlockSums | None, begin: int, end: int) -> tuple[int, int] | None:
-        """The bytes of an item to read so that ``begin`` to ``end`` are verified; ``None`` if they are not to be.
+        """The range of an item to read so that bytes ``begin`` to ``end`` can be verified; ``None`` if they are not
+        verified.
 
         Raises:
-            CorruptCheckpoint: they cannot be, and must be.
+            CorruptCheckpoint: they must be verified, and cannot be.
         """
         if self.verify is not False and sums is not None and begin < end:
             first, last = sums.around(begin, end)
@@ -63,10 +68,10 @@ class Verification:
         return None
 
     def skip(self, nbytes: int, item: str, file: str) -> None:
-        """``nbytes`` bytes of data of an item are handed over without having been verified.
+        """Count ``nbytes`` bytes of an item that are handed over without having been verified.
 
         Raises:
-            CorruptCheckpoint: that must not be.
+            CorruptCheckpoint: ``verify`` is ``"all"``.
         """
         if self.verify == "all" and nbytes:
             raise CorruptCheckpoint(
@@ -82,9 +87,13 @@ class Verification:
 
 
 def damaged(stored: _Stored, sums: BlockSums, begin: int, end: int) -> CorruptCheckpoint:
-    """The error for bytes ``begin`` to ``end`` of an item, ends of blocks, that are not those that were written: read
-    once more, it names the first block that is not."""
-    found = "other bytes, though when they were read again they were right: memory or a connection is not to be trusted"
+    """The error for bytes ``begin`` to ``end`` of an item that do not match their checksums. Both are ends of blocks.
+
+    The bytes are read once more, so that the error names the first damaged block.
+    """
+    found = (
+        "other bytes at first, but the right ones in a second read: suspect the memory or the connection to the disk"
+    )
     for first in range(begin, end, sums.block_nbytes):
         last = min(first + sums.block_nbytes, end)
         value = _crc32_of(stored, first, last)

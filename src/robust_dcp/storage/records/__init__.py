@@ -1,1 +1,1 @@
-"""One stored item as bytes: the record of a tensor, of an object, its checksum, and what may be unpickled."""
+"""One stored item as bytes: the record of a tensor or an object, its checksum, and what may be unpickled."""

@@ -1,6 +1,7 @@
-"""What ``torch.save`` writes, in its two formats: the pickle, and the storages that it names. Read as data.
+"""Reads both formats of ``torch.save`` as data: the pickle, and the storages that it names.
 
-Owns where pickle and storages lie, and that each storage has the length that the pickle says. Called by ``objects``.
+This module finds pickle and storages, and checks that each storage has the length that the pickle gives. ``objects``
+calls it.
 
 | format | what |
 | --- | --- |
@@ -27,18 +28,20 @@ __all__ = ["ZIP_MAGIC", "OtherFormat", "is_program", "load_data"]
 
 ZIP_MAGIC: Final = b"PK\x03\x04"
 
-_TORCHSCRIPT_MEMBER: Final = b"/constants.pkl"  # by this torch.load recognises a program, and would start to load it
+_TORCHSCRIPT_MEMBER: Final = (
+    b"/constants.pkl"  # torch.load recognises a program by this member, and would start to load it
+)
 _LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C
 _LEGACY_VERSION: Final = 1001
 _LENGTH: Final = struct.Struct("<q")
 
 
 class OtherFormat(Malformed):
-    """A pickle that is data, and no ``torch.save``: ``torch.load`` stops behind it."""
+    """A pickle of plain data that is not from ``torch.save``. ``torch.load`` stops after it."""
 
 
 def load_data(data: bytes) -> Any:
-    """The value that ``torch.save`` has put into ``data``, its tensors on the CPU.
+    """The value that ``torch.save`` has written into ``data``, with its tensors on the CPU.
 
     Raises:
         NotData: it needs something that is not known to be data.
@@ -50,7 +53,7 @@ def load_data(data: bytes) -> Any:
 
 
 def is_program(data: bytes) -> bool:
-    """Whether a zip archive is one of TorchScript, whose members may be compressed."""
+    """Whether a zip archive is a TorchScript program. Its members may be compressed."""
     return _TORCHSCRIPT_MEMBER in data
 
 
@@ -86,7 +89,7 @@ def _load_zip(data: bytes) -> Any:
 
 
 def _contents(data: bytes, member: ZipMember) -> memoryview:
-    """The bytes of a member, compared with their checksum if there is one."""
+    """The bytes of a member. They are compared with their checksum if there is one."""
     found = memoryview(data)[member.offset : member.offset + member.nbytes]
     if member.crc32 not in (0, crc32(found)):
         raise Malformed("a member of the archive does not have the CRC-32 that was written with it")
@@ -102,7 +105,7 @@ def _load_legacy(data: bytes) -> Any:
     if machine.run() != _LEGACY_VERSION:
         raise Malformed("it is of an unknown version of torch.save")
     machine = Machine(data, machine.at, names)
-    machine.run()  # byte order and sizes of integers of the machine that wrote it
+    machine.run()  # this pickle holds byte order and sizes of integers of the machine that wrote the file
     storages: dict[str, TypedStorage] = {}
     left = [len(data)]
 
@@ -125,7 +128,7 @@ def _load_legacy(data: bytes) -> Any:
 
 
 def _fill(storages: dict[str, TypedStorage], keys: Any, data: bytes, at: int) -> None:
-    """Each storage of the legacy format: its length in elements, then its bytes."""
+    """Fill each storage of the legacy format. The file holds its length in elements, then its bytes."""
     if type(keys) is not list or not all(type(key) is str for key in keys) or set(keys) != storages.keys():
         raise Malformed("the storages that follow are not those that the pickle names")
     for key in keys:
@@ -152,7 +155,7 @@ def _checked_id(persistent_id: Any, length: int) -> tuple[Any, str, int]:
 def _dtype_of(kind: Any) -> torch.dtype:
     dtype = torch.uint8 if kind is UntypedStorage else getattr(kind, "dtype", None)
     if not isinstance(dtype, torch.dtype):
-        raise Malformed("a persistent id names no class of storages")
+        raise Malformed("a persistent id does not name a class of storages")
     return dtype
 
 
@@ -161,7 +164,7 @@ def _typed(storage: UntypedStorage, kind: Any) -> TypedStorage:
 
 
 def _storage_of(data: memoryview) -> UntypedStorage:
-    """A storage with a copy of ``data``, which is not the checkpoint's to change."""
+    """A storage with a copy of ``data``, so that changes of a tensor do not change the bytes that were read."""
     if not data.nbytes:
         return UntypedStorage(0)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).untyped_storage()

@@ -1,7 +1,8 @@
 """CRC-32s of the blocks of an item's data, so that a slice of it can be verified without the rest.
 
-Owns where blocks end, and what follows from their checksums for larger ranges. Never reads nor writes a file: the
-writer makes them on the way out, in pieces that end where its writes do; the reader compares.
+This module knows where blocks end, and computes the checksums of larger ranges from those of blocks. It never reads or
+writes a file. The writer computes checksums while it writes, in pieces that end where its writes do; the reader
+compares.
 """
 
 from __future__ import annotations
@@ -17,17 +18,20 @@ from robust_dcp.storage.records.checksum import crc32, crc32_of_both
 __all__ = ["SUM_NBYTES", "BlockSums", "block_counts", "cuts", "joined", "merged", "sums_of"]
 
 SUM_NBYTES: Final = 256 << 10
-"""Bytes of one block, counted from the first byte of the data. A slice is read from one end of a block to another: at
-the speed of a processor's checksum, larger blocks would save nothing, and read more that nobody wants."""
+"""Bytes of one block, counted from the first byte of the data.
+
+To verify a slice, all blocks that it touches are read. Larger blocks would not be faster, because the processor's
+checksum runs at the same speed, and more bytes that nobody wants would be read.
+"""
 
 
 def block_counts(nbytes: npt.NDArray[np.int64], block_nbytes: int = SUM_NBYTES) -> npt.NDArray[np.int64]:
-    """How many blocks data of each of these lengths has: int64, as many as ``nbytes``."""
+    """How many blocks data of each length has: int64, with as many entries as ``nbytes``."""
     return -(-nbytes // block_nbytes)
 
 
 def cuts(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Bytes ``begin`` to ``end`` of an item's data, cut where blocks end."""
+    """Cut bytes ``begin`` to ``end`` of an item's data where blocks end."""
     while begin < end:
         stop = min(end, begin - begin % SUM_NBYTES + SUM_NBYTES)
         yield begin, stop
@@ -35,15 +39,17 @@ def cuts(begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def sums_of(data: memoryview, begin: int = 0) -> list[int]:
-    """The CRC-32 of each piece of ``data``, as :func:`cuts` has it; it begins at byte ``begin`` of an item's data."""
+    """The CRC-32 of each piece of ``data``, cut as :func:`cuts` does. ``data`` begins at byte ``begin`` of an item's
+    data.
+    """
     return [crc32(data[first - begin : stop - begin]) for first, stop in cuts(begin, begin + len(data))]
 
 
 def merged(pieces: Iterable[tuple[int, int, Sequence[int]]]) -> list[int]:
-    """The CRC-32 of each block, from those of pieces.
+    """The CRC-32 of each block, computed from those of pieces.
 
     Args:
-        pieces: (begin, end, what :func:`sums_of` gives of these bytes), one after the other from byte 0 on.
+        pieces: (begin, end, the result of :func:`sums_of` for these bytes), one after the other from byte 0 on.
     """
     found: list[int] = []
     for begin, end, sums in pieces:
@@ -56,7 +62,7 @@ def merged(pieces: Iterable[tuple[int, int, Sequence[int]]]) -> list[int]:
 
 
 def joined(sums: Sequence[int], nbytes: int, block_nbytes: int = SUM_NBYTES) -> int:
-    """The CRC-32 of ``nbytes`` bytes from those of their blocks."""
+    """The CRC-32 of ``nbytes`` bytes, computed from those of their blocks."""
     if not sums:
         return 0
     value = sums[0]
@@ -69,10 +75,10 @@ class BlockSums(NamedTuple):
     """The blocks of one item's data, as a reader knows them.
 
     Attributes:
-        offset: of the first of them, in bytes from the start of the item.
-        nbytes: of all of them.
-        block_nbytes: of each but the last. An item with one checksum is one block.
-        crcs: of each.
+        offset: where the first block begins, in bytes from the start of the item.
+        nbytes: length of all blocks together.
+        block_nbytes: length of each block but the last. An item with one checksum is one block.
+        crcs: the CRC-32 of each block.
     """
 
     offset: int
@@ -81,13 +87,13 @@ class BlockSums(NamedTuple):
     crcs: Sequence[int]
 
     def around(self, begin: int, end: int) -> tuple[int, int]:
-        """The whole blocks that bytes ``begin`` to ``end`` of the item lie in, as bytes of the item."""
+        """The range of the item that consists of all blocks that bytes ``begin`` to ``end`` touch."""
         first = (begin - self.offset) // self.block_nbytes * self.block_nbytes
         last = -(-(end - self.offset) // self.block_nbytes) * self.block_nbytes
         return self.offset + first, self.offset + min(last, self.nbytes)
 
     def expected(self, begin: int, end: int) -> int:
-        """The CRC-32 of bytes ``begin`` to ``end`` of the item, which must be the ends of blocks."""
+        """The CRC-32 of bytes ``begin`` to ``end`` of the item. Both must be ends of blocks."""
         first = (begin - self.offset) // self.block_nbytes
         last = -(-(end - self.offset) // self.block_nbytes)
         return joined(self.crcs[first:last], end - begin, self.block_nbytes)

@@ -1,4 +1,4 @@
-"""CRC-32 (the zip and zlib polynomial), as fast as this machine computes it."""
+"""CRC-32 (the polynomial of zip and zlib), as fast as this machine can compute it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def crc32(data: bytes | bytearray | memoryview, value: int = 0) -> int:
 
 
 def crc32_of_both(first: int, second: int, second_nbytes: int) -> int:
-    """The CRC-32 of two pieces of data in a row, from that of each and the length of the second."""
+    """The CRC-32 of two pieces of data in a row, computed from the CRC-32 of each and the length of the second."""
     return int(isal_zlib.crc32_combine(first, second, second_nbytes))
 
 
 def crc32_of_each(view: memoryview, starts: Iterable[int], nbytes: int) -> list[int]:
-    """The CRC-32s of pieces of ``view``, ``nbytes`` bytes each."""
+    """The CRC-32s of pieces of ``view``. Each piece has ``nbytes`` bytes."""
     return list(map(isal_zlib.crc32, [view[start : start + nbytes] for start in starts]))

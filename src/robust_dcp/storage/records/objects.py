@@ -1,8 +1,9 @@
-"""Items that are no tensors (DCP's BYTE_IO): loaded as data, or checked before somebody else loads them.
+"""Items that are not tensors (DCP's BYTE_IO): loads them as data, or checks them before somebody else loads them.
 
-Owns the verdict: one rule for all that is saved, checked and loaded, and the errors that name file and item. A planner
-that gets the bytes calls ``torch.load`` with ``weights_only=False``, as stock's does: so bytes that would run code, or
-ask for memory that they do not hold, must be found here. Called by the reader, and by the planner when it saves.
+This module decides which objects are refused, by one rule for saving, checking and loading. It makes the errors that
+name file and item. A planner that gets the bytes calls ``torch.load`` with ``weights_only=False``, as DCP's planner
+does. So bytes that would run code, or ask for memory that they do not fill, must be found here. The reader calls it,
+and the planner calls it when it saves.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _TAR: Final = "a tar archive, PyTorch's format before 0.1.10, which cannot be re
 
 
 class ObjectBytes(io.BytesIO):
-    """The bytes of an object on their way to a planner, and the file that they come from."""
+    """The bytes of an object that go to a planner, and the file that they come from."""
 
     def __init__(self, data: bytes, file: str) -> None:
         super().__init__(data)
@@ -41,7 +42,7 @@ class ObjectBytes(io.BytesIO):
 
 
 class Refusal(NamedTuple):
-    """Why an object cannot be loaded: ``what`` it needs that is refused, and ``why``."""
+    """Why an object cannot be loaded: ``what`` it needs, and ``why`` that is refused."""
 
     what: str
     why: str
@@ -51,19 +52,19 @@ class Refusal(NamedTuple):
 
 
 def load_object(data: bytes | io.BytesIO, *, file: str, item: str, trusted: bool = False) -> Any:
-    """Load what ``torch.save`` wrote, if it is data only.
+    """Load an object that ``torch.save`` wrote, if it consists of data only.
 
     Args:
         data: the item's bytes.
         file, item: where they come from, for errors.
-        trusted: load with ``torch.load(weights_only=False)``, which runs whatever code the bytes name.
+        trusted: load with ``torch.load(weights_only=False)``, which runs any code that the bytes name.
 
     Returns:
-        The object, its tensors on the CPU.
+        The object, with its tensors on the CPU.
 
     Raises:
         UnsafeCheckpoint: it needs a class that is neither known to be data nor registered by the user.
-        CorruptCheckpoint: these are not the bytes of a ``torch.save``, or ask for more than they hold.
+        CorruptCheckpoint: these are not the bytes of a ``torch.save``, or they ask for more memory than they fill.
     """
     view = _bytes_of(data)
     try:
@@ -76,31 +77,33 @@ def load_object(data: bytes | io.BytesIO, *, file: str, item: str, trusted: bool
         raise
     except NotData as error:
         raise _unsafe(file, item, Refusal(error.what, error.why)) from error
-    except Exception as error:  # broken bytes raise almost anything
+    except Exception as error:  # broken bytes raise all kinds of errors
         raise not_an_object(error, file=file, item=item) from error
 
 
 def check_object(data: bytes | io.BytesIO, *, file: str, item: str) -> None:
-    """Make sure that ``torch.load(weights_only=False)`` of ``data`` runs no code, and takes no more than it holds.
+    """Make sure that ``torch.load(weights_only=False)`` of ``data`` runs no code, and takes no more memory than
+    ``data`` fills.
 
-    Bytes that ``torch.load`` cannot read in any of its formats pass: a planner of its own gave them a meaning.
+    Bytes that ``torch.load`` cannot read in any of its formats pass, because a planner may have its own format.
 
     Raises:
         UnsafeCheckpoint, CorruptCheckpoint: as :func:`load_object`.
     """
     view = _bytes_of(data)
     is_torchs = view[:4] == ZIP_MAGIC or view[-_ZIP_END_NBYTES:][:4] == _ZIP_END_MAGIC
-    is_lost = bool(view) and not view.strip(b"\0")  # a file system that lost power gives zeros back
+    is_lost = bool(view) and not view.strip(b"\0")  # after a power cut a file system may return zeros
     try:
         load_object(view, file=file, item=item)
     except CorruptCheckpoint as error:
-        # An unrestricted unpickler has seen no more of it, or stops before it could import, call or allocate anything.
+        # In these cases torch.load's unpickler does not read further, or it stops before it could import, call or
+        # allocate anything.
         if is_torchs or is_lost or not (isinstance(error.__cause__, OtherFormat) or is_inert(view)):
             raise
 
 
 def refusal_of(data: bytes | io.BytesIO) -> Refusal | None:
-    """Why :func:`check_object` would refuse what a pickler has just made; ``None`` if it would not."""
+    """Why :func:`check_object` would refuse bytes that a pickler has just made; ``None`` if it would not."""
     view = _bytes_of(data)
     if len(view) > _LARGE_NBYTES and _is_plain(view):
         return None
@@ -115,7 +118,10 @@ def refusal_of(data: bytes | io.BytesIO) -> Refusal | None:
 
 
 def _is_plain(data: bytes) -> bool:
-    """Whether an archive's pickle names nothing at all: numbers, text, lists, dicts. Found without building it."""
+    """Whether an archive's pickle names no classes or functions, and holds only numbers, text, lists and dicts.
+
+    This is found without building its value.
+    """
     try:
         pickled = zip_members(data)["data.pkl"]
     except (ValueError, KeyError):
@@ -124,7 +130,7 @@ def _is_plain(data: bytes) -> bool:
 
 
 def registered_names() -> frozenset[str]:
-    """Full names of what the user has registered with ``torch.serialization.add_safe_globals``."""
+    """Full names of everything that the user has registered with ``torch.serialization.add_safe_globals``."""
     return frozenset(registered_by_user())
 
 
@@ -143,7 +149,7 @@ def _unsafe(file: str, item: str, refusal: Refusal) -> UnsafeCheckpoint:
 
 
 def not_an_object(error: Exception, *, file: str, item: str) -> CorruptCheckpoint:
-    """The error for bytes that are no object, told by ``error``."""
+    """The error for bytes that are not an object. ``error`` says why."""
     found = f"{type(error).__name__}: {error!s:.300}"
     return CorruptCheckpoint(
         f"item {item!r} in {file} is not what torch.save wrote: {found}",

@@ -1,8 +1,8 @@
-"""Where the data of a ``torch.save`` record of one plain tensor lies, and what it is, without ``torch.load``.
+"""Finds the data of a ``torch.save`` record of one plain tensor, with its dtype and shape, without ``torch.load``.
 
-Owns the reading of zip directories and of ``data.pkl``, for records by us and by stock writers. Never builds an object
-that a record asks for, and never judges: what is not a plain tensor in a plain zip is ``None``, and the reader hands
-it to ``torch.load``.
+This module reads zip directories and ``data.pkl``, in records by us and by DCP's writers. It never builds an object
+that a record asks for, and never says that a record is damaged. If a record is not a plain tensor in a plain zip, the
+result is ``None``, and the reader gives it to ``torch.load``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["ParsedRecord", "ZipMember", "parse_record", "zip_members"]
 ReadRange = Callable[[int, int], bytes]
 """``read(offset, nbytes)``: bytes of the record; fewer, or none, past its end."""
 
-_AHEAD_NBYTES: Final = 1024  # holds data.pkl and the small members of a usual record; its directory likewise
+_AHEAD_NBYTES: Final = 1024  # enough for data.pkl and the small members of a usual record, and for its directory
 _MAX_DIRECTORY_NBYTES: Final = 1 << 16
 _MAX_PICKLE_NBYTES: Final = 1 << 16
 
@@ -41,20 +41,20 @@ _END: Final = struct.Struct("<4s6xHIIH")
 
 @dataclass(frozen=True)
 class ParsedRecord:
-    """A tensor within a record.
+    """A tensor in a record.
 
     Attributes:
-        dtype, shape, stride, requires_grad: as ``torch.load`` would give them; strides in elements.
+        dtype, shape, stride, requires_grad: as ``torch.load`` would return them; strides in elements.
         storage_offset: place of the tensor's first element in its storage, in elements.
-        data_offset: start of the storage's bytes, from the start of the record.
+        data_offset: where the storage's bytes begin, from the start of the record.
         data_nbytes: length of the storage in bytes.
-        crc32: of the storage's bytes; ``None`` if none was written (``torch.serialization.set_crc32_options(False)``
-            writes 0, and so 0 is taken for none).
-        directory_at: start of the archive's directory, which reaches to the end of the record.
-        crc32_at: where the CRC-32 stands in the directory: 4 bytes, little-endian.
-        unread_at: start and end of each range, in the directory or before the data, that says nothing about the
-            tensor: checksums of its data, and of members that nobody reads.
-        is_framed: whether all that was read to learn this lies before the data or in the directory.
+        crc32: CRC-32 of the storage's bytes; ``None`` if it is 0, because ``torch.save`` writes 0 after
+            ``torch.serialization.set_crc32_options(False)``.
+        directory_at: where the archive's directory begins. It extends to the end of the record.
+        crc32_at: where the CRC-32 is in the directory: 4 bytes, little-endian.
+        unread_at: start and end of each range, in the directory or before the data, that says nothing about the tensor:
+            checksums of its data, and of members that nobody reads.
+        is_framed: whether all bytes that were read to find this lie before the data or in the directory.
     """
 
     dtype: torch.dtype
@@ -80,13 +80,13 @@ def parse_record(read: ReadRange, nbytes: int) -> ParsedRecord | None:
     """Find the tensor in a record of ``nbytes`` bytes, in two small reads if it is a usual one.
 
     Returns:
-        ``None`` if this is not a zip with one tensor in the form in which ``torch.save`` writes it, of this machine's
-        byte order, uncompressed. ``torch.load`` has to say then whether it is something else, or corrupt.
+        ``None`` if this is not an uncompressed zip with one tensor as ``torch.save`` writes it, in this machine's byte
+        order. Then ``torch.load`` has to find out whether it is something else, or damaged.
     """
     try:
         return _parse(_Window(read, nbytes))
     except (_NotPlain, struct.error, ValueError, IndexError, KeyError):
-        # Bytes that are no such record end in any of these, from here or from pickletools.
+        # Bytes that are not such a record raise one of these, here or in pickletools.
         return None
 
 
@@ -106,8 +106,8 @@ def zip_members(data: bytes) -> dict[str, ZipMember]:
     """The members of a ``torch.save`` archive by name, without the archive's own folder.
 
     Raises:
-        ValueError: this is no archive as ``torch.save`` writes it: members are compressed or encrypted, lie outside of
-            it or over each other, or two have one name.
+        ValueError: ``torch.save`` does not write such archives: members are compressed or encrypted, lie outside of the
+            archive, overlap, or have the same name.
     """
     window = _Window(lambda offset, nbytes: data[offset : offset + nbytes], len(data))
     try:
@@ -129,7 +129,7 @@ def zip_members(data: bytes) -> dict[str, ZipMember]:
 
 
 class _Window:
-    """The record's bytes, with its beginning and its end read once."""
+    """The record's bytes. Its beginning and its end are each read only once."""
 
     def __init__(self, read: ReadRange, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -161,7 +161,7 @@ class _Member(NamedTuple):
 def _parse(window: _Window) -> ParsedRecord:
     members, directory_at = _members(window)
     pickled, storage = members.get("data.pkl"), members.get("data/0")
-    # A second storage, or the members of a TorchScript archive, are more than one tensor.
+    # With a second storage, or the members of a TorchScript archive, this is more than one tensor.
     if pickled is None or storage is None or any(name.startswith(("data/1", "code/", "constants")) for name in members):
         raise _NotPlain
     order = members.get("byteorder")
@@ -197,7 +197,9 @@ def _unread(members: dict[str, _Member], data_offset: int) -> tuple[tuple[int, i
 
 
 def _members(window: _Window, max_directory_nbytes: int = _MAX_DIRECTORY_NBYTES) -> tuple[dict[str, _Member], int]:
-    """The archive's directory, by name without the archive's own folder, and where it begins."""
+    """The members in the archive's directory, by name without the archive's own folder, and where the directory
+    begins.
+    """
     end_at = window.nbytes - _END.size
     magic, count, directory_nbytes, directory_at, comment = _END.unpack(window.bytes_at(end_at, _END.size))
     if magic != b"PK\x05\x06" or comment:
@@ -217,7 +219,7 @@ def _members(window: _Window, max_directory_nbytes: int = _MAX_DIRECTORY_NBYTES)
     at = 0
     for _ in range(count):
         name, member, at = _directory_entry(directory, at, directory_at)
-        if name in members:  # readers differ in which of two they take
+        if name in members:  # some readers take the first, some the last
             raise _NotPlain("two members have one name")
         members[name] = member
     return members, directory_at
@@ -242,7 +244,9 @@ def _directory_entry(directory: bytes, at: int, directory_at: int) -> tuple[str,
 
 
 def _zip64_values(extra: bytes) -> list[int]:
-    """The 8-byte numbers of the zip64 extra field: those of size, stored size, offset that did not fit in 4."""
+    """The 8-byte numbers of the zip64 extra field: those of size, stored size and offset that did not fit into 4
+    bytes.
+    """
     at = 0
     while at + 4 <= len(extra):
         kind, nbytes = struct.unpack_from("<HH", extra, at)
@@ -294,7 +298,9 @@ _ORDERED_DICT: Final = object()
 
 @lru_cache(maxsize=1024)  # tensors of one dtype and shape have the same pickle
 def _unpickle(data: bytes) -> _Tensor:
-    """Run the dozen opcodes of a pickled tensor on a stack of plain values; any other opcode is not for us."""
+    """Run the dozen opcodes of a pickled tensor on a stack of plain values. Any other opcode means that it is not
+    one.
+    """
     stack: list[Any] = []
     memo: dict[int, Any] = {}
     argument: Any
@@ -347,7 +353,7 @@ def _storage(persistent_id: Any) -> _Storage:
 
 def _reduced(function: Any, arguments: Any) -> Any:
     if function == _Global("collections", "OrderedDict") and arguments == ():
-        return _ORDERED_DICT  # the backward hooks; always empty
+        return _ORDERED_DICT  # the backward hooks, which are always empty
     if function == _Global("torch._utils", "_rebuild_tensor_v2"):
         return _tensor(arguments, None)
     if function == _Global("torch._utils", "_rebuild_tensor_v3"):
@@ -373,7 +379,7 @@ def _tensor(arguments: Any, dtype_name: Any) -> _Tensor:
         unit_nbytes = dtype.itemsize
     else:
         dtype = _dtype_named(dtype_name)
-        unit_nbytes = 1  # _rebuild_tensor_v3 takes an untyped storage, whose size is in bytes
+        unit_nbytes = 1  # _rebuild_tensor_v3 takes an untyped storage, which counts its size in bytes
         if storage.kind != _Global("torch.storage", "UntypedStorage"):
             raise _NotPlain
     storage_nbytes = storage.size * unit_nbytes
@@ -400,7 +406,7 @@ def _dtype_named(name: Any) -> torch.dtype:
 
 @cache
 def _dtypes_of_storages() -> dict[_Global, torch.dtype]:
-    """Which dtype a typed storage class stands for, learnt from how this torch pickles each dtype."""
+    """The dtype of each typed storage class, learnt from how this torch pickles each dtype."""
     found: dict[_Global, torch.dtype] = {}
     for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:
         data = sample_pickle(dtype)

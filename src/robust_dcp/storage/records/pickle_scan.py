@@ -1,7 +1,7 @@
-"""A look through a pickle before anything unpickles it: opcode by opcode, most of them a run at a time.
+"""Scans a pickle before anything unpickles it: opcode by opcode, most of them in runs.
 
-Owns the walk. Never builds anything of what it walks over. Called by ``metadata_file`` for ``.metadata``, which
-Python's own unpickler builds, and by ``objects`` for bytes that may be no pickle.
+It never builds anything of what it scans. ``metadata_file`` calls it for ``.metadata``, which Python's own unpickler
+loads, and ``objects`` for bytes that may not be a pickle.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Final, NamedTuple
 __all__ = ["check_lengths", "is_inert"]
 
 _RUN_LENGTH: Final = 4096
-"""Opcodes matched at once. The regular expression engine remembers each until its run has ended."""
+"""So many opcodes are matched at a time. The regular expression engine remembers each of them until the match ends."""
 
-# Opcodes with which a pickle imports, calls, or hashes what it has built.
+# Opcodes by which a pickle imports, calls, or hashes values that it has built.
 _ACTIVE: Final = frozenset(
     code[0]
     for code in (
@@ -35,17 +35,17 @@ _TWO_LINES: Final = frozenset({pickle.GLOBAL[0], pickle.INST[0]})
 
 
 class _EndsThere(ValueError):
-    """A byte that is no opcode, or an argument that is cut off: no unpickler comes further."""
+    """A byte that is not an opcode, or an argument that is cut off. No unpickler gets any further."""
 
 
 def check_lengths(pickled: bytes) -> None:
     """Refuse lengths and memo indexes that no pickle of this length can have.
 
-    Python's unpickler would believe them: for a memo index of 4 billion, which one damaged byte makes, it allocates,
-    and fills, tens of GiB.
+    Python's unpickler would believe them. For example, one damaged byte makes a memo index of 4 billion, and the
+    unpickler allocates and fills tens of GiB.
 
     Raises:
-        ValueError: there is such a thing, or this is no pickle.
+        ValueError: there is such a number, or this is not a pickle.
     """
     run = _run_of(frozenset({_DUP}))
     at = 0
@@ -57,8 +57,10 @@ def check_lengths(pickled: bytes) -> None:
 
 
 def is_inert(data: bytes) -> bool:
-    """Whether an unrestricted unpickler of ``data``, and of what follows the first pickle, stops before it could
-    import, call, hash, or take more memory than there is data."""
+    """Whether an unrestricted unpickler of ``data`` would fail before it could do harm.
+
+    Harm is to import, call, hash, or take more memory than there is data. What follows the first pickle counts, too.
+    """
     run = _run_of(_ACTIVE)
     at = 0
     try:
@@ -76,17 +78,19 @@ def is_inert(data: bytes) -> bool:
 
 
 def _after_run(run: re.Pattern[bytes], pickled: bytes, at: int) -> int:
-    """Where opcodes end whose arguments are of fixed length, and short texts: all but a few in a million."""
+    """Where a run of opcodes with arguments of fixed length, or with short texts, ends. Few opcodes in a million are
+    others.
+    """
     while (found := run.match(pickled, at)) is not None and found.end() > at:
         at = found.end()
     return at
 
 
 def _after_other(pickled: bytes, at: int) -> int:
-    """Where the opcode at ``at`` ends, whose argument has to be looked at."""
+    """Where the opcode at ``at`` ends. Its argument has to be looked at."""
     opcode = _others().get(pickled[at]) if at < len(pickled) else None
     if opcode is None:
-        raise _EndsThere(f"byte {at} of {len(pickled)} is no opcode of a pickle, or the pickle ends there")
+        raise _EndsThere(f"byte {at} of {len(pickled)} is not an opcode of a pickle, or the pickle ends there")
     if opcode.code == _DUP:
         raise ValueError(f"byte {at} of a pickle doubles a value, which no pickler does")
     start = at + 1
@@ -117,7 +121,7 @@ def _check_place(place: int, nbytes: int) -> None:
 
 
 class _Opcode(NamedTuple):
-    """One whose argument has to be looked at: a line of text, or a number of ``nbytes`` bytes."""
+    """An opcode with an argument that has to be looked at: a line of text, or a number of ``nbytes`` bytes."""
 
     code: int
     is_line: bool
@@ -150,7 +154,7 @@ def _others() -> dict[int, _Opcode]:
 
 @cache
 def _run_of(excluded: frozenset[int]) -> re.Pattern[bytes]:
-    """What matches a run of opcodes that need no look at their arguments, and are not ``excluded``."""
+    """A pattern for a run of opcodes that are not ``excluded``, and with arguments that need no look."""
     by_length: dict[int, list[bytes]] = {}
     counted: list[bytes] = []
     for opcode in pickletools.opcodes:

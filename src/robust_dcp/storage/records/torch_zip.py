@@ -1,16 +1,17 @@
 """The bytes of one tensor as a ``torch.save`` record: a zip archive framed around the raw data.
 
-Owns header, trailer and their lengths; never touches a file and never copies the data. The layout asks it for
-lengths, the writer for bytes, the reader recognises its headers (records of any other writer: ``parse_record``).
+This module makes header and trailer, and knows their lengths. It never touches a file and never copies the data. The
+layout asks it for lengths, the writer for bytes, and the reader recognises its headers. ``parse_record`` reads records
+of other writers.
 
 A record is ``header + payload + trailer``::
 
     archive/data.pkl  | archive/version | archive/byteorder | header of archive/data/0 | payload | directory, end
     <------------------- header_nbytes, a multiple of 64 ------------------------------>           <- trailer ->
 
-Stock ``torch.load`` (``weights_only=True`` and ``mmap=True`` too) and ``FileSystemReader`` read it: the same members as
-``torch.save`` writes, less those that only help a reader to guess offsets. All lengths depend on dtype, shape and
-``requires_grad`` alone, so that every place in a file is known before there is any data.
+``torch.load`` (also with ``weights_only=True`` and ``mmap=True``) and ``FileSystemReader`` read it. It has the members
+that ``torch.save`` writes, except those that only help a reader to guess offsets. All lengths depend on dtype, shape
+and ``requires_grad`` alone, so every place in a file is known before there is any data.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ __all__ = [
 PAYLOAD_ALIGNMENT: Final = 64
 """The payload starts at a multiple of this from the start of the record, as in records of ``torch.save``."""
 
-_PREFIX: Final = "archive/"  # what torch.save calls the folder in the archive when it writes to a stream
+_PREFIX: Final = "archive/"  # the folder in the archive when torch.save writes to a stream
 _DATA_NAME: Final = b"archive/data/0"
 _UINT32_MAX: Final = 0xFFFFFFFF
-_DOS_DATE: Final = 0x0021  # 1980-01-01, the zip format's zero; torch.save writes an invalid 0
+_DOS_DATE: Final = 0x0021  # 1980-01-01, the first date of the zip format; torch.save writes 0, which is not a date
 
-# The structures of a zip file: APPNOTE.TXT 4.3.7, 4.5.3, 4.3.12, 4.3.14 to 4.3.16.
+# The structures of a zip file, from APPNOTE.TXT 4.3.7, 4.5.3, 4.3.12, 4.3.14 to 4.3.16.
 _LOCAL_HEADER: Final = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL_HEADER: Final = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _ZIP64_EXTRA: Final = struct.Struct("<HHQQ")
@@ -65,15 +66,15 @@ _PADDING_ID: Final = 0x4246  # "FB": the extra field that PyTorch's own writer p
 
 @dataclass(frozen=True)
 class RecordTemplate:
-    """The frame of every record of one dtype and shape; only the data and its CRC-32 are missing.
+    """The frame of every record of one dtype and shape. Only the data and its CRC-32 are missing.
 
     Attributes:
-        dtype, shape, requires_grad: what a reader gets back; the strides are those of a contiguous tensor.
+        dtype, shape, requires_grad: those that a reader gets back. The strides are those of a contiguous tensor.
         header_nbytes: bytes before the payload, a multiple of :data:`PAYLOAD_ALIGNMENT`.
         payload_nbytes: bytes of the tensor's data.
         trailer_nbytes: bytes after the payload.
-        blank_header, blank_trailer: the bytes before and after the payload, with 0 where its CRC-32 belongs.
-        header_crc_at, trailer_crc_at: where in them that is: 4 bytes, little-endian.
+        blank_header, blank_trailer: the bytes before and after the payload, with 0 in place of its CRC-32.
+        header_crc_at, trailer_crc_at: where the CRC-32 goes in each of them: 4 bytes, little-endian.
     """
 
     dtype: torch.dtype
@@ -94,7 +95,7 @@ class RecordTemplate:
 
     @property
     def crc_at(self) -> tuple[int, int]:
-        """Where the CRC-32 of the payload stands, in bytes from the start of the record."""
+        """Where the CRC-32 of the payload goes, in bytes from the start of the record."""
         return self.header_crc_at, self.header_nbytes + self.payload_nbytes + self.trailer_crc_at
 
     def header(self, crc32: int) -> bytes:
@@ -122,11 +123,11 @@ def record_template(dtype: torch.dtype, shape: tuple[int, ...], requires_grad: b
 
     Args:
         dtype: any dtype; ``shape``: sizes, ``()`` for a scalar, zeros allowed.
-        requires_grad: stock DCP saves detached tensors, hence ``False``.
+        requires_grad: the default is ``False``, because DCP saves detached tensors.
 
     Returns:
-        ``None`` where this torch pickles tensors of ``dtype`` in a way that we do not know (quantized dtypes): such
-        an item is written by ``torch.save`` and has no fixed size.
+        ``None`` if this torch pickles tensors of ``dtype`` in a way that we do not know (quantized dtypes).
+        ``torch.save`` writes such an item, and it has no fixed size.
     """
     pickle_parts = _pickle_parts(dtype)
     if pickle_parts is None:
@@ -134,7 +135,7 @@ def record_template(dtype: torch.dtype, shape: tuple[int, ...], requires_grad: b
     payload_nbytes = prod(shape) * dtype.itemsize
     members = [
         ("data.pkl", pickle_parts.pickle_of(shape, requires_grad)),
-        ("version", b"3\n"),  # of the archive format: what torch.save writes, and readers ask for
+        ("version", b"3\n"),  # version of the archive format, as torch.save writes it and readers expect it
         ("byteorder", sys.byteorder.encode()),
     ]
     header = bytearray()
@@ -166,8 +167,9 @@ def record_template(dtype: torch.dtype, shape: tuple[int, ...], requires_grad: b
 def is_fixed_size(tensor: torch.Tensor) -> bool:
     """Whether a record of ``tensor`` (made contiguous, if it is not) can be framed by :func:`record_template`.
 
-    False for what has more to it than dtype, shape and data: sparse, quantized, nested and other layouts, pending
-    conjugation or negation, tensor subclasses (a ``Parameter`` is saved as its data, as stock does), meta tensors.
+    ``False`` for tensors that dtype, shape and data do not describe fully: sparse, quantized, nested and other layouts,
+    pending conjugation or negation, tensor subclasses, and meta tensors. A ``Parameter`` is saved as its data, as DCP
+    does.
     """
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -179,24 +181,24 @@ def is_fixed_size(tensor: torch.Tensor) -> bool:
 
 
 def payload_view(tensor: torch.Tensor) -> memoryview:
-    """The data of ``tensor`` as writable bytes, without a copy; keeps the memory alive.
+    """The data of ``tensor`` as writable bytes, without a copy. The view keeps the memory alive.
 
     Args:
-        tensor: contiguous, on the CPU, of any dtype and shape (0-dimensional and empty too).
+        tensor: contiguous, on the CPU, of any dtype and shape (also 0-dimensional or empty).
 
     Raises:
-        ValueError: ``tensor`` is not contiguous, or not on the CPU: its bytes are not one readable range.
+        ValueError: ``tensor`` is not contiguous, or not on the CPU, so its bytes are not one readable range.
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(f"expected a contiguous CPU tensor, got {tensor.device}, strides {tensor.stride()}")
     if tensor.numel() == 0:
         return memoryview(bytearray())
-    # Not reshape(-1): where a size is 1, a contiguous tensor may have any stride, and keeps it.
+    # Not reshape(-1): a contiguous tensor may have any stride where its size is 1, and reshape keeps that stride.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 class _PickleParts(NamedTuple):
-    """``data.pkl`` of a tensor of one dtype, cut where storage size, shape and strides, and requires_grad stand."""
+    """``data.pkl`` of a tensor of one dtype, cut at the storage size, at shape and strides, and at requires_grad."""
 
     before_storage_size: bytes
     storage_size_per_element: int
@@ -220,20 +222,20 @@ class _PickleParts(NamedTuple):
         )
 
 
-# Sizes that occur nowhere else in the sample's pickle.
+# These numbers occur nowhere else in the sample's pickle.
 _SAMPLE_SHAPE: Final = (11, 13)
 
 
 @cache
 def _pickle_parts(dtype: torch.dtype) -> _PickleParts | None:
-    """Learn from one ``torch.save`` of a small tensor how this torch pickles tensors of ``dtype``.
+    """Learn how this torch pickles tensors of ``dtype`` from one ``torch.save`` of a small tensor.
 
-    So there is no table of dtypes and storage classes here. ``None`` where the pickle is not of the known form.
+    So we need no table of dtypes and storage classes. ``None`` if the pickle does not have the known form.
     """
     data = sample_pickle(dtype)
     if data is None:
         return None
-    # Opcodes that only fill the memo say nothing, and those for shape and strides are never asked for again.
+    # Opcodes that only fill the memo are left out. The memo's values for shape and strides are never used again.
     ops = [op for op in _positions(data) if "PUT" not in op.name and op.name != "MEMOIZE"]
     names = [op.name for op in ops]
     if names.count("BINPERSID") != 1:
@@ -250,7 +252,7 @@ def _pickle_parts(dtype: torch.dtype) -> _PickleParts | None:
         *(("BININT1", columns), ("BININT1", 1), ("TUPLE2", None)),
         ("NEWFALSE", None),  # requires_grad
     ]
-    # The storage is counted in elements, or in bytes where it is an untyped one.
+    # The size of a storage is in elements, or in bytes if the storage is untyped.
     size_per_element = {rows * columns: 1, rows * columns * dtype.itemsize: dtype.itemsize}.get(size_op.value)
     if not known_form or size_per_element is None:
         return None
@@ -268,9 +270,11 @@ def sample_pickle(dtype: torch.dtype) -> bytes | None:
     buffer = io.BytesIO()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a dtype is experimental or deprecated: nobody asked to use it
+            warnings.simplefilter(
+                "ignore"
+            )  # torch may warn that a dtype is experimental or deprecated, but the user has not used it
             torch.save(torch.empty(_SAMPLE_SHAPE, dtype=dtype), buffer)
-    except Exception:  # no such tensor can be made or saved, in words that depend on the version and the dtype
+    except Exception:  # torch cannot make or save such a tensor; the error depends on version and dtype
         return None
     with zipfile.ZipFile(buffer) as archive:
         return archive.read(_PREFIX + "data.pkl")
@@ -302,7 +306,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _pickled_int(value: int) -> bytes:
-    # pickle.dumps gives PROTO (2 bytes), the number, STOP: the number exactly as torch.save's pickler writes it.
+    # pickle.dumps writes PROTO (2 bytes), the number, and STOP. torch.save's pickler writes the number in the same way.
     return pickle.dumps(value, protocol=2)[2:-1]
 
 
@@ -336,7 +340,7 @@ def _central_entry(name: bytes, crc32: int, nbytes: int, header_at: int) -> byte
 
 
 def _end(members: int, directory_at: int, directory_nbytes: int) -> bytes:
-    """The end of the archive; the zip64 form always, as PyTorch writes it, so that its length is constant."""
+    """The end of the archive. It always has the zip64 form, as PyTorch writes it, so its length is constant."""
     versions = (_VERSION_NEEDED, _VERSION_NEEDED)
     numbers = (members, members, directory_nbytes, directory_at)
     end64 = _END64.pack(b"PK\x06\x06", _END64.size - 12, *versions, 0, 0, *numbers)
@@ -346,5 +350,5 @@ def _end(members: int, directory_at: int, directory_nbytes: int) -> bytes:
 
 
 def _cut(data: bytes, at: int) -> tuple[bytes, bytes]:
-    """What stands before and after the CRC-32 at ``at``."""
+    """Cut out the CRC-32 at ``at``: the bytes before it and those after it."""
     return data[:at], data[at + _CRC.size :]

@@ -1,8 +1,8 @@
-"""Python's unpickler, held to what is on a list; it leaves no traces in what it has built from.
+"""Python's unpickler, restricted to a list of allowed names. A pickle cannot change the classes that it names.
 
-Owns the refusal: which class, in which file, and what to do about it. Never decides what belongs on a list; that is
-``metadata_classes``. Used for ``.metadata`` alone, which is long and regular; objects are read by ``data``, which knows
-more kinds and bounds each of them.
+This module makes the errors: which class is refused, in which file, and what to do. ``metadata_classes`` decides which
+names are on the list. It is used only for ``.metadata``, which is long and regular. ``data`` reads objects: it knows
+more kinds of them and limits the size of each.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ ClassName = tuple[str, str]
 
 
 def all_of(module: str, names: str) -> frozenset[ClassName]:
-    """The names in ``module``, given in one string and divided by spaces."""
+    """The names in ``module``. They are given in one string with spaces between them."""
     return frozenset((module, name) for name in names.split())
 
 
-# Containers and numbers of Python that hold data. Not `range`, of which a few bytes make a list of any length.
+# Containers and numbers of Python that hold data. `range` is left out, because a few bytes of it make a list of any
+# length.
 _PLAIN: Final = all_of(
     "builtins", "bool bytearray bytes complex dict float frozenset int list set slice str tuple"
 ) | all_of("collections", "Counter OrderedDict defaultdict deque")
 
 
 class _Bounded:
-    """Stands for a plain class: builds its objects as ``data`` does, of exact types and within the budget."""
+    """Stands for a plain class. It builds its objects as ``data`` does: from exact types and within the budget."""
 
     def __init__(self, kind: Any, budget: Budget) -> None:
         self.kind = kind
@@ -52,35 +53,35 @@ class _Bounded:
         return python_kinds.BUILT_BY_CALL[self.kind](given, self._budget)
 
 
-# Values of these are named in a pickle like classes, but can neither be called nor changed.
+# A pickle names values of these types as it names classes, but they can neither be called nor changed.
 _CONSTANT_TYPES: Final = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
 
 _ABSENT: Final = object()
 
-# What Python itself adds to a class when another thread first pickles an object of it or asks for its annotations.
+# Python adds these to a class when a thread first pickles an object of it or asks for its annotations.
 _INTERPRETER_CACHES: Final = frozenset({"__slotnames__", "__annotations__", "__annotations_cache__"})
 
-_HEAP_TYPE: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class whose attributes can be set
+_HEAP_TYPE: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE: attributes of such a class can be set
 
 
 class RestrictedUnpickler(pickle.Unpickler):
     """Unpickles data that names only classes from ``allowed``.
 
     Args:
-        stream: the pickle; on success it stands right behind it.
-        file: what is being read, for errors.
-        allowed: names of classes and functions that may be imported and called, beside Python's plain ones.
-        stand_ins: what to use in place of a named class; such a class is not imported.
+        stream: the pickle. On success the stream is right after it.
+        file: the path of the file, for errors.
+        allowed: names of classes and functions that may be imported and called, besides Python's plain ones.
+        stand_ins: what to use in place of a named class. Such a class is not imported.
         how_to_allow: the end of the sentence "... is refused; " in errors.
         budget: what the file may ask for beyond its own length.
-        encoding: of strings that Python 2 pickled.
+        encoding: the encoding of strings that Python 2 pickled.
 
-    Constants of torch (dtypes and the like) and what the user has registered with
-    ``torch.serialization.add_safe_globals`` are always allowed.
+    Constants of torch (such as dtypes), and everything that the user has registered with
+    ``torch.serialization.add_safe_globals``, are always allowed.
 
-    ``load`` raises :class:`UnsafeCheckpoint` for any other class, before anything of it is imported, and for a pickle
-    that sets attributes of a class or function itself (with the BUILD opcode it could replace a method for the rest of
-    the process); they are put back. Whatever else a broken pickle raises is passed on.
+    ``load`` raises :class:`UnsafeCheckpoint` for any other class, before it is imported. It also raises it for a pickle
+    that sets attributes of a class or function itself, and puts these attributes back: with the BUILD opcode a pickle
+    could replace a method for the rest of the process. Other errors of a broken pickle are passed on.
     """
 
     def __init__(
@@ -94,8 +95,8 @@ class RestrictedUnpickler(pickle.Unpickler):
         budget: Budget,
         encoding: str = "ASCII",
     ) -> None:
-        # Without readinto and peek: the C unpickler then takes exactly what it needs, so that the stream stands behind
-        # the pickle, and does not trip over its own buffer in a damaged one.
+        # An object without readinto and peek makes the C unpickler read exactly what it needs. So the stream ends right
+        # after the pickle, and a damaged pickle does not confuse the unpickler's own buffer.
         bare = SimpleNamespace(read=stream.read, readline=stream.readline)
         super().__init__(cast("IO[bytes]", bare), encoding=encoding)
         self._file = file
@@ -107,7 +108,7 @@ class RestrictedUnpickler(pickle.Unpickler):
         self._budget = budget
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _compat_pickle.NAME_MAPPING:  # pickles of protocol 2 and older hold Python 2's names
+        if (module, name) in _compat_pickle.NAME_MAPPING:  # pickles of protocol 2 and older use Python 2's names
             module, name = _compat_pickle.NAME_MAPPING[module, name]
         module = _compat_pickle.IMPORT_MAPPING.get(module, module)
         key = (module, name)
@@ -142,7 +143,7 @@ class RestrictedUnpickler(pickle.Unpickler):
             self._put_back()
 
     def _watch(self, found: Any) -> None:
-        """Remember the attributes of what a pickle could write to."""
+        """Remember the attributes of an object that a pickle could write to."""
         if id(found) in self._before:
             return
         if isinstance(found, FunctionType) or (isinstance(found, type) and found.__flags__ & _HEAP_TYPE):
@@ -165,19 +166,19 @@ class RestrictedUnpickler(pickle.Unpickler):
 
 
 def _member(found: Any, *arguments: Any) -> Any:
-    """``found(value)``, without a look at the value by code of the enum, which would hash and print it."""
+    """``found(value)``. The enum's own code does not run on the value, because it would hash and print it."""
     return user_classes.member_of(found, arguments)
 
 
 def _restore(found: Any, before: Mapping[str, Any]) -> list[str]:
-    """Give ``found`` its attributes back; returns the names of those that had been changed."""
+    """Give ``found`` its old attributes back. Returns the names of those that had been changed."""
     now = dict(vars(found))
     changed = {
         name
         for name in before.keys() | now.keys()
         if before.get(name, _ABSENT) is not now.get(name, _ABSENT) and name not in _INTERPRETER_CACHES
     }
-    # On the level of type or object: a metaclass (an enum's, say) may forbid to set what is being repaired here.
+    # Use the methods of type or object: a metaclass, such as that of enums, may forbid setting these attributes.
     level: Any = type if isinstance(found, type) else object
     for name in changed:
         if name in before:

@@ -1,1 +1,1 @@
-"""Which options suit a device: measured."""
+"""Measures which options suit a device."""

@@ -1,6 +1,6 @@
-"""What ``tune`` tries, what it finds, and which of it is best: pure, but for the number of processors.
+"""The settings that ``tune`` tries, the tables of what it measured, and the choice of the best setting.
 
-Owns settings and tables of measurements. Called by ``tune`` and ``tune_reads``.
+The functions are pure, except that they ask for the number of processors. ``tune`` and ``tune_reads`` call them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ DEPTHS: Final = (1, 2, 4, 8)
 ROUNDS: Final = 3
 
 GOOD_ENOUGH: Final = 0.95
-"""Of the best rate: what is within is as fast, as far as a few seconds can tell."""
+"""A setting with at least this part of the best rate counts as equally fast. A few seconds cannot tell more."""
 
 
 class Setting(NamedTuple):
-    """One way to write or read: ``depth`` threads, in blocks; those that write have a file of their own each."""
+    """One way to write or read: ``depth`` threads, in blocks. When writing, each thread has a file of its own."""
 
     direct: bool
     depth: int
@@ -44,7 +44,7 @@ class Setting(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a setting gave: the best of three rounds, checksums and (of writes) ``fsync`` included."""
+    """The result of a setting: the best of three rounds. It includes checksums and, for writes, ``fsync``."""
 
     setting: Setting
     nbytes: int
@@ -57,10 +57,10 @@ class Measured(NamedTuple):
 
 
 def choose(table: Iterable[Measured]) -> Setting:
-    """The cheapest setting whose rate is within 5 % of the best: the same table gives the same choice.
+    """The cheapest setting with a rate within 5 % of the best. The same table always gives the same choice.
 
-    Direct is cheaper than buffered, which fills the page cache and copies everything once more; then less memory in
-    flight is cheaper, then fewer threads.
+    Direct I/O is cheaper than buffered I/O, which fills the page cache and copies everything once more. Next, less
+    memory in flight is cheaper, and then fewer threads.
     """
     rows = list(table)
     enough = GOOD_ENOUGH * max(row.nbytes_per_second for row in rows)
@@ -71,7 +71,7 @@ def choose(table: Iterable[Measured]) -> Setting:
 
 
 def settings_for(share_nbytes: int, *, with_direct: bool) -> list[Setting]:
-    """What there is to try, with no more bytes in flight than may be on the device at a time."""
+    """The settings to try. None has more bytes in flight than may be on the device at a time."""
     return [
         Setting(direct, depth, block)
         for direct in ((True, False) if with_direct else (False,))
@@ -84,12 +84,13 @@ def settings_for(share_nbytes: int, *, with_direct: bool) -> list[Setting]:
 def best_of_rounds(
     settings: Sequence[Setting], nbytes: int, measure: Callable[[Setting, int], Measured]
 ) -> list[Measured]:
-    """The best of each setting, with about ``nbytes`` each time."""
+    """The best result of each setting, with about ``nbytes`` each time."""
     best: dict[Setting, Measured] = {}
-    # Rounds go over all settings, so that a spell of other work does not hit one setting alone.
+    # Each round tries all settings, so that a short burst of other work does not slow down one setting alone.
     for _ in range(ROUNDS):
         for setting in settings:
-            # On a slow device the time goes to settings that it can show something about.
+            # On a slow device, spend the time only on settings for which the measurement is long enough to mean
+            # something.
             if setting.in_flight_nbytes > max(nbytes, 2 * min(BLOCKS_NBYTES)):
                 continue
             measured = measure(setting, nbytes)

@@ -1,7 +1,7 @@
 """Measures a file system, and says which options of ``RobustWriter`` and ``RobustReader`` suit it.
 
-Owns the measuring, bounded in time and bytes, and the choice. Never touches a checkpoint: what it writes has no name in
-any directory by then. Users call it as ``robust_dcp.storage.tuning.tune``, once for each kind of drive.
+This module measures within limits of time and bytes, and chooses. It never touches a checkpoint: the files that it
+writes have no names in any directory. Users call it as ``robust_dcp.storage.tuning.tune``, once for each kind of drive.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TunedOptions:
 
     Attributes:
         writing, reading: the settings that were chosen.
-        table, read_table: what was measured of writing and of reading, in the order in which it was tried.
+        table, read_table: what was measured for writing and for reading, in the order of the measurements.
         direct_refused: why direct I/O was not measured; ``None`` if it was.
     """
 
@@ -43,18 +43,18 @@ class TunedOptions:
 
     @property
     def writer_options(self) -> dict[str, Any]:
-        """The keyword arguments: ``RobustWriter(path, **tune(path).writer_options)``.
+        """Keyword arguments for the writer: ``RobustWriter(path, **tune(path).writer_options)``.
 
-        As many files as threads, since some file systems let one thread at a time write to a file.
+        There are as many files as threads, because on some file systems only one thread at a time can write to a file.
         """
         direct, depth, block_nbytes = self.writing
         return {"threads": depth, "files_per_rank": depth, "block_bytes": block_nbytes, "direct": direct}
 
     @property
     def reader_options(self) -> dict[str, Any]:
-        """The keyword arguments: ``RobustReader(path, **tune(path).reader_options)``.
+        """Keyword arguments for the reader: ``RobustReader(path, **tune(path).reader_options)``.
 
-        Where direct reads are better the reader still looks first whether bytes are in the page cache.
+        If direct reads are faster, the reader still checks first whether bytes are in the page cache.
         """
         direct, depth, block_nbytes = self.reading
         return {"threads": depth, "block_bytes": block_nbytes, "direct": None if direct else False}
@@ -67,15 +67,15 @@ class TunedOptions:
 
 
 def tune(path: str | os.PathLike[str], *, seconds: float = 4.0, disk: Disk | None = None) -> TunedOptions:
-    """Find out how the file system of ``path`` is written to, and read from, fastest.
+    """Find the fastest way to write to and read from the file system of ``path``.
 
-    Writes to files that have no name any more, in ``path`` or the nearest directory above it that exists, so that
-    nothing is left behind even if the process is killed. Takes at most a quarter of the free space, and less data the
-    slower the device is. The drive should have nothing else to do meanwhile.
+    It writes to files without names, in ``path`` or the nearest directory above it that exists. So nothing is left
+    behind even if the process is killed. It uses at most a quarter of the free space, and less data on a slower device.
+    The drive should have nothing else to do meanwhile.
 
     Args:
-        path: the directory that checkpoints go to, or will.
-        seconds: about how long to measure, half of it reads.
+        path: the directory of your checkpoints. It need not exist yet.
+        seconds: about how long to measure. Half of the time goes to reads.
         disk: the file system.
 
     Returns:
@@ -99,7 +99,8 @@ def tune(path: str | os.PathLike[str], *, seconds: float = 4.0, disk: Disk | Non
         raise ValueError(f"seconds must be positive, got {seconds}")
     directory = _existing_directory(os.path.abspath(directory_path(path)))
     disk = PosixDisk() if disk is None else disk
-    # From the system's pages: aligned for direct I/O. Not zeros, which some devices do not store.
+    # mmap gives whole pages, which are aligned for direct I/O. They are not left as zeros, because some devices do not
+    # store zeros.
     source = mmap.mmap(-1, max(BLOCKS_NBYTES))
     source.write(os.urandom(min(BLOCKS_NBYTES)) * (max(BLOCKS_NBYTES) // min(BLOCKS_NBYTES)))
     share_nbytes = _free_nbytes(directory) // _SHARE_OF_FREE_SPACE
@@ -113,8 +114,10 @@ def tune(path: str | os.PathLike[str], *, seconds: float = 4.0, disk: Disk | Non
 
 
 def _measured(disk: Disk, directory: str, source: mmap.mmap, seconds: float, share_nbytes: int) -> TunedOptions | None:
-    """``None`` if there is less room than ``share_nbytes``: a quota, or others who write there as well. The system's
-    figure is no promise."""
+    """Measure; ``None`` if there is less room than ``share_nbytes``.
+
+    The system's figure for free space is no promise: there may be a quota, or others may write there as well.
+    """
     try:
         refused = why_not_direct(disk, directory, source)
         settings = settings_for(share_nbytes, with_direct=refused is None)

@@ -1,6 +1,7 @@
-"""How fast a file system is read in each setting: what ``tune`` measures for ``RobustReader``.
+"""Measures for ``tune`` how fast a file system is read in each setting.
 
-Owns the file that is read, which has no name by the time that it has contents, and the timing. Called by ``tune``.
+This module makes the file that is read, which loses its name before it has contents, and takes the times. ``tune``
+calls it.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ _MOST_NBYTES: Final = 256 << 20
 def measure_reads(
     disk: Disk, directory: str, source: mmap.mmap, settings: Sequence[Setting], seconds: float, share_nbytes: int
 ) -> list[Measured]:
-    """Read a file, out of the page cache each time, in about ``seconds``.
+    """Read a file that is not in the page cache, again and again, in about ``seconds``.
 
     Args:
-        source: what to fill it with.
-        share_nbytes: at most so much of the device.
+        source: the bytes to fill the file with.
+        share_nbytes: the most bytes to use on the device.
 
     Raises:
         StorageError: the file cannot be written or read.
@@ -47,7 +48,7 @@ def measure_reads(
 
 
 class _File:
-    """Opened in all ways that are needed, and without a name before anything is written to it."""
+    """A file that is opened in all ways that are needed. It loses its name before anything is written to it."""
 
     def __init__(self, disk: Disk, directory: str, stack: ExitStack) -> None:
         self._disk = disk
@@ -63,7 +64,7 @@ class _File:
             disk.unlink(path)
 
     def fill(self, source: mmap.mmap, nbytes: int) -> None:
-        """Make it at least ``nbytes`` long, in whole blocks of the smallest size."""
+        """Make the file at least ``nbytes`` long, in whole blocks of the smallest size."""
         block = min(BLOCKS_NBYTES)
         with memoryview(source) as view:
             while self.nbytes < nbytes:
@@ -79,7 +80,7 @@ class _File:
         lock = threading.Lock()
 
         def read() -> int:
-            # Pages of the system, aligned for direct I/O.
+            # mmap gives whole pages, which are aligned for direct I/O.
             with mmap.mmap(-1, setting.block_nbytes) as memory, memoryview(memory) as view:
                 done = 0
                 while True:
@@ -99,6 +100,6 @@ class _File:
 
 
 def _forget(opened: OpenFile) -> None:
-    """Have the kernel drop the file from its page cache, where there is a way."""
+    """Make the kernel drop the file from its page cache, if there is a way."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(opened.fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,6 +1,6 @@
-"""How fast a file system is written to in each setting: what ``tune`` measures for ``RobustWriter``.
+"""Measures for ``tune`` how fast a file system is written to in each setting.
 
-Owns the files that are written, which have no name by then, and the timing. Called by ``tune``.
+This module makes the files that are written, which lose their names first, and takes the times. ``tune`` calls it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REFUSALS: Final = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 def why_not_direct(disk: Disk, directory: str, source: mmap.mmap) -> str | None:
-    """Whether the file system takes direct I/O, found out by trying: the refusal in words, or ``None``.
+    """Try direct I/O. Returns ``None`` if the file system takes it, or else the reason in words.
 
     Raises:
         StorageError: the file system cannot be written to.
@@ -54,8 +54,8 @@ def measure_writes(
     """Write files, durably, in about ``seconds``.
 
     Args:
-        source: what to write, aligned for direct I/O.
-        share_nbytes: at most so much of the device.
+        source: the bytes to write, aligned for direct I/O.
+        share_nbytes: the most bytes to use on the device.
 
     Raises:
         StorageError: a file cannot be written.
@@ -65,7 +65,7 @@ def measure_writes(
         return _measure(disk, directory, source, setting, nbytes)
 
     most_nbytes = min(_MOST_NBYTES, share_nbytes)
-    # Of more and more bytes, until what a first write costs once no longer matters.
+    # Write more and more bytes, until the one-time cost of a first write no longer matters.
     nbytes = min(_PILOT_NBYTES, share_nbytes)
     pilots = [measure(settings[0], nbytes) for _ in range(2)]
     while min(pilot.seconds for pilot in pilots) <= _PILOT_SECONDS and 2 * nbytes <= most_nbytes:
@@ -83,7 +83,7 @@ def _open(disk: Disk, directory: str, *, direct: bool) -> OpenFile:
 
 
 def _measure(disk: Disk, directory: str, source: mmap.mmap, setting: Setting, nbytes: int) -> Measured:
-    """Checksum and write about ``nbytes`` as ``setting`` says; the time is until all of it is durable."""
+    """Checksum and write about ``nbytes`` with ``setting``. The time ends when all of it is durable."""
     blocks_each = max(1, nbytes // setting.in_flight_nbytes)
     block = memoryview(source)[: setting.block_nbytes]
     with ExitStack() as stack:
@@ -95,7 +95,7 @@ def _measure(disk: Disk, directory: str, source: mmap.mmap, setting: Setting, nb
         def write(file: OpenFile) -> None:
             disk.preallocate(file, blocks_each * setting.block_nbytes)
             for number in range(blocks_each):
-                # As a save does: a thread that computes a checksum leaves the device to the others meanwhile.
+                # A save does the same: while one thread computes a checksum, the others use the device.
                 crc32(block)
                 disk.pwrite(file, block, number * setting.block_nbytes)
             disk.fsync(file)

@@ -1,1 +1,1 @@
-"""From items to durable files: the order of pieces, threads and memory, and the commit."""
+"""Writing items to durable files: the order of pieces, threads and memory, and the commit."""

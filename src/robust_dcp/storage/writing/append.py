@@ -1,6 +1,7 @@
-"""Items whose lengths nobody planned: objects, and what only ``torch.save`` can write, one after the other.
+"""Writes items of unknown length one after the other: objects, and tensors that only ``torch.save`` can write.
 
-Owns where each of them comes to lie in its file, and its bytes. Called by ``engine``, one thread for each file.
+This module decides where in its file each of them goes, and makes its bytes. ``engine`` calls it, with one thread for
+each file.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from robust_dcp.storage.writing.paged_file import FileOutput
 __all__ = ["Appended", "append_items", "saved_by_torch"]
 
 Appended = tuple[int, int, int]
-"""An item: place in the plan, offset and length in the file, in bytes."""
+"""An item: its place in the plan, and its offset and length in the file, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,9 @@ class _Whole:
     """A record that is in memory, in parts that follow each other.
 
     Attributes:
-        data_at: where the bytes begin, from the start of the record, that ``sums`` are of.
-        data_nbytes: how many these are.
-        sums: CRC-32s, as of ``sums_of``.
+        data_at: where the bytes that ``sums`` cover begin, counted from the start of the record.
+        data_nbytes: how many bytes ``sums`` cover.
+        sums: their CRC-32s, as ``sums_of`` computes them.
     """
 
     parts: tuple[bytes | memoryview, ...]
@@ -47,7 +48,7 @@ class _Whole:
 
 @dataclass(frozen=True)
 class _Large:
-    """A record whose payload goes out in pieces."""
+    """A record with a payload that is written in pieces."""
 
     template: RecordTemplate
     tensor: torch.Tensor
@@ -66,15 +67,15 @@ def append_items(
     after: int,
     check_stop: Callable[[], None],
 ) -> tuple[list[Appended], int]:
-    """Write items, each to its slot if it has one and fits, the others to the end of the file.
+    """Write each item to its slot if it has one and fits into it. Write the others to the end of the file.
 
     Args:
-        places: of the items, in the plan.
-        after: end of what else is in the file, in bytes.
-        check_stop: called between blocks; what it raises ends the work.
+        places: the places of the items in the plan.
+        after: where the other contents of the file end, in bytes.
+        check_stop: called between blocks. What it raises ends the work.
 
     Returns:
-        (where each came to lie, the length of the file).
+        (where each item was written, the length of the file).
     """
     stream = _Stream(output, after, check_stop)
     written: list[Appended] = []
@@ -113,30 +114,30 @@ def _record(data: torch.Tensor | io.BytesIO, output: FileOutput) -> _Whole | _La
 
 
 def saved_by_torch(tensor: torch.Tensor) -> io.BytesIO:
-    """The record of a tensor that has more to it than dtype, shape and data."""
+    """The record of a tensor that dtype, shape and data do not describe fully."""
     buffer = io.BytesIO()
     torch.save(_compact(tensor), buffer)
     return buffer
 
 
 def _opaque(buffer: io.BytesIO, output: FileOutput) -> _Whole:
-    """A record of which nobody knows where its data begins: all of it is summed."""
+    """A record in which we do not know where the data begins. So its checksums cover all of it."""
     data = buffer.getbuffer()
     return _Whole((data,), 0, len(data), output.sums_of(data))
 
 
 class _Stream:
-    """The end of a file: bytes are gathered in a block, and go out when it is full."""
+    """The end of a file. Bytes are gathered in a block, which is written when it is full."""
 
     def __init__(self, output: FileOutput, begin: int, check_stop: Callable[[], None]) -> None:
         self._output = output
         self._check_stop = check_stop
         self._block = output.lease.take()
-        self._begin = begin  # from here on bytes are in the block
+        self._begin = begin  # the block holds bytes of the file from here on
         self.end = begin
 
     def append(self, record: _Whole | _Large, at: int | None) -> int:
-        """Write a record at ``at``, or at the next free place; its offset."""
+        """Write a record at ``at``, or at the next free place. Returns its offset."""
         offset = -(-self.end // RECORD_ALIGNMENT) * RECORD_ALIGNMENT if at is None else at
         self._move_to(offset)
         if isinstance(record, _Large):
@@ -148,7 +149,7 @@ class _Stream:
         return offset
 
     def flush(self) -> None:
-        """Hand the file what is in the block."""
+        """Write what is in the block."""
         self._check_stop()
         if self.end > self._begin:
             at = self._begin % self._page_nbytes
@@ -159,7 +160,7 @@ class _Stream:
         self._output.lease.give_back(self._block)
 
     def _move_to(self, offset: int) -> None:
-        """What is passed over reads as zeros."""
+        """Go on at ``offset``. Bytes that are skipped read as zeros."""
         gap = offset - self.end
         if gap > self._page_nbytes:
             self.flush()
@@ -197,7 +198,7 @@ class _Stream:
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor that shares no storage with a larger one: ``torch.save`` would write all of that storage."""
+    """The tensor on the CPU, with a storage of its own. ``torch.save`` would write all of a larger shared storage."""
     tensor = tensor.detach().cpu()
     if tensor.layout == torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
         tensor = tensor.clone()

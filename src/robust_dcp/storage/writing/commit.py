@@ -1,7 +1,7 @@
-"""The moment at which a save counts: ``.metadata`` replaced in one durable step.
+"""The commit of a save: ``.metadata`` is replaced in one durable step.
 
-Owns the order of the system calls. Never touches a data file of a committed checkpoint before the next is durable.
-The coordinator calls it once every rank has written, fsynced and closed its data files.
+This module owns the order of the system calls. It never touches a data file of a committed checkpoint before the next
+one is durable. The coordinator calls it once every rank has written, fsynced and closed its data files.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ _RENAME_DATA: Final = "give data files their names"
 _FSYNC_NAMES: Final = "make the names of data files durable"
 CHECK: Final = "look before the commit"
 BEFORE_RENAME: Final = frozenset({"create", "write", "fsync", "close", _RENAME_DATA, _FSYNC_NAMES, CHECK})
-"""Operations (of a ``StorageError``) whose failure in :func:`commit_metadata` leaves the old checkpoint the only one.
-After any other both may be found later, and the data files of both have to stay."""
+"""Operations of a ``StorageError``. If one of these fails in :func:`commit_metadata`, only the old checkpoint exists.
+
+If any other operation fails, readers may find either checkpoint later, so the data files of both must stay.
+"""
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ class MetadataToPublish:
     Attributes:
         fragments: the bytes of ``.metadata``, one after the other.
         files: the data files that it names.
-        renames: those whose names change with the commit.
-        index: the bytes of the index, one after the other; none if there is to be none.
+        renames: the data files that get another name with the commit.
+        index: the bytes of the index, one after the other; empty if the checkpoint gets no index.
     """
 
     fragments: Sequence[bytes | memoryview]
@@ -63,37 +65,37 @@ def commit_metadata(
     index: Sequence[Buffer] = (),
     check: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Make ``encoded`` (in parts that follow each other) the metadata of the checkpoint in ``directory``, wholly or not
-    at all.
+    """Replace the metadata of the checkpoint in ``directory`` with ``encoded``, wholly or not at all.
 
-    The calls, in this order; killed or powered off between any two, the directory loads as before up to 6 and as the
-    new checkpoint after 7, and in between as one of the two:
+    ``encoded`` may be given in parts that follow each other. The calls are made in this order:
 
-    1. create ``.metadata.<token>.tmp`` (exclusively: no left-over of a killed save is written to)
+    1. create ``.metadata.<token>.tmp``; it must be new, so that no file of a killed save is written to
     2. write it
     3. fsync it: its bytes are durable
-    4. close it; do the same with the index, if there is one; give each data file its name, where the layout has another
-       one until then
-    5. fsync the directory: the names of the new data files are durable; ``check``
-    6. rename the index, then it to ``.metadata``, each over the old one
+    4. close it; do the same with the index, if there is one; rename the data files, where the layout asks for that
+    5. fsync the directory: the names of the new data files are durable; call ``check``
+    6. rename the index, then ``.metadata.<token>.tmp`` to ``.metadata``, each over the old one
     7. fsync the directory: the rename is durable
 
-    Within call 6 the index is already the new one and does not fit the old ``.metadata``, so nobody uses it. If it
-    cannot be written the checkpoint is committed without it: readers can do without.
+    The process may be killed, or the power may fail, between any two calls. Before call 6 the directory loads as the
+    old checkpoint, after call 7 as the new one, and in between as one of the two.
+
+    During call 6 the new index may lie beside the old ``.metadata``. It does not fit that, so nobody uses it. If the
+    index cannot be written, the checkpoint is committed without it: readers do not need it.
 
     Args:
-        renames: the data files whose names change with the commit.
-        token: by which the journal of the save knows the temporary files; by default random.
-        index: what goes into the index, in parts that follow each other; none if there is to be none.
-        check: makes sure, right before the rename, that nobody else has written here; what it raises ends the commit.
+        renames: the data files that get another name with the commit.
+        token: names the temporary files, so that the journal of the save accounts for them. The default is random.
+        index: the contents of the index, in parts that follow each other; empty if there is no index.
+        check: makes sure, right before the rename, that nobody else has written here. What it raises ends the commit.
 
     Returns:
         whether the checkpoint has an index.
 
     Raises:
-        StorageError: a call failed. Up to call 5 the old checkpoint is untouched, and the temporary file and what call
-            4 has renamed are removed. If call 6 or 7 failed, either may be found later: both are complete, so keep
-            the data files of both.
+        StorageError: a call failed. If it was call 1 to 5, the old checkpoint is untouched; the temporary files are
+            removed, and so are the data files that call 4 has renamed. If it was call 6 or 7, readers may find either
+            checkpoint later. Both are complete, so keep the data files of both.
     """
     token = token or secrets.token_hex(8)
     temporary = os.path.join(directory, f"{name}.{token}.tmp")
@@ -136,7 +138,7 @@ def _write(disk: Disk, path: str, data: Buffer | Sequence[Buffer]) -> None:
 
 
 def _index_works(step: Callable[[], None]) -> bool:
-    """Take a step towards an index; whether that went well."""
+    """Do one step of writing the index. Returns whether it succeeded."""
     try:
         step()
     except StorageError as error:
@@ -146,7 +148,7 @@ def _index_works(step: Callable[[], None]) -> bool:
 
 
 def _rename_data(disk: Disk, directory: str, renames: Sequence[FileName], renamed: list[str]) -> None:
-    """Rename, and note in ``renamed`` what has got its name."""
+    """Rename the data files. ``renamed`` receives the name of each that has been renamed."""
     for name in renames:
         if name.written == name.committed:
             continue
@@ -158,7 +160,7 @@ def _rename_data(disk: Disk, directory: str, renames: Sequence[FileName], rename
 
 @contextmanager
 def _as_operation(operation: str) -> Iterator[None]:
-    """Tell a call from the same call after the rename."""
+    """Give errors of a call after the rename another operation than the same call before it."""
     try:
         yield
     except StorageError as error:

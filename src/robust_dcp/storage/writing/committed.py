@@ -1,7 +1,7 @@
-"""Which data files a committed ``.metadata`` names: what may go once another has taken its place.
+"""Which data files a committed ``.metadata`` names. These files may be removed once another checkpoint has replaced it.
 
-Owns that question and a memory of the answers: a save that replaces the last one of this process need not decode what
-that wrote. Called by ``leftovers`` and ``save_directory``.
+This module remembers the answers. So a save that replaces the last checkpoint of this process does not have to decode
+what that save wrote. ``leftovers`` and ``save_directory`` call it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Committed", "committed_in", "remember"]
 logger = logging.getLogger(__name__)
 
 _STAMP_NBYTES: Final = 20
-"""As long as what we put behind the pickle, with its CRC-32; the pickle holds the id of its save."""
+"""The length of what we write after the pickle, with the pickle's CRC-32. The pickle holds the id of its save."""
 
 _Stamp = tuple[int, bytes]
 """Length and last bytes of a ``.metadata``."""
@@ -42,11 +42,12 @@ class Committed:
     """What a ``.metadata`` says.
 
     Attributes:
-        files: the data files that it names, as names in its directory; no other names.
-        save_id: of the save that wrote it.
-        is_readable: whether it could be decoded; if not, nobody knows which files it needs.
+        files: the data files that it names and that lie in its own directory, without others.
+        save_id: the id of the save that wrote it.
+        is_readable: whether it could be decoded. If not, nobody knows which files it needs.
         are_marked: whether the files have the mark of that save.
-        fingerprint: of the file, taken before it was read: another says that somebody has written it since.
+        fingerprint: that of the file, taken before the file was read. If it differs later, somebody has written the
+            file.
     """
 
     files: frozenset[str] = frozenset()
@@ -63,7 +64,7 @@ _COMMITTED: Table[str, tuple[_Stamp, Committed]] = CACHE.table(
 
 
 def committed_in(disk: Disk, path: str) -> Committed | None:
-    """What the ``.metadata`` at ``path`` names; ``None`` if there is none.
+    """Read what the ``.metadata`` at ``path`` names; ``None`` if there is none.
 
     Raises:
         StorageError: it cannot be read.
@@ -102,7 +103,7 @@ def committed_in(disk: Disk, path: str) -> Committed | None:
 
 
 def remember(path: str, fragments: Sequence[bytes | memoryview], files: Collection[str], save_id: str) -> None:
-    """Note what this process has just committed at ``path``."""
+    """Remember what this process has just committed at ``path``."""
     nbytes, tail = sum(map(len, fragments)), b""
     for fragment in reversed(fragments):
         tail = bytes(fragment[-_STAMP_NBYTES:]) + tail

@@ -1,7 +1,7 @@
-"""A copy of a tensor's bytes and the CRC-32s of their blocks in one pass over memory.
+"""Copies a tensor's bytes and computes the CRC-32s of their blocks, in one pass over memory.
 
-What is copied before it is checksummed is what the processor's cache still holds, so that memory is read once.
-Called by ``pack`` and ``large_record``.
+Each part is checksummed right after its copy, while the processor's cache still holds it. So memory is read only once.
+``pack`` and ``large_record`` call this.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ from robust_dcp.storage.records.checksum import crc32
 __all__ = ["HOT_NBYTES", "copy_checked"]
 
 HOT_NBYTES: Final = 512 << 10
-"""Half of a small second-level cache. Less costs more calls, each of which lets go of the GIL."""
+"""So much is copied at a time: half of a small second-level cache. Smaller parts need more calls, and each call
+releases the GIL.
+"""
 
 
 def copy_checked(data: TensorBytes, begin: int, end: int, block: Block, at: int, *, checksums: bool) -> list[int]:
-    """Copy bytes ``begin`` to ``end`` of ``data`` into ``block``, from ``at`` on.
+    """Copy bytes ``begin`` to ``end`` of ``data`` to ``at`` in ``block``.
 
     Returns:
-        Their CRC-32s, as of :func:`~robust_dcp.storage.records.block_sums.sums_of`; none without ``checksums``.
+        Their CRC-32s, as :func:`~robust_dcp.storage.records.block_sums.sums_of` computes them; none without
+        ``checksums``.
     """
-    if not checksums or data.device.type != "cpu":  # a copy from a device waits for it each time
+    if not checksums or data.device.type != "cpu":  # each copy from a device waits for the device, so copy at once
         data.copy(begin, end, block, at)
         return sums_of(block.view[at : at + end - begin], begin) if checksums else []
     sums = []

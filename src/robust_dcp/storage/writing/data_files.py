@@ -1,11 +1,11 @@
-"""The data files of one rank: made under names that nobody has, thrown away if the save fails.
+"""The data files of one rank. They get names that nobody else has, and are removed if the save fails.
 
-Owns the choice of names (design: no byte of a committed checkpoint is overwritten), the links to files on other mounts
-(``stripes`` says where), and the clean-up after a failure.
+This module chooses the names, so that no byte of a committed checkpoint is overwritten. It makes the links to files on
+other mounts (``stripes`` says where those are), and cleans up after a failure.
 
-A file is written under a name with the mark of its save, and gets the plain name that stock would give it when it is
-whole, if that is free. So nobody who takes the plain name meanwhile, as stock's writer does, writes into our file, nor
-do we into theirs.
+A file is written under a name with the mark of its save, such as ``__0_0.5f0c9a3e7b21d846.distcp``. Once it is whole,
+it gets the name that DCP would give it, ``__0_0.distcp``, if that is free. So if DCP's writer takes the plain name
+meanwhile, it does not write into our file, and we do not write into its file.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class DataFile:
     """One open file of a save in progress.
 
     Attributes:
-        number: among the rank's files.
-        committed_name: what it is called from the commit on, relative to the checkpoint's directory.
-        file: open for writing.
-        link: the path of the symbolic link to it in the checkpoint's directory; ``None`` if it lies there itself.
+        number: the number of the file among the rank's files.
+        committed_name: its name after the commit, relative to the checkpoint's directory.
+        file: the file, open for writing.
+        link: the path of the symbolic link to it in the checkpoint's directory; ``None`` if the file itself lies there.
         nbytes: its length once it has been written, without the footer.
         digest: 16 bytes over the checksums of its items; ``None`` without checksums.
     """
@@ -52,7 +52,7 @@ class DataFile:
 
     @property
     def name(self) -> str:
-        """What it is called now, relative to the checkpoint's directory."""
+        """Its current name, relative to the checkpoint's directory."""
         return os.path.basename(self.file.path)
 
 
@@ -70,27 +70,27 @@ def create_data_files(
 ) -> list[DataFile]:
     """Create the files of ``rank``, under names with the mark of the save (``__0_0.5f0c9a3e7b21d846.distcp``).
 
-    They are created exclusively, so neither another process nor a stale directory listing can make this overwrite
-    anything.
+    Each file must be new (``O_EXCL``). So this overwrites nothing, whatever other processes do and however stale a
+    directory listing is.
 
     Args:
-        placements: how many files there are, and of which kind.
-        layout: knows their names.
-        mark: of the save.
-        direct: ask for direct I/O.
-        stripes: existing directories that take the files in turn; ``directory`` then gets links to them.
-        not_removed: gets the paths of files that were made and could not be removed.
+        placements: says how many files there are, and of which kind.
+        layout: gives their names.
+        mark: the mark of the save.
+        direct: whether to ask for direct I/O.
+        stripes: existing directories that take the files in turn. ``directory`` then gets links to them.
+        not_removed: receives the paths of files that were made and could not be removed.
 
     Raises:
-        StorageError: no permission, no space for a name, …; the files made so far are removed.
+        StorageError: a file cannot be created, for example for lack of permission. The files made so far are removed.
     """
     files: list[DataFile] = []
     try:
         for number, name in enumerate(layout.file_names(rank, placements.head_nbytes, mark, plain=False)):
             path, link = os.path.join(directory, name.written), None
             if stripes:
-                # The link first: killed in between, it is found and removed by the next save, a file without a link by
-                # nobody.
+                # Make the link first. If we are killed in between, the next save finds and removes a link without a
+                # file, but nobody finds a file without a link.
                 path, link = os.path.join(stripe_of(rank, number, stripes), name.written), path
                 disk.symlink(path, link)
             try:
@@ -107,17 +107,17 @@ def create_data_files(
 
 
 def take_plain_names(disk: Disk, directory: str, files: Sequence[DataFile], plain: Sequence[FileName]) -> bool:
-    """Give files that are whole and closed the plain names of their layout, all of them or none.
+    """Give whole and closed files the plain names of their layout: all of them or none.
 
     Args:
-        plain: of each file.
+        plain: the plain name of each file.
 
     Returns:
-        whether they have them now. Not if one is taken, or the file system cannot give a file a second name; nor for
-        files on other mounts, whose links must be called as they are.
+        whether they have the plain names now. They do not if a name is taken, if the file system cannot give a file a
+        second name, or if the files lie on other mounts, because their links must keep their names.
 
     Raises:
-        StorageError: a name cannot be given, or taken back; the files have their marked names.
+        StorageError: a name cannot be given, or taken back. The files have their marked names then.
     """
     renamed = [(file, name) for file, name in zip(files, plain, strict=True) if file.committed_name != name.committed]
     if any(file.link is not None for file in files):
@@ -145,7 +145,8 @@ def discard(disk: Disk, files: Sequence[DataFile]) -> list[str]:
     """Close and remove the files of a save that failed.
 
     Returns:
-        the paths of those that are still there. A link goes after its target, or stays with it.
+        the paths of those that are still there. A link is removed after its target; if the target stays, so does the
+        link.
     """
     left: list[str] = []
     for file in files:
@@ -168,7 +169,7 @@ def remove_files_of(
     mark: str,
     stripes: Sequence[str] = (),
 ) -> list[str]:
-    """Remove what a process has made that died while it wrote the files of ``rank``, whichever of them are there.
+    """Remove whatever a process has made that died while it wrote the files of ``rank``.
 
     Returns:
         the paths of those that are still there.
@@ -182,7 +183,7 @@ def remove_files_of(
         left += paths
     for name in layout.file_names(rank, placements.head_nbytes, mark, plain=True):
         path = os.path.join(directory, name.committed)
-        with contextlib.suppress(StorageError):  # it is not there, and may be there again by now
+        with contextlib.suppress(StorageError):  # the name was free, and somebody may have taken it by now
             if is_of_save(disk, path, mark) and not is_gone(disk.unlink, path):
                 left.append(path)
     return left

@@ -1,8 +1,8 @@
-"""The lock that a save holds on its directory: a second save into it is told who is there, and touches nothing.
+"""The lock that a save holds on its directory. A second save into it learns who is there, and touches nothing.
 
-Owns the file ``.robust_dcp.lock``. Its lock ends with the process that holds it, however that ends. Where a file system
-has no locks nobody holds one, and on a network file system the lock of another machine may be that of one that crashed;
-then only the look before the commit (``save_directory``) tells two saves apart.
+This module owns the file ``.robust_dcp.lock``. Its lock ends with the process that holds it, however that ends. On a
+file system without locks nobody holds one. On a network file system another machine may seem to hold the lock although
+it has crashed. In both cases only the check before the commit (in ``save_directory``) notices a second save.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_NBYTES = 4096
 
 
 class _Holder(msgspec.Struct):
-    """What stands in the file, for people and for the message to a second save: JSON."""
+    """What the file holds, for people and for the message to a second save, in JSON."""
 
     host: str
     pid: int
@@ -40,10 +40,10 @@ class _Holder(msgspec.Struct):
 
 
 class DirectoryLock:
-    """See the module. Whoever drops it lets go of it.
+    """The lock of one save; see the module. It is released when the object is dropped.
 
     Attributes:
-        is_proof: whether nobody else can hold it: the file system has locks.
+        is_proof: whether nobody else can hold the lock. It is ``False`` if the file system has no locks.
     """
 
     def __init__(self, disk: Disk, path: str, file: OpenFile | None) -> None:
@@ -57,10 +57,10 @@ class DirectoryLock:
         """Take the lock.
 
         Args:
-            shared: for one of several ranks that each commit by themselves.
+            shared: this is one of several ranks that each commit by themselves.
 
         Raises:
-            StorageError: another save holds it, or a call failed; nothing is left.
+            StorageError: another save holds the lock, or a call failed. Nothing is left behind.
         """
         path = os.path.join(directory, LOCK_NAME)
         while True:
@@ -72,10 +72,10 @@ class DirectoryLock:
             if is_held is False:
                 holder = _read_holder(disk, file)
                 if disk.is_of_this_machine(path) or holder is None or holder.boot_id == boot_id():
-                    raise _taken(directory, holder)
+                    raise _lock_is_held(directory, holder)
                 logger.warning(
-                    "%s: another save is running into it, or its machine crashed (%s). If it runs, one of the two will "
-                    "be told before it commits",
+                    "%s: another save is running into it, or its machine crashed (%s). If it is running, one of the "
+                    "two will get an error before it commits",
                     directory,
                     holder,
                 )
@@ -86,7 +86,7 @@ class DirectoryLock:
                     disk.unlink(path)
                 return cls(disk, path, None)
             try:
-                # Whoever held it last may have removed the file between our two calls.
+                # The last holder may have removed the file between our two calls.
                 if disk.is_at(file, path):
                     if not shared:
                         _write_holder(disk, file, save_id)
@@ -97,7 +97,7 @@ class DirectoryLock:
             disk.close(file)
 
     def release(self) -> None:
-        """The save is over: the next one may begin."""
+        """Give up the lock: the next save may begin."""
         self._finalizer()
 
 
@@ -105,14 +105,14 @@ def _release(disk: Disk, path: str, file: OpenFile | None) -> None:
     if file is None:
         return
     try:
-        # A shared lock becomes this one's alone when the last other has gone: then the file is removed.
+        # The last of the ranks that share a lock can get it for itself alone. That rank removes the file.
         if disk.lock(file) and disk.is_at(file, path):
             disk.unlink(path)
     except Exception as error:
         logger.warning("%s stays, which costs nothing: %s", path, error)
     finally:
         with contextlib.suppress(Exception):
-            disk.unlock(file)  # a process that was forked meanwhile has the file open, too
+            disk.unlock(file)  # a process that was forked meanwhile also has the file open, and would keep the lock
             disk.close(file)
 
 
@@ -123,7 +123,7 @@ def _write_holder(disk: Disk, file: OpenFile, save_id: str) -> None:
 
 
 def _read_holder(disk: Disk, file: OpenFile) -> _Holder | None:
-    """Who says that it holds the lock of ``file``, which is closed."""
+    """Who holds the lock of ``file``, by its content. This closes ``file``."""
     data = bytearray(_MAX_NBYTES)
     try:
         data = data[: disk.pread_into(file, data, 0)]
@@ -135,7 +135,7 @@ def _read_holder(disk: Disk, file: OpenFile) -> _Holder | None:
         return None
 
 
-def _taken(directory: str, holder: _Holder | None) -> StorageError:
+def _lock_is_held(directory: str, holder: _Holder | None) -> StorageError:
     """The error for a save that comes second."""
     who = "its process is not known" if holder is None else str(holder)
     return StorageError(

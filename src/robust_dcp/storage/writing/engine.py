@@ -1,7 +1,7 @@
-"""Writes the files of one rank: every record to its place, checksummed on the way, on a few threads.
+"""Writes the files of one rank with a few threads: every record goes to its place and is checksummed on the way.
 
-Owns threads, memory and what becomes of errors. Never decides places (``layouts``) or pieces (``write_order``), nor
-makes a checkpoint visible (``commit``). Called by ``writer``.
+This module owns the threads, their memory, and the handling of their errors. It does not decide places (``layouts``
+does) or pieces (``write_order`` does), and does not make a checkpoint visible (``commit`` does). ``writer`` calls it.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ __all__ = ["WriteFiles", "WrittenFiles", "write_files"]
 
 @dataclass(frozen=True, eq=False)
 class WrittenFiles:
-    """What one rank has written, durably, but not yet committed.
+    """The files that one rank has written durably, but not yet committed.
 
     Attributes:
-        are_plain: whether these files are called as stock would call them; else the mark of the save is in their names.
-        variable_places: int64 ``[v, 2]``, offset and length of each item of variable size, in plan order.
-        names: of the files from the commit on, relative to the directory.
-        uncommitted_names: of the same files as long as they are not committed.
+        are_plain: whether these files have the names that DCP would give them. If not, the mark of the save is in their
+            names.
+        variable_places: int64 ``[v, 2]``, offset and length of each item of variable size, in the order of the plan.
+        names: the names of the files after the commit, relative to the directory.
+        uncommitted_names: the names of the same files before the commit.
         digest: 16 bytes over the checksums of all items; empty without checksums.
         nbytes: bytes written, without footers.
-        how: ``direct``, or ``buffered`` and why; one for each way that a file went.
-        peak_buffer_nbytes: the most memory that bytes passed through at any time.
+        how: ``direct``, or ``buffered`` with the reason; one for each way in which a file was written.
+        peak_buffer_nbytes: the most memory that was in use for bytes on their way at any time.
     """
 
     are_plain: bool
@@ -61,7 +62,7 @@ class WrittenFiles:
 
 
 class WriteFiles(Protocol):
-    """Writes the files of one rank: :func:`write_files`, or what has it called in another process."""
+    """Writes the files of one rank. This is :func:`write_files`, or a function that calls it in another process."""
 
     def __call__(
         self,
@@ -97,21 +98,21 @@ def write_files(
     """Write the files of one rank and make them durable.
 
     Args:
-        directory: of the checkpoint; it and those on the stripes are there.
-        mark: of the save: it stands in the files, and in their names where the plain names are taken.
-        source: the items, in the order of ``placements``; their data is asked for in several threads. What a
-            ``BorrowingSource`` has borrowed is written first.
-        check_stop: called between blocks, in several threads, with the bytes that are written, and those of all items
-            of fixed size; raises when the save is given up elsewhere.
+        directory: the checkpoint's directory. It exists already, and so do those on the stripes.
+        mark: the mark of the save. It is written into the files, and into their names where the plain names are taken.
+        source: the items, in the order of ``placements``. Several threads ask it for data. The borrowed items of a
+            ``BorrowingSource`` are written first.
+        check_stop: called between blocks, from several threads, with two numbers: the bytes written so far, and the
+            bytes of all items of fixed size. It raises if the save has been given up elsewhere.
         known_places: int64 ``[v, 2]``, offset and length of the items of variable size in an earlier save by the same
-            plan. An item that still fits keeps its offset, so that one that grows does not move all others.
-        layout: that made ``placements``.
-        not_removed: gets the paths of files that this call made, failed to complete and could not remove.
+            plan. An item that still fits keeps its offset, so that an item that grows does not move all others.
+        layout: the layout that made ``placements``.
+        not_removed: receives the paths of files that this call made, could not complete, and could not remove.
 
     Raises:
-        StorageError: if the file system refuses.
-        PlanConflict: if an item is not what was planned.
-        RobustCheckpointError: if an item cannot be resolved; names the item.
+        StorageError: a call to the file system failed.
+        PlanConflict: an item is not what was planned.
+        RobustCheckpointError: an item cannot be resolved; the error names it.
     """
     stripes = stripe_directories(disk, directory, options.stripes) if options.stripe_paths else []
     not_removed = [] if not_removed is None else not_removed
@@ -133,7 +134,7 @@ def write_files(
                 paged = PagedFile(disk, file.file, page_nbytes, workers.wrote, must_be_direct=options.direct is True)
                 output = FileOutput(paged, lease, workers.copies, FileSums() if options.checksums else None)
                 steps.append(FileSteps(file, order, nbytes, output, context, borrowed))
-            # The last file may hold what only one thread can write: it comes first.
+            # Only one thread can write the items of variable size, and the last file may hold them. So it comes first.
             if isinstance(source, BorrowingSource) and borrowed:
                 workers.run(StepQueue(steps[::-1], only_borrowed=True), threads)
                 source.give_back()
@@ -165,7 +166,7 @@ def _digest(files: Sequence[DataFile]) -> bytes:
 
 
 def _page_nbytes(files: Sequence[DataFile], options: WriteOptions) -> int:
-    """The bytes that go out together: whole pages of memory, and of whatever the file systems count in."""
+    """The unit of writes: whole pages of memory that are also whole units of each file's file system."""
     for file in files:
         if options.direct is True and file.file.alignment is None:
             raise StorageError(
@@ -185,7 +186,7 @@ def _how(file: DataFile) -> str:
 
 
 class _SiblingFailed(Exception):
-    """Another thread of this rank failed; its error is the one to raise."""
+    """Another thread of this rank failed. Its error is the one that is raised."""
 
 
 class _Workers:
@@ -200,12 +201,12 @@ class _Workers:
         self.copies = DeviceCopies()
 
     def run(self, queue: StepQueue, threads: int) -> None:
-        """Do all steps; raises the error that stopped the others rather than "stopped"."""
+        """Do all steps. If a step fails, raise its error and not the "stopped" of the other threads."""
         with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="robust_dcp-write") as pool:
             try:
                 tasks = [pool.submit(self._work, queue) for _ in range(threads)]
                 errors = [error for task in tasks if (error := task.exception()) is not None]
-            except BaseException:  # an interrupt: the threads end at their next block
+            except BaseException:  # for example Ctrl-C: the threads end at their next block
                 self._failed.set()
                 raise
         for error in sorted(errors, key=lambda error: isinstance(error, _SiblingFailed)):
@@ -223,7 +224,7 @@ class _Workers:
 
     def _work(self, queue: StepQueue) -> None:
         try:
-            # Grad mode and the stream are each thread's own.
+            # Each thread has its own grad mode and its own stream.
             with torch.no_grad(), self.copies.in_this_thread():
                 self._work_off(queue)
         except BaseException:
@@ -231,7 +232,9 @@ class _Workers:
             raise
 
     def _work_off(self, queue: StepQueue) -> None:
-        """Step by step; a step that begins with a copy from a device is written while the next one's copy runs."""
+        """Do step after step. While a step that begins with a copy from a device is written, the copy of the next one
+        runs.
+        """
         copying: tuple[FileSteps, Step] | None = None
         try:
             while True:

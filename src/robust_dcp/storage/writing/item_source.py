@@ -1,7 +1,7 @@
-"""Where the data of a rank's items comes from, as the engine asks for it.
+"""The interface through which the engine asks for the data of a rank's items.
 
-Owns the interface between planners and the engine, the check that what comes is what was planned, and how an error
-names the item it is about. Implemented by planners; called by ``engine``, ``pack`` and ``write_order``.
+This module also checks that the data is what was planned, and makes errors name their item. Planners implement the
+interface; ``engine``, ``pack`` and ``write_order`` call it.
 """
 
 from __future__ import annotations
@@ -38,19 +38,21 @@ class ItemSource(Protocol):
         """Where a tensor item begins within the tensor of its name; ``()`` for an object."""
 
     def resolve(self, place: int) -> torch.Tensor | io.BytesIO:
-        """The data of an item: a tensor on any device, or an object's bytes. Called once a save, without grad mode."""
+        """The data of an item: a tensor on any device, or an object's bytes. Called once in each save, under
+        ``no_grad``.
+        """
 
 
 @runtime_checkable
 class BorrowingSource(Protocol):
-    """An :class:`ItemSource` that has some of its data only for a while: somebody waits until it is written."""
+    """An :class:`ItemSource` that has some of its data only for a while: somebody waits until that is written."""
 
     @property
     def borrowed(self) -> Sequence[int]:
-        """Places of these items, which are written before all others."""
+        """The places of these items. They are written before all others."""
 
     def give_back(self) -> None:
-        """They have been written: nobody reads their data any more."""
+        """These items have been written: nobody reads their data any more."""
 
 
 class WriteItemSource:
@@ -87,7 +89,7 @@ def planned_tensor(source: ItemSource, place: int, planned: Frame) -> torch.Tens
     """The data of a tensor item, on whatever device it is.
 
     Raises:
-        PlanConflict: it is not a tensor of the planned dtype and shape.
+        PlanConflict: the data is not a tensor of the planned dtype and shape.
     """
     data = source.resolve(place)
     if not isinstance(data, torch.Tensor):
@@ -105,13 +107,13 @@ def planned_tensor(source: ItemSource, place: int, planned: Frame) -> torch.Tens
 
 
 class NamedErrors:
-    """A ``with`` block in which whatever goes wrong names the item in hand.
+    """A ``with`` block that names the current item in each error that leaves the block.
 
-    A loop within moves :attr:`place` on: a block for each item would cost as much as the item does.
+    A loop inside the block moves :attr:`place` on. A block for each item would cost as much as the item itself.
 
     Args:
         source: knows the names.
-        place: of the item in hand at first.
+        place: the place of the first item.
     """
 
     __slots__ = ("_source", "place")
@@ -124,7 +126,7 @@ class NamedErrors:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        # Ours say what they are about; what is no Exception (an interrupt) is about no item.
+        # Our own errors name their item already. Ctrl-C and the like are not about an item.
         if isinstance(error, Exception) and not isinstance(error, (RobustCheckpointError, Stopped)):
             name = self._source.name(self.place)
             raise RobustCheckpointError(f"cannot save {name!r}: {type(error).__name__}: {error}") from error

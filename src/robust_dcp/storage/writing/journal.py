@@ -1,9 +1,10 @@
-"""The file that says that a save is under way: ``.robust_dcp.saving.<id>`` in the checkpoint's directory.
+"""The journal of a save: the file ``.robust_dcp.saving.<id>`` in the checkpoint's directory says that a save is
+running.
 
-Owns what stands in it, which files it answers for, and whether the save that wrote it is over. The coordinator writes
-it, durably, before any rank makes a file, and removes it after the commit or when a failed save has cleaned up. So what
-a killed save has left is told from what others have put there. Called by ``leftovers`` and ``save_directory``, which
-hold the lock of the directory.
+This module owns what the journal holds, which files it accounts for, and how to tell whether its save is over. The
+coordinator writes the journal, durably, before any rank makes a file. It removes the journal after the commit, or after
+a failed save has cleaned up. So a later save can tell the files that a killed save has left from files of somebody
+else. ``leftovers`` and ``save_directory`` call this module while they hold the lock of the directory.
 """
 
 from __future__ import annotations
@@ -36,22 +37,25 @@ __all__ = ["Journal", "JournalRecord", "OtherSave", "SaveState", "journals_in"]
 _NAME: Final = re.compile(re.escape(JOURNAL_PREFIX) + r"[0-9a-f]{16}")
 
 _OVER_AFTER_SECONDS: Final = 24 * 3600.0
-"""Where no lock can tell, a save that began longer ago than this is over. None takes so long; what was left waits."""
+"""If no lock can tell, a save that began longer ago than this is over: none takes so long. Until then its files
+stay.
+"""
 
 _MAX_NBYTES: Final = 256 << 20
 
 
 class JournalRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a save says of itself, for other saves and for people: JSON.
+    """What a save says about itself, for other saves and for people, in JSON.
 
     Attributes:
-        save_id: as in the ``.metadata`` that it will write.
-        host, pid, boot_id: of the coordinator's process.
-        layout: which names it gives.
-        ranks: how many write.
-        files: how many each of them may write; ``None`` if that is not known.
-        replaces: data files that the ``.metadata`` named that was there when it began: garbage once it has committed.
-        present: other files that were there already and might be taken for its own.
+        save_id: the id of the save, as in the ``.metadata`` that it will write.
+        host, pid, boot_id: those of the coordinator's process.
+        layout: the layout, which decides the names of the files.
+        ranks: how many ranks write.
+        files: how many files each rank may write; ``None`` if that is not known.
+        replaces: the data files of the checkpoint that was there when the save began. They are garbage after its
+            commit.
+        present: other files that were there when the save began, and that could be mistaken for files of the save.
     """
 
     save_id: str
@@ -65,7 +69,7 @@ class JournalRecord(msgspec.Struct, frozen=True, kw_only=True):
     present: tuple[str, ...]
 
     def may_have_made(self, names: Collection[str]) -> set[str]:
-        """Those of ``names`` that files of this save have: of its ranks, plain or with its mark."""
+        """Those of ``names`` that this save may have given: files of its ranks, with plain names or with its mark."""
         mark = mark_of(self.save_id)
         found = {f"{METADATA_NAME}.{mark}.tmp", f"{INDEX_NAME}.{mark}.tmp"} & set(names)
         for name in set(names).difference(self.replaces, self.present):
@@ -85,11 +89,11 @@ def journals_in(names: Collection[str]) -> list[str]:
 
 
 class Journal:
-    """The journal of a save of this process.
+    """The journal of a save that this process runs.
 
     Attributes:
-        record: what stands in it.
-        path: of the file.
+        record: what the file holds.
+        path: the path of the file.
     """
 
     def __init__(self, disk: Disk, directory: str, record: JournalRecord) -> None:
@@ -111,7 +115,7 @@ class Journal:
         replaces: Collection[str],
         present: Collection[str],
     ) -> Journal:
-        """Write the journal of a save that begins.
+        """Write the journal at the beginning of a save.
 
         Raises:
             StorageError: a call failed; nothing is left.
@@ -153,7 +157,7 @@ class Journal:
 
 
 class SaveState(Enum):
-    """What is known of a save whose journal was found."""
+    """What a journal that was found tells about its save."""
 
     OVER = "it is over"
     UNKNOWN = "it may be running on another machine"
@@ -161,12 +165,12 @@ class SaveState(Enum):
 
 @dataclass(frozen=True)
 class OtherSave:
-    """A journal that was found in a directory.
+    """A journal of another save that was found in a directory.
 
     Attributes:
-        name: of the file.
-        record: what stands in it; ``None`` if it is not whole: then its save was killed before any rank wrote.
-        state: of its save.
+        name: the name of the file.
+        record: what the file holds; ``None`` if the file is not whole: its save was killed before any rank wrote.
+        state: whether its save is over.
     """
 
     name: str
@@ -178,11 +182,11 @@ class OtherSave:
         """Read a journal and find out whether its save is over.
 
         Args:
-            is_locked: whether the caller holds the lock of the directory, which its save held as long as it ran.
-            now_seconds: by the clock of the file system.
+            is_locked: whether the caller holds the lock of the directory. A save holds it as long as it runs.
+            now_seconds: the time by the clock of the file system.
 
         Raises:
-            StorageError: it cannot be read; with ENOENT if it has just been removed.
+            StorageError: the journal cannot be read. The errno is ENOENT if it has just been removed.
         """
         path = os.path.join(directory, name)
         file = disk.open_read(path)
@@ -200,7 +204,7 @@ class OtherSave:
 
     @property
     def description(self) -> str:
-        """Whose save it is, for people."""
+        """Tell people which process runs or ran the save."""
         who = "unknown" if self.record is None else f"process {self.record.pid} on {self.record.host}"
         return f"{self.name} ({who}; {self.state.value})"
 
@@ -210,8 +214,10 @@ class OtherSave:
 
 
 def _state_of(disk: Disk, path: str, record: JournalRecord | None, is_locked: bool, now_seconds: float) -> SaveState:
-    """To hold the lock proves that others are over only if they would have to be on this machine: over a network, locks
-    may be those of each machine alone. Else the age decides.
+    """Whether a save is over.
+
+    If we hold the lock, a save on this machine must be over. That proves nothing about saves on other machines: on a
+    network file system each machine may see only its own locks. Then the age of the save decides.
     """
     is_of_this_boot = record is not None and record.boot_id != "" and record.boot_id == boot_id()
     if is_locked and (is_of_this_boot or disk.is_of_this_machine(path)):

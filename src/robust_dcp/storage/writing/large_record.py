@@ -1,7 +1,8 @@
-"""A large record in pieces: each goes out by itself, checksummed on the way, and the frame when all are known.
+"""Writes a large record in pieces. Each piece is checksummed and written by itself; the frame follows when all are
+done.
 
-Owns a record while it is being written. Never decides places (``layouts``) nor runs threads (``engine``, which calls it
-from several). Ranges of a payload are also what ``append`` writes.
+This module owns a record while it is being written. It does not decide places (``layouts`` does) and does not run
+threads: ``engine`` calls it from several. ``append`` writes ranges of a payload with it, too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["LargePiece", "PayloadRange", "cut", "finish_record", "large_pieces"]
 
 
 def cut(payload_at: int, nbytes: int, output: FileOutput) -> Iterator[tuple[int, int]]:
-    """Ranges of a payload, front to back, each of which fits into a block; one of no bytes for an empty payload.
+    """Cut a payload into ranges that fit into a block, from front to back. An empty payload gives one range of 0 bytes.
 
     Args:
         payload_at: where the payload begins in the file.
@@ -37,11 +38,12 @@ def cut(payload_at: int, nbytes: int, output: FileOutput) -> Iterator[tuple[int,
 
 
 class PayloadRange:
-    """Bytes ``begin`` to ``end`` of a payload on their way into a file: straight from the tensor where its address and
-    the file allow that, through a block where not.
+    """Bytes ``begin`` to ``end`` of a payload, on their way into a file.
+
+    They are written straight from the tensor if its address and the file allow that, and through a block otherwise.
 
     Args:
-        offset: where byte ``begin`` goes to in the file.
+        offset: where in the file byte ``begin`` goes.
     """
 
     def __init__(self, output: FileOutput, data: TensorBytes, begin: int, end: int, offset: int) -> None:
@@ -53,7 +55,7 @@ class PayloadRange:
         self._wait: Callable[[], None] | None = None
 
     def begin_copy(self) -> bool:
-        """Begin the copy if it will go on by itself, and say whether it does."""
+        """Begin the copy if it will run by itself. Returns whether it does."""
         output = self._output
         runs = output.copies.can_run_ahead(self._data)
         if runs:
@@ -62,7 +64,7 @@ class PayloadRange:
         return runs
 
     def write(self) -> list[int]:
-        """Write the range; the CRC-32s of its pieces, as of ``sums_of``."""
+        """Write the range. Returns the CRC-32s of its pieces, as ``sums_of`` computes them."""
         straight = self._straight()
         if straight is not None:
             sums = self._output.sums_of(straight, self._begin)
@@ -76,10 +78,10 @@ class PayloadRange:
         return sums
 
     def drop(self) -> None:
-        """Give the block back. A range that was begun must be written or dropped."""
+        """Give the block back. A range must be written or dropped once its copy has begun."""
         if self._block is not None:
             if self._wait is not None:
-                self._wait()  # nobody else may have the block while a device copies into it
+                self._wait()  # nobody else may use the block while a device copies into it
             self._output.lease.give_back(self._block)
             self._block = self._wait = None
 
@@ -102,7 +104,7 @@ class PayloadRange:
 
     @property
     def _at(self) -> int:
-        """Where in the block: pages of the file are pages of the block."""
+        """Where in the block the range begins: at the same place within a page as in the file."""
         return self._offset % self._output.file.page_nbytes
 
 
@@ -116,7 +118,9 @@ class LargePiece:
         self._range: PayloadRange | None = None
 
     def prepare(self) -> bool:
-        """Ask for the data, if nobody has, and begin to copy it if that goes on by itself; whether it does."""
+        """Ask for the data, unless another piece has done so, and begin the copy if it runs by itself. Returns whether
+        it does.
+        """
         record = self._record
         with NamedErrors(record.source, record.place):
             self._range = PayloadRange(
@@ -125,20 +129,20 @@ class LargePiece:
             return self._range.begin_copy()
 
     def write(self) -> None:
-        """Write what was prepared."""
+        """Write the piece that was prepared."""
         if self._range is None:
             raise RuntimeError("a piece must be prepared before it is written")
         with NamedErrors(self._record.source, self._record.place):
             self._record.written(self._number, self._range.write())
 
     def drop(self) -> None:
-        """Instead of :meth:`write`, or after it failed."""
+        """Give up the piece, instead of :meth:`write` or after it failed."""
         if self._range is not None:
             self._range.drop()
 
 
 def large_pieces(large: LargeRecord, source: ItemSource, output: FileOutput) -> Iterator[LargePiece]:
-    """The pieces of a record, in order; they may be written by several threads."""
+    """The pieces of a record, in order. Several threads may write them."""
     record = _Record(large, source, output)
     for number, (begin, end) in enumerate(record.ranges):
         yield LargePiece(record, number, begin, end)
@@ -147,12 +151,12 @@ def large_pieces(large: LargeRecord, source: ItemSource, output: FileOutput) -> 
 def finish_record(
     output: FileOutput, offset: int, template: Frame, ranges: Sequence[tuple[int, int]], sums: Sequence[Sequence[int]]
 ) -> None:
-    """Write what stands before and after a payload, and keep its checksums.
+    """Write what comes before and after a payload, and keep the payload's checksums.
 
     Args:
-        offset: of the record.
-        ranges: of the payload, in order.
-        sums: of each range, what :meth:`PayloadRange.write` gave.
+        offset: where the record begins in the file.
+        ranges: the ranges of the payload, in order.
+        sums: for each range, what :meth:`PayloadRange.write` returned.
     """
     nbytes = template.payload_nbytes
     blocks: list[int] = []
@@ -166,7 +170,7 @@ def finish_record(
 
 
 class _Record:
-    """What the pieces of one record share: the data while they are written, and their checksums."""
+    """What the pieces of one record share: the data while they are being written, and their checksums."""
 
     def __init__(self, large: LargeRecord, source: ItemSource, output: FileOutput) -> None:
         self.place = large.place
@@ -187,7 +191,7 @@ class _Record:
             return self._data
 
     def written(self, number: int, sums: Sequence[int]) -> None:
-        """One piece is; with the last one the frame is written too."""
+        """Note that a piece is written. After the last one, write the frame, too."""
         with self._lock:
             self._sums[number] = sums
             self._missing -= 1

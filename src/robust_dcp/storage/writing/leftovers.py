@@ -1,8 +1,8 @@
-"""What earlier saves have left in a directory, told from what is not ours.
+"""Finds the files that earlier saves have left in a directory, and tells them from files of somebody else.
 
-Owns the rule: a file may go if the ``.metadata`` that was replaced names it, or if the journal of a save that is over
-answers for it and it has the mark of that save. Everything else stays, and the log says so. Removes nothing itself;
-called by ``save_directory``.
+The rule: a file may be removed if the ``.metadata`` that was replaced names it, or if the journal of a save that is
+over accounts for it and it has the mark of that save. Every other file stays, and the log says so. This module removes
+nothing itself. ``save_directory`` calls it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class LeftOvers:
     """What was found in a directory when a save began.
 
     Attributes:
-        by_journal: for each journal of a save of ours that is over, names of what that save has left.
-        others: saves of ours of which it is not known that they are over.
-        other_files: names of what these may have made.
+        by_journal: for each journal of a robust_dcp save that is over, the names of the files that this save has left.
+        others: robust_dcp saves that may still be running.
+        other_files: names of files that these may have made.
     """
 
     by_journal: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class LeftOvers:
 
     @property
     def files(self) -> frozenset[str]:
-        """What all saves that are over have left."""
+        """The files that all saves that are over have left."""
         return frozenset[str]().union(*self.by_journal.values())
 
 
@@ -61,12 +61,12 @@ def find_left_overs(
     now_seconds: float,
     is_locked: bool,
 ) -> LeftOvers:
-    """Sort out what is there.
+    """Sort out the files in a directory.
 
     Args:
-        names: what lies in ``directory``; without the journal of the save that asks.
-        committed: what is committed there.
-        now_seconds: by the clock of the file system.
+        names: what lies in ``directory``, without the journal of the save that asks.
+        committed: the checkpoint that is committed there.
+        now_seconds: the time by the clock of the file system.
         is_locked: whether the save that asks holds the lock of the directory.
 
     Raises:
@@ -84,7 +84,7 @@ def find_left_overs(
     for save in over:
         left: set[str] = set()
         if save.record is not None and committed is not None and save.record.save_id == committed.save_id:
-            # Killed between its commit and the end: what it replaced is garbage.
+            # That save was killed after its commit, so the files that it replaced are garbage.
             left = {name for name in set(save.record.replaces) & set(names) if _may_be_data(disk, directory, name)}
         elif save.record is not None:
             made = save.record.may_have_made(names) - needed
@@ -103,10 +103,13 @@ def _read(disk: Disk, directory: str, name: str, now_seconds: float, is_locked: 
 
 
 def _may_be_data(disk: Disk, directory: str, name: str) -> bool:
-    """Whether the bytes at the head of a file may be those of a checkpoint: nothing yet, zeros, a record, a shard of
-    ours. What somebody else has put there under that name since begins otherwise, as a rule."""
+    """Whether a file may be a data file of a checkpoint, by its first bytes: none yet, zeros, a record, or a shard of
+    ours.
+
+    If somebody else has made a file of that name since, it usually begins with other bytes.
+    """
     path = os.path.join(directory, name)
-    if not disk.exists(path):  # the link of a stripe whose file is gone
+    if not disk.exists(path):  # a link to a stripe, and the file on the stripe is gone
         return True
     file = disk.open_read(path)
     try:
@@ -118,26 +121,30 @@ def _may_be_data(disk: Disk, directory: str, name: str) -> bool:
         return True
     if holds_raw_bytes(name):
         return f'"{MARK_KEY}"'.encode() in head
-    return head.lstrip(b"\0").startswith(b"PK\x03\x04")  # a gap may come first
+    return head.lstrip(b"\0").startswith(b"PK\x03\x04")  # a gap of zeros may come first
 
 
 def _is_of(disk: Disk, directory: str, name: str, save_id: str) -> bool:
-    """Whether a file is of a save: its name has the mark, or what stands in it. Files have plain names only once they
-    are whole, so one without a mark is somebody else's."""
+    """Whether a save has made a file: the mark of the save is in its name or in its content.
+
+    A file gets a plain name only once it is whole. So a file of a plain name without a mark inside belongs to somebody
+    else.
+    """
     writer = writer_of(name)
     if writer is None or writer.mark:
         return True
     path = os.path.join(directory, name)
-    # The link of a stripe whose file is gone stays for its owner.
+    # A link to a file that is gone from its stripe is left to its owner.
     return disk.exists(path) and is_of_save(disk, path, mark_of(save_id))
 
 
 def named_by_ranks(disk: Disk, directory: str, names: Collection[str]) -> frozenset[str] | None:
-    """The data files that ``__{rank}.metadata`` files name, of saves without collectives; their checkpoint stays beside
-    that of ``.metadata``, and readers may want it.
+    """The data files that ``__{rank}.metadata`` files name. Saves without collectives write such files.
+
+    Their checkpoint stays beside that of ``.metadata``, because readers may want it.
 
     Returns:
-        ``None`` if one of them cannot be read: then nobody knows.
+        ``None`` if one of these files cannot be read: nobody knows then what it names.
     """
     files: set[str] = set()
     for name in names:
@@ -152,12 +159,12 @@ def named_by_ranks(disk: Disk, directory: str, names: Collection[str]) -> frozen
 def tell_what_stays(
     directory: str, names: Collection[str], left_overs: LeftOvers, of_ranks: Collection[str], known: Collection[str]
 ) -> None:
-    """Log which files look like those of a checkpoint and stay, and why.
+    """Log which files stay although they look like files of a checkpoint, and why.
 
     Args:
         names: what was in ``directory`` when the save began.
-        of_ranks: data files that ``__{rank}.metadata`` files name.
-        known: what is not to be told: removed, or part of what was committed.
+        of_ranks: the data files that ``__{rank}.metadata`` files name.
+        known: files that are not reported, because they were removed or belong to the new checkpoint.
     """
     data_files = {name for name in names if is_data_file(name)} - set(known)
     others = data_files & left_overs.other_files

@@ -1,8 +1,8 @@
-"""Records that go out in one write: the bytes of many tensors, one after the other, in a block of memory.
+"""Packs records that go out in one write: the bytes of many tensors, one after the other, in a block of memory.
 
-Owns how they come together at little cost for each and for each byte; never touches a file and keeps no buffer. What
-direct I/O takes from where it is does not pass through the block. Which records form a block: ``write_order``. Called
-by ``steps`` from the engine's threads.
+This module makes that cheap for each record and each byte. It never touches a file and keeps no buffer. Bytes that
+direct I/O can take from the tensor itself do not pass through the block. ``write_order`` decides which records form a
+block. ``steps`` calls this module from the engine's threads.
 """
 
 from __future__ import annotations
@@ -44,11 +44,14 @@ Int64 = npt.NDArray[np.int64]
 _CRC_DTYPE = np.dtype("<u4")
 
 _HOT_NBYTES = 512 << 10
-"""Copied before it is checksummed: half of a small second-level cache."""
+"""So much is copied before it is checksummed: half of a small second-level cache, so that the checksum finds it
+there.
+"""
 
-# ctypes.memmove releases the GIL and takes it again, which costs more than it gives while copies are short. Two
-# threads that copy at once, microseconds a copy: 1 KiB 0.39 holding the GIL, 0.74 releasing it; 64 KiB 1.8 and 4.8;
-# 512 KiB 12.6 and 8.3. (A view of the tensor through NumPy, or torch's own copy, takes 1 to 3 microseconds more.)
+# Shorter copies keep the GIL. ctypes.memmove releases the GIL and takes it again, which costs more than it gains for a
+# short copy. Measured with two threads that copy at once, in microseconds for each copy: 1 KiB takes 0.39 with the GIL
+# held and 0.74 with it released; 64 KiB 1.8 and 4.8; 512 KiB 12.6 and 8.3. (A view of the tensor through NumPy, or
+# torch's own copy, takes 1 to 3 microseconds more.)
 _RELEASE_GIL_NBYTES = 256 << 10
 _memmove_holding_gil = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
@@ -60,19 +63,20 @@ class Block:
     """n consecutive records of a file, with the gaps between them.
 
     Attributes:
-        offset: of the block in the file, in bytes.
-        nbytes: up to the end of the last record.
-        gap_before: bytes between what comes before it in the file and ``offset``; 0 if that is more than a page away.
+        offset: where the block begins in the file, in bytes.
+        nbytes: length of the block, up to the end of its last record.
+        gap_before: bytes between the end of what comes before in the file and ``offset``; 0 if they are more than a
+            page apart.
         places: int64 ``[n]``, the items' places in the plan.
-        templates: of the n records.
-        tails: what stands between each payload and the next record: its trailer without a checksum, and zeros.
+        templates: the frames of the n records.
+        tails: the bytes between each payload and the next record: the trailer without its checksum, and zeros.
         payload: int64 ``[n]``, where each payload begins, in bytes from the start of the block.
         payload_nbytes: int64 ``[n]``.
-        crc: int64 ``[n, c]``, where its CRC-32 stands: c is 2 for records (header, trailer), 0 where the head of the
-            file has it.
-        runs: how many records, front to back, are copied before they are checksummed: as many as the processor's cache
-            holds.
-        large: which of the n have so much data that it may go out from where it is.
+        crc: int64 ``[n, c]``, where each record's CRC-32 goes. c is 2 for records (header and trailer), and 0 if the
+            head of the file has the CRC-32s.
+        runs: how many records are copied before they are checksummed, from front to back: as many as fit into the
+            processor's cache.
+        large: which of the n records have so much data that it may be written from the tensor itself.
     """
 
     offset: int
@@ -89,12 +93,12 @@ class Block:
 
     @classmethod
     def of(cls, places: Int64, offsets: Int64, templates: tuple[Frame, ...], gap_before: int) -> Block:
-        """The block of some records.
+        """Make the block of some records.
 
         Args:
             places: int64 ``[n]``, the items' places in the plan.
-            offsets: int64 ``[n]``, of the records in the file, ascending.
-            templates: of the n records.
+            offsets: int64 ``[n]``, where the records begin in the file, ascending.
+            templates: the frames of the n records.
             gap_before: see the attribute.
         """
         starts = offsets - offsets[0]
@@ -121,12 +125,12 @@ class Block:
 
 @lru_cache(maxsize=4096)
 def _tail(trailer: bytes, gap: int) -> bytes:
-    """One object for all records of a kind."""
+    """The bytes after a payload. All records of a kind share one object."""
     return trailer + bytes(gap)
 
 
 class _Elsewhere(NamedTuple):
-    """A payload that is on a device: the number of its record, where it goes to, uint8 ``[nbytes]``."""
+    """A payload on a device: the number of its record, where it goes to, and its bytes as uint8 ``[nbytes]``."""
 
     number: int
     begin: int
@@ -134,21 +138,21 @@ class _Elsewhere(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """A large payload that was asked for early: a copy from a device may be under way."""
+    """A large payload that has been asked for already. A copy of it from a device may be running."""
 
     data: TensorBytes
     wait: Callable[[], None] | None
 
 
 class Packing:
-    """The bytes of one block on their way.
+    """The bytes of one block on their way to the file.
 
     Args:
-        block: of records.
-        source: of their data.
-        file: that the block belongs to.
-        memory: with room for the block from where its first page begins, whatever else is in it.
-        checksums: whether to compute CRC-32s; 0 stands for them otherwise.
+        block: the records.
+        source: gives their data.
+        file: the file that the block belongs to.
+        memory: has room for the block, counted from the start of the block's first page. Its contents do not matter.
+        checksums: whether to compute CRC-32s. If not, the fields for them hold 0.
     """
 
     def __init__(self, block: Block, source: ItemSource, file: PagedFile, memory: Memory, *, checksums: bool) -> None:
@@ -156,7 +160,7 @@ class Packing:
         self._source = source
         self._file = file
         self._memory = memory
-        self._at = block.offset % file.page_nbytes  # pages of the file are pages of the memory
+        self._at = block.offset % file.page_nbytes  # the block lies in memory as it lies in the pages of the file
         self._target = memory.view[self._at : self._at + block.nbytes]
         self._checksums = checksums
         self._values = np.zeros(len(block.places), dtype=_CRC_DTYPE)
@@ -166,7 +170,7 @@ class Packing:
         self._straight: list[tuple[int, int, memoryview]] = []
 
     def begin_copies(self, copies: DeviceCopies) -> bool:
-        """Ask for the large tensors, and begin to copy those whose copies go on by themselves; whether any does."""
+        """Ask for the large tensors, and begin the copies that run by themselves. Returns whether any does."""
         block = self._block
         with NamedErrors(self._source, int(block.places[0])) as current:
             for number in block.large:
@@ -191,17 +195,17 @@ class Packing:
         """Make the bytes of the block.
 
         Returns:
-            uint32 ``[m]``, the CRC-32 of each block of each payload, one payload after the other; none without
+            uint32 ``[m]``, the CRC-32 of each block of each payload, one payload after the other. It is empty without
             ``checksums``.
 
         Raises:
             PlanConflict: an item is not what was planned.
-            RobustCheckpointError: an item cannot be resolved or read; names it.
+            RobustCheckpointError: an item cannot be resolved or read; the error names it.
         """
         block = self._block
         payload = block.payload.tolist()
         items = zip(block.places.tolist(), payload, block.templates, block.tails, strict=True)
-        deferred: list[int] = []  # what is not there yet
+        deferred: list[int] = []  # records with data that has yet to come from a device
         first = 0
         with NamedErrors(self._source, int(block.places[0])) as current:
             for n_records in block.runs:
@@ -234,12 +238,14 @@ class Packing:
         return sums
 
     def _note(self, number: int, sums: list[int]) -> None:
-        """Keep the CRC-32s of the blocks of a payload, and what they join to."""
+        """Keep the CRC-32s of the blocks of a payload, and the CRC-32 of the whole payload that follows from them."""
         self._values[number] = joined(sums, int(self._block.payload_nbytes[number]))
         self._sums[number] = sums
 
     def parts(self) -> list[memoryview]:
-        """What :meth:`pack` made, in the order of the file: the memory, and between its pages those of tensors."""
+        """The bytes that :meth:`pack` made, in the order of the file: the memory of the block, and between its pages
+        that of tensors.
+        """
         parts: list[memoryview] = []
         done = 0
         for begin, end, data in self._straight:
@@ -248,7 +254,7 @@ class Packing:
         return [*parts, self._target[done:]]
 
     def _copy_run(self, first: int, items: Iterable[tuple[int, int, Frame, bytes]], current: NamedErrors) -> set[int]:
-        """Copy some records; gives the numbers of those that have been checksummed on the way."""
+        """Copy some records. Returns the numbers of those that were checksummed during the copy."""
         target, address, source = self._target, self._memory.address + self._at, self._source
         known = set()
         for number, (place, begin, template, tail) in enumerate(items, first):
@@ -285,7 +291,9 @@ class Packing:
         self._note(number, sums)
 
     def _take_straight(self, begin: int, data: memoryview) -> list[int]:
-        """Of a payload that may go out from where it is, only what shares a page with its neighbours is copied."""
+        """Copy only those bytes of a payload that share a page with its neighbours. The rest is written from the tensor
+        itself.
+        """
         page_nbytes = self._file.page_nbytes
         end = begin + len(data)
         first = -(-(self._at + begin) // page_nbytes) * page_nbytes - self._at
@@ -306,7 +314,9 @@ class Packing:
             self._elsewhere.append(_Elsewhere(number, begin, flat_bytes(tensor)))
 
     def _fetch(self, current: NamedErrors) -> None:
-        """What is on a device, all at once: a copy from there waits for it, however small it is."""
+        """Copy everything that is on a device, all at once: each copy from a device waits for it, however small the
+        copy is.
+        """
         if self._elsewhere:
             current.place = int(self._block.places[self._elsewhere[0].number])
             copies = to_host_together([item.data for item in self._elsewhere])

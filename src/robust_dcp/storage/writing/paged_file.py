@@ -1,7 +1,8 @@
 """A file that is written in whole pages, from several threads, by direct I/O where that is possible.
 
-Owns which bytes go out straight from where they are and which wait for the rest of their page, and the way back to the
-page cache. Never decides places nor asks for data. Called by ``engine`` and what it runs.
+This module decides which bytes are written at once from where they are, and which wait for the rest of their page. If
+the file system refuses direct I/O, it goes back to the page cache. It neither decides places nor asks for data.
+``engine`` and the modules under it call it.
 """
 
 from __future__ import annotations
@@ -28,17 +29,19 @@ if TYPE_CHECKING:
 __all__ = ["FileOutput", "PagedFile"]
 
 _RUN_NBYTES = 256 << 10
-"""Shared pages go out once there are so many bytes of them: next to each other, most of them go in one write."""
+"""Shared pages wait until there are this many bytes of them. Many of them are neighbours then, and go out in one
+write.
+"""
 
 
 class PagedFile:
-    """One new file. Its methods may be called from several threads, for bytes that do not overlap.
+    """One new file. Several threads may call its methods for bytes that do not overlap.
 
     Args:
-        file: open; its ``alignment`` says whether it is direct.
+        file: the open file. Its ``alignment`` says whether it uses direct I/O.
         page_nbytes: a multiple of the alignment's ``offset``.
-        wrote: called with the number of bytes after each write; what it raises ends the work.
-        must_be_direct: no way back to the page cache: a write that direct I/O refuses is an error.
+        wrote: called with the number of bytes after each write. What it raises ends the work.
+        must_be_direct: never go back to the page cache: if the file system refuses a direct write, that is an error.
     """
 
     def __init__(
@@ -60,23 +63,23 @@ class PagedFile:
 
     @property
     def alignment(self) -> Alignment:
-        """What :meth:`write` needs."""
+        """The alignment that :meth:`write` needs."""
         return self._file.alignment or BUFFERED
 
     def takes(self, address: int, offset: int) -> bool:
-        """Whether memory from ``address`` on may be handed to :meth:`write` for ``offset``."""
+        """Whether :meth:`write` can write memory from ``address`` on to ``offset`` without a copy."""
         return (address + -offset % self.page_nbytes) % self.alignment.memory == 0
 
     def write(self, offset: int, *parts: memoryview) -> None:
-        """Write bytes: the whole pages now and straight from where they are, what is left at both ends with its
-        neighbours.
+        """Write bytes. Whole pages are written at once, straight from where they are. The rest at both ends waits for
+        its neighbours.
 
         Args:
-            parts: contiguous bytes, which follow each other in the file; each but the last ends with a page of it. Each
-                at an address that :meth:`takes` allows.
+            parts: contiguous bytes that follow each other in the file. Each part but the last ends at the end of a page
+                of the file. :meth:`takes` must allow the address of each.
 
         Raises:
-            StorageError: the file system refuses.
+            StorageError: the file system refused.
         """
         pages = [part for part in parts if len(part)]
         end = offset + sum(map(len, pages))
@@ -94,25 +97,27 @@ class PagedFile:
         self.put(end - after, last)
 
     def put(self, offset: int, data: Buffer) -> None:
-        """Add bytes that are few, from anywhere in memory."""
+        """Add a few bytes from anywhere in memory."""
         if not memoryview(data):
             return
         self._shared_pages.put(offset, data)
         self._write_runs(self._shared_pages.take(_RUN_NBYTES // self.page_nbytes or 1))
 
     def skip(self, offset: int, nbytes: int) -> None:
-        """Leave a short gap: nothing else will be written there. A gap of pages need not be told."""
+        """Leave a short gap: nothing else will be written there. There is no need to call this for a gap of whole
+        pages.
+        """
         if nbytes:
             self._shared_pages.skip(offset, nbytes)
 
     def finish(self, nbytes: int) -> None:
-        """Write what waits, set the file's length, make it durable and close it; call it once, at the end.
+        """Write what is still waiting, set the file's length, make it durable and close it. Call this once, at the end.
 
         Raises:
-            StorageError: a call failed; after a failed fsync the file is given up.
+            StorageError: a call failed. After a failed fsync the file cannot be used.
         """
         self._write_runs(self._shared_pages.take_all())
-        self._disk.truncate(self._file, nbytes)  # the last page is a whole one as well
+        self._disk.truncate(self._file, nbytes)  # the last page was written as a whole page
         self._disk.fsync(self._file)
         self._disk.close(self._file)
 
@@ -135,7 +140,7 @@ class PagedFile:
         try:
             self._disk.pwrite(self._file, data, offset)
         except StorageError as error:
-            # Also how a short direct write that ended within a block shows: its rest is not aligned.
+            # A short direct write that ended within a block gives this error, too, because its rest is not aligned.
             if error.errno != errno.EINVAL or not was_direct or self._must_be_direct:
                 raise
             with self._switching:
@@ -150,11 +155,11 @@ class FileOutput:
     """What the bytes of one file pass through.
 
     Attributes:
-        file: where they go to.
-        lease: of the blocks of memory.
-        copies: from a device.
-        sums: where the CRC-32s of the items' data are kept for the footer or the head of the file; ``None`` if none are
-            computed: 0 stands for them then.
+        file: the file.
+        lease: lends blocks of memory.
+        copies: copies from a device.
+        sums: where the CRC-32s of the items' data are kept for the footer or the head of the file. If none are computed
+            it is ``None``, and the fields for them hold 0.
     """
 
     file: PagedFile
@@ -168,11 +173,11 @@ class FileOutput:
         return self.sums is not None
 
     def sums_of(self, data: memoryview, begin: int = 0) -> list[int]:
-        """The CRC-32s of ``data``, as of the function of that name; none if none are wanted."""
+        """The CRC-32s of ``data``, as the function of that name computes them; none if checksums are off."""
         return sums_of(data, begin) if self.checksums else []
 
     def note(self, offset: int, nbytes: int, sums: Sequence[int]) -> None:
-        """Keep the CRC-32s of the blocks of an item's data, which lies at ``offset`` in the file."""
+        """Keep the CRC-32s of the blocks of an item's data. The data lies at ``offset`` in the file."""
         if self.sums is not None:
             columns = np.array([offset], dtype=np.int64), np.array([nbytes], dtype=np.int64)
             self.sums.add(*columns, np.array(sums, dtype=np.uint32))

@@ -1,7 +1,7 @@
-"""How what a save has made, or what its commit replaces, is removed.
+"""Removes files that a failed save has made, or that a commit has replaced.
 
-Owns what counts as removed, the order for files on other mounts, and the words for what stays. Never decides what may
-go (``leftovers``, ``save_directory``).
+This module owns what counts as removed, the order of removals for files on other mounts, and the messages about files
+that stay. It never decides which files may be removed: ``leftovers`` and ``save_directory`` do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SHOWN: Final = 20
 
 
 def is_gone(remove: Callable[[str], None], path: str, harmless: Collection[int] = (errno.ENOENT,)) -> bool:
-    """Remove ``path``; whether that worked, or failed as it may."""
+    """Remove ``path``. Returns whether that worked, or failed with one of the ``harmless`` errors."""
     try:
         remove(path)
     except StorageError as error:
@@ -34,7 +34,7 @@ def is_gone(remove: Callable[[str], None], path: str, harmless: Collection[int] 
 
 
 def is_gone_or_told(remove: Callable[[str], None], path: str) -> bool:
-    """Remove ``path`` if that is possible; whether it is gone. The log says so if it is not."""
+    """Remove ``path`` if that is possible. Returns whether it is gone; if not, this is logged."""
     try:
         remove(path)
     except StorageError as error:
@@ -46,20 +46,22 @@ def is_gone_or_told(remove: Callable[[str], None], path: str) -> bool:
 
 
 def remove_data_files(disk: Disk, directory: str, files: Iterable[str], *, keep: Collection[str] = ()) -> list[str]:
-    """Remove files that no committed checkpoint names (any more); after a commit call it when that has returned.
+    """Remove files that no committed checkpoint names any more. After a commit, call this only once the commit has
+    returned.
 
-    A file that cannot be removed stays: the checkpoint is right, only larger on disk. One on another mount goes before
-    the link to it: a link to nothing is found and removed by the next commit, a file without a link by nobody.
+    A file that cannot be removed stays: the checkpoint is right, and only takes more space. A file on another mount is
+    removed before the link to it. If we are killed in between, the next commit finds and removes a link without a file,
+    but nobody would find a file without a link.
 
     Args:
-        files: relative paths, of the old checkpoint or of saves that failed.
-        keep: relative paths that the committed metadata names; these are never removed.
+        files: relative paths of files of the old checkpoint or of saves that failed.
+        keep: relative paths that the committed metadata names. These are never removed.
 
     Returns:
         The relative paths that are still there.
 
     Raises:
-        UnsafeCheckpoint: a path leaves the directory.
+        UnsafeCheckpoint: a path leads out of the directory.
     """
     doomed = sorted({check_relative_path(path, file=directory) for path in files} - set(keep))
 
@@ -71,7 +73,7 @@ def remove_data_files(disk: Disk, directory: str, files: Iterable[str], *, keep:
 
 
 def name_left_over(error: BaseException, paths: Collection[str]) -> None:
-    """Name in the error of a failed save what it has made and could not remove."""
+    """Add to the error of a failed save which files it has made and could not remove."""
     if not paths:
         return
     named = sorted(set(paths))

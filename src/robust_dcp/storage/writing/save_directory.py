@@ -1,7 +1,8 @@
-"""One save's hold on its directory: from the first look at it to the commit, or to the clean-up of a save that failed.
+"""The directory of one save, from the first look at it to the commit, or to the clean-up of a save that failed.
 
-Owns what the save has made (directories, journal, data files of this rank, ``.metadata``), and the order in which it is
-announced, committed, tidied up or taken back. Never decides when: ``writer`` calls it, for its rank.
+This module knows what the save has made: directories, the journal, the data files of this rank, ``.metadata``. It owns
+the order in which these are announced, committed, tidied up or removed. It never decides when: ``writer`` calls it, for
+its own rank.
 """
 
 from __future__ import annotations
@@ -42,21 +43,25 @@ logger = logging.getLogger(__name__)
 _NOT_OURS_TO_EMPTY: Final = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT})
 
 _CHECK_THREADS: Final = 8
-"""One question to a network file system takes about a millisecond, and thousands of files may be asked about."""
+"""Files are checked by this many threads: a call to a network file system takes about 1 ms, and there may be
+thousands.
+"""
 
 
 class SaveDirectory:
-    """What one rank knows of, and has made in, the directory of one save.
+    """What one rank has found and made in the directory of one save.
 
     Args:
         disk: the file system.
         path: the checkpoint's directory.
-        save_id: that will stand in ``.metadata``.
-        layout: of the data files.
-        rank: in a save without collectives, where each rank commits ``__{rank}.metadata``; else ``None``.
+        save_id: the id of the save, which ``.metadata`` will hold.
+        layout: the layout of the data files.
+        rank: the number of this rank in a save without collectives, where each rank commits ``__{rank}.metadata``. In
+            other saves ``None``.
 
     Attributes:
-        may_be_committed: whether ``.metadata`` may have been replaced. From then on nothing is taken back unasked.
+        may_be_committed: whether ``.metadata`` may have been replaced. From then on nothing is removed unless
+            ``withdraw`` is called.
     """
 
     def __init__(self, disk: Disk, path: str, *, save_id: str, layout: Layout, rank: int | None) -> None:
@@ -83,14 +88,14 @@ class SaveDirectory:
         self._committed_files: Collection[str] = ()
 
     def make(self, path: str) -> None:
-        """Make a directory that the save needs; it goes again if the save fails."""
+        """Make a directory that the save needs. It is removed if the save fails."""
         self._made += self._disk.mkdirs(path)
 
     def begin(self, *, overwrite: bool) -> None:
-        """Make the directory and look what is there; before any rank writes.
+        """Make the checkpoint's directory and see what is in it. Called before any rank writes.
 
         Raises:
-            StorageError: a checkpoint is there and must not be replaced, or the file system refuses.
+            StorageError: there is a checkpoint that must not be replaced, or a call to the file system failed.
         """
         self.make(self.path)
         self._overwrite = overwrite
@@ -109,16 +114,16 @@ class SaveDirectory:
         self._names = tuple(self._disk.list_directory(self.path))
 
     def announce(self, *, ranks: int, files: int | None) -> None:
-        """Take the directory, say durably that a save begins, and find out what others have left; before any rank
-        writes.
+        """Lock the directory, write the journal durably, and find out what earlier saves have left. Called before any
+        rank writes.
 
         Args:
-            ranks: how many write.
-            files: how many each of them may write; ``None`` if that is not known.
+            ranks: how many ranks write.
+            files: how many files each rank may write; ``None`` if that is not known.
 
         Raises:
-            StorageError: another save is running into the directory; files are there with which those of the layout
-                cannot share a directory; or the file system refuses.
+            StorageError: another save is running into the directory; it holds files that may not lie beside those of
+                the layout; or a call to the file system failed.
         """
         self._lock = DirectoryLock.take(self._disk, self.path, save_id=self.save_id)
         try:
@@ -128,7 +133,7 @@ class SaveDirectory:
             raise
 
     def _announce(self, ranks: int, files: int | None, *, is_locked: bool) -> None:
-        self._look()  # another save may have ended since
+        self._look()  # another save may have ended since ``begin``
         committed = self._at_begin = self._committed()
         if committed is not None and not committed.are_marked:
             self._unmarked = {name: self._fingerprint(name) for name in committed.files}
@@ -157,17 +162,21 @@ class SaveDirectory:
                     raise self._cannot_share(name)
 
     def share(self) -> None:
-        """Take the directory together with other ranks that each commit by themselves; before this one writes.
+        """Lock the directory together with other ranks, each of which commits by itself. Called before this rank
+        writes.
 
         Raises:
-            StorageError: another save is running into it.
+            StorageError: another save is running into the directory.
         """
         if self._lock is None:
             self._lock = DirectoryLock.take(self._disk, self.path, save_id=self.save_id, shared=True)
             self._at_begin = self._committed()
 
     def _cannot_share(self, present: str) -> StorageError:
-        """Readers of safetensors take every file of a directory: what they would find there must all be this save's."""
+        """The error for a directory that holds ``present``.
+
+        Readers of safetensors take every file of a directory. So all such files in it must belong to this save.
+        """
         return StorageError(
             f"{self.path} holds {present}: readers of safetensors take every file of a directory, so a checkpoint with "
             f"layout={self._layout.name!r} cannot replace another or lie beside other files of theirs, whatever "
@@ -186,17 +195,17 @@ class SaveDirectory:
 
     @property
     def not_removed(self) -> list[str]:
-        """Paths of files that this rank made and could not remove; whoever finds one adds it."""
+        """Paths of files that this rank made and could not remove. Whoever fails to remove one adds it here."""
         return self._not_removed
 
     def check_own(self, files: Collection[str]) -> None:
         """Make sure, right before the commit, that data files are still as this save has written them.
 
         Args:
-            files: their names, as they are called now.
+            files: their current names.
 
         Raises:
-            StorageError: another save has written to one, or removed it.
+            StorageError: another save has written to one of them, or removed it.
         """
         if len(files) <= _CHECK_THREADS:
             for name in sorted(files):
@@ -225,13 +234,13 @@ class SaveDirectory:
         )
 
     def publish(self, metadata: MetadataToPublish, *, is_checked: Callable[[], bool] = lambda: False) -> None:
-        """Commit, durably and in one step; :meth:`tidy_up` is to follow.
+        """Commit, durably and in one step. Call :meth:`tidy_up` afterwards.
 
         Args:
-            is_checked: whether, right before the rename, all data files have just been looked at.
+            is_checked: called right before the rename. ``True`` means that all data files have just been checked.
 
         Raises:
-            StorageError: a call failed; :attr:`may_be_committed` says what that means.
+            StorageError: a call failed. :attr:`may_be_committed` says whether the commit may have happened.
         """
         if self._journal is not None and not self._disk.exists(self._journal.path):
             raise StorageError(
@@ -250,7 +259,9 @@ class SaveDirectory:
             if not is_checked():
                 self.check_own(metadata.files)
 
-        if not self._layout.may_share_directory:  # what a killed save has left is none of the new checkpoint
+        if (
+            not self._layout.may_share_directory
+        ):  # readers would take files of a killed save as part of the new checkpoint
             self._remove(self._found.files)
         try:
             self._has_index = commit_metadata(
@@ -272,10 +283,12 @@ class SaveDirectory:
         self._replaced, self._committed_files = replaced, metadata.files
 
     def tidy_up(self) -> None:
-        """After the commit: remove what it supersedes, and the journal. What cannot be removed is logged, and stays."""
+        """After the commit, remove the files that it replaces, and the journal. A file that cannot be removed stays,
+        and is logged.
+        """
         try:
             self._tidy_up(self._replaced, self._committed_files)
-        except Exception as error:  # the checkpoint is committed: whatever this is, the save has succeeded
+        except Exception as error:  # the checkpoint is committed, so the save has succeeded
             logger.warning("%s is committed, but not tidied up: %s", self.path, error)
             self.release()
 
@@ -290,10 +303,10 @@ class SaveDirectory:
         superseded = old | self._found.files if of_ranks is not None and self._rank is None else old
         superseded = superseded.difference(of_ranks or (), files)
         if INDEX_NAME in self._names and self._rank is None and not self._has_index:
-            superseded.add(INDEX_NAME)  # of the checkpoint that was replaced
+            superseded.add(INDEX_NAME)  # the index of the checkpoint that was replaced
         left = []
         for name in sorted(superseded):
-            # Looked at right before it goes: stock's writer takes the names of old files again.
+            # Check right before the removal: DCP's writer may have made a new file of that name.
             if name not in old or replaced is None or self._is_still(replaced, name):
                 left += self._remove([name], keep=files)
             else:
@@ -301,28 +314,31 @@ class SaveDirectory:
         if self._journal is None:
             return
         tell_what_stays(self.path, self._names, self._found, of_ranks or (), known={*files, *superseded})
-        # A journal stays as long as something that it answers for does: the next save tries again.
+        # A journal stays while a file that it accounts for could not be removed. The next save tries again.
         for name, files_left in self._found.by_journal.items():
             if files_left.isdisjoint(left):
                 self._is_removed(self._path_of(name))
         if replaced is None or replaced.files.isdisjoint(left):
             self._is_removed(self._journal.path)
         self.release()
-        # Else a power cut could bring the journal back, which then would answer for the files of this checkpoint.
+        # Without this fsync a power cut could bring the journal back. It would then account for files of this
+        # checkpoint, and the next save could remove them.
         self._disk.fsync_directory(self.path)
 
     def _named_by(self, replaced: Committed | None) -> set[str]:
-        """What the replaced ``.metadata`` names, as far as this rank may judge that."""
+        """The files that the replaced ``.metadata`` names, if this rank may judge them."""
         files = set() if replaced is None else set(replaced.files)
         if self._rank is None:
             return files
-        # Ranks that commit by themselves do not judge the files of others.
+        # A rank that commits by itself does not judge the files of other ranks.
         if METADATA_NAME in self._names:
             return set()
         return {name for name in files if (writer := writer_of(name)) is not None and writer.rank == self._rank}
 
     def _is_still(self, replaced: Committed, name: str) -> bool:
-        """Whether a file is still the one of the replaced checkpoint: stock's writer takes the same name again."""
+        """Whether a file is still that of the replaced checkpoint. DCP's writer may have made a new one of the same
+        name.
+        """
         if self._journal is None:
             return True
         if not replaced.are_marked or replaced.save_id is None:
@@ -330,7 +346,7 @@ class SaveDirectory:
         try:
             return is_of_save(self._disk, self._path_of(name), mark_of(replaced.save_id))
         except StorageError as error:
-            return error.errno == errno.ENOENT  # the link of a stripe whose file is gone
+            return error.errno == errno.ENOENT  # a link to a stripe, and the file on the stripe is gone
 
     def _fingerprint(self, name: str) -> tuple[int, int, int] | None:
         try:
@@ -338,10 +354,10 @@ class SaveDirectory:
         except StorageError:
             return None
 
-    # When the save has failed, and is known not to have been committed.
+    # The methods below are for a save that has failed and was not committed.
 
     def remove_files(self) -> list[str]:
-        """Remove the data files that this rank has made; the paths of those that are still there."""
+        """Remove the data files that this rank has made. Returns the paths of those that are still there."""
         names = {name for name in self._own if self._is_mine(name)}
         if self._journal is not None:
             names |= {f"{name}.{mark_of(self.save_id)}.tmp" for name in (self._metadata_name, INDEX_NAME)}
@@ -351,17 +367,19 @@ class SaveDirectory:
         return left
 
     def _is_mine(self, name: str) -> bool:
-        """Whether a file that this save has made is still there, and not another's that has its name."""
+        """Whether the file of this name is still the one that this save has made, and not somebody else's."""
         if not is_data_file(name):
             return True
         try:
             return is_of_save(self._disk, self._path_of(name), mark_of(self.save_id))
         except StorageError:
-            return True  # to remove it will fail as well, which is told
+            return True  # removing it will fail as well, and is reported
 
     def remove_directories(self) -> list[str]:
-        """Remove the journal and the directories that this rank has made, once no rank has files there; the paths of
-        what is still there. A directory in which others have put something stays."""
+        """Remove the journal and the directories that this rank has made, once no rank has files there.
+
+        A directory in which others have put something stays. Returns the paths of what is still there.
+        """
         left = []
         if self._journal is not None and not self._is_removed(self._journal.path):
             left.append(self._journal.path)
@@ -372,15 +390,16 @@ class SaveDirectory:
         return left
 
     def release(self) -> None:
-        """The save is over. If it has left files, its journal says which, and the next save removes them."""
+        """End the save. If it has left files, the journal stays and names them, and the next save removes them."""
         if self._lock is not None:
             self._lock.release()
 
     def roll_back(self, error: BaseException) -> None:
-        """Remove what all ranks have made, on a coordinator whose commit has failed and who cannot ask them.
+        """Remove what all ranks have made. For a coordinator whose commit has failed and that cannot ask the other
+        ranks.
 
         Args:
-            error: that is about to be raised; what stays is named in it.
+            error: the error that is about to be raised. Files that stay are named in it.
         """
         left = [] if self.may_be_committed else self.remove_files()
         if left or self.may_be_committed:
@@ -390,18 +409,20 @@ class SaveDirectory:
         name_left_over(error, left)
 
     def withdraw(self) -> bool:
-        """Take back a commit that was not enough, if it has replaced nothing. :meth:`remove_files` is to follow on all
+        """Undo a commit that was not enough, if it has replaced nothing. Afterwards call :meth:`remove_files` on all
         ranks.
 
         Returns:
-            whether there is nothing committed any more.
+            whether nothing is committed any more.
 
         Raises:
             StorageError: ``.metadata`` cannot be removed.
         """
         if not self.may_be_committed or self._has_replaced or self._journal is None:
             return not self.may_be_committed
-        with contextlib.suppress(StorageError):  # the disk may be full, and then a kill would leave files to nobody
+        with contextlib.suppress(
+            StorageError
+        ):  # the disk may be full; if we are killed now, no journal accounts for our files
             self._journal.write()
         self._disk.unlink(self._path_of(self._metadata_name))
         self._disk.fsync_directory(self.path)

@@ -1,7 +1,7 @@
-"""Pages that are not of one piece: the end of one record, a gap, the beginning of the next.
+"""Pages of a file that several pieces share: the end of one record, a gap, the beginning of the next.
 
-Owns the bytes of such pages until all of each is known, whoever brings them and in whatever order. Never touches a
-file. Called by ``paged_file`` from several threads.
+This module keeps the bytes of such a page until all of the page is known, whoever brings them and in whatever order. It
+never touches a file. ``paged_file`` calls it, from several threads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["Run", "SharedPages"]
 
 Run = tuple[int, list[bytearray]]
-"""Pages that follow each other: where the first lies in the file, in bytes, and the pages."""
+"""Neighbouring pages: where the first begins in the file, in bytes, and the pages."""
 
 
 class _Page:
@@ -29,10 +29,10 @@ class _Page:
 class SharedPages:
     """The pages of one file that several pieces share.
 
-    Every byte of the file is brought once, as data or as a gap. A page is complete when all of it has been brought.
+    Every byte of the file is added once, as data or as a gap. A page is complete when all its bytes have been added.
 
     Args:
-        page_nbytes: a page is written as a whole, at a multiple of this.
+        page_nbytes: the size of a page. A page is written as a whole, at a multiple of its size.
     """
 
     def __init__(self, page_nbytes: int) -> None:
@@ -42,7 +42,7 @@ class SharedPages:
         self._lock = threading.Lock()
 
     def put(self, offset: int, data: Buffer) -> None:
-        """Bring ``data``, which lies at ``offset`` in the file."""
+        """Add ``data``, which lies at ``offset`` in the file."""
         view = memoryview(data).cast("B")
         with self._lock:
             position = 0
@@ -55,7 +55,7 @@ class SharedPages:
                 position += nbytes
 
     def skip(self, offset: int, nbytes: int) -> None:
-        """Bring a gap: it reads as zeros."""
+        """Add a gap. It reads as zeros."""
         with self._lock:
             end = offset + nbytes
             while offset < end:
@@ -70,15 +70,19 @@ class SharedPages:
             self._complete[number] = self._open.pop(number).data
 
     def take(self, at_least: int) -> list[Run]:
-        """The complete pages, in order, if there are ``at_least`` so many; they are the caller's from here on."""
-        if len(self._complete) < at_least:  # a look without the lock: another thread, or the next call, takes them
+        """Remove and return the complete pages, in order, if there are at least ``at_least``."""
+        if (
+            len(self._complete) < at_least
+        ):  # read without the lock: if it is wrong, another thread or the next call takes them
             return []
         with self._lock:
             taken, self._complete = self._complete, {}
         return self._runs(taken)
 
     def take_all(self) -> list[Run]:
-        """What is left when everything has been brought, with zeros where nothing was."""
+        """Remove and return all pages that are left, once everything has been added. Bytes that nobody added are
+        zeros.
+        """
         with self._lock:
             taken = {**self._complete, **{number: page.data for number, page in self._open.items()}}
             self._complete, self._open = {}, {}

@@ -1,6 +1,7 @@
-"""What one thread does at a time for a file: pack a block and write it, write a piece of a large record, append items.
+"""The steps of writing a file: pack a block and write it, write a piece of a large record, or append items.
 
-Owns the steps of a file, and that it is finished once after the last of them. Never runs threads. Called by ``engine``.
+One thread does one step at a time. This module owns the steps of a file, and finishes the file once, after its last
+step. It never runs threads. ``engine`` calls it.
 """
 
 from __future__ import annotations
@@ -26,14 +27,18 @@ from robust_dcp.storage.writing.write_order import LargeRecord, WriteOrder
 __all__ = ["FileSteps", "Step", "StepQueue", "WriteContext"]
 
 SMALL_NBYTES: Final = 16 << 10
-"""Where records are smaller than this on average, what Python does for each outweighs copies and checksums."""
+"""If records are smaller than this on average, Python's work for each takes longer than copies and checksums."""
 
 
 class Step(Protocol):
-    """Done by one thread: :meth:`prepare`, then :meth:`write`, then :meth:`drop`, also where either failed."""
+    """A step is done by one thread: :meth:`prepare`, then :meth:`write`, then :meth:`drop`, even if one of the first
+    two failed.
+    """
 
     def prepare(self) -> bool:
-        """Begin what goes on by itself, and say whether anything does; the thread does something else meanwhile."""
+        """Begin a copy that runs by itself, if there is one. Returns whether there is: the thread then does something
+        else.
+        """
 
     def write(self) -> None: ...
 
@@ -45,11 +50,11 @@ class WriteContext:
     """What the steps of all files of a rank share.
 
     Attributes:
-        slots: of the items of variable size.
-        mark: of the save.
-        check_stop: raises when the save is given up.
-        packing: held by the thread that packs small records.
-        appended: where the items of variable size came to lie.
+        slots: the known places of the items of variable size.
+        mark: the mark of the save.
+        check_stop: raises if the save has been given up.
+        packing: a lock, held by the thread that packs small records.
+        appended: where the items of variable size were written.
     """
 
     source: ItemSource
@@ -61,10 +66,10 @@ class WriteContext:
 
 
 class FileSteps:
-    """One file on its way: its steps, in order, and how many of them are under way.
+    """The steps of one file, in order, and how many of them are being done.
 
     Args:
-        borrowed: places of items whose steps come before those of all others.
+        borrowed: places of the items to write before all others.
     """
 
     def __init__(
@@ -80,8 +85,8 @@ class FileSteps:
         self._mark = context.mark
         self._output = output
         early, late = _split(order, borrowed)
-        # A generator that is never begun would refer to this object, and keep all memory of the save, until a
-        # collection of garbage.
+        # A generator that never starts would keep a reference to this object, and so all memory of the save, until
+        # Python's garbage collector runs.
         self._borrowed = self._in_order(early, fixed_nbytes, context) if borrowed else iter(())
         self._steps = self._in_order(late, fixed_nbytes, context)
         self._head = order.head
@@ -100,10 +105,10 @@ class FileSteps:
             yield _Appended(self._file, order.variable, fixed_nbytes, self._output, context)
 
     def take(self, *, only_borrowed: bool = False) -> Step | None:
-        """The next step; ``None`` after the last. :meth:`done` follows each.
+        """The next step; ``None`` after the last one. Call :meth:`done` after each step.
 
         Args:
-            only_borrowed: of the steps of borrowed items. All of these are done before others are asked for.
+            only_borrowed: take only steps of borrowed items. All of these must be done before others are taken.
         """
         with self._lock:
             step = next(self._borrowed if only_borrowed else self._steps, None)
@@ -119,7 +124,7 @@ class FileSteps:
         return None
 
     def done(self) -> None:
-        """A step is; with the last one the file is durable and closed."""
+        """Note that a step is done. After the last one, make the file durable and close it."""
         with self._lock:
             self._under_way -= 1
             is_over = self._exhausted and not self._under_way
@@ -140,7 +145,7 @@ class FileSteps:
 
 
 def _split(order: WriteOrder, borrowed: Collection[int]) -> tuple[WriteOrder, WriteOrder]:
-    """The pieces of a file that hold borrowed items, and the others."""
+    """Split the pieces of a file into those that hold borrowed items and the others."""
     if not borrowed:
         return WriteOrder((), ()), order
 
@@ -159,7 +164,7 @@ def _split(order: WriteOrder, borrowed: Collection[int]) -> tuple[WriteOrder, Wr
 
 
 class StepQueue:
-    """The steps of all files, one of each file in turn.
+    """The steps of all files. It takes one step of each file in turn.
 
     Args:
         only_borrowed: as for :meth:`FileSteps.take`.
@@ -202,8 +207,9 @@ class _PackedBlock:
     def write(self) -> None:
         block, file = self._block, self._output.file
         packing = self._packing or self._begin()
-        # Many small items are work for the interpreter, which runs one thread at a time: two that take turns at
-        # every call that lets go of the GIL need twice the time of one. So one packs while the others write.
+        # Packing many small items is mostly Python code, and Python runs one thread at a time. Two threads that pack
+        # would take turns at every call that releases the GIL, and need twice the time of one. So one packs while the
+        # others write.
         is_small = block.nbytes < SMALL_NBYTES * len(block.places)
         with self._context.packing if is_small else nullcontext():
             sums = packing.pack()

@@ -1,8 +1,8 @@
-"""Where the data files of a checkpoint lie when they are spread over several mounts.
+"""The directories on several mounts over which the data files of a checkpoint are spread.
 
-Owns the directories on those mounts, and which files in them may be removed. The checkpoint's directory holds a
-symbolic link of the same name for each file, so that every reader finds it. Called by ``data_files``, ``removal`` and
-``writer``.
+This module names those directories, and knows which files in them may be removed. The checkpoint's directory holds a
+symbolic link of the same name for each file, so that every reader finds it. ``data_files``, ``removal`` and ``writer``
+call it.
 """
 
 from __future__ import annotations
@@ -18,25 +18,27 @@ __all__ = ["remove_target", "stripe_directories", "stripe_of"]
 
 
 def stripe_directories(disk: Disk, directory: str, stripe_paths: Sequence[str]) -> list[str]:
-    """The directory on each of the mounts that belongs to the checkpoint in ``directory``, and to no other.
+    """For each mount, the directory that belongs to the checkpoint in ``directory`` and to no other.
 
-    Its name tells people whose it is; what follows the name is a hash of the checkpoint's path, so that two
-    checkpoints called ``step-100`` do not meet, and a copy of a checkpoint's links owns none of their targets.
+    It has the name of the checkpoint, so that people see whose it is. A hash of the checkpoint's path follows the name.
+    So two checkpoints called ``step-100`` get different directories, and a copy of a checkpoint's links does not own
+    the files that they lead to.
     """
     name = _name(disk, directory)
     return [os.path.join(os.path.abspath(path), name) for path in stripe_paths]
 
 
 def stripe_of(rank: int, number: int, directories: Sequence[str]) -> str:
-    """Which of the directories takes a file: in turn, and each rank begins at another."""
+    """The directory that takes a file. The directories take turns, and each rank begins at another one."""
     return directories[(rank + number) % len(directories)]
 
 
 def remove_target(disk: Disk, directory: str, name: str) -> None:
-    """Remove what the link ``name`` in ``directory`` leads to, if it belongs to this checkpoint; the link stays.
+    """Remove the file that the link ``name`` in ``directory`` leads to, if it belongs to this checkpoint. The link
+    stays.
 
     Raises:
-        StorageError: it cannot be removed, or has gone already.
+        StorageError: the file cannot be removed, or is gone already.
     """
     if not is_data_file(name):
         return

@@ -1,6 +1,7 @@
-"""How a rank's files are written: the options of ``RobustWriter``, and what fits the machine where nobody says.
+"""The options of ``RobustWriter``: how a rank's files are written.
 
-Owns the options, their checks and their defaults. Made by users and by ``writer``; ``engine`` asks it.
+This module owns the options, their checks, and defaults that fit the machine. Users and ``writer`` make them;
+``engine`` uses them.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ _MIB: Final = 1 << 20
 
 BLOCK_NBYTES: Final = 8 * _MIB
 BLOCKS_PER_THREAD: Final = 2
-"""One that is written while a device copies into the other."""
+"""One block is written while a device copies into the other."""
 
 _FILES_PER_RANK: Final = 2
-"""Threads share a file where I/O is direct; writes through the page cache take turns in one file."""
+"""With direct I/O several threads can write one file at once. Writes through the page cache to one file take turns."""
 
 _LEAST: Final = {
     "threads": 1,
@@ -40,24 +41,27 @@ class WriteOptions:
     """How ``RobustWriter`` writes. An option that is ``None`` is chosen for the machine and the ranks on it.
 
     Args:
-        layout: ``"torch"``: files of torch-save records, as stock ``FileSystemReader`` and Megatron-Core read them.
-            ``"safetensors"``: files that ``HuggingFaceStorageReader`` and ``safetensors`` read, and beside them one
-            file of records a rank for what these cannot hold (objects, some dtypes), which only ``RobustReader``
-            reads. It takes a directory without a checkpoint, since readers of safetensors read every file of one,
-            and ``RobustPlanner``.
-        threads: that write at the same time, for each rank; by default a few, by cores and ranks of the node.
-        files_per_rank: files that a rank's tensors are spread over, the same on all ranks; by default ``threads`` if
-            that is given, else 2.
-        block_bytes: bytes of one write; by default 8 MiB.
-        buffer_bytes: bound of the memory of each rank that data passes through on its way, whatever the sizes of
-            tensors; by default a 64th of the node's memory, divided over its ranks. Blocks get smaller, and threads
-            fewer, to keep it.
-        direct: ``None`` for direct I/O where the file system has it, ``True`` to insist on it (or ``StorageError``),
-            ``False`` for the page cache.
-        stripe_paths: directories on other mounts over which the files of a rank are spread. The checkpoint's directory
-            then holds symbolic links to them, which all readers follow; who deletes it by hand deletes those as well.
-        checksums: whether records get a CRC-32, which readers of ours verify. Without it they hold 0, as those of
-            ``torch.save`` after ``torch.serialization.set_crc32_options(False)``, and a damaged checkpoint loads.
+        layout: ``"torch"``: files of torch-save records, which DCP's ``FileSystemReader`` and Megatron-Core read.
+            ``"safetensors"``: files that ``HuggingFaceStorageReader`` and ``safetensors`` read. Objects and some dtypes
+            do not fit into these; each rank writes them to one more file of records, which only ``RobustReader`` reads.
+            This layout needs ``RobustPlanner`` and a directory without a checkpoint, because readers of safetensors
+            read every file in it.
+        threads: how many threads write at the same time in each rank. The default is a few, depending on the cores and
+            ranks of the node.
+        files_per_rank: how many files hold a rank's tensors; the same on all ranks. The default is ``threads`` if that
+            is given, else 2.
+        block_bytes: size of one write. The default is 8 MiB.
+        buffer_bytes: limit for the memory of each rank that data passes through, whatever the sizes of tensors. The
+            default is 1/64 of the node's memory, divided among its ranks. Blocks get smaller, and threads fewer, to
+            keep it.
+        direct: ``None``: use direct I/O where the file system has it. ``True``: always; a file system without it is a
+            ``StorageError``. ``False``: use the page cache.
+        stripe_paths: directories on other mounts. The files of a rank are spread over them. The checkpoint's directory
+            then holds symbolic links, which all readers follow. To delete such a checkpoint by hand, delete the files
+            on the other mounts as well.
+        checksums: whether records get a CRC-32, which ``RobustReader`` verifies. Without it the field holds 0, as
+            ``torch.save`` writes it after ``torch.serialization.set_crc32_options(False)``, and a damaged checkpoint
+            loads without an error.
         overwrite: whether a committed checkpoint in the directory may be replaced.
 
     Raises:
@@ -93,17 +97,20 @@ class WriteOptions:
 
     @property
     def n_files(self) -> int:
-        """Files that a rank's tensors are spread over. Part of the plan, so no guess from the machine: all ranks must
-        agree, and may be on different ones."""
+        """How many files hold a rank's tensors.
+
+        All ranks must agree on it, and they may run on different machines. So the default does not depend on the
+        machine.
+        """
         return next(n for n in (self.files_per_rank, self.threads, _FILES_PER_RANK) if n is not None)
 
     @property
     def stripes(self) -> tuple[str, ...]:
-        """``stripe_paths``, absolute."""
+        """``stripe_paths`` as absolute paths."""
         return tuple(map(directory_path, self.stripe_paths))
 
     def fitted(self, page_nbytes: int) -> tuple[int, int]:
-        """(threads, bytes of a block) that together stay within ``buffer_bytes``; blocks are whole pages."""
+        """(threads, bytes of a block) that together stay within ``buffer_bytes``. Blocks are whole pages."""
         buffer_bytes = default_buffer_bytes() if self.buffer_bytes is None else self.buffer_bytes
         threads = default_threads() if self.threads is None else self.threads
         threads = min(threads, max(buffer_bytes // (BLOCKS_PER_THREAD * page_nbytes), 1))
@@ -113,13 +120,13 @@ class WriteOptions:
 
 
 def with_keywords(options: Options, **keywords: Any) -> Options:
-    """``options``, with those of ``keywords`` that are not left at their defaults.
+    """Put those ``keywords`` that differ from their defaults into ``options``.
 
     Args:
         options: a frozen dataclass, ``WriteOptions`` or ``ReadOptions``.
 
     Raises:
-        ValueError: an option is given here and there, and not the same.
+        ValueError: an option is given both as a keyword and in ``options``, with two different values.
     """
     given = type(options)(**keywords)
     changed = {}
@@ -137,27 +144,29 @@ def with_keywords(options: Options, **keywords: Any) -> Options:
 
 
 def default_threads(*, least: int = 2, most: int = 4) -> int:
-    """Threads that keep a drive busy without taking a node's cores: they wait for it most of the time."""
+    """How many threads keep a drive busy without taking all cores of a node. They wait for the drive most of the
+    time.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(max(2 * cores // _ranks_on_this_node(), least), most)
 
 
 def default_buffer_bytes() -> int:
-    """A 64th of the node's memory, divided over its ranks; between 32 MiB and 1 GiB for each."""
+    """1/64 of the node's memory, divided among its ranks, but at least 32 MiB and at most 1 GiB for each."""
     return min(max(_memory_nbytes() // 64 // _ranks_on_this_node(), 32 * _MIB), 1024 * _MIB)
 
 
 def _ranks_on_this_node() -> int:
-    given = os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun's
+    given = os.environ.get("LOCAL_WORLD_SIZE", "")  # set by torchrun
     return max(int(given), 1) if given.isdecimal() else 1
 
 
 def _memory_nbytes() -> int:
-    """What this process may use at most: the machine's memory, or the control group's limit."""
+    """The most memory that this process may use: the machine's memory, or the limit of its control group."""
     nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
             limit = file.read().strip()
-    except OSError:  # no control groups, or their first version
+    except OSError:  # there are no control groups, or only version 1
         return nbytes
     return min(nbytes, int(limit)) if limit.isdecimal() else nbytes

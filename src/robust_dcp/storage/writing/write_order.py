@@ -1,7 +1,7 @@
-"""In which order and in which pieces the bytes of a rank's files go out.
+"""In which order and in which pieces the bytes of a rank's files are written.
 
-Owns what is the same in all saves by one plan, and keeps it for the next. Never decides places (``layouts``) nor
-writes (``engine``, which calls it).
+This is the same in all saves by one plan, so it is kept for the next save. This module does not decide places
+(``layouts`` does) and does not write: ``engine`` writes, and calls this module.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ class LargeRecord:
     """A record that is written by itself, in pieces.
 
     Attributes:
-        place: in the plan.
-        template: of the record.
-        offset: in the file, in bytes.
-        gap_before: bytes between what comes before it in the file and ``offset``; 0 if that is more than a page away.
+        place: its place in the plan.
+        template: its frame.
+        offset: where it begins in the file, in bytes.
+        gap_before: bytes between the end of what comes before in the file and ``offset``; 0 if they are more than a
+            page apart.
     """
 
     place: int
@@ -45,12 +46,12 @@ class LargeRecord:
 
 @dataclass(frozen=True, eq=False)
 class WriteOrder:
-    """One file from front to back.
+    """What is written to one file, from front to back.
 
     Attributes:
-        fixed: the records whose places are planned.
-        variable: places in the plan of the items of variable size, ascending; they come after all others.
-        head: what stands before all others and is written last; ``None`` if nothing does.
+        fixed: the records with planned places.
+        variable: places in the plan of the items of variable size, ascending. They come after all others.
+        head: the head of the file, which is written last; ``None`` if the file has none.
     """
 
     fixed: tuple[Block | LargeRecord, ...]
@@ -59,9 +60,9 @@ class WriteOrder:
 
 
 _ITEM_NBYTES = 300
-"""What the order of one item takes, about."""
+"""The memory that the order of one item takes, roughly."""
 
-# Entries are immutable. Where saves by one plan overlap, one is made twice at worst.
+# Entries are immutable. If two saves by one plan run at the same time, an entry may be made twice, which does no harm.
 _ORDERS: Table[tuple[Placements, int, int], tuple[WriteOrder, ...]] = CACHE.table(
     "write orders", lambda key, _: _ITEM_NBYTES * len(key[0].offset), max_nbytes=256 << 20
 )
@@ -74,18 +75,18 @@ def write_orders(
     page_nbytes: int = PAGE_NBYTES,
     layout: Layout = TORCH,
 ) -> tuple[WriteOrder, ...]:
-    """The order of each file, made in the first save by a plan.
+    """The write order of each file. It is made in the first save by a plan, and reused in later ones.
 
     Args:
-        source: is asked what its items are expected to be when the order is made, and not in later saves: a plan is
-            for items of one dtype and size each, and every save checks the data against that.
-        block_nbytes: records are gathered into blocks that fit into this together with what comes before them in their
-            first page; one that does not is written in pieces.
-        page_nbytes: bytes of a page of the files.
-        layout: that made ``placements``.
+        source: gives the expected dtypes and sizes when the order is made. Later saves do not ask again: a plan has one
+            dtype and size for each item, and every save checks the data against them.
+        block_nbytes: records are gathered into blocks of this size. What comes before them in their first page counts,
+            too. A record that does not fit is written in pieces.
+        page_nbytes: the page size of the files in bytes.
+        layout: the layout that made ``placements``.
 
     Raises:
-        PlanConflict: an item is not expected to have the length that was planned.
+        PlanConflict: the expected length of an item is not the planned one.
         ValueError: there are more or fewer items than places.
     """
     if len(source) != len(placements.offset):
@@ -94,7 +95,9 @@ def write_orders(
     orders = _ORDERS.get(key)
     if orders is None:
         orders = _make(placements, source, block_nbytes, page_nbytes, layout)
-        if any(order.fixed for order in orders):  # else these are places of one save, by another planner than ours
+        if any(
+            order.fixed for order in orders
+        ):  # if none are fixed, another planner planned for this save only: nothing to keep
             _ORDERS.put(key, orders)
     return orders
 
@@ -103,7 +106,7 @@ def _make(
     placements: Placements, source: ItemSource, block_nbytes: int, page_nbytes: int, layout: Layout
 ) -> tuple[WriteOrder, ...]:
     frames = _frames(placements, source, layout)
-    # What is empty comes before what lies at the same place, so that each record ends where the next may begin.
+    # An empty record comes before another one at the same place, so that each record ends where the next may begin.
     by_offset = np.lexsort((placements.nbytes, placements.offset))
     orders = []
     for number, head_nbytes in enumerate(placements.head_nbytes):
@@ -121,8 +124,8 @@ def _make(
 
 
 def _frames(placements: Placements, source: ItemSource, layout: Layout) -> dict[int, Frame]:
-    """The frame of each item of fixed size, by its place; one object for all of a dtype and size."""
-    # Beside the caches of the layouts, which keep only so many.
+    """The frame of each item of fixed size, by its place. Items of one dtype and size share one frame."""
+    # The layouts have caches of frames, too, but these keep only a limited number.
     made: dict[tuple[torch.dtype, torch.Size, int], Frame] = {}
     frames: dict[int, Frame] = {}
     heads = placements.head_nbytes
@@ -168,10 +171,10 @@ def _pieces(
     page_nbytes: int,
     begin: int,
 ) -> Iterator[Block | LargeRecord]:
-    """Blocks, and records that are too large for one, front to back.
+    """Cut a file into blocks, and records that are too large for a block, from front to back.
 
     Args:
-        places: int64 ``[n]``, of the items of fixed size in one file, by ascending offset.
+        places: int64 ``[n]``, the places of the items of fixed size in one file, by ascending offset.
         begin: where the file's head ends.
     """
     if not len(places):
@@ -180,7 +183,7 @@ def _pieces(
     start = placements.offset[places]
     end = start + placements.nbytes[places]
     gap = start - np.concatenate(([begin], end[:-1]))
-    far = gap > PAGE_NBYTES  # such a gap is left out rather than written
+    far = gap > PAGE_NBYTES  # a gap of more than a page is skipped, not written
     gap[far] = 0
     room = block_nbytes - start % page_nbytes
     large = end - start > room

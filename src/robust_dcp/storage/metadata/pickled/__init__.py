@@ -1,7 +1,7 @@
-"""The pickle of ``.metadata``, emitted from columns instead of from an object for each item.
+"""Makes the pickle of ``.metadata`` from columns, without a Python object for each item.
 
-What a plan determines is emitted once and shared by all checkpoints that are written by it. ``plan.metadata`` makes the
-columns, the commit writes the fragments, and every reader of DCP's own files reads them.
+The part that a plan determines is made once and shared by all checkpoints that the plan writes. ``plan.metadata`` makes
+the columns, the commit writes the fragments, and any reader of DCP's own files can read them.
 """
 
 from robust_dcp.storage.metadata.pickled.columns import MetadataColumns, Path

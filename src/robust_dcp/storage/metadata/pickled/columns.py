@@ -1,7 +1,7 @@
-"""What a ``.metadata`` says, as columns.
+"""The contents of a ``.metadata`` as columns.
 
-Owns the columns and the check that they fit together, since a wrong place would silently become another tensor's size.
-Made by ``plan.metadata``, emitted by ``emit``.
+This module owns the columns and checks that they fit together: a wrong place would silently give a tensor another
+tensor's size. ``plan.metadata`` makes them, ``emit`` writes them.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ Int64 = npt.NDArray[np.int64]
 
 
 class Paths(Sized, Iterable[Path], Protocol):
-    """The path of each name, in order: a list, or what makes them one by one."""
+    """The path of each name, in order: a list, or an object that makes them one by one."""
 
 
 @dataclass(frozen=True, eq=False)
 class MetadataColumns:
-    """N names, and the K items that are written for them: rows, sorted by (name, offsets).
+    """N names, and K items that are written for them. Each item is a row; rows are sorted by (name, offsets).
 
     Attributes:
-        names: the names, in the order of ``state_dict_metadata``, no two equal.
+        names: the distinct names, in the order of ``state_dict_metadata``.
         paths: for each name its place in the nested state dict (DCP's ``planner_data``), or ``None``.
         properties: the P distinct ``(dtype, layout, requires_grad)``.
-        name_properties: int32 ``[N]``, place in ``properties``; -1: an object (``BytesStorageMetadata``).
+        name_properties: int32 ``[N]``, place in ``properties``; -1 for an object (``BytesStorageMetadata``).
         name_size: int32 ``[N]``, place in ``sizes`` of the tensor's global size; -1 for objects.
-        sizes: int64 ``[S, D]``, values of ``torch.Size``; the first ``size_ndims`` entries of a row count.
+        sizes: int64 ``[S, D]``, values of ``torch.Size``. Only the first ``size_ndims`` entries of a row count.
         size_ndims: uint8 ``[S]``.
-        name: int32 ``[K]``, place in ``names``; ascending, each name has a row, an object exactly one.
+        name: int32 ``[K]``, place in ``names``; ascending. Each name has at least one row, an object exactly one.
         offset, size: int32 ``[K]``, places in ``sizes`` of the chunk's offsets and sizes; -1 for objects.
-        file: int32 ``[K]``, place among the file names that are told at each emission.
-        start: int64 ``[K]``, where in its file the item begins, in bytes; -1: told at each emission.
-        nbytes: int64 ``[K]``, its length there in bytes; -1 where ``start`` is.
-        n_files: how many file names will be told.
-        attributes: of ``Metadata``, besides those that DCP knows; plain values.
+        file: int32 ``[K]``, place among the file names. These are given for each checkpoint.
+        start: int64 ``[K]``, where in its file the item begins, in bytes; -1 if this is given for each checkpoint.
+        nbytes: int64 ``[K]``, its length there in bytes; -1 where ``start`` is -1.
+        n_files: how many file names there will be.
+        attributes: attributes of ``Metadata`` that DCP does not know, with plain values.
     """
 
     names: Sequence[str]
@@ -63,10 +63,10 @@ class MetadataColumns:
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Make sure that the columns have one length each and that each place is one.
+        """Make sure that the lengths of columns fit together, and that each place exists.
 
         Raises:
-            ValueError: says which column is wrong, and where.
+            ValueError: the message says which column is wrong, and where.
         """
         n_names, n_sizes = len(self.names), len(self.sizes)
         for column, rows in (("name_properties", n_names), ("name_size", n_names), ("size_ndims", n_sizes)):

@@ -1,9 +1,9 @@
-"""The pickle of ``.metadata``: what a plan determines is emitted once, what a save determines at each emission.
+"""Writes the pickle of ``.metadata``. The part that a plan determines is written once, the rest for each save.
 
-Owns the order of what is emitted: first the values that others refer to, each of which gets a number in the pickle's
-memo, then the entries of DCP's three dicts, a record of fixed width for each row of the columns. They are kept in
-frames, which a patch cuts where it replaces entries. ``plan.metadata`` keeps a :class:`MetadataPickle` with the plan,
-the commit writes what :meth:`MetadataPickle.encode` gives.
+First come the values that others refer to; each gets a number in the pickle's memo. Then come the entries of DCP's
+three dicts, with one record of fixed width for each row of the columns. All are kept in frames. A patch cuts the frames
+where it replaces entries. ``plan.metadata`` keeps a :class:`MetadataPickle` with the plan, and the commit writes the
+result of :meth:`MetadataPickle.encode`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ from robust_dcp.storage.records.checksum import crc32, crc32_of_both
 __all__ = ["SLAB_ROWS", "EncodedMetadata", "MetadataPickle"]
 
 SLAB_ROWS = 1 << 14
-"""About so many rows are emitted at once: a call of NumPy costs nothing for each, and temporaries stay in a cache."""
+"""About so many rows are written at a time. Then the cost of a NumPy call does not matter, and temporaries stay in a
+cache.
+"""
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -50,7 +52,7 @@ Fragments = tuple[bytes | memoryview, ...]
 
 @dataclass(frozen=True, eq=False)
 class EncodedMetadata:
-    """The bytes of a ``.metadata`` file, to be written one fragment after the other."""
+    """The bytes of a ``.metadata`` file, in fragments to write one after the other."""
 
     fragments: Fragments
 
@@ -61,15 +63,15 @@ class EncodedMetadata:
 
 
 class MetadataPickle:
-    """The pickle of all checkpoints that are written by one plan. Any number of threads may use it at once.
+    """The common part of the pickles of all checkpoints that one plan writes. Several threads may use it at once.
 
     Args:
-        columns: what the plan determines; not kept.
+        columns: the columns that the plan determines. They are not kept.
         max_files: how many files there may be after patches.
 
     Raises:
         ValueError: the columns do not fit together.
-        NotImplementedError: this torch pickles a class of metadata in a way that cannot be emitted.
+        NotImplementedError: this torch pickles a class of the metadata in a way that we cannot write.
     """
 
     def __init__(self, columns: MetadataColumns, max_files: int = 0) -> None:
@@ -85,14 +87,16 @@ class MetadataPickle:
         self._add(columns, np.ones(len(columns.names), dtype=np.bool_), np.ones(columns.n_files, dtype=np.bool_), {})
 
     def patched(self, columns: MetadataColumns, is_new: Mask, is_stale: Mask, removed: Iterable[str]) -> MetadataPickle:
-        """The pickle of a plan that differs in some names and some files. Costs what these cost, and a pass over bytes.
+        """The pickle of a plan that differs in some names and some files. The cost is that of these, and one pass over
+        all bytes.
 
         Args:
-            columns: the written items of these names, and all items that lie in these files. There are at least as
-                many files as before, and at most ``max_files``. Attributes, and whether there are paths, are as before.
+            columns: the written items of these names, and all items in these files. There are at least as many files as
+                before, and at most ``max_files``. The attributes are the same as before, and there are paths only if
+                there were before.
             is_new: bool, for each name of ``columns`` whether it was added or has changed.
-            is_stale: bool, for each file whether all that lies in it is told anew.
-            removed: the names that are no longer there.
+            is_stale: bool, for each file whether ``columns`` replace all its items.
+            removed: the names that do not exist any more.
         """
         new = copy(self)
         new._numbers = dict(self._numbers)
@@ -107,7 +111,7 @@ class MetadataPickle:
         return new
 
     def _add(self, columns: MetadataColumns, is_new: Mask, is_stale: Mask, variable: Mapping[str, Int64]) -> None:
-        """Emit the entries of the names that are new, and of all that lies in files that are stale."""
+        """Write the entries of new names, and of all items in stale files."""
         columns.check()
         self._n_files = columns.n_files
         memo = _Memo(columns, is_new, self._numbers, self._end)
@@ -141,12 +145,14 @@ class MetadataPickle:
 
     @property
     def variable_files(self) -> Int64:
-        """int64 ``[V]``: the file of each item whose place is told at each emission; those of a file in their order."""
+        """int64 ``[V]``: the file of each item whose place is given for each checkpoint. Items of one file are in their
+        order.
+        """
         return self._variable["file_place"]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that are kept, about."""
+        """Bytes of memory that this object keeps, roughly."""
         return self._constant_nbytes + sum(column.nbytes for column in self._variable.values())
 
     def encode(
@@ -157,16 +163,16 @@ class MetadataPickle:
         *,
         version: str | None = FORMAT_VERSION,
     ) -> EncodedMetadata:
-        """The ``.metadata`` of one checkpoint, trailer included. Costs nothing for items whose places are known.
+        """The ``.metadata`` of one checkpoint, with its trailer. Items with known places cost nothing here.
 
         Args:
-            file_names: the data files, relative to the checkpoint; ``None`` for a file in which nothing lies any more.
-            places: int64 ``[V, 2]``, start and length in its file of each of ``variable_files``, in bytes.
-            storage_meta: goes into the file as it is.
-            version: that of DCP's format.
+            file_names: the data files, relative to the checkpoint; ``None`` for a file that holds no items any more.
+            places: int64 ``[V, 2]``, start and length of each item of ``variable_files`` in its file, in bytes.
+            storage_meta: written into the file as it is.
+            version: the version of DCP's format.
 
         Raises:
-            ValueError: other numbers of file names or places than the columns have, or a place that cannot be.
+            ValueError: the number of file names or places is not that of the columns, or a place is impossible.
         """
         n_variable = len(self.variable_files)
         if len(file_names) != self._n_files:
@@ -186,7 +192,8 @@ class MetadataPickle:
             _storage_entries({**self._variable, "start": places[:, 0], "nbytes": places[:, 1]}).data,
             before_meta + spliced(storage_meta) + before_version + spliced(version) + end + pickle.STOP,
         )
-        # The bulk's checksum is kept, so a bit that flips in memory between two saves is noticed when the file is read.
+        # The checksum of the large constant part is kept, not computed anew. So if a bit flips in memory between two
+        # saves, readers of the file notice it.
         crc = crc32_of_both(crc32(b"".join(before)), self._constant_crc, self._constant_nbytes)
         crc = crc32_of_both(crc, crc32(b"".join(behind)), sum(map(len, behind)))
         pickled = (*before, *self._constant, *behind)
@@ -194,18 +201,18 @@ class MetadataPickle:
 
 
 class _Memo:
-    """The numbers in the pickle's memo of what the entries refer to.
+    """The numbers, in the pickle's memo, of the values that entries refer to.
 
     Args:
-        columns: what they refer to.
-        is_new: for each name whether it has an entry of ``planner_data`` to come.
-        numbers: of the strings that are there already, names and parts of paths; those that are not are added.
+        columns: refer to these values.
+        is_new: for each name whether it will get an entry of ``planner_data``.
+        numbers: the numbers of strings that are in the memo already: names and parts of paths. New ones are added.
         end: the next number.
 
     Attributes:
-        name, properties, size, file: int64, the numbers of the values that the columns have places for.
+        name, properties, size, file: int64, the numbers of the values, by their places in the columns.
         planner: the entries of ``planner_data``.
-        definitions: puts the values into the memo that are not there, but for the file names, which come first.
+        definitions: opcodes that put the new values into the memo, without the file names, which come first.
         end: the next number.
     """
 
@@ -226,7 +233,7 @@ class _Memo:
         )
 
     def _planner_entries(self, columns: MetadataColumns, names: Rows, texts: _Texts) -> Iterator[Frame]:
-        """The only entries that cost a turn of a loop each, because paths are ragged and come as tuples."""
+        """Entries of ``planner_data``. Only these need Python code for each: paths are tuples of different lengths."""
         if columns.paths is None:
             return
         paths = list(columns.paths)
@@ -242,7 +249,7 @@ class _Memo:
 
 
 class _Texts(dict[str | int, bytes]):
-    """The opcodes that push a part of a path; a string gets a number in the memo when it is first asked for."""
+    """The opcodes that push a part of a path. A string gets a number in the memo when it is first used."""
 
     def __init__(self, numbers: dict[str, int], first: int) -> None:
         super().__init__()
@@ -258,7 +265,7 @@ class _Texts(dict[str | int, bytes]):
 
 
 def _state_entries(columns: MetadataColumns, memo: _Memo, rows: Rows) -> Iterator[Frame]:
-    """The entries of ``state_dict_metadata`` of whole names. A name is never cut in two, whatever its rows."""
+    """The entries of ``state_dict_metadata`` for whole names. A name is never divided, however many rows it has."""
     stock = stock_records()
     begin, chunk, end = stock.begin, stock.chunk, stock.end
     templates = (stock.object, chunk, (*begin, *chunk), (*chunk, *end), (*begin, *chunk, *end))
@@ -270,10 +277,10 @@ def _state_entries(columns: MetadataColumns, memo: _Memo, rows: Rows) -> Iterato
         properties = columns.name_properties[name]
         values = {
             "name": memo.name[name],
-            "properties": _taken(memo.properties, properties),
-            "whole": _taken(memo.size, columns.name_size[name]),
-            "offset": _taken(memo.size, columns.offset[some]),
-            "size": _taken(memo.size, columns.size[some]),
+            "properties": _numbers_at(memo.properties, properties),
+            "whole": _numbers_at(memo.size, columns.name_size[name]),
+            "offset": _numbers_at(memo.size, columns.offset[some]),
+            "size": _numbers_at(memo.size, columns.size[some]),
         }
         is_first, is_last = np.diff(name, prepend=-1) != 0, np.diff(name, append=-1) != 0
         which = np.where(properties < 0, 0, 1 + is_first + 2 * is_last)
@@ -281,10 +288,10 @@ def _state_entries(columns: MetadataColumns, memo: _Memo, rows: Rows) -> Iterato
 
 
 def _items(columns: MetadataColumns, memo: _Memo, rows: Rows) -> dict[str, Int64]:
-    """What the entries of ``storage_data`` of ``rows`` consist of."""
+    """The values in the entries of ``storage_data`` for ``rows``."""
     return {
         "name": memo.name[columns.name[rows]],
-        "offset": _taken(memo.size, columns.offset[rows]),
+        "offset": _numbers_at(memo.size, columns.offset[rows]),
         "file": memo.file[columns.file[rows]],
         "start": columns.start[rows],
         "nbytes": columns.nbytes[rows],
@@ -299,7 +306,7 @@ def _storage_entries(items: Mapping[str, Int64]) -> Frame:
 
 
 def _sizes(sizes: Int64, ndims: npt.NDArray[np.uint8]) -> Frame:
-    """Puts each ``torch.Size`` into the memo; there is a record for each number of dimensions."""
+    """Opcodes that put each ``torch.Size`` into the memo, with one record for each number of dimensions."""
     gaps = [Gap(str(dim), is_number=True) for dim in range(sizes.shape[1])]
     templates = [
         (stock_records().size, *tuple_of(gaps[:ndim]), pickle.TUPLE1 + pickle.REDUCE + REMEMBER)
@@ -309,12 +316,12 @@ def _sizes(sizes: Int64, ndims: npt.NDArray[np.uint8]) -> Frame:
 
 
 def _remembered(pushed: Iterable[bytes]) -> Frame:
-    """Gives each value that is pushed the next number in the memo."""
+    """Opcodes that give each pushed value the next number in the memo."""
     return frame_of(each + REMEMBER for each in pushed)
 
 
-def _taken(numbers: Int64, places: npt.NDArray[np.int32]) -> Int64:
-    """``numbers[places]``. Where a place is -1, as for objects, the number means nothing."""
+def _numbers_at(numbers: Int64, places: npt.NDArray[np.int32]) -> Int64:
+    """``numbers[places]``. Where a place is -1, as it is for objects, the result means nothing."""
     return numbers[places] if len(numbers) else np.zeros(len(places), dtype=np.int64)
 
 

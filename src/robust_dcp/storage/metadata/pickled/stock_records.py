@@ -1,7 +1,8 @@
-"""How this torch pickles the classes of ``.metadata``: records of fixed width, cut out of pickled example objects.
+"""How this torch pickles the classes of ``.metadata``: records of fixed width, made from pickled example objects.
 
-Owns which opcodes stand in a record and where its gaps are. Both come from the objects' own ``__reduce_ex__``, so that
-another torch, with another attribute, needs no change here. Called by ``emit`` alone, which fills the gaps.
+This module knows which opcodes a record consists of and where its gaps are. Both come from the objects' own
+``__reduce_ex__``. So if another version of torch adds an attribute, nothing has to change here. Only ``emit`` calls it,
+and fills the gaps.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ["StockRecords", "properties_state", "stock_records"]
 
 
 _NEW_OBJECT: Final = object().__reduce_ex__(4)[0]
-"""What creates an object that has no way of its own to be pickled."""
+"""The function that creates an object without a pickling method of its own."""
 
 _NO_SIZE: Final = torch.Size(())
 _HERE: Final = "\0here\0"
@@ -37,9 +38,9 @@ _MARK: Final = text(_HERE) + pickle.BINPERSID
 
 
 class _ExamplePickler(pickle.Pickler):
-    """Pickles an object and leaves a mark wherever a gap, a class or a string stands.
+    """Pickles an object and leaves a mark in place of each gap, class and string.
 
-    In protocol 3, whose opcodes are valid in protocol 4: it has no frames, which would have to be taken apart.
+    It uses protocol 3: its opcodes are valid in protocol 4, and it has no frames that would have to be removed.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -56,19 +57,19 @@ class _ExamplePickler(pickle.Pickler):
 
 
 class StockRecords:
-    """The records of which ``.metadata`` consists.
+    """The records that make up a ``.metadata``.
 
     Attributes:
         constants: opcodes that put the classes, and the names of their attributes, into the first places of the memo.
-        n_constants: how many.
-        size: pushes ``torch.Size`` itself.
-        begin, chunk, end: a tensor's entry of ``state_dict_metadata``: before its chunks, each of these, behind them.
-            Gaps: ``name, properties, whole``; ``offset, size``; none.
+        n_constants: how many these are.
+        size: opcodes that push ``torch.Size`` itself.
+        begin, chunk, end: a tensor's entry of ``state_dict_metadata``: the part before its chunks, one chunk, and the
+            part after its chunks. Gaps: ``name, properties, whole``; ``offset, size``; none.
         object: an object's entry. Gaps: ``name``.
-        tensor_item, object_item: an entry of ``storage_data``. Gaps: ``name, offset`` (tensors only) ``, file`` and
-            the numbers ``start, nbytes``.
-        metadata: the ``Metadata``: what stands before each of its values ``state_dict_metadata, planner_data,
-            storage_data, storage_meta, version``, in this order, and behind the last.
+        tensor_item, object_item: an entry of ``storage_data``. Gaps: ``name, offset`` (tensors only), ``file`` and the
+            numbers ``start, nbytes``.
+        metadata: the ``Metadata``: the opcodes before each of its values ``state_dict_metadata, planner_data,
+            storage_data, storage_meta, version``, in this order, and those after the last.
     """
 
     def __init__(self) -> None:
@@ -89,7 +90,7 @@ class StockRecords:
         self.tensor_item: Parts = (*self._parts(of_tensor, 2), *info, pickle.SETITEM)
         self.object_item: Parts = (*self._parts(of_object, 1), *info, pickle.SETITEM)
         metadata = Metadata({})
-        # A torch that does not know `version` takes it all the same: stock writers set it on the object.
+        # A torch that does not know `version` accepts it: DCP's writers set it on the object.
         for attribute in ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"):
             vars(metadata).pop(attribute, None)
             vars(metadata)[attribute] = Gap(attribute)
@@ -101,7 +102,7 @@ class StockRecords:
         self.n_constants = len(self._memo)
 
     def _parts(self, example: Any, n_gaps: int) -> list[bytes | Gap]:
-        """What ``example`` pickles to, which must have that many gaps."""
+        """The pickle of ``example`` in parts. It must have that many gaps."""
         state = _reduced(example)[2]
         gaps = [value for value in (state or {}).values() if isinstance(value, (Gap, TensorProperties))]
         if len(gaps) != n_gaps:
@@ -116,7 +117,7 @@ class StockRecords:
         return parts
 
     def _remembered(self, value: str | type) -> bytes:
-        """Opcodes that push a constant, which is put into the memo once."""
+        """Opcodes that push a constant. It is put into the memo once."""
         if value not in self._memo:
             self._memo[value] = len(self._memo)
             self.constants += spliced(value) + REMEMBER
@@ -128,7 +129,7 @@ def stock_records() -> StockRecords:
     """The records of this torch.
 
     Raises:
-        NotImplementedError: a class of this torch is pickled in a way that cannot be emitted; says which.
+        NotImplementedError: this torch pickles a class in a way that we cannot write. The message names the class.
     """
     return StockRecords()
 
@@ -139,7 +140,7 @@ def properties_state(dtype: torch.dtype, layout: torch.layout, requires_grad: bo
 
 
 def _reduced(example: Any) -> tuple[Any, Any, Any]:
-    """How ``example`` is pickled, once it is certain that it is as a new object and its state, and nothing else."""
+    """How ``example`` is pickled. It must be pickled as a new object and its state, and nothing else."""
     function, arguments, state, *others = (*example.__reduce_ex__(4), None)[:6]
     if function is not _NEW_OBJECT or arguments != (type(example),) or any(other is not None for other in others):
         raise _unexpected(example, f"{function!r} of {arguments!r}")

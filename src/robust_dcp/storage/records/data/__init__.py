@@ -1,1 +1,1 @@
-"""Pickles read as data: an unpickler of our own, which calls nothing but the builders that stand in its table."""
+"""Reads pickles as data, with our own unpickler. It calls only the builders in its table."""

@@ -1,7 +1,7 @@
-"""NumPy's arrays, scalars and dtypes, rebuilt from a dtype string and bytes of exactly the right length.
+"""Rebuilds NumPy's arrays, scalars and dtypes from a dtype string and bytes of exactly the right length.
 
-Owns which dtypes there are in checkpoints. NumPy's own unpickling is never called: it believes what a pickled dtype
-says of itself, so that bytes can become pointers to objects.
+This module knows which dtypes checkpoints use. It never calls NumPy's own unpickling: that believes what a pickled
+dtype says about itself, so that bytes could become pointers to objects.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _MAX_DIMENSIONS: Final = 32
 
 
 def _dtype(arguments: tuple[Any, ...], budget: Budget) -> Pending:
-    """``numpy.dtype(code, False, True)``; byte order and, of times, the unit follow as its state."""
+    """``numpy.dtype(code, False, True)``. Its state gives the byte order and, for times, the unit."""
     code = arguments[0] if arguments else None
     if type(code) is not str or len(arguments) != 3 or any(type(flag) not in (bool, int) for flag in arguments[1:]):
-        raise Malformed("a dtype is to be made of other than its code")
+        raise Malformed("the pickle makes a dtype from other arguments than its code")
     if not (_PLAIN.fullmatch(code) or code in _TIMES or code in _OBJECTS):
-        raise NotData(f"numpy.dtype({code[:40]!r})", "which is no plain number, text or time")
+        raise NotData(f"numpy.dtype({code[:40]!r})", "which is not a dtype of numbers, text or times")
 
     def complete(state: Any, budget: Budget) -> np.dtype[Any]:
         return _with_state(code, state)
@@ -46,9 +46,9 @@ def _with_state(code: str, state: Any) -> np.dtype[Any]:
     if subarray is not None or names is not None or fields is not None:
         raise NotData("numpy.dtype", "with fields or subarrays")
     is_object, is_time = code in _OBJECTS, code in _TIMES
-    # With flags of another kind NumPy would take the bytes of an array for pointers to objects, or the reverse.
+    # With flags of another kind, NumPy would use the bytes of an array as pointers to objects, or pointers as bytes.
     if type(flags) is not int or flags != (63 if is_object else 8 if code[0] == "U" else 0):
-        raise Malformed(f"the dtype {code!r} is said to have the flags {flags!r}, which belong to another kind")
+        raise Malformed(f"the dtype {code!r} comes with the flags {flags!r}, which belong to another kind")
     if order not in ("<", ">", "|", "=") or (len(state) == 9) != is_time or len(state) > 9:
         raise Malformed("the state of a dtype is not what NumPy writes")
     if is_object:
@@ -61,7 +61,7 @@ def _with_state(code: str, state: Any) -> np.dtype[Any]:
 
 
 def _unit(metadata: Any) -> str:
-    """``ns``, or ``25s``, from what NumPy pickles: ``(None, (unit, number, denominator, event))``."""
+    """``ns``, or ``25s``, from NumPy's pickled form: ``(None, (unit, number, denominator, event))``."""
     if type(metadata) is not tuple or len(metadata) != 2 or metadata[0]:
         raise NotData("numpy.dtype", "with metadata")
     unit = metadata[1]
@@ -76,7 +76,7 @@ def _unit(metadata: Any) -> str:
 
 
 def _empty_array(arguments: tuple[Any, ...], budget: Budget) -> Pending:
-    """``_reconstruct(ndarray, (0,), b"b")``: what the array is comes with its state."""
+    """``_reconstruct(ndarray, (0,), b"b")``. The contents of the array come with its state."""
     if len(arguments) != 3 or arguments[0] is not np.ndarray or arguments[1] != (0,):
         raise NotData("numpy.ndarray", "of a subclass, or not empty at first")
     return Pending(_array_of_state)
@@ -91,9 +91,9 @@ def _array_of_state(state: Any, budget: Budget) -> np.ndarray[Any, Any]:
 
 
 def _array_of_buffer(arguments: tuple[Any, ...], budget: Budget) -> np.ndarray[Any, Any]:
-    """``numpy._core.numeric._frombuffer(data, dtype, shape, order)``, of protocol 5."""
+    """``numpy._core.numeric._frombuffer(data, dtype, shape, order)``, which protocol 5 uses."""
     if len(arguments) != 4 or arguments[3] not in ("C", "F"):
-        raise Malformed("an array is to be made of other than its bytes")
+        raise Malformed("the pickle makes an array from other arguments than its bytes")
     data, dtype, shape, order = arguments
     return _array(data, dtype, shape, order, budget)
 
@@ -103,11 +103,11 @@ def _array(data: Any, dtype: Any, shape: Any, order: Any, budget: Budget) -> np.
         raise Malformed("an array has no dtype")
     is_shape = type(shape) is tuple and all(type(size) is int and 0 <= size < 1 << 62 for size in shape)
     if not is_shape or len(shape) > _MAX_DIMENSIONS:
-        raise Malformed("the shape of an array is none")
+        raise Malformed("the shape of an array is not a tuple of sizes")
     count = math.prod(shape)
     found: np.ndarray[Any, Any]
     if dtype.hasobject:
-        # Objects come as a list of them, and only as that.
+        # Objects must come as a list.
         if type(data) is not list or len(data) != count:
             raise Malformed("an array of objects does not come as a list of them")
         budget.spend(count)
@@ -117,7 +117,7 @@ def _array(data: Any, dtype: Any, shape: Any, order: Any, budget: Budget) -> np.
         for place, value in enumerate(data):
             found[place] = value
         return found.reshape(shape, order=order)
-    if type(data) is str:  # how protocol 2 of Python 2 holds bytes
+    if type(data) is str:  # Python 2 pickles bytes as text in protocol 2
         data = data.encode("latin-1")
     if type(data) not in (bytes, bytearray) or len(data) != count * dtype.itemsize:
         raise Malformed(f"an array of {count} elements of {dtype} comes with another number of bytes")
@@ -129,7 +129,7 @@ def _array(data: Any, dtype: Any, shape: Any, order: Any, budget: Budget) -> np.
 
 def _scalar(arguments: tuple[Any, ...], budget: Budget) -> Any:
     if len(arguments) != 2 or not isinstance(arguments[0], np.dtype) or arguments[0].hasobject:
-        raise Malformed("a scalar is to be made of other than its dtype and bytes")
+        raise Malformed("the pickle makes a scalar from other arguments than its dtype and bytes")
     dtype, data = arguments
     return _array(data, dtype, (), "C", budget)[()]
 
@@ -138,7 +138,7 @@ _RECONSTRUCT: Final[Any] = np.empty(0).__reduce__()[0]
 _SCALAR: Final[Any] = np.float64(0).__reduce__()[0]
 _FROM_BUFFER: Final[Any] = np.zeros(1).__reduce_ex__(5)[0]
 
-# Scalar types are named where a dtype is chosen by one: {"dtype": numpy.float32}.
+# A value may name a scalar type instead of a dtype: {"dtype": numpy.float32}.
 _SCALAR_TYPES: Final = (
     *("bool_", "float16", "float32", "float64", "longdouble", "complex64", "complex128", "clongdouble"),
     *("int8", "int16", "int32", "int64", "intc", "longlong"),

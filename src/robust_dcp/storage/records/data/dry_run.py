@@ -1,7 +1,7 @@
-"""A pickle run for its shape alone: names stand for nothing, and nothing is built but containers of what it holds.
+"""Runs a pickle on stand-ins, to check its structure. Names mean nothing here, and only containers are built.
 
-Owns the check that a pickle does not make Python's own unpickler hash, copy or nest without end. Called by
-``metadata_file``, for files that are short enough to be walked through twice.
+The check is that a pickle does not make Python's own unpickler hash, copy or nest without end. ``metadata_file`` calls
+it for files that are short enough to be run twice.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ def check_shape(pickled: bytes) -> None:
     """Run ``pickled`` on stand-ins.
 
     Raises:
-        Malformed, and nearly anything else: it asks for more than a pickle of its length can need, or is none.
+        Malformed, and nearly anything else: it asks for more than a pickle of its length can need, or is not a pickle.
     """
     check_depth(Machine(pickled, 0, _Shapes(), lambda _: Opaque()).run())
 
 
 class _Shapes:
-    """:class:`~robust_dcp.storage.records.data.names.Names` of which each name is an :class:`Opaque`."""
+    """:class:`~robust_dcp.storage.records.data.names.Names` in which each name is an :class:`Opaque`."""
 
     def find(self, module: str, name: str) -> Any:
         return Opaque

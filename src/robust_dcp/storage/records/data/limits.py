@@ -1,7 +1,7 @@
-"""What a pickle may ask for: no more than a small multiple of its own length, and nothing that takes long to hash.
+"""Limits for a pickle: it may ask for a small multiple of its own length, and for nothing that takes long to hash.
 
-Owns the errors of this package, the budget of one pickle, the cost of a key and the depth of what was built. Called by
-``machine`` and by the builders.
+This module owns the errors of this package, the budget of a pickle, the check of dict keys, and the check of depth.
+``machine`` and the builders call it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ import torch
 __all__ = ["MAX_DEPTH", "Budget", "Malformed", "NotData", "Opaque", "check_depth", "check_key", "text_of"]
 
 MAX_DEPTH: Final = 5_000
-"""How deep values may be nested. Python frees nested objects recursively, and the C stack ends at about 40,000."""
+"""How deep values may be nested. Python frees nested objects recursively, and the C stack ends at a depth of about
+40,000.
+"""
 
 _UNITS: Final = 1_000_000
 _UNITS_PER_BYTE: Final = 16
-"""A pickle of n bytes may make copies of, or hash, so many elements beyond those that stand in it."""
+"""For each of its bytes, a pickle may copy or hash this many elements, besides those that it holds itself."""
 
 _MAX_NESTED: Final = 1_000
 
 _MAX_KEY_NODES: Final = 10_000
 _MAX_KEY_DEPTH: Final = 100
-_LARGE_INT: Final = (1 << 61) - 1  # from here on integers share hashes with smaller ones
+_LARGE_INT: Final = (1 << 61) - 1  # integers from here on have the same hashes as smaller ones
 
-# Their hash is computed by C code or by the standard library, in a time that their own length limits.
+# C code or the standard library computes their hashes, in a time that is limited by their length.
 _HASHED_BY_PYTHON: Final = frozenset(
     {bool, bytes, complex, float, int, range, str, type(None), decimal.Decimal, fractions.Fraction, uuid.UUID}
     | {datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone}
@@ -44,7 +46,7 @@ _HASHED_BY_PYTHON: Final = frozenset(
 
 
 class Opaque:
-    """Stands for a value of which only the contents matter, as far as they are nested."""
+    """Stands for a value that does not matter. Its contents count for the depth of nesting."""
 
     __slots__ = ("held",)
 
@@ -59,7 +61,9 @@ class Opaque:
 
 
 class NotData(Exception):
-    """A pickle needs something that is not known to be data: ``what`` it is, and ``why`` not, for a message."""
+    """A pickle needs something that is not known to be data. ``what`` that is, and ``why`` it is refused, go into a
+    message.
+    """
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(f"{what}, {why}")
@@ -68,39 +72,41 @@ class NotData(Exception):
 
 
 class Malformed(ValueError):
-    """No writer makes such a pickle: it is damaged, or made to do harm."""
+    """No writer makes such a pickle. It is damaged, or was made to do harm."""
 
 
 class Budget:
-    """What is left of what one pickle of ``nbytes`` bytes may ask for beyond its own length."""
+    """What a pickle of ``nbytes`` bytes may still ask for beyond its own length."""
 
     def __init__(self, nbytes: int) -> None:
         self._left = _UNITS + _UNITS_PER_BYTE * nbytes
         self._nested_left = _MAX_NESTED
 
     def nest(self) -> None:
-        """Put a value into another of its kind, of a kind that is freed recursively without bound: an array of objects,
-        a ``defaultdict``. There may be so many levels of them as there are of these."""
+        """Count a value that is freed recursively without a bound: an array of objects, or a ``defaultdict``.
+
+        There can be as many levels of nesting as there are such values, so their number is limited.
+        """
         self._nested_left -= 1
         if self._nested_left < 0:
             raise Malformed("it nests too many arrays or defaultdicts into each other")
 
     def spend(self, units: int) -> None:
-        """Take ``units``, or raise :class:`Malformed`."""
+        """Take ``units`` from the budget, or raise :class:`Malformed`."""
         self._left -= units
         if self._left < 0:
             raise Malformed("it asks for far more memory or time than a pickle of its length can need")
 
 
 def check_key(key: Any, budget: Budget, n_held: int) -> None:
-    """Make sure that hashing ``key`` runs nobody's code and takes no longer than the key is long.
+    """Make sure that hashing ``key`` runs no code from outside, and takes a time that is limited by its length.
 
     Args:
-        key: of a dict or an element of a set.
-        n_held: keys that are there already, which one with the same hash is compared with.
+        key: a key of a dict, or an element of a set.
+        n_held: how many keys there are already. A new key is compared with those that have the same hash.
 
     Raises:
-        NotData: it is of a class that hashes by code of its own.
+        NotData: its class has its own code for hashing.
         Malformed: it is nested too deeply, or in too many ways.
     """
     kind = type(key)
@@ -121,7 +127,7 @@ def _hashed_nodes(key: Any, depth: int, nodes: int) -> int:
     kind = type(key)
     if kind in _HASHED_BY_PYTHON:
         return nodes
-    if kind is Opaque:  # which may hash all that it was given
+    if kind is Opaque:  # it may hash everything that it was given
         for element in _contents(key.held):
             nodes = _hashed_nodes(element, depth + 1, nodes)
         return nodes
@@ -129,7 +135,7 @@ def _hashed_nodes(key: Any, depth: int, nodes: int) -> int:
         for element in tuple.__iter__(key):
             nodes = _hashed_nodes(element, depth + 1, nodes)
         return nodes
-    if kind is frozenset:  # whose elements were checked when it was made, and which remembers its hash
+    if kind is frozenset:  # its elements were checked when it was made, and it remembers its hash
         return nodes + len(key)
     if issubclass(kind, enum.Enum) and kind.__hash__ in (enum.Enum.__hash__, int.__hash__, str.__hash__):
         return nodes
@@ -149,7 +155,7 @@ def _contents(held: Iterable[Any]) -> Iterator[Any]:
 
 
 def _hashable(value: Any) -> Any:
-    """What has no hash itself may still be walked through: as a tuple."""
+    """A tuple with the contents of ``value``, if that has no hash itself, so that the walk can go on."""
     kind = type(value)
     if kind is dict:
         return tuple(value.values())
@@ -167,7 +173,7 @@ def check_depth(root: Any) -> None:
                 continue
             known = depths.get(id(child))
             if known is None:
-                depths[id(child)] = 0  # also for a child that contains itself
+                depths[id(child)] = 0  # set now, in case the child contains itself
                 stack.append((value, children, depth))
                 stack.append((child, iter(_children(child)), 1))
                 break
@@ -206,7 +212,7 @@ def _children(value: Any) -> Any:
 
 
 def text_of(value: Any) -> str:
-    """``value`` for a message: in full if it is short, else its class. Never walks through what is nested."""
+    """``value`` in a message: in full if it is short, else only its class. It does not walk through nested values."""
     if type(value) in (bool, float, type(None)) or (type(value) is int and abs(value) < 1 << 64):
         return repr(value)
     if type(value) in (str, bytes):

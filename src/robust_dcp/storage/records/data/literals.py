@@ -1,6 +1,6 @@
-"""Numbers, text and bytes in a pickle: what stands behind an opcode, and the value that it is.
+"""Numbers, text and bytes in a pickle: reads the argument of an opcode and returns its value.
 
-Owns the bounds: every length is compared with what is left before anything is taken. Called by ``machine``.
+Before anything is taken, every length is compared with the bytes that are left. ``machine`` calls this module.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from robust_dcp.storage.records.data.limits import Malformed
 
 __all__ = ["LITERALS", "UINT32", "UINT64", "Cursor", "int_of"]
 
-_MAX_DIGITS: Final = 4300  # of a number in text, as Python limits them
+_MAX_DIGITS: Final = 4300  # in a number in text; Python has the same limit
 
 _UINT16: Final = struct.Struct("<H")
 _INT32: Final = struct.Struct("<i")
@@ -27,9 +27,9 @@ class Cursor:
     """A place in the bytes of a pickle.
 
     Args:
-        data: holds the pickle, and more behind it.
-        at: where the next byte is taken.
-        encoding: of strings that Python 2 pickled.
+        data: holds the pickle. More may follow it.
+        at: the place of the next byte.
+        encoding: the encoding of strings that Python 2 pickled.
     """
 
     __slots__ = ("at", "data", "encoding", "nbytes")
@@ -41,7 +41,7 @@ class Cursor:
         self.nbytes = len(data)
 
     def take(self, nbytes: int) -> bytes:
-        """The next bytes, or :class:`Malformed` if there are fewer."""
+        """The next bytes. Raises :class:`Malformed` if there are fewer."""
         end = self.at + nbytes
         if nbytes < 0 or end > self.nbytes:
             raise Malformed(f"an opcode asks for {nbytes} bytes where {self.nbytes - self.at} are left")
@@ -50,12 +50,12 @@ class Cursor:
         return taken
 
     def number(self, form: struct.Struct) -> Any:
-        """The next number of this form."""
+        """The next number, in this format."""
         (value,) = form.unpack(self.take(form.size))
         return value
 
     def line(self) -> bytes:
-        """The bytes up to the end of the line, which are skipped."""
+        """The bytes up to the end of the line. The cursor moves past it."""
         end = self.data.find(b"\n", self.at)
         if end < 0:
             raise Malformed("a line of text in the pickle has no end")
@@ -65,7 +65,7 @@ class Cursor:
 
 
 def int_of(text: bytes) -> int:
-    """The number that stands in ``text``, in decimal digits."""
+    """The number with the decimal digits ``text``."""
     if len(text) > _MAX_DIGITS or not text.removeprefix(b"-").isdigit():
         raise Malformed("a number in the pickle is not written in decimal digits")
     return int(text)
@@ -138,4 +138,4 @@ _LITERALS: Final[dict[bytes, Callable[[Cursor], Any]]] = {
 }
 
 LITERALS: Final = {code[0]: read for code, read in _LITERALS.items()}
-"""The opcodes that push a value of their own, by code: each reads it at the cursor."""
+"""The opcodes that push a value of their own. Each reads its value at the cursor."""

@@ -1,10 +1,10 @@
-"""The unpickler for objects in checkpoints: the opcodes of a pickle, run on values that are data and nothing else.
+"""The unpickler for objects in checkpoints. It runs the opcodes of a pickle on values that are data and nothing else.
 
-Owns the stack, the memo, and what may be put into what. Numbers and text are read by ``literals``; what a name in the
-pickle stands for, and how it is built, it asks ``names``. Called by ``archives``.
+This module owns the stack and the memo, and decides which value may be put into which. ``literals`` reads numbers and
+text. ``names`` knows what a name in the pickle stands for, and how it is built. ``archives`` calls this module.
 
-A pickle is read by Python's own unpickler as well, by stock readers and planners. So an opcode does here what it does
-there, or raises; no pickle means something else to the two.
+The readers and planners of DCP load the same pickle with Python's own unpickler. So an opcode does the same here as
+there, or raises. No pickle has one meaning here and another one there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PersistentLoad = Callable[[Any], Any]
 
 
 class Naming(Protocol):
-    """What names in a pickle stand for: :class:`~robust_dcp.storage.records.data.names.Names`."""
+    """What the names in a pickle stand for: :class:`~robust_dcp.storage.records.data.names.Names`."""
 
     def find(self, module: str, name: str) -> Any: ...
     def is_registered(self, kind: Any) -> bool: ...
@@ -41,11 +41,11 @@ class Machine:
     """Runs one pickle.
 
     Args:
-        data: holds the pickle, and more behind it.
+        data: holds the pickle. More may follow it.
         start: where the pickle begins.
         names: what names stand for.
-        persistent_load: gives the storage of a persistent id.
-        encoding: of strings that Python 2 pickled.
+        persistent_load: returns the storage for a persistent id.
+        encoding: the encoding of strings that Python 2 pickled.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Machine:
 
         Raises:
             NotData: it needs something that is not known to be data.
-            Malformed, and nearly anything else: this is not a pickle by any writer.
+            Malformed, and nearly anything else: no writer makes such a pickle.
         """
         cursor = self._cursor
         data, nbytes = cursor.data, cursor.nbytes
@@ -99,7 +99,7 @@ class Machine:
     def _run_opcode(self, code: int) -> None:
         run = _DISPATCH.get(code)
         if run is None:
-            raise Malformed(f"byte {self._cursor.at - 1} is no opcode of a pickle that holds data")
+            raise Malformed(f"byte {self._cursor.at - 1} is not an opcode of a pickle that holds data")
         run(self)
 
     def _push(self, value: Any) -> None:
@@ -235,7 +235,7 @@ class Machine:
         self._recall(int_of(self._cursor.line()))
 
     def _pop(self) -> None:
-        # Python's unpickler drops a mark if nothing stands on it.
+        # If there is nothing after the last mark, Python's unpickler drops the mark.
         if self._stack:
             self._drop(self._stack.pop())
         else:
@@ -249,7 +249,7 @@ class Machine:
         if type(value) is Pending:
             raise Malformed("a value is dropped before it is complete")
 
-    # Names, and what is built by them.
+    # Names, and the values that are built by them.
 
     def _proto(self) -> None:
         self._protocol = self._cursor.take(1)[0]
@@ -263,7 +263,7 @@ class Machine:
 
     def _global(self) -> None:
         module, name = self._cursor.line().decode(), self._cursor.line().decode()
-        if self._protocol < 3:  # Python 2's names, as Python itself translates them
+        if self._protocol < 3:  # translate Python 2's names, as Python itself does
             if (module, name) in _compat_pickle.NAME_MAPPING:
                 module, name = _compat_pickle.NAME_MAPPING[module, name]
             else:
@@ -273,19 +273,19 @@ class Machine:
     def _stack_global(self) -> None:
         name, module = self._stack.pop(), self._stack.pop()
         if type(name) is not str or type(module) is not str:
-            raise Malformed("a name in the pickle is no text")
+            raise Malformed("a name in the pickle is not a text")
         self._push(self._names.find(module, name))
 
     def _reduce(self) -> None:
         arguments, function = self._stack.pop(), self._stack.pop()
         if type(arguments) is not tuple:
-            raise Malformed("the arguments of a call are no tuple")
+            raise Malformed("the arguments of a call are not a tuple")
         self._push(self._begun(self._names.called(function, arguments, self._budget)))
 
     def _new_object(self) -> None:
         arguments, kind = self._stack.pop(), self._stack.pop()
         if type(arguments) is not tuple or not isinstance(kind, type):
-            raise Malformed("an object is made of no class, or its arguments are no tuple")
+            raise Malformed("the pickle makes an object without a class, or its arguments are not a tuple")
         self._push(self._begun(self._names.new(kind, arguments, self._budget)))
 
     def _begun(self, value: Any) -> Any:
@@ -306,7 +306,7 @@ class Machine:
 
     def _persistent(self) -> None:
         if self._persistent_load is None:
-            raise Malformed("it names a storage where there are none")
+            raise Malformed("it names a storage, but there are no storages")
         self._push(self._persistent_load(self._stack.pop()))
 
     def _refuse(self) -> None:
@@ -361,4 +361,4 @@ _DISPATCH: Final[dict[int, Callable[[Machine], None]]] = {
         (pickle.EXT4, Machine._refuse),
     )
 }
-"""The opcodes of pickles, but for those that no pickler of Python 3 writes. What is refused names code."""
+"""The opcodes of pickles, without those that no pickler of Python 3 writes. The opcodes that are refused name code."""

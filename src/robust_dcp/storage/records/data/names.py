@@ -1,7 +1,7 @@
 """What the names in a pickle stand for, and what may be done with them.
 
-Owns the order in which a name is looked up: our tables of data, what the user has registered with torch, the program's
-enums, named tuples and dataclasses; everything else is refused. Called by ``machine``.
+A name is looked up in this order: our tables of data; what the user has registered with torch; the program's enums,
+named tuples and dataclasses. Everything else is refused. ``machine`` calls this module.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NO_CODE: Final = "which is not known to be plain data"
 
 
 class Names:
-    """The names of one load. What the user registers later, with torch's ``add_safe_globals``, is not seen."""
+    """The names of one load. It does not see what the user registers later with torch's ``add_safe_globals``."""
 
     def __init__(self) -> None:
         self._registered = registered_by_user()
@@ -43,7 +43,7 @@ class Names:
         self._found: dict[tuple[str, str], Any] = {}
 
     def find(self, module: str, name: str) -> Any:
-        """What ``module.name`` is.
+        """Find what ``module.name`` stands for.
 
         Raises:
             NotData: it is not known to be data.
@@ -65,15 +65,15 @@ class Names:
         return user_classes.find_class(module, name) if found is None else found
 
     def is_registered(self, kind: Any) -> bool:
-        """Whether the user has registered it: it may then do what it likes."""
+        """Whether the user has registered ``kind``. If so, it may run any code."""
         return id(kind) in self._registered_ids
 
     def called(self, function: Any, arguments: tuple[Any, ...], budget: Budget) -> Any:
-        """The outcome of ``function(*arguments)``.
+        """The result of ``function(*arguments)``.
 
         Raises:
-            NotData: it is nothing that makes data.
-            Malformed: it is, of other arguments than these.
+            NotData: the function does not make data.
+            Malformed: the function makes data, but not from such arguments.
         """
         build = _BUILT_BY_CALL.get(id(function))
         if build is not None:
@@ -89,7 +89,7 @@ class Names:
 
     def _tensor_of_type(self, arguments: tuple[Any, ...], budget: Budget) -> Any:
         if len(arguments) != 4 or type(arguments[2]) is not tuple:
-            raise Malformed("a tensor with attributes is to be made of other than torch.save writes")
+            raise Malformed("the pickle makes a tensor with attributes from other arguments than torch.save writes")
         function, kind, of, state = arguments
         if self.is_registered(kind):
             tensor = self.called(function, of, budget)
@@ -97,7 +97,7 @@ class Names:
         return tensors.rebuilt_with_attributes(self.called(function, of, budget), kind, state)
 
     def new(self, kind: type, arguments: tuple[Any, ...], budget: Budget) -> Any:
-        """An object of ``kind`` that waits for its state. Raises as :meth:`called`."""
+        """An object of ``kind`` without its state. Raises the same as :meth:`called`."""
         build = python_kinds.BUILT_BY_NEW.get(kind)
         if build is not None:
             return build(arguments, budget)
@@ -108,7 +108,7 @@ class Names:
         raise NotData(_name(kind), _NO_CODE)
 
     def with_state(self, target: Any, state: Any, budget: Budget) -> Any:
-        """``target``, with the state that its pickle has. Raises as :meth:`called`."""
+        """``target`` with the state that its pickle gives. Raises the same as :meth:`called`."""
         kind = type(target)
         if self.is_registered(kind):
             _set_state(target, state)
@@ -124,12 +124,12 @@ class Names:
 
 
 def _are_nested(arguments: tuple[Any, ...]) -> bool:
-    """Whether an enum, which hashes and prints the value that it is asked for, might not come to an end."""
+    """Whether the arguments contain other values, so that an enum might hash and print them without end."""
     return any(type(argument) not in (bool, bytes, float, int, str, type(None)) for argument in arguments)
 
 
 def _first_attribute(state: Any) -> str:
-    """The name of an attribute that ``state`` sets, with a dot before it; for a message."""
+    """The name of an attribute that ``state`` sets, with a dot before it, for a message."""
     for part in state if type(state) is tuple else (state,):
         if type(part) is dict and part:
             name = next(iter(part))
@@ -138,7 +138,7 @@ def _first_attribute(state: Any) -> str:
 
 
 def _set_state(target: Any, state: Any) -> None:
-    """As Python's unpickler does, for an object of a class that the user has registered."""
+    """Set the state as Python's unpickler does, for an object of a class that the user has registered."""
     if hasattr(target, "__setstate__"):
         target.__setstate__(state)
         return
@@ -161,13 +161,14 @@ def _name(found: Any) -> str:
 
 
 _last_registered: list[tuple[list[Any], dict[str, Any]]] = []
-"""What torch last said was registered, and what was made of it. Kept, so that an id in it stays what it was."""
+"""What torch last reported as registered, and what we made of it. It is kept alive, so that ids in it stay valid."""
 
 
 def registered_by_user() -> dict[str, Any]:
-    """What ``torch.serialization.add_safe_globals`` was given, by full name. Nobody should modify it.
+    """What ``torch.serialization.add_safe_globals`` was given, by full name. Callers must not modify it.
 
-    But for what is data anyway: Megatron-Core registers NumPy's own functions, which believe what they are told.
+    Names that are data anyway are left out: Megatron-Core registers NumPy's own functions, and these believe what a
+    pickle says.
     """
     entries = get_safe_globals()
     if _last_registered and set(map(id, entries)) == set(map(id, _last_registered[0][0])):

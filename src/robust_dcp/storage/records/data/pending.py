@@ -1,7 +1,7 @@
-"""A value of which a pickle has told the class and not yet the contents.
+"""A value that has a class already, but no contents yet.
 
-Arrays, dtypes and UUIDs are pickled in two steps: made empty, then filled. Ours are made once, when all is known. Made
-by the builders; the machine completes them.
+Arrays, dtypes and UUIDs are pickled in two steps: they are made empty, then filled. We make them once, when everything
+is known. The builders make a ``Pending``, and the machine completes it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ __all__ = ["Pending"]
 
 @dataclass(eq=False)
 class Pending:
-    """Stands on the stack until its state comes.
+    """Takes the place of a value on the stack until its state comes.
 
     Attributes:
-        complete: makes the value out of the state.
-        places: where in the memo this stands, and the value is to stand.
+        complete: makes the value from the state.
+        places: where in the memo this object is, so that the value can replace it there.
     """
 
     complete: Callable[[Any, Budget], Any]

@@ -1,7 +1,7 @@
-"""Classes of Python's standard library that are data, and how each is built from what its pickle says.
+"""Classes of Python's standard library that are data, and how each is built from its pickle.
 
-Owns one builder for each: it takes the arguments that the class's own pickles have, of exact types and bounded sizes,
-and refuses all others. None calls anything with values that the pickle has not shown to be small.
+There is one builder for each class. It takes the arguments that pickles of the class have, with exact types and limited
+sizes, and refuses all others. No builder calls anything with values that may be large.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["BUILT_BY_CALL", "BUILT_BY_NEW", "FACTORIES", "NAMED", "Builder", "ar
 
 Builder = Callable[[tuple[Any, ...], Budget], Any]
 
-_MAX_EXPONENT: Final = 10_000  # of a decimal: nobody writes 10**3000000 into a checkpoint, and to convert it takes long
+_MAX_EXPONENT: Final = 10_000  # of a decimal; nobody saves 10**3000000, and converting it takes long
 _DECIMAL: Final = re.compile(
     r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[Ee]([+-]?\d{1,6}))?|[+-]?(?:Infinity|s?NaN\d*)", re.ASCII
 )
@@ -40,22 +40,22 @@ FACTORIES: Final = frozenset(
     {bool, bytearray, bytes, complex, dict, float, frozenset, int, list, set, str, tuple}
     | {collections.Counter, collections.OrderedDict, collections.deque}
 )
-"""What a ``defaultdict`` may make its values with: called without arguments, they make something empty."""
+"""The factories that a ``defaultdict`` may have. Called without arguments, each makes something empty."""
 
 
 def arguments_of(arguments: tuple[Any, ...], *forms: tuple[type, ...], of: str) -> tuple[Any, ...]:
-    """``arguments``, if their types are exactly those of one of ``forms``; ``of``: what they are for."""
+    """Return ``arguments`` if their types are exactly one of ``forms``. ``of`` says what they make, for the error."""
     found = tuple(map(type, arguments))
     if found not in forms:
         told = ", ".join(kind.__name__ for kind in found)
-        raise Malformed(f"{of} is to be made of ({told}), which its own pickles never do")
+        raise Malformed(f"the pickle makes {of} from ({told}), which no pickler writes")
     return arguments
 
 
 def string_keys(state: Any, of: str) -> dict[str, Any]:
-    """``state``, if it is what an object's attributes are pickled as."""
+    """Return ``state`` if it is a dict of attributes, as objects are pickled."""
     if type(state) is not dict or not all(type(key) is str for key in state):
-        raise Malformed(f"the state of {of} is no dict of attributes")
+        raise Malformed(f"the state of {of} is not a dict of attributes")
     return state
 
 
@@ -77,7 +77,7 @@ def _encoded(arguments: tuple[Any, ...], budget: Budget) -> bytes:
 
 
 def _empty(kind: type) -> Builder:
-    """For classes whose values have opcodes of their own: only an empty one is made by a call."""
+    """A builder for a class that has its own opcodes for its values. A call may only make an empty one."""
 
     def build(arguments: tuple[Any, ...], budget: Budget) -> Any:
         arguments_of(arguments, (), of=f"a {kind.__name__}")
@@ -107,7 +107,7 @@ def _range(arguments: tuple[Any, ...], budget: Budget) -> range:
 
 def _slice(arguments: tuple[Any, ...], budget: Budget) -> slice:
     if not 1 <= len(arguments) <= 3:
-        raise Malformed("a slice is to be made of other than start, stop and step")
+        raise Malformed("the pickle makes a slice from other arguments than start, stop and step")
     for limit in arguments:
         if type(limit) not in (int, float, str, type(None)):
             raise NotData("builtins.slice", "of something else than numbers")
@@ -117,9 +117,9 @@ def _slice(arguments: tuple[Any, ...], budget: Budget) -> slice:
 def _ordered_dict(arguments: tuple[Any, ...], budget: Budget) -> Any:
     found: collections.OrderedDict[Any, Any] = collections.OrderedDict()
     pairs = arguments_of(arguments, (), (list,), of="an OrderedDict")
-    for pair in pairs[0] if pairs else ():  # as Python 2 pickled it
+    for pair in pairs[0] if pairs else ():  # Python 2 pickled it like this
         if type(pair) not in (list, tuple) or len(pair) != 2:
-            raise Malformed("an OrderedDict is to be made of other than pairs")
+            raise Malformed("the pickle makes an OrderedDict from other arguments than pairs")
         budget.spend(1)
         check_key(pair[0], budget, len(found))
         found[pair[0]] = pair[1]
@@ -137,7 +137,7 @@ def _counter(arguments: tuple[Any, ...], budget: Budget) -> Any:
 
 def _defaultdict(arguments: tuple[Any, ...], budget: Budget) -> Any:
     if len(arguments) > 1:
-        raise Malformed("a defaultdict is to be made of more than its factory")
+        raise Malformed("the pickle makes a defaultdict from more arguments than its factory")
     factory = arguments[0] if arguments else None
     if factory is not None and not (isinstance(factory, type) and factory in FACTORIES):
         name = getattr(factory, "__qualname__", type(factory).__name__)
@@ -149,10 +149,10 @@ def _defaultdict(arguments: tuple[Any, ...], budget: Budget) -> Any:
 
 def _deque(arguments: tuple[Any, ...], budget: Budget) -> Any:
     if len(arguments) > 2 or (arguments and type(arguments[0]) not in (tuple, list)):
-        raise Malformed("a deque is to be made of other than its items and its length")
+        raise Malformed("the pickle makes a deque from other arguments than its items and its length")
     maxlen = arguments[1] if len(arguments) == 2 else None
     if maxlen is not None and type(maxlen) is not int:
-        raise Malformed("the length of a deque is no number")
+        raise Malformed("the length of a deque is not a number")
     items = arguments[0] if arguments else ()
     budget.spend(len(items))
     return collections.deque(items, maxlen)
@@ -229,7 +229,7 @@ def _path(kind: type[pathlib.PurePath]) -> Builder:
 
 
 def _reconstructed(arguments: tuple[Any, ...], budget: Budget) -> Any:
-    """``copyreg._reconstructor``: how protocols 0 and 1 make an object that has attributes only."""
+    """``copyreg._reconstructor``: protocols 0 and 1 make an object with it that has only attributes."""
     _expect(len(arguments) == 3 and arguments[1] is object and arguments[2] is None, "an object")
     build = BUILT_BY_NEW.get(arguments[0])
     if build is None:
@@ -238,13 +238,13 @@ def _reconstructed(arguments: tuple[Any, ...], budget: Budget) -> Any:
 
 
 def _attribute(arguments: tuple[Any, ...], budget: Budget) -> Any:
-    """``getattr``: how some enums are pickled."""
+    """``getattr``: some enums are pickled with it."""
     _expect(len(arguments) == 2, "a member of an enum")
     return member_named(*arguments)
 
 
 def _either(arguments: tuple[Any, ...], budget: Budget) -> Any:
-    """``operator.or_``: how combined flags are pickled by Python 3.11 and older."""
+    """``operator.or_``: Python 3.11 and older pickle combined flags with it."""
     _expect(len(arguments) == 2, "a combination of flags")
     return combined_flags(*arguments)
 
@@ -275,7 +275,7 @@ def _stream(arguments: tuple[Any, ...], budget: Budget) -> Pending:
 
 
 def _bare(kind: type) -> Builder:
-    """An object without attributes: they come as its state."""
+    """A builder for an object without attributes. These come as its state."""
 
     def build(arguments: tuple[Any, ...], budget: Budget) -> Any:
         _expect(not arguments, f"a {kind.__name__}")
@@ -286,7 +286,7 @@ def _bare(kind: type) -> Builder:
 
 def _expect(valid: bool, of: str) -> None:
     if not valid:
-        raise Malformed(f"{of} is to be made of what its own pickles never hold")
+        raise Malformed(f"the pickle makes {of} from arguments that no pickler writes")
 
 
 def _name(kind: Any) -> str:
@@ -294,7 +294,7 @@ def _name(kind: Any) -> str:
 
 
 _PATHS: Final = {"PurePosixPath": pathlib.PurePosixPath, "PureWindowsPath": pathlib.PureWindowsPath}
-# A path of another system is read as one that touches no file system.
+# A path of another operating system becomes a pure path, which touches no file system.
 _HERE: Final = {"PosixPath": pathlib.PurePosixPath, "WindowsPath": pathlib.PureWindowsPath}
 _ALL_PATHS: Final[dict[str, Any]] = {**_PATHS, **_HERE, type(pathlib.Path()).__name__: type(pathlib.Path())}
 
@@ -327,7 +327,7 @@ BUILT_BY_CALL: Final[dict[Any, Builder]] = {
     argparse.Namespace: _bare(argparse.Namespace),
     types.SimpleNamespace: _bare(types.SimpleNamespace),
 }
-"""What a pickle may call (REDUCE)."""
+"""The functions and classes that a pickle may call (REDUCE)."""
 
 BUILT_BY_NEW: Final[dict[Any, Builder]] = {
     argparse.Namespace: _bare(argparse.Namespace),
@@ -335,13 +335,13 @@ BUILT_BY_NEW: Final[dict[Any, Builder]] = {
     uuid.UUID: _uuid,
     io.BytesIO: _stream,
 }
-"""What a pickle may make bare, to be given its state (NEWOBJ)."""
+"""The classes from which a pickle may make an empty object, which gets its state later (NEWOBJ)."""
 
 
 NAMED: Final[dict[tuple[str, str], Any]] = {
     **{("builtins", kind.__name__): kind for kind in FACTORIES if kind.__module__ == "builtins"},
     **{("builtins", kind.__name__): kind for kind in (object, range, slice, getattr)},
-    ("builtins", "long"): int,  # what some tools map Python 2's `long` to
+    ("builtins", "long"): int,  # some tools map Python 2's `long` to this name
     ("_codecs", "encode"): _codecs.encode,
     ("_operator", "or_"): operator.or_,
     ("operator", "or_"): operator.or_,
@@ -363,4 +363,4 @@ NAMED: Final[dict[tuple[str, str], Any]] = {
     },
     **{(module, name): kind for module in ("pathlib", "pathlib._local") for name, kind in _ALL_PATHS.items()},
 }
-"""What a pickle may name, by module and name, and what it gets."""
+"""What a pickle may name, by module and name, and what the name stands for."""

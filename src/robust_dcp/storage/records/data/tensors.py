@@ -1,6 +1,7 @@
-"""Tensors, and torch's constants: rebuilt by torch's own functions, once their sizes fit the storages that they name.
+"""Rebuilds tensors and torch's constants, with torch's own functions, after a check that sizes fit the storages.
 
-Owns which of these functions a pickle may call, and what each is given. Storages come from ``archives``.
+This module decides which of these functions a pickle may call, and with which arguments. ``archives`` gives the
+storages.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ _MAX_NUMBER: Final = 1 << 62
 
 
 def constant(name: str) -> Any:
-    """``torch.<name>``, if that is a dtype, a layout or the like; ``None`` otherwise."""
+    """``torch.<name>`` if that is a constant such as a dtype or a layout; else ``None``."""
     found = vars(torch).get(name)
     return found if isinstance(found, _CONSTANT_TYPES) else None
 
 
 def storage_type(module: str, name: str) -> Any:
-    """What a pickled storage class stands for; ``None`` if this is none."""
+    """What a pickled storage class stands for; ``None`` if the name is not a storage class."""
     if module not in ("torch", "torch.storage", "torch.cuda") or not name.endswith("Storage"):
         return None
     if name == "UntypedStorage":
@@ -52,7 +53,7 @@ def _is_sizes(value: Any) -> bool:
 
 
 def _check_place(place: tuple[Any, ...], itemsize: int) -> None:
-    """Whether a tensor lies within its storage: ``set_`` would else make the storage larger.
+    """Make sure that a tensor lies within its storage. Otherwise ``set_`` would make the storage larger.
 
     Args:
         place: storage, offset, size, strides.
@@ -61,7 +62,7 @@ def _check_place(place: tuple[Any, ...], itemsize: int) -> None:
     if type(storage) is not TypedStorage:
         raise Malformed("a tensor has no storage")
     if not (type(offset) is int and 0 <= offset < _MAX_NUMBER and _is_sizes(size) and _is_sizes(stride)):
-        raise Malformed("size, strides and offset of a tensor are not whole numbers from 0 on")
+        raise Malformed("size, strides and offset of a tensor are not integers of 0 or more")
     if len(size) != len(stride):
         raise Malformed("a tensor has another number of strides than of dimensions")
     elements = 0
@@ -81,7 +82,7 @@ def _is_plain(requires_grad: Any, hooks: Any) -> bool:
 def _tensor(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
     """``_rebuild_tensor(storage, offset, size, stride)``"""
     if len(arguments) != 4:
-        raise Malformed("a tensor is to be made of other than its storage and its place there")
+        raise Malformed("the pickle makes a tensor from other arguments than its storage and its place there")
     _check_place(arguments, _itemsize(arguments[0]))
     found: torch.Tensor = torch_utils._rebuild_tensor(*arguments)
     return found
@@ -89,7 +90,7 @@ def _tensor(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
 
 def _tensor_v2(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
     if len(arguments) not in (6, 7) or not _is_plain(*arguments[4:6]):
-        raise Malformed("a tensor is to be made of other than torch.save writes")
+        raise Malformed("the pickle makes a tensor from other arguments than torch.save writes")
     _check_place(arguments[:4], _itemsize(arguments[0]))
     _check_flags(arguments[6:])
     found: torch.Tensor = torch_utils._rebuild_tensor_v2(*arguments)
@@ -98,7 +99,7 @@ def _tensor_v2(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
 
 def _tensor_v3(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
     if len(arguments) not in (7, 8) or not _is_plain(*arguments[4:6]) or not isinstance(arguments[6], torch.dtype):
-        raise Malformed("a tensor is to be made of other than torch.save writes")
+        raise Malformed("the pickle makes a tensor from other arguments than torch.save writes")
     _check_place(arguments[:4], arguments[6].itemsize)
     _check_flags(arguments[7:])
     found: torch.Tensor = torch_utils._rebuild_tensor_v3(*arguments)
@@ -119,10 +120,10 @@ def _itemsize(storage: Any) -> int:
 def _quantized(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
     """``_rebuild_qtensor(storage, offset, size, stride, quantizer, requires_grad, hooks)``"""
     if len(arguments) != 7 or not _is_plain(*arguments[5:]) or type(arguments[4]) is not tuple or not arguments[4]:
-        raise Malformed("a quantized tensor is to be made of other than torch.save writes")
+        raise Malformed("the pickle makes a quantized tensor from other arguments than torch.save writes")
     storage, size, quantizer = arguments[0], arguments[2], arguments[4]
     _check_place(arguments[:4], _itemsize(storage))
-    if math.prod(size) * _itemsize(storage) > storage._untyped_storage.nbytes():  # it is first made as a whole
+    if math.prod(size) * _itemsize(storage) > storage._untyped_storage.nbytes():  # the whole tensor is allocated first
         raise Malformed("a quantized tensor is larger than its storage")
     scheme, *numbers = quantizer
     if scheme is torch.per_tensor_affine:
@@ -139,9 +140,9 @@ def _quantized(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
 
 
 def _sparse(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
-    """``_rebuild_sparse_tensor(layout, (indices…, values, size[, is_coalesced]))``, checked, which torch does not."""
+    """``_rebuild_sparse_tensor(layout, (indices…, values, size[, is_coalesced]))``. We check it; torch does not."""
     if len(arguments) != 2 or type(arguments[1]) is not tuple or not 3 <= len(arguments[1]) <= 4:
-        raise Malformed("a sparse tensor is to be made of other than torch.save writes")
+        raise Malformed("the pickle makes a sparse tensor from other arguments than torch.save writes")
     layout, parts = arguments
     n_tensors = 2 if layout is torch.sparse_coo else 3
     tensors, size, rest = parts[:n_tensors], parts[n_tensors : n_tensors + 1], parts[n_tensors + 1 :]
@@ -158,19 +159,19 @@ def _sparse(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
 
 
 def _meta(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
-    """``_rebuild_meta_tensor_no_storage(dtype, size, stride, requires_grad)``: no memory is taken."""
+    """``_rebuild_meta_tensor_no_storage(dtype, size, stride, requires_grad)``. It takes no memory."""
     fits = len(arguments) == 4 and isinstance(arguments[0], torch.dtype) and type(arguments[3]) is bool
     if not fits or not _is_sizes(arguments[1]) or not _is_sizes(arguments[2]):
-        raise Malformed("a tensor without data is to be made of other than torch.save writes")
+        raise Malformed("the pickle makes a tensor without data from other arguments than torch.save writes")
     found: torch.Tensor = torch_utils._rebuild_meta_tensor_no_storage(*arguments)
     return found
 
 
 def _of_device(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
-    """``_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, requires_grad)``: here it stays on the CPU."""
+    """``_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, requires_grad)``. The tensor stays on the CPU."""
     fits = len(arguments) == 4 and isinstance(arguments[0], torch.Tensor) and isinstance(arguments[1], torch.dtype)
     if not fits or type(arguments[3]) is not bool:
-        raise Malformed("a tensor of a device is to be made of other than torch.save writes")
+        raise Malformed("the pickle makes a tensor on a device from other arguments than torch.save writes")
     budget.spend(arguments[0].numel())
     tensor: torch.Tensor = arguments[0].to(dtype=arguments[1])
     tensor.requires_grad = arguments[3]
@@ -179,25 +180,25 @@ def _of_device(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
 
 def _parameter(arguments: tuple[Any, ...], budget: Budget) -> torch.nn.Parameter:
     if len(arguments) != 3 or not isinstance(arguments[0], torch.Tensor) or not _is_plain(*arguments[1:]):
-        raise Malformed("a parameter is to be made of other than torch.save writes")
+        raise Malformed("the pickle makes a parameter from other arguments than torch.save writes")
     found: torch.nn.Parameter = torch_utils._rebuild_parameter(*arguments)
     return found
 
 
 def _parameter_with_state(arguments: tuple[Any, ...], budget: Budget) -> torch.nn.Parameter:
     if len(arguments) != 4:
-        raise Malformed("a parameter is to be made of other than torch.save writes")
+        raise Malformed("the pickle makes a parameter from other arguments than torch.save writes")
     parameter = _parameter(arguments[:3], budget)
     _set_attributes(parameter, arguments[3])
     return parameter
 
 
 def rebuilt_with_attributes(tensor: Any, kind: Any, state: Any) -> Any:
-    """The end of ``_rebuild_from_type_v2``, for the classes of torch itself: a tensor gets its attributes back."""
+    """The last step of ``_rebuild_from_type_v2``, for torch's own classes: give a tensor its attributes back."""
     if not isinstance(tensor, torch.Tensor) or kind not in (torch.Tensor, torch.nn.Parameter):
         raise NotData(f"{kind.__module__}.{kind.__qualname__}", "a subclass of torch.Tensor")
     if type(tensor) is not kind:
-        raise Malformed("a tensor is said to be of another class than it is")
+        raise Malformed("the pickle gives a tensor another class than it has")
     _set_attributes(tensor, state)
     return tensor
 
@@ -207,17 +208,17 @@ def _set_attributes(tensor: torch.Tensor, state: Any) -> None:
     if attributes is None:
         return
     if type(attributes) is not dict or not all(type(name) is str for name in attributes):
-        raise Malformed("the attributes of a tensor are no dict of them")
+        raise Malformed("the attributes of a tensor are not a dict")
     for name in attributes:
         if hasattr(torch.Tensor, name):
-            raise Malformed(f"{name[:60]!r} of a tensor is not the checkpoint's to set")
+            raise Malformed(f"{name[:60]!r} is an attribute of a tensor that a checkpoint must not set")
         if not _is_plain_value(attributes[name]):
-            raise NotData("torch.Tensor", f"with an attribute {name[:60]!r} that is no plain value")
+            raise NotData("torch.Tensor", f"with an attribute {name[:60]!r} that is not a plain value")
     tensor.__dict__.update(attributes)
 
 
 def _is_plain_value(value: Any) -> bool:
-    """Whether an attribute of a tensor is a number, a text or the like, or a few of these."""
+    """Whether an attribute of a tensor is a plain value, such as a number or a text, or a short collection of these."""
     kinds = (bool, bytes, float, int, str, type(None), torch.Size, torch.device, *_CONSTANT_TYPES)
     if type(value) in (list, tuple):
         return all(type(each) in kinds for each in value)
@@ -232,15 +233,15 @@ def _layout(arguments: tuple[Any, ...], budget: Budget) -> torch.layout:
     (name,) = arguments_of(arguments, (str,), of="a layout")
     found = vars(torch).get(name.removeprefix("torch."))
     if not isinstance(found, torch.layout):
-        raise Malformed(f"{name[:60]!r} is no layout")
+        raise Malformed(f"{name[:60]!r} is not a layout")
     return found
 
 
 def _size(arguments: tuple[Any, ...], budget: Budget) -> torch.Size:
     if len(arguments) != 1 or type(arguments[0]) not in (tuple, list):
-        raise Malformed("a torch.Size is to be made of other than numbers")
+        raise Malformed("the pickle makes a torch.Size from other arguments than numbers")
     if not all(type(size) is int and abs(size) < 1 << 63 for size in arguments[0]):
-        raise Malformed("a torch.Size is to be made of other than numbers")
+        raise Malformed("the pickle makes a torch.Size from other arguments than numbers")
     budget.spend(len(arguments[0]))
     return torch.Size(arguments[0])
 

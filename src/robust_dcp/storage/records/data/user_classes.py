@@ -1,7 +1,7 @@
-"""Enums, named tuples and dataclasses of the program: rebuilt as data, without running any of their code.
+"""Rebuilds the program's enums, named tuples and dataclasses as data, without running any of their code.
 
-Owns which of these classes can be rebuilt so, and how. A class is only looked up among the modules that the program has
-imported already; nothing is imported for a checkpoint.
+This module decides which of these classes can be rebuilt like that, and how. It looks for a class only in modules that
+the program has imported already. It imports nothing for a checkpoint.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ def find_class(module: str, name: str) -> type:
     """The class of that name, if the program has it and it can be rebuilt as data.
 
     Raises:
-        NotData: there is none, or it is of another kind; says which.
+        NotData: there is no such class, or it is of another kind. The message says which.
     """
     what = f"{module}.{name}"
     found: Any = sys.modules.get(module)
     if found is None:
         raise NotData(what, f"{_NOT_DATA} (its module is not imported here)")
     for part in name.split("."):
-        # The namespaces themselves: getattr could run a module's __getattr__, or a descriptor.
+        # Look into the namespaces directly: getattr could run a module's __getattr__, or a descriptor.
         found = getattr(found, "__dict__", {}).get(part) if isinstance(found, (types.ModuleType, type)) else None
     if not isinstance(found, type):
-        raise NotData(what, f"{_NOT_DATA} ({'it is a function' if callable(found) else 'it is no class here'})")
+        raise NotData(what, f"{_NOT_DATA} ({'it is a function' if callable(found) else 'it is not a class here'})")
     why = why_not(found)
     if why is not None:
         raise NotData(what, why)
@@ -56,7 +56,9 @@ def why_not(kind: type) -> str | None:
 
 
 def _is_named_tuple(kind: type) -> bool:
-    """Whether it is by ``collections.namedtuple`` or ``typing.NamedTuple``, and makes its objects as these do."""
+    """Whether ``collections.namedtuple`` or ``typing.NamedTuple`` made the class, and it makes its objects as these
+    do.
+    """
     home = next(each for each in kind.__mro__ if "__new__" in vars(each))
     new = getattr(vars(home)["__new__"], "__func__", None)
     is_generated = getattr(new, "__globals__", {}).get("__name__", "").startswith("namedtuple_")
@@ -78,7 +80,7 @@ _HOOKS: Final = (
 
 
 def _own_code(kind: type) -> str | None:
-    """What of a dataclass would run, or would have to, when it is rebuilt."""
+    """Code of a dataclass that would run, or would have to run, when an object is rebuilt."""
     if type(kind) not in (type, abc.ABCMeta):
         return "a metaclass"
     for each in kind.__mro__:
@@ -98,12 +100,12 @@ def _own_code(kind: type) -> str | None:
 
 
 def _is_generated(function: Any) -> bool:
-    """Whether ``dataclasses`` made a function: it compiles them from strings."""
+    """Whether ``dataclasses`` made a function. It compiles its functions from strings."""
     return getattr(getattr(function, "__code__", None), "co_filename", "") == "<string>"
 
 
 def member_of(kind: type[enum.Enum], arguments: tuple[Any, ...]) -> enum.Enum:
-    """The member that ``kind(value)`` gives, found by comparing values; nothing of the enum is called."""
+    """The member that ``kind(value)`` returns. It is found by comparing values, and nothing of the enum is called."""
     if len(arguments) != 1 or type(arguments[0]) not in _VALUE_TYPES:
         raise NotData(_name(kind), "an enum whose value is not a plain one")
     value = arguments[0]
@@ -116,7 +118,7 @@ def member_of(kind: type[enum.Enum], arguments: tuple[Any, ...]) -> enum.Enum:
 
 
 def _is_same(held: Any, value: Any) -> bool:
-    """Whether two plain values are equal; a comparison of others could run code of theirs."""
+    """Whether two plain values are equal. Other values are not compared, because that could run their code."""
     if type(held) is not type(value) or type(held) not in _VALUE_TYPES:
         return False
     if type(held) is tuple:
@@ -125,7 +127,7 @@ def _is_same(held: Any, value: Any) -> bool:
 
 
 def _combined(kind: type[enum.Flag], value: Any) -> enum.Enum:
-    """A combination of flags, which ``enum`` makes a pseudo-member of; with its own code only."""
+    """A combination of flags, which is a pseudo-member that ``enum`` makes. Only ``enum``'s own code may run."""
     known = 0
     for member in kind.__members__.values():
         bits = vars(member).get("_value_")
@@ -136,7 +138,7 @@ def _combined(kind: type[enum.Flag], value: Any) -> enum.Enum:
     for each in kind.__mro__:
         if each.__module__ == "enum" or each in (object, int):
             continue
-        # `enum` puts a __new__ into each class itself, and keeps one of the class's own as __new_member__.
+        # `enum` itself puts a __new__ into each class, and keeps the class's own __new__ as __new_member__.
         found = [name for name in owned if name in vars(each) and name != "__new__"]
         made = vars(each).get("__new_member__")
         if found or made not in (None, int.__new__, object.__new__):
@@ -162,10 +164,10 @@ def combined_flags(one: Any, other: Any) -> enum.Enum:
 
 
 def new_object(kind: type, arguments: tuple[Any, ...]) -> Any:
-    """A named tuple of its fields, or a dataclass without any yet."""
+    """A named tuple with its fields, or a dataclass that has no fields yet."""
     if issubclass(kind, tuple):
         if len(arguments) != len(kind._fields):  # type: ignore[attr-defined]
-            raise Malformed(f"{_name(kind)} is to be made of {len(arguments)} fields")
+            raise Malformed(f"{_name(kind)} is made from {len(arguments)} fields, which is not the number that it has")
         return tuple.__new__(kind, arguments)
     if arguments or not dataclasses.is_dataclass(kind):
         raise NotData(_name(kind), "made by code of its own")
@@ -173,13 +175,15 @@ def new_object(kind: type, arguments: tuple[Any, ...]) -> Any:
 
 
 def filled(target: Any, state: Any) -> Any:
-    """A dataclass with its fields, as pickle has them: a dict, with the slots beside it, or a list of all fields."""
+    """A dataclass with its fields. A pickle holds them as a dict, as a dict with the slots beside it, or as a list of
+    all fields.
+    """
     kind = type(target)
     if not dataclasses.is_dataclass(kind) or why_not(kind) is not None:
         raise NotData(_name(kind), "whose state is set by code of its own")
     names = tuple(field.name for field in dataclasses.fields(kind))
     attributes, slots = state, None
-    if type(state) is list and _has_generated_state(kind):  # frozen, with slots
+    if type(state) is list and _has_generated_state(kind):  # a frozen dataclass with slots
         if len(state) != len(names):
             raise Malformed(f"{_name(kind)} gets {len(state)} fields")
         attributes, slots = None, dict(zip(names, state, strict=True))
@@ -187,7 +191,7 @@ def filled(target: Any, state: Any) -> Any:
         attributes, slots = state
     for found in (attributes, slots):
         if found is not None and not (type(found) is dict and all(type(key) is str for key in found)):
-            raise Malformed(f"the state of {_name(kind)} is no dict of fields")
+            raise Malformed(f"the state of {_name(kind)} is not a dict of fields")
     if attributes:
         if not isinstance(getattr(target, "__dict__", None), dict):
             raise Malformed(f"{_name(kind)} has slots and gets attributes")
