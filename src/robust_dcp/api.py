@@ -269,7 +269,7 @@ def load(
 
 
 def _held(channel: Channel, reader: StorageReader) -> AbstractContextManager[None]:
-    """Whoever removes checkpoints leaves this one as long as it is loaded. One rank says so for all."""
+    """Keep the checkpoint from being removed while it is loaded. The coordinator does this for all ranks."""
     return reader.held() if channel.is_coordinator and isinstance(reader, RobustReader) else nullcontext()
 
 

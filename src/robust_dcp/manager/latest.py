@@ -1,7 +1,7 @@
-"""Which checkpoint a job goes on from: a small file that names it, replaced in one step once a save is committed.
+"""The file ``latest``, which names the checkpoint that a job goes on from.
 
-Owns ``latest`` in the root, which holds the name of a directory, and Megatron's ``latest_checkpointed_iteration.txt``,
-which is read where there is no ``latest``, and kept up where it is there.
+It is replaced in one step after each commit. Where there is no ``latest``, Megatron's tracker file
+``latest_checkpointed_iteration.txt`` is read instead. Where that file exists, it is updated too.
 """
 
 from __future__ import annotations

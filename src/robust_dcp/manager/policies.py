@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: small objects that one can write oneself.
+"""Policies say which checkpoints are kept. You can write your own.
 
 .. code-block:: python
 
@@ -8,7 +8,7 @@
 
     CheckpointManager(root, keep=[KeepLast(3), KeepFirst()])
 
-What any policy keeps stays. The newest checkpoint stays whatever they say.
+A checkpoint stays if at least one policy keeps it. The newest checkpoint always stays.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What is known of a checkpoint besides its data: step, metrics, and with what it was made.
+"""The step, the metrics and the provenance of a checkpoint.
 
-Owns ``.robust_dcp.step.json``, which lies beside ``.metadata``. A checkpoint without one is as good as any: it has no
-metrics. Nothing of it is believed that has another form than was written.
+They are in the file ``.robust_dcp.step.json`` beside ``.metadata``. A checkpoint without this file can be loaded like
+any other; it only has no metrics. A file with another form is treated as if it were not there.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def write_record(disk: Disk, path: str, record: StepRecord) -> None:
 
 
 def provenance_of(*, config: Any = None, world_size: int) -> dict[str, Any]:
-    """With what a checkpoint is made.
+    """The versions, the commit and the configuration that a checkpoint is made with.
 
     Args:
         config: the configuration of the run, as JSON can hold it. Only its digest is kept.

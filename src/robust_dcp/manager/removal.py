@@ -1,9 +1,9 @@
-"""How checkpoints that nobody keeps, and what crashed saves have left, are removed.
+"""Removes checkpoints that no policy keeps, and what crashed saves have left.
 
-A checkpoint is renamed first, to a name that no checkpoint has, and then its files are removed. Killed in between,
-what is left is found by its name and removed later; there is no moment at which half a checkpoint has its old name.
-A checkpoint that is being loaded stays: a load holds a shared lock on ``.metadata``. Of what crashed saves have left,
-only files go that a journal of ours answers for.
+A checkpoint is first renamed to a name that no checkpoint has. Then its files are removed. If the process is killed in
+between, the next removal finds the directory by its name and finishes the work. So at no moment does half a checkpoint
+have its old name. A checkpoint that is being loaded stays. Of a crashed save only those files are removed that its
+journal names.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ class RobustReader(StorageReader):
         return data
 
     def held(self) -> AbstractContextManager[None]:
-        """Around a load: whoever removes checkpoints leaves this one as it is."""
+        """Keep the checkpoint from being removed by a manager while the block runs."""
         return needed_for_a_load(self._disk, self.path)
 
     def is_overwritten(self) -> bool:

@@ -1,7 +1,9 @@
-"""The lock by which a load says that it needs a checkpoint, and by which whoever removes checkpoints asks for that.
+"""The lock that keeps a checkpoint from being removed while it is loaded.
 
-A load holds a shared lock on ``.metadata``, which is there anyway: nothing is written into a checkpoint that may be
-read-only. The lock ends with the process that holds it. Where a file system has no locks, nobody is held up.
+A load takes a shared lock on ``.metadata``. Before :mod:`robust_dcp.manager` removes a checkpoint, it asks for that
+lock for itself. If a load holds it, the checkpoint stays. The lock is on a file that exists anyway, so nothing is
+written into a checkpoint, which may be read-only. It ends with the process that holds it. On a file system without
+locks a checkpoint can be removed while it is loaded.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ __all__ = ["needed_for_a_load", "not_being_loaded"]
 
 @contextmanager
 def needed_for_a_load(disk: Disk, directory: str) -> Iterator[None]:
-    """Keep a checkpoint from being removed by :mod:`robust_dcp.manager`. If that cannot be done, nothing happens."""
+    """Keep a checkpoint from being removed while the block runs. Without locks the block runs anyway."""
     file = None
     with suppress(StorageError):
         file = disk.open_read(os.path.join(directory, METADATA_NAME))
@@ -33,7 +35,7 @@ def needed_for_a_load(disk: Disk, directory: str) -> Iterator[None]:
 
 @contextmanager
 def not_being_loaded(disk: Disk, directory: str) -> Iterator[bool]:
-    """Whether no load needs the checkpoint, nor begins to as long as the block lasts.
+    """Give ``True`` if no load uses the checkpoint. Then none can take the lock while the block runs.
 
     Raises:
         StorageError: ``.metadata`` cannot be opened.
