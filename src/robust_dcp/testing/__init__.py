@@ -7,12 +7,14 @@ needs only robust_dcp.
 from robust_dcp.testing.damage import cut_short, data_files, flip_bit
 from robust_dcp.testing.disks import FullDisk, GatedDisk, SlowDisk
 from robust_dcp.testing.faults import delay_in, fail_in, kill_in
+from robust_dcp.testing.file_calls import FileCalls
 from robust_dcp.testing.fingerprints import differences
 from robust_dcp.testing.ranks import Outcome, RankError, RanksOverran, errors, preload, run_ranks, values
 from robust_dcp.testing.state_dicts import KINDS
 
 __all__ = [
     "KINDS",
+    "FileCalls",
     "FullDisk",
     "GatedDisk",
     "Outcome",

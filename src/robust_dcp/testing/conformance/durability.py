@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
-from typing import Any
 
 from robust_dcp.testing.conformance.round_trips import Plugins, load, rows, save
 from robust_dcp.testing.damage import data_files, flip_bit
+from robust_dcp.testing.file_calls import FileCalls
 from robust_dcp.testing.fingerprints import differences
 from robust_dcp.testing.ranks import errors, run_ranks, values
 
 __all__ = ["DurabilityConformance"]
-
-_FILE_EVENTS = frozenset({"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate"})
 
 
 class DurabilityConformance(Plugins):
@@ -64,37 +61,15 @@ def _save_step(plugins: DurabilityConformance, path: Path, step: int) -> None:
 
 def _count_file_calls(plugins: DurabilityConformance, path: Path) -> int:
     save(plugins, rows(1), path)
-    seen = _FileCalls(path)
+    seen = FileCalls(path)
     save(plugins, rows(2), path)
     return seen.count
 
 
 def _save_until_killed(plugins: DurabilityConformance, path: Path, number: int) -> None:
     save(plugins, rows(1), path)
-    _FileCalls(path, killed_before=number)
+    FileCalls(path, killed_before=number)
     save(plugins, rows(2), path)
-
-
-class _FileCalls:
-    """Counts calls to files below a directory, and has the process killed before one. Cannot be taken back."""
-
-    def __init__(self, path: Path, killed_before: int | None = None) -> None:
-        self.count = 0
-        self._path = os.fspath(path)
-        self._killed_before = killed_before
-        sys.addaudithook(self._see)
-
-    def _see(self, event: str, args: tuple[Any, ...]) -> None:
-        if event not in _FILE_EVENTS or not self._is_below(args):
-            return
-        if self.count == self._killed_before:
-            os.kill(os.getpid(), signal.SIGKILL)
-        self.count += 1
-
-    def _is_below(self, args: tuple[Any, ...]) -> bool:
-        return any(
-            isinstance(each, str | bytes | os.PathLike) and os.fsdecode(each).startswith(self._path) for each in args
-        )
 
 
 def _fail_over_a_checkpoint(plugins: DurabilityConformance, path: Path) -> None:

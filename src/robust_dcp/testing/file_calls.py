@@ -1,0 +1,47 @@
+"""Kills a process before a chosen call to the file system, so that a test can try every one of them.
+
+Python raises an auditing event (PEP 578) for each call that opens, renames or removes a file. :class:`FileCalls` counts
+these events, whatever code makes the calls.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+__all__ = ["FileCalls"]
+
+_EVENTS = frozenset(
+    {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.listdir"}
+)
+
+
+class FileCalls:
+    """Counts the calls of this process to files below a directory. It cannot be switched off.
+
+    Args:
+        directory: below which calls count.
+        killed_before: before the call with this number, from 0 on, the process is killed by ``SIGKILL``. ``None`` only
+            counts.
+
+    Attributes:
+        count: how many calls were made.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], killed_before: int | None = None) -> None:
+        self.count = 0
+        self._directory = os.fspath(directory)
+        self._killed_before = killed_before
+        sys.addaudithook(self._see)
+
+    def _see(self, event: str, args: tuple[Any, ...]) -> None:
+        if event not in _EVENTS or not any(self._is_below(each) for each in args):
+            return
+        if self.count == self._killed_before:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.count += 1
+
+    def _is_below(self, path: Any) -> bool:
+        return isinstance(path, str | bytes | os.PathLike) and os.fsdecode(path).startswith(self._directory)

@@ -1,0 +1,107 @@
+"""Kills a job while its manager saves, removes and loads: ``python -m torture.managers --trials 200 --seed 1``.
+
+In each trial a job has saved three steps. It then saves a fourth, removes an old one and loads the latest. Before a
+random call that opens, renames or removes a file, the job is killed. A second job must then find a whole checkpoint:
+the third step or the fourth. It saves once more. Afterwards nothing may be there that the killed job has left.
+
+In every fourth trial two jobs do this at the same time below one directory, and only one of them is killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+from typing import Any
+
+import torch
+
+from robust_dcp import CheckpointManager
+from robust_dcp.testing import FileCalls, run_ranks, values
+
+__all__ = ["run_trial"]
+
+_KEPT = 2
+
+
+def _state(step: int) -> dict[str, Any]:
+    return {"weight": torch.full((5000,), float(step)), "step": step}
+
+
+def _run_job(root: str, first_step: int, stride: int, killed_before: dict[int, int | None]) -> int:
+    """One job of one rank. Return how many calls to files it made after its third save."""
+    rank = int(os.environ["RANK"])
+    manager = CheckpointManager(root, keep_last=_KEPT)
+    steps = [first_step + number * stride + rank for number in range(4)]
+    for step in steps[:3]:
+        manager.save(step, _state(step), no_dist=True)
+    calls = FileCalls(root, killed_before.get(rank))
+    manager.save(steps[3], _state(steps[3]), no_dist=True)
+    found = _state(-1)
+    manager.load_latest(found, no_dist=True)
+    return calls.count
+
+
+def _find_and_go_on(root: str) -> tuple[int, list[str], list[str]]:
+    """Return the step that loads, what is wrong with it, and what lies in the root after one more save."""
+    manager = CheckpointManager(root, keep_last=_KEPT)
+    found = _state(-1)
+    loaded = manager.load_latest(found)
+    if loaded is None:
+        return -1, ["nothing was found"], []
+    step = loaded.checkpoint.step
+    wrong = [f"{each.path}: {each.reason}" for each in loaded.skipped]
+    if found["step"] != step or not bool((found["weight"] == step).all()):
+        wrong.append(f"step {step} holds {found['step']} and {found['weight'].unique().tolist()}")
+    manager.save(1000, _state(1000))
+    return step, wrong, sorted(os.listdir(root))
+
+
+def run_trial(seed: int) -> list[str]:
+    """Run one trial.
+
+    Returns:
+        What was wrong, in words; nothing if all was right.
+    """
+    draw = random.Random(seed)
+    n_jobs = 2 if seed % 4 == 3 else 1
+    with tempfile.TemporaryDirectory() as directory:
+        counted = values(run_ranks(1, _run_job, f"{directory}/counted", 1, 1, {}, init=False))[0]
+        number = draw.randrange(counted)
+        root = f"{directory}/root"
+        first, *others = run_ranks(n_jobs, _run_job, root, 1, n_jobs, {0: number}, init=False)
+        if first.exitcode != -signal.SIGKILL:
+            return [f"it was not killed before call {number} of {counted}: {first}"]
+        wrong = [f"the other job failed: {each}" for each in others if each.exitcode != 0]
+        ((step, damage, names),) = values(run_ranks(1, _find_and_go_on, root, init=False))
+        wrong += damage
+        allowed = (3, 4) if n_jobs == 1 else range(1, 9)
+        if step not in allowed:
+            wrong.append(f"step {step} was found, and not one of {list(allowed)}")
+        kept = [name for name in names if name.startswith("step_")]
+        if len(kept) != _KEPT or set(names) != {*kept, "latest"}:
+            wrong.append(f"left after one more save: {names}")
+        return [f"killed before call {number} of {counted}: {each}" for each in wrong]
+
+
+def main() -> int:
+    """Run the campaign. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    n_broken = 0
+    for seed in range(arguments.seed, arguments.seed + arguments.trials):
+        wrong = run_trial(seed)
+        n_broken += bool(wrong)
+        for each in wrong:
+            print(f"seed {seed}: {each}", flush=True)
+    print(f"{arguments.trials} trials, {n_broken} broke a promise")
+    return 1 if n_broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
