@@ -23,7 +23,7 @@ from robust_dcp.testing.ranks import run_ranks, values
 
 
 class NotingDisk(PosixDisk):
-    """Notes which of the two files it opens.
+    """Notes which of the two files it opens to read them.
 
     Args:
         path, here: what lies in ``path`` for others lies in ``here`` for this rank, as on disks of nodes.
@@ -40,6 +40,10 @@ class NotingDisk(PosixDisk):
         if os.path.basename(path) in (INDEX_NAME, METADATA_NAME):
             self.opened.append(os.path.basename(path))
         return super().open_read(self._of(path), direct=direct)
+
+    def lock(self, file: OpenFile, *, shared: bool = False) -> bool | None:
+        self.opened.remove(os.path.basename(file.path))  # it was opened for the lock alone
+        return super().lock(file, shared=shared)
 
     def exists(self, path: str) -> bool:
         return super().exists(self._of(path))
