@@ -73,7 +73,8 @@ def run_trial(seed: int) -> list[str]:
         number = draw.randrange(counted)
         root = f"{directory}/root"
         first, *others = run_ranks(n_jobs, _run_job, root, 1, n_jobs, {0: number}, init=False)
-        if first.exitcode != -signal.SIGKILL:
+        # Of two jobs each may find less to remove than one alone, so that the call never comes.
+        if first.exitcode != -signal.SIGKILL and (n_jobs == 1 or first.exitcode != 0):
             return [f"it was not killed before call {number} of {counted}: {first}"]
         wrong = [f"the other job failed: {each}" for each in others if each.exitcode != 0]
         ((step, damage, names),) = values(run_ranks(1, _find_and_go_on, root, init=False))
