@@ -266,6 +266,16 @@ def test_what_a_crashed_save_has_left_is_removed_but_for_files_that_are_not_ours
     assert os.listdir(tmp_path / "other" / "step_5") == ["notes.txt"]
 
 
+def test_an_empty_directory_is_removed_once_no_save_can_have_made_it_just_now(tmp_path: Path) -> None:
+    for name in ("step_1", "step_2"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "latest.0123456789abcdef.tmp").touch()
+    for old in ("step_1", "latest.0123456789abcdef.tmp"):
+        os.utime(tmp_path / old, (0, 0))
+    CheckpointManager(tmp_path, keep_last=1).save(3, state(3))
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_2", "step_3"]
+
+
 def test_a_directory_that_somebody_else_has_made_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "step_1").mkdir()
     (tmp_path / "step_1" / "__0_0.distcp").write_bytes(b"of another library")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,9 +18,11 @@ from typing import Final
 
 from robust_dcp.errors import StorageError
 from robust_dcp.manager.checkpoints import uncommitted_directories
+from robust_dcp.manager.latest import LATEST_NAME
 from robust_dcp.storage.files.being_loaded import not_being_loaded
 from robust_dcp.storage.files.disk import Disk, storage_error
-from robust_dcp.storage.files.paths import LOCK_NAME, is_data_file
+from robust_dcp.storage.files.paths import INDEX_NAME, LOCK_NAME, is_data_file
+from robust_dcp.storage.files.what_is_there import TRACKER_NAME
 from robust_dcp.storage.writing.directory_lock import DirectoryLock
 from robust_dcp.storage.writing.journal import journals_in
 from robust_dcp.storage.writing.leftovers import find_left_overs
@@ -30,6 +33,8 @@ __all__ = ["finish_removals", "remove_checkpoint", "sweep_crashed_saves"]
 logger = logging.getLogger(__name__)
 
 _PREFIX: Final = ".robust_dcp.removing."
+_UNFINISHED: Final = re.compile(rf"(?:{re.escape(LATEST_NAME)}|{re.escape(TRACKER_NAME)})\.[0-9a-f]{{16}}\.tmp")
+_OLD_SECONDS: Final = 60.0
 
 
 def remove_checkpoint(disk: Disk, path: str) -> bool:
@@ -74,24 +79,40 @@ def sweep_crashed_saves(disk: Disk, root: str) -> list[str]:
     Raises:
         StorageError: a call failed.
     """
-    return [path for path in uncommitted_directories(disk, root) if _sweep(disk, path)]
+    now_seconds = disk.modified_seconds(root)
+    for path in _unfinished_names(disk, root):
+        if _is_old(disk, path, now_seconds):
+            disk.unlink(path)
+    return [path for path in uncommitted_directories(disk, root) if _sweep(disk, path, now_seconds)]
 
 
-def _sweep(disk: Disk, path: str) -> bool:
+def _unfinished_names(disk: Disk, root: str) -> list[str]:
+    """Files that were about to become ``latest`` or the tracker when their job was killed."""
+    return [os.path.join(root, name) for name in disk.list_directory(root) if _UNFINISHED.fullmatch(name)]
+
+
+def _is_old(disk: Disk, path: str, now_seconds: float) -> bool:
+    """Whether no job that still runs can have made it just now. Nothing else tells that of an empty directory."""
+    return disk.modified_seconds(path) < now_seconds - _OLD_SECONDS
+
+
+def _sweep(disk: Disk, path: str, now_seconds: float) -> bool:
     names = disk.list_directory(path)
     journals = journals_in(names)
-    if not journals:
+    is_empty = set(names) <= {LOCK_NAME}
+    if not journals and not (is_empty and _is_old(disk, path, now_seconds)):
         return False
     try:
         lock = DirectoryLock.take(disk, path, save_id="sweep")
     except StorageError:  # a save runs
         return False
     try:
-        now_seconds = max(disk.modified_seconds(os.path.join(path, name)) for name in journals)
         found = find_left_overs(disk, path, names, None, now_seconds=now_seconds, is_locked=lock.is_proof)
         if found.others:
             return False
         left = remove_data_files(disk, path, found.files)
+        if journals and INDEX_NAME in names:  # the save was killed right before its commit
+            disk.unlink(os.path.join(path, INDEX_NAME))
         for name in journals:
             if found.by_journal.get(name, frozenset()).isdisjoint(left):
                 disk.unlink(os.path.join(path, name))
