@@ -8,6 +8,7 @@ tensor parallelism and ``torch.compile``. Called by ``stateful``.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -85,8 +86,8 @@ class ModuleStates:
 class OptimizerStates:
     """The states and parameter groups of the optimizers under one key of a state dict.
 
-    An optimizer that has not stepped yet is saved without state. ``get_optimizer_state_dict`` would make it step, and
-    training would then go on with a step count of one.
+    An optimizer that has not stepped yet is saved without state. ``get_optimizer_state_dict`` makes it step with a
+    learning rate of zero. That state is removed again, or training would go on with a step count of one.
 
     Args:
         key: the prefix of their names in the checkpoint.
@@ -121,10 +122,11 @@ class OptimizerStates:
             self._choose_names(key, stored)
 
     def _named(self, optimizer: Optimizer, module: nn.Module | None) -> StateDict:
-        if module is not None:
-            return dict(named.get_optimizer_state_dict(module, optimizer, options=self._options))
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        named.get_optimizer_state_dict(nn.ParameterList(parameters), optimizer)  # makes the state if there is none
+        with _gradients_put_aside(optimizer, parameters):
+            if module is not None:
+                return dict(named.get_optimizer_state_dict(module, optimizer, options=self._options))
+            named.get_optimizer_state_dict(nn.ParameterList(parameters), optimizer)  # makes the state if there is none
         self._is_as_held = True
         return dict(optimizer.state_dict())
 
@@ -150,6 +152,20 @@ class OptimizerStates:
                 named.set_optimizer_state_dict(module, optimizer, loaded, options=self._options)
             if self._is_without_state:
                 optimizer.state.clear()
+
+
+@contextmanager
+def _gradients_put_aside(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Hide the gradients of an optimizer without state. torch makes no state where it finds gradients, so a load after
+    ``backward()`` would ask for none, and the state in the checkpoint would be dropped."""
+    gradients = [] if optimizer.state else [(each, each.grad) for each in parameters if each.grad is not None]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 def with_modules(

@@ -193,6 +193,17 @@ def test_a_save_before_the_first_step_does_not_change_training(tmp_path: Path) -
     assert trained_on(model, optimizer) == trained_on(other, its_optimizer) == expected
 
 
+def test_state_is_loaded_between_backward_and_step_and_gradients_stay(tmp_path: Path) -> None:
+    model, optimizer = built("plain", seed=1)
+    robust_dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path)
+    other, its_optimizer = built("plain", seed=2, steps=0)
+    other(torch.ones(6, 4)).sum().backward()
+    gradients = [whole(parameter.grad) for parameter in other.parameters()]
+    robust_dcp.load({"model": other, "optimizer": its_optimizer}, checkpoint_id=tmp_path)
+    assert held(other, its_optimizer) == held(model, optimizer)
+    assert [whole(parameter.grad) for parameter in other.parameters()] == gradients
+
+
 def test_an_optimizer_without_state_is_loaded(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     robust_dcp.save({"model": model, "optimizer": SGD(model.parameters(), lr=0.5)}, checkpoint_id=tmp_path)
