@@ -82,6 +82,29 @@ def test_a_metric_that_is_nan_or_missing_is_never_the_best(tmp_path: Path) -> No
     assert [each.step for each in manager.checkpoints()] == [0, 2]
 
 
+def test_a_metric_that_is_no_number_costs_no_other(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    manager.save(1, state(1), metrics={"loss": float("nan"), "rate": float("inf"), "accuracy": 0.5})
+    (checkpoint,) = manager.checkpoints()
+    assert checkpoint.metrics == {"accuracy": 0.5} and checkpoint.provenance["world_size"] == 1
+
+
+class BrokenPolicy:
+    def kept(self, checkpoints: Any) -> Any:
+        raise KeyError("a mistake in the policy")
+
+
+def save_with_a_broken_policy(root: str) -> list[int]:
+    manager = CheckpointManager(root, keep=[BrokenPolicy()])
+    manager.save(1, state(1))
+    manager.save(2, state(2))
+    return [each.step for each in manager.checkpoints()]
+
+
+def test_a_policy_that_raises_fails_no_save_and_removes_nothing(tmp_path: Path) -> None:
+    assert values(run_ranks(2, save_with_a_broken_policy, str(tmp_path))) == [[1, 2], [1, 2]]
+
+
 def load_what_is_there(root: str) -> tuple[int, float, list[str]]:
     found = state(-1)
     loaded = CheckpointManager(root).load_latest(found)
@@ -202,12 +225,29 @@ def test_a_checkpoint_says_with_what_it_was_made(tmp_path: Path) -> None:
     assert checkpoint.provenance["torch"] == torch.__version__
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b'{"step": "x"}', b'{"metrics": {"loss": "low"}}', b"[1]"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b'{"step": "x"}',
+        b'{"metrics": {"loss": "low"}}',
+        b"[1]",
+        b'{"step": 1, "metrics": {"\xff": 1}}',
+        b" " * (2 << 20),
+    ],
+)
 def test_a_record_that_cannot_be_understood_is_no_reason_to_lose_a_checkpoint(content: bytes, tmp_path: Path) -> None:
     save_steps(str(tmp_path), [10], {})
     (tmp_path / "step_10" / RECORD_NAME).write_bytes(content)
     (checkpoint,) = CheckpointManager(tmp_path).checkpoints()
     assert checkpoint.step == 10 and checkpoint.metrics == {}
+
+
+def test_a_latest_that_is_no_name_is_not_followed(tmp_path: Path) -> None:
+    save_steps(str(tmp_path), [10, 20], {})
+    (tmp_path / LATEST_NAME).write_bytes(b"x" * 5000)
+    assert CheckpointManager(tmp_path).latest().step == 20  # type: ignore[union-attr]
 
 
 def test_a_checkpoint_that_is_being_loaded_is_not_removed_until_later(tmp_path: Path) -> None:

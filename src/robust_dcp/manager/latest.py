@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import Final
 
-from robust_dcp.errors import StorageError
+from robust_dcp.errors import RobustCheckpointError
 from robust_dcp.manager.checkpoints import Checkpoint, step_of
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.what_is_there import TRACKER_NAME
@@ -52,6 +52,6 @@ def move_latest(disk: Disk, root: str, name: str) -> None:
 def _read(disk: Disk, root: str, name: str) -> str | None:
     try:
         data = read_whole_file(disk, os.path.join(root, name), _MAX_NBYTES)
-    except StorageError:
+    except RobustCheckpointError:  # it cannot be read, or is no such file
         return None
     return None if data is None else data.decode(errors="replace").strip()

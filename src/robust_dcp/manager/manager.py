@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -59,9 +60,9 @@ class LoadedCheckpoint:
 
 
 class _Candidates(msgspec.Struct, frozen=True):
-    """The paths of checkpoints in the order in which they are tried."""
+    """The checkpoints in the order in which they are tried."""
 
-    paths: tuple[str, ...]
+    checkpoints: tuple[Checkpoint, ...]
 
 
 class CheckpointManager:
@@ -147,7 +148,8 @@ class CheckpointManager:
         Args:
             step: of training.
             state_dict: as for :func:`robust_dcp.save`.
-            metrics: numbers that are noted in the checkpoint, for :class:`KeepBest` and for people.
+            metrics: numbers that are noted in the checkpoint, for :class:`KeepBest` and for people. NaN and infinity
+                are left out.
             options: more arguments of :func:`robust_dcp.save`.
 
         Raises:
@@ -194,17 +196,16 @@ class CheckpointManager:
             RobustCheckpointError: a checkpoint is whole and does not fit the state dict, or ranks have failed.
         """
         channel = Channel.for_group(self._group, operation=f"look for checkpoints in {self.root}")
-        paths = channel.broadcast("candidates", self._candidates, _Candidates).paths
+        candidates = channel.broadcast("candidates", self._candidates, _Candidates).checkpoints
         skipped: list[Skipped] = []
-        for path in paths:
+        for checkpoint in candidates:
             try:
-                report = load(state_dict, checkpoint_id=path, process_group=self._group, **options)
+                report = load(state_dict, checkpoint_id=checkpoint.path, process_group=self._group, **options)
             except (CorruptCheckpoint, StorageError) as error:
-                logger.warning("%s is skipped: %s", path, error.message)
-                skipped.append(Skipped(path, error.message))
+                logger.warning("%s is skipped: %s", checkpoint.path, error.message)
+                skipped.append(Skipped(checkpoint.path, error.message))
                 continue
-            found = {each.path: each for each in self.checkpoints()}
-            return LoadedCheckpoint(found.get(path, Checkpoint(-1, path)), report, tuple(skipped))
+            return LoadedCheckpoint(checkpoint, report, tuple(skipped))
         if not skipped:
             return None
         each = "\n".join(f"  {one.path}: {one.reason}" for one in skipped)
@@ -226,13 +227,14 @@ class CheckpointManager:
         checkpoints = self.checkpoints()
         latest = latest_of(self._disk, self.root, checkpoints)
         rest = [each for each in reversed(checkpoints) if each != latest]
-        return _Candidates(tuple(each.path for each in ([] if latest is None else [latest]) + rest))
+        return _Candidates((*(() if latest is None else (latest,)), *rest))
 
     def _of_step(self, step: int, metrics: Mapping[str, float] | None) -> tuple[str, Callable[[], None]]:
         if step < 0:
             raise ValueError(f"a step is a number from 0 on, got {step}")
         path = self.path_of(step)
-        noted = {name: float(value) for name, value in (metrics or {}).items()}
+        # JSON has no NaN and no infinity. One that was written would make the whole record unreadable.
+        noted = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}
 
         def note() -> None:
             if self._provenance is None:
@@ -254,8 +256,8 @@ class CheckpointManager:
             return
         try:
             self._prune()
-        except (StorageError, OSError) as error:
-            logger.warning("%s: old checkpoints are not removed: %s", self.root, error)
+        except Exception as error:  # also of a policy: the other ranks go on, and so does this one
+            logger.warning("%s: old checkpoints are not removed: %s", self.root, error, exc_info=error)
 
     def _prune(self) -> list[str]:
         finish_removals(self._disk, self.root)

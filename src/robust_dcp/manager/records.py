@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from robust_dcp.errors import StorageError
+from robust_dcp.errors import RobustCheckpointError
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.whole_file import read_whole_file
 from robust_dcp.storage.writing.commit import commit_metadata
@@ -50,7 +50,7 @@ def read_record(disk: Disk, path: str) -> StepRecord:
     try:
         data = read_whole_file(disk, os.path.join(path, RECORD_NAME), _MAX_NBYTES)
         return StepRecord() if data is None else msgspec.json.decode(data, type=StepRecord)
-    except (StorageError, msgspec.DecodeError, msgspec.ValidationError):
+    except (RobustCheckpointError, msgspec.DecodeError, UnicodeDecodeError):
         return StepRecord()
 
 
