@@ -16,7 +16,8 @@ import zstandard
 
 from robust_dcp.storage.files.paths import INDEX_NAME
 from robust_dcp.storage.index.form import Head, Section, encode_sections, head_nbytes
-from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata, trailer_of
+from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
+from robust_dcp.storage.metadata.stored_pickle import trailer_of
 
 __all__ = [
     "archive",

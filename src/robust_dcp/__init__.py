@@ -1,26 +1,36 @@
 """Saves and loads PyTorch distributed checkpoints: validated plans, exchanges that end, durable commits."""
 
-from robust_dcp.api import load, save
-from robust_dcp.async_save import AsyncSave, async_save, finish_async_saves
-from robust_dcp.comm import Channel
-from robust_dcp.errors import (
-    CorruptCheckpoint,
-    ExchangeError,
-    ExchangeTimeout,
-    PlanConflict,
-    RobustCheckpointError,
-    StorageError,
-    StructureChanged,
-    UnsafeCheckpoint,
-)
-from robust_dcp.installation import install, uninstall
-from robust_dcp.manager import Checkpoint, CheckpointManager, KeepBest, KeepEvery, KeepLast, KeepPolicy
-from robust_dcp.plan.load_planner import RobustLoadPlanner
-from robust_dcp.plan.save_planner import RobustPlanner
-from robust_dcp.plan.structure import StructureSignature
-from robust_dcp.report import LoadReport, SaveReport
-from robust_dcp.storage import ReadOptions, RobustReader, RobustWriter, WriteOptions
+from typing import TYPE_CHECKING
+
+from robust_dcp.on_demand import names_from
 from robust_dcp.version import __version__
+
+if TYPE_CHECKING:
+    from robust_dcp.api import load, save
+    from robust_dcp.asynchronous import AsyncSave, async_save, finish_async_saves
+    from robust_dcp.comm.channel import Channel
+    from robust_dcp.errors import (
+        CorruptCheckpoint,
+        ExchangeError,
+        ExchangeTimeout,
+        PlanConflict,
+        RobustCheckpointError,
+        StorageError,
+        StructureChanged,
+        UnsafeCheckpoint,
+    )
+    from robust_dcp.installation import install, uninstall
+    from robust_dcp.manager.checkpoints import Checkpoint
+    from robust_dcp.manager.manager import CheckpointManager
+    from robust_dcp.manager.policies import KeepBest, KeepEvery, KeepLast, KeepPolicy
+    from robust_dcp.plan.load_planner import RobustLoadPlanner
+    from robust_dcp.plan.save_planner import RobustPlanner
+    from robust_dcp.plan.structure.signature import StructureSignature
+    from robust_dcp.report import LoadReport, SaveReport
+    from robust_dcp.storage.reader import RobustReader
+    from robust_dcp.storage.reading.read_options import ReadOptions
+    from robust_dcp.storage.writer import RobustWriter
+    from robust_dcp.storage.writing.write_options import WriteOptions
 
 __all__ = [
     "AsyncSave",
@@ -56,3 +66,34 @@ __all__ = [
     "save",
     "uninstall",
 ]
+
+__getattr__, __dir__ = names_from(
+    __name__,
+    {
+        "robust_dcp.api": ("load", "save"),
+        "robust_dcp.asynchronous": ("AsyncSave", "async_save", "finish_async_saves"),
+        "robust_dcp.comm.channel": ("Channel",),
+        "robust_dcp.errors": (
+            "CorruptCheckpoint",
+            "ExchangeError",
+            "ExchangeTimeout",
+            "PlanConflict",
+            "RobustCheckpointError",
+            "StorageError",
+            "StructureChanged",
+            "UnsafeCheckpoint",
+        ),
+        "robust_dcp.installation": ("install", "uninstall"),
+        "robust_dcp.manager.checkpoints": ("Checkpoint",),
+        "robust_dcp.manager.manager": ("CheckpointManager",),
+        "robust_dcp.manager.policies": ("KeepBest", "KeepEvery", "KeepLast", "KeepPolicy"),
+        "robust_dcp.plan.load_planner": ("RobustLoadPlanner",),
+        "robust_dcp.plan.save_planner": ("RobustPlanner",),
+        "robust_dcp.plan.structure.signature": ("StructureSignature",),
+        "robust_dcp.report": ("LoadReport", "SaveReport"),
+        "robust_dcp.storage.reader": ("RobustReader",),
+        "robust_dcp.storage.reading.read_options": ("ReadOptions",),
+        "robust_dcp.storage.writer": ("RobustWriter",),
+        "robust_dcp.storage.writing.write_options": ("WriteOptions",),
+    },
+)

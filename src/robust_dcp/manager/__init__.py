@@ -1,8 +1,13 @@
 """The checkpoints of a run: steps, which one is the latest, and which ones are kept."""
 
-from robust_dcp.manager.checkpoints import Checkpoint
-from robust_dcp.manager.manager import CheckpointManager, LoadedCheckpoint, Skipped
-from robust_dcp.manager.policies import KeepBest, KeepEvery, KeepLast, KeepPolicy
+from typing import TYPE_CHECKING
+
+from robust_dcp.on_demand import names_from
+
+if TYPE_CHECKING:
+    from robust_dcp.manager.checkpoints import Checkpoint
+    from robust_dcp.manager.manager import CheckpointManager, LoadedCheckpoint, Skipped
+    from robust_dcp.manager.policies import KeepBest, KeepEvery, KeepLast, KeepPolicy
 
 __all__ = [
     "Checkpoint",
@@ -14,3 +19,12 @@ __all__ = [
     "LoadedCheckpoint",
     "Skipped",
 ]
+
+__getattr__, __dir__ = names_from(
+    __name__,
+    {
+        "robust_dcp.manager.checkpoints": ("Checkpoint",),
+        "robust_dcp.manager.manager": ("CheckpointManager", "LoadedCheckpoint", "Skipped"),
+        "robust_dcp.manager.policies": ("KeepBest", "KeepEvery", "KeepLast", "KeepPolicy"),
+    },
+)

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from robust_dcp.errors import StorageError
 from robust_dcp.manager.records import read_record
+from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME
 
@@ -64,7 +64,7 @@ def find_checkpoints(disk: Disk, root: str) -> list[Checkpoint]:
         try:
             saved_seconds = disk.modified_seconds(os.path.join(path, METADATA_NAME))
             record = read_record(disk, path)
-        except StorageError:
+        except errors.StorageError:
             continue
         found.append(Checkpoint(step, path, saved_seconds, record.metrics, record.provenance))
     return sorted(found)

@@ -10,8 +10,8 @@ import os
 from collections.abc import Sequence
 from typing import Final
 
-from robust_dcp.errors import RobustCheckpointError
 from robust_dcp.manager.checkpoints import Checkpoint, step_of
+from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.what_is_there import TRACKER_NAME
 from robust_dcp.storage.files.whole_file import read_whole_file
@@ -50,8 +50,11 @@ def move_latest(disk: Disk, root: str, name: str) -> None:
 
 
 def _read(disk: Disk, root: str, name: str) -> str | None:
+    path = os.path.join(root, name)
+    if not disk.exists(path):
+        return None
     try:
-        data = read_whole_file(disk, os.path.join(root, name), _MAX_NBYTES)
-    except RobustCheckpointError:  # it cannot be read, or is no such file
+        data = read_whole_file(disk, path, _MAX_NBYTES)
+    except errors.RobustCheckpointError:  # it cannot be read, or is no such file
         return None
     return None if data is None else data.decode(errors="replace").strip()

@@ -14,7 +14,7 @@ import msgspec
 import torch.distributed as dist
 
 from robust_dcp.api import load, save
-from robust_dcp.async_save import AsyncSave, async_save
+from robust_dcp.asynchronous import AsyncSave, async_save
 from robust_dcp.comm import Channel
 from robust_dcp.errors import CorruptCheckpoint, StorageError, entry_point
 from robust_dcp.manager.checkpoints import Checkpoint, find_checkpoints

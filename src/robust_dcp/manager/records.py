@@ -15,9 +15,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
-import torch
 
-from robust_dcp.errors import RobustCheckpointError
+from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.whole_file import read_whole_file
 from robust_dcp.storage.writing.commit import commit_metadata
@@ -47,10 +46,13 @@ class StepRecord(msgspec.Struct, frozen=True):
 
 def read_record(disk: Disk, path: str) -> StepRecord:
     """The record of a checkpoint; an empty one if there is none, or none that can be understood."""
+    path = os.path.join(path, RECORD_NAME)
+    if not disk.exists(path):
+        return StepRecord()
     try:
-        data = read_whole_file(disk, os.path.join(path, RECORD_NAME), _MAX_NBYTES)
+        data = read_whole_file(disk, path, _MAX_NBYTES)
         return StepRecord() if data is None else msgspec.json.decode(data, type=StepRecord)
-    except (RobustCheckpointError, msgspec.DecodeError, UnicodeDecodeError):
+    except (errors.RobustCheckpointError, msgspec.DecodeError, UnicodeDecodeError):
         return StepRecord()
 
 
@@ -70,6 +72,8 @@ def provenance_of(*, config: Any = None, world_size: int) -> dict[str, Any]:
         config: the configuration of the run, as JSON can hold it. Only its digest is kept.
         world_size: how many ranks save.
     """
+    import torch
+
     return {
         "robust_dcp": __version__,
         "torch": str(torch.__version__),

@@ -39,14 +39,9 @@ from robust_dcp.storage.index import (
     lazy_metadata,
     stored_items_of,
 )
-from robust_dcp.storage.metadata.metadata_file import (
-    TRAILER_NBYTES,
-    check_metadata,
-    decode_metadata,
-    encode_metadata,
-    files_are_marked,
-)
+from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
 from robust_dcp.storage.metadata.shard_metadata import metadata_of_shards, shards_in
+from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, check_metadata, files_are_marked
 from robust_dcp.storage.reading.plan_reader import read_items
 from robust_dcp.storage.reading.planned_items import PlannedItems
 from robust_dcp.storage.reading.read_options import BLOCK_NBYTES, ReadOptions
@@ -187,7 +182,7 @@ class RobustReader(StorageReader):
 
         Raises:
             StorageError: there is no such file, so nothing was committed here; or it cannot be read.
-            CorruptCheckpoint: as :func:`~robust_dcp.storage.metadata.metadata_file.check_metadata`.
+            CorruptCheckpoint: as :func:`~robust_dcp.storage.metadata.stored_pickle.check_metadata`.
         """
         path = self._metadata_path(rank)
         try:

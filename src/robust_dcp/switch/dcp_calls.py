@@ -17,8 +17,8 @@ from torch.distributed.checkpoint import state_dict_saver as stock_saver
 from torch.distributed.checkpoint.metadata import Metadata
 
 from robust_dcp import api
-from robust_dcp.async_save import AsyncSave
-from robust_dcp.async_save import async_save as robust_async_save
+from robust_dcp.asynchronous import AsyncSave
+from robust_dcp.asynchronous import async_save as robust_async_save
 from robust_dcp.plan.load_planner import RobustLoadPlanner
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.report import SaveReport

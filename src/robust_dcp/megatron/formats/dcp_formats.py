@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
 
 from robust_dcp import api
-from robust_dcp.async_save import async_save
+from robust_dcp.asynchronous import async_save
 from robust_dcp.megatron import versions
 from robust_dcp.megatron.async_requests import BackgroundSave, request_for
 from robust_dcp.megatron.checkpoint_call import meet_before_saving

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from robust_dcp import api
-from robust_dcp.async_save import async_save
+from robust_dcp.asynchronous import async_save
 from robust_dcp.errors import entry_point
 from robust_dcp.megatron import versions
 from robust_dcp.megatron.async_requests import BackgroundSave, request_for

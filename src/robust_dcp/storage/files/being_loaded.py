@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from robust_dcp.errors import StorageError
+from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME
 
@@ -23,7 +23,7 @@ __all__ = ["needed_for_a_load", "not_being_loaded"]
 def needed_for_a_load(disk: Disk, directory: str) -> Iterator[None]:
     """Keep a checkpoint from being removed while the block runs. Without locks the block runs anyway."""
     file = None
-    with suppress(StorageError):
+    with suppress(errors.StorageError):
         file = disk.open_read(os.path.join(directory, METADATA_NAME))
         disk.lock(file, shared=True)
     try:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from robust_dcp.errors import StorageError
+from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.alignment import Alignment, alignment_of
 from robust_dcp.storage.files.mounts import is_of_this_machine
 from robust_dcp.storage.files.page_cache import cached_nbytes
@@ -45,7 +45,7 @@ _ADVICE: Final = {
 }
 
 
-def storage_error(operation: str, path: str, error: OSError) -> StorageError:
+def storage_error(operation: str, path: str, error: OSError) -> errors.StorageError:
     """The error for a failed call: the operation, the path, what the system says, and what to do if we know that."""
     advice = _ADVICE.get(error.errno or 0)
     message = f"{operation} {path}: {error.strerror or error}"
@@ -53,7 +53,7 @@ def storage_error(operation: str, path: str, error: OSError) -> StorageError:
         message += f" ({errno.errorcode.get(error.errno, error.errno)})"
     if advice:
         message += f"; {advice}"
-    return StorageError(message, path=path, errno=error.errno, operation=operation)
+    return errors.StorageError(message, path=path, errno=error.errno, operation=operation)
 
 
 class OpenFile:
@@ -278,7 +278,7 @@ class PosixDisk:
             raise storage_error("fsync", file.path, OSError(errno.EIO, "an earlier fsync of this file failed"))
         try:
             _call("fsync", file.path, os.fsync, file.fd)
-        except StorageError:
+        except errors.StorageError:
             file.given_up = True
             raise
 

@@ -17,8 +17,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Final
 
-import numpy as np
-
 __all__ = ["cached_nbytes"]
 
 _CACHESTAT: Final = 451
@@ -76,6 +74,8 @@ def _by_cachestat(fd: int, offset: int, nbytes: int) -> int | None:
 
 def _by_mincore(fd: int, offset: int, nbytes: int) -> int | None:
     """The same as :func:`_by_cachestat`. The range is mapped but not touched, so nothing is read."""
+    import numpy as np  # here, because few need it and `robust-dcp ls` must be quick
+
     mincore = _mincore()
     start = offset - offset % mmap.PAGESIZE
     try:

@@ -11,7 +11,7 @@ import os
 import re
 from typing import Any, Final, NamedTuple
 
-from robust_dcp.errors import UnsafeCheckpoint
+from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.disk import Disk
 
 __all__ = [
@@ -256,9 +256,9 @@ def locate(disk: Disk, directory: str, relative_path: str, *, file: str) -> str:
     raise _unsafe(file, relative_path, f"is a symbolic link out of the directory, to {resolved}")
 
 
-def _unsafe(file: str, relative_path: Any, problem: str) -> UnsafeCheckpoint:
+def _unsafe(file: str, relative_path: Any, problem: str) -> errors.UnsafeCheckpoint:
     shown = repr(relative_path[:200]) if isinstance(relative_path, str) else f"of class {type(relative_path).__name__}"
-    return UnsafeCheckpoint(
+    return errors.UnsafeCheckpoint(
         f"{file}: relative_path {shown} {problem}; the data files of a checkpoint lie in its directory, so "
         "this file is damaged or was made to read something else",
         file=file,

@@ -9,7 +9,7 @@ import os
 import re
 from typing import Final
 
-from robust_dcp.errors import StorageError
+from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, is_data_file
 
@@ -40,10 +40,10 @@ def what_is_there(disk: Disk, path: str) -> str:
             return _nearest_parent(disk, path)
         try:
             names = disk.list_directory(path)
-        except StorageError:
+        except errors.StorageError:
             return _of_file(disk, path)
         return _of_directory(disk, path, names)
-    except StorageError as error:  # we cannot look at it, so we report only that
+    except errors.StorageError as error:  # we cannot look at it, so we report only that
         return error.message
 
 
@@ -53,7 +53,7 @@ def _nearest_parent(disk: Disk, path: str) -> str:
         parent = os.path.dirname(parent)
     try:
         names = disk.list_directory(parent)
-    except StorageError:
+    except errors.StorageError:
         return f"there is no such directory, and {_of_file(disk, parent)}"
     return (
         f"there is no such directory; the nearest parent that exists is {parent}, {_contents_of(disk, parent, names)}"
@@ -119,7 +119,7 @@ def _by_number(names: list[str]) -> list[str]:
 def _is_checkpoint(disk: Disk, path: str, name: str) -> bool:
     try:
         within = disk.list_directory(os.path.join(path, name))
-    except StorageError:  # it is a file, or we may not look into it
+    except errors.StorageError:  # it is a file, or we may not look into it
         return False
     return METADATA_NAME in within or any(each.endswith(SAFETENSORS_SUFFIX) for each in within)
 
@@ -134,7 +134,7 @@ def _tracked(disk: Disk, path: str, names: list[str]) -> str:
             del content[disk.pread_into(file, content, 0) :]
         finally:
             disk.close(file)
-    except StorageError:
+    except errors.StorageError:
         return ""
     return f" ({TRACKER_NAME} says {content.decode(errors='replace').strip()!r})"
 
@@ -142,7 +142,7 @@ def _tracked(disk: Disk, path: str, names: list[str]) -> str:
 def _is_file_of_torch_save(disk: Disk, path: str) -> bool:
     try:
         return _is_of_torch_save(disk, path)
-    except StorageError:
+    except errors.StorageError:
         return False
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from errno import ENOENT
 
-from robust_dcp.errors import CorruptCheckpoint, StorageError
+from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.disk import Disk
 
 __all__ = ["read_whole_file"]
@@ -22,14 +22,14 @@ def read_whole_file(disk: Disk, path: str, max_nbytes: int) -> bytes | None:
     """
     try:
         opened = disk.open_read(path)
-    except StorageError as error:
+    except errors.StorageError as error:
         if error.errno == ENOENT:
             return None
         raise
     try:
         nbytes = disk.size(path)
         if nbytes > max_nbytes:
-            raise CorruptCheckpoint(
+            raise errors.CorruptCheckpoint(
                 f"{path} cannot be used: expected at most {max_nbytes} bytes, found {nbytes}; take another checkpoint, "
                 "or restore the file",
                 file=path,

@@ -1,7 +1,7 @@
-"""The bytes of ``.metadata``: DCP's ``Metadata``, pickled as DCP does it, followed by a checksum.
+"""DCP's ``Metadata`` to and from the bytes of ``.metadata``: pickled as DCP does it, followed by a checksum.
 
-This module encodes, decodes, and checks what was decoded. It never opens a file: the commit writes these bytes, the
-reader reads them, and a coordinator may broadcast them.
+This module encodes, and checks what was decoded. ``stored_pickle`` owns the pickle and the checksum. It never opens a
+file: the commit writes these bytes, the reader reads them, and a coordinator may broadcast them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
-import struct
 from collections.abc import Collection
 from typing import Any, Final
 
@@ -32,44 +31,22 @@ from robust_dcp.storage.metadata.metadata_classes import (
     StorageInfo,
     reduce_tensor_properties,
 )
+from robust_dcp.storage.metadata.stored_pickle import corrupt, trailer_of, unpickled
 from robust_dcp.storage.records.checksum import crc32
-from robust_dcp.storage.records.data.dry_run import check_shape
-from robust_dcp.storage.records.data.limits import Budget, text_of
-from robust_dcp.storage.records.pickle_scan import check_lengths
-from robust_dcp.storage.records.unpickling import RestrictedUnpickler
+from robust_dcp.storage.records.data.limits import text_of
+from robust_dcp.storage.records.data.names import registered_by_user
 
-__all__ = [
-    "FORMAT_VERSION",
-    "TRAILER_NBYTES",
-    "StorageInfo",
-    "check_metadata",
-    "decode_metadata",
-    "encode_metadata",
-    "files_are_marked",
-    "referenced_files",
-    "trailer_of",
-]
+__all__ = ["FORMAT_VERSION", "StorageInfo", "decode_metadata", "encode_metadata", "referenced_files"]
 
 FORMAT_VERSION: Final = "1.0.0"
 """``filesystem.CURRENT_DCP_VERSION``: the version of DCP's file names and records, which we use as well."""
 
 _PROTOCOL: Final = 4  # pickle.dump's default on Python 3.8 to 3.13; all of them can read it
-_MAGIC: Final = b"\nRDCPMD2"
-_MAGIC_WITHOUT_MARKS: Final = b"\nRDCPMD1"  # written by early versions, whose data files have no marks
-# This follows the pickle, where pickle.load does not look: magic, length of the pickle, CRC-32 of the pickle.
-_TRAILER: Final = struct.Struct("<8sQI")
-TRAILER_NBYTES: Final = _TRAILER.size
-
-# A file of up to this size is checked by a dry run before it is unpickled, so that its keys are known to be harmless,
-# too. That costs 0.3 s.
-_RUN_TWICE_NBYTES: Final = 1 << 20
 
 _MAX_DIMENSIONS: Final = 64  # the most that torch allows
 
-_HOW_TO_ALLOW: Final = (
-    "if the planner that wrote it keeps objects of that class in planner_data and you trust the file, register the "
-    "class with torch.serialization.add_safe_globals([...])"
-)
+# A pickle names values of these types as it names classes, but they can neither be called nor changed.
+_CONSTANT_TYPES: Final = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
 
 
 def encode_metadata(metadata: Metadata) -> bytes:
@@ -81,35 +58,6 @@ def encode_metadata(metadata: Metadata) -> bytes:
     pickler.dump(metadata)
     data = buffer.getvalue()
     return data + trailer_of(len(data), crc32(data))
-
-
-def trailer_of(nbytes: int, crc: int) -> bytes:
-    """The bytes that follow a pickle of ``nbytes`` bytes with CRC-32 ``crc``. By them we notice each flipped bit."""
-    return _TRAILER.pack(_MAGIC, nbytes, crc)
-
-
-def files_are_marked(data: bytes) -> bool:
-    """Whether each data file that this ``.metadata`` names has the mark of its save."""
-    return data[-_TRAILER.size :].startswith(_MAGIC)
-
-
-def check_metadata(data: bytes, file: str) -> None:
-    """Find anything that would make Python's unpickler take more memory or time than a pickle of this length can need.
-
-    Raises:
-        CorruptCheckpoint: there is such a thing, or the checksum does not match.
-    """
-    _check_pickle(_checked(data, file), file)
-
-
-def _check_pickle(pickled: bytes, file: str) -> None:
-    try:
-        check_lengths(pickled)
-        if len(pickled) <= _RUN_TWICE_NBYTES:
-            with without_garbage_collection():
-                check_shape(pickled)
-    except Exception as error:  # broken pickles raise all kinds of errors
-        raise _no_pickle_of_metadata(file, error) from error
 
 
 def decode_metadata(data: bytes, file: str, *, is_checked: bool = False) -> Metadata:
@@ -126,61 +74,34 @@ def decode_metadata(data: bytes, file: str, *, is_checked: bool = False) -> Meta
             A file by DCP has no checksum: if it is damaged and still a valid pickle, that may go unnoticed.
         UnsafeCheckpoint: the pickle names classes that do not belong into metadata, or a path leaves the directory.
     """
-    pickled = _checked(data, file)
-    if not is_checked:
-        _check_pickle(pickled, file)
-    stream = io.BytesIO(pickled)
-    unpickler = RestrictedUnpickler(
-        stream,
-        file=file,
+    metadata = unpickled(
+        data,
+        file,
         allowed=METADATA_CLASSES,
         stand_ins=METADATA_STAND_INS,
-        how_to_allow=_HOW_TO_ALLOW,
-        budget=Budget(len(pickled)),
+        registered=registered_by_user(),
+        other=_constant,
+        is_checked=is_checked,
     )
-    try:
-        with without_garbage_collection():
-            metadata = unpickler.load()
-    except UnsafeCheckpoint:
-        raise
-    except Exception as error:
-        raise _no_pickle_of_metadata(file, error) from error
-    if stream.tell() != len(pickled):
-        # Neither DCP nor we write anything here. If our trailer is damaged, this is where it shows.
-        raise _corrupt(file, "nothing behind the pickle", f"{len(pickled) - stream.tell()} bytes")
     try:
         with without_garbage_collection():
             _validate(metadata, file)
     except (CorruptCheckpoint, UnsafeCheckpoint):
         raise
     except Exception as error:  # objects may lack attributes, or fail even when they are printed
-        raise _corrupt(file, "complete objects", f"{type(error).__name__}: {error!s:.300}") from error
+        raise corrupt(file, "complete objects", f"{type(error).__name__}: {error!s:.300}") from error
     return metadata  # type: ignore[no-any-return]
 
 
-def _no_pickle_of_metadata(file: str, error: Exception) -> CorruptCheckpoint:
-    return _corrupt(file, "the pickle of a Metadata", f"{type(error).__name__}: {error!s:.300}")
+def _constant(module: str, name: str) -> Any:
+    """A dtype of torch, or the like; ``None`` for any other name."""
+    found = getattr(torch, name, None) if module == "torch" else None
+    return found if isinstance(found, _CONSTANT_TYPES) else None
 
 
 def referenced_files(metadata: Metadata) -> set[str]:
     """The relative paths of the data files that hold the items of ``metadata``."""
     return {info.relative_path for info in (metadata.storage_data or {}).values()}
-
-
-def _checked(data: bytes, file: str) -> bytes:
-    """The pickle in ``data``, after a comparison with the trailer if there is one."""
-    if not data:
-        raise _corrupt(file, "a pickle", "an empty file (a save that lost power before it was on disk)")
-    if len(data) < _TRAILER.size or not data[-_TRAILER.size :].startswith((_MAGIC, _MAGIC_WITHOUT_MARKS)):
-        return data
-    _, nbytes, expected = _TRAILER.unpack(data[-_TRAILER.size :])
-    pickled = data[: -_TRAILER.size]
-    found = crc32(pickled)
-    if nbytes != len(pickled) or found != expected:
-        raise _corrupt(
-            file, f"{nbytes} bytes with CRC-32 {expected:08x}", f"{len(pickled)} bytes with CRC-32 {found:08x}"
-        )
-    return pickled
 
 
 def _validate(metadata: Any, file: str) -> None:
@@ -248,13 +169,4 @@ def _expect(valid: bool, file: str, expected: str, found: Any) -> None:
 
 
 def _unexpected(file: str, expected: str, found: Any) -> CorruptCheckpoint:
-    return _corrupt(file, expected, f"{type(found).__name__} {text_of(found)}")
-
-
-def _corrupt(file: str, expected: str, found: str) -> CorruptCheckpoint:
-    return CorruptCheckpoint(
-        f"{file} cannot be used: expected {expected}, found {found}; take another checkpoint, or restore the file",
-        file=file,
-        expected=expected,
-        found=found,
-    )
+    return corrupt(file, expected, f"{type(found).__name__} {text_of(found)}")

@@ -11,19 +11,16 @@ import _compat_pickle
 import enum
 import importlib
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import IO, Any, Final, cast
 
-import torch
-
-from robust_dcp.errors import UnsafeCheckpoint
+from robust_dcp.on_demand import errors
 from robust_dcp.storage.records.data import python_kinds, user_classes
 from robust_dcp.storage.records.data.limits import Budget
-from robust_dcp.storage.records.data.names import registered_by_user
 
-__all__ = ["RestrictedUnpickler", "all_of"]
+__all__ = ["ClassName", "RestrictedUnpickler", "all_of"]
 
 ClassName = tuple[str, str]
 """Module and qualified name, as a pickle holds them."""
@@ -53,9 +50,6 @@ class _Bounded:
         return python_kinds.BUILT_BY_CALL[self.kind](given, self._budget)
 
 
-# A pickle names values of these types as it names classes, but they can neither be called nor changed.
-_CONSTANT_TYPES: Final = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
-
 _ABSENT: Final = object()
 
 # Python adds these to a class when a thread first pickles an object of it or asks for its annotations.
@@ -72,12 +66,11 @@ class RestrictedUnpickler(pickle.Unpickler):
         file: the path of the file, for errors.
         allowed: names of classes and functions that may be imported and called, besides Python's plain ones.
         stand_ins: what to use in place of a named class. Such a class is not imported.
+        registered: classes and functions that the user trusts, by their full names.
+        other: what any other name stands for; ``None`` if it is refused.
         how_to_allow: the end of the sentence "... is refused; " in errors.
         budget: what the file may ask for beyond its own length.
         encoding: the encoding of strings that Python 2 pickled.
-
-    Constants of torch (such as dtypes), and everything that the user has registered with
-    ``torch.serialization.add_safe_globals``, are always allowed.
 
     ``load`` raises :class:`UnsafeCheckpoint` for any other class, before it is imported. It also raises it for a pickle
     that sets attributes of a class or function itself, and puts these attributes back: with the BUILD opcode a pickle
@@ -91,6 +84,8 @@ class RestrictedUnpickler(pickle.Unpickler):
         file: str,
         allowed: frozenset[ClassName],
         stand_ins: Mapping[ClassName, Any],
+        registered: Mapping[str, Any],
+        other: Callable[[str, str], Any],
         how_to_allow: str,
         budget: Budget,
         encoding: str = "ASCII",
@@ -103,7 +98,8 @@ class RestrictedUnpickler(pickle.Unpickler):
         self._allowed = allowed
         self._stand_ins = stand_ins
         self._how_to_allow = how_to_allow
-        self._registered = registered_by_user()
+        self._registered = registered
+        self._other = other
         self._before: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._budget = budget
 
@@ -122,10 +118,10 @@ class RestrictedUnpickler(pickle.Unpickler):
         elif f"{module}.{name}" in self._registered:
             found = self._registered[f"{module}.{name}"]
             return partial(_member, found) if isinstance(found, enum.EnumMeta) else found
-        elif module == "torch" and isinstance(getattr(torch, name, None), _CONSTANT_TYPES):
-            return getattr(torch, name)
         else:
-            raise UnsafeCheckpoint(
+            found = self._other(module, name)
+        if found is None:
+            raise errors.UnsafeCheckpoint(
                 f"{self._file} asks for {module}.{name}, which is not known to be plain data, and is refused; "
                 f"{self._how_to_allow}",
                 file=self._file,
@@ -157,7 +153,7 @@ class RestrictedUnpickler(pickle.Unpickler):
         changed = [_restore(found, before) for found, before in self._before.values()]
         names = sorted({name for group in changed for name in group})
         if names:
-            raise UnsafeCheckpoint(
+            raise errors.UnsafeCheckpoint(
                 f"{self._file} sets attributes of the classes that it names ({', '.join(names)}), which no writer of "
                 "checkpoints does; it was made to change this program, and is refused",
                 file=self._file,

@@ -14,14 +14,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from robust_dcp.errors import StorageError
+from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
-from robust_dcp.storage.layouts import FileName
 from robust_dcp.storage.writing.removal import is_gone_or_told
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+    from robust_dcp.storage.layouts import FileName
 
 __all__ = ["BEFORE_RENAME", "CHECK", "MetadataToPublish", "commit_metadata"]
 
@@ -141,7 +142,7 @@ def _index_works(step: Callable[[], None]) -> bool:
     """Do one step of writing the index. Returns whether it succeeded."""
     try:
         step()
-    except StorageError as error:
+    except errors.StorageError as error:
         logger.warning("the checkpoint gets no index, so a load takes longer: %s", error.message)
         return False
     return True
@@ -163,5 +164,5 @@ def _as_operation(operation: str) -> Iterator[None]:
     """Give errors of a call after the rename another operation than the same call before it."""
     try:
         yield
-    except StorageError as error:
-        raise StorageError(error.message, path=error.path, errno=error.errno, operation=operation) from error
+    except errors.StorageError as error:
+        raise errors.StorageError(error.message, path=error.path, errno=error.errno, operation=operation) from error

@@ -16,11 +16,8 @@ from typing import Final
 from robust_dcp.errors import RobustCheckpointError, StorageError
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import is_data_file
-from robust_dcp.storage.metadata.metadata_file import (
-    decode_metadata,
-    files_are_marked,
-    referenced_files,
-)
+from robust_dcp.storage.metadata.metadata_file import decode_metadata, referenced_files
+from robust_dcp.storage.metadata.stored_pickle import files_are_marked
 from robust_dcp.structure_cache import CACHE, Table
 
 __all__ = ["Committed", "committed_in", "remember"]

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
-from robust_dcp.errors import RobustCheckpointError, StorageError
+from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import check_relative_path
 from robust_dcp.storage.writing.stripes import remove_target
@@ -28,7 +28,7 @@ def is_gone(remove: Callable[[str], None], path: str, harmless: Collection[int] 
     """Remove ``path``. Returns whether that worked, or failed with one of the ``harmless`` errors."""
     try:
         remove(path)
-    except StorageError as error:
+    except errors.StorageError as error:
         return error.errno in harmless
     return True
 
@@ -37,7 +37,7 @@ def is_gone_or_told(remove: Callable[[str], None], path: str) -> bool:
     """Remove ``path`` if that is possible. Returns whether it is gone; if not, this is logged."""
     try:
         remove(path)
-    except StorageError as error:
+    except errors.StorageError as error:
         if error.errno == errno.ENOENT:
             return True
         logger.warning("not removed, which costs space and nothing else: %s", error.message)
@@ -79,7 +79,7 @@ def name_left_over(error: BaseException, paths: Collection[str]) -> None:
     named = sorted(set(paths))
     shown = ", ".join(named[:_SHOWN]) + (f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else "")
     told = f"what the failed save has made and could not remove: {shown}; the next save into that directory tries again"
-    if isinstance(error, RobustCheckpointError):
+    if isinstance(error, errors.RobustCheckpointError):
         error.message = f"{error.message}; {told}"
     else:
         logger.warning("%s", told)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, trailer_of
+from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION
 from robust_dcp.storage.metadata.pickled.columns import MetadataColumns
 from robust_dcp.storage.metadata.pickled.opcodes import (
     REMEMBER,
@@ -33,6 +33,7 @@ from robust_dcp.storage.metadata.pickled.opcodes import (
     tuple_of,
 )
 from robust_dcp.storage.metadata.pickled.stock_records import properties_state, stock_records
+from robust_dcp.storage.metadata.stored_pickle import trailer_of
 from robust_dcp.storage.records.checksum import crc32, crc32_of_both
 
 __all__ = ["SLAB_ROWS", "EncodedMetadata", "MetadataPickle"]

@@ -12,12 +12,10 @@ import decimal
 import enum
 import fractions
 import pathlib
+import sys
 import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
-
-import numpy as np
-import torch
 
 __all__ = ["MAX_DEPTH", "Budget", "Malformed", "NotData", "Opaque", "check_depth", "check_key", "text_of"]
 
@@ -41,8 +39,12 @@ _HASHED_BY_PYTHON: Final = frozenset(
     {bool, bytes, complex, float, int, range, str, type(None), decimal.Decimal, fractions.Fraction, uuid.UUID}
     | {datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone}
     | {pathlib.PurePosixPath, pathlib.PureWindowsPath, type(pathlib.Path())}
-    | {torch.Size, torch.device, torch.dtype, torch.layout, torch.memory_format}
 )
+
+
+def _from(package: str) -> Any:
+    """A package, if it has been imported. Where it has not been, there can be no values of its types."""
+    return sys.modules.get(package)
 
 
 class Opaque:
@@ -125,7 +127,7 @@ def _hashed_nodes(key: Any, depth: int, nodes: int) -> int:
     if nodes > _MAX_KEY_NODES or depth > _MAX_KEY_DEPTH:
         raise Malformed("a key is a tuple nested too deeply, or in too many ways, to be hashed")
     kind = type(key)
-    if kind in _HASHED_BY_PYTHON:
+    if kind in _HASHED_BY_PYTHON or _is_hashed_by_torch(kind):
         return nodes
     if kind is Opaque:  # it may hash everything that it was given
         for element in _contents(key.held):
@@ -144,6 +146,11 @@ def _hashed_nodes(key: Any, depth: int, nodes: int) -> int:
     if kind in (list, dict, set, bytearray, collections.OrderedDict):
         raise Malformed(f"a key is a {kind.__name__}, which cannot be hashed")
     raise NotData(f"{kind.__module__}.{kind.__qualname__}", "which is the key of a dict and hashes by code of its own")
+
+
+def _is_hashed_by_torch(kind: type) -> bool:
+    torch = _from("torch")
+    return torch is not None and kind in (torch.Size, torch.device, torch.dtype, torch.layout, torch.memory_format)
 
 
 def _contents(held: Iterable[Any]) -> Iterator[Any]:
@@ -200,10 +207,10 @@ def _children(value: Any) -> Any:
         return value.held
     elif isinstance(value, slice):
         return (value.start, value.stop, value.step)
-    elif isinstance(value, np.ndarray):
-        return value.ravel().tolist() if value.dtype.hasobject else ()
-    elif isinstance(value, (type, enum.Enum, torch.Tensor)):
+    elif isinstance(value, (type, enum.Enum)) or ((torch := _from("torch")) and isinstance(value, torch.Tensor)):
         return ()
+    elif (numpy := _from("numpy")) and isinstance(value, numpy.ndarray):
+        return value.ravel().tolist() if value.dtype.hasobject else ()
     else:
         slots = getattr(type(value), "__dataclass_fields__", ())
         children = [getattr(value, name) for name in slots if hasattr(value, name)]

@@ -2,7 +2,7 @@
 
 This module decides which tensor goes into which file. None of the names appears before all files are complete and
 durable. ``model_file`` fills a file. All this happens in one process. Users call it as
-``robust_dcp.storage.consolidate``.
+``robust_dcp.storage.consolidation``.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def consolidate(
 
     Example:
         >>> import torch, robust_dcp, tempfile
-        >>> from robust_dcp.storage.consolidate import consolidate
+        >>> from robust_dcp.storage.consolidation import consolidate
         >>> with tempfile.TemporaryDirectory() as path:
         ...     _ = robust_dcp.save({"weight": torch.ones(4), "step": 1}, checkpoint_id=f"{path}/checkpoint")
         ...     report = consolidate(f"{path}/checkpoint", f"{path}/model")

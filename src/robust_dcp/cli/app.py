@@ -1,0 +1,85 @@
+"""``robust-dcp``: its commands, and what all of them do with errors.
+
+Exit codes: 0, all is well; 1, the command did its work and found a problem, such as a damaged file or a difference; 2,
+it could not do its work; 130, it was stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any, Final, NoReturn
+
+import typer
+
+from robust_dcp.cli import inspect, ls
+from robust_dcp.cli.output import CommandFailed, Output, safe_text
+from robust_dcp.version import __version__
+
+__all__ = ["CANNOT", "app", "main"]
+
+CANNOT: Final = 2
+"""The exit code of a command that could not do its work."""
+
+_STOPPED: Final = 130  # what shells report of a program that SIGINT has ended
+
+app = typer.Typer(
+    name="robust-dcp",
+    help="Look at, check, compare, convert and move PyTorch distributed checkpoints: those of robust_dcp, of stock "
+    "torch.distributed.checkpoint and of Megatron-Core. Nothing in a checkpoint is executed.",
+    epilog="Exit codes: 0 all is well, 1 a problem was found, 2 the command could not do its work.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+for _command in (inspect, ls):
+    _name = _command.__name__.rpartition(".")[2]
+    app.command(_name, epilog="\b\nExamples:\n" + "\n".join(f"  {each}" for each in _command.EXAMPLES))(_command.run)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"robust-dcp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> NoReturn:
+    """Run the command that the process was given, and exit."""
+    try:
+        app(standalone_mode=True)
+    except KeyboardInterrupt:
+        _exit(_STOPPED, "stopped")
+    except BrokenPipeError:  # `robust-dcp inspect … | head`
+        sys.stdout = None  # so that Python does not flush it again
+        os._exit(0)
+    except CommandFailed as error:
+        _exit(CANNOT, str(error))
+    except Exception as error:
+        if not _is_expected(error):
+            raise
+        _exit(CANNOT, getattr(error, "message", None) or str(error))
+    raise SystemExit(0)
+
+
+def _is_expected(error: Exception) -> bool:
+    """Whether the message alone tells the user all that there is to know."""
+    ours = sys.modules.get("robust_dcp.errors")
+    is_ours: Any = ours is not None and isinstance(error, ours.RobustCheckpointError)
+    return bool(is_ours) or isinstance(error, OSError)
+
+
+def _exit(code: int, message: str) -> NoReturn:
+    if Output.as_json:
+        Output.put({"error": message})
+    print(f"robust-dcp: {safe_text(message)}", file=sys.stderr)
+    raise SystemExit(code)
