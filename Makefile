@@ -7,6 +7,7 @@
 #   make test-compat-smoke  the part of test-compat that CI runs, about three minutes
 #   make test-frameworks    the switch under Lightning, Accelerate, transformers, torchtitan, TorchTNT and torchtune;
 #                           FRAMEWORKS=lightning for one of them (torchtitan needs Python 3.11 and takes 1.1 GB of disk)
+#   make test-hooks  saves and loads as TensorBoard, Weights & Biases, MLflow and OpenTelemetry see them
 #   make check   format, lint, types, layers, and that the site of docs/ can be built; changes no file of the sources
 #   make docs    the pictures of docs/ drawn anew, and the site in build/site
 #   make coverage  all tests, and which lines and branches of the package they reach; less than 95 % is an error
@@ -38,7 +39,7 @@ GPU_PYTHON_VERSION ?= 3.12
 BENCHMARKS := $(sort $(wildcard benchmarks/bench_*.py) $(wildcard benchmarks/planning.py benchmarks/loading.py))
 
 .DELETE_ON_ERROR:
-.PHONY: demo test coverage test-compat test-compat-smoke test-frameworks check docs dist format bench torture gpu gpu-wheels clean
+.PHONY: demo test coverage test-compat test-compat-smoke test-frameworks test-hooks check docs dist format bench torture gpu gpu-wheels clean
 
 demo: $(INSTALLED)
 	$(BIN)/python demo/run.py
@@ -76,7 +77,7 @@ ALL_FRAMEWORKS := accelerate lightning torchtitan torchtnt torchtune
 FRAMEWORK_SMOKE := tests/frameworks/test_lightning.py -k "either and fabric-mp"
 RUN_FRAMEWORK = $(call RUN_COMPAT,$(COMPAT)/frameworks/$(1),$(2))
 
-test-compat: test-compat-smoke test-frameworks
+test-compat: test-compat-smoke test-frameworks test-hooks
 	@echo "== megatron-core 0.14.0"
 	$(TRUST_FILES) $(call RUN_COMPAT,$(COMPAT)/megatron-core-0.14.0,$(COMPAT_TESTS) $(MODELS_OF_0_14))
 	@echo "== megatron-core 0.19.2"
@@ -105,6 +106,14 @@ test-framework-%: $(COMPAT)/frameworks/%/.installed
 
 $(ALL_FRAMEWORKS:%=$(COMPAT)/frameworks/%/.installed): $(COMPAT)/frameworks/%/.installed: \
   tests/frameworks/requirements/%.txt | $(INSTALLED)
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps --target $(@D) -r $<
+	@touch $@
+
+test-hooks: $(COMPAT)/hooks/.installed
+	$(call RUN_COMPAT,$(COMPAT)/hooks,tests/hooks)
+
+$(COMPAT)/hooks/.installed: tests/hooks/requirements.txt | $(INSTALLED)
 	rm -rf $(@D)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps --target $(@D) -r $<
 	@touch $@

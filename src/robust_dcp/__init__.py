@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         StructureChanged,
         UnsafeCheckpoint,
     )
+    from robust_dcp.events import Event, on_event
     from robust_dcp.installation import install, uninstall
     from robust_dcp.manager.checkpoints import Checkpoint
     from robust_dcp.manager.manager import CheckpointManager
@@ -38,6 +39,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointManager",
     "CorruptCheckpoint",
+    "Event",
     "ExchangeError",
     "ExchangeTimeout",
     "KeepBest",
@@ -63,6 +65,7 @@ __all__ = [
     "finish_async_saves",
     "install",
     "load",
+    "on_event",
     "save",
     "uninstall",
 ]
@@ -83,6 +86,7 @@ __getattr__, __dir__ = names_from(
             "StructureChanged",
             "UnsafeCheckpoint",
         ),
+        "robust_dcp.events": ("Event", "on_event"),
         "robust_dcp.installation": ("install", "uninstall"),
         "robust_dcp.manager.checkpoints": ("Checkpoint",),
         "robust_dcp.manager.manager": ("CheckpointManager",),

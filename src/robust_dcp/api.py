@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from robust_dcp.comm import Channel, Offer
 from robust_dcp.errors import CorruptCheckpoint, StorageError, entry_point
+from robust_dcp.hooks.progress_bar import watch_in_terminal
 from robust_dcp.plan.load_planner import RobustLoadPlanner
 from robust_dcp.plan.loading.shared_reads import SharedReads
 from robust_dcp.plan.loading.sharing import (
@@ -162,6 +163,7 @@ def load(
     Raises:
         RobustCheckpointError: or one of its subclasses.
     """
+    watch_in_terminal()
     reader = _reader(storage_reader, checkpoint_id)
     planner = RobustLoadPlanner() if planner is None else planner
     checkpoint = checkpoint_name(getattr(reader, "checkpoint_id", None))
@@ -246,13 +248,15 @@ def load(
             return
         load_one_version(is_last_try=True)
 
-    with channel.together(), _held(channel, reader):
-        load_one_version(is_last_try=False)
-        with clock.phase("apply"):
-            channel.barrier(f"load {checkpoint}: apply", apply)
+    with clock.telling_failures():
+        clock.tell("started")
+        with channel.together(), _held(channel, reader):
+            load_one_version(is_last_try=False)
+            with clock.phase("apply"):
+                channel.barrier(f"load {checkpoint}: apply", apply)
     if isinstance(reader, RobustReader):
         LOADED.add(reader.path)
-    return LoadReport(
+    report = LoadReport(
         checkpoint_id=checkpoint,
         rank=channel.rank,
         world_size=channel.size,
@@ -266,6 +270,8 @@ def load(
         unverified_nbytes=getattr(reader, "unverified_nbytes", 0),
         stragglers=channel.stragglers,
     )
+    clock.tell("ended", report=report, seconds=clock.seconds)
+    return report
 
 
 def _held(channel: Channel, reader: StorageReader) -> AbstractContextManager[None]:

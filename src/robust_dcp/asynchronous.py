@@ -191,13 +191,16 @@ def async_save(
                 f"{started.session.checkpoint}: {max_in_flight} async saves are under way already; wait for one of "
                 'them, or pass when_busy="wait"'
             )
-        started.agree(state_dict)
-        staged = _Staged(started, executor, staging_nbytes)
-        del state_dict
-        if staging == "full":
-            staged.copy()
-        staged.waited_seconds.append(started.seconds)
-        future = line.submit(staged.finish)  # if this fails, all ranks hear of it
+        with started.clock.telling_failures():
+            started.clock.is_async = True
+            started.clock.tell("started")
+            started.agree(state_dict)
+            staged = _Staged(started, executor, staging_nbytes)
+            del state_dict
+            if staging == "full":
+                staged.copy()
+            staged.waited_seconds.append(started.seconds)
+            future = line.submit(staged.finish)  # if this fails, all ranks hear of it
     if staging == "lazy":
         return AsyncSave(staged.are_free, future, staged.waited_seconds)
     staged.are_free.result()
@@ -259,7 +262,7 @@ class _Staged:
         """Run the part that the caller does not wait for: the copies, if not made yet, and the rest of the save."""
         is_lazy = not self._is_copied
         try:
-            with self._started.session.channel.together():
+            with self._started.clock.telling_failures(), self._started.session.channel.together():
                 if is_lazy:
                     self.copy()
                 self.write()

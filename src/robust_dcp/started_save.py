@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from robust_dcp.background import SaveLine, line_of
 from robust_dcp.errors import RobustCheckpointError
+from robust_dcp.hooks.progress_bar import watch_in_terminal
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.phases import PhaseClock
 from robust_dcp.plan.save_planner import RobustPlanner, checkpoint_name
@@ -61,6 +62,7 @@ class StartedSave:
         on_commit: Callable[[], object] | None,
     ) -> StartedSave:
         """A save that has not exchanged anything yet. The arguments are those of ``save``."""
+        watch_in_terminal()
         started_seconds = time.perf_counter()
         writer = _robust_writer(storage_writer, checkpoint_id)
         own_planner = _robust_planner(planner)
@@ -87,9 +89,11 @@ class StartedSave:
     @contextmanager
     def in_turn(self) -> Iterator[None]:
         """Wait until the earlier async saves of this group are over, and then run the block."""
-        self.line.wait()
-        with self.session.channel.together():
-            yield
+        with self.clock.telling_failures():
+            self.clock.tell("started")
+            self.line.wait()
+            with self.session.channel.together():
+                yield
 
     def agree(self, state_dict: dict[str, Any]) -> None:
         """Agree with all ranks on the plan.
@@ -139,13 +143,13 @@ class StartedSave:
         channel.barrier(f"{self.session.checkpoint} is committed: on_commit", tell)
 
     def report(self, *, blocked_seconds: float, how: tuple[str, ...] = ()) -> SaveReport:
-        """The report of the save.
+        """The report of the save, which is over.
 
         Args:
             how: remarks on how the data got to the files, in addition to those of the writer.
         """
         session, written, path = self.session, self.session.written, self.writer.path
-        return SaveReport(
+        report = SaveReport(
             checkpoint_id=checkpoint_name(path),
             rank=session.rank,
             world_size=session.channel.size,
@@ -166,6 +170,8 @@ class StartedSave:
             stragglers=session.channel.stragglers,
             _read_metadata=lambda: RobustReader(path).read_metadata(),
         )
+        self.clock.tell("ended", report=report, seconds=self.clock.seconds)
+        return report
 
 
 def _robust_writer(writer: StorageWriter | None, checkpoint_id: CheckpointId | None) -> RobustWriter:

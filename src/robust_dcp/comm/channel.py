@@ -26,6 +26,7 @@ from robust_dcp.comm.registry import link_for, local_link
 from robust_dcp.comm.relay import Relay, move_buckets, refuse_damage
 from robust_dcp.comm.stats import ExchangeStats, PhaseStats
 from robust_dcp.errors import ExchangeError, ExchangeTimeout
+from robust_dcp.events import Event, is_heard, tell
 
 __all__ = ["Channel"]
 
@@ -367,6 +368,11 @@ class Channel:
         """Record that this rank's work has advanced, and how far. Others wait for a rank that does. Any thread may call
         this."""
         self._operation.note_progress(done_nbytes, total_nbytes)
+        if is_heard():
+            progress = Event(
+                *("progress", self.operation, self.rank, self.size), done_nbytes=done_nbytes, total_nbytes=total_nbytes
+            )
+            tell(progress)
 
     def failure_announced(self) -> str | None:
         """The failure that another rank announced for the current or next exchange; ``None`` if there is none.

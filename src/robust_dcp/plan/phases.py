@@ -1,4 +1,4 @@
-"""How long the phases of a save or load took, and what they exchanged, for its report."""
+"""How long the phases of a save or load took, and what they exchanged, for its report. Listeners are told of each."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from robust_dcp.comm import Channel, ExchangeStats
+from robust_dcp.events import Event, EventName, is_heard, tell
 
 __all__ = ["AT_PHASE", "PhaseClock", "PhaseRecord"]
 
@@ -26,17 +28,47 @@ class PhaseRecord:
 
 @dataclass(eq=False)
 class PhaseClock:
-    """The phases of one call on one channel, in order."""
+    """The phases of one call on one channel, in order.
+
+    Attributes:
+        channel: the ranks and the operation.
+        is_async: whether training goes on meanwhile.
+        records: the phases that are over.
+    """
 
     channel: Channel
+    is_async: bool = False
     records: list[PhaseRecord] = field(default_factory=list)
+    _started_seconds: float = field(default_factory=time.perf_counter)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Record the phase that runs in the block. A phase that fails is not recorded."""
         started = time.perf_counter()
         with self.channel.recording() as stats:
+            self.tell("phase_started", phase=name)
             for each in AT_PHASE:
                 each(self.channel, name)
             yield
         self.records.append(PhaseRecord(name, time.perf_counter() - started, stats))
+        self.tell("phase_ended", phase=name, seconds=self.records[-1].seconds)
+
+    @contextmanager
+    def telling_failures(self) -> Iterator[None]:
+        """Tell listeners if the block raises."""
+        try:
+            yield
+        except BaseException as error:
+            self.tell("failed", error=error, seconds=self.seconds)
+            raise
+
+    @property
+    def seconds(self) -> float:
+        """Wall time since the call, in seconds."""
+        return time.perf_counter() - self._started_seconds
+
+    def tell(self, name: EventName, **more: Any) -> None:
+        """Tell listeners what happened in this call."""
+        if is_heard():
+            channel = self.channel
+            tell(Event(name, channel.operation, channel.rank, channel.size, is_async=self.is_async, **more))

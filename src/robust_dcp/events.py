@@ -1,0 +1,136 @@
+"""What saves and loads tell while they run: to a monitoring system, a progress bar, or a log.
+
+    with robust_dcp.on_event(print):
+        robust_dcp.save(state_dict, checkpoint_id="checkpoints/step_1000")
+
+A listener is called on the rank and in the thread that the event happens in. It costs that rank its time, but it cannot
+make a save fail: what it raises is logged once. This module knows no other one, so every layer may tell events.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+__all__ = ["Event", "EventName", "Listening", "is_heard", "on_event", "tell"]
+
+logger = logging.getLogger(__name__)
+
+EventName = Literal["started", "phase_started", "progress", "phase_ended", "ended", "failed"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened in a save or load.
+
+    Attributes:
+        name: ``started``; ``phase_started`` and ``phase_ended`` with ``phase``; ``progress`` with ``done_nbytes``;
+            ``ended`` with ``report``; ``failed`` with ``error``. Each call ends with one of the last two.
+        operation: what the rank does, for example ``"save checkpoints/step_1000"``.
+        rank, world_size: this rank in the group, and the size of the group.
+        phase: as in ``SaveReport.phases`` and ``LoadReport.phases``.
+        seconds: how long the phase, or the whole call, has taken.
+        done_nbytes, total_nbytes: how many bytes this rank has copied, written or read in this phase, and how many
+            there are; ``None`` if it does not know.
+        report: a ``SaveReport`` or ``LoadReport``.
+        error: what the call raises.
+        is_async: whether training goes on meanwhile.
+        at_seconds: when it happened, in seconds since 1970.
+    """
+
+    name: EventName
+    operation: str
+    rank: int
+    world_size: int
+    phase: str | None = None
+    seconds: float | None = None
+    done_nbytes: int | None = None
+    total_nbytes: int | None = None
+    report: Any = None
+    error: BaseException | None = None
+    is_async: bool = False
+    at_seconds: float = field(default_factory=time.time)
+
+    @property
+    def kind(self) -> str:
+        """``"save"`` or ``"load"``."""
+        return self.operation.partition(" ")[0]
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The checkpoint's directory."""
+        return self.operation.partition(" ")[2]
+
+
+Listener = Callable[[Event], object]
+
+_LISTENERS: list[Listener] = []
+_FAILED: Final[set[int]] = set()
+"""Ids of listeners that have raised. Only the first error of each is logged."""
+
+
+class Listening:
+    """A listener that is called until :meth:`stop`, or until the end of a ``with`` block."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        _LISTENERS.append(listener)
+
+    def stop(self) -> None:
+        """Call the listener no more."""
+        if self._listener in _LISTENERS:
+            _LISTENERS.remove(self._listener)
+            _FAILED.discard(id(self._listener))
+
+    def __enter__(self) -> Listening:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def on_event(listener: Listener) -> Listening:
+    """Call ``listener`` with each :class:`Event` of the saves and loads of this process.
+
+    Args:
+        listener: a function of one argument. It is called in the thread that saves or loads, and should be quick.
+
+    Returns:
+        What ends it: ``on_event(listener).stop()``, or ``with on_event(listener): …``.
+
+    Example:
+        >>> import tempfile, torch, robust_dcp
+        >>> names = []
+        >>> with tempfile.TemporaryDirectory() as path, robust_dcp.on_event(lambda event: names.append(event.name)):
+        ...     _ = robust_dcp.save({"weight": torch.ones(4)}, checkpoint_id=path)
+        >>> names[0], names[-1]
+        ('started', 'ended')
+    """
+    return Listening(listener)
+
+
+def is_heard() -> bool:
+    """Whether anybody listens. Code that is called often asks first."""
+    return bool(_LISTENERS)
+
+
+def tell(event: Event) -> None:
+    """Call all listeners."""
+    for listener in tuple(_LISTENERS):
+        _tell_one(listener, event)
+
+
+def _tell_one(listener: Listener, event: Event) -> None:
+    try:
+        listener(event)
+    except Exception:
+        if id(listener) in _FAILED:
+            return
+        _FAILED.add(id(listener))
+        logger.exception(
+            "rank %d: %r raised at the event %r of %r; the %s goes on, and further errors of it are not logged",
+            *(event.rank, listener, event.name, event.operation, event.kind),
+        )

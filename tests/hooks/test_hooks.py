@@ -1,0 +1,108 @@
+"""What a hook makes of the events of a save. Those of other packages: test_monitoring."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import pty
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+import robust_dcp
+from robust_dcp import Event, on_event
+from robust_dcp.hooks import progress_bar
+from robust_dcp.hooks.logs import LoggingHook
+from robust_dcp.hooks.metrics import metrics_of, step_of
+from robust_dcp.hooks.progress_bar import ProgressBar
+
+
+def test_the_log_entry_of_a_save_has_its_numbers_as_fields(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with on_event(LoggingHook(phases=True)), caplog.at_level(logging.DEBUG, logger="robust_dcp.operations"):
+        report = robust_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "step_7")
+    *phases, last = caplog.records
+    fields = vars(last)["robust_dcp"]
+    assert last.levelno == logging.INFO and fields["checkpoint_id"] == str(tmp_path / "step_7")
+    assert fields["nbytes"] == report.nbytes and fields["write_seconds"] == report.phases[1].seconds
+    assert [vars(phase)["robust_dcp"]["phase"] for phase in phases] == ["plan", "write", "commit"]
+
+
+def test_a_failed_save_is_logged_as_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("no directory")
+    with on_event(LoggingHook()), pytest.raises(robust_dcp.StorageError):
+        robust_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "file")
+    (entry,) = (record for record in caplog.records if record.name == "robust_dcp.operations")
+    assert entry.levelno == logging.ERROR and "StorageError" in vars(entry)["robust_dcp"]["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "step"), [("runs/7b/step_1000", 1000), ("iter_0000020/", 20), ("epoch=3-step=40.ckpt", 40), ("last", None)]
+)
+def test_the_step_is_the_last_number_in_the_name(path: str, step: int | None) -> None:
+    assert step_of(Event("ended", f"save {path}", 0, 1)) == step
+
+
+def test_only_the_end_of_a_call_has_metrics() -> None:
+    assert metrics_of(Event("phase_ended", "save x", 0, 1, seconds=1.0)) == {}
+    failed = metrics_of(Event("failed", "load x", 0, 1, seconds=1.0, error=ValueError()))
+    assert failed == {"robust_dcp/load/seconds": 1.0, "robust_dcp/load/failures": 1.0}
+
+
+def drawn(*events: Event, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What a bar that appears at once prints into a terminal."""
+    screen = io.StringIO()
+    monkeypatch.setattr("rich.console.Console", lambda **_: Console(file=screen, force_terminal=True, width=100))
+    bar = ProgressBar(after_seconds=0.0)
+    for event in events:
+        bar(event)
+    return screen.getvalue()
+
+
+def told(name: str, **more: object) -> Event:
+    return Event(name, "save x", 0, 2, **more)  # type: ignore[arg-type]
+
+
+def test_the_bar_shows_the_phase_and_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = told("progress", done_nbytes=1 << 30, total_nbytes=2 << 30)
+    text = drawn(told("started"), told("phase_started", phase="write"), half, told("ended"), monkeypatch=monkeypatch)
+    assert "write" in text and "1.0/2.0 GiB" in text
+
+
+def test_the_bar_of_an_async_save_or_of_another_rank_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = Event("started", "save x", 0, 2, is_async=True)
+    half = Event("progress", "save x", 0, 2, done_nbytes=1, total_nbytes=2)
+    other = [Event("started", "save y", 1, 2), Event("progress", "save y", 1, 2, done_nbytes=1, total_nbytes=2)]
+    assert drawn(begun, half, *other, monkeypatch=monkeypatch) == ""
+
+
+PROGRAM = """
+    import sys
+    from robust_dcp import events
+    from robust_dcp.hooks.progress_bar import watch_in_terminal
+    watch_in_terminal()
+    sys.exit(10 + len(events._LISTENERS))
+"""
+
+
+@pytest.mark.parametrize(("asked", "listeners"), [("1", 1), ("0", 0)])
+def test_a_process_in_a_terminal_shows_bars_unless_told_not_to(asked: str, listeners: int) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ["ROBUST_DCP_PROGRESS"] = asked
+        os.execv(sys.executable, [sys.executable, "-c", textwrap.dedent(PROGRAM)])
+    _, status = os.waitpid(pid, 0)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 10 + listeners
+
+
+def test_without_a_terminal_nothing_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    heard: list[object] = []
+    monkeypatch.setattr(progress_bar, "on_event", heard.append)
+    progress_bar.watch_in_terminal.__wrapped__()
+    assert not heard
