@@ -1,6 +1,7 @@
 """Measures what ``share_unchanged`` saves, and what it costs, on real file systems.
 
-Run it for a table: ``python -m benchmarks.bench_frozen --directory /xfs --directory /btrfs --gib 1 --json frozen.json``.
+Run it for a table: ``python -m benchmarks.bench_frozen --directory /xfs --directory /btrfs --json frozen.json``.
+
 A job saves twice, to two directories. Between the saves a share of the tensors stays as it is (frozen) and the others
 change. Each case runs with the option off and on, in turn. The table says what the second save took: bytes that the
 device wrote and read (from the kernel's counters of that device), CPU time of the process, and wall time. Other writers

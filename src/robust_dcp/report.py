@@ -169,7 +169,6 @@ class LoadReport(_Report):
         return self._lines(
             f"loaded {self.checkpoint_id} (rank {self.rank} of {self.world_size}): {self.items} items, "
             f"{sizes_in_words(self.nbytes)} in {self.seconds:.3f} s"
-            f"{f', {sizes_in_words(self.unchanged_nbytes)} of it unchanged' if self.unchanged_nbytes else ''}"
             f"{f', {sizes_in_words(self.shared_nbytes)} of it by way of other ranks' if self.shared_nbytes else ''}"
             f"{f', {sizes_in_words(self.unverified_nbytes)} not verified' if self.unverified_nbytes else ''}",
             self.stragglers,

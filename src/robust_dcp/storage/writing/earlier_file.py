@@ -125,18 +125,19 @@ def open_earlier_files(
         the n-th file of a rank the same items at the same offsets. If the earlier checkpoint has another structure, its
         checksums do not fit, and that is all.
     """
-    listed: list[str] | None = None
-    found: list[EarlierFile | str] = []
-    for number, name in enumerate(names):
+    listed: list[str] = []
+
+    def find(number: int, name: str) -> EarlierFile | str:
+        path: str | None = os.path.join(directory, name)
         try:
-            path: str | None = os.path.join(directory, name.committed)
-            if not disk.exists(os.path.join(directory, name.committed)):
-                listed = disk.list_directory(directory) if listed is None else listed
-                path = _newest(disk, directory, listed, rank, number, holds_raw_bytes(name.committed), mark)
-            found.append("it has no such file" if path is None else _opened(disk, path))
+            if not disk.exists(os.path.join(directory, name)):
+                listed[:] = listed or disk.list_directory(directory)
+                path = _newest(disk, directory, listed, rank, number, holds_raw_bytes(name), mark)
+            return f"{directory} has no {name}" if path is None else _opened(disk, path)
         except StorageError as error:
-            found.append(error.message)
-    return found
+            return error.message
+
+    return [find(number, name.committed) for number, name in enumerate(names)]
 
 
 def _newest(
@@ -146,9 +147,10 @@ def _newest(
     paths = []
     for name in listed:
         writer = writer_of(name)
-        if writer is not None and (writer.rank, writer.number) == (rank, number) and writer.mark not in ("", mark):
-            if holds_raw_bytes(name) == is_raw and not name.endswith(".part"):
-                paths.append(os.path.join(directory, name))
+        if writer is None or name.endswith(".part") or holds_raw_bytes(name) != is_raw:
+            continue
+        if (writer.rank, writer.number) == (rank, number) and writer.mark not in ("", mark):
+            paths.append(os.path.join(directory, name))
     return max(paths, key=disk.modified_seconds, default=None)
 
 

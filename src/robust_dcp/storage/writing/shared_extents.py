@@ -149,5 +149,5 @@ def cut_parts(parts: Sequence[memoryview], begin: int, end: int) -> list[memoryv
 def _are_equal(one: memoryview, other: memoryview) -> bool:
     # memoryview compares its items one by one. Words are compared at the speed of memory.
     whole = len(one) // 8 * 8
-    words = (np.frombuffer(view, dtype=np.uint64, count=whole // 8) for view in (one, other))
-    return bool(np.array_equal(*words)) and bytes(one[whole:]) == bytes(other[whole:])
+    words, other_words = (np.frombuffer(view, dtype=np.uint64, count=whole // 8) for view in (one, other))
+    return np.array_equal(words, other_words) and bytes(one[whole:]) == bytes(other[whole:])
