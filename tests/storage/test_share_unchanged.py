@@ -271,17 +271,16 @@ def save_and_die(path: str, n_ranges: int) -> None:
     save(state, Path(path), disk=KillingDisk(n_ranges))
 
 
-@pytest.mark.parametrize("n_ranges", [1, 6])
-def test_a_save_that_is_killed_while_it_shares_leaves_the_earlier_checkpoint_whole(n_ranges: int, shm: Path) -> None:
+def test_a_save_that_is_killed_while_it_shares_leaves_the_earlier_checkpoint_whole(shm: Path) -> None:
     state = tensors()
     save(state, shm / "run")
-    (outcome,) = run_ranks(1, save_and_die, str(shm / "run"), n_ranges)
+    (outcome,) = run_ranks(1, save_and_die, str(shm / "run"), 6)
     assert outcome.exitcode == -signal.SIGKILL
     check(shm / "run", state)
     train(state)
     assert save(state, shm / "run", disk=CopyingDisk()).unchanged_nbytes
     check(shm / "run", state)
-    assert sorted(os.listdir(shm / "run")) == sorted({*data_files(shm / "run"), *OTHER_FILES})
+    assert sorted(os.listdir(shm / "run")) == sorted({*(file.name for file in data_files(shm / "run")), *OTHER_FILES})
 
 
 def test_memory_stays_within_its_bound(tmp_path: Path) -> None:
