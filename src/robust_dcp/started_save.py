@@ -167,6 +167,7 @@ class StartedSave:
             files=() if written is None else written.names,
             how=(*(() if written is None else written.how), *how),
             peak_buffer_nbytes=0 if written is None else written.peak_buffer_nbytes,
+            unchanged_nbytes=0 if written is None else written.unchanged_nbytes,
             stragglers=session.channel.stragglers,
             _read_metadata=lambda: RobustReader(path).read_metadata(),
         )

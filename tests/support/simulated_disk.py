@@ -162,6 +162,15 @@ class SimulatedDisk:
         cached.extend(bytes(max(0, nbytes - len(cached))))
         return True
 
+    def share_extents(self, source: OpenFile, target: OpenFile, offset: int, nbytes: int) -> tuple[int, int]:
+        end = offset + nbytes
+        if end > len(self._open[source.fd].cached):
+            raise self._error("share", target.path, errno.EINVAL)
+        cached = self._open[target.fd].cached
+        cached.extend(bytes(max(0, end - len(cached))))
+        cached[offset:end] = self._open[source.fd].cached[offset:end]
+        return offset, end
+
     def truncate(self, file: OpenFile, nbytes: int) -> None:
         self.preallocate(file, nbytes)
         del self._open[file.fd].cached[nbytes:]

@@ -25,6 +25,7 @@ from robust_dcp.manager.removal import finish_removals, remove_checkpoint, sweep
 from robust_dcp.report import LoadReport, SaveReport
 from robust_dcp.storage.files.disk import Disk, PosixDisk
 from robust_dcp.storage.files.paths import METADATA_NAME, directory_path
+from robust_dcp.storage.writer import RobustWriter
 
 __all__ = ["CheckpointManager", "LoadedCheckpoint", "Skipped"]
 
@@ -156,6 +157,7 @@ class CheckpointManager:
             RobustCheckpointError: as :func:`robust_dcp.save` does.
         """
         path, on_commit = self._of_step(step, metrics)
+        self._share_with_latest(options.get("storage_writer"))
         report = save(state_dict, checkpoint_id=path, process_group=self._group, on_commit=on_commit, **options)
         self._tidy_up(report)
         return report
@@ -167,6 +169,7 @@ class CheckpointManager:
         """Save a step while training goes on. The arguments are those of :meth:`save`, and the options and results
         those of :func:`robust_dcp.async_save`."""
         path, on_commit = self._of_step(step, metrics)
+        self._share_with_latest(options.get("storage_writer"))
         saving: Any = async_save(
             state_dict, checkpoint_id=path, process_group=self._group, on_commit=on_commit, **options
         )
@@ -249,6 +252,17 @@ class CheckpointManager:
             move_latest(self._disk, self.root, os.path.basename(path))
 
         return path, note
+
+    def _share_with_latest(self, writer: Any) -> None:
+        """Tell a writer that shares what is unchanged which checkpoint was saved last, maybe by another process."""
+        if isinstance(writer, RobustWriter) and writer.options.share_unchanged:
+            try:
+                latest = self.latest()
+            except StorageError as error:
+                logger.warning("%s: nothing is shared with the latest checkpoint: %s", self.root, error)
+                return
+            if latest is not None:
+                writer.last_path = latest.path
 
     def _tidy_up(self, report: SaveReport) -> None:
         """A save is committed: what goes wrong from here on costs space, and is no failure of it."""

@@ -83,6 +83,7 @@ class RobustWriter(StorageWriter):
 
     Attributes:
         disk: the file system.
+        last_path: the directory of the last checkpoint, for ``share_unchanged``. A save sets it.
         write_files: writes this rank's files. A save may replace it with a function that has another process write
             them.
 
@@ -105,6 +106,8 @@ class RobustWriter(StorageWriter):
         stripe_paths: Sequence[str | os.PathLike[str]] = (),
         checksums: bool = True,
         overwrite: bool = True,
+        share_unchanged: bool = False,
+        previous: str | os.PathLike[str] | None = None,
         disk: Disk | None = None,
     ) -> None:
         super().__init__()
@@ -119,7 +122,10 @@ class RobustWriter(StorageWriter):
             stripe_paths=stripe_paths,
             checksums=checksums,
             overwrite=overwrite,
+            share_unchanged=share_unchanged,
+            previous=previous,
         )
+        self.last_path: str | None = None
         self.layout = layout_named(self.options.layout)
         self.path = directory_path(path)
         self.disk: Disk = disk or PosixDisk()
@@ -227,7 +233,7 @@ class RobustWriter(StorageWriter):
             source,
             placements,
             mark=mark_of(self.save_id),
-            options=self.options,
+            options=replace(self.options, previous=self.options.previous_path or self.last_path),
             check_stop=check_stop,
             known_places=known_places,
             layout=self.layout,
@@ -245,6 +251,7 @@ class RobustWriter(StorageWriter):
         """
         self._checked_at_seconds = time.monotonic()
         self.directory.check_own(self._uncommitted_names)
+        self.last_path = self.path
 
     def publish(self, metadata: MetadataToPublish, *, are_checked: bool) -> None:
         """Commit, on the coordinator.

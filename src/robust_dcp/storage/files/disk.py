@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.alignment import Alignment, alignment_of
+from robust_dcp.storage.files.extents import clone_range
 from robust_dcp.storage.files.mounts import is_of_this_machine
 from robust_dcp.storage.files.page_cache import cached_nbytes
 
@@ -123,6 +124,15 @@ class Disk(Protocol):
     def preallocate(self, file: OpenFile, nbytes: int) -> bool:
         """Reserve space for bytes 0 to ``nbytes``, and set the file's size. Returns ``False`` if the file system cannot
         do that.
+        """
+
+    def share_extents(self, source: OpenFile, target: OpenFile, offset: int, nbytes: int) -> tuple[int, int]:
+        """Let ``target`` share a range of ``source`` on the device, at the same offset in both. No bytes are copied.
+
+        A later write to one of the files, or its removal, does not change the other.
+
+        Returns:
+            The range that they share now: the whole blocks of the file system in the range that was asked for.
         """
 
     def truncate(self, file: OpenFile, nbytes: int) -> None:
@@ -269,6 +279,10 @@ class PosixDisk:
             if code in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
                 return False
             raise storage_error("preallocate", file.path, OSError(code, os.strerror(code)))
+
+    def share_extents(self, source: OpenFile, target: OpenFile, offset: int, nbytes: int) -> tuple[int, int]:
+        shared: tuple[int, int] = _call("share", target.path, clone_range, source.fd, target.fd, offset, nbytes)
+        return shared
 
     def truncate(self, file: OpenFile, nbytes: int) -> None:
         _call("truncate", file.path, os.ftruncate, file.fd, nbytes)

@@ -27,9 +27,10 @@ from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements, slots_of
 from robust_dcp.storage.writing.data_files import DataFile, create_data_files, discard, take_plain_names
 from robust_dcp.storage.writing.item_source import BorrowingSource, ItemSource
 from robust_dcp.storage.writing.paged_file import FileOutput, PagedFile
+from robust_dcp.storage.writing.sharing import Sharing
 from robust_dcp.storage.writing.steps import FileSteps, Step, StepQueue, WriteContext
 from robust_dcp.storage.writing.stripes import stripe_directories
-from robust_dcp.storage.writing.write_options import BLOCKS_PER_THREAD, WriteOptions
+from robust_dcp.storage.writing.write_options import WriteOptions
 from robust_dcp.storage.writing.write_order import write_orders
 
 __all__ = ["WriteFiles", "WrittenFiles", "write_files"]
@@ -46,7 +47,9 @@ class WrittenFiles:
         names: the names of the files after the commit, relative to the directory.
         uncommitted_names: the names of the same files before the commit.
         digest: 16 bytes over the checksums of all items; empty without checksums.
-        nbytes: bytes written, without footers.
+        nbytes: length of the files, without footers.
+        unchanged_nbytes: how many of these bytes were not written, because the files share them with an earlier
+            checkpoint.
         how: ``direct``, or ``buffered`` with the reason; one for each way in which a file was written.
         peak_buffer_nbytes: the most memory that was in use for bytes on their way at any time.
     """
@@ -59,6 +62,7 @@ class WrittenFiles:
     peak_buffer_nbytes: int = 0
     uncommitted_names: tuple[str, ...] = ()
     digest: bytes = b""
+    unchanged_nbytes: int = 0
 
 
 class WriteFiles(Protocol):
@@ -120,18 +124,30 @@ def write_files(
     files = create_data_files(
         disk, directory, rank, placements, layout, mark=mark, direct=direct, stripes=stripes, not_removed=not_removed
     )
+    plain = layout.file_names(rank, placements.head_nbytes, mark, plain=True)
+    sharing = Sharing(disk, options.previous_path or directory) if options.share_unchanged else None
     try:
         page_nbytes = _page_nbytes(files, options)
         threads, block_nbytes = options.fitted(page_nbytes)
         orders = write_orders(placements, source, block_nbytes, page_nbytes, layout)
         workers = _Workers(check_stop, sum(placements.file_nbytes))
-        with POOL.lease(block_nbytes, threads * BLOCKS_PER_THREAD) as lease:
+        with POOL.lease(block_nbytes, threads * options.blocks_per_thread) as lease:
             context = WriteContext(source, slots_of(placements, known_places), workers.stop_if_told, mark)
             borrowed = frozenset(source.borrowed if isinstance(source, BorrowingSource) else ())
             steps = []
-            for file, order, nbytes in zip(files, orders, placements.file_nbytes, strict=True):
-                disk.preallocate(file.file, -(-nbytes // page_nbytes) * page_nbytes)
-                paged = PagedFile(disk, file.file, page_nbytes, workers.wrote, must_be_direct=options.direct is True)
+            if sharing is not None:
+                sharing.begin(rank, [file.file for file in files], plain, mark, lease)
+            for number, (file, order, nbytes) in enumerate(zip(files, orders, placements.file_nbytes, strict=True)):
+                shared = None if sharing is None else sharing.of_file(number)
+                room_nbytes = -(-nbytes // page_nbytes) * page_nbytes
+                if shared is None:
+                    disk.preallocate(file.file, room_nbytes)
+                else:
+                    disk.truncate(file.file, room_nbytes)  # there need not be room for what is shared
+                must_be_direct = options.direct is True
+                paged = PagedFile(
+                    disk, file.file, page_nbytes, workers.wrote, shared=shared, must_be_direct=must_be_direct
+                )
                 output = FileOutput(paged, lease, workers.copies, FileSums() if options.checksums else None)
                 steps.append(FileSteps(file, order, nbytes, output, context, borrowed))
             # Only one thread can write the items of variable size, and the last file may hold them. So it comes first.
@@ -139,22 +155,25 @@ def write_files(
                 workers.run(StepQueue(steps[::-1], only_borrowed=True), threads)
                 source.give_back()
             workers.run(StepQueue(steps[::-1]), threads)
-        plain = layout.file_names(rank, placements.head_nbytes, mark, plain=True)
         are_plain = take_plain_names(disk, directory, files, plain)
         for place in (directory, *stripes):
             disk.fsync_directory(place)
     except BaseException:
         not_removed += discard(disk, files)
         raise
+    finally:
+        if sharing is not None:
+            sharing.close()
     return WrittenFiles(
         are_plain=are_plain,
         variable_places=np.array([place[1:] for place in sorted(context.appended)], dtype=np.int64).reshape(-1, 2),
         names=tuple(file.committed_name for file in files),
         nbytes=sum(file.nbytes for file in files),
-        how=tuple(sorted({_how(file) for file in files})),
+        how=(*sorted({_how(file) for file in files}), *(() if sharing is None else sharing.how)),
         peak_buffer_nbytes=lease.used_nbytes,
         uncommitted_names=tuple(file.name for file in files),
         digest=_digest(files),
+        unchanged_nbytes=0 if sharing is None else sharing.nbytes,
     )
 
 

@@ -14,6 +14,7 @@ from robust_dcp.staging import Block, TensorBytes, memory_at
 from robust_dcp.storage.layouts import Frame
 from robust_dcp.storage.records.block_sums import joined, merged
 from robust_dcp.storage.writing.copy_checked import copy_checked
+from robust_dcp.storage.writing.earlier_file import Range
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors, planned_tensor
 from robust_dcp.storage.writing.paged_file import FileOutput
 from robust_dcp.storage.writing.write_order import LargeRecord
@@ -68,11 +69,11 @@ class PayloadRange:
         straight = self._straight()
         if straight is not None:
             sums = self._output.sums_of(straight, self._begin)
-            self._output.file.write(self._offset, straight)
+            self._output.file.write(self._offset, straight, unchanged=self._likely(sums))
             return sums
         try:
             sums, copied = self._copied()
-            self._output.file.write(self._offset, copied)
+            self._output.file.write(self._offset, copied, unchanged=self._likely(sums))
         finally:
             self.drop()
         return sums
@@ -84,6 +85,10 @@ class PayloadRange:
                 self._wait()  # nobody else may use the block while a device copies into it
             self._output.lease.give_back(self._block)
             self._block = self._wait = None
+
+    def _likely(self, sums: list[int]) -> tuple[Range, ...]:
+        at = self._offset - self._begin
+        return self._output.likely_in_payload(at, self._data.nbytes, self._begin, self._end, sums)
 
     def _straight(self) -> memoryview | None:
         data = self._data

@@ -21,6 +21,8 @@ from robust_dcp.storage.files.alignment import BUFFERED, Alignment
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.layouts.footer import FileSums
 from robust_dcp.storage.records.block_sums import sums_of
+from robust_dcp.storage.writing.earlier_file import Range
+from robust_dcp.storage.writing.shared_extents import SharedExtents, cut_parts
 from robust_dcp.storage.writing.shared_pages import Run, SharedPages
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class PagedFile:
         file: the open file. Its ``alignment`` says whether it uses direct I/O.
         page_nbytes: a multiple of the alignment's ``offset``.
         wrote: called with the number of bytes after each write. What it raises ends the work.
+        shared: where bytes are not written if an earlier file has them.
         must_be_direct: never go back to the page cache: if the file system refuses a direct write, that is an error.
     """
 
@@ -51,12 +54,14 @@ class PagedFile:
         page_nbytes: int,
         wrote: Callable[[int], None] = lambda nbytes: None,
         *,
+        shared: SharedExtents | None = None,
         must_be_direct: bool = False,
     ) -> None:
         self._disk = disk
         self._file = file
         self.page_nbytes = page_nbytes
         self._wrote = wrote
+        self.shared = shared
         self._must_be_direct = must_be_direct
         self._shared_pages = SharedPages(page_nbytes)
         self._switching = threading.Lock()
@@ -70,13 +75,14 @@ class PagedFile:
         """Whether :meth:`write` can write memory from ``address`` on to ``offset`` without a copy."""
         return (address + -offset % self.page_nbytes) % self.alignment.memory == 0
 
-    def write(self, offset: int, *parts: memoryview) -> None:
+    def write(self, offset: int, *parts: memoryview, unchanged: Sequence[Range] = ()) -> None:
         """Write bytes. Whole pages are written at once, straight from where they are. The rest at both ends waits for
         its neighbours.
 
         Args:
             parts: contiguous bytes that follow each other in the file. Each part but the last ends at the end of a page
                 of the file. :meth:`takes` must allow the address of each.
+            unchanged: ranges of the file that are likely to be in the earlier file, ascending.
 
         Raises:
             StorageError: the file system refused.
@@ -92,7 +98,7 @@ class PagedFile:
         first, last = pages[0][:before], pages[-1][len(pages[-1]) - after :]
         pages[0] = pages[0][before:]
         pages[-1] = pages[-1][: len(pages[-1]) - after]
-        self._pwrite([part for part in pages if len(part)], offset + before)
+        self._write_pages([part for part in pages if len(part)], offset + before, unchanged)
         self.put(offset, first)
         self.put(end - after, last)
 
@@ -134,7 +140,26 @@ class PagedFile:
                 buffer.data[:nbytes] = b"".join(some)
                 self._pwrite([buffer[:nbytes].data], offset + first * self.page_nbytes)
 
+    def _write_pages(self, parts: list[memoryview], offset: int, unchanged: Sequence[Range]) -> None:
+        """Write whole pages, except for what the file shares with the earlier file afterwards."""
+        done = start = offset
+        end = start + sum(map(len, parts))
+        if self.shared is not None:
+            for first, last in unchanged:
+                first = max(-(-first // self.page_nbytes) * self.page_nbytes, start)
+                last = min(last // self.page_nbytes * self.page_nbytes, end)
+                if first >= last:
+                    continue
+                first, last = self.shared.share(first, cut_parts(parts, first - start, last - start))
+                if first < last:
+                    self._pwrite(cut_parts(parts, done - start, first - start), done)
+                    self._wrote(last - first)
+                    done = last
+        self._pwrite(cut_parts(parts, done - start, end - start) if done > start else parts, done)
+
     def _pwrite(self, parts: list[memoryview], offset: int) -> None:
+        if not parts:
+            return
         data = parts[0] if len(parts) == 1 else parts
         was_direct = self._file.alignment is not None
         try:
@@ -175,6 +200,11 @@ class FileOutput:
     def sums_of(self, data: memoryview, begin: int = 0) -> list[int]:
         """The CRC-32s of ``data``, as the function of that name computes them; none if checksums are off."""
         return sums_of(data, begin) if self.checksums else []
+
+    def likely_in_payload(self, at: int, nbytes: int, begin: int, end: int, sums: Sequence[int]) -> tuple[Range, ...]:
+        """Where a part of an item's data is likely to be in an earlier file; see ``EarlierFile``."""
+        shared = self.file.shared
+        return () if shared is None else shared.earlier.likely_in_payload(at, nbytes, begin, end, sums)
 
     def note(self, offset: int, nbytes: int, sums: Sequence[int]) -> None:
         """Keep the CRC-32s of the blocks of an item's data. The data lies at ``offset`` in the file."""

@@ -18,6 +18,7 @@ from robust_dcp.storage.layouts.footer import FileSums, footer_of
 from robust_dcp.storage.layouts.places import Slot
 from robust_dcp.storage.writing.append import Appended, append_items
 from robust_dcp.storage.writing.data_files import DataFile
+from robust_dcp.storage.writing.earlier_file import Range
 from robust_dcp.storage.writing.item_source import ItemSource
 from robust_dcp.storage.writing.large_record import large_pieces
 from robust_dcp.storage.writing.pack import Block, Packing
@@ -213,11 +214,15 @@ class _PackedBlock:
         is_small = block.nbytes < SMALL_NBYTES * len(block.places)
         with self._context.packing if is_small else nullcontext():
             sums = packing.pack()
+        unchanged: tuple[Range, ...] = ()
         if self._output.sums is not None:
-            self._output.sums.add(block.offset + block.payload, block.payload_nbytes, sums)
+            at = block.offset + block.payload
+            self._output.sums.add(at, block.payload_nbytes, sums)
+            if file.shared is not None:
+                unchanged = file.shared.earlier.likely_in_block(at, block.payload_nbytes, sums)
         self._context.check_stop()
         file.skip(block.offset - block.gap_before, block.gap_before)
-        file.write(block.offset, *packing.parts())
+        file.write(block.offset, *packing.parts(), unchanged=unchanged)
 
     def drop(self) -> None:
         if self._packing is not None:

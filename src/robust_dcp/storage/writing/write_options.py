@@ -63,6 +63,12 @@ class WriteOptions:
             ``torch.save`` writes it after ``torch.serialization.set_crc32_options(False)``, and a damaged checkpoint
             loads without an error.
         overwrite: whether a committed checkpoint in the directory may be replaced.
+        share_unchanged: whether bytes that ``previous`` holds as well are not written again. The two files then share
+            them on the device, where the file system can do that (XFS, Btrfs, NFS 4.2 and a few more). Each such byte
+            is read back and compared. Where nothing can be shared everything is written, and the report says why.
+            Needs ``checksums``.
+        previous: the checkpoint to share with. The default is the one that the same writer has written before, or that
+            a ``CheckpointManager`` has saved last, or else the one in the directory itself.
 
     Raises:
         ValueError: an option is out of range, or a path is a URL (``scheme://…``).
@@ -86,6 +92,8 @@ class WriteOptions:
     stripe_paths: Sequence[str | os.PathLike[str]] = ()
     checksums: bool = True
     overwrite: bool = True
+    share_unchanged: bool = False
+    previous: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         layout_named(self.layout)
@@ -93,7 +101,9 @@ class WriteOptions:
             value = getattr(self, name)
             if value is not None and value < at_least:
                 raise ValueError(f"{name} must be at least {at_least}, got {value}")
-        self.stripes  # noqa: B018 a URL is refused now, not when the save begins
+        if self.share_unchanged and not self.checksums:
+            raise ValueError("share_unchanged=True needs checksums=True: checksums say which bytes may be unchanged")
+        self.stripes, self.previous_path  # noqa: B018 a URL is refused now, not when the save begins
 
     @property
     def n_files(self) -> int:
@@ -109,13 +119,23 @@ class WriteOptions:
         """``stripe_paths`` as absolute paths."""
         return tuple(map(directory_path, self.stripe_paths))
 
+    @property
+    def previous_path(self) -> str | None:
+        """``previous`` as a string."""
+        return None if self.previous is None else directory_path(self.previous)
+
+    @property
+    def blocks_per_thread(self) -> int:
+        """How many blocks of memory a thread uses at a time. One more takes what is read back."""
+        return BLOCKS_PER_THREAD + self.share_unchanged
+
     def fitted(self, page_nbytes: int) -> tuple[int, int]:
         """(threads, bytes of a block) that together stay within ``buffer_bytes``. Blocks are whole pages."""
         buffer_bytes = default_buffer_bytes() if self.buffer_bytes is None else self.buffer_bytes
         threads = default_threads() if self.threads is None else self.threads
-        threads = min(threads, max(buffer_bytes // (BLOCKS_PER_THREAD * page_nbytes), 1))
+        threads = min(threads, max(buffer_bytes // (self.blocks_per_thread * page_nbytes), 1))
         block_nbytes = BLOCK_NBYTES if self.block_bytes is None else self.block_bytes
-        block_nbytes = min(block_nbytes, buffer_bytes // (BLOCKS_PER_THREAD * threads))
+        block_nbytes = min(block_nbytes, buffer_bytes // (self.blocks_per_thread * threads))
         return threads, max(block_nbytes // page_nbytes, 1) * page_nbytes
 
 
