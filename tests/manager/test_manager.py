@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -359,3 +362,58 @@ def test_errors_of_a_damaged_checkpoint_are_those_of_a_load(tmp_path: Path) -> N
         path.unlink()
     with pytest.raises(CorruptCheckpoint):
         CheckpointManager(tmp_path).load_latest(state(0))
+
+
+class MeetingDisk(PosixDisk):
+    """Lets the renames that begin two removals happen at once."""
+
+    def __init__(self) -> None:
+        self.both = threading.Barrier(2)
+
+    def list_directory(self, path: str) -> list[str]:
+        names = super().list_directory(path)
+        if ".removing." in path:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                self.both.wait(timeout=1)
+        return names
+
+
+def test_two_removals_of_one_checkpoint_do_not_disturb_each_other(tmp_path: Path) -> None:
+    save_steps(str(tmp_path), [1, 2], {})
+    (tmp_path / "step_1").rename(tmp_path / ".robust_dcp.removing.step_1")  # as a removal that was cut off leaves it
+    disk = MeetingDisk()
+    managers = [CheckpointManager(tmp_path, keep_last=1, disk=disk) for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        assert [removing.result() for removing in [threads.submit(each.prune) for each in managers]] == [[], []]
+    assert {path.name for path in tmp_path.iterdir()} == {"step_2", LATEST_NAME}
+
+
+def test_one_manager_may_prune_while_its_async_saves_do(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    for step in range(8):
+        manager.async_save(step, state(step))
+        manager.prune()
+    robust_dcp.finish_async_saves()
+    assert {path.name for path in tmp_path.iterdir()} == {"step_7", LATEST_NAME}
+
+
+class SlowRemoval(PosixDisk):
+    """Removes nothing before somebody waits for the end of all saves."""
+
+    def __init__(self) -> None:
+        self.waited = threading.Event()
+
+    def rename(self, source: str, target: str) -> None:
+        if ".removing." in target:
+            assert self.waited.wait(60)
+        super().rename(source, target)
+
+
+def test_whoever_waits_for_all_saves_waits_for_the_removals_too(tmp_path: Path) -> None:
+    disk = SlowRemoval()
+    manager = CheckpointManager(tmp_path, keep_last=1, disk=disk)
+    manager.save(1, state(1))
+    manager.async_save(2, state(2)).result()
+    assert not robust_dcp.finish_async_saves(timeout_seconds=0.1) and (tmp_path / "step_1").exists()
+    disk.waited.set()
+    assert robust_dcp.finish_async_saves() and not (tmp_path / "step_1").exists()

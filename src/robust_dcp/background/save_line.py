@@ -91,6 +91,7 @@ class SaveLine:
         self._changed = threading.Condition()
         self._under_way: list[SaveFuture[Any]] = []
         self._failed: list[SaveFuture[Any]] = []
+        self._thread = 0
 
     @property
     def n_under_way(self) -> int:
@@ -107,6 +108,18 @@ class SaveLine:
         """
         with self._changed:
             return self._changed.wait_for(lambda: self.n_under_way < below, timeout_seconds)
+
+    def wait_for_callbacks(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until no save is under way, and the callbacks of the last one have run, such as the removal of old
+        checkpoints.
+
+        Returns:
+            Whether that is so. ``False`` means that the time is up.
+        """
+        if self._thread == threading.get_ident():  # a callback waits, which would wait for itself
+            return self.wait(timeout_seconds=timeout_seconds)
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._under_way, timeout_seconds)
 
     def raise_untold(self) -> None:
         """Raise the error of an earlier save, if nobody has asked for its outcome."""
@@ -133,6 +146,7 @@ class SaveLine:
         return future
 
     def _run(self, run: Callable[[], T], future: SaveFuture[T]) -> None:
+        self._thread = threading.get_ident()
         future.set_running_or_notify_cancel()
         try:
             value = run()
@@ -186,7 +200,7 @@ def line_of(ranks: tuple[int, ...]) -> SaveLine:
 
 
 def close_lines(timeout_seconds: float | None = None) -> bool:
-    """Wait for all async saves of this process.
+    """Wait for all async saves of this process, and for the callbacks of their futures.
 
     Returns:
         Whether all are over. ``False`` means that the time is up.
@@ -197,7 +211,7 @@ def close_lines(timeout_seconds: float | None = None) -> bool:
     ends_at = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     lines = _LINES.all()
     are_over = all(
-        line.wait(timeout_seconds=None if ends_at is None else max(0.0, ends_at - time.monotonic())) for line in lines
+        line.wait_for_callbacks(None if ends_at is None else max(0.0, ends_at - time.monotonic())) for line in lines
     )
     for line in lines:
         line.raise_untold()
@@ -208,7 +222,7 @@ def _finish_at_exit() -> None:
     if any(line.n_under_way for line in _LINES.all()):
         logger.warning("this process ends after the async saves that are under way")
     for line in _LINES.all():
-        line.wait()
+        line.wait_for_callbacks()
 
 
 def _end_well_on_sigterm() -> None:

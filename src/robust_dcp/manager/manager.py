@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -123,6 +124,7 @@ class CheckpointManager:
         self._group = process_group
         self._disk: Disk = PosixDisk() if disk is None else disk
         self._provenance: Mapping[str, Any] | None = None
+        self._pruning = threading.Lock()
 
     def path_of(self, step: int) -> str:
         """The directory of a step."""
@@ -274,6 +276,10 @@ class CheckpointManager:
             logger.warning("%s: old checkpoints are not removed: %s", self.root, error, exc_info=error)
 
     def _prune(self) -> list[str]:
+        with self._pruning:  # an async save prunes on a thread of its own
+            return self._prune_alone()
+
+    def _prune_alone(self) -> list[str]:
         finish_removals(self._disk, self.root)
         gone = sweep_crashed_saves(self._disk, self.root)
         if not self.policies:

@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from errno import ENOENT
 from typing import Final
 
 from robust_dcp.errors import StorageError
@@ -142,8 +143,14 @@ def _alone(disk: Disk, path: str) -> Iterator[bool]:
 
 
 def _remove_tree(disk: Disk, path: str) -> None:
-    """Files on other mounts first: their links are what they are found by."""
-    remove_data_files(disk, path, [name for name in disk.list_directory(path) if is_data_file(name)])
+    """Files on other mounts first, because they are found by their links. Another process may do the same meanwhile."""
+    try:
+        names = disk.list_directory(path)
+    except StorageError as error:
+        if error.errno == ENOENT:
+            return
+        raise
+    remove_data_files(disk, path, [name for name in names if is_data_file(name)])
     try:
         shutil.rmtree(path)
     except FileNotFoundError:
