@@ -2,7 +2,7 @@
 
 This module decides which tensor goes into which file. None of the names appears before all files are complete and
 durable. ``model_file`` fills a file. All this happens in one process. Users call it as
-``robust_dcp.storage.consolidation``.
+``robust_dcp.storage.consolidate``.
 """
 
 from __future__ import annotations
