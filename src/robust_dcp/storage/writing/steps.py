@@ -212,6 +212,8 @@ class _PackedBlock:
         # others write.
         is_small = block.nbytes < SMALL_NBYTES * len(block.places)
         with self._context.packing if is_small else nullcontext():
+            # The save may have been given up while this thread waited for its turn.
+            self._context.check_stop()
             sums = packing.pack()
         if self._output.sums is not None:
             self._output.sums.add(block.offset + block.payload, block.payload_nbytes, sums)
