@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import pickle
 import traceback
@@ -12,6 +13,7 @@ import pytest
 from robust_dcp.comm.failures import ErrorMessage, describe, joint_error
 from robust_dcp.comm.wire import decode
 from robust_dcp.errors import (
+    ExchangeTimeout,
     PlanConflict,
     RankFailure,
     RobustCheckpointError,
@@ -235,3 +237,14 @@ def test_what_is_alike_differs_in_numbers_only() -> None:
 def test_ranks_are_listed_in_spans() -> None:
     assert ranks_in_words([3]) == "rank 3"
     assert ranks_in_words([5, 0, 1, 2]) == "ranks 0-2, 5"
+
+
+@pytest.mark.parametrize(
+    ("error", "number"),
+    [(ExchangeTimeout("m"), None), (StorageError("m"), None), (StorageError("m", errno=errno.ENOSPC), errno.ENOSPC)],
+)
+def test_an_os_error_has_the_number_that_it_was_given_and_no_text_of_the_system(
+    error: OSError, number: int | None
+) -> None:
+    assert (error.errno, error.strerror, error.filename) == (number, None, None)
+    assert str(error) == "m"

@@ -99,12 +99,15 @@ class RobustCheckpointError(CheckpointException, RuntimeError):
             raise TypeError(f"{type(self).__name__} has no fields {sorted(unknown)}")
         self.message = message
         self.rank_failures = tuple(failures)
-        for name in self.field_names:
-            setattr(self, name, fields.get(name))
         super().__init__(
             message,
             {f.rank: (RuntimeError(f"{f.type_name}: {f.message}"), traceback.StackSummary()) for f in failures},
         )
+        if isinstance(self, OSError):  # In Python 3.14 that call reaches OSError, which takes the two for its own.
+            for name in ("errno", "strerror"):
+                setattr(self, name, None)
+        for name in self.field_names:
+            setattr(self, name, fields.get(name))
 
     def __str__(self) -> str:
         kinds = alike(self.rank_failures)

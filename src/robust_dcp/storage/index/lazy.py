@@ -54,8 +54,8 @@ def lazy_metadata(index: StoredIndex, decode: Callable[[], Metadata]) -> Metadat
         planner_data=_Paths(source) if index.meta.has_paths else None,
         storage_data=StoredItems(source),
         storage_meta=None if meta is None else _storage_meta(meta),
-        version=index.meta.version,
     )
+    metadata.version = index.meta.version  # torch 2.7 has no such argument
     vars(metadata).update(index.attributes())
     return metadata
 

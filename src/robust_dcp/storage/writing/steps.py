@@ -213,6 +213,8 @@ class _PackedBlock:
         # others write.
         is_small = block.nbytes < SMALL_NBYTES * len(block.places)
         with self._context.packing if is_small else nullcontext():
+            # The save may have been given up while this thread waited for its turn.
+            self._context.check_stop()
             sums = packing.pack()
         unchanged: tuple[Range, ...] = ()
         if self._output.sums is not None:
