@@ -164,6 +164,7 @@ class StartedSave:
             how=(*(() if written is None else written.how), *how),
             peak_buffer_nbytes=0 if written is None else written.peak_buffer_nbytes,
             stragglers=session.channel.stragglers,
+            leads_directory=session.leads_directory,
             _read_metadata=lambda: RobustReader(path).read_metadata(),
         )
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import robust_dcp
+from robust_dcp.testing.file_calls import FileCalls
 from robust_dcp.testing.nodes import become_node
 
 ROWS = 24
@@ -72,3 +73,33 @@ def load(path: str, nodes: str, placing: Sequence[str], step: int, more: int = 0
     report = robust_dcp.load(state, checkpoint_id=f"{path}/ckpt")
     check(state, step, more=more)
     return report.shared_nbytes, report.nbytes
+
+
+def save_killed(
+    path: str, nodes: str, placing: Sequence[str], killed_rank: int, killed_before: int | None
+) -> tuple[int, list[str]]:
+    """Save step 1, and then step 2, in which one rank is killed before one of its calls to the file system.
+
+    Returns the number of calls, and the names of the errors of the second save."""
+    rank = start(path, nodes, placing)
+    robust_dcp.save(sharded(1), checkpoint_id=f"{path}/ckpt")
+    calls = FileCalls(f"{path}/ckpt", killed_before if rank == killed_rank else None)
+    try:
+        robust_dcp.save(sharded(2), checkpoint_id=f"{path}/ckpt", timeout_seconds=20)
+    except robust_dcp.errors.RobustCheckpointError as error:
+        return calls.count, [type(error).__name__]
+    return calls.count, []
+
+
+def load_either(path: str, nodes: str, placing: Sequence[str], next_step: int) -> int:
+    """Load what a killed save has left, then save and load another step. Returns which step was there."""
+    start(path, nodes, placing)
+    state = sharded(1, blank=True)
+    robust_dcp.load(state, checkpoint_id=f"{path}/ckpt")
+    found: int = state["step"]
+    check(state, found)
+    robust_dcp.save(sharded(next_step), checkpoint_id=f"{path}/ckpt")
+    state = sharded(next_step, blank=True)
+    robust_dcp.load(state, checkpoint_id=f"{path}/ckpt")
+    check(state, next_step)
+    return found

@@ -123,12 +123,12 @@ class SaveSession:
     written: WrittenFiles | None = field(default=None, init=False)
     unloadable_objects: dict[str, str] = field(default_factory=dict, init=False)
     digest: str | None = field(default=None, init=False)
+    leads_directory: bool = field(default=False, init=False)
     _digests: bytes | None = field(default=None, init=False)
     _messages: Sequence[WrittenMessage | None] = field(default=(), init=False)
     _are_plain: Sequence[bool] = field(default=(), init=False)
     _written_agreement: Agreement | None = field(default=None, init=False)
     _written_by_all: tuple[WrittenFiles, ...] = field(default=(), init=False)
-    _leads_directory: bool = field(default=False, init=False)
     _are_on_nodes: bool = field(default=False, init=False)
 
     @property
@@ -199,7 +199,7 @@ class SaveSession:
             if self.writer is None or placements is None:
                 raise ValueError("this save was planned for another storage writer")
             if self.channel.size > 1:
-                self._leads_directory = self.writer.join(ranks=self.channel.size)
+                self.leads_directory = self.writer.join(ranks=self.channel.size)
             known_places = self.plan.known_places
             self.written = self.writer.write(self.rank, source(), placements, self.check_stop, known_places)
             self.unloadable.raise_if_forbidden(self.checkpoint)
@@ -212,7 +212,7 @@ class SaveSession:
                 self.plan.phase("write"),
                 write_own,
                 WrittenMessage,
-                offer=lambda _: written_offer(self.written, leads_directory=self._leads_directory),
+                offer=lambda _: written_offer(self.written, leads_directory=self.leads_directory),
             )
             self._are_on_nodes = self.channel.last_agreement.count(LEADS_DIRECTORY) > 0
             if self._are_on_nodes:
@@ -355,7 +355,7 @@ class SaveSession:
                     self.channel,
                     self.plan.phase,
                     writer.directory,
-                    leads_directory=self._leads_directory,
+                    leads_directory=self.leads_directory,
                     check_own=writer.check_own,
                     make_metadata=lambda: self._make_metadata(writer),
                     offer=lambda: digest_offer(self.written),
@@ -368,7 +368,7 @@ class SaveSession:
                     then=lambda: self._publish(writer),
                     offer=lambda: digest_offer(self.written),
                 )
-                self.digest = digest_of(agreement)
+                self.digest = digest_of(self.channel.last_agreement)
             elif self.channel.is_coordinator:  # the writer checks the files of all ranks
                 self._publish(writer)
         except BaseException as error:
@@ -376,13 +376,11 @@ class SaveSession:
             self._clean_up_commit(writer.directory, error)
             raise
         self._keep_plan(confirmed=self.commits_together)
-        if self._leads_directory:
+        if self.channel.is_coordinator or self.leads_directory:
             writer.clean_up()
-        if self.channel.is_coordinator:
-            writer.clean_up()
-            if self.plan.coordinator is not None:
-                sent = [b"" if message is None else message.replicas for message in self._messages]
-                self.differing_replicas = compare_replicas(sent, self.plan.coordinator.tables, self.checkpoint)
+        if self.channel.is_coordinator and self.plan.coordinator is not None:
+            sent = [b"" if message is None else message.replicas for message in self._messages]
+            self.differing_replicas = compare_replicas(sent, self.plan.coordinator.tables, self.checkpoint)
 
     def _clean_up_commit(self, directory: SaveDirectory, error: BaseException) -> None:
         """Clean up as after other failures, but only if the coordinator knows that nothing was committed."""
