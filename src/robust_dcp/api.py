@@ -272,7 +272,7 @@ def load(
                 raise overwritten(checkpoint, error) from error
             logger.warning("%s was overwritten while it was loaded: it is loaded once more (%s)", checkpoint, error)
         else:
-            return
+            return None
         load_one_version(is_last_try=True)
 
     with channel.together(), _held(channel, reader):

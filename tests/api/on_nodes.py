@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import robust_dcp
+from robust_dcp.errors import StorageError
+from robust_dcp.storage.files.disk import OpenFile, PosixDisk
+from robust_dcp.storage.files.paths import JOURNAL_PREFIX
 from robust_dcp.testing.file_calls import FileCalls
 from robust_dcp.testing.nodes import become_node
 
@@ -66,6 +72,12 @@ def save(path: str, nodes: str, placing: Sequence[str], steps: Sequence[int], mo
     return plans
 
 
+def save_many_files(path: str, nodes: str, placing: Sequence[str]) -> None:
+    start(path, nodes, placing)
+    writer = robust_dcp.RobustWriter(f"{path}/ckpt", files_per_rank=40)
+    robust_dcp.save(sharded(1, more=80), storage_writer=writer)
+
+
 def load(path: str, nodes: str, placing: Sequence[str], step: int, more: int = 0) -> tuple[int, int]:
     """Load and compare. Returns the bytes that came from other ranks, and the time that they were counted."""
     start(path, nodes, placing)
@@ -91,6 +103,34 @@ def save_killed(
     return calls.count, []
 
 
+class KillingDisk(PosixDisk):
+    """Kills its process at an instant of the commit."""
+
+    def __init__(self, instant: str) -> None:
+        super().__init__()
+        self.instant = instant
+
+    def rename(self, source: str, target: str) -> None:
+        is_commit = target.endswith("/.metadata")
+        if is_commit and self.instant == "before its commit":
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().rename(source, target)
+        if is_commit and self.instant == "after its commit":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def unlink(self, path: str) -> None:
+        if self.instant == "while it removes the old files":
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().unlink(path)
+
+
+def save_killed_at(path: str, nodes: str, placing: Sequence[str], killed_rank: int, instant: str) -> None:
+    rank = start(path, nodes, placing)
+    robust_dcp.save(sharded(1), checkpoint_id=f"{path}/ckpt")
+    disk = KillingDisk(instant) if rank == killed_rank else PosixDisk()
+    robust_dcp.save(sharded(2), storage_writer=robust_dcp.RobustWriter(f"{path}/ckpt", disk=disk), timeout_seconds=20)
+
+
 def load_either(path: str, nodes: str, placing: Sequence[str], next_step: int) -> int:
     """Load what a killed save has left, then save and load another step. Returns which step was there."""
     start(path, nodes, placing)
@@ -103,3 +143,104 @@ def load_either(path: str, nodes: str, placing: Sequence[str], next_step: int) -
     robust_dcp.load(state, checkpoint_id=f"{path}/ckpt")
     check(state, next_step)
     return found
+
+
+class LateDisk(PosixDisk):
+    """A shared directory in which other machines see new journals late, as an NFS client with an old cache does."""
+
+    def __init__(self, looks: int) -> None:
+        super().__init__()
+        self.looks = looks
+
+    def size(self, path: str) -> int:
+        if JOURNAL_PREFIX in path and self.looks:
+            self.looks -= 1
+            raise StorageError(f"look at {path}", path=path, operation="look at", errno=errno.ENOENT)
+        return super().size(path)
+
+
+def save_late(path: str) -> tuple[bool, int]:
+    """Save into a shared directory that rank 1 sees late. Returns whether it took it for another directory, and how
+    many looks it did not take."""
+    disk = LateDisk(3 if dist.get_rank() else 0)
+    report = robust_dcp.save(sharded(1), storage_writer=robust_dcp.RobustWriter(path, disk=disk))
+    state = sharded(1, blank=True)
+    robust_dcp.load(state, checkpoint_id=path)
+    check(state, 1)
+    return report.leads_directory, disk.looks
+
+
+def save_async(path: str, nodes: str, placing: Sequence[str], kind: str) -> None:
+    start(path, nodes, placing)
+    for step in (1, 2):
+        state = sharded(step)
+        robust_dcp.async_save(state, checkpoint_id=f"{path}/ckpt", executor=kind).result()
+    state = sharded(2, blank=True)
+    robust_dcp.load(state, checkpoint_id=f"{path}/ckpt")
+    check(state, 2)
+
+
+def stock_save(path: str, nodes: str, placing: Sequence[str], planner: str) -> None:
+    start(path, nodes, placing)
+    dcp.save(
+        sharded(1),
+        storage_writer=robust_dcp.RobustWriter(f"{path}/ckpt"),
+        planner=robust_dcp.RobustPlanner() if planner == "ours" else None,
+    )
+
+
+def save_safetensors(path: str, nodes: str, placing: Sequence[str]) -> None:
+    start(path, nodes, placing)
+    state = {name: value for name, value in sharded(1).items() if isinstance(value, torch.Tensor)}
+    robust_dcp.save(state, storage_writer=robust_dcp.RobustWriter(f"{path}/ckpt", layout="safetensors"))
+
+
+def manage(path: str, nodes: str, placing: Sequence[str], is_async: bool) -> list[int]:
+    """Save four steps, and keep the last two. Returns the steps that this rank's node has."""
+    start(path, nodes, placing)
+    manager = robust_dcp.CheckpointManager(f"{path}/run", keep_last=1, keep_best="loss")
+    for step in (1, 2, 3, 4):
+        if is_async:
+            manager.async_save(step, sharded(step), metrics={"loss": abs(step - 2)}).result()
+        else:
+            manager.save(step, sharded(step), metrics={"loss": abs(step - 2)})
+    dist.barrier()
+    return [each.step for each in manager.checkpoints()]
+
+
+def go_on(path: str, nodes: str, placing: Sequence[str]) -> int:
+    start(path, nodes, placing)
+    state = sharded(4, blank=True)
+    loaded = robust_dcp.CheckpointManager(f"{path}/run").load_latest(state)
+    assert loaded is not None
+    check(state, loaded.checkpoint.step)
+    return loaded.checkpoint.step
+
+
+def load_alone(path: str, nodes: str, placing: Sequence[str]) -> None:
+    start(path, nodes, placing)
+    robust_dcp.load(sharded(1, blank=True), checkpoint_id=f"{path}/ckpt")
+
+
+def save_failing(path: str, nodes: str, placing: Sequence[str], operation: str) -> None:
+    """Save step 1 well, and step 2 with a disk that fails on rank 2."""
+    rank = start(path, nodes, placing)
+    robust_dcp.save(sharded(1), checkpoint_id=f"{path}/ckpt")
+    disk = FailingDisk(operation) if rank == 2 else PosixDisk()
+    robust_dcp.save(sharded(2), storage_writer=robust_dcp.RobustWriter(f"{path}/ckpt", disk=disk))
+
+
+class FailingDisk(PosixDisk):
+    def __init__(self, operation: str) -> None:
+        super().__init__()
+        self.operation = operation
+
+    def rename(self, source: str, target: str) -> None:
+        if self.operation == "rename" and target.endswith(".metadata"):
+            raise StorageError("no rename here", path=target, operation="rename", errno=errno.EIO)
+        super().rename(source, target)
+
+    def open_new(self, path: str, *, direct: bool = False) -> OpenFile:
+        if self.operation in path:
+            raise StorageError("no file here", path=path, operation="create", errno=errno.ENOSPC)
+        return super().open_new(path, direct=direct)

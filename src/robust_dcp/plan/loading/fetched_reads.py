@@ -93,9 +93,7 @@ class FetchedReads:
         if read.item.type == LoadItemType.BYTE_IO:
             self._objects[place] = torch.empty(read.nbytes, dtype=torch.uint8)
             self._wanted.append(_Wanted(place, self._objects[place]))
-            boxes.append(
-                FetchBox(read.relative_path, index.fqn, chunk, index.index, (), (), "", read.nbytes, trusted)
-            )
+            boxes.append(FetchBox(read.relative_path, index.fqn, chunk, index.index, (), (), "", read.nbytes, trusted))
             return
         target = target_of(self._planner, read.item, early=True)
         if not target.numel():

@@ -111,7 +111,9 @@ def find_elsewhere(
             return _Verdict(is_elsewhere=False)  # one directory, from which a file is gone
         if lost:
             ranks = [
-                rank for rank, each in enumerate(told or []) if each is not None and not set(lost).isdisjoint(each.names)
+                rank
+                for rank, each in enumerate(told or [])
+                if each is not None and not set(lost).isdisjoint(each.names)
             ]
             raise _lost(reader, lost, ranks, nodes)
         return _Verdict(is_elsewhere=True)

@@ -14,7 +14,7 @@ import msgspec
 
 from robust_dcp.errors import RobustCheckpointError
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import NODES_NAME
+from robust_dcp.storage.files.paths import NODES_NAME, mark_of
 from robust_dcp.storage.files.whole_file import read_whole_file
 
 __all__ = ["NodeOfSave", "read_nodes", "write_nodes"]
@@ -35,7 +35,7 @@ class NodeOfSave(msgspec.Struct, frozen=True):
 
 
 class _Nodes(msgspec.Struct, frozen=True):
-    save_id: str
+    mark: str
     nodes: tuple[NodeOfSave, ...]
 
 
@@ -46,10 +46,10 @@ def write_nodes(disk: Disk, directory: str, save_id: str, nodes: Sequence[NodeOf
         StorageError: a call failed.
     """
     path = os.path.join(directory, NODES_NAME)
-    temporary = f"{path}.{save_id.replace('-', '')[:16]}.tmp"
+    temporary = f"{path}.{mark_of(save_id)}.tmp"
     file = disk.open_new(temporary)
     try:
-        disk.pwrite(file, msgspec.json.encode(_Nodes(save_id, tuple(nodes))), 0)
+        disk.pwrite(file, msgspec.json.encode(_Nodes(mark_of(save_id), tuple(nodes))), 0)
     finally:
         disk.close(file)
     disk.rename(temporary, path)
@@ -62,4 +62,4 @@ def read_nodes(disk: Disk, directory: str, save_id: str) -> tuple[NodeOfSave, ..
         found = None if data is None else msgspec.json.decode(data, type=_Nodes)
     except (RobustCheckpointError, msgspec.MsgspecError, UnicodeDecodeError):
         return ()
-    return found.nodes if found is not None and found.save_id.replace("-", "")[:16] == save_id[:16] else ()
+    return found.nodes if found is not None and found.mark == mark_of(save_id) else ()

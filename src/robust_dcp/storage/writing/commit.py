@@ -97,9 +97,7 @@ def commit_metadata(
             removed, and so are the data files that call 4 has renamed. If it was call 6 or 7, readers may find either
             checkpoint later. Both are complete, so keep the data files of both.
     """
-    prepared = PreparedCommit.prepare(
-        disk, directory, encoded, name=name, renames=renames, token=token, index=index
-    )
+    prepared = PreparedCommit.prepare(disk, directory, encoded, name=name, renames=renames, token=token, index=index)
     return prepared.finish(check)
 
 
