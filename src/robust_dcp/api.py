@@ -267,12 +267,13 @@ def load(
             if not _is_overwritten(channel, reader, checkpoint):
                 if not isinstance(reader, RobustReader):
                     raise
-                return load_from_nodes(reader, error)
+                load_from_nodes(reader, error)
+                return
             if is_last_try:
                 raise overwritten(checkpoint, error) from error
             logger.warning("%s was overwritten while it was loaded: it is loaded once more (%s)", checkpoint, error)
         else:
-            return None
+            return
         load_one_version(is_last_try=True)
 
     with channel.together(), _held(channel, reader):

@@ -65,7 +65,7 @@ def check(state: dict[str, Any], step: int, *, more: int = 0) -> None:
 def save(path: str, nodes: str, placing: Sequence[str], steps: Sequence[int], more: Sequence[int] = ()) -> list[str]:
     """Save each of ``steps`` into the same checkpoint. Returns what became of the plan each time."""
     start(path, nodes, placing)
-    plans = []
+    plans: list[str] = []
     for number, step in enumerate(steps):
         n_more = more[number] if more else 0
         plans.append(robust_dcp.save(sharded(step, more=n_more), checkpoint_id=f"{path}/ckpt").plan)
@@ -170,11 +170,12 @@ def save_late(path: str) -> tuple[bool, int]:
     return report.leads_directory, disk.looks
 
 
-def save_async(path: str, nodes: str, placing: Sequence[str], kind: str) -> None:
+def save_async(path: str, nodes: str, placing: Sequence[str], executor: Any) -> None:
     start(path, nodes, placing)
     for step in (1, 2):
         state = sharded(step)
-        robust_dcp.async_save(state, checkpoint_id=f"{path}/ckpt", executor=kind).result()
+        saving: Any = robust_dcp.async_save(state, checkpoint_id=f"{path}/ckpt", executor=executor)
+        saving.result()
     state = sharded(2, blank=True)
     robust_dcp.load(state, checkpoint_id=f"{path}/ckpt")
     check(state, 2)
@@ -201,7 +202,8 @@ def manage(path: str, nodes: str, placing: Sequence[str], is_async: bool) -> lis
     manager = robust_dcp.CheckpointManager(f"{path}/run", keep_last=1, keep_best="loss")
     for step in (1, 2, 3, 4):
         if is_async:
-            manager.async_save(step, sharded(step), metrics={"loss": abs(step - 2)}).result()
+            saving: Any = manager.async_save(step, sharded(step), metrics={"loss": abs(step - 2)})
+            saving.result()
         else:
             manager.save(step, sharded(step), metrics={"loss": abs(step - 2)})
     dist.barrier()

@@ -12,6 +12,7 @@ files of both are still whole on all nodes. A load may take either.
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -26,6 +27,9 @@ from robust_dcp.storage.writing.save_directory import SaveDirectory
 __all__ = ["commit_on_nodes"]
 
 logger = logging.getLogger(__name__)
+
+_TOLD: dict[str, str] = {}
+"""Below which directory the last such save of this process was. The next one there is no news for people."""
 
 
 class _Place(msgspec.Struct, frozen=True):
@@ -110,7 +114,13 @@ def commit_on_nodes(
     channel.barrier(phase("prepare"), prepare, offer=offer)
     agreement = channel.last_agreement
     if channel.is_coordinator:
-        logger.warning("%s", _words_for(directory.path, places, nodes))
+        parent = os.path.dirname(os.path.abspath(directory.path))
+        logger.log(
+            logging.INFO if parent == _TOLD.get("parent") else logging.WARNING,
+            "%s",
+            _words_for(directory.path, places, nodes),
+        )
+        _TOLD["parent"] = parent
     directory.is_one_of_several(nodes)
     channel.barrier(phase("commit"), lambda: directory.finish(own[0]) if leads else None)
     return agreement
@@ -128,7 +138,7 @@ def _words_for(path: str, places: Sequence[_Place | None], nodes: Sequence[NodeO
     n_directories = sum(place is not None and place.leads for place in places)
     hosts = ", ".join(node.host for node in nodes[:8]) + (", …" if len(nodes) > 8 else "")
     return (
-        f"{path} is another directory on different nodes: the checkpoint lies in {n_directories} directories, on {hosts}, "
-        "and each has only the files of its own ranks. robust_dcp.load with ranks on these nodes finds all of them; "
-        "other readers need them in one directory. If this was not intended, a mount is missing on some nodes"
+        f"{path} is another directory on different nodes: the checkpoint lies in {n_directories} directories, on "
+        f"{hosts}, and each has only the files of its own ranks. robust_dcp.load with ranks on these nodes finds all "
+        "of them; other readers need them in one directory. If this was not intended, a mount is missing on some nodes"
     )

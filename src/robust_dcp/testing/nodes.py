@@ -16,6 +16,7 @@ user namespaces.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import socket
 import subprocess
@@ -55,6 +56,7 @@ def become_node(host: str, path: str | os.PathLike[str], own: str | os.PathLike[
     socket.sethostname(host)
 
 
+@functools.cache
 def can_become_node() -> bool:
     """Whether processes may become nodes here."""
     if sys.platform != "linux":

@@ -1,8 +1,8 @@
 """Reads what lies on other nodes: a rank that sees the file reads it, and passes it to the ranks that do not.
 
 This module turns the items that a rank cannot read into requests, reads what others have requested, and puts what
-arrives into its tensors, window by window. ``fetch_plan`` decides who reads what. ``node_files`` makes an object of this
-class for one load, and ``api.load`` uses it.
+arrives into its tensors, window by window. ``fetch_plan`` decides who reads what. ``node_files`` makes an object of
+this class for one load, and ``api.load`` uses it.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ class _Contents:
             for box in bucket.boxes:
                 if reader.options.trusted and not box.dtype and not box.trusted:
                     raise UnsafeCheckpoint(
-                        f"rank {self._rank} loads with trusted=True, and reads {box.name!r} for ranks that do not; pass "
-                        "the same to RobustReader on all ranks",
+                        f"rank {self._rank} loads with trusted=True, and reads {box.name!r} for ranks that do not; "
+                        "pass the same to RobustReader on all ranks",
                         file=box.file,
                         what=f"{box.name!r}, unchecked",
                     )

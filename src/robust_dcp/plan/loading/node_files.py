@@ -1,7 +1,7 @@
 """Finds out which data files each rank of a load sees, where nodes do not share the directory of the checkpoint.
 
-This module owns the exchanges: who misses which files, who has them, whose ``.metadata`` to take. It is asked only after
-a load has failed, so a load from a shared directory pays nothing for it. ``api.load`` calls it.
+This module owns the exchanges: who misses which files, who has them, whose ``.metadata`` to take. It is asked only
+after a load has failed, so a load from a shared directory pays nothing for it. ``api.load`` calls it.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ def _lost(
     return CorruptCheckpoint(
         f"{reader.path} has its files on several nodes, and {len(lost)} of them are on no node of this load: {files}"
         f"{_more(lost)}. They are wanted by {ranks_in_words(ranks)} and hold parts of {len(keys)} keys: "
-        f"{', '.join(map(repr, keys[:_SHOWN]))}{_more(keys)}. Load with a rank on each node that has files, copy the files "
-        "of all nodes into one directory, or take another checkpoint",
+        f"{', '.join(map(repr, keys[:_SHOWN]))}{_more(keys)}. Load with a rank on each node that has files, copy the "
+        "files of all nodes into one directory, or take another checkpoint",
         file=lost[0],
         item=keys[0] if keys else None,
         expected="the file on a node of this load",

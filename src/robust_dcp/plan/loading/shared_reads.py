@@ -169,4 +169,5 @@ def _side_by_side(parts: Sequence[torch.Tensor], buffer: torch.Tensor) -> Iterat
 
 
 def checksum_of(tensor: torch.Tensor) -> int:
+    """The checksum of a tensor that was sent, for :class:`~robust_dcp.comm.Relay`."""
     return crc32(memoryview(tensor.numpy().data))

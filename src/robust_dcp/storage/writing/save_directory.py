@@ -58,10 +58,10 @@ def not_one_directory(path: str, who: str, what: str) -> StorageError:
         what: the kind of save.
     """
     return StorageError(
-        f"{path} is not one directory for all ranks: {who} does not see what the coordinator has written there, so each "
-        f"node has its own, or one of them lacks a mount. {what} commits on one node only, where the files of the others "
-        "are missing; save to a directory that all ranks see, or with robust_dcp.save and layout='torch', which commit "
-        "on every node",
+        f"{path} is not one directory for all ranks: {who} does not see what the coordinator has written there, so "
+        f"each node has its own, or one of them lacks a mount. {what} commits on one node only, where the files of the "
+        "others are missing; save to a directory that all ranks see, or with robust_dcp.save and layout='torch', which "
+        "commit on every node",
         path=path,
         operation="begin",
     )
@@ -413,6 +413,7 @@ class SaveDirectory:
             superseded.add(INDEX_NAME)  # the index of the checkpoint that was replaced
         if NODES_NAME in self._names and self._rank is None and not self._nodes:
             superseded.add(NODES_NAME)
+        superseded |= {name for name in self._names if name.startswith(f"{NODES_NAME}.")}  # of a save that was killed
         left = []
         for name in sorted(superseded):
             # Check right before the removal: DCP's writer may have made a new file of that name.
