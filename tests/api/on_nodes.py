@@ -19,6 +19,7 @@ import robust_dcp
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import OpenFile, PosixDisk
 from robust_dcp.storage.files.paths import JOURNAL_PREFIX
+from robust_dcp.testing.faults import kill_in
 from robust_dcp.testing.file_calls import FileCalls
 from robust_dcp.testing.nodes import become_node
 
@@ -222,6 +223,12 @@ def go_on(path: str, nodes: str, placing: Sequence[str]) -> int:
 def load_alone(path: str, nodes: str, placing: Sequence[str]) -> None:
     start(path, nodes, placing)
     robust_dcp.load(sharded(1, blank=True), checkpoint_id=f"{path}/ckpt")
+
+
+def load_killed(path: str, nodes: str, placing: Sequence[str]) -> None:
+    start(path, nodes, placing)
+    with kill_in("share", rank=1):
+        robust_dcp.load(sharded(1, blank=True), checkpoint_id=f"{path}/ckpt", timeout_seconds=20)
 
 
 def save_failing(path: str, nodes: str, placing: Sequence[str], operation: str) -> None:

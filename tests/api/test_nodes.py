@@ -62,6 +62,25 @@ def test_repeated_saves_with_changes_leave_one_checkpoint_on_three_nodes(places:
         assert len(marks) == 1  # the files of one save
 
 
+def test_ranks_placed_otherwise_in_the_next_save_leave_no_file_under_the_name_of_a_new_one(
+    places: tuple[str, str],
+) -> None:
+    """Rank 0's plain name is free on the other node, while its old file still lies on the first one."""
+    values(run_ranks(2, on_nodes.save, *places, ("a", "b"), [1], init=False))
+    values(run_ranks(2, on_nodes.save, *places, ("b", "a"), [2], init=False))
+    assert not {name for name in names(places, "a") if name.startswith("__0_")}
+    assert not {name for name in names(places, "b") if name.startswith("__1_")}
+    Path(places[1], "a", "ckpt", "__0_0.distcp").write_bytes(b"a file of another save")
+    values(run_ranks(2, on_nodes.load, *places, ("a", "b"), 2, init=False))
+
+
+def test_a_rank_that_dies_while_it_reads_for_another_node_is_named(places: tuple[str, str]) -> None:
+    values(run_ranks(2, on_nodes.save, *places, ("a", "b"), [1], init=False))
+    outcomes = run_ranks(2, on_nodes.load_killed, *places, ("b", "a"), init=False)
+    (error,) = errors(outcomes, [0])
+    assert outcomes[1].exitcode == -9 and error.fields["missing_ranks"] == [1]
+
+
 def test_more_than_64_files_on_nodes_of_their_own_are_noticed_and_saved(places: tuple[str, str]) -> None:
     values(run_ranks(2, on_nodes.save_many_files, *places, ("a", "b"), init=False))
     assert all(sum(name.endswith(".distcp") for name in names(places, node)) > 32 for node in "ab")
