@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -124,9 +125,14 @@ class FetchedReads:
         Raises:
             RobustCheckpointError: the same on all ranks.
         """
+        # All windows use the same memory, so that it does not depend on when the collector finds that of the last one.
+        room = [0] * share.n_windows
+        for bucket in share.buckets:
+            room[bucket.window] += room_for(bucket.nbytes)
+        memory = torch.empty(max(room, default=0), dtype=torch.uint8)
         for window in range(share.n_windows):
             buckets = [bucket for bucket in share.buckets if bucket.window == window]
-            contents = _Contents(channel.rank, buckets, self._wanted)
+            contents = _Contents(channel.rank, buckets, self._wanted, memory)
 
             def read_window(contents: _Contents = contents) -> None:
                 with self._reader.checking(check_stop):
@@ -145,11 +151,14 @@ class FetchedReads:
 class _Contents:
     """The bytes of the buckets of one window on one rank; see ``comm.relay.RelayContents``."""
 
-    def __init__(self, rank: int, buckets: Sequence[FetchBucket], wanted: Sequence[_Wanted]) -> None:
+    def __init__(
+        self, rank: int, buckets: Sequence[FetchBucket], wanted: Sequence[_Wanted], memory: torch.Tensor
+    ) -> None:
         self._rank = rank
         self._buckets = buckets
         self._wanted = wanted
-        self._read: dict[int, torch.Tensor] = {}
+        begins = [0, *accumulate(room_for(bucket.nbytes) for bucket in buckets)]
+        self._buffers = [memory[begin : begin + bucket.nbytes] for begin, bucket in zip(begins, buckets, strict=False)]
 
     def read(self, reader: RobustReader) -> None:
         """Read the buckets that this rank reads for others."""
@@ -158,7 +167,7 @@ class _Contents:
         for number, bucket in enumerate(self._buckets):
             if bucket.ranks[0] != self._rank:
                 continue
-            buffer = self._read[number] = torch.zeros(bucket.nbytes, dtype=torch.uint8)
+            buffer = self._buffers[number]
             begin = 0
             for box in bucket.boxes:
                 if reader.options.trusted and not box.dtype and not box.trusted:
@@ -176,10 +185,10 @@ class _Contents:
             reader.read_data(LoadPlan(items), _IntoBuffers(targets)).wait()
 
     def outgoing(self, number: int) -> torch.Tensor:
-        return self._read[number]
+        return self._buffers[number]
 
     def incoming(self, number: int) -> torch.Tensor:
-        return torch.empty(self._buckets[number].nbytes, dtype=torch.uint8)
+        return self._buffers[number]
 
     def arrived(self, number: int, received: torch.Tensor) -> None:
         begin = 0
