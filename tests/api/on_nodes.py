@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,9 @@ def manage(path: str, nodes: str, placing: Sequence[str], is_async: bool) -> lis
     for step in (1, 2, 3, 4):
         if is_async:
             saving: Any = manager.async_save(step, sharded(step), metrics={"loss": abs(step - 2)})
-            saving.result()
+            is_tidied_up = threading.Event()  # the manager's own callback comes before this one
+            saving.add_done_callback(lambda _, event=is_tidied_up: event.set())
+            assert is_tidied_up.wait(30) and saving.result().leads_directory == (placing[dist.get_rank()] == "b")
         else:
             manager.save(step, sharded(step), metrics={"loss": abs(step - 2)})
     dist.barrier()
