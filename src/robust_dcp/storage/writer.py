@@ -354,7 +354,7 @@ class RobustWriter(StorageWriter):
         rank = share.rank
         if isinstance(plan.storage_data, _Share) and not self._is_coordinator and not self._alone:
             self.adopt(share.mark)
-            self._refuse_another_directory()
+            self._refuse_another_directory(rank)
         if self._alone and self._rank is not None:
             rank = self._rank
         else:
@@ -371,10 +371,10 @@ class RobustWriter(StorageWriter):
             )
         ]
 
-    def _refuse_another_directory(self) -> None:
+    def _refuse_another_directory(self, rank: int) -> None:
         """Make sure, on a rank that does not commit, that it writes into the coordinator's directory."""
         if self.join(ranks=1):
-            error = not_one_directory(self.path, f"rank {self._rank}", "a save by torch.distributed.checkpoint")
+            error = not_one_directory(self.path, f"rank {rank}", "A save by torch.distributed.checkpoint")
             self.directory.roll_back(error)
             raise error
 
