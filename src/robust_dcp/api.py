@@ -20,9 +20,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from robust_dcp.comm import Channel, Offer
-from robust_dcp.errors import CorruptCheckpoint, StorageError, entry_point
+from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.hooks.progress_bar import watch_in_terminal
 from robust_dcp.plan.load_planner import RobustLoadPlanner
+from robust_dcp.plan.loading.fetched_reads import FetchedReads
+from robust_dcp.plan.loading.node_files import find_elsewhere, ranks_with_metadata
 from robust_dcp.plan.loading.shared_reads import SharedReads
 from robust_dcp.plan.loading.sharing import (
     all_have_plans,
@@ -179,7 +181,7 @@ def load(
     stand_ins: dict[str, StandIn] = {}
     plan = LoadPlan([])
     stored = _StoredMetadata()
-    shared: SharedReads | None = None
+    shared: SharedReads | FetchedReads | None = None
 
     def prepare() -> Offer:
         nonlocal plan
@@ -235,12 +237,40 @@ def load(
             with clock.phase("share"):
                 channel.relay(f"load {checkpoint}: share", shared.relay())
 
+    def load_from_nodes(robust_reader: RobustReader, error: RobustCheckpointError) -> None:
+        """After ``error``: perhaps the nodes do not share the directory, and what is missing here is on another one."""
+        nonlocal shared, stored
+        found_out: list[RobustCheckpointError] = []
+        for source in ranks_with_metadata(channel, checkpoint, robust_reader):
+            shared = None
+            try:
+                with clock.phase("plan"):
+                    stored = _share_metadata(channel.led_by(source), reader, checkpoint, by_index=False)
+                    channel.agree(f"load {checkpoint}: plan by .metadata", prepare)
+                    found = find_elsewhere(channel, checkpoint, robust_reader, plan, planner)
+                if found is None and source == channel.coordinator_rank:
+                    continue  # no file is missing, so the error had another reason
+                shared = None if found is None else found[0]
+                with clock.phase("read"):
+                    channel.barrier(f"load {checkpoint}: read", read)
+                if found is not None:
+                    with clock.phase("share"):
+                        found[0].fetch(channel, f"load {checkpoint}", found[1], check_stop)
+            except (CorruptCheckpoint, StorageError) as another:
+                found_out.append(another)
+            else:
+                return
+        raise found_out[0] if found_out else error
+
     def load_one_version(*, is_last_try: bool) -> None:
         try:
             load_all()
         except (CorruptCheckpoint, StorageError) as error:
             if not _is_overwritten(channel, reader, checkpoint):
-                raise
+                if not isinstance(reader, RobustReader):
+                    raise
+                load_from_nodes(reader, error)
+                return
             if is_last_try:
                 raise overwritten(checkpoint, error) from error
             logger.warning("%s was overwritten while it was loaded: it is loaded once more (%s)", checkpoint, error)

@@ -100,6 +100,8 @@ class SaveReport(_Report):
         peak_buffer_nbytes: the most memory that this rank's data took in buffers at any time.
         stragglers: on the coordinator, the log lines that say which ranks all others waited for, and how far those
             ranks were.
+        leads_directory: whether this rank has committed in a directory of its own node, because the nodes do not share
+            the checkpoint's directory. One rank on each node does; ``False`` for the coordinator.
     """
 
     blocked_seconds: float = 0.0
@@ -115,6 +117,7 @@ class SaveReport(_Report):
     peak_buffer_nbytes: int = 0
     unchanged_nbytes: int = 0
     stragglers: tuple[str, ...] = ()
+    leads_directory: bool = False
     _read_metadata: Callable[[], Metadata] | None = field(default=None, repr=False, compare=False)
 
     @cached_property

@@ -169,6 +169,7 @@ class StartedSave:
             peak_buffer_nbytes=0 if written is None else written.peak_buffer_nbytes,
             unchanged_nbytes=0 if written is None else written.unchanged_nbytes,
             stragglers=session.channel.stragglers,
+            leads_directory=session.leads_directory,
             _read_metadata=lambda: RobustReader(path).read_metadata(),
         )
         self.clock.tell("ended", report=report, seconds=self.clock.seconds)

@@ -125,6 +125,7 @@ class CheckpointManager:
         self._disk: Disk = PosixDisk() if disk is None else disk
         self._provenance: Mapping[str, Any] | None = None
         self._pruning = threading.Lock()
+        self._leads = False
 
     def path_of(self, step: int) -> str:
         """The directory of a step."""
@@ -161,7 +162,7 @@ class CheckpointManager:
         path, on_commit = self._of_step(step, metrics)
         self._share_with_latest(options.get("storage_writer"))
         report = save(state_dict, checkpoint_id=path, process_group=self._group, on_commit=on_commit, **options)
-        self._tidy_up(report)
+        self._tidy_up(report, on_commit)
         return report
 
     @entry_point
@@ -180,7 +181,7 @@ class CheckpointManager:
         def tidy_up(done: Future[Any]) -> None:
             # By the methods of the base class: nobody is told of an error by this.
             if Future.exception(done) is None and (report := Future.result(done)) is not None:
-                self._tidy_up(report)
+                self._tidy_up(report, on_commit)
 
         future.add_done_callback(tidy_up)
         return saving  # type: ignore[no-any-return]
@@ -202,6 +203,9 @@ class CheckpointManager:
         """
         channel = Channel.for_group(self._group, operation=f"look for checkpoints in {self.root}")
         candidates = channel.broadcast("candidates", self._candidates, _Candidates).checkpoints
+        if not candidates and channel.size > 1:  # the coordinator's node may be a new one that has nothing yet
+            of_all = channel.all_gather("candidates of other nodes", self._candidates, _Candidates)
+            candidates = next((each.checkpoints for each in of_all if each.checkpoints), ())
         skipped: list[Skipped] = []
         for checkpoint in candidates:
             try:
@@ -224,9 +228,10 @@ class CheckpointManager:
         """Remove what no policy keeps, and what crashed saves and removals have left. Called after each save.
 
         Returns:
-            On the coordinator the directories that are gone; on other ranks nothing. One that is being loaded stays.
+            On the coordinator the directories that are gone; on other ranks nothing, except on the rank that does this
+            on a node with a root of its own. One that is being loaded stays.
         """
-        return self._prune() if self._is_coordinator() else []
+        return self._prune() if self._is_coordinator() or self._leads else []
 
     def _candidates(self) -> _Candidates:
         checkpoints = self.checkpoints()
@@ -266,12 +271,19 @@ class CheckpointManager:
             if latest is not None:
                 writer.last_path = latest.path
 
-    def _tidy_up(self, report: SaveReport) -> None:
-        """A save is committed: what goes wrong from here on costs space, and is no failure of it."""
-        if report.rank != 0 or not self.policies:
+    def _tidy_up(self, report: SaveReport, note: Callable[[], None]) -> None:
+        """A save is committed: what goes wrong from here on costs space, and is no failure of it.
+
+        If the nodes do not share the root, one rank on each does there what the coordinator does in its own.
+        """
+        self._leads = report.leads_directory
+        if report.rank != 0 and not report.leads_directory:
             return
         try:
-            self._prune()
+            if report.leads_directory:
+                note()
+            if self.policies:
+                self._prune()
         except Exception as error:  # also of a policy: the other ranks go on, and so does this one
             logger.warning("%s: old checkpoints are not removed: %s", self.root, error, exc_info=error)
 

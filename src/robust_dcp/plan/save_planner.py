@@ -79,6 +79,9 @@ class RobustPlanner(DefaultSavePlanner):
         'built'
     """
 
+    needs_one_directory = ""
+    """What kind of save this is, if it cannot be made on nodes that do not share the checkpoint's directory."""
+
     def __init__(
         self,
         flatten_state_dict: bool = True,
@@ -151,6 +154,7 @@ class RobustPlanner(DefaultSavePlanner):
             unloadable=UnloadableObjects(self.on_unloadable_object, self.refused_before()),
             verify_replicas=self.verify_replicas,
             digest_items=self._digests_of,
+            needs_one_directory=self.needs_one_directory,
         )
 
     def refused_before(self) -> Mapping[str, Refusal]:

@@ -26,11 +26,13 @@ from robust_dcp.plan.agreed_plan import AgreedPlan
 from robust_dcp.plan.cache import CoordinatorPlan
 from robust_dcp.plan.clean_up import clean_up, failed_in_step, nothing_is_committed
 from robust_dcp.plan.local import LocalStructure
+from robust_dcp.plan.node_commit import commit_on_nodes
 from robust_dcp.plan.rank_plan import RankPlan
 from robust_dcp.plan.replica_checks import Differing, DigestItems, VerifyReplicas, compare_replicas, digest_columns
 from robust_dcp.plan.stored_plan import plan_sections
 from robust_dcp.plan.unloadable import UnloadableObjects, report_unloadable
 from robust_dcp.plan.written import (
+    LEADS_DIRECTORY,
     WrittenMessage,
     are_named_plainly,
     digest_of,
@@ -44,7 +46,7 @@ from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.writing.commit import MetadataToPublish
 from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
-from robust_dcp.storage.writing.save_directory import SaveDirectory
+from robust_dcp.storage.writing.save_directory import SaveDirectory, not_one_directory
 
 __all__ = ["SaveSession", "SessionWriter"]
 
@@ -72,6 +74,8 @@ class SessionWriter(Protocol):
     def adopt(self, mark: int) -> None: ...
 
     def announce(self, *, ranks: int) -> None: ...
+
+    def join(self, *, ranks: int) -> bool: ...
 
     def write(
         self,
@@ -103,6 +107,8 @@ class SaveSession:
             coordinator does, and stock tells the others.
         verify_replicas: which replicas are compared with those of other ranks.
         digest_items: computes the digests of this rank's items; ``None`` if nothing can be compared.
+        needs_one_directory: what kind of save this is, if it cannot be made on nodes that do not share the directory,
+            for example because one rank writes more files into it.
     """
 
     plan: AgreedPlan
@@ -111,16 +117,19 @@ class SaveSession:
     commits_together: bool = False
     verify_replicas: VerifyReplicas = "off"
     digest_items: DigestItems | None = None
+    needs_one_directory: str = ""
 
     differing_replicas: tuple[Differing, ...] = field(default=(), init=False)
     written: WrittenFiles | None = field(default=None, init=False)
     unloadable_objects: dict[str, str] = field(default_factory=dict, init=False)
     digest: str | None = field(default=None, init=False)
+    leads_directory: bool = field(default=False, init=False)
     _digests: bytes | None = field(default=None, init=False)
     _messages: Sequence[WrittenMessage | None] = field(default=(), init=False)
     _are_plain: Sequence[bool] = field(default=(), init=False)
     _written_agreement: Agreement | None = field(default=None, init=False)
     _written_by_all: tuple[WrittenFiles, ...] = field(default=(), init=False)
+    _are_on_nodes: bool = field(default=False, init=False)
 
     @property
     def channel(self) -> Channel:
@@ -160,9 +169,22 @@ class SaveSession:
             mark = self.plan.agree(begin, leads=leads, mark=0 if self.writer is None else self.writer.mark)
         if self.writer is not None:
             self.writer.adopt(mark)
-            if self.channel.is_coordinator:
-                self.writer.announce(ranks=self.channel.size)
+            self._announce(self.writer)
         return self.plan.rank_plan
+
+    def _announce(self, writer: SessionWriter) -> None:
+        """Let the coordinator announce the save. Rank 0 has done so before it agreed; if another rank is the
+        coordinator, all ranks wait for it, because they look for the announcement before they write."""
+
+        def announce() -> None:
+            if self.channel.is_coordinator:
+                writer.announce(ranks=self.channel.size)
+
+        if self.channel.coordinator_rank == 0:
+            announce()
+            return
+        with self._cleaned_up_after_failure():
+            self.channel.barrier(self.plan.phase("announce"), announce)
 
     def write(self, source: Callable[[], ItemSource]) -> None:
         """Let the writer write this rank's files. Learn whether all ranks have written, and what a load would refuse.
@@ -176,6 +198,8 @@ class SaveSession:
             placements = self.plan.rank_plan.placements
             if self.writer is None or placements is None:
                 raise ValueError("this save was planned for another storage writer")
+            if self.channel.size > 1:
+                self.leads_directory = self.writer.join(ranks=self.channel.size)
             known_places = self.plan.known_places
             self.written = self.writer.write(self.rank, source(), placements, self.check_stop, known_places)
             self.unloadable.raise_if_forbidden(self.checkpoint)
@@ -185,14 +209,30 @@ class SaveSession:
 
         with self._cleaned_up_after_failure():
             messages = self.channel.gather(
-                self.plan.phase("write"), write_own, WrittenMessage, offer=lambda _: written_offer(self.written)
+                self.plan.phase("write"),
+                write_own,
+                WrittenMessage,
+                offer=lambda _: written_offer(self.written, leads_directory=self.leads_directory),
             )
+            self._are_on_nodes = self.channel.last_agreement.count(LEADS_DIRECTORY) > 0
+            if self._are_on_nodes:
+                self._refuse_nodes(self.channel.last_agreement.first_rank(LEADS_DIRECTORY))
         self._messages = messages or []
         if self.channel.is_coordinator:
             told = [(rank, message.unloadable) for rank, message in enumerate(self._messages) if message is not None]
             self.unloadable_objects = report_unloadable(self.checkpoint, told)
         self._written_agreement = self.channel.last_agreement
         self._are_plain = are_named_plainly(self.channel, self.plan.phase("file names"), self.written)
+
+    def _refuse_nodes(self, rank: int | None) -> None:
+        """Raise if this save cannot be made on nodes that do not share its directory."""
+        what = self.needs_one_directory
+        if not self.commits_together:
+            what = "A save by torch.distributed.checkpoint"
+        elif not self.plan.local.layout.may_share_directory:
+            what = f"A save with layout={self.plan.local.layout.name!r}"
+        if what:
+            raise not_one_directory(self.checkpoint, f"rank {rank}", what)
 
     def write_items(self, items: Sequence[WriteItem], resolve: Callable[[WriteItem], Data]) -> None:
         """Do the same as :meth:`write` when stock ``save`` calls the writer's ``write_data``.
@@ -265,7 +305,11 @@ class SaveSession:
         self.channel.stop_if_announced()
 
     def _publish(self, writer: SessionWriter) -> None:
-        """On the coordinator, after :meth:`write`: make this checkpoint's ``.metadata``, and let the writer commit."""
+        """On the coordinator, after :meth:`write`: let the writer commit."""
+        writer.publish(self._make_metadata(writer), are_checked=self.commits_together)
+
+    def _make_metadata(self, writer: SessionWriter) -> MetadataToPublish:
+        """On the coordinator, after :meth:`write`: this checkpoint's ``.metadata`` and index."""
         plan = self.plan.coordinator
         if plan is None or plan.metadata is None or self._written_agreement is None:
             raise ValueError(
@@ -278,8 +322,7 @@ class SaveSession:
             self._written_agreement.signature,
             self.channel.combined_signature,
         )
-        metadata = plan.metadata.encode(self._written_by_all, writer.plain_meta(), self._kept_plan(plan))
-        writer.publish(metadata, are_checked=self.commits_together)
+        return plan.metadata.encode(self._written_by_all, writer.plain_meta(), self._kept_plan(plan))
 
     def _kept_plan(self, plan: CoordinatorPlan) -> Mapping[str, Section]:
         """The part of the index that lets a resumed job reuse this plan."""
@@ -307,7 +350,18 @@ class SaveSession:
         if writer is None:
             raise ValueError("this save was planned for another storage writer")
         try:
-            if self.commits_together:
+            if self._are_on_nodes:
+                agreement = commit_on_nodes(
+                    self.channel,
+                    self.plan.phase,
+                    writer.directory,
+                    leads_directory=self.leads_directory,
+                    check_own=writer.check_own,
+                    make_metadata=lambda: self._make_metadata(writer),
+                    offer=lambda: digest_offer(self.written),
+                )
+                self.digest = digest_of(agreement)
+            elif self.commits_together:
                 self.channel.barrier(
                     self.plan.phase("commit"),
                     writer.check_own,
@@ -322,11 +376,11 @@ class SaveSession:
             self._clean_up_commit(writer.directory, error)
             raise
         self._keep_plan(confirmed=self.commits_together)
-        if self.channel.is_coordinator:
+        if self.channel.is_coordinator or self.leads_directory:
             writer.clean_up()
-            if self.plan.coordinator is not None:
-                sent = [b"" if message is None else message.replicas for message in self._messages]
-                self.differing_replicas = compare_replicas(sent, self.plan.coordinator.tables, self.checkpoint)
+        if self.channel.is_coordinator and self.plan.coordinator is not None:
+            sent = [b"" if message is None else message.replicas for message in self._messages]
+            self.differing_replicas = compare_replicas(sent, self.plan.coordinator.tables, self.checkpoint)
 
     def _clean_up_commit(self, directory: SaveDirectory, error: BaseException) -> None:
         """Clean up as after other failures, but only if the coordinator knows that nothing was committed."""

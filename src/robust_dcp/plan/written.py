@@ -18,6 +18,7 @@ from robust_dcp.errors import ExchangeError
 from robust_dcp.storage.writing.engine import WrittenFiles
 
 __all__ = [
+    "LEADS_DIRECTORY",
     "WrittenMessage",
     "are_named_plainly",
     "digest_of",
@@ -31,6 +32,11 @@ Places = npt.NDArray[np.int64]
 
 HAS_DIGEST = 1
 """Flag of an offer: everything that this rank has written has checksums, and a digest."""
+
+
+LEADS_DIRECTORY = 1
+"""Flag of the offer of :func:`written_offer`: this rank does not see the coordinator's directory, and is the first of
+those that see its own."""
 
 
 class _FileNames(msgspec.Struct, frozen=True):
@@ -55,14 +61,15 @@ class WrittenMessage(msgspec.Struct, frozen=True):
     unloadable: dict[str, str] = {}
 
 
-def written_offer(written: WrittenFiles | None) -> Offer:
+def written_offer(written: WrittenFiles | None, *, leads_directory: bool = False) -> Offer:
     """The offer has a digest of the places of all variable items, and says if file names are marked (1) or plain (2).
 
     So the coordinator notices if it would fill in other places than a rank meant.
     """
     if written is None:
         return Offer()
-    return Offer(signature=_digest(written.variable_places), value=1 + written.are_plain)
+    flags = LEADS_DIRECTORY if leads_directory else 0
+    return Offer(signature=_digest(written.variable_places), value=1 + written.are_plain, flags=flags)
 
 
 def are_named_plainly(channel: Channel, phase: str, written: WrittenFiles | None) -> Sequence[bool]:

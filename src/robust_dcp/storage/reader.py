@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from errno import ENOENT, ENOTDIR
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +28,8 @@ from torch.futures import Future
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.storage.files.being_loaded import needed_for_a_load
 from robust_dcp.storage.files.disk import Disk, PosixDisk
-from robust_dcp.storage.files.paths import directory_path, is_url, mark_of, metadata_name
+from robust_dcp.storage.files.nodes_file import NodeOfSave, read_nodes
+from robust_dcp.storage.files.paths import check_relative_path, directory_path, is_url, mark_of, metadata_name
 from robust_dcp.storage.files.what_is_there import what_is_there
 from robust_dcp.storage.index import (
     DamagedIndex,
@@ -39,9 +41,11 @@ from robust_dcp.storage.index import (
     lazy_metadata,
     stored_items_of,
 )
+from robust_dcp.storage.layouts.marks import is_of_save
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
 from robust_dcp.storage.metadata.shard_metadata import metadata_of_shards, shards_in
 from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, check_metadata, files_are_marked
+from robust_dcp.storage.reading.placed_reads import Read, reads_of
 from robust_dcp.storage.reading.plan_reader import read_items
 from robust_dcp.storage.reading.planned_items import PlannedItems
 from robust_dcp.storage.reading.read_options import BLOCK_NBYTES, ReadOptions
@@ -54,6 +58,8 @@ __all__ = ["RobustReader", "overwritten"]
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_LOOK_THREADS: Final = 8
 
 
 class UnreadMetadata(Metadata):
@@ -352,10 +358,10 @@ class RobustReader(StorageReader):
         if self.node_reads_the_same and options.direct is None:
             options = replace(options, direct=False)
         metadata = self._known_metadata()
-        save_id = getattr(metadata.storage_meta, "save_id", None)
-        mark = mark_of(save_id) if isinstance(save_id, str) and self._files_are_marked() else None
         try:
-            done = read_items(plan.items, planner, metadata, self.path, self._disk, options, self._check_stop, mark)
+            done = read_items(
+                plan.items, planner, metadata, self.path, self._disk, options, self._check_stop, self._mark()
+            )
         except CorruptCheckpoint as error:
             # Our own load does not check it here: there all ranks notice it together, and start over.
             if self._check_stop is _never_stops and self.is_overwritten():
@@ -400,6 +406,53 @@ class RobustReader(StorageReader):
         """The place of each stored item when all are sorted by file and offset: int64 ``[n]``."""
         stored = stored_items_of(self._known_metadata())
         return places_in_files(self._known_metadata()) if stored is None else stored.order_in_files()
+
+    # For nodes that do not share the directory (`plan.loading.node_files`).
+
+    def fit(self) -> bytes:
+        """The digest of the ``.metadata`` that this rank sees; empty if it sees none."""
+        try:
+            return fit_of_file(self._disk, self._metadata_path())
+        except StorageError:
+            return b""
+
+    def places_of(self, plan: LoadPlan) -> list[Read]:
+        """Where each item of ``plan`` lies, in its order."""
+        return reads_of(plan.items, self._known_metadata(), self.path)
+
+    def missing_files(self, files: Iterable[str]) -> list[str]:
+        """Those of the checkpoint's ``files`` that this rank cannot read: they are not there, or of another save.
+
+        A reader that can read some of them from elsewhere overrides this, and reads these in ``read_data``.
+        """
+        mark = self._mark()
+
+        def is_here(name: str) -> bool:
+            path = os.path.join(self.path, check_relative_path(name, file=self.path))
+            try:
+                return self._disk.exists(path) and (mark is None or is_of_save(self._disk, path, mark))
+            except StorageError:
+                return False
+
+        names = sorted(files)
+        with ThreadPoolExecutor(_LOOK_THREADS, thread_name_prefix="robust_dcp-look") as pool:
+            return [name for name, found in zip(names, pool.map(is_here, names), strict=True) if not found]
+
+    def keys_in(self, files: Collection[str]) -> list[str]:
+        """The keys that have a part in one of ``files``."""
+        stored: Mapping[Any, Any] = self._known_metadata().storage_data or {}
+        wanted = set(files)
+        return sorted({index.fqn for index, info in stored.items() if info.relative_path in wanted})
+
+    def nodes(self) -> tuple[NodeOfSave, ...]:
+        """The nodes that wrote the checkpoint, if they do not share its directory and this rank's node knows them."""
+        save_id = getattr(self._known_metadata().storage_meta, "save_id", None)
+        return read_nodes(self._disk, self.path, save_id) if isinstance(save_id, str) else ()
+
+    def _mark(self) -> str | None:
+        """The mark of the save in the data files; ``None`` if they have none."""
+        save_id = getattr(self._known_metadata().storage_meta, "save_id", None)
+        return mark_of(save_id) if isinstance(save_id, str) and self._files_are_marked() else None
 
     def _files_are_marked(self) -> bool:
         """Whether the files have marks, according to the ``.metadata`` that was set up. Another reader may have read

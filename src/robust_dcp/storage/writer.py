@@ -31,7 +31,7 @@ from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, StorageInf
 from robust_dcp.storage.writing.commit import MetadataToPublish
 from robust_dcp.storage.writing.engine import WriteFiles, WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource, Resolve, WriteItemSource
-from robust_dcp.storage.writing.save_directory import SaveDirectory
+from robust_dcp.storage.writing.save_directory import SaveDirectory, not_one_directory
 from robust_dcp.storage.writing.stripes import stripe_directories
 from robust_dcp.storage.writing.write_options import WriteOptions, with_keywords
 
@@ -197,10 +197,27 @@ class RobustWriter(StorageWriter):
         """
         # If each rank commits by itself, no rank judges the files of others, so there is no journal.
         if not self._alone and not self.directory.is_announced:
-            # One more file for items of variable size. In the other layout the number of files depends on the names of
-            # tensors.
-            files = None if self.layout.plans_places else self.files_per_rank + 1
-            self.directory.announce(ranks=ranks, files=files)
+            self.directory.announce(ranks=ranks, files=self._most_files)
+
+    @property
+    def _most_files(self) -> int | None:
+        """How many files a rank may write: one more for items of variable size. In the other layout the number of files
+        depends on the names of tensors."""
+        return None if self.layout.plans_places else self.files_per_rank + 1
+
+    def join(self, *, ranks: int) -> bool:
+        """Called on each rank before it writes: find the announcement of the save in the directory that this rank sees.
+
+        Returns:
+            whether this rank sees another directory than the coordinator, and has announced the save there. It then
+            leads the commit in that directory.
+
+        Raises:
+            StorageError: as :meth:`begin`.
+        """
+        if self._alone or self.directory.is_announced:
+            return False
+        return self.directory.join(ranks=ranks, files=self._most_files, overwrite=self.options.overwrite)
 
     @property
     def directory(self) -> SaveDirectory:
@@ -342,6 +359,9 @@ class RobustWriter(StorageWriter):
             )
         share = plan.storage_data if isinstance(plan.storage_data, _Share) else _Share(0, self.mark)
         rank = share.rank
+        if isinstance(plan.storage_data, _Share) and not self._is_coordinator and not self._alone:
+            self.adopt(share.mark)
+            self._refuse_another_directory(rank)
         if self._alone and self._rank is not None:
             rank = self._rank
         else:
@@ -357,6 +377,13 @@ class RobustWriter(StorageWriter):
                 plan.items, placements.file.tolist(), written.variable_places.tolist(), strict=True
             )
         ]
+
+    def _refuse_another_directory(self, rank: int) -> None:
+        """Make sure, on a rank that does not commit, that it writes into the coordinator's directory."""
+        if self.join(ranks=1):
+            error = not_one_directory(self.path, f"rank {rank}", "A save by torch.distributed.checkpoint")
+            self.directory.roll_back(error)
+            raise error
 
     @entry_point
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -9,6 +9,7 @@ from robust_dcp.testing.disks import FullDisk, GatedDisk, SlowDisk
 from robust_dcp.testing.faults import delay_in, fail_in, kill_in
 from robust_dcp.testing.file_calls import FileCalls
 from robust_dcp.testing.fingerprints import differences
+from robust_dcp.testing.nodes import become_node, can_become_node
 from robust_dcp.testing.ranks import Outcome, RankError, RanksOverran, errors, preload, run_ranks, values
 from robust_dcp.testing.state_dicts import KINDS
 
@@ -21,6 +22,8 @@ __all__ = [
     "RankError",
     "RanksOverran",
     "SlowDisk",
+    "become_node",
+    "can_become_node",
     "cut_short",
     "data_files",
     "delay_in",

@@ -23,7 +23,7 @@ from robust_dcp.storage.reading.sharable_reads import SharableReads
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.objects import ObjectBytes
 
-__all__ = ["SharedReads"]
+__all__ = ["SharedReads", "checksum_of"]
 
 
 class SharedReads:
@@ -83,7 +83,7 @@ class SharedReads:
 
     def relay(self) -> Relay:
         """The argument for ``Channel.relay``, after this rank has read its share."""
-        return Relay(self._buckets, self, _checksum, self._move_on_device)
+        return Relay(self._buckets, self, checksum_of, self._move_on_device)
 
     def load_objects(self, planner: LoadPlanner, directory: str) -> None:
         """Pass the objects that came from other ranks to ``planner``."""
@@ -168,5 +168,6 @@ def _side_by_side(parts: Sequence[torch.Tensor], buffer: torch.Tensor) -> Iterat
         at += nbytes
 
 
-def _checksum(tensor: torch.Tensor) -> int:
+def checksum_of(tensor: torch.Tensor) -> int:
+    """The checksum of a tensor that was sent, for :class:`~robust_dcp.comm.Relay`."""
     return crc32(memoryview(tensor.numpy().data))

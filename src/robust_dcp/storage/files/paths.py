@@ -20,6 +20,7 @@ __all__ = [
     "JOURNAL_PREFIX",
     "LOCK_NAME",
     "METADATA_NAME",
+    "NODES_NAME",
     "SAFETENSORS_SUFFIX",
     "DataFileName",
     "WriterOfFile",
@@ -46,6 +47,9 @@ INDEX_NAME: Final = ".robust_dcp.index"
 """The contents of ``.metadata`` for readers that look up few of its items, and the plan of the save. DCP does not look
 for a file of this name.
 """
+
+NODES_NAME: Final = ".robust_dcp.nodes"
+"""If the nodes of a save do not share its directory, this file says which ranks have written on which node."""
 
 JOURNAL_PREFIX: Final = ".robust_dcp.saving."
 """The mark of a save follows. This file says that the save is running, and which files it may make."""

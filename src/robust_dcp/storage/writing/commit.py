@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from robust_dcp.storage.layouts import FileName
 
-__all__ = ["BEFORE_RENAME", "CHECK", "MetadataToPublish", "commit_metadata"]
+__all__ = ["BEFORE_RENAME", "CHECK", "MetadataToPublish", "PreparedCommit", "commit_metadata"]
 
 logger = logging.getLogger(__name__)
 
@@ -98,34 +98,87 @@ def commit_metadata(
             removed, and so are the data files that call 4 has renamed. If it was call 6 or 7, readers may find either
             checkpoint later. Both are complete, so keep the data files of both.
     """
-    token = token or secrets.token_hex(8)
-    temporary = os.path.join(directory, f"{name}.{token}.tmp")
-    index_path = os.path.join(directory, f"{INDEX_NAME}.{token}.tmp") if index else ""
-    renamed: list[str] = []
-    try:
-        _write(disk, temporary, encoded)
-        if index and not _index_works(lambda: _write(disk, index_path, index)):
-            is_gone_or_told(disk.unlink, index_path)
-            index_path = ""
-        _rename_data(disk, directory, renames, renamed)
+    prepared = PreparedCommit.prepare(disk, directory, encoded, name=name, renames=renames, token=token, index=index)
+    return prepared.finish(check)
+
+
+class PreparedCommit:
+    """A commit that wants nothing but its renames. Make it with :meth:`prepare`, and end it with :meth:`finish`.
+
+    A save on several nodes that do not share the directory prepares the commit on each of them before the first one
+    finishes: see :mod:`robust_dcp.plan.node_commit`.
+    """
+
+    def __init__(self, disk: Disk, directory: str, name: str, token: str) -> None:
+        self._disk = disk
+        self._directory = directory
+        self._name = name
+        self._temporary = os.path.join(directory, f"{name}.{token}.tmp")
+        self._index_path = os.path.join(directory, f"{INDEX_NAME}.{token}.tmp")
+        self._renamed: list[str] = []
+
+    @classmethod
+    def prepare(
+        cls,
+        disk: Disk,
+        directory: str,
+        encoded: Buffer | Sequence[Buffer],
+        *,
+        name: str = METADATA_NAME,
+        renames: Sequence[FileName] = (),
+        token: str | None = None,
+        index: Sequence[Buffer] = (),
+    ) -> PreparedCommit:
+        """Make calls 1 to 5 of :func:`commit_metadata`, which has the arguments and errors."""
+        prepared = cls(disk, directory, name, token or secrets.token_hex(8))
+        try:
+            prepared._write_all(encoded, index, renames)
+        except BaseException:
+            prepared._undo()
+            raise
+        return prepared
+
+    def _write_all(
+        self, encoded: Buffer | Sequence[Buffer], index: Sequence[Buffer], renames: Sequence[FileName]
+    ) -> None:
+        disk = self._disk
+        _write(disk, self._temporary, encoded)
+        if not index:
+            self._index_path = ""
+        elif not _index_works(lambda: _write(disk, self._index_path, index)):
+            is_gone_or_told(disk.unlink, self._index_path)
+            self._index_path = ""
+        _rename_data(disk, self._directory, renames, self._renamed)
         with _as_operation(_FSYNC_NAMES):
-            disk.fsync_directory(directory)
-        with _as_operation(CHECK):
-            check()
-        renamed = []  # from here on they may be a committed checkpoint's
-        has_index = index_path != "" and _index_works(
-            lambda: disk.rename(index_path, os.path.join(directory, INDEX_NAME))
-        )
-        disk.rename(temporary, os.path.join(directory, name))
-    except BaseException:
-        for path in (temporary, index_path, *renamed):
+            disk.fsync_directory(self._directory)
+
+    def finish(self, check: Callable[[], None] = lambda: None) -> bool:
+        """Call ``check``, and then make calls 6 and 7 of :func:`commit_metadata`, which has the errors.
+
+        Returns:
+            whether the checkpoint has an index.
+        """
+        disk, directory = self._disk, self._directory
+        try:
+            with _as_operation(CHECK):
+                check()
+            self._renamed = []  # from here on they may be a committed checkpoint's
+            has_index = self._index_path != "" and _index_works(
+                lambda: disk.rename(self._index_path, os.path.join(directory, INDEX_NAME))
+            )
+            disk.rename(self._temporary, os.path.join(directory, self._name))
+        except BaseException:
+            self._undo()
+            raise
+        disk.fsync_directory(directory)
+        if self._index_path and not has_index:
+            is_gone_or_told(disk.unlink, self._index_path)
+        return has_index
+
+    def _undo(self) -> None:
+        for path in (self._temporary, self._index_path, *self._renamed):
             if path:
-                is_gone_or_told(disk.unlink, path)
-        raise
-    disk.fsync_directory(directory)
-    if index_path and not has_index:
-        is_gone_or_told(disk.unlink, index_path)
-    return has_index
+                is_gone_or_told(self._disk.unlink, path)
 
 
 def _write(disk: Disk, path: str, data: Buffer | Sequence[Buffer]) -> None:

@@ -10,9 +10,11 @@ else. ``leftovers`` and ``save_directory`` call this module while they hold the 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import socket
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -32,7 +34,7 @@ from robust_dcp.storage.files.paths import (
     writer_of,
 )
 
-__all__ = ["Journal", "JournalRecord", "OtherSave", "SaveState", "journals_in"]
+__all__ = ["Journal", "JournalRecord", "OtherSave", "SaveState", "await_announced", "is_announced", "journals_in"]
 
 _NAME: Final = re.compile(re.escape(JOURNAL_PREFIX) + r"[0-9a-f]{16}")
 
@@ -42,6 +44,9 @@ stay.
 """
 
 _MAX_NBYTES: Final = 256 << 20
+
+_WRITTEN_WITHIN_SECONDS: Final = 60.0
+_LOOK_AGAIN_SECONDS: Final = 0.002
 
 
 class JournalRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +93,51 @@ def journals_in(names: Collection[str]) -> list[str]:
     return sorted(name for name in names if _NAME.fullmatch(name))
 
 
+def is_announced(disk: Disk, directory: str, save_id: str) -> bool:
+    """Whether the journal of a save is in ``directory``. If another rank is just writing it, this waits for that.
+
+    Raises:
+        StorageError: it cannot be looked at, or it stays empty.
+    """
+    nbytes = _nbytes_of_journal(disk, directory, save_id)
+    if nbytes == 0:
+        await_announced(disk, directory, save_id)
+    return nbytes is not None
+
+
+def await_announced(disk: Disk, directory: str, save_id: str) -> None:
+    """Wait until the journal of a save, which another rank has created in ``directory``, is written and can be seen.
+
+    Raises:
+        StorageError: it cannot be looked at, or it does not appear.
+    """
+    deadline_seconds = time.monotonic() + _WRITTEN_WITHIN_SECONDS
+    while not _nbytes_of_journal(disk, directory, save_id):
+        if time.monotonic() > deadline_seconds:
+            path = _path_of_journal(directory, save_id)
+            raise StorageError(
+                f"{path} was created by another rank, and is not to be seen or still empty after "
+                f"{_WRITTEN_WITHIN_SECONDS:.0f} seconds: that rank has ended, or the file system shows it too late; "
+                "save again",
+                path=path,
+                operation="begin",
+            )
+        time.sleep(_LOOK_AGAIN_SECONDS)
+
+
+def _nbytes_of_journal(disk: Disk, directory: str, save_id: str) -> int | None:
+    try:
+        return disk.size(_path_of_journal(directory, save_id))
+    except StorageError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return None
+        raise
+
+
+def _path_of_journal(directory: str, save_id: str) -> str:
+    return os.path.join(directory, JOURNAL_PREFIX + mark_of(save_id))
+
+
 class Journal:
     """The journal of a save that this process runs.
 
@@ -98,7 +148,7 @@ class Journal:
 
     def __init__(self, disk: Disk, directory: str, record: JournalRecord) -> None:
         self.record = record
-        self.path = os.path.join(directory, JOURNAL_PREFIX + mark_of(record.save_id))
+        self.path = _path_of_journal(directory, record.save_id)
         self._disk = disk
         self._directory = directory
 

@@ -11,15 +11,17 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.nodes_file import NodeOfSave, write_nodes
 from robust_dcp.storage.files.paths import (
     INDEX_NAME,
     METADATA_NAME,
+    NODES_NAME,
     SAFETENSORS_SUFFIX,
     is_data_file,
     mark_of,
@@ -28,15 +30,15 @@ from robust_dcp.storage.files.paths import (
 )
 from robust_dcp.storage.layouts import Layout
 from robust_dcp.storage.layouts.marks import is_of_save
-from robust_dcp.storage.writing.commit import BEFORE_RENAME, CHECK, MetadataToPublish, commit_metadata
+from robust_dcp.storage.writing.commit import BEFORE_RENAME, CHECK, MetadataToPublish, PreparedCommit
 from robust_dcp.storage.writing.committed import Committed, committed_in, remember
 from robust_dcp.storage.writing.directory_lock import DirectoryLock
 from robust_dcp.storage.writing.engine import WrittenFiles
-from robust_dcp.storage.writing.journal import Journal, journals_in
+from robust_dcp.storage.writing.journal import Journal, await_announced, is_announced, journals_in
 from robust_dcp.storage.writing.leftovers import LeftOvers, find_left_overs, named_by_ranks, tell_what_stays
 from robust_dcp.storage.writing.removal import is_gone, name_left_over, remove_data_files
 
-__all__ = ["SaveDirectory"]
+__all__ = ["SaveDirectory", "not_one_directory"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,23 @@ _CHECK_THREADS: Final = 8
 """Files are checked by this many threads: a call to a network file system takes about 1 ms, and there may be
 thousands.
 """
+
+
+def not_one_directory(path: str, who: str, what: str) -> StorageError:
+    """The error for a save that cannot be made in several directories.
+
+    Args:
+        who: a rank that does not see the coordinator's directory.
+        what: the kind of save.
+    """
+    return StorageError(
+        f"{path} is not one directory for all ranks: {who} does not see what the coordinator has written there, so "
+        f"each node has its own, or one of them lacks a mount. {what} commits on one node only, where the files of the "
+        "others are missing; save to a directory that all ranks see, or with robust_dcp.save and layout='torch', which "
+        "commit on every node",
+        path=path,
+        operation="begin",
+    )
 
 
 class SaveDirectory:
@@ -85,7 +104,9 @@ class SaveDirectory:
         self._has_replaced = False
         self._has_index = False
         self._replaced: Committed | None = None
-        self._committed_files: Collection[str] = ()
+        self._files: Collection[str] = ()
+        self._prepared: PreparedCommit | None = None
+        self._nodes: Sequence[NodeOfSave] = ()
 
     def make(self, path: str) -> None:
         """Make a directory that the save needs. It is removed if the save fails."""
@@ -127,12 +148,51 @@ class SaveDirectory:
         """
         self._lock = DirectoryLock.take(self._disk, self.path, save_id=self.save_id)
         try:
-            self._announce(ranks, files, is_locked=self._lock.is_proof)
+            journal = self._write_journal(ranks, files)
+            self._find_left_overs(journal, is_locked=self._lock.is_proof)
         except BaseException:
             self.release()
             raise
 
-    def _announce(self, ranks: int, files: int | None, *, is_locked: bool) -> None:
+    def join(self, *, ranks: int, files: int | None, overwrite: bool) -> bool:
+        """Find the announcement of this save in the directory. Called on each other rank before it writes.
+
+        If the announcement is not there, this rank and the coordinator have different directories under the same path.
+        Then this rank announces the save in its own. The journal is created with ``O_EXCL``: the server of a network
+        file system decides whether it was there already, whatever this machine has in its caches. So a shared directory
+        is never taken for another one, and of several ranks on a node exactly one announces.
+
+        Args:
+            ranks, files: as for :meth:`announce`.
+            overwrite: as for :meth:`begin`.
+
+        Returns:
+            whether this rank has announced the save. It then leads the commit in this directory.
+
+        Raises:
+            StorageError: as :meth:`begin` and :meth:`announce`.
+        """
+        if is_announced(self._disk, self.path, self.save_id):
+            return False
+        self.begin(overwrite=overwrite)
+        try:
+            journal = self._write_journal(ranks, files)
+        except StorageError as error:
+            if error.errno != errno.EEXIST:
+                raise
+            await_announced(self._disk, self.path, self.save_id)
+            return False
+        try:
+            self._lock = DirectoryLock.take(self._disk, self.path, save_id=self.save_id)
+            self._find_left_overs(journal, is_locked=self._lock.is_proof)
+        except BaseException:
+            self._is_removed(journal.path)
+            self._journal = None
+            self.release()
+            raise
+        return True
+
+    def _write_journal(self, ranks: int, files: int | None) -> Journal:
         self._look()  # another save may have ended since ``begin``
         committed = self._at_begin = self._committed()
         if committed is not None and not committed.are_marked:
@@ -147,13 +207,16 @@ class SaveDirectory:
             replaces=set() if committed is None else committed.files & set(self._names),
             present=self._names,
         )
+        return self._journal
+
+    def _find_left_overs(self, journal: Journal, *, is_locked: bool) -> None:
         if journals_in(self._names):
             self._found = find_left_overs(
                 self._disk,
                 self.path,
                 self._names,
-                committed,
-                now_seconds=self._disk.modified_seconds(self._journal.path),
+                self._at_begin,
+                now_seconds=self._disk.modified_seconds(journal.path),
                 is_locked=is_locked,
             )
         if not self._layout.may_share_directory:
@@ -242,6 +305,18 @@ class SaveDirectory:
         Raises:
             StorageError: a call failed. :attr:`may_be_committed` says whether the commit may have happened.
         """
+        self.prepare(metadata, metadata.files)
+        self.finish(metadata, is_checked=is_checked)
+
+    def prepare(self, metadata: MetadataToPublish, files: Collection[str]) -> None:
+        """Make everything durable that the commit needs. Readers still see the earlier checkpoint.
+
+        Args:
+            files: those data files of the checkpoint that lie in this directory.
+
+        Raises:
+            StorageError: a call failed. Nothing is committed.
+        """
         if self._journal is not None and not self._disk.exists(self._journal.path):
             raise StorageError(
                 f"{self._journal.path} is gone: another save took this one for one that is over, and may have removed "
@@ -249,22 +324,14 @@ class SaveDirectory:
                 path=self._journal.path,
                 operation="commit",
             )
-        self._own |= {*metadata.files, *(name.written for name in metadata.renames)}
-        replaced = self._at_begin
-
-        def check() -> None:
-            if self._committed() != replaced:
-                path = self._path_of(self._metadata_name)
-                raise self._interfered(f"{path} is not the one that was there at the beginning")
-            if not is_checked():
-                self.check_own(metadata.files)
-
+        self._files = files
+        self._own |= {*files, *(name.written for name in metadata.renames)}
         if (
             not self._layout.may_share_directory
         ):  # readers would take files of a killed save as part of the new checkpoint
             self._remove(self._found.files)
-        try:
-            self._has_index = commit_metadata(
+        with self._noting_what_is_committed():
+            self._prepared = PreparedCommit.prepare(
                 self._disk,
                 self.path,
                 metadata.fragments,
@@ -272,22 +339,62 @@ class SaveDirectory:
                 renames=metadata.renames,
                 token=mark_of(self.save_id),
                 index=metadata.index,
-                check=check,
             )
-        except BaseException as error:
-            self.may_be_committed = not (isinstance(error, StorageError) and error.operation in BEFORE_RENAME)
-            raise
+
+    def finish(self, metadata: MetadataToPublish, *, is_checked: Callable[[], bool] = lambda: False) -> None:
+        """Commit what :meth:`prepare` has prepared. The arguments and errors are those of :meth:`publish`."""
+        if self._prepared is None:
+            raise ValueError("a commit is prepared before it is finished")
+        replaced = self._at_begin
+
+        def check() -> None:
+            if self._committed() != replaced:
+                path = self._path_of(self._metadata_name)
+                raise self._interfered(f"{path} is not the one that was there at the beginning")
+            if not is_checked():
+                self.check_own(self._files)
+
+        with self._noting_what_is_committed():
+            self._has_index = self._prepared.finish(check)
         self.may_be_committed = True
         self._has_replaced = replaced is not None
         remember(self._path_of(self._metadata_name), metadata.fragments, metadata.files, self.save_id)
-        self._replaced, self._committed_files = replaced, metadata.files
+        self._replaced = replaced
+
+    @contextlib.contextmanager
+    def _noting_what_is_committed(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            is_before = isinstance(error, StorageError) and error.operation in BEFORE_RENAME
+            self.may_be_committed = self.may_be_committed or not is_before
+            raise
+
+    def is_one_of_several(self, nodes: Sequence[NodeOfSave]) -> None:
+        """Note that nodes commit this save together, each in a directory of its own. Called before the first commits.
+
+        From then on no node alone can tell whether the save is committed: another one may have committed it.
+        """
+        self.may_be_committed = True
+        self._nodes = nodes
+
+    def files_here(self, files: Collection[str]) -> frozenset[str]:
+        """Those of ``files`` that lie in this directory and were written by this save.
+
+        Raises:
+            StorageError: one of them cannot be read.
+        """
+        names = set(self._disk.list_directory(self.path)) & set(files)
+        return frozenset(name for name in names if is_of_save(self._disk, self._path_of(name), mark_of(self.save_id)))
 
     def tidy_up(self) -> None:
         """After the commit, remove the files that it replaces, and the journal. A file that cannot be removed stays,
         and is logged.
         """
         try:
-            self._tidy_up(self._replaced, self._committed_files)
+            if self._nodes:
+                write_nodes(self._disk, self.path, self.save_id, self._nodes)
+            self._tidy_up(self._replaced, self._files)
         except Exception as error:  # the checkpoint is committed, so the save has succeeded
             logger.warning("%s is committed, but not tidied up: %s", self.path, error)
             self.release()
@@ -304,6 +411,9 @@ class SaveDirectory:
         superseded = superseded.difference(of_ranks or (), files)
         if INDEX_NAME in self._names and self._rank is None and not self._has_index:
             superseded.add(INDEX_NAME)  # the index of the checkpoint that was replaced
+        if NODES_NAME in self._names and self._rank is None and not self._nodes:
+            superseded.add(NODES_NAME)
+        superseded |= {name for name in self._names if name.startswith(f"{NODES_NAME}.")}  # of a save that was killed
         left = []
         for name in sorted(superseded):
             # Check right before the removal: DCP's writer may have made a new file of that name.
@@ -418,7 +528,7 @@ class SaveDirectory:
         Raises:
             StorageError: ``.metadata`` cannot be removed.
         """
-        if not self.may_be_committed or self._has_replaced or self._journal is None:
+        if not self.may_be_committed or self._has_replaced or self._nodes or self._journal is None:
             return not self.may_be_committed
         with contextlib.suppress(
             StorageError

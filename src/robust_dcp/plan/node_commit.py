@@ -1,0 +1,144 @@
+"""Commits a save on several nodes that do not share its directory: each has its own files under the same path.
+
+This module owns the exchanges of such a commit. One rank leads in each directory: in the coordinator's it is the
+coordinator, in each other one the rank that has announced the save there. ``session`` calls it.
+
+Take two nodes. Both make the index and ``.metadata`` durable under other names; that is the first exchange. Only then
+both rename them; that is the second one. Only then both remove the files of the checkpoint that was there before. So if
+the job is killed between the two renames, one node has the new checkpoint and the other one the old one, but the data
+files of both are still whole on all nodes. A load may take either.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from robust_dcp.comm import Agreement, Channel, Offer
+from robust_dcp.storage.files.nodes_file import NodeOfSave
+from robust_dcp.storage.writing.commit import MetadataToPublish
+from robust_dcp.storage.writing.save_directory import SaveDirectory
+
+__all__ = ["commit_on_nodes"]
+
+logger = logging.getLogger(__name__)
+
+_TOLD: dict[str, str] = {}
+"""Below which directory the last such save of this process was. The next one there is no news for people."""
+
+
+class _Place(msgspec.Struct, frozen=True):
+    """Where a rank has written.
+
+    Attributes:
+        host: the name of its machine.
+        leads: whether it leads in its directory.
+    """
+
+    host: str
+    leads: bool
+
+
+class _ForDirectory(msgspec.Struct, frozen=True):
+    """What the coordinator sends to the rank that leads in another directory.
+
+    Attributes:
+        metadata, index: the bytes of the files.
+        files: the data files that ``metadata`` names.
+        nodes: all nodes of the save.
+    """
+
+    metadata: bytes
+    index: bytes
+    files: tuple[str, ...]
+    nodes: tuple[NodeOfSave, ...]
+
+
+def commit_on_nodes(
+    channel: Channel,
+    phase: Callable[[str], str],
+    directory: SaveDirectory,
+    *,
+    leads_directory: bool,
+    check_own: Callable[[], None],
+    make_metadata: Callable[[], MetadataToPublish],
+    offer: Callable[[], Offer],
+) -> Agreement:
+    """Commit on all nodes. Afterwards the ranks that lead call ``SaveDirectory.tidy_up``.
+
+    Args:
+        phase: makes the name of an exchange.
+        directory: this rank's directory.
+        leads_directory: whether this rank leads in another directory than the coordinator's.
+        check_own: makes sure that the files of this rank are as it wrote them.
+        make_metadata: makes the metadata; called on the coordinator.
+        offer: makes this rank's part of the agreement, after ``check_own``.
+
+    Returns:
+        The combined offers of all ranks.
+
+    Raises:
+        RobustCheckpointError: the same on all ranks. If ``directory.may_be_committed``, some node may have committed.
+    """
+    leads = leads_directory or channel.is_coordinator
+    places = channel.gather(phase("places"), lambda: _Place(socket.gethostname(), leads), _Place) or []
+    own: list[MetadataToPublish] = []
+    nodes: list[NodeOfSave] = []
+
+    def for_directories() -> list[_ForDirectory | None]:
+        own.append(make_metadata())
+        nodes.extend(_nodes_of(places))
+        message = _ForDirectory(
+            b"".join(own[0].fragments), b"".join(own[0].index), tuple(sorted(own[0].files)), tuple(nodes)
+        )
+        return [
+            message if place is not None and place.leads and rank != channel.rank else None
+            for rank, place in enumerate(places)
+        ]
+
+    told = channel.scatter(phase("metadata of nodes"), for_directories, _ForDirectory)
+    if told is not None and not own:
+        own.append(MetadataToPublish((told.metadata,), told.files, index=(told.index,) if told.index else ()))
+        nodes.extend(told.nodes)
+
+    def prepare() -> None:
+        check_own()
+        if leads:
+            directory.prepare(own[0], directory.files_here(own[0].files))
+
+    channel.barrier(phase("prepare"), prepare, offer=offer)
+    agreement = channel.last_agreement
+    if channel.is_coordinator:
+        parent = os.path.dirname(os.path.abspath(directory.path))
+        logger.log(
+            logging.INFO if parent == _TOLD.get("parent") else logging.WARNING,
+            "%s",
+            _words_for(directory.path, places, nodes),
+        )
+        _TOLD["parent"] = parent
+    directory.is_one_of_several(nodes)
+    channel.barrier(phase("commit"), lambda: directory.finish(own[0]) if leads else None)
+    return agreement
+
+
+def _nodes_of(places: Sequence[_Place | None]) -> list[NodeOfSave]:
+    ranks = defaultdict(list)
+    for rank, place in enumerate(places):
+        if place is not None:
+            ranks[place.host].append(rank)
+    return [NodeOfSave(host, tuple(each)) for host, each in ranks.items()]
+
+
+def _words_for(path: str, places: Sequence[_Place | None], nodes: Sequence[NodeOfSave]) -> str:
+    n_directories = sum(place is not None and place.leads for place in places)
+    hosts = ", ".join(node.host for node in nodes[:8]) + (", …" if len(nodes) > 8 else "")
+    return (
+        f"{path} is another directory on different nodes: the checkpoint lies in {n_directories} directories, on "
+        f"{hosts}, and each has only the files of its own ranks. robust_dcp.load with ranks on these nodes finds all "
+        "of them; other readers need them in one directory. If this was not intended, a mount is missing on some nodes"
+    )
