@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from opentelemetry import metrics, trace
-from opentelemetry.context import Context
-from opentelemetry.trace import Span, StatusCode, Tracer
+from typing import TYPE_CHECKING, Any
 
 from robust_dcp.events import Event
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 __all__ = ["OpenTelemetryHook"]
 
@@ -28,7 +27,9 @@ class OpenTelemetryHook:
     """
 
     def __init__(self, tracer_provider: Any = None, meter_provider: Any = None) -> None:
-        self._tracer: Tracer = trace.get_tracer("robust_dcp", tracer_provider=tracer_provider)
+        from opentelemetry import metrics, trace
+
+        self._tracer = trace.get_tracer("robust_dcp", tracer_provider=tracer_provider)
         meter = metrics.get_meter("robust_dcp", meter_provider=meter_provider)
         self._duration = meter.create_histogram("robust_dcp.duration", "s", "Duration of a save or load")
         self._size = meter.create_histogram("robust_dcp.size", "By", "Bytes that this rank wrote or read")
@@ -48,7 +49,10 @@ class OpenTelemetryHook:
             self._end(event, at)
 
     def _begin(self, event: Event, name: str, at: int, parent: Span | None) -> Span:
-        context = trace.set_span_in_context(parent) if parent is not None else Context()
+        from opentelemetry.context import Context
+        from opentelemetry.trace import set_span_in_context
+
+        context = set_span_in_context(parent) if parent is not None else Context()
         return self._tracer.start_span(
             name,
             context,
@@ -57,6 +61,8 @@ class OpenTelemetryHook:
         )
 
     def _end(self, event: Event, at: int) -> None:
+        from opentelemetry.trace import StatusCode
+
         # A phase that fails has no end of its own.
         for key in [key for key in self._spans if key.startswith(f"{event.operation}\0")]:
             span = self._spans.pop(key)
