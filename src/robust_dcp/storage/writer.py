@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from robust_dcp.errors import entry_point
+from robust_dcp.report_file import SavedReport
 from robust_dcp.storage.files.disk import Disk, PosixDisk
 from robust_dcp.storage.files.paths import directory_path, is_url, mark_of
 from robust_dcp.storage.layouts import layout_named
@@ -105,6 +106,7 @@ class RobustWriter(StorageWriter):
         stripe_paths: Sequence[str | os.PathLike[str]] = (),
         checksums: bool = True,
         overwrite: bool = True,
+        report: bool = True,
         disk: Disk | None = None,
     ) -> None:
         super().__init__()
@@ -119,6 +121,7 @@ class RobustWriter(StorageWriter):
             stripe_paths=stripe_paths,
             checksums=checksums,
             overwrite=overwrite,
+            report=report,
         )
         self.layout = layout_named(self.options.layout)
         self.path = directory_path(path)
@@ -265,6 +268,21 @@ class RobustWriter(StorageWriter):
             return are_checked and is_recent and not are_few
 
         self.directory.publish(metadata, is_checked=is_checked)
+
+    @property
+    def leaves_report(self) -> bool:
+        """Whether a committed save leaves a report beside the checkpoint."""
+        return self.options.report and not self._alone
+
+    def leave_report(self, make: Callable[[str, tuple[str, ...]], SavedReport]) -> None:
+        """Called on the coordinator after the commit: leave a report beside the checkpoint, unless the options say
+        otherwise. If that fails, it is logged.
+
+        Args:
+            make: makes the report, from the id of the save and what its commit went without.
+        """
+        if self.leaves_report:
+            self.directory.leave_report(make)
 
     def clean_up(self) -> None:
         """Remove the files that the committed checkpoint replaces. A file that cannot be removed stays, and is

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from robust_dcp.errors import StorageError
+from robust_dcp.report_file import REPORT_NAME, SavedReport
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import (
     INDEX_NAME,
@@ -33,6 +34,7 @@ from robust_dcp.storage.writing.committed import Committed, committed_in, rememb
 from robust_dcp.storage.writing.directory_lock import DirectoryLock
 from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.storage.writing.journal import Journal, journals_in
+from robust_dcp.storage.writing.left_report import NO_INDEX, leave_report
 from robust_dcp.storage.writing.leftovers import LeftOvers, find_left_overs, named_by_ranks, tell_what_stays
 from robust_dcp.storage.writing.removal import is_gone, name_left_over, remove_data_files
 
@@ -84,6 +86,8 @@ class SaveDirectory:
         self._not_removed: list[str] = []
         self._has_replaced = False
         self._has_index = False
+        self._asked_for_index = False
+        self._has_report = False
         self._replaced: Committed | None = None
         self._committed_files: Collection[str] = ()
 
@@ -278,9 +282,22 @@ class SaveDirectory:
             self.may_be_committed = not (isinstance(error, StorageError) and error.operation in BEFORE_RENAME)
             raise
         self.may_be_committed = True
+        self._asked_for_index = bool(metadata.index)
         self._has_replaced = replaced is not None
         remember(self._path_of(self._metadata_name), metadata.fragments, metadata.files, self.save_id)
         self._replaced, self._committed_files = replaced, metadata.files
+
+    def leave_report(self, make: Callable[[str, tuple[str, ...]], SavedReport]) -> None:
+        """After the commit and before :meth:`tidy_up`, leave a report beside the checkpoint. If that fails, it is
+        logged.
+
+        Args:
+            make: makes the report, from the id of the save and what its commit went without.
+        """
+        fallbacks = (NO_INDEX,) if self._asked_for_index and not self._has_index else ()
+        self._has_report = leave_report(
+            self._disk, self.path, mark_of(self.save_id), lambda: make(self.save_id, fallbacks)
+        )
 
     def tidy_up(self) -> None:
         """After the commit, remove the files that it replaces, and the journal. A file that cannot be removed stays,
@@ -302,8 +319,9 @@ class SaveDirectory:
         old = self._named_by(replaced) if of_ranks is not None else set()
         superseded = old | self._found.files if of_ranks is not None and self._rank is None else old
         superseded = superseded.difference(of_ranks or (), files)
-        if INDEX_NAME in self._names and self._rank is None and not self._has_index:
-            superseded.add(INDEX_NAME)  # the index of the checkpoint that was replaced
+        for name, is_new in ((INDEX_NAME, self._has_index), (REPORT_NAME, self._has_report)):
+            if name in self._names and self._rank is None and not is_new:
+                superseded.add(name)  # that of the checkpoint that was replaced
         left = []
         for name in sorted(superseded):
             # Check right before the removal: DCP's writer may have made a new file of that name.

@@ -63,6 +63,8 @@ class WriteOptions:
             ``torch.save`` writes it after ``torch.serialization.set_crc32_options(False)``, and a damaged checkpoint
             loads without an error.
         overwrite: whether a committed checkpoint in the directory may be replaced.
+        report: whether each save leaves ``.robust_dcp.report.json`` beside the checkpoint: how long each rank took, how
+            it wrote, how the plan was made, and how large the modules are.
 
     Raises:
         ValueError: an option is out of range, or a path is a URL (``scheme://…``).
@@ -86,6 +88,7 @@ class WriteOptions:
     stripe_paths: Sequence[str | os.PathLike[str]] = ()
     checksums: bool = True
     overwrite: bool = True
+    report: bool = True
 
     def __post_init__(self) -> None:
         layout_named(self.layout)

@@ -1,0 +1,205 @@
+"""What a save leaves as its report: each rank's row, and the report that the coordinator makes of all rows.
+
+A row travels with the message that a rank sends after it has written, so it takes no exchange of its own. ``session``
+calls this module; ``report_file`` has the form of the file.
+"""
+
+from __future__ import annotations
+
+import itertools
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import msgspec
+import torch
+
+from robust_dcp.comm import Channel, node_name
+from robust_dcp.plan.structure import StructureDiff
+from robust_dcp.report_file import Changes, Modules, Phase, Plan, Ranks, SavedReport, find_stragglers, shortened
+from robust_dcp.storage.writing.engine import WrittenFiles
+from robust_dcp.version import __version__
+
+__all__ = ["RankRow", "SaidOfRank", "SaveTimes", "bounded_changes", "make_report", "said_of_rank"]
+
+_MOST_KEYS: Final = 100
+"""How many keys of each kind a report names."""
+
+_KEY_LENGTH: Final = 300
+_TEXT_LENGTH: Final = 160
+_MOST_TEXTS: Final = 8
+_MOST_WAITS: Final = 20
+_NODE_LENGTH: Final = 64
+_PATH_LENGTH: Final = 4096
+
+
+class RankRow(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank tells of its part of a save: about 25 bytes, and two texts that many ranks have in common.
+
+    Attributes:
+        plan_microseconds, stage_microseconds, write_microseconds: as in ``report_file.Ranks``.
+        nbytes, files, retries: the same.
+    """
+
+    plan_microseconds: int
+    stage_microseconds: int
+    write_microseconds: int
+    nbytes: int
+    files: int
+    retries: int
+
+
+class SaidOfRank(NamedTuple):
+    """A rank's row, the name of its node, and how it wrote."""
+
+    row: RankRow
+    node: str
+    how: tuple[str, ...]
+
+
+@dataclass
+class SaveTimes:
+    """How long the parts of a save took on this rank, in seconds.
+
+    Attributes:
+        began_seconds: when it began (``time.perf_counter()``).
+        seconds: each phase, with the wait for other ranks.
+        stage_seconds: how long this rank copied what it saves, in an async save.
+        own_write_seconds: how long this rank wrote, without the wait for others.
+        retries: how many messages were asked for once more.
+        remarks: how the data got to the writer, if there is something to say of that.
+        is_async: whether the caller goes on while the save writes.
+    """
+
+    began_seconds: float = field(default_factory=time.perf_counter)
+    seconds: dict[str, float] = field(default_factory=dict)
+    stage_seconds: float = 0.0
+    own_write_seconds: float = 0.0
+    retries: int = 0
+    remarks: tuple[str, ...] = ()
+    is_async: bool = False
+
+    @contextmanager
+    def phase(self, name: str, channel: Channel) -> Iterator[None]:
+        """Time the phase that runs in the block."""
+        started = time.perf_counter()
+        with channel.recording() as stats:
+            yield
+        self.seconds[name] = time.perf_counter() - started
+        self.retries += stats.repeats
+
+    @contextmanager
+    def own_write(self) -> Iterator[None]:
+        """Time the block, in which this rank writes."""
+        started = time.perf_counter()
+        yield
+        self.own_write_seconds = time.perf_counter() - started
+
+
+def said_of_rank(rank: int, written: WrittenFiles, times: SaveTimes) -> SaidOfRank:
+    """What a rank tells the coordinator for the report. Its texts have bounded lengths."""
+    row = RankRow(
+        plan_microseconds=_microseconds(times.seconds.get("plan", 0.0)),
+        stage_microseconds=_microseconds(times.stage_seconds),
+        write_microseconds=_microseconds(times.own_write_seconds),
+        nbytes=written.nbytes,
+        files=len(written.names),
+        retries=times.retries,
+    )
+    how = tuple(shortened(text, _TEXT_LENGTH) for text in (*written.how, *times.remarks)[:_MOST_TEXTS])
+    return SaidOfRank(row, shortened(node_name(rank), _NODE_LENGTH), how)
+
+
+def _microseconds(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+def make_report(
+    said: Sequence[tuple[int, SaidOfRank]],
+    times: SaveTimes,
+    *,
+    checkpoint: str,
+    save_id: str,
+    world_size: int,
+    coordinator_rank: int,
+    plan: Plan,
+    waits: Sequence[str] = (),
+    fallbacks: Sequence[str] = (),
+    modules: Modules | None = None,
+) -> SavedReport:
+    """The report of a save that was just committed.
+
+    Args:
+        said: each rank that has told something, and what.
+        times: those of the coordinator.
+        waits, fallbacks: as in :class:`SavedReport`, of any length.
+    """
+    nodes: dict[str, int] = {}
+    ways: dict[tuple[str, ...], int] = {}
+    ranks = _columns_of(said, nodes, ways)
+    seconds = {"plan": 0.0, "stage": times.stage_seconds, "write": 0.0, "commit": 0.0, **times.seconds}
+    return SavedReport(
+        checkpoint=shortened(checkpoint, _PATH_LENGTH),
+        save_id=save_id,
+        saved_at_seconds=round(time.time(), 3),
+        seconds=round(time.perf_counter() - times.began_seconds, 6),
+        world_size=world_size,
+        coordinator_rank=coordinator_rank,
+        is_async=times.is_async,
+        total_nbytes=sum(ranks.nbytes),
+        versions={
+            "robust_dcp": __version__,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+        },
+        phases=tuple(Phase(name, round(each, 6)) for name, each in seconds.items() if name != "stage" or each),
+        plan=plan,
+        nodes=tuple(nodes),
+        ways=tuple(ways),
+        ranks=ranks,
+        stragglers=find_stragglers(ranks, tuple(nodes)),
+        waits=tuple(shortened(wait, _KEY_LENGTH) for wait in waits[:_MOST_WAITS]),
+        fallbacks=tuple(shortened(each, _KEY_LENGTH) for each in fallbacks[:_MOST_WAITS]),
+        modules=modules,
+    )
+
+
+def _columns_of(
+    said: Sequence[tuple[int, SaidOfRank]], nodes: dict[str, int], ways: dict[tuple[str, ...], int]
+) -> Ranks:
+    """The columns of all ranks. Nodes and ways get their places when they are first seen."""
+    rows = [each.row for _, each in said]
+    return Ranks(
+        rank=tuple(rank for rank, _ in said),
+        node=tuple(nodes.setdefault(each.node, len(nodes)) for _, each in said),
+        plan_seconds=tuple(row.plan_microseconds / 1e6 for row in rows),
+        stage_seconds=tuple(row.stage_microseconds / 1e6 for row in rows),
+        write_seconds=tuple(row.write_microseconds / 1e6 for row in rows),
+        nbytes=tuple(row.nbytes for row in rows),
+        files=tuple(row.files for row in rows),
+        write_nbytes_per_second=tuple(row.nbytes * 1_000_000 // max(row.write_microseconds, 1) for row in rows),
+        how=tuple(ways.setdefault(each.how, len(ways)) for _, each in said),
+        retries=tuple(row.retries for row in rows),
+    )
+
+
+def bounded_changes(changes: StructureDiff | None) -> Changes | None:
+    """The first keys of each kind, and how many there are."""
+    if changes is None:
+        return None
+
+    def first(keys: Sequence[str]) -> tuple[str, ...]:
+        return tuple(shortened(key, _KEY_LENGTH) for key in keys[:_MOST_KEYS])
+
+    told = itertools.islice(changes.changed.items(), _MOST_KEYS)
+    return Changes(
+        n_added=len(changes.added),
+        n_removed=len(changes.removed),
+        n_changed=len(changes.changed),
+        added=first(changes.added),
+        removed=first(changes.removed),
+        changed={shortened(key, _KEY_LENGTH): shortened(how, _KEY_LENGTH) for key, how in told},
+    )
