@@ -28,7 +28,7 @@ def report_of(session: SaveSession, save_id: str, fallbacks: tuple[str, ...]) ->
         [
             (rank, SaidOfRank(message.row, message.node, message.how))
             for rank, message in enumerate(session.messages)
-            if message is not None and message.row is not None
+            if message is not None and message.row
         ],
         session.times,
         checkpoint=session.checkpoint,

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 import platform
+import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-import msgspec
 import torch
 
 from robust_dcp.comm import Channel, node_name
@@ -25,6 +25,7 @@ from robust_dcp.version import __version__
 
 __all__ = ["RankRow", "SaidOfRank", "SaveTimes", "bounded_changes", "make_report", "said_of_rank"]
 
+_ROW: Final = struct.Struct("<fffQII")
 _MOST_KEYS: Final = 100
 """How many keys of each kind a report names."""
 
@@ -36,26 +37,35 @@ _NODE_LENGTH: Final = 64
 _PATH_LENGTH: Final = 4096
 
 
-class RankRow(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells of its part of a save: about 25 bytes, and two texts that many ranks have in common.
+class RankRow(NamedTuple):
+    """What a rank tells of its part of a save, in 28 bytes.
 
     Attributes:
-        plan_microseconds, stage_microseconds, write_microseconds: as in ``report_file.Ranks``.
-        nbytes, files, retries: the same.
+        plan_seconds, stage_seconds, write_seconds, nbytes, files, retries: as in ``report_file.Ranks``.
     """
 
-    plan_microseconds: int
-    stage_microseconds: int
-    write_microseconds: int
+    plan_seconds: float
+    stage_seconds: float
+    write_seconds: float
     nbytes: int
     files: int
     retries: int
 
+    def encode(self) -> bytes:
+        """Bytes of a fixed number, so that a save sends as much as the one before."""
+        return _ROW.pack(*self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> RankRow:
+        """The inverse of :meth:`encode`. Times are rounded to microseconds."""
+        plan, stage, write, *sizes = _ROW.unpack(data)
+        return cls(round(plan, 6), round(stage, 6), round(write, 6), *sizes)
+
 
 class SaidOfRank(NamedTuple):
-    """A rank's row, the name of its node, and how it wrote."""
+    """A rank's :class:`RankRow`, encoded, the name of its node, and how it wrote."""
 
-    row: RankRow
+    row: bytes
     node: str
     how: tuple[str, ...]
 
@@ -102,19 +112,15 @@ class SaveTimes:
 def said_of_rank(rank: int, written: WrittenFiles, times: SaveTimes) -> SaidOfRank:
     """What a rank tells the coordinator for the report. Its texts have bounded lengths."""
     row = RankRow(
-        plan_microseconds=_microseconds(times.seconds.get("plan", 0.0)),
-        stage_microseconds=_microseconds(times.stage_seconds),
-        write_microseconds=_microseconds(times.own_write_seconds),
-        nbytes=written.nbytes,
-        files=len(written.names),
-        retries=times.retries,
+        times.seconds.get("plan", 0.0),
+        times.stage_seconds,
+        times.own_write_seconds,
+        written.nbytes,
+        len(written.names),
+        min(times.retries, 0xFFFFFFFF),
     )
     how = tuple(shortened(text, _TEXT_LENGTH) for text in (*written.how, *times.remarks)[:_MOST_TEXTS])
-    return SaidOfRank(row, shortened(node_name(rank), _NODE_LENGTH), how)
-
-
-def _microseconds(seconds: float) -> int:
-    return round(seconds * 1e6)
+    return SaidOfRank(row.encode(), shortened(node_name(rank), _NODE_LENGTH), how)
 
 
 def make_report(
@@ -171,16 +177,16 @@ def _columns_of(
     said: Sequence[tuple[int, SaidOfRank]], nodes: dict[str, int], ways: dict[tuple[str, ...], int]
 ) -> Ranks:
     """The columns of all ranks. Nodes and ways get their places when they are first seen."""
-    rows = [each.row for _, each in said]
+    rows = [RankRow.decode(each.row) for _, each in said]
     return Ranks(
         rank=tuple(rank for rank, _ in said),
         node=tuple(nodes.setdefault(each.node, len(nodes)) for _, each in said),
-        plan_seconds=tuple(row.plan_microseconds / 1e6 for row in rows),
-        stage_seconds=tuple(row.stage_microseconds / 1e6 for row in rows),
-        write_seconds=tuple(row.write_microseconds / 1e6 for row in rows),
+        plan_seconds=tuple(row.plan_seconds for row in rows),
+        stage_seconds=tuple(row.stage_seconds for row in rows),
+        write_seconds=tuple(row.write_seconds for row in rows),
         nbytes=tuple(row.nbytes for row in rows),
         files=tuple(row.files for row in rows),
-        write_nbytes_per_second=tuple(row.nbytes * 1_000_000 // max(row.write_microseconds, 1) for row in rows),
+        write_nbytes_per_second=tuple(int(row.nbytes / max(row.write_seconds, 1e-6)) for row in rows),
         how=tuple(ways.setdefault(each.how, len(ways)) for _, each in said),
         retries=tuple(row.retries for row in rows),
     )

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from robust_dcp.comm import Agreement, Channel, Offer
 from robust_dcp.errors import ExchangeError
-from robust_dcp.plan.save_report import RankRow, SaidOfRank
+from robust_dcp.plan.save_report import SaidOfRank
 from robust_dcp.storage.writing.engine import WrittenFiles
 
 __all__ = [
@@ -48,7 +48,7 @@ class WrittenMessage(msgspec.Struct, frozen=True):
         places: int64 ``[n, 2]``, offset and length of each.
         replicas: the digests of chunks that other ranks hold too (``replica_checks.digest_columns``).
         unloadable: objects that a load would refuse, and why, by key.
-        row: what the report of the save says of this rank; ``None`` if there is to be no report.
+        row: what the report of the save says of this rank; no bytes if there is to be no report.
         node, how: the name of the rank's node, and how it wrote. They are not in the row, because what many ranks have
             in common is sent once.
     """
@@ -57,7 +57,7 @@ class WrittenMessage(msgspec.Struct, frozen=True):
     places: bytes
     replicas: bytes = b""
     unloadable: dict[str, str] = {}
-    row: RankRow | None = None
+    row: bytes = b""
     node: str = ""
     how: tuple[str, ...] = ()
 
