@@ -103,17 +103,19 @@ def browser() -> Iterator[Page]:
     program = next((found for found in map(shutil.which, NAMES) if found), None)
     if program is None:
         raise RuntimeError(f"none of {', '.join(NAMES)} is installed: apt-get install -y chromium")
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        with subprocess.Popen(
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile,
+        subprocess.Popen(
             [program, *FLAGS[:-1], f"--user-data-dir={profile}", FLAGS[-1]], stderr=subprocess.PIPE, text=True
-        ) as process:
-            try:
-                assert process.stderr is not None
-                line = next(line for line in process.stderr if "DevTools listening on" in line)
-                port = line.split("127.0.0.1:")[1].split("/")[0]
-                opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-                with opener.open(f"http://127.0.0.1:{port}/json/list") as answer:
-                    tabs = json.load(answer)
-                yield Page(next(tab["webSocketDebuggerUrl"] for tab in tabs if tab["type"] == "page"))
-            finally:
-                process.kill()
+        ) as process,
+    ):
+        try:
+            assert process.stderr is not None
+            line = next(line for line in process.stderr if "DevTools listening on" in line)
+            port = line.split("127.0.0.1:")[1].split("/")[0]
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            with opener.open(f"http://127.0.0.1:{port}/json/list") as answer:
+                tabs = json.load(answer)
+            yield Page(next(tab["webSocketDebuggerUrl"] for tab in tabs if tab["type"] == "page"))
+        finally:
+            process.kill()

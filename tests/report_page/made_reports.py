@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from robust_dcp.plan.module_sizes import module_sizes
 from robust_dcp.report_file import (
     REPORT_NAME,
     Changes,
@@ -19,6 +18,7 @@ from robust_dcp.report_file import (
     encode_report,
     find_stragglers,
 )
+from robust_dcp.storage.writing.module_sizes import module_sizes
 
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">"
 _MIB = 1 << 20
@@ -59,7 +59,9 @@ def made_report(step: int, world_size: int, *, ranks_per_node: int = 8, slow: tu
         total_nbytes=sum(nbytes),
         versions={"robust_dcp": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
         phases=(Phase("plan", 0.05), Phase("write", max(write)), Phase("commit", 0.02)),
-        plan=Plan(outcome, "no rank's structure has changed" if outcome == "reused" else "2 ranks have changed", changes)
+        plan=Plan(
+            outcome, "no rank's structure has changed" if outcome == "reused" else "2 ranks have changed", changes
+        )
         if outcome == "rebuilt"
         else Plan(outcome, "no rank's structure has changed"),
         nodes=nodes,

@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from robust_dcp.plan.global_plan import GlobalPlan, Patch, plan_of_written
 from robust_dcp.plan.metadata_columns import metadata_columns
-from robust_dcp.plan.module_sizes import module_sizes
 from robust_dcp.plan.patched_columns import patched_columns
 from robust_dcp.plan.structure import ItemKind
 from robust_dcp.report_file import Modules
@@ -38,6 +37,7 @@ from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION
 from robust_dcp.storage.metadata.pickled import MetadataColumns, MetadataPickle
 from robust_dcp.storage.writing.commit import MetadataToPublish
 from robust_dcp.storage.writing.engine import WrittenFiles
+from robust_dcp.storage.writing.module_sizes import module_sizes
 
 __all__ = ["MetadataTemplate", "stock_metadata"]
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
 
-from robust_dcp.plan.save_report import SaidOfRank, bounded_changes, make_report
-from robust_dcp.report_file import Plan, SavedReport, shortened
+from robust_dcp.plan.structure import StructureDiff
+from robust_dcp.report_file import Changes, Plan, SavedReport, shortened
+from robust_dcp.storage.writing.save_report import SaidOfRank, make_report
 
 if TYPE_CHECKING:
     from robust_dcp.plan.session import SaveSession
 
-__all__ = ["report_of"]
+__all__ = ["bounded_changes", "report_of"]
 
-_REASON_LENGTH = 2000
+_REASON_LENGTH: Final = 2000
+_MOST_KEYS: Final = 100
+"""How many keys of each kind a report names."""
+
+_KEY_LENGTH: Final = 300
 
 
 def report_of(session: SaveSession, save_id: str, fallbacks: tuple[str, ...]) -> SavedReport:
@@ -39,4 +46,23 @@ def report_of(session: SaveSession, save_id: str, fallbacks: tuple[str, ...]) ->
         waits=session.channel.stragglers,
         fallbacks=fallbacks,
         modules=None if metadata is None else metadata.module_sizes,
+    )
+
+
+def bounded_changes(changes: StructureDiff | None) -> Changes | None:
+    """The first keys of each kind, and how many there are."""
+    if changes is None:
+        return None
+
+    def first(keys: Sequence[str]) -> tuple[str, ...]:
+        return tuple(shortened(key, _KEY_LENGTH) for key in keys[:_MOST_KEYS])
+
+    told = itertools.islice(changes.changed.items(), _MOST_KEYS)
+    return Changes(
+        n_added=len(changes.added),
+        n_removed=len(changes.removed),
+        n_changed=len(changes.changed),
+        added=first(changes.added),
+        removed=first(changes.removed),
+        changed={shortened(key, _KEY_LENGTH): shortened(how, _KEY_LENGTH) for key, how in told},
     )

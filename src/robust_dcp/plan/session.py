@@ -30,7 +30,6 @@ from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.rank_plan import RankPlan
 from robust_dcp.plan.replica_checks import Differing, DigestItems, VerifyReplicas, compare_replicas, digest_columns
 from robust_dcp.plan.report_of_session import report_of
-from robust_dcp.plan.save_report import SaveTimes, said_of_rank
 from robust_dcp.plan.stored_plan import plan_sections
 from robust_dcp.plan.unloadable import UnloadableObjects, report_unloadable
 from robust_dcp.plan.written import (
@@ -49,6 +48,7 @@ from robust_dcp.storage.writing.commit import MetadataToPublish
 from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
 from robust_dcp.storage.writing.save_directory import SaveDirectory
+from robust_dcp.storage.writing.save_report import SaveTimes, said_of_rank
 
 __all__ = ["SaveSession", "SessionWriter"]
 

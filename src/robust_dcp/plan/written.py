@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from robust_dcp.comm import Agreement, Channel, Offer
 from robust_dcp.errors import ExchangeError
-from robust_dcp.plan.save_report import SaidOfRank
 from robust_dcp.storage.writing.engine import WrittenFiles
+from robust_dcp.storage.writing.save_report import SaidOfRank
 
 __all__ = [
     "WrittenMessage",

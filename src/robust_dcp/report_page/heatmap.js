@@ -12,30 +12,57 @@ function mixed(from, to, amount) {
   return `rgb(${a.map((value, place) => Math.round(value + (b[place] - value) * amount)).join(" ")})`;
 }
 
+/** Host names without what all of them begin and end with, such as `0005` for `gpu-0005.cluster.example`. */
+function shortNodes(names) {
+  if (names.length < 2) return names;
+  const alike = (at) => names.every((name) => name[at < 0 ? name.length + at : at] === names[0][at < 0 ? names[0].length + at : at]);
+  const shortest = Math.min(...names.map((name) => name.length));
+  let start = 0;
+  while (start < shortest && alike(start)) start += 1;
+  while (start > 0 && /\d/.test(names[0][start - 1])) start -= 1;
+  let end = 0;
+  while (end < shortest - start && alike(-end - 1)) end += 1;
+  while (end > 0 && /[A-Za-z0-9]/.test(names[0][names[0].length - end])) end -= 1;
+  return names.map((name) => name.slice(start, name.length - end) || name);
+}
+
+const MOST_HIGH = 460;
+
+/** Where each cell stands: nodes one below the other, in as many columns as give the largest cells. */
 function heatmapLayout(ranks, width) {
   const nodes = ranks.nodes.map(() => []);
   ranks.rank.forEach((_, row) => nodes[ranks.node[row]].push(row));
   const used = nodes.map((rows, node) => [node, rows]).filter(([, rows]) => rows.length);
+  const names = shortNodes(used.map(([node]) => ranks.nodes[node]));
   const most = used.reduce((n, [, rows]) => Math.max(n, rows.length), 1);
-  const few = used.length <= 24;
-  const label = few ? Math.min(150, Math.max(70, width * 0.2)) : 34;
-  const perRow = Math.min(most, 16);
-  // Nodes stand in as many columns as there is room for.
-  const columns = few && used.length <= 12 ? 1 : Math.max(1, Math.min(Math.floor(width / (label + perRow * 9 + 14)), Math.ceil(used.length / 4)));
-  const block = width / columns;
-  const cell = Math.max(3, Math.min(few ? 26 : 15, Math.floor((block - label - 12) / perRow)));
-  const inRow = Math.max(1, Math.min(most, Math.floor((block - label - 12) / cell)));
-  const high = Math.ceil(most / inRow) * cell + (few ? 4 : 3);
-  const down = Math.ceil(used.length / columns);
-  const cells = [];
-  used.forEach(([node, rows], place) => {
-    const x = Math.floor(place / down) * block + label;
-    const y = (place % down) * high;
-    rows.forEach((row, number) => {
-      cells.push({ row, node, x: x + (number % inRow) * cell, y: y + Math.floor(number / inRow) * cell });
-    });
+  const letters = names.reduce((n, name) => Math.max(n, name.length), 1);
+  const label = Math.min(letters * 7 + 12, used.length > 12 ? 76 : 170, width * 0.3);
+  let best = null;
+  for (let columns = 1; columns <= Math.min(used.length, 40); columns += 1) {
+    const block = width / columns;
+    const room = block - label - 10;
+    const down = Math.ceil(used.length / columns);
+    for (let inRow = most; inRow >= 1; inRow = inRow > 1 ? Math.ceil(inRow / 2) : 0) {
+      const cell = Math.min(28, Math.floor(room / inRow));
+      const high = Math.ceil(most / inRow) * cell + (cell > 10 ? 4 : 2);
+      const layout = { block, down, inRow, cell, high, height: down * high + 2 };
+      const fits = cell >= 3 && layout.height <= MOST_HIGH;
+      if (fits && (!best || cell > best.cell)) best = layout;
+    }
+  }
+  if (!best) best = { block: width, down: used.length, inRow: Math.max(1, Math.floor((width - label - 10) / 3)), cell: 3, high: 0, height: 0 };
+  if (!best.high) {
+    best.high = Math.ceil(most / best.inRow) * 3 + 2;
+    best.height = best.down * best.high + 2;
+  }
+  const cells = used.flatMap(([node, rows], place) => {
+    const x = Math.floor(place / best.down) * best.block + label;
+    const y = (place % best.down) * best.high;
+    return rows.map((row, number) => ({
+      row, node, x: x + (number % best.inRow) * best.cell, y: y + Math.floor(number / best.inRow) * best.cell,
+    }));
   });
-  return { used, label, few, cell, inRow, high, down, block, cells, height: down * high + 2 };
+  return { ...best, used, names, label, cells };
 }
 
 function drawHeatmap(context, width, marked) {
@@ -47,15 +74,15 @@ function drawHeatmap(context, width, marked) {
   const middle = median(rates.filter((rate, row) => ranks.nbytes[row] > 0)) || 1;
   const late = new Set(save.stragglers.filter(([, , phase]) => phase === "write").map(([rank]) => rank));
   context.clearRect(0, 0, width, layout.height);
-  context.font = layout.few ? FONT : FONT.replace("12px", "10px");
+  context.font = layout.high >= 14 ? FONT : FONT.replace("12px", "9px");
   context.textBaseline = "middle";
   context.fillStyle = colour("soft");
   context.textAlign = "right";
-  layout.used.forEach(([node], place) => {
-    const name = layout.few ? ranks.nodes[node] : String(place);
+  const every = Math.max(1, Math.ceil(11 / layout.high));
+  layout.names.forEach((name, place) => {
     const [x, y] = [Math.floor(place / layout.down) * layout.block, (place % layout.down) * layout.high];
-    if (layout.few || layout.high >= 11 || place % layout.down % 2 === 0) {
-      context.fillText(fitted(context, name, layout.label - 10), x + layout.label - 6, y + layout.cell / 2);
+    if ((place % layout.down) % every === 0) {
+      context.fillText(fitted(context, name, layout.label - 8), x + layout.label - 6, y + Math.max(layout.cell / 2, 5));
     }
   });
   const gap = layout.cell >= 8 ? 1.5 : layout.cell >= 5 ? 1 : 0.5;

@@ -10,10 +10,10 @@ const writeSeconds = (save) => (save.phases.find(([name]) => name === "write") |
 
 function drawHistory(context, width, marked) {
   const saves = DATA.saves;
-  const left = width < 500 ? 62 : 78;
+  const left = 82;
   const right = 10;
-  const each = width < 500 ? 84 : 96;
-  const top = 20;
+  const each = width < 500 ? 92 : 104;
+  const top = 30;
   const room = width - left - right;
   // If there are more saves than there is room for, one bar stands for several; it shows the slowest.
   const perBar = Math.max(1, Math.ceil(saves.length / (room / 3)));
@@ -34,7 +34,7 @@ function drawHistory(context, width, marked) {
     const most = Math.max(...bars.map((bar) => value(saves[bar])), 1e-9);
     context.textAlign = "left";
     context.fillStyle = colour("ink");
-    context.fillText(title, 0, base - tall - 8);
+    context.fillText(title, 0, base - tall - 20);
     context.textAlign = "right";
     context.strokeStyle = colour("grid");
     for (const share of [0, 0.5, 1]) {
@@ -67,7 +67,7 @@ function drawHistory(context, width, marked) {
     const isChosen = bars[number] === history.chosen;
     if (isChosen) {
       context.strokeStyle = colour("ink");
-      context.strokeRect(Math.round(left + number * step - 2) + 0.5, top - 8.5, Math.max(step, 3) + 1, bottom - top + 6);
+      context.strokeRect(Math.round(left + number * step - 2) + 0.5, top - 12.5, Math.max(step, 3) + 1, bottom - top + 10);
     }
     if (number % every === 0) {
       context.fillStyle = colour(isChosen ? "ink" : "soft");

@@ -202,9 +202,7 @@ def _slowest_of_each(ranks: Ranks, fold: int) -> list[int]:
     def seconds(row: int) -> float:
         return ranks.stage_seconds[row] + ranks.write_seconds[row]
 
-    return [
-        max(range(first, min(first + fold, len(ranks))), key=seconds) for first in range(0, len(ranks), fold)
-    ]
+    return [max(range(first, min(first + fold, len(ranks))), key=seconds) for first in range(0, len(ranks), fold)]
 
 
 def _taken(column: Sequence[int], rows: Sequence[int]) -> list[int]:

@@ -126,12 +126,10 @@ def _checkpoints(root: str) -> Iterator[str]:
 
 
 def _modified_seconds(directory: str) -> float:
-    for name in (REPORT_NAME, _METADATA_NAME):
-        try:
-            return os.lstat(os.path.join(directory, name)).st_mtime
-        except OSError:
-            continue
-    return 0.0
+    try:
+        return os.lstat(os.path.join(directory, REPORT_NAME)).st_mtime
+    except OSError:  # without a report it is only named, so its place does not matter
+        return 0.0
 
 
 def _read(directory: str) -> SavedReport:
@@ -159,16 +157,18 @@ def _content(path: str) -> bytes | None:
         return None
     except OSError as error:
         raise ValueError(f"{REPORT_NAME} cannot be opened: {error.strerror}") from None
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{REPORT_NAME} is no regular file")
         if status.st_size > MAX_NBYTES:
             raise ValueError(f"{REPORT_NAME} has {status.st_size} bytes, and a report has at most {MAX_NBYTES}")
-        try:
+        with open(descriptor, "rb", closefd=False) as file:
             return file.read(MAX_NBYTES + 1)
-        except OSError as error:
-            raise ValueError(f"{REPORT_NAME} cannot be read: {error.strerror}") from None
+    except OSError as error:
+        raise ValueError(f"{REPORT_NAME} cannot be read: {error.strerror}") from None
+    finally:
+        os.close(descriptor)
 
 
 def _holds(path: str, text: bytes) -> bool:
@@ -177,9 +177,13 @@ def _holds(path: str, text: bytes) -> bool:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return False
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_size == 0:
             return False
         with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content:
             return content.rfind(text) >= 0
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)

@@ -25,7 +25,7 @@ function drawTimeline(context, width, marked) {
   const left = width < 500 ? 42 : 56;
   const right = 12;
   const foot = 26;
-  const row = n <= 16 ? 20 : n <= 40 ? 12 : n <= 120 ? 5 : Math.max(1, Math.min(3, 520 / n));
+  const row = n <= 16 ? 20 : n <= 40 ? 12 : n <= 120 ? 5 : Math.max(1, Math.min(3, Math.floor(560 / n)));
   const perLine = Math.max(1, Math.ceil((n * row) / 560));
   const lines = Math.ceil(n / perLine);
   const tall = Math.ceil(lines * row);
@@ -73,7 +73,7 @@ function drawTimeline(context, width, marked) {
     bar("commit", spans.written, spans.committed, y);
     if (line % every === 0 && (row >= 12 || y + 12 < tall || line === 0)) {
       context.fillStyle = colour("soft");
-      context.fillText(String(ranks.rank[rank]), left - 8, y + Math.max(row / 2, 6));
+      context.fillText(String(ranks.rank[order[line * perLine]]), left - 8, y + Math.max(row / 2, 6));
     }
   }
   if (marked !== null) {

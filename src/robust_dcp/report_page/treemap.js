@@ -51,27 +51,26 @@ function showTreemap() {
   const height = innerWidth <= 640 ? 360 : 420;
   const area = make("div", { class: "tree", role: "group", "aria-label": "Modules by size" });
   const path = (row) => { const names = []; for (let each = row; each > 0; each = tree.parent[each]) names.unshift(tree.name[each]); return names.join("."); };
-  const hueOf = new Map();
   const weighed = (row) => {
     const rows = children[row].map((child) => [child, tree.nbytes[child]]).sort((a, b) => b[1] - a[1]);
     const rest = tree.nbytes[row] - rows.reduce((sum, [, nbytes]) => sum + nbytes, 0);
     return rest > tree.nbytes[row] * 0.001 ? [...rows, [-1, rest]] : rows;
   };
   let marks = 0;
-  const put = (rectangle, hue, depth, inside, share) => {
+  const put = (rectangle, hue, depth, inside, share, holds) => {
     const { row, x, y, width: wide, height: high } = rectangle;
-    if (wide < 2 || high < 2) return null;
+    if (wide < 2 || high < 2) return;
     const opens = row >= 0 && children[row].length > 0;
     const nbytes = row >= 0 ? tree.nbytes[row] : share;
     const name = row >= 0 ? tree.name[row] : "the rest";
     const full = row >= 0 ? path(row) : `the rest of ${path(inside) || "the checkpoint"}`;
-    const button = make("button", { type: "button", class: `${opens ? "opens" : ""} ${depth === 0 && opens ? "group" : ""}`,
+    const button = make("button", { type: "button", class: `${opens ? "opens" : ""} ${holds ? "group" : ""}`,
       "aria-label": `${full}, ${inBytes(nbytes)}`, tabindex: depth === 0 || wide * high > 3000 ? "0" : "-1" });
     Object.assign(button.style, { left: `${x}px`, top: `${y}px`, width: `${Math.max(wide - 1.5, 1)}px`, height: `${Math.max(high - 1.5, 1)}px`,
-      background: row < 0 ? "#6b7482" : mixed(HUES[hue % HUES.length], "#ffffff", depth === 0 ? 0 : 0.07 + (marks % 3) * 0.04) });
+      background: row < 0 ? "#6b7482" : mixed(HUES[hue % HUES.length], "#ffffff", depth * 0.075) });
     if (wide > 34 && high > 17) {
-      button.append(make("span", {}, name));
-      if (high > 34 && !(depth === 0 && opens && high > 60)) button.append(make("span", {}, inBytes(nbytes)));
+      button.append(make("span", {}, holds && wide > 150 ? `${name} · ${inBytes(nbytes)}` : name));
+      if (high > 36 && !holds) button.append(make("span", {}, inBytes(nbytes)));
     }
     const pairs = [["size", inBytes(nbytes)], ["share", `${((nbytes / (tree.nbytes[0] || 1)) * 100).toPrecision(3)} % of the checkpoint`],
       ...(opens ? [["", "click to look inside"]] : [])];
@@ -82,16 +81,17 @@ function showTreemap() {
     if (opens) button.addEventListener("click", () => openModule(row));
     area.append(button);
     marks += 1;
-    return button;
   };
-  squarified(weighed(at), 0, 0, width, height).forEach((outer, number) => {
-    const hue = outer.row < 0 ? 7 : (hueOf.has(outer.row) ? hueOf.get(outer.row) : number);
-    put(outer, hue, 0, at, tree.nbytes[at] - children[at].reduce((sum, row) => sum + tree.nbytes[row], 0));
-    if (outer.row < 0 || !children[outer.row].length || outer.width < 60 || outer.height < 60) return;
-    const inner = squarified(weighed(outer.row), outer.x + 3, outer.y + 22, outer.width - 7.5, outer.height - 26.5);
-    const rest = tree.nbytes[outer.row] - children[outer.row].reduce((sum, row) => sum + tree.nbytes[row], 0);
-    inner.forEach((each) => put(each, hue, 1, outer.row, rest));
-  });
+  const rest = (row) => tree.nbytes[row] - children[row].reduce((sum, child) => sum + tree.nbytes[child], 0);
+  const fill = (inside, x, y, wide, high, depth, hue) => {
+    squarified(weighed(inside), x, y, wide, high).forEach((each, number) => {
+      const own = each.row < 0 ? 7 : depth === 0 ? number % 7 : hue;
+      const holds = each.row >= 0 && children[each.row].length > 0 && depth < 3 && each.width >= 56 && each.height >= 48;
+      put(each, own, depth, inside, rest(inside), holds);
+      if (holds) fill(each.row, each.x + 3, each.y + 20, each.width - 7.5, each.height - 24.5, depth + 1, own);
+    });
+  };
+  fill(at, 0, 0, width, height, 0, 0);
   area.dataset.marks = String(marks);
   replace(box, area);
   showCrumbs(tree, at);

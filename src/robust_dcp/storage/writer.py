@@ -33,7 +33,9 @@ from robust_dcp.storage.writing.commit import MetadataToPublish
 from robust_dcp.storage.writing.engine import WriteFiles, WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource, Resolve, WriteItemSource
 from robust_dcp.storage.writing.save_directory import SaveDirectory
+from robust_dcp.storage.writing.save_report import SaveTimes, said_of_rank
 from robust_dcp.storage.writing.stripes import stripe_directories
+from robust_dcp.storage.writing.unplanned_report import report_of_results, told_by
 from robust_dcp.storage.writing.write_options import WriteOptions, with_keywords
 
 __all__ = ["PlannedSave", "RobustWriter", "WriterMeta"]
@@ -136,6 +138,8 @@ class RobustWriter(StorageWriter):
         self._announces = False
         self._checked_at_seconds = -math.inf
         self._uncommitted_names: tuple[str, ...] = ()
+        self._unplanned = SaveTimes()
+        self._planner_name = ""
 
     @property
     def files_per_rank(self) -> int:
@@ -309,6 +313,7 @@ class RobustWriter(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._begun = self._announces = False
+        self._unplanned = SaveTimes()
         self._rank = kwargs.get("rank")
         self._is_coordinator = is_coordinator
         # With use_collectives=False every rank commits its own part, and DCP's reader looks for `__{rank}.metadata`.
@@ -351,6 +356,8 @@ class RobustWriter(StorageWriter):
                 f"RobustWriter with layout={self.layout.name!r} needs the places that RobustPlanner plans, and was "
                 f"called with {type(planner).__name__}; pass planner=RobustPlanner()"
             )
+        self._planner_name = type(planner).__name__
+        self._unplanned.ends("plan")
         share = plan.storage_data if isinstance(plan.storage_data, _Share) else _Share(0, self.mark)
         rank = share.rank
         if self._alone and self._rank is not None:
@@ -359,8 +366,9 @@ class RobustWriter(StorageWriter):
             self.adopt(share.mark)
         placements = place_as_they_come([_chunk_nbytes(item) for item in plan.items], files=self.files_per_rank)
         source = WriteItemSource(plan.items, planner.resolve_data)
-        written = self.write(rank, source, placements, lambda done_nbytes, total_nbytes: None)
-        return [
+        with self._unplanned.own_write():
+            written = self.write(rank, source, placements, lambda done_nbytes, total_nbytes: None)
+        results = [
             WriteResult(
                 index=item.index, size_in_bytes=nbytes, storage_data=StorageInfo(written.names[file], offset, nbytes)
             )
@@ -368,6 +376,7 @@ class RobustWriter(StorageWriter):
                 plan.items, placements.file.tolist(), written.variable_places.tolist(), strict=True
             )
         ]
+        return told_by(results, said_of_rank(rank, written, self._unplanned)) if self.leaves_report else results
 
     @entry_point
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -379,11 +388,23 @@ class RobustWriter(StorageWriter):
         metadata.storage_meta = self.plain_meta()
         metadata.version = FORMAT_VERSION
         files = referenced_files(metadata)
+        self._unplanned.ends("write")
         try:
             self.directory.publish(MetadataToPublish((encode_metadata(metadata),), files))
         except BaseException as error:
             self.directory.roll_back(error)
             raise
+        self._unplanned.ends("commit")
+        self.leave_report(
+            lambda save_id, fallbacks: report_of_results(
+                results,
+                self._unplanned,
+                checkpoint=self.path,
+                save_id=save_id,
+                planner=self._planner_name,
+                fallbacks=fallbacks,
+            )
+        )
         self.clean_up()
 
     def plain_meta(self) -> StorageMeta:

@@ -1,12 +1,11 @@
 """What a save leaves as its report: each rank's row, and the report that the coordinator makes of all rows.
 
-A row travels with the message that a rank sends after it has written, so it takes no exchange of its own. ``session``
-calls this module; ``report_file`` has the form of the file.
+A row travels with what a rank sends after it has written, so it takes no exchange of its own. ``plan.session`` and, for
+planners that are not ours, ``writer`` call this module; ``report_file`` has the form of the file.
 """
 
 from __future__ import annotations
 
-import itertools
 import platform
 import struct
 import time
@@ -18,18 +17,14 @@ from typing import Final, NamedTuple
 import torch
 
 from robust_dcp.comm import Channel, node_name
-from robust_dcp.plan.structure import StructureDiff
-from robust_dcp.report_file import Changes, Modules, Phase, Plan, Ranks, SavedReport, find_stragglers, shortened
+from robust_dcp.report_file import Modules, Phase, Plan, Ranks, SavedReport, find_stragglers, shortened
 from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.version import __version__
 
-__all__ = ["RankRow", "SaidOfRank", "SaveTimes", "bounded_changes", "make_report", "said_of_rank"]
+__all__ = ["RankRow", "SaidOfRank", "SaveTimes", "make_report", "said_of_rank"]
 
 _ROW: Final = struct.Struct("<fffQII")
-_MOST_KEYS: Final = 100
-"""How many keys of each kind a report names."""
-
-_KEY_LENGTH: Final = 300
+_LINE_LENGTH: Final = 300
 _TEXT_LENGTH: Final = 160
 _MOST_TEXTS: Final = 8
 _MOST_WAITS: Final = 20
@@ -101,6 +96,10 @@ class SaveTimes:
         self.seconds[name] = time.perf_counter() - started
         self.retries += stats.repeats
 
+    def ends(self, name: str) -> None:
+        """A phase ends now. It began when the one before ended."""
+        self.seconds[name] = time.perf_counter() - self.began_seconds - sum(self.seconds.values())
+
     @contextmanager
     def own_write(self) -> Iterator[None]:
         """Time the block, in which this rank writes."""
@@ -167,8 +166,8 @@ def make_report(
         ways=tuple(ways),
         ranks=ranks,
         stragglers=find_stragglers(ranks, tuple(nodes)),
-        waits=tuple(shortened(wait, _KEY_LENGTH) for wait in waits[:_MOST_WAITS]),
-        fallbacks=tuple(shortened(each, _KEY_LENGTH) for each in fallbacks[:_MOST_WAITS]),
+        waits=tuple(shortened(wait, _LINE_LENGTH) for wait in waits[:_MOST_WAITS]),
+        fallbacks=tuple(shortened(each, _LINE_LENGTH) for each in fallbacks[:_MOST_WAITS]),
         modules=modules,
     )
 
@@ -189,23 +188,4 @@ def _columns_of(
         write_nbytes_per_second=tuple(int(row.nbytes / max(row.write_seconds, 1e-6)) for row in rows),
         how=tuple(ways.setdefault(each.how, len(ways)) for _, each in said),
         retries=tuple(row.retries for row in rows),
-    )
-
-
-def bounded_changes(changes: StructureDiff | None) -> Changes | None:
-    """The first keys of each kind, and how many there are."""
-    if changes is None:
-        return None
-
-    def first(keys: Sequence[str]) -> tuple[str, ...]:
-        return tuple(shortened(key, _KEY_LENGTH) for key in keys[:_MOST_KEYS])
-
-    told = itertools.islice(changes.changed.items(), _MOST_KEYS)
-    return Changes(
-        n_added=len(changes.added),
-        n_removed=len(changes.removed),
-        n_changed=len(changes.changed),
-        added=first(changes.added),
-        removed=first(changes.removed),
-        changed={shortened(key, _KEY_LENGTH): shortened(how, _KEY_LENGTH) for key, how in told},
     )
