@@ -24,6 +24,7 @@ from robust_dcp.plan.rank_plan import Places, RankPlanMessage, unpack_places
 from robust_dcp.plan.structure import Form, StructureTable
 from robust_dcp.plan.written import WrittenMessage, written_message, written_offer
 from robust_dcp.storage.writing.engine import WrittenFiles
+from robust_dcp.storage.writing.save_report import SaveTimes, said_of_rank
 
 __all__ = ["OtherRanks", "SaveName", "written_files"]
 
@@ -90,7 +91,8 @@ class OtherRanks:
             written = written_files(self._tables()[rank], self.kept[rank], rank)
             self.written.append(written_offer(written))
             places = written.variable_places
-            message = written_message(places, places if save == "repeated" else None)
+            said = said_of_rank(rank, written, SaveTimes())
+            message = written_message(places, places if save == "repeated" else None, said=said)
             if message is not None:
                 mailbox.post(rank, message)
         mailbox.merge(WrittenMessage)

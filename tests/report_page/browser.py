@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,9 @@ class Page:
                 result: dict[str, Any] = message["result"]
                 return result
             self._note(message.get("method", ""), message.get("params", {}))
+
+    def close(self) -> None:
+        self._socket.close()
 
     def _note(self, event: str, told: dict[str, Any]) -> None:
         if event == "Runtime.exceptionThrown":
@@ -103,19 +106,25 @@ def browser() -> Iterator[Page]:
     program = next((found for found in map(shutil.which, NAMES) if found), None)
     if program is None:
         raise RuntimeError(f"none of {', '.join(NAMES)} is installed: apt-get install -y chromium")
-    with (
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile,
-        subprocess.Popen(
-            [program, *FLAGS[:-1], f"--user-data-dir={profile}", FLAGS[-1]], stderr=subprocess.PIPE, text=True
-        ) as process,
-    ):
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, _started(program, profile) as process:
         try:
-            assert process.stderr is not None
-            line = next(line for line in process.stderr if "DevTools listening on" in line)
-            port = line.split("127.0.0.1:")[1].split("/")[0]
-            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-            with opener.open(f"http://127.0.0.1:{port}/json/list") as answer:
-                tabs = json.load(answer)
-            yield Page(next(tab["webSocketDebuggerUrl"] for tab in tabs if tab["type"] == "page"))
+            with closing(Page(_tab_of(process))) as page:
+                yield page
         finally:
             process.kill()
+
+
+def _started(program: str, profile: str) -> subprocess.Popen[str]:
+    command = [program, *FLAGS[:-1], f"--user-data-dir={profile}", FLAGS[-1]]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def _tab_of(process: subprocess.Popen[str]) -> str:
+    """The address of the browser's first tab."""
+    assert process.stderr is not None
+    line = next(line for line in process.stderr if "DevTools listening on" in line)
+    port = line.split("127.0.0.1:")[1].split("/")[0]
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"http://127.0.0.1:{port}/json/list") as answer:
+        tabs = json.load(answer)
+    return next(str(tab["webSocketDebuggerUrl"]) for tab in tabs if tab["type"] == "page")

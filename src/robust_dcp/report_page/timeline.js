@@ -56,7 +56,7 @@ function drawTimeline(context, width, marked) {
   const colours = Object.fromEntries(PHASES.map(([name]) => [name, colour(name)]));
   let marks = 0;
   const bar = (name, from, to, y) => {
-    if (to <= from) return;
+    if (to - from < 1e-9) return;
     context.fillStyle = colours[name];
     context.fillRect(scale(from), y + gap / 2, Math.max(scale(to) - scale(from), 0.6), row - gap);
     marks += 1;
