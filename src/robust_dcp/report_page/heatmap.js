@@ -149,7 +149,7 @@ function showHeatmapScale(save) {
     context.fillStyle = rateColour(2 ** ((x / 179) * 2 - 1));
     context.fillRect(x, 0, 1, 10);
   }
-  replace(scale, `≤ ${inRate(middle / 2)}`, band, `≥ ${inRate(middle * 2)}`, ` median ${inRate(middle)}`,
+  replace(scale, `≤ ${inRate(middle / 2)}`, band, `≥ ${inRate(middle * 2)}`, `· median ${inRate(middle)}`,
     make("span", { class: "mark", "aria-hidden": "true" }), "named as slow");
   const order = ranks.rank.map((_, row) => row).sort((a, b) => ranks.write[b] - ranks.write[a]).slice(0, 40);
   const head = ["rank", "node", "plan", "copy", "write", "bytes", "files", "rate", "how"];
