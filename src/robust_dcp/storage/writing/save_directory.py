@@ -445,7 +445,7 @@ class SaveDirectory:
         self._disk.unlink(self._path_of(self._metadata_name))
         self._disk.fsync_directory(self.path)
         self.may_be_committed = False
-        self._own.add(INDEX_NAME)
+        self._own |= {INDEX_NAME, REPORT_NAME}
         return True
 
     def _remove(self, names: Collection[str], keep: Collection[str] = ()) -> list[str]:
