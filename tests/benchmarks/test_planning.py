@@ -111,7 +111,9 @@ def test_each_rank_finds_its_items_where_the_metadata_says(saved: Saved) -> None
     assert {name.rank for name in left if name is not None} == {COORDINATOR}
 
 
-def test_a_repeated_save_reuses_the_plan_and_hears_frames_of_its_neighbours_and_a_row_of_each_rank(saved: Saved) -> None:
+def test_a_repeated_save_reuses_the_plan_and_hears_frames_of_its_neighbours_and_a_row_of_each_rank(
+    saved: Saved,
+) -> None:
     first, repeated = saved.our_metadata["first"], saved.our_metadata["repeated"]
 
     assert saved.ours["repeated"].outcome == "reused"
