@@ -3,11 +3,12 @@
 #   make demo    save, change, reload and reshard real models on 4 ranks (CPU)
 #   make test    all tests; use PYTEST_ARGS="tests/comm -k timeout" to run some
 #   make test-compat        the Megatron tests with Megatron-Core 0.14.0 and 0.19.2, the saves of ms-swift and verl, the
-#                           queue of nvidia-resiliency-ext, and all of test-frameworks
+#                           queue of nvidia-resiliency-ext, and all of test-frameworks and test-browser
 #   make test-compat-smoke  the part of test-compat that CI runs, about three minutes
 #   make test-frameworks    the switch under Lightning, Accelerate, transformers, torchtitan, TorchTNT and torchtune;
 #                           FRAMEWORKS=lightning for one of them (torchtitan needs Python 3.11 and takes 1.1 GB of disk)
 #   make test-hooks  saves and loads as TensorBoard, Weights & Biases, MLflow and OpenTelemetry see them
+#   make test-browser       the page of `robust-dcp report` in a headless Chromium (apt-get install chromium)
 #   make check   format, lint, types, layers, and that the site of docs/ can be built; changes no file of the sources
 #   make docs    the pictures of docs/ drawn anew, and the site in build/site
 #   make coverage  all tests, and which lines and branches of the package they reach; less than 95 % is an error
@@ -39,7 +40,7 @@ GPU_PYTHON_VERSION ?= 3.12
 BENCHMARKS := $(sort $(wildcard benchmarks/bench_*.py) $(wildcard benchmarks/planning.py benchmarks/loading.py))
 
 .DELETE_ON_ERROR:
-.PHONY: demo test coverage test-compat test-compat-smoke test-frameworks test-hooks check docs dist format bench torture gpu gpu-wheels clean
+.PHONY: demo test coverage test-compat test-compat-smoke test-frameworks test-hooks test-browser check docs dist format bench torture gpu gpu-wheels clean
 
 demo: $(INSTALLED)
 	$(BIN)/python demo/run.py
@@ -77,7 +78,7 @@ ALL_FRAMEWORKS := accelerate lightning torchtitan torchtnt torchtune
 FRAMEWORK_SMOKE := tests/frameworks/test_lightning.py -k "either and fabric-mp"
 RUN_FRAMEWORK = $(call RUN_COMPAT,$(COMPAT)/frameworks/$(1),$(2))
 
-test-compat: test-compat-smoke test-frameworks test-hooks
+test-compat: test-compat-smoke test-frameworks test-hooks test-browser
 	@echo "== megatron-core 0.14.0"
 	$(TRUST_FILES) $(call RUN_COMPAT,$(COMPAT)/megatron-core-0.14.0,$(COMPAT_TESTS) $(MODELS_OF_0_14))
 	@echo "== megatron-core 0.19.2"
@@ -99,6 +100,14 @@ test-compat-smoke: $(INSTALLED) $(addprefix $(COMPAT)/,$(FROM_WHEELS:=/.installe
 	$(call RUN_FRAMEWORK,lightning,$(FRAMEWORK_SMOKE))
 
 test-frameworks: $(FRAMEWORKS:%=test-framework-%)
+
+test-browser: $(COMPAT)/browser/.installed
+	$(call RUN_COMPAT,$(COMPAT)/browser,tests/report_page)
+
+$(COMPAT)/browser/.installed: tests/report_page/browser_requirements.txt | $(INSTALLED)
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps --target $(@D) -r $<
+	@touch $@
 
 test-framework-%: $(COMPAT)/frameworks/%/.installed
 	@echo "== $*"

@@ -7,14 +7,15 @@ files.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, cast
 
 import msgspec
 
-from robust_dcp.comm import Agreement, Channel, Offer
+from robust_dcp.comm import Agreement, Channel, ExchangeStats, Offer
 from robust_dcp.comm.operation import Operation, Work
 from robust_dcp.comm.pipe import Payload
 from robust_dcp.comm.tree import Tree
@@ -48,6 +49,12 @@ class SimulatedOperation:
         self.link = SimulatedLink(rank, tuple(range(n_ranks)))
         self.tree = self.link.tree(COORDINATOR)
         self.timeout_seconds = 300.0
+        self.stragglers: list[str] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[ExchangeStats]:
+        """Count nothing: what is sent is counted by ``others``."""
+        yield ExchangeStats()
 
     def stopped(self) -> None:
         """Report nothing: no rank fails here."""

@@ -7,6 +7,7 @@ not measured.
 from __future__ import annotations
 
 import hashlib
+import random
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from robust_dcp.plan.rank_plan import Places, RankPlanMessage, unpack_places
 from robust_dcp.plan.structure import Form, StructureTable
 from robust_dcp.plan.written import WrittenMessage, written_message, written_offer
 from robust_dcp.storage.writing.engine import WrittenFiles
+from robust_dcp.storage.writing.save_report import SaveTimes, said_of_rank
 
 __all__ = ["OtherRanks", "SaveName", "written_files"]
 
@@ -90,7 +92,8 @@ class OtherRanks:
             written = written_files(self._tables()[rank], self.kept[rank], rank)
             self.written.append(written_offer(written))
             places = written.variable_places
-            message = written_message(places, places if save == "repeated" else None)
+            said = said_of_rank(rank, written, _times(rank))
+            message = written_message(places, places if save == "repeated" else None, said=said)
             if message is not None:
                 mailbox.post(rank, message)
         mailbox.merge(WrittenMessage)
@@ -104,6 +107,12 @@ def written_files(table: StructureTable, kept: Places, rank: int) -> WrittenFile
     offsets = np.cumsum(lengths) - lengths
     places: npt.NDArray[np.int64] = np.column_stack([offsets, lengths]).reshape(n_objects, 2)
     return WrittenFiles(are_plain=True, variable_places=places, names=(), nbytes=0)
+
+
+def _times(rank: int) -> SaveTimes:
+    """Times that differ from rank to rank, so that their rows cannot be merged."""
+    draw = random.Random(rank)
+    return SaveTimes(seconds={"plan": draw.random()}, own_write_seconds=10 + draw.random())
 
 
 def _length(rank: int, number: int) -> int:

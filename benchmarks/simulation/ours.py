@@ -13,12 +13,13 @@ Owns the steps that count. In order, with their names in the rows:
 * ``places``: it reads what the ranks send after writing. Writing itself is not the coordinator's work.
 * ``metadata``: it runs ``written_by_all``, and makes the bytes of ``.metadata`` and of the index with the plan.
   ``commit``: it writes, fsyncs, renames, and fsyncs the directory. ``cache``: it keeps the plan for the next save.
+* ``report``: it makes and writes the report of the save.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,7 @@ from robust_dcp.plan.cache import PLANS
 from robust_dcp.plan.rank_plan import Places
 from robust_dcp.plan.session import SaveSession
 from robust_dcp.plan.structure import StructureTable
+from robust_dcp.report_file import SavedReport
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
 from robust_dcp.storage.writer import RobustWriter
 from robust_dcp.storage.writing.commit import MetadataToPublish
@@ -93,6 +95,11 @@ class _Writer(RobustWriter):
         self._watch.lap("metadata")
         self.directory.publish(metadata, is_checked=lambda: True)
         self._watch.lap("commit")
+
+    def leave_report(self, make: Callable[[str, tuple[str, ...]], SavedReport]) -> None:
+        self._watch.lap("cache")
+        super().leave_report(make)
+        self._watch.lap("report")
 
 
 def _no_data() -> WriteItemSource:

@@ -290,6 +290,8 @@ class _Staged:
         """Write the data, and let all ranks say whether they have written. Tensors without a copy are written first."""
         if self._executor == "process":
             self._started.writer.write_files = WriteInProcess(self._started.session.channel.stop_if_announced)
+        times = self._started.session.times
+        times.is_async, times.remarks = True, self.how
         with nullcontext() if self._source is None else self._source.stream():
             self._started.write(self.source)
 

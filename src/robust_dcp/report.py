@@ -5,18 +5,23 @@ This module owns the report types and how they print. ``api`` makes a report at 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
+import msgspec
 from torch.distributed.checkpoint.metadata import Metadata
 
 from robust_dcp.plan.agreement import PlanOutcome
 from robust_dcp.plan.phases import PhaseRecord
+from robust_dcp.plan.report_of_session import bounded_changes
 from robust_dcp.plan.structure import StructureDiff
 
 __all__ = ["LoadReport", "PhaseReport", "SaveReport", "phase_reports", "sizes_in_words"]
+
+_JSON_VERSION: Final = 1
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,20 @@ class _Report:
     def seconds(self) -> float:
         """Wall time of the whole call, in seconds."""
         return sum(phase.seconds for phase in self.phases)
+
+    def _json(self, kind: str, rest: dict[str, Any]) -> str:
+        known = {
+            "version": _JSON_VERSION,
+            "kind": kind,
+            "checkpoint": self.checkpoint_id,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "seconds": self.seconds,
+            "items": self.items,
+            "nbytes": self.nbytes,
+            "phases": [asdict(phase) for phase in self.phases],
+        }
+        return json.dumps({**known, **rest})
 
     def _lines(self, headline: str, stragglers: Sequence[str]) -> str:
         rows = [headline, f"  {'phase':<8}{'seconds':>9}{'exchanges':>11}{'messages':>10}{'bytes sent':>12}"]
@@ -127,6 +146,33 @@ class SaveReport(_Report):
             raise ValueError("this report was made without access to the checkpoint's metadata")
         return self._read_metadata()
 
+    def to_json(self) -> str:
+        """The report as one line of JSON. Times end in ``seconds``, sizes in ``nbytes``.
+
+        ``plan`` has the outcome, the reason, and the changes: how many keys, and the first 100 of each kind. The other
+        names are those of the attributes.
+        """
+        changes = bounded_changes(self.changes)
+        return self._json(
+            "save",
+            {
+                "blocked_seconds": self.blocked_seconds,
+                "plan": {
+                    "outcome": self.plan,
+                    "reason": self.reason,
+                    "changes": None if changes is None else msgspec.to_builtins(changes),
+                },
+                "total_nbytes": self.total_nbytes,
+                "digest": self.digest,
+                "files": self.files,
+                "how": self.how,
+                "peak_buffer_nbytes": self.peak_buffer_nbytes,
+                "stragglers": self.stragglers,
+                "differing_objects": self.differing_objects,
+                "unloadable_objects": self.unloadable_objects,
+            },
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_read_metadata": None}
 
@@ -164,6 +210,22 @@ class LoadReport(_Report):
         """Keys of the checkpoint that the state dict did not ask for. They are looked up at the first access, because
         there may be many."""
         return self._find_unread_keys()
+
+    def to_json(self) -> str:
+        """The report as one line of JSON. Times end in ``seconds``, sizes in ``nbytes``.
+
+        It does not have the unread keys, which would have to be looked up first.
+        """
+        return self._json(
+            "load",
+            {
+                "missing_keys": self.missing_keys,
+                "shared_nbytes": self.shared_nbytes,
+                "peak_buffer_nbytes": self.peak_buffer_nbytes,
+                "unverified_nbytes": self.unverified_nbytes,
+                "stragglers": self.stragglers,
+            },
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "unread_keys": self.unread_keys, "_find_unread_keys": tuple}

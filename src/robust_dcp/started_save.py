@@ -119,6 +119,8 @@ class StartedSave:
         return self.planner.source(self.session)
 
     def write(self, source: Callable[[], ItemSource]) -> None:
+        # The rows of the report travel with the exchange of this phase.
+        self.session.times.stage_seconds = sum(each.seconds for each in self.clock.records if each.name == "stage")
         with self.clock.phase("write"):
             self.session.write(source)
 

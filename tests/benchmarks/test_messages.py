@@ -23,6 +23,7 @@ def test_a_run_prints_what_the_coordinator_and_the_others_sent(
         (save, phase) for save in ("first", "repeated") for phase in ("plan", "write", "commit")
     ]
     for row in rows[3:]:
-        assert (row["exchanges"], row["payload_nbytes"], row["others_payload_nbytes"]) == (1, 0, 0)
+        assert (row["exchanges"], row["payload_nbytes"]) == (1, 0)
+        assert 0 < row["others_payload_nbytes"] <= 150 if row["phase"] == "write" else not row["others_payload_nbytes"]
         assert (row["header_nbytes"], row["others_header_nbytes"]) == (2 * FRAME_NBYTES, FRAME_NBYTES)
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)

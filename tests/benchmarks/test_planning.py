@@ -111,14 +111,20 @@ def test_each_rank_finds_its_items_where_the_metadata_says(saved: Saved) -> None
     assert {name.rank for name in left if name is not None} == {COORDINATOR}
 
 
-def test_a_repeated_save_reuses_the_plan_and_hears_frames_of_its_neighbours_only(saved: Saved) -> None:
+def test_a_repeated_save_reuses_the_plan_and_hears_frames_of_its_neighbours_and_a_row_of_each_rank(
+    saved: Saved,
+) -> None:
     first, repeated = saved.our_metadata["first"], saved.our_metadata["repeated"]
 
     assert saved.ours["repeated"].outcome == "reused"
     n_exchanges = 3  # agree, write, commit
     n_children = len(Tree(COORDINATOR, saved.payloads.ranks).children)
-    assert saved.ours["repeated"].sent_nbytes == n_exchanges * FRAME_NBYTES * (saved.payloads.ranks - 1)
-    assert saved.ours["repeated"].arrived_nbytes == n_exchanges * FRAME_NBYTES * n_children
+    n_others = saved.payloads.ranks - 1
+    # Besides frames there are the rows of the report: they pass through about log2 of all ranks.
+    rows = saved.ours["repeated"].sent_nbytes - n_exchanges * FRAME_NBYTES * n_others
+    assert 28 * n_others <= rows <= 150 * n_others + 64 * n_others * n_children
+    arrived = saved.ours["repeated"].arrived_nbytes - n_exchanges * FRAME_NBYTES * n_children
+    assert 28 * n_others <= arrived <= 150 * n_children + 64 * n_others
     assert saved.ours["repeated"].returned_nbytes == 0
     assert replace(first, storage_meta=None) == replace(repeated, storage_meta=None)
 
@@ -135,7 +141,7 @@ def test_a_patch_hears_of_the_rank_that_changed_and_adds_its_tensor(saved: Saved
 def test_what_ranks_say_is_merged_on_the_way_up(saved: Saved) -> None:
     first = saved.ours["first"]
 
-    assert first.arrived_nbytes < first.sent_nbytes / (8 if saved.payloads.ranks == 64 else 1.5)
+    assert first.arrived_nbytes < first.sent_nbytes / (7 if saved.payloads.ranks == 64 else 1.5)
     assert first.merging_seconds > 0
 
 

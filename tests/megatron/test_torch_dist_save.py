@@ -253,7 +253,7 @@ def _by_the_strategy_alone(directory: Path) -> Any:
 
 
 def _is_ours(directory: Path) -> bool:
-    return (directory / ".robust_dcp.index").exists()
+    return all((directory / name).exists() for name in (".robust_dcp.index", ".robust_dcp.report.json"))
 
 
 def test_megatrons_own_save_bound_earlier_still_writes_through_robust_dcp(found: dict[str, list[Any]]) -> None:

@@ -68,6 +68,7 @@ def test_after_a_save_there_are_two_files_and_one_beside_them(tmp_path: Path) ->
     assert sorted(os.listdir(tmp_path)) == [
         ".metadata",
         ".robust_dcp.index",
+        ".robust_dcp.report.json",
         "__0_2.distcp",
         "shard-00001-model-00001-of-00002.safetensors",
         "shard-00001-model-00002-of-00002.safetensors",
@@ -137,7 +138,7 @@ def test_the_next_save_removes_what_a_crash_has_left() -> None:
     states: list[SimulatedDisk] = []
     save(WatchedDisk(inner, before=lambda _: states.extend(distinct(inner.crashes()))))
     uncommitted = [state for state in states if not state.exists(f"{DIRECTORY}/.metadata")]
-    clean = {".metadata", ".robust_dcp.index", *names_of_a_save()}
+    clean = {".metadata", ".robust_dcp.index", ".robust_dcp.report.json", *names_of_a_save()}
     for state in distinct(iter(uncommitted)):
         save(state, 5)
         assert loaded_step(state) == 5

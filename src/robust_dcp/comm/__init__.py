@@ -7,7 +7,7 @@ This is the only layer that talks to other processes. It knows nothing of plans,
 from robust_dcp.comm.channel import Channel
 from robust_dcp.comm.combine import Agreement, Offer, combined_signature
 from robust_dcp.comm.failures import Stopped
-from robust_dcp.comm.nodes import node_of
+from robust_dcp.comm.nodes import node_name, node_of
 from robust_dcp.comm.relay import Bucket, GroupMover, Relay
 from robust_dcp.comm.stats import ExchangeStats, PhaseStats
 from robust_dcp.comm.wire import decode, encode
@@ -25,5 +25,6 @@ __all__ = [
     "combined_signature",
     "decode",
     "encode",
+    "node_name",
     "node_of",
 ]

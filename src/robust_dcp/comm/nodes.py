@@ -13,7 +13,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["RANKS_PER_NODE", "node_of"]
+__all__ = ["RANKS_PER_NODE", "node_name", "node_of"]
 
 RANKS_PER_NODE = "ROBUST_DCP_RANKS_PER_NODE"
 
@@ -26,15 +26,33 @@ def node_of(rank: int, environment: Mapping[str, str] = os.environ) -> int:
     Raises:
         ValueError: the value of the environment variable is not a number of ranks.
     """
-    text = environment.get(RANKS_PER_NODE, "")
-    if text:
-        # Check the digits ourselves: int() would also accept " +1_0 " and digits of other scripts.
-        if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0):
-            raise ValueError(f"{RANKS_PER_NODE} is {text!r}: set it to a number of ranks from 1 on")
-        return rank // int(text) + 1
+    number = _given_node(rank, environment)
+    if number is not None:
+        return number
     boot = ""
     with contextlib.suppress(OSError):  # there is none outside Linux
         boot = _BOOT_ID.read_text().strip()
     # Use both. Containers on different machines may share a name; so may machines on different networks.
     name = f"host {socket.gethostname()} boot {boot}"
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1 | 1
+
+
+def node_name(rank: int, environment: Mapping[str, str] = os.environ) -> str:
+    """The host name, for people. If nodes are set by hand, the number of the node follows.
+
+    Raises:
+        ValueError: as :func:`node_of`.
+    """
+    number = _given_node(rank, environment)
+    return socket.gethostname() if number is None else f"{socket.gethostname()} node {number - 1}"
+
+
+def _given_node(rank: int, environment: Mapping[str, str]) -> int | None:
+    """The number of the node, from 1 on, if nodes are set by hand."""
+    text = environment.get(RANKS_PER_NODE, "")
+    if text:
+        # Check the digits ourselves: int() would also accept " +1_0 " and digits of other scripts.
+        if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0):
+            raise ValueError(f"{RANKS_PER_NODE} is {text!r}: set it to a number of ranks from 1 on")
+        return rank // int(text) + 1
+    return None

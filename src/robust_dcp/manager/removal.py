@@ -20,6 +20,7 @@ from typing import Final
 from robust_dcp.errors import StorageError
 from robust_dcp.manager.checkpoints import uncommitted_directories
 from robust_dcp.manager.latest import LATEST_NAME
+from robust_dcp.report_file import REPORT_NAME
 from robust_dcp.storage.files.being_loaded import not_being_loaded
 from robust_dcp.storage.files.disk import Disk, storage_error
 from robust_dcp.storage.files.paths import INDEX_NAME, LOCK_NAME, is_data_file
@@ -112,8 +113,8 @@ def _sweep(disk: Disk, path: str, now_seconds: float) -> bool:
         if found.others:
             return False
         left = remove_data_files(disk, path, found.files)
-        if journals and INDEX_NAME in names:  # the save was killed right before its commit
-            disk.unlink(os.path.join(path, INDEX_NAME))
+        for name in {INDEX_NAME, REPORT_NAME} & set(names) if journals else ():  # killed right before its commit
+            disk.unlink(os.path.join(path, name))
         for name in journals:
             if found.by_journal.get(name, frozenset()).isdisjoint(left):
                 disk.unlink(os.path.join(path, name))

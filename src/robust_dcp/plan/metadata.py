@@ -28,6 +28,7 @@ from robust_dcp.plan.global_plan import GlobalPlan, Patch, plan_of_written
 from robust_dcp.plan.metadata_columns import metadata_columns
 from robust_dcp.plan.patched_columns import patched_columns
 from robust_dcp.plan.structure import ItemKind
+from robust_dcp.report_file import Modules
 from robust_dcp.storage.files.paths import mark_of
 from robust_dcp.storage.index import Fragment, IndexTemplate, Section
 from robust_dcp.storage.layouts import TORCH, Layout
@@ -36,6 +37,7 @@ from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION
 from robust_dcp.storage.metadata.pickled import MetadataColumns, MetadataPickle
 from robust_dcp.storage.writing.commit import MetadataToPublish
 from robust_dcp.storage.writing.engine import WrittenFiles
+from robust_dcp.storage.writing.module_sizes import module_sizes
 
 __all__ = ["MetadataTemplate", "stock_metadata"]
 
@@ -74,6 +76,8 @@ class MetadataTemplate:
         self._layout = layout
         self._lock = threading.Lock()
         self._compiled: _Compiled | None = None
+        self._variable_places: Int64 = np.empty((0, 2), dtype=np.int64)
+        self._modules: Modules | None = None
 
         def compiled() -> tuple[MetadataPickle, MetadataColumns]:
             numbers = [files.numbers for files in self._ranks]
@@ -93,7 +97,7 @@ class MetadataTemplate:
             ``None`` if the plan has more new files than there is room for.
         """
         new = copy(self)
-        new._lock, new._compiled, new._ranks = threading.Lock(), None, list(self._ranks)
+        new._lock, new._compiled, new._modules, new._ranks = threading.Lock(), None, None, list(self._ranks)
         for rank, placement in placements.items():
             numbers = self._ranks[rank].numbers
             end = new._n_files + max(0, placement.n_files - len(numbers))
@@ -152,7 +156,7 @@ class MetadataTemplate:
                     f"rank {rank} gave {len(files.variable_places)} places for {own.n_variable} items of variable size"
                 )
         compiled = self._compile()
-        places = np.concatenate([files.variable_places for files in written])
+        places = self._variable_places = np.concatenate([files.variable_places for files in written])
         mark = mark_of(storage_meta.save_id or "")
         of_files = [
             self._layout.file_names(rank, own.head_nbytes, mark, plain=files.are_plain)
@@ -166,6 +170,23 @@ class MetadataTemplate:
         index = self._index(compiled, fragments, names, places, storage_meta, kept_plan or {})
         renames = tuple(name for some in of_files for name in some if name.written != name.committed)
         return MetadataToPublish(fragments, frozenset(name for name in names if name is not None), renames, index)
+
+    @property
+    def module_sizes(self) -> Modules:
+        """The bytes of each module in the checkpoint that was encoded last.
+
+        Like all else that takes time for each item, it is computed once for each plan. So in later checkpoints the
+        sizes of objects are those of the first.
+        """
+        if self._modules is None:
+            compiled = self._compile()
+            columns = compiled.columns
+            nbytes = columns.nbytes.copy()
+            nbytes[columns.start < 0] = self._variable_places[compiled.index_order, 1]
+            of_names = np.zeros(len(columns.names), dtype=np.int64)
+            np.add.at(of_names, columns.name, nbytes)
+            self._modules = module_sizes(columns.names, of_names)
+        return self._modules
 
     def _index(
         self,

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -29,6 +30,7 @@ from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.node_commit import commit_on_nodes
 from robust_dcp.plan.rank_plan import RankPlan
 from robust_dcp.plan.replica_checks import Differing, DigestItems, VerifyReplicas, compare_replicas, digest_columns
+from robust_dcp.plan.report_of_session import report_of
 from robust_dcp.plan.stored_plan import plan_sections
 from robust_dcp.plan.unloadable import UnloadableObjects, report_unloadable
 from robust_dcp.plan.written import (
@@ -41,12 +43,14 @@ from robust_dcp.plan.written import (
     written_message,
     written_offer,
 )
+from robust_dcp.report_file import SavedReport
 from robust_dcp.storage.index import Section
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.writing.commit import MetadataToPublish
 from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
 from robust_dcp.storage.writing.save_directory import SaveDirectory, not_one_directory
+from robust_dcp.storage.writing.save_report import SaveTimes, said_of_rank
 
 __all__ = ["SaveSession", "SessionWriter"]
 
@@ -61,10 +65,14 @@ class SessionWriter(Protocol):
     Attributes:
         mark: 64 bits that distinguish this save from others. All ranks adopt the mark of the leading rank.
         directory: removes what a failed save has made.
+        leaves_report: whether a committed save leaves a report beside the checkpoint.
     """
 
     @property
     def mark(self) -> int: ...
+
+    @property
+    def leaves_report(self) -> bool: ...
 
     @property
     def directory(self) -> SaveDirectory: ...
@@ -92,6 +100,8 @@ class SessionWriter(Protocol):
 
     def publish(self, metadata: MetadataToPublish, *, are_checked: bool) -> None: ...
 
+    def leave_report(self, make: Callable[[str, tuple[str, ...]], SavedReport]) -> None: ...
+
     def clean_up(self) -> None: ...
 
 
@@ -109,6 +119,10 @@ class SaveSession:
         digest_items: computes the digests of this rank's items; ``None`` if nothing can be compared.
         needs_one_directory: what kind of save this is, if it cannot be made on nodes that do not share the directory,
             for example because one rank writes more files into it.
+
+    Attributes:
+        times: how long the parts of this save took on this rank.
+        messages: on the coordinator, what each rank has said of what it has written.
     """
 
     plan: AgreedPlan
@@ -124,8 +138,9 @@ class SaveSession:
     unloadable_objects: dict[str, str] = field(default_factory=dict, init=False)
     digest: str | None = field(default=None, init=False)
     leads_directory: bool = field(default=False, init=False)
+    times: SaveTimes = field(default_factory=SaveTimes, init=False)
+    messages: Sequence[WrittenMessage | None] = field(default=(), init=False)
     _digests: bytes | None = field(default=None, init=False)
-    _messages: Sequence[WrittenMessage | None] = field(default=(), init=False)
     _are_plain: Sequence[bool] = field(default=(), init=False)
     _written_agreement: Agreement | None = field(default=None, init=False)
     _written_by_all: tuple[WrittenFiles, ...] = field(default=(), init=False)
@@ -165,7 +180,7 @@ class SaveSession:
                 self.writer.begin(is_coordinator=leads, ranks=self.channel.size if self.rank == 0 else None)
             return describe()
 
-        with self._cleaned_up_after_failure():
+        with self._cleaned_up_after_failure(), self.times.phase("plan", self.channel):
             mark = self.plan.agree(begin, leads=leads, mark=0 if self.writer is None else self.writer.mark)
         if self.writer is not None:
             self.writer.adopt(mark)
@@ -201,13 +216,18 @@ class SaveSession:
             if self.channel.size > 1:
                 self.leads_directory = self.writer.join(ranks=self.channel.size)
             known_places = self.plan.known_places
-            self.written = self.writer.write(self.rank, source(), placements, self.check_stop, known_places)
+            with self.times.own_write():
+                self.written = self.writer.write(self.rank, source(), placements, self.check_stop, known_places)
             self.unloadable.raise_if_forbidden(self.checkpoint)
             return written_message(
-                self.written.variable_places, known_places, self.take_digests(), self.unloadable.found
+                self.written.variable_places,
+                known_places,
+                self.take_digests(),
+                self.unloadable.found,
+                said_of_rank(self.rank, self.written, self.times) if self.writer.leaves_report else None,
             )
 
-        with self._cleaned_up_after_failure():
+        with self._cleaned_up_after_failure(), self.times.phase("write", self.channel):
             messages = self.channel.gather(
                 self.plan.phase("write"),
                 write_own,
@@ -217,9 +237,9 @@ class SaveSession:
             self._are_on_nodes = self.channel.last_agreement.count(LEADS_DIRECTORY) > 0
             if self._are_on_nodes:
                 self._refuse_nodes(self.channel.last_agreement.first_rank(LEADS_DIRECTORY))
-        self._messages = messages or []
+        self.messages = messages or []
         if self.channel.is_coordinator:
-            told = [(rank, message.unloadable) for rank, message in enumerate(self._messages) if message is not None]
+            told = [(rank, message.unloadable) for rank, message in enumerate(self.messages) if message is not None]
             self.unloadable_objects = report_unloadable(self.checkpoint, told)
         self._written_agreement = self.channel.last_agreement
         self._are_plain = are_named_plainly(self.channel, self.plan.phase("file names"), self.written)
@@ -317,7 +337,7 @@ class SaveSession:
             )
         self._written_by_all = written_by_all(
             self._are_plain,
-            self._messages,
+            self.messages,
             plan.variable_places,
             self._written_agreement.signature,
             self.channel.combined_signature,
@@ -350,37 +370,43 @@ class SaveSession:
         if writer is None:
             raise ValueError("this save was planned for another storage writer")
         try:
-            if self._are_on_nodes:
-                agreement = commit_on_nodes(
-                    self.channel,
-                    self.plan.phase,
-                    writer.directory,
-                    leads_directory=self.leads_directory,
-                    check_own=writer.check_own,
-                    make_metadata=lambda: self._make_metadata(writer),
-                    offer=lambda: digest_offer(self.written),
-                )
-                self.digest = digest_of(agreement)
-            elif self.commits_together:
-                self.channel.barrier(
-                    self.plan.phase("commit"),
-                    writer.check_own,
-                    then=lambda: self._publish(writer),
-                    offer=lambda: digest_offer(self.written),
-                )
-                self.digest = digest_of(self.channel.last_agreement)
-            elif self.channel.is_coordinator:  # the writer checks the files of all ranks
-                self._publish(writer)
+            with self.times.phase("commit", self.channel):
+                self._commit(writer)
         except BaseException as error:
             self.plan.forget()
             self._clean_up_commit(writer.directory, error)
             raise
         self._keep_plan(confirmed=self.commits_together)
+        if self.channel.is_coordinator:
+            writer.leave_report(partial(report_of, self))
         if self.channel.is_coordinator or self.leads_directory:
             writer.clean_up()
         if self.channel.is_coordinator and self.plan.coordinator is not None:
-            sent = [b"" if message is None else message.replicas for message in self._messages]
+            sent = [b"" if message is None else message.replicas for message in self.messages]
             self.differing_replicas = compare_replicas(sent, self.plan.coordinator.tables, self.checkpoint)
+
+    def _commit(self, writer: SessionWriter) -> None:
+        if self._are_on_nodes:
+            agreement = commit_on_nodes(
+                self.channel,
+                self.plan.phase,
+                writer.directory,
+                leads_directory=self.leads_directory,
+                check_own=writer.check_own,
+                make_metadata=lambda: self._make_metadata(writer),
+                offer=lambda: digest_offer(self.written),
+            )
+            self.digest = digest_of(agreement)
+        elif self.commits_together:
+            self.channel.barrier(
+                self.plan.phase("commit"),
+                writer.check_own,
+                then=lambda: self._publish(writer),
+                offer=lambda: digest_offer(self.written),
+            )
+            self.digest = digest_of(self.channel.last_agreement)
+        elif self.channel.is_coordinator:  # the writer checks the files of all ranks
+            self._publish(writer)
 
     def _clean_up_commit(self, directory: SaveDirectory, error: BaseException) -> None:
         """Clean up as after other failures, but only if the coordinator knows that nothing was committed."""

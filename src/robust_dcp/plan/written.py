@@ -16,6 +16,7 @@ import numpy.typing as npt
 from robust_dcp.comm import Agreement, Channel, Offer
 from robust_dcp.errors import ExchangeError
 from robust_dcp.storage.writing.engine import WrittenFiles
+from robust_dcp.storage.writing.save_report import SaidOfRank
 
 __all__ = [
     "LEADS_DIRECTORY",
@@ -53,12 +54,18 @@ class WrittenMessage(msgspec.Struct, frozen=True):
         places: int64 ``[n, 2]``, offset and length of each.
         replicas: the digests of chunks that other ranks hold too (``replica_checks.digest_columns``).
         unloadable: objects that a load would refuse, and why, by key.
+        row: what the report of the save says of this rank; no bytes if there is to be no report.
+        node, how: the name of the rank's node, and how it wrote. They are not in the row, because what many ranks have
+            in common is sent once.
     """
 
     items: bytes
     places: bytes
     replicas: bytes = b""
     unloadable: dict[str, str] = {}
+    row: bytes = b""
+    node: str = ""
+    how: tuple[str, ...] = ()
 
 
 def written_offer(written: WrittenFiles | None, *, leads_directory: bool = False) -> Offer:
@@ -98,24 +105,30 @@ def digest_of(agreement: Agreement) -> str | None:
 
 
 def written_message(
-    places: Places, known: Places | None, replicas: bytes = b"", unloadable: Mapping[str, str] | None = None
+    places: Places,
+    known: Places | None,
+    replicas: bytes = b"",
+    unloadable: Mapping[str, str] | None = None,
+    said: SaidOfRank | None = None,
 ) -> WrittenMessage | None:
     """The message to the coordinator; ``None`` if it knows everything.
 
     Args:
         known: this rank's places in the last committed save with the same plan, as the coordinator has them.
         replicas, unloadable: as in :class:`WrittenMessage`.
+        said: this rank's row, node and ways of writing; ``None`` if there is to be no report.
     """
     new = np.arange(len(places))
     if known is not None and len(known) == len(places):
         new = np.flatnonzero((known != places).any(axis=1))
-    if not len(new) and not replicas and not unloadable:
+    if not len(new) and not replicas and not unloadable and said is None:
         return None
     return WrittenMessage(
         items=new.astype("<i8").tobytes(),
         places=places[new].astype("<i8").tobytes(),
         replicas=replicas,
         unloadable=dict(unloadable or {}),
+        **({} if said is None else said._asdict()),
     )
 
 

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from robust_dcp.errors import entry_point
+from robust_dcp.report_file import SavedReport
 from robust_dcp.storage.files.disk import Disk, PosixDisk
 from robust_dcp.storage.files.paths import directory_path, is_url, mark_of
 from robust_dcp.storage.layouts import layout_named
@@ -32,7 +33,9 @@ from robust_dcp.storage.writing.commit import MetadataToPublish
 from robust_dcp.storage.writing.engine import WriteFiles, WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource, Resolve, WriteItemSource
 from robust_dcp.storage.writing.save_directory import SaveDirectory, not_one_directory
+from robust_dcp.storage.writing.save_report import SaveTimes, said_of_rank
 from robust_dcp.storage.writing.stripes import stripe_directories
+from robust_dcp.storage.writing.unplanned_report import report_of_results, told_by
 from robust_dcp.storage.writing.write_options import WriteOptions, with_keywords
 
 __all__ = ["PlannedSave", "RobustWriter", "WriterMeta"]
@@ -108,6 +111,7 @@ class RobustWriter(StorageWriter):
         overwrite: bool = True,
         share_unchanged: bool = False,
         previous: str | os.PathLike[str] | None = None,
+        report: bool = True,
         disk: Disk | None = None,
     ) -> None:
         super().__init__()
@@ -124,6 +128,7 @@ class RobustWriter(StorageWriter):
             overwrite=overwrite,
             share_unchanged=share_unchanged,
             previous=previous,
+            report=report,
         )
         self.last_path: str | None = None
         self.layout = layout_named(self.options.layout)
@@ -139,6 +144,8 @@ class RobustWriter(StorageWriter):
         self._announces = False
         self._checked_at_seconds = -math.inf
         self._uncommitted_names: tuple[str, ...] = ()
+        self._unplanned = SaveTimes()
+        self._planner_name = ""
 
     @property
     def files_per_rank(self) -> int:
@@ -290,6 +297,21 @@ class RobustWriter(StorageWriter):
 
         self.directory.publish(metadata, is_checked=is_checked)
 
+    @property
+    def leaves_report(self) -> bool:
+        """Whether a committed save leaves a report beside the checkpoint."""
+        return self.options.report and not self._alone
+
+    def leave_report(self, make: Callable[[str, tuple[str, ...]], SavedReport]) -> None:
+        """Called on the coordinator after the commit: leave a report beside the checkpoint, unless the options say
+        otherwise. If that fails, it is logged.
+
+        Args:
+            make: makes the report, from the id of the save and what its commit went without.
+        """
+        if self.leaves_report:
+            self.directory.leave_report(make)
+
     def clean_up(self) -> None:
         """Remove the files that the committed checkpoint replaces. A file that cannot be removed stays, and is
         logged.
@@ -315,6 +337,7 @@ class RobustWriter(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._begun = self._announces = False
+        self._unplanned = SaveTimes()
         self._rank = kwargs.get("rank")
         self._is_coordinator = is_coordinator
         # With use_collectives=False every rank commits its own part, and DCP's reader looks for `__{rank}.metadata`.
@@ -357,6 +380,8 @@ class RobustWriter(StorageWriter):
                 f"RobustWriter with layout={self.layout.name!r} needs the places that RobustPlanner plans, and was "
                 f"called with {type(planner).__name__}; pass planner=RobustPlanner()"
             )
+        self._planner_name = type(planner).__name__
+        self._unplanned.ends("plan")
         share = plan.storage_data if isinstance(plan.storage_data, _Share) else _Share(0, self.mark)
         rank = share.rank
         if isinstance(plan.storage_data, _Share) and not self._is_coordinator and not self._alone:
@@ -368,8 +393,9 @@ class RobustWriter(StorageWriter):
             self.adopt(share.mark)
         placements = place_as_they_come([_chunk_nbytes(item) for item in plan.items], files=self.files_per_rank)
         source = WriteItemSource(plan.items, planner.resolve_data)
-        written = self.write(rank, source, placements, lambda done_nbytes, total_nbytes: None)
-        return [
+        with self._unplanned.own_write():
+            written = self.write(rank, source, placements, lambda done_nbytes, total_nbytes: None)
+        results = [
             WriteResult(
                 index=item.index, size_in_bytes=nbytes, storage_data=StorageInfo(written.names[file], offset, nbytes)
             )
@@ -377,6 +403,7 @@ class RobustWriter(StorageWriter):
                 plan.items, placements.file.tolist(), written.variable_places.tolist(), strict=True
             )
         ]
+        return told_by(results, said_of_rank(rank, written, self._unplanned)) if self.leaves_report else results
 
     def _refuse_another_directory(self, rank: int) -> None:
         """Make sure, on a rank that does not commit, that it writes into the coordinator's directory."""
@@ -395,11 +422,23 @@ class RobustWriter(StorageWriter):
         metadata.storage_meta = self.plain_meta()
         metadata.version = FORMAT_VERSION
         files = referenced_files(metadata)
+        self._unplanned.ends("write")
         try:
             self.directory.publish(MetadataToPublish((encode_metadata(metadata),), files))
         except BaseException as error:
             self.directory.roll_back(error)
             raise
+        self._unplanned.ends("commit")
+        self.leave_report(
+            lambda save_id, fallbacks: report_of_results(
+                results,
+                self._unplanned,
+                checkpoint=self.path,
+                save_id=save_id,
+                planner=self._planner_name,
+                fallbacks=fallbacks,
+            )
+        )
         self.clean_up()
 
     def plain_meta(self) -> StorageMeta:

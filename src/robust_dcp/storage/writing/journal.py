@@ -23,6 +23,7 @@ from typing import Final
 import msgspec
 
 from robust_dcp.errors import StorageError
+from robust_dcp.report_file import REPORT_NAME
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.mounts import boot_id
 from robust_dcp.storage.files.paths import (
@@ -76,7 +77,7 @@ class JournalRecord(msgspec.Struct, frozen=True, kw_only=True):
     def may_have_made(self, names: Collection[str]) -> set[str]:
         """Those of ``names`` that this save may have given: files of its ranks, with plain names or with its mark."""
         mark = mark_of(self.save_id)
-        found = {f"{METADATA_NAME}.{mark}.tmp", f"{INDEX_NAME}.{mark}.tmp"} & set(names)
+        found = {f"{name}.{mark}.tmp" for name in (METADATA_NAME, INDEX_NAME, REPORT_NAME)} & set(names)
         for name in set(names).difference(self.replaces, self.present):
             writer = writer_of(name)
             if writer is None or writer.rank >= self.ranks or writer.mark not in ("", mark):

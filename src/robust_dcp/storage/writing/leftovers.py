@@ -22,6 +22,7 @@ from robust_dcp.storage.layouts.marks import is_of_save
 from robust_dcp.storage.layouts.safetensors_head import MARK_KEY
 from robust_dcp.storage.writing.committed import Committed, committed_in
 from robust_dcp.storage.writing.journal import OtherSave, SaveState, journals_in
+from robust_dcp.storage.writing.left_report import unfinished_report
 
 __all__ = ["LeftOvers", "find_left_overs", "named_by_ranks", "tell_what_stays"]
 
@@ -84,8 +85,9 @@ def find_left_overs(
     for save in over:
         left: set[str] = set()
         if save.record is not None and committed is not None and save.record.save_id == committed.save_id:
-            # That save was killed after its commit, so the files that it replaced are garbage.
+            # That save was killed after its commit, so the files that it replaced are garbage. So is half a report.
             left = {name for name in set(save.record.replaces) & set(names) if _may_be_data(disk, directory, name)}
+            left |= {unfinished_report(mark_of(save.record.save_id))} & set(names)
         elif save.record is not None:
             made = save.record.may_have_made(names) - needed
             left = {name for name in made if _is_of(disk, directory, name, save.record.save_id)}

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from robust_dcp.errors import StorageError
+from robust_dcp.report_file import REPORT_NAME, SavedReport
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.nodes_file import NodeOfSave, write_nodes
 from robust_dcp.storage.files.paths import (
@@ -35,6 +36,7 @@ from robust_dcp.storage.writing.committed import Committed, committed_in, rememb
 from robust_dcp.storage.writing.directory_lock import DirectoryLock
 from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.storage.writing.journal import Journal, await_announced, is_announced, journals_in
+from robust_dcp.storage.writing.left_report import NO_INDEX, leave_report
 from robust_dcp.storage.writing.leftovers import LeftOvers, find_left_overs, named_by_ranks, tell_what_stays
 from robust_dcp.storage.writing.removal import is_gone, name_left_over, remove_data_files
 
@@ -103,6 +105,8 @@ class SaveDirectory:
         self._not_removed: list[str] = []
         self._has_replaced = False
         self._has_index = False
+        self._asked_for_index = False
+        self._has_report = False
         self._replaced: Committed | None = None
         self._files: Collection[str] = ()
         self._prepared: PreparedCommit | None = None
@@ -357,6 +361,7 @@ class SaveDirectory:
         with self._noting_what_is_committed():
             self._has_index = self._prepared.finish(check)
         self.may_be_committed = True
+        self._asked_for_index = bool(metadata.index)
         self._has_replaced = replaced is not None
         remember(self._path_of(self._metadata_name), metadata.fragments, metadata.files, self.save_id)
         self._replaced = replaced
@@ -387,6 +392,18 @@ class SaveDirectory:
         names = set(self._disk.list_directory(self.path)) & set(files)
         return frozenset(name for name in names if is_of_save(self._disk, self._path_of(name), mark_of(self.save_id)))
 
+    def leave_report(self, make: Callable[[str, tuple[str, ...]], SavedReport]) -> None:
+        """After the commit and before :meth:`tidy_up`, leave a report beside the checkpoint. If that fails, it is
+        logged.
+
+        Args:
+            make: makes the report, from the id of the save and what its commit went without.
+        """
+        fallbacks = (NO_INDEX,) if self._asked_for_index and not self._has_index else ()
+        self._has_report = leave_report(
+            self._disk, self.path, mark_of(self.save_id), lambda: make(self.save_id, fallbacks)
+        )
+
     def tidy_up(self) -> None:
         """After the commit, remove the files that it replaces, and the journal. A file that cannot be removed stays,
         and is logged.
@@ -409,10 +426,9 @@ class SaveDirectory:
         old = self._named_by(replaced) if of_ranks is not None else set()
         superseded = old | self._found.files if of_ranks is not None and self._rank is None else old
         superseded = superseded.difference(of_ranks or (), files)
-        if INDEX_NAME in self._names and self._rank is None and not self._has_index:
-            superseded.add(INDEX_NAME)  # the index of the checkpoint that was replaced
-        if NODES_NAME in self._names and self._rank is None and not self._nodes:
-            superseded.add(NODES_NAME)
+        new = {INDEX_NAME: self._has_index, REPORT_NAME: self._has_report, NODES_NAME: bool(self._nodes)}
+        if self._rank is None:  # those of the checkpoint that was replaced
+            superseded |= {name for name, is_new in new.items() if name in self._names and not is_new}
         superseded |= {name for name in self._names if name.startswith(f"{NODES_NAME}.")}  # of a save that was killed
         left = []
         for name in sorted(superseded):
@@ -537,7 +553,7 @@ class SaveDirectory:
         self._disk.unlink(self._path_of(self._metadata_name))
         self._disk.fsync_directory(self.path)
         self.may_be_committed = False
-        self._own.add(INDEX_NAME)
+        self._own |= {INDEX_NAME, REPORT_NAME}
         return True
 
     def _remove(self, names: Collection[str], keep: Collection[str] = ()) -> list[str]:

@@ -69,6 +69,8 @@ class WriteOptions:
             Needs ``checksums``.
         previous: the checkpoint to share with. The default is the one that the same writer has written before, or that
             a ``CheckpointManager`` has saved last, or else the one in the directory itself.
+        report: whether each save leaves ``.robust_dcp.report.json`` beside the checkpoint: how long each rank took, how
+            it wrote, how the plan was made, and how large the modules are.
 
     Raises:
         ValueError: an option is out of range, or a path is a URL (``scheme://…``).
@@ -94,6 +96,7 @@ class WriteOptions:
     overwrite: bool = True
     share_unchanged: bool = False
     previous: str | os.PathLike[str] | None = None
+    report: bool = True
 
     def __post_init__(self) -> None:
         layout_named(self.layout)

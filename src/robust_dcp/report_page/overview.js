@@ -1,0 +1,81 @@
+function tile(label, [value, unit], note, kind = "") {
+  return make("div", { class: `tile ${kind}` },
+    make("div", { class: "label" }, label),
+    make("div", { class: "value" }, value, ...(unit ? [make("small", {}, unit)] : [])),
+    make("div", { class: "note", title: note }, note));
+}
+
+function badge(outcome) {
+  const element = make("span", { class: "badge" }, outcome);
+  element.style.color = outcomeColour(outcome);
+  return element;
+}
+
+function showOverview(save) {
+  const write = save.phases.find(([name]) => name === "write");
+  const ranks = save.ranks;
+  const slowest = ranks ? ranks.write.reduce((best, value, row) => (value > ranks.write[best] ? row : best), 0) : null;
+  const rate = save.nbytes / Math.max(write ? write[1] : save.seconds, 1e-6);
+  const isSlow = save.stragglers.length > 0;
+  replace(byId("tiles"),
+    tile(save.is_async ? "Save, beside training" : "Save", secondsOf(save.seconds),
+      save.phases.map(([name, seconds]) => `${name} ${inSeconds(seconds)}`).join(" · ")),
+    tile("Written", sizeOf(save.nbytes), `by ${counted(save.world_size, "rank")} on ${counted(save.n_nodes, "node")}`),
+    tile("Write rate, all ranks", [sizeOf(Math.round(rate))[0], `${sizeOf(Math.round(rate))[1]}/s`],
+      `${inRate(rate / Math.max(save.world_size, 1))} a rank`),
+    tile("Plan", [save.outcome, ""], save.reason),
+    ...(slowest === null ? [] : [tile("Slowest writer", [`rank ${ranks.rank[slowest]}`, ""],
+      `${inSeconds(ranks.write[slowest])}; the median rank took ${inSeconds(median(ranks.write))}`,
+      isSlow ? "slow" : "")]));
+  const notices = [];
+  if (isSlow) notices.push(stragglerNotice(save));
+  if (save.waits.length) notices.push(notice("The log said while ranks waited", save.waits));
+  if (save.fallbacks.length) notices.push(notice("The save went without", save.fallbacks));
+  if (save.n_retries) {
+    notices.push(notice(`${counted(save.n_retries, "message")} arrived damaged and had to be sent once more`, []));
+  }
+  replace(byId("notices"), ...notices);
+  showAbout(save);
+}
+
+function notice(title, lines) {
+  const box = make("div", { class: "notice" }, make("b", {}, title));
+  if (lines.length) box.append(make("ul", {}, ...lines.map((line) => make("li", {}, line))));
+  return box;
+}
+
+function stragglerNotice(save) {
+  const words = { plan: "came late by", stage: "copied for", write: "wrote for" };
+  const lines = save.stragglers.slice(0, 6).map(([rank, node, phase, seconds, middle]) =>
+    `rank ${rank} on ${node} ${words[phase] || `${phase}:`} ${inSeconds(seconds)}` +
+    (middle ? `; the median rank ${words[phase] || ""} ${inSeconds(middle)}` : ""));
+  const more = save.stragglers.length - lines.length;
+  if (more > 0) lines.push(`and ${more} more`);
+  const ranks = new Set(save.stragglers.map(([rank]) => rank));
+  return notice(`All ranks waited for ${ranks.size === 1 ? "one of them" : `${ranks.size} of them`}`, lines);
+}
+
+function showAbout(save) {
+  const facts = [
+    ["Checkpoint", save.checkpoint],
+    ["Committed", moment(save.at)],
+    ["Plan", `${save.outcome}: ${save.reason}`],
+    ["Save id", save.save_id],
+    ["Versions", Object.entries(save.versions).map(([name, version]) => `${name} ${version}`).join(", ")],
+  ];
+  if (save.ranks) {
+    const counts = save.ranks.ways.map((way, place) => [way, save.ranks.how.filter((how) => how === place).length]);
+    facts.splice(3, 0, ["How ranks wrote", counts.map(([way, n]) => `${way || "?"} (${counted(n, "rank")})`).join("; ")]);
+  }
+  const list = make("dl", { class: "facts" });
+  for (const [word, value] of facts) list.append(make("dt", {}, word), make("dd", {}, value));
+  replace(byId("about"), list);
+}
+
+function showSkipped() {
+  if (!DATA.n_skipped) return;
+  const rows = DATA.skipped.map(({ name, reason }) => make("li", {}, make("span", { class: "mono" }, name), ` ${reason}`));
+  byId("skipped").append(make("details", { class: "more" },
+    make("summary", {}, `${counted(DATA.n_skipped, "checkpoint")} without a report that could be shown`),
+    make("ul", { class: "keys" }, ...rows)));
+}

@@ -1,0 +1,189 @@
+"""Finds and reads the reports of one checkpoint, or of all checkpoints below a directory.
+
+This module decides which reports are believed. A report is not if its file is torn or forged, or if it belongs to
+another save than the ``.metadata`` beside it. Such a report is skipped, with the reason.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from robust_dcp.report_file import MAX_NBYTES, REPORT_NAME, SavedReport, decode_report
+
+__all__ = ["FoundReport", "NoReports", "Reports", "Skipped", "read_reports"]
+
+_METADATA_NAME: Final = ".metadata"
+_DEPTH: Final = 2
+_MOST_DIRECTORIES: Final = 20_000
+_MOST_REPORTS: Final = 2000
+
+
+class NoReports(ValueError):
+    """There is nothing to show. The message says what was looked for, where, and what to do."""
+
+
+@dataclass(frozen=True)
+class FoundReport:
+    """A report that is believed, and the name of its checkpoint: a path relative to what was asked for."""
+
+    name: str
+    report: SavedReport
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A checkpoint without a report that could be shown, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Reports:
+    """What was found below ``path``.
+
+    Attributes:
+        path: what was asked for.
+        found: the reports, the oldest save first.
+        skipped: checkpoints whose reports are not among them.
+    """
+
+    path: str
+    found: tuple[FoundReport, ...]
+    skipped: tuple[Skipped, ...] = ()
+
+
+def read_reports(path: str | os.PathLike[str]) -> Reports:
+    """Read the report of a checkpoint, or those of all checkpoints that lie up to two levels below a directory.
+
+    If there are more than 2000, the newest are read.
+
+    Raises:
+        NoReports: no report can be shown. The message has the reason of each checkpoint that was skipped.
+    """
+    root = os.path.abspath(os.fsdecode(path))
+    if not os.path.isdir(root):
+        is_there = os.path.lexists(root)
+        raise NoReports(
+            f"{root} is {'no directory' if is_there else 'not there'}: pass the directory of a checkpoint, or one that "
+            "holds several"
+        )
+    directories = list(_checkpoints(root))
+    newest = sorted(directories, key=_modified_seconds, reverse=True)
+    found, skipped = [], []
+    for directory in newest[:_MOST_REPORTS]:
+        name = os.path.basename(root) if directory == root else os.path.relpath(directory, root)
+        try:
+            found.append(FoundReport(name, _read(directory)))
+        except ValueError as error:
+            skipped.append(Skipped(name, str(error)))
+    skipped += [
+        Skipped(os.path.relpath(each, root), f"only the newest {_MOST_REPORTS} are read")
+        for each in newest[_MOST_REPORTS:]
+    ]
+    if not found:
+        raise NoReports(_nothing(root, skipped))
+    found.sort(key=lambda each: (each.report.saved_at_seconds, each.name))
+    return Reports(root, tuple(found), tuple(sorted(skipped, key=lambda each: each.name)))
+
+
+def _nothing(root: str, skipped: list[Skipped]) -> str:
+    if not skipped:
+        return (
+            f"{root} holds no checkpoint, and none lies up to {_DEPTH} levels below it: pass the directory of a "
+            "checkpoint, or one that holds several"
+        )
+    told = "; ".join(f"{each.name}: {each.reason}" for each in skipped[:5])
+    more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""
+    return f"{root} has no report that can be shown. {told}{more}"
+
+
+def _checkpoints(root: str) -> Iterator[str]:
+    """Directories that hold a checkpoint or a report. What is below them is not looked at."""
+    looked_at = 0
+    level = [root]
+    for _ in range(_DEPTH + 1):
+        below: list[str] = []
+        for directory in level:
+            looked_at += 1
+            if looked_at > _MOST_DIRECTORIES:
+                return
+            try:
+                with os.scandir(directory) as entries:
+                    inside = list(entries)
+            except OSError:  # it is not ours to read, or was removed just now
+                continue
+            if {_METADATA_NAME, REPORT_NAME} & {entry.name for entry in inside}:
+                yield directory
+            else:
+                below += sorted(entry.path for entry in inside if entry.is_dir(follow_symlinks=False))
+        level = below
+
+
+def _modified_seconds(directory: str) -> float:
+    try:
+        return os.lstat(os.path.join(directory, REPORT_NAME)).st_mtime
+    except OSError:  # without a report it is only named, so its place does not matter
+        return 0.0
+
+
+def _read(directory: str) -> SavedReport:
+    """The report in ``directory``.
+
+    Raises:
+        ValueError: there is none, or it is not believed.
+    """
+    data = _content(os.path.join(directory, REPORT_NAME))
+    if data is None:
+        raise ValueError(
+            "it has no report: another program saved it, or report=False, or the save was killed right after the commit"
+        )
+    report = decode_report(data)
+    if not _holds(os.path.join(directory, _METADATA_NAME), report.save_id.encode()):
+        raise ValueError(f"the report in it is of another save ({report.save_id}) than its {_METADATA_NAME}")
+    return report
+
+
+def _content(path: str) -> bytes | None:
+    """The bytes of a regular file that is not too long; ``None`` if it does not exist."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ValueError(f"{REPORT_NAME} cannot be opened: {error.strerror}") from None
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{REPORT_NAME} is no regular file")
+        if status.st_size > MAX_NBYTES:
+            raise ValueError(f"{REPORT_NAME} has {status.st_size} bytes, and a report has at most {MAX_NBYTES}")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(MAX_NBYTES + 1)
+    except OSError as error:
+        raise ValueError(f"{REPORT_NAME} cannot be read: {error.strerror}") from None
+    finally:
+        os.close(descriptor)
+
+
+def _holds(path: str, text: bytes) -> bool:
+    """Whether a file contains ``text``. Nothing in it is decoded, so nothing in it can do harm."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size == 0:
+            return False
+        with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content:
+            return content.rfind(text) >= 0
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)

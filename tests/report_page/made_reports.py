@@ -1,0 +1,103 @@
+"""Reports of runs that nobody has made, for the page: many ranks, slow nodes, changed structures, hostile names."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+
+from robust_dcp.report_file import (
+    REPORT_NAME,
+    Changes,
+    Phase,
+    Plan,
+    Ranks,
+    SavedReport,
+    encode_report,
+    find_stragglers,
+)
+from robust_dcp.storage.writing.module_sizes import module_sizes
+
+HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">"
+_MIB = 1 << 20
+
+
+def made_report(step: int, world_size: int, *, ranks_per_node: int = 8, slow: tuple[int, ...] = ()) -> SavedReport:
+    """The report of one save, in which the ranks in ``slow`` write at a fifth of the others' rate."""
+    draw = random.Random(step)
+    nbytes = tuple(256 * _MIB + draw.randrange(8 * _MIB) for _ in range(world_size))
+    rates = [1.6e9 * draw.lognormvariate(0, 0.08) / (5 if rank in slow else 1) for rank in range(world_size)]
+    write = tuple(round(size / rate, 6) for size, rate in zip(nbytes, rates, strict=True))
+    ranks = Ranks(
+        rank=tuple(range(world_size)),
+        node=tuple(rank // ranks_per_node for rank in range(world_size)),
+        plan_seconds=tuple(round(0.03 + 0.02 * draw.random(), 6) for _ in range(world_size)),
+        stage_seconds=(0.0,) * world_size,
+        write_seconds=write,
+        nbytes=nbytes,
+        files=(2,) * world_size,
+        write_nbytes_per_second=tuple(map(int, rates)),
+        how=tuple(int(rank in slow) for rank in range(world_size)),
+        retries=(0,) * world_size,
+    )
+    nodes = tuple(f"gpu-{number:04d}.cluster.example" for number in range(math.ceil(world_size / ranks_per_node)))
+    changes = Changes(
+        n_added=2,
+        n_changed=1,
+        added=(f"model.layers.{step}.lora.a", HOSTILE),
+        changed={"model.head.weight": "float32[32000, 4096] -> bfloat16[32000, 4096]"},
+    )
+    outcome = "built" if step == 100 else "rebuilt" if step % 500 == 0 else "reused"
+    return SavedReport(
+        save_id=f"{step:08d}-0000-4000-8000-000000000000",
+        checkpoint=f"/checkpoints/run/step_{step}",
+        saved_at_seconds=1.78e9 + 60 * step,
+        seconds=round(0.05 + max(write) + 0.02, 6),
+        world_size=world_size,
+        total_nbytes=sum(nbytes),
+        versions={"robust_dcp": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
+        phases=(Phase("plan", 0.05), Phase("write", max(write)), Phase("commit", 0.02)),
+        plan=Plan(
+            outcome, "no rank's structure has changed" if outcome == "reused" else "2 ranks have changed", changes
+        )
+        if outcome == "rebuilt"
+        else Plan(outcome, "no rank's structure has changed"),
+        nodes=nodes,
+        ways=(("direct",), ("buffered: the file system refuses O_DIRECT: Invalid argument",)),
+        ranks=ranks,
+        stragglers=find_stragglers(ranks, nodes),
+        modules=module_sizes(*_model()),
+    )
+
+
+def _model() -> tuple[list[str], np.ndarray[tuple[int], np.dtype[np.int64]]]:
+    """The names and sizes of a model of 7 billion parameters with its optimizer."""
+    sizes: dict[str, int] = {"embed.weight": 32000 * 4096, "head.weight": 32000 * 4096, "norm.weight": 4096}
+    for layer in range(32):
+        sizes |= {f"layers.{layer}.attention.w{which}.weight": 4096 * 4096 for which in "qkvo"}
+        sizes |= {f"layers.{layer}.mlp.w{which}.weight": 4096 * 11008 for which in "123"}
+        sizes |= {f"layers.{layer}.norm.weight": 4096}
+    names = {f"model.{name}": 2 * size for name, size in sizes.items()}
+    names |= {f"optimizer.state.{name}.{what}": 4 * size for name, size in sizes.items() for what in ("m", "v")}
+    names[f"model.{HOSTILE}"] = 40_000_000
+    return list(names), np.array(list(names.values()), dtype=np.int64)
+
+
+def put_report(directory: Path, report: SavedReport) -> Path:
+    """A directory that looks like a checkpoint with this report."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / ".metadata").write_bytes(b"\x80\x02X" + report.save_id.encode() + b".")
+    (directory / REPORT_NAME).write_bytes(encode_report(report))
+    return directory
+
+
+def put_run(root: Path, world_size: int, n_checkpoints: int) -> Path:
+    """Checkpoints of a run. In the newest, some ranks are slow."""
+    for number in range(1, n_checkpoints + 1):
+        is_newest = number == n_checkpoints
+        slow = (3,) if world_size <= 16 else (*range(40, 48), world_size - 3)
+        report = made_report(100 * number, world_size, slow=slow if is_newest or number % 7 == 0 else ())
+        put_report(root / f"step_{100 * number}", report)
+    return root
