@@ -1,0 +1,137 @@
+"""``robust-dcp diff``: how two checkpoints differ."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated, Any, Final
+
+import typer
+
+from robust_dcp.cli.checkpoint import open_checkpoint, summary, summary_json
+from robust_dcp.cli.output import Json, Output, number
+from robust_dcp.comparison.structures import StructureDifference, compare_structures
+from robust_dcp.contents.items import Contents, Item
+
+__all__ = ["EXAMPLES", "run"]
+
+EXAMPLES: Final = (
+    "robust-dcp diff checkpoints/step_1000 checkpoints/step_2000",
+    "robust-dcp diff ours stock --values",
+    "robust-dcp diff before after 'model.layers.0.*' --values --tolerance 1e-6",
+)
+
+_MEMORY_NBYTES: Final = 256 << 20
+
+
+def run(
+    first: Annotated[str, typer.Argument(help="A checkpoint's directory.", show_default=False)],
+    second: Annotated[str, typer.Argument(help="Another one's.", show_default=False)],
+    pattern: Annotated[
+        list[str] | None, typer.Argument(help="Compare only items with such names, for example 'model.*'.")
+    ] = None,
+    values: Annotated[bool, typer.Option("--values", help="Compare the values, too.")] = False,
+    tolerance: Annotated[
+        float, typer.Option(help="With --values: differences up to this count as equal.", min=0.0)
+    ] = 0.0,
+    chunks: Annotated[bool, typer.Option("--chunks", help="Compare also how tensors are cut into chunks.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show how two checkpoints differ: in their structure, and with --values in what they hold.
+
+    They may be of any kind and sharded in any way. Memory stays below about 512 MiB. The exit code is 0 if they are
+    equal, and 1 if they differ.
+    """
+    contents = open_checkpoint(first), open_checkpoint(second)
+    for each in contents:
+        Output.say(summary(each))
+
+    def is_wanted(name: str) -> bool:
+        return not pattern or any(fnmatch.fnmatchcase(name, one) for one in pattern)
+
+    structure = compare_structures(*contents, is_wanted=is_wanted, chunks=chunks)
+    _show_structure(structure)
+    found = _compare_values(contents, structure.common, tolerance) if values else _Values()
+    Output.put(
+        {
+            "first": summary_json(contents[0]),
+            "second": summary_json(contents[1]),
+            "are_equal": not (structure or found.tensors or found.objects),
+            **_structure_json(structure),
+            "compared": found.compared,
+            "tensors": found.tensors,
+            "objects": found.objects,
+        }
+    )
+    if structure or found.tensors or found.objects:
+        raise typer.Exit(1)
+    what = "structure and values" if values else "structure"
+    Output.say(f"No difference in the {what} of {number(len(structure.common), 'item')}.")
+
+
+def _show_structure(structure: StructureDifference) -> None:
+    rows = [
+        *(("only in the first", item.name, _words(item), None) for item in structure.removed),
+        *(("only in the second", item.name, None, _words(item)) for item in structure.added),
+        *(("changed", each.name, each.before, each.after) for each in structure.changed),
+    ]
+    if rows:
+        Output.table(("difference", "name", "first", "second"), rows)
+
+
+def _words(item: Item) -> str:
+    return f"{item.dtype} {list(item.shape)}" if item.is_tensor else "object"
+
+
+class _Values:
+    """What differs in the values, as plain rows."""
+
+    def __init__(self) -> None:
+        self.compared = 0
+        self.tensors: list[dict[str, Any]] = []
+        self.objects: list[dict[str, str]] = []
+
+
+def _compare_values(contents: tuple[Contents, Contents], names: Sequence[str], tolerance: float) -> _Values:
+    from robust_dcp.cli.progress import bytes_bar
+    from robust_dcp.comparison.values import compare_objects, compare_tensors
+
+    items = contents[0].by_name
+    tensors = [name for name in names if items[name].is_tensor]
+    first, second = (each.path for each in contents)
+    found = _Values()
+    with bytes_bar("compare", sum(items[name].nbytes for name in tensors)) as progress:
+        for name, difference in compare_tensors(
+            first, second, tensors, buffer_nbytes=_MEMORY_NBYTES, progress=progress
+        ):
+            found.compared += 1
+            if difference.exceeds(tolerance):
+                found.tensors.append({"name": name, **asdict(difference)})
+    objects = [name for name in names if not items[name].is_tensor]
+    found.objects = [asdict(each) for each in compare_objects(first, second, objects)]
+    found.compared += len(objects)
+    if found.tensors:
+        Output.table(
+            ("name", "differing", "of", "max absolute", "max relative", "NaN", "infinite"),
+            [
+                (
+                    *(row["name"], row["differing"], row["numel"]),
+                    *("bytes" if row[key] is None else f"{row[key]:.6g}" for key in ("max_absolute", "max_relative")),
+                    *(f"{row[key][0]} / {row[key][1]}" for key in ("nan", "infinite")),
+                )
+                for row in found.tensors
+            ],
+            right=("differing", "of", "max absolute", "max relative", "NaN", "infinite"),
+        )
+    if found.objects:
+        Output.table(("name", "first", "second"), [tuple(row.values()) for row in found.objects])
+    return found
+
+
+def _structure_json(structure: StructureDifference) -> dict[str, Any]:
+    return {
+        "added": [{"name": item.name, "is": _words(item)} for item in structure.added],
+        "removed": [{"name": item.name, "is": _words(item)} for item in structure.removed],
+        "changed": [asdict(each) for each in structure.changed],
+    }

@@ -1,0 +1,136 @@
+"""How much two tensors differ, from pieces of them. Exact for every dtype.
+
+Integers are subtracted as integers, so that 2**53 and 2**53 + 1 differ. Floating point values are compared as float64,
+which holds every value of the smaller dtypes. Two NaN at the same place are equal, and so are 0.0 and -0.0. Values of
+dtypes that torch cannot compute with, such as those of packed bits, are compared byte by byte.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__all__ = ["TensorDifference", "difference_of"]
+
+Integers = npt.NDArray[Any]
+
+_UNSIGNED = {torch.uint16: np.uint16, torch.uint32: np.uint32, torch.uint64: np.uint64}
+_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool)
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """The difference of two tensors, or of pieces of them.
+
+    Attributes:
+        numel: number of elements.
+        differing: how many of them differ; bytes for dtypes that torch cannot compute with.
+        max_absolute: the largest difference; ``None`` for such dtypes. Infinity where one of two values is infinite or
+            NaN and the other is not.
+        max_relative: the largest difference divided by the larger of the two absolute values.
+        nan, infinite: how many elements of the first and of the second tensor are NaN, or infinite.
+    """
+
+    numel: int = 0
+    differing: int = 0
+    max_absolute: float | None = 0.0
+    max_relative: float | None = 0.0
+    nan: tuple[int, int] = (0, 0)
+    infinite: tuple[int, int] = (0, 0)
+
+    def __add__(self, other: TensorDifference) -> TensorDifference:
+        return TensorDifference(
+            self.numel + other.numel,
+            self.differing + other.differing,
+            _larger(self.max_absolute, other.max_absolute),
+            _larger(self.max_relative, other.max_relative),
+            (self.nan[0] + other.nan[0], self.nan[1] + other.nan[1]),
+            (self.infinite[0] + other.infinite[0], self.infinite[1] + other.infinite[1]),
+        )
+
+    def exceeds(self, tolerance: float) -> bool:
+        """Whether some values differ by more than ``tolerance``."""
+        if not self.differing:
+            return False
+        return self.max_absolute is None or self.max_absolute > tolerance
+
+
+def _larger(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else max(one, other)
+
+
+def difference_of(first: torch.Tensor, second: torch.Tensor) -> TensorDifference:
+    """The difference of two tensors of one dtype and shape, on the CPU."""
+    first, second = first.detach().contiguous(), second.detach().contiguous()
+    if first.numel() == 0:
+        return TensorDifference()
+    if torch.equal(_bytes(first), _bytes(second)) and not (first.is_floating_point() or first.is_complex()):
+        return TensorDifference(first.numel())
+    if first.dtype in _UNSIGNED or first.dtype in _SIGNED:
+        return _of_integers(_integers(first), _integers(second))
+    if first.is_complex():
+        pair = [torch.view_as_real(value.to(torch.complex128)) for value in (first, second)]
+        return _of_floats(pair[0], pair[1], is_complex=True)
+    if first.is_floating_point():
+        try:
+            return _of_floats(first.to(torch.float64)[..., None], second.to(torch.float64)[..., None])
+        except (RuntimeError, NotImplementedError):  # float4_e2m1fn_x2 holds two values in one element
+            pass
+    differing = int((_bytes(first) != _bytes(second)).sum())
+    return TensorDifference(first.numel(), differing, None, None)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _integers(tensor: torch.Tensor) -> Integers:
+    kind = _UNSIGNED.get(tensor.dtype)
+    if kind is not None:
+        return np.frombuffer(_bytes(tensor).numpy(), dtype=kind)
+    return tensor.reshape(-1).to(torch.int64).numpy()
+
+
+def _of_integers(first: Integers, second: Integers) -> TensorDifference:
+    differs = first != second
+    differing = int(differs.sum())
+    if not differing:
+        return TensorDifference(first.size)
+    low, high = np.minimum(first, second)[differs], np.maximum(first, second)[differs]
+    # Modulo 2**64 the difference is right, even if it does not fit into an int64.
+    apart = high.astype(np.uint64) - low.astype(np.uint64)
+    scale = np.maximum(np.abs(low.astype(np.float64)), np.abs(high.astype(np.float64)))
+    return TensorDifference(
+        first.size, differing, float(apart.max()), float((apart.astype(np.float64) / np.maximum(scale, 1)).max())
+    )
+
+
+def _of_floats(first: torch.Tensor, second: torch.Tensor, *, is_complex: bool = False) -> TensorDifference:
+    """The last dimension has the parts of one element."""
+    nan = [value.isnan() for value in (first, second)]
+    infinite = [value.isinf() for value in (first, second)]
+    equal = (first == second) | (nan[0] & nan[1])
+    differs = ~equal.all(dim=-1)
+    n_nan = (int(nan[0].any(dim=-1).sum()), int(nan[1].any(dim=-1).sum()))
+    n_infinite = (int(infinite[0].any(dim=-1).sum()), int(infinite[1].any(dim=-1).sum()))
+    differing = int(differs.sum())
+    numel = differs.numel()
+    if not differing:
+        return TensorDifference(numel, nan=n_nan, infinite=n_infinite)
+    one, other = first[differs], second[differs]
+    parts = torch.where(equal[differs], torch.zeros((), dtype=one.dtype), one - other)
+    apart = torch.linalg.vector_norm(parts, dim=-1) if is_complex else parts.abs()[..., 0]
+    scale = torch.maximum(one.abs().amax(dim=-1), other.abs().amax(dim=-1))
+    relative = apart / scale
+    # A NaN or an infinity on one side only is as far away as can be.
+    max_relative = _largest(torch.where(scale.isinf(), apart, relative))
+    return TensorDifference(numel, differing, _largest(apart), max_relative, n_nan, n_infinite)
+
+
+def _largest(values: torch.Tensor) -> float:
+    return float(values.nan_to_num(nan=math.inf, posinf=math.inf).max())
