@@ -1,0 +1,470 @@
+"""Copies a checkpoint to another place, where it counts from the moment that its ``.metadata`` is there.
+
+This module owns the order: a marker, data files, other files, the index, ``.metadata``, and then the removal of what
+was replaced. ``copy_checkpoint`` does all of it in one process. ``drain`` lets each rank send its own files.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from robust_dcp.drain.bandwidth import Bandwidth
+from robust_dcp.drain.inventory import (
+    COPYING_PREFIX,
+    Inventory,
+    named_by,
+    own_name,
+    read_inventory,
+    read_metadata,
+    read_whole,
+    renamed,
+)
+from robust_dcp.drain.object_stores import open_store
+from robust_dcp.drain.stores import Store
+from robust_dcp.drain.transfer import Tally, Transfer
+from robust_dcp.errors import RobustCheckpointError, StorageError, entry_point
+from robust_dcp.storage.files.being_loaded import needed_for_a_load
+from robust_dcp.storage.files.disk import Disk, PosixDisk
+from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, is_data_file
+from robust_dcp.storage.remote.calls import Calls
+from robust_dcp.storage.remote.copy_options import CopyOptions
+from robust_dcp.storage.remote.filesystem import local_path_of, place_of
+
+__all__ = ["Copy", "CopyPlan", "CopyResult", "Progress", "copy_checkpoint"]
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+
+_SHOWN: Final = 5
+
+
+@dataclass(frozen=True)
+class CopyResult:
+    """What a copy has done.
+
+    Attributes:
+        source, target: from where, and to where.
+        files, nbytes: how much was sent.
+        skipped_files, skipped_nbytes: how much was there already, and was verified.
+        seconds: how long it took.
+        retries: how many calls were made once more.
+        verified_by_store, verified_by_reading: how many files were verified by the store's own checksum, and how many
+            by reading them back.
+        renamed: new names of data files by old ones, where a name was taken at the target.
+        removed: files of the replaced checkpoint that were removed.
+    """
+
+    source: str
+    target: str
+    files: int
+    nbytes: int
+    skipped_files: int
+    skipped_nbytes: int
+    seconds: float
+    retries: int
+    verified_by_store: int
+    verified_by_reading: int
+    renamed: Mapping[str, str]
+    removed: tuple[str, ...]
+
+
+class CopyPlan(msgspec.Struct, frozen=True):
+    """What the rank that commits tells those that send.
+
+    Attributes:
+        mark: of the save.
+        renamed: new names of data files by old ones.
+        there: sizes of data files that are at the target, by their names there.
+    """
+
+    mark: str
+    renamed: dict[str, str]
+    there: dict[str, int]
+
+
+class _Marker(msgspec.Struct, frozen=True):
+    """The content of the file that says that a copy has begun."""
+
+    source: str
+    renamed: dict[str, str]
+    begun_seconds: float
+
+
+class Copy:
+    """One copy of a checkpoint, step by step: :meth:`begin`, :meth:`send_data`, :meth:`commit`.
+
+    Args:
+        source, target: paths or URLs.
+        options: how to copy.
+        progress: called with the bytes that were read, sent or verified so far, and those of the checkpoint if they are
+            known, else 0.
+        check_stop: called between calls, from several threads. What it raises ends the copy.
+        disk: the file system of paths.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str],
+        target: str | os.PathLike[str],
+        options: CopyOptions,
+        *,
+        progress: Progress | None = None,
+        check_stop: Callable[[], None] = lambda: None,
+        disk: Disk | None = None,
+    ) -> None:
+        self.source_url, self.target_url = place_of(source), place_of(target)
+        if _same_place(self.source_url, self.target_url):
+            raise ValueError(f"{self.source_url} cannot be copied to itself: give another target")
+        self._options = options
+        self._progress = progress
+        self._check_stop = check_stop
+        self._calls = Calls(
+            retries=options.retries, timeout_seconds=options.call_timeout_seconds, check_stop=self._stop_if_failed
+        )
+        self._source = open_store(self.source_url, self._calls, options=options.source_options, disk=disk)
+        self._target = open_store(self.target_url, self._calls, options=options.target_options, disk=disk)
+        self._tally = Tally()
+        self._failed = threading.Event()
+        self._lock = threading.Lock()
+        self._done_nbytes = 0
+        self._total_nbytes = 0
+        bandwidth = Bandwidth(options.limit_bytes_per_second, self._stop_if_failed)
+        self._transfer = Transfer(
+            self._source, self._target, options, self._calls, bandwidth, self._tally, self._note_progress
+        )
+        self._started_seconds = time.perf_counter()
+        self._inventory: Inventory | None = None
+        self._plan: CopyPlan | None = None
+
+    @property
+    def inventory(self) -> Inventory:
+        """What is copied, on the rank that has begun the copy."""
+        if self._inventory is None:
+            raise RuntimeError("begin comes first")
+        return self._inventory
+
+    def begin(self) -> CopyPlan:
+        """Look at both ends, and announce the copy at the target.
+
+        Raises:
+            StorageError: there is no checkpoint at the source; or the target has another one and may not be
+                overwritten, or cannot be; or a call failed.
+            CorruptCheckpoint, UnsafeCheckpoint: the metadata of the source cannot be used.
+        """
+        inventory = self._inventory = read_inventory(self._source, self._source.files())
+        self._total_nbytes = sum(nbytes or 0 for nbytes in inventory.data.values()) + sum(inventory.extras.values())
+        marker_name = COPYING_PREFIX + inventory.mark
+        earlier = self._marker(marker_name)
+        marker = _Marker(self.source_url, {}, time.time()) if earlier is None else earlier
+        self._target.put(marker_name, msgspec.json.encode(marker))
+        there = self._target.files()
+        replaced = self._metadata_there(there)
+        is_same = replaced == self._expected_metadata(marker.renamed)
+        if replaced and not is_same and not self._options.overwrite:
+            self._target.remove(marker_name)
+            raise StorageError(
+                f"there is another checkpoint at {self.target_url}, and overwrite=False: copy to another place",
+                path=self.target_url,
+                operation="copy",
+            )
+        if earlier is None and not is_same:
+            names = self._names_for(there)
+            if names:
+                marker = _Marker(self.source_url, names, time.time())
+                self._target.put(marker_name, msgspec.json.encode(marker))
+        sent = {marker.renamed.get(name, name) for name in inventory.data}
+        self._plan = CopyPlan(
+            inventory.mark, marker.renamed, {name: nbytes for name, nbytes in there.items() if name in sent}
+        )
+        return self._plan
+
+    def follow(self, plan: CopyPlan) -> None:
+        """Take the plan of the rank that has begun the copy."""
+        self._plan = plan
+
+    def send_data(self, names: Iterable[str]) -> dict[str, int]:
+        """Send data files, several at once, and make sure that they arrive.
+
+        Returns:
+            Their names at the target, and their sizes.
+
+        Raises:
+            StorageError, CorruptCheckpoint: as ``Transfer.send``. The first error ends all other transfers.
+        """
+        plan = self._known_plan()
+
+        def send(name: str) -> tuple[str, int]:
+            target_name = plan.renamed.get(name, name)
+            return target_name, self._send(name, target_name, plan.there.get(target_name))
+
+        sent = dict(self._in_parallel(send, sorted(names)))
+        self._target.make_durable()
+        return sent
+
+    def commit(self, sent: Mapping[str, int]) -> CopyResult:
+        """Send all other files, then the index, and ``.metadata`` last. Remove what was replaced.
+
+        Args:
+            sent: names and sizes of all data files at the target.
+
+        Raises:
+            StorageError: the source was replaced, or files at the target are gone; or a call failed. The checkpoint
+                that was at the target is untouched, unless ``.metadata`` was being written.
+        """
+        plan, inventory = self._known_plan(), self.inventory
+        metadata = self._expected_metadata(plan.renamed)
+        self._send_extras(inventory)
+        self._check_source(inventory)
+        there = self._check_target(sent)
+        replaced = self._metadata_there(there)
+        is_same = replaced == metadata
+        keeps_index = inventory.has_index and not plan.renamed
+        if keeps_index:
+            self._send(INDEX_NAME, INDEX_NAME, there.get(INDEX_NAME))
+        if not is_same:
+            for name, data in metadata.items():
+                self._transfer.put(name, data)
+        self._target.make_durable()
+        removed = () if is_same else self._remove_replaced(replaced, {*sent}, keeps_index=keeps_index, there=there)
+        self._target.remove(COPYING_PREFIX + plan.mark)
+        self._target.make_durable()
+        return self.result(removed)
+
+    def result(self, removed: tuple[str, ...] = ()) -> CopyResult:
+        """What this process has done so far."""
+        tally = self._tally
+        return CopyResult(
+            source=self.source_url,
+            target=self.target_url,
+            files=tally.files,
+            nbytes=tally.nbytes,
+            skipped_files=tally.skipped_files,
+            skipped_nbytes=tally.skipped_nbytes,
+            seconds=time.perf_counter() - self._started_seconds,
+            retries=self._calls.n_retries,
+            verified_by_store=tally.verified_by_store,
+            verified_by_reading=tally.verified_by_reading,
+            renamed={} if self._plan is None else self._plan.renamed,
+            removed=removed,
+        )
+
+    def is_source_replaced(self) -> bool:
+        """Whether another save has replaced the checkpoint since :meth:`begin`."""
+        inventory = self.inventory
+        return any(read_whole(self._source, name) != data for name, data in inventory.metadata.items())
+
+    def _known_plan(self) -> CopyPlan:
+        if self._plan is None:
+            raise RuntimeError("begin or follow comes first")
+        return self._plan
+
+    def _marker(self, name: str) -> _Marker | None:
+        data = read_whole(self._target, name)
+        if data is None:
+            return None
+        try:
+            return msgspec.json.decode(data, type=_Marker)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+
+    def _expected_metadata(self, names: Mapping[str, str]) -> dict[str, bytes]:
+        metadata = dict(self.inventory.metadata)
+        return renamed(metadata, names, self.source_url) if names else metadata
+
+    def _metadata_there(self, there: Collection[str]) -> dict[str, bytes]:
+        return read_metadata(self._target, there)
+
+    def _names_for(self, there: Mapping[str, int]) -> dict[str, str]:
+        """New names for data files whose names are taken at the target, or may be taken by another copy that runs."""
+        inventory = self.inventory
+        others = sorted(
+            name for name in there if name.startswith(COPYING_PREFIX) and name != COPYING_PREFIX + inventory.mark
+        )
+        for name in others:
+            logger.warning(
+                "%s: a copy of another save has begun here and is not over. Both get data files of names of their own, "
+                "and the last that ends is what a load finds. If that copy will never go on, remove %s",
+                self.target_url,
+                name,
+            )
+        taken = set(inventory.data) if others else set(inventory.data) & set(there)
+        names: dict[str, str] = {}
+        for name in sorted(taken):
+            other = own_name(name, inventory.mark)
+            if other is None:
+                raise StorageError(
+                    f"{self.target_url} holds {name} of another checkpoint, and readers find such a file only by that "
+                    "name; copy to an empty place",
+                    path=self._target.path_of(name),
+                    operation="copy",
+                )
+            names[name] = other
+        if names:
+            renamed(inventory.metadata, names, self.source_url)  # now, and not after all data was sent
+        return names
+
+    def _send_extras(self, inventory: Inventory) -> None:
+        """The metadata of a checkpoint in a directory below comes after its data, as at the top."""
+        there = self._target.files()
+        last = [name for name in inventory.extras if name.endswith(METADATA_NAME)]
+        first = [name for name in inventory.extras if name not in last]
+        for names in (first, last):
+            self._in_parallel(lambda name: self._send(name, name, there.get(name)), sorted(names))
+
+    def _check_source(self, inventory: Inventory) -> None:
+        if self.is_source_replaced():
+            raise _replaced(self.source_url)
+
+    def _check_target(self, sent: Mapping[str, int]) -> dict[str, int]:
+        there = self._target.files()
+        wrong = sorted(name for name, nbytes in sent.items() if there.get(name) != nbytes)
+        if wrong:
+            shown = ", ".join(wrong[:_SHOWN]) + (f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else "")
+            raise StorageError(
+                f"{self.target_url} lacks files that this copy has sent: {shown}; another program has removed or "
+                "replaced them. The copy is not committed. Copy again when nothing else writes there",
+                path=self.target_url,
+                operation="copy",
+            )
+        return there
+
+    def _remove_replaced(
+        self, replaced: Mapping[str, bytes], sent: Collection[str], *, keeps_index: bool, there: Mapping[str, int]
+    ) -> tuple[str, ...]:
+        """Remove the data files of the replaced checkpoint. The new one is committed, so an error costs space only."""
+        removed: list[str] = []
+        try:
+            markers = {name for name in self._target.files() if name.startswith(COPYING_PREFIX)}
+            doomed = {name for name in named_by(replaced, self.target_url) if is_data_file(name)} - set(sent)
+            if len(markers) > 1:  # a copy that runs may count on files that it has found here
+                doomed = set()
+            if not keeps_index and INDEX_NAME in there:
+                doomed.add(INDEX_NAME)
+            for name in sorted(doomed & set(there)):
+                self._target.remove(name)
+                removed.append(name)
+            for name in replaced:
+                if name not in self.inventory.metadata:  # of a save without collectives
+                    self._target.remove(name)
+                    removed.append(name)
+        except RobustCheckpointError as error:
+            logger.warning("%s is committed, but files of the one before stay: %s", self.target_url, error.message)
+        return tuple(removed)
+
+    def _send(self, name: str, target_name: str, there_nbytes: int | None) -> int:
+        try:
+            return self._transfer.send(name, target_name, there_nbytes)
+        except RobustCheckpointError as error:
+            # A replaced source shows in many ways: files are gone, shorter, or have other checksums.
+            if self._inventory is not None and not self._failed.is_set() and self.is_source_replaced():
+                raise _replaced(self.source_url) from error
+            raise
+
+    def _in_parallel(self, function: Callable[[str], Any], names: Collection[str]) -> list[Any]:
+        """Call it for each name. The first error is raised when no thread is at work any more."""
+        if not names:
+            return []
+        first: list[BaseException] = []
+
+        def work(name: str) -> Any:
+            if self._failed.is_set():
+                return None
+            try:
+                return function(name)
+            except BaseException as error:
+                with self._lock:
+                    first.append(error)
+                self._failed.set()
+                return None
+
+        with ThreadPoolExecutor(min(self._options.threads, len(names)), thread_name_prefix="robust_dcp-copy") as pool:
+            results = list(pool.map(work, names))
+        if first:
+            self._failed.clear()
+            raise first[0]
+        return results
+
+    def _stop_if_failed(self) -> None:
+        self._check_stop()
+        if self._failed.is_set():
+            raise StorageError(f"the copy to {self.target_url} was stopped: another file of it has failed")
+
+    def _note_progress(self, nbytes: int) -> None:
+        with self._lock:
+            self._done_nbytes += nbytes
+            done_nbytes = self._done_nbytes
+        if self._progress is not None:
+            self._progress(done_nbytes, self._total_nbytes)
+
+
+@entry_point
+def copy_checkpoint(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    options: CopyOptions | None = None,
+    progress: Progress | None = None,
+    disk: Disk | None = None,
+) -> CopyResult:
+    """Copy a checkpoint to another directory or to an object store, in either direction, or between two of them.
+
+    Data files go first, and each is verified at the target. ``.metadata`` goes last, so a load never finds half a copy.
+    A copy that was cut off goes on if it is started again: what is there and verifies is not sent again.
+
+    Args:
+        source: a path, or any URL of fsspec. The checkpoint may be of robust_dcp, of stock or of Megatron.
+        target: a path or URL. If there is another checkpoint, it is replaced. Its data files stay until the new one is
+            committed.
+        options: see :class:`CopyOptions`.
+        progress: called from several threads with two numbers: the bytes that were read, sent or verified so far, and
+            the bytes of the checkpoint.
+        disk: the file system of paths.
+
+    Raises:
+        StorageError: a call failed and could not be repeated; no checkpoint is at the source; the source was replaced
+            meanwhile.
+        CorruptCheckpoint: the source is damaged, or a file has not arrived as it was sent.
+        UnsafeCheckpoint: the metadata of the source leads out of its directory, or would run code.
+        ValueError: a URL is of a kind that fsspec does not know.
+
+    Example:
+        >>> import torch, robust_dcp, tempfile
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     _ = robust_dcp.save({"weight": torch.ones(4)}, checkpoint_id=f"{root}/step_1")
+        ...     copied = robust_dcp.copy_checkpoint(f"{root}/step_1", f"file://{root}/durable/step_1")
+        ...     again = robust_dcp.copy_checkpoint(f"{root}/step_1", f"{root}/durable/step_1")
+        >>> copied.skipped_files, again.files
+        (0, 0)
+    """
+    copy = Copy(source, target, options or CopyOptions(), progress=progress, disk=disk)
+    path = local_path_of(copy.source_url)
+    with nullcontext() if path is None else needed_for_a_load(disk or PosixDisk(), path):
+        copy.begin()
+        return copy.commit(copy.send_data(copy.inventory.data))
+
+
+def _same_place(one: str, other: str) -> bool:
+    paths = local_path_of(one), local_path_of(other)
+    if paths[0] is None or paths[1] is None:
+        return one == other
+    return os.path.realpath(paths[0]) == os.path.realpath(paths[1])
+
+
+def _replaced(source: str) -> StorageError:
+    return StorageError(
+        f"{source} was replaced by another save while it was copied, and nothing is committed at the target; copy it "
+        "again once no save runs into it, or save each step into a directory of its own",
+        path=source,
+        operation="copy",
+    )
