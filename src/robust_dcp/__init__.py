@@ -3,6 +3,7 @@
 from robust_dcp.api import load, save
 from robust_dcp.async_save import AsyncSave, async_save, finish_async_saves
 from robust_dcp.comm import Channel
+from robust_dcp.drain import CopyOptions, CopyResult, copy_checkpoint, nearest_copy
 from robust_dcp.errors import (
     CorruptCheckpoint,
     ExchangeError,
@@ -27,6 +28,8 @@ __all__ = [
     "Channel",
     "Checkpoint",
     "CheckpointManager",
+    "CopyOptions",
+    "CopyResult",
     "CorruptCheckpoint",
     "ExchangeError",
     "ExchangeTimeout",
@@ -50,9 +53,11 @@ __all__ = [
     "WriteOptions",
     "__version__",
     "async_save",
+    "copy_checkpoint",
     "finish_async_saves",
     "install",
     "load",
+    "nearest_copy",
     "save",
     "uninstall",
 ]

@@ -154,6 +154,11 @@ class Copy:
             raise RuntimeError("begin comes first")
         return self._inventory
 
+    def look(self) -> Inventory:
+        """See what is at the source. Raises the same as :meth:`begin`."""
+        self._inventory = read_inventory(self._source, self._source.files())
+        return self._inventory
+
     def begin(self) -> CopyPlan:
         """Look at both ends, and announce the copy at the target.
 
@@ -162,7 +167,7 @@ class Copy:
                 overwritten, or cannot be; or a call failed.
             CorruptCheckpoint, UnsafeCheckpoint: the metadata of the source cannot be used.
         """
-        inventory = self._inventory = read_inventory(self._source, self._source.files())
+        inventory = self.look()
         self._total_nbytes = sum(nbytes or 0 for nbytes in inventory.data.values()) + sum(inventory.extras.values())
         marker_name = COPYING_PREFIX + inventory.mark
         earlier = self._marker(marker_name)
@@ -261,8 +266,9 @@ class Copy:
 
     def is_source_replaced(self) -> bool:
         """Whether another save has replaced the checkpoint since :meth:`begin`."""
-        inventory = self.inventory
-        return any(read_whole(self._source, name) != data for name, data in inventory.metadata.items())
+        inventory = self._inventory
+        metadata = {} if inventory is None else inventory.metadata
+        return any(read_whole(self._source, name) != data for name, data in metadata.items())
 
     def _known_plan(self) -> CopyPlan:
         if self._plan is None:

@@ -27,7 +27,15 @@ from robust_dcp.storage.files.paths import (
 )
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata, referenced_files
 
-__all__ = ["COPYING_PREFIX", "DRAIN_RECORD_NAME", "Inventory", "mark_of_metadata", "named_by", "read_inventory", "renamed"]
+__all__ = [
+    "COPYING_PREFIX",
+    "DRAIN_RECORD_NAME",
+    "Inventory",
+    "mark_of_metadata",
+    "named_by",
+    "read_inventory",
+    "renamed",
+]
 
 COPYING_PREFIX: Final = ".robust_dcp.copying."
 """The mark of a save follows. This file says that a copy of the save has begun and is not over."""
@@ -49,6 +57,7 @@ class Inventory:
         data: the data files that the metadata names, with their sizes where they are known.
         extras: all other files, such as Megatron's ``common.pt``, with their sizes.
         has_index: whether there is an index.
+        save_ids: those that the metadata has.
     """
 
     metadata: Mapping[str, bytes]
@@ -56,6 +65,7 @@ class Inventory:
     data: Mapping[str, int | None]
     extras: Mapping[str, int]
     has_index: bool
+    save_ids: tuple[str, ...] = ()
 
 
 def read_whole(store: Store, name: str) -> bytes | None:
@@ -136,14 +146,21 @@ def read_inventory(store: Store, files: Mapping[str, int]) -> Inventory:
             path=store.path_of(METADATA_NAME),
             operation="copy",
         )
-    data = named_by(metadata, store.url)
+    decoded = [decode_metadata(data, store.path_of(name)) for name, data in metadata.items()]
+    data = {name for each in decoded for name in referenced_files(each)}
+    save_ids = [getattr(each.storage_meta, "save_id", None) for each in decoded]
     extras = {
         name: nbytes
         for name, nbytes in files.items()
         if name not in metadata and name not in data and name != INDEX_NAME and _is_copied(name)
     }
     return Inventory(
-        metadata, mark_of_metadata(metadata), {name: files.get(name) for name in data}, extras, INDEX_NAME in files
+        metadata,
+        mark_of_metadata(metadata),
+        {name: files.get(name) for name in data},
+        extras,
+        INDEX_NAME in files,
+        tuple(each for each in save_ids if isinstance(each, str)),
     )
 
 

@@ -190,9 +190,7 @@ class _S3Store(_FsspecStore):
         """Make one call of the API of S3 for an object."""
         bucket, key, _ = self._filesystem.split_path(self._path(name))
         operation = method.replace("_", " ")
-        return self._run(
-            operation, name, lambda: self._filesystem.call_s3(method, Bucket=bucket, Key=key, **arguments)
-        )
+        return self._run(operation, name, lambda: self._filesystem.call_s3(method, Bucket=bucket, Key=key, **arguments))
 
     def unfinished(self, name: str) -> list[str]:
         """The ids of uploads of this object that were not finished, the newest first."""
@@ -239,17 +237,13 @@ class _S3Upload:
     def write(self, number: int, data: bytes) -> None:
         size, etag = self._there.get(number + 1, (-1, ""))
         if size != len(data) or etag.strip('"') != hashlib.md5(data, usedforsecurity=False).hexdigest():
-            sent = self._store.call(
-                self._name, "upload_part", UploadId=self._id, PartNumber=number + 1, Body=data
-            )
+            sent = self._store.call(self._name, "upload_part", UploadId=self._id, PartNumber=number + 1, Body=data)
             etag = str(sent["ETag"])
         self._parts[number + 1] = etag
 
     def finish(self) -> None:
         parts = [{"PartNumber": number, "ETag": etag} for number, etag in sorted(self._parts.items())]
-        self._store.call(
-            self._name, "complete_multipart_upload", UploadId=self._id, MultipartUpload={"Parts": parts}
-        )
+        self._store.call(self._name, "complete_multipart_upload", UploadId=self._id, MultipartUpload={"Parts": parts})
 
     def abandon(self) -> None:
         """Leave it: the next try goes on with the parts that are there."""

@@ -213,6 +213,7 @@ class _FileUpload:
         self._disk.rename(self._unfinished, self._path)
 
     def abandon(self) -> None:
-        for remove in (lambda: self._disk.close(self._file), lambda: self._disk.unlink(self._unfinished)):
-            with contextlib.suppress(StorageError):
-                remove()
+        with contextlib.suppress(StorageError):
+            self._disk.close(self._file)
+        with contextlib.suppress(StorageError):
+            self._disk.unlink(self._unfinished)

@@ -43,7 +43,9 @@ _PERMANENT: Final = frozenset(
     }
 )
 _MISTAKES: Final = (TypeError, ValueError, LookupError, AttributeError, ImportError, NotImplementedError, MemoryError)
-_NO_CREDENTIALS: Final = frozenset({"NoCredentialsError", "PartialCredentialsError", "NoAuthTokenError", "RefreshError"})
+_NO_CREDENTIALS: Final = frozenset(
+    {"NoCredentialsError", "PartialCredentialsError", "NoAuthTokenError", "RefreshError"}
+)
 _WORTH_A_RETRY: Final = frozenset({408, 425, 429})
 """Statuses of HTTP that blame the client, and go away by themselves."""
 
@@ -173,7 +175,9 @@ def _status_of(error: BaseException) -> int | None:
     if isinstance(response, dict):
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     else:
-        status = next((getattr(error, name) for name in ("status", "status_code", "code") if hasattr(error, name)), None)
+        status = next(
+            (getattr(error, name) for name in ("status", "status_code", "code") if hasattr(error, name)), None
+        )
     if isinstance(status, str) and status.isdecimal():
         status = int(status)
     return status if isinstance(status, int) else None
