@@ -28,7 +28,7 @@ from robust_dcp.plan.session import SaveSession
 from robust_dcp.report import SaveReport, phase_reports
 from robust_dcp.stateful import refuse_other_than_dict, state_dicts_of
 from robust_dcp.storage.reader import RobustReader
-from robust_dcp.storage.remote.filesystem import local_path_of, place_of
+from robust_dcp.storage.remote.filesystem import filesystem_of, local_path_of, place_of
 from robust_dcp.storage.writer import RobustWriter
 from robust_dcp.storage.writing.item_source import ItemSource
 
@@ -239,7 +239,10 @@ class StartedSave:
 def _url_of(checkpoint_id: CheckpointId | None) -> str | None:
     """The URL that a checkpoint is saved to by way of a local directory; ``None`` if it is a path."""
     place = None if checkpoint_id is None else place_of(checkpoint_id)
-    return None if place is None or local_path_of(place) is not None else place
+    if place is None or local_path_of(place) is not None:
+        return None
+    filesystem_of(place)  # a URL of an unknown kind is refused now, not after the save
+    return place
 
 
 def _robust_writer(writer: StorageWriter | None, checkpoint_id: CheckpointId | None) -> RobustWriter:

@@ -32,7 +32,7 @@ from robust_dcp.drain.inventory import (
 from robust_dcp.drain.object_stores import open_store
 from robust_dcp.drain.stores import Store
 from robust_dcp.drain.transfer import Tally, Transfer
-from robust_dcp.errors import RobustCheckpointError, StorageError, entry_point
+from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.storage.files.being_loaded import needed_for_a_load
 from robust_dcp.storage.files.disk import Disk, PosixDisk
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, is_data_file
@@ -169,6 +169,7 @@ class Copy:
         """
         inventory = self.look()
         self._total_nbytes = sum(nbytes or 0 for nbytes in inventory.data.values()) + sum(inventory.extras.values())
+        self._target.mark = inventory.mark
         marker_name = COPYING_PREFIX + inventory.mark
         earlier = self._marker(marker_name)
         marker = _Marker(self.source_url, {}, time.time()) if earlier is None else earlier
@@ -197,6 +198,7 @@ class Copy:
     def follow(self, plan: CopyPlan) -> None:
         """Take the plan of the rank that has begun the copy."""
         self._plan = plan
+        self._target.mark = plan.mark
 
     def send_data(self, names: Iterable[str]) -> dict[str, int]:
         """Send data files, several at once, and make sure that they arrive.
@@ -238,10 +240,10 @@ class Copy:
         if keeps_index:
             self._send(INDEX_NAME, INDEX_NAME, there.get(INDEX_NAME))
         if not is_same:
-            for name, data in metadata.items():
-                self._transfer.put(name, data)
+            self._put_metadata(metadata)
         self._target.make_durable()
         removed = () if is_same else self._remove_replaced(replaced, {*sent}, keeps_index=keeps_index, there=there)
+        self._target.remove_unfinished()
         self._target.remove(COPYING_PREFIX + plan.mark)
         self._target.make_durable()
         return self.result(removed)
@@ -327,6 +329,22 @@ class Copy:
         first = [name for name in inventory.extras if name not in last]
         for names in (first, last):
             self._in_parallel(lambda name: self._send(name, name, there.get(name)), sorted(names))
+
+    def _put_metadata(self, metadata: Mapping[str, bytes]) -> None:
+        try:
+            for name, data in metadata.items():
+                self._transfer.put(name, data)
+        except CorruptCheckpoint as error:
+            try:
+                named_by(self._metadata_there(metadata), self.target_url)
+            except RobustCheckpointError:
+                raise error from None
+            raise StorageError(
+                f"{self.target_url} holds another checkpoint right after this one was committed: another copy has ended "
+                "there at the same time, and a load finds that one. Copy each checkpoint to a place of its own",
+                path=self.target_url,
+                operation="copy",
+            ) from error
 
     def _check_source(self, inventory: Inventory) -> None:
         if self.is_source_replaced():

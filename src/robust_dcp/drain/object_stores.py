@@ -27,7 +27,7 @@ _ETAG: Final = re.compile(r"[0-9a-f]{32}(-\d+)?")
 
 
 def open_store(
-    place: str, calls: Calls, *, options: Mapping[str, Any] | None = None, disk: Disk | None = None, mark: str = ""
+    place: str, calls: Calls, *, options: Mapping[str, Any] | None = None, disk: Disk | None = None
 ) -> Store:
     """The store for a place.
 
@@ -35,14 +35,13 @@ def open_store(
         place: a path or a URL.
         options: for fsspec.
         disk: the file system of a path.
-        mark: of the save that is sent there; names files that are not finished.
 
     Raises:
         StorageError, ValueError: as ``filesystem_of``.
     """
     path = local_path_of(place)
     if path is not None:
-        return DirectoryStore(path, calls, disk, mark=mark)
+        return DirectoryStore(path, calls, disk)
     filesystem, root = filesystem_of(place, options)
     is_s3 = all(hasattr(filesystem, name) for name in ("call_s3", "split_path"))
     return (_S3Store if is_s3 else _FsspecStore)(place, filesystem, root, calls)
@@ -67,6 +66,7 @@ class _FsspecStore:
 
     def __init__(self, url: str, filesystem: Any, root: str, calls: Calls) -> None:
         self.url = url
+        self.mark = ""
         self._filesystem = filesystem
         self._root = root.rstrip("/")
         self._calls = calls
@@ -120,6 +120,9 @@ class _FsspecStore:
 
     def make_durable(self) -> None:
         return None  # an object is durable when the call that made it has returned
+
+    def remove_unfinished(self) -> None:
+        return None  # nobody sees an object that is not finished; a later copy goes on with it
 
     def _info(self, name: str) -> Mapping[str, Any]:
         def look() -> Mapping[str, Any]:

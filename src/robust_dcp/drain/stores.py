@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 from collections.abc import Callable
 from typing import Final, Protocol, TypeVar
 
@@ -60,11 +61,13 @@ class Store(Protocol):
         url: the place of the checkpoint, for errors and for people.
         repeats_parts: whether a part that failed is sent again by the store itself. If not, the whole file is.
         wants_md5: whether ``proves`` may need MD5s.
+        mark: of the save that is sent here. It is in the names of files that are not finished.
     """
 
     url: str
     repeats_parts: bool
     wants_md5: bool
+    mark: str
 
     def path_of(self, name: str) -> str: ...
 
@@ -86,6 +89,9 @@ class Store(Protocol):
 
     def make_durable(self) -> None:
         """Make the names of all files durable that were sent."""
+
+    def remove_unfinished(self) -> None:
+        """Remove what copies of this save have left that were killed. Called when the save is there."""
 
 
 class _OpenFile:
@@ -122,11 +128,12 @@ class DirectoryStore:
     repeats_parts = False
     wants_md5 = False
 
-    def __init__(self, path: str, calls: Calls, disk: Disk | None = None, *, mark: str = "") -> None:
+    def __init__(self, path: str, calls: Calls, disk: Disk | None = None) -> None:
         self.url = path
+        self.mark = ""
         self._calls = calls
         self._disk: Disk = disk or PosixDisk()
-        self._mark = mark
+        self._token = secrets.token_hex(4)
 
     def path_of(self, name: str) -> str:
         return os.path.join(self.url, name)
@@ -155,11 +162,11 @@ class DirectoryStore:
         return self._run("open", name, lambda: _OpenFile(self._disk, path))
 
     def begin(self, name: str, nbytes: int, part_nbytes: int) -> Upload:
-        return self._run("create", name, lambda: _FileUpload(self._disk, self.path_of(name), self._mark))
+        return self._run("create", name, lambda: _FileUpload(self._disk, self.path_of(name), self._unfinished))
 
     def put(self, name: str, data: bytes) -> None:
         def write() -> None:
-            upload = _FileUpload(self._disk, self.path_of(name), self._mark)
+            upload = _FileUpload(self._disk, self.path_of(name), self._unfinished)
             try:
                 upload.write(0, data)
                 upload.finish()
@@ -184,18 +191,30 @@ class DirectoryStore:
         if self._disk.exists(self.url):
             self._run("fsync directory", "", lambda: self._disk.fsync_directory(self.url))
 
+    @property
+    def _unfinished(self) -> str:
+        # The token: two copies of one save at the same time do not write to the same file.
+        return f".{self.mark}-{self._token}{_UNFINISHED_SUFFIX}"
+
+    def remove_unfinished(self) -> None:
+        for directory, _, names in os.walk(self.url):
+            for name in names:
+                if name.endswith(_UNFINISHED_SUFFIX) and f".{self.mark}-" in name:
+                    with contextlib.suppress(StorageError):
+                        self._disk.unlink(os.path.join(directory, name))
+
     def _run(self, operation: str, name: str, function: Callable[[], T]) -> T:
         return self._calls.run(operation, self.path_of(name), function)
 
 
 class _FileUpload:
-    def __init__(self, disk: Disk, path: str, mark: str) -> None:
+    def __init__(self, disk: Disk, path: str, suffix: str) -> None:
         self._disk = disk
         self._path = path
-        self._unfinished = f"{path}.{mark}{_UNFINISHED_SUFFIX}"
+        self._unfinished = path + suffix
         self._offset = 0
         disk.mkdirs(os.path.dirname(path))
-        with contextlib.suppress(StorageError):  # what a copy has left that was killed
+        with contextlib.suppress(StorageError):  # what the try before has left
             disk.unlink(self._unfinished)
         self._file: OpenFile = disk.open_new(self._unfinished)
 

@@ -110,8 +110,11 @@ class Calls:
             self._check_stop()
             try:
                 return self._within_limit(function)
-            except RobustCheckpointError:
-                raise
+            except RobustCheckpointError as error:  # of a disk, which has told it already
+                cause = error.__cause__
+                if attempt >= allowed or not isinstance(cause, OSError) or not can_get_better(cause):
+                    raise
+                self._wait_after(operation, path, error, attempt)
             except Exception as error:
                 if attempt >= allowed or not can_get_better(error):
                     raise _told(operation, path, error, attempt + 1) from error
