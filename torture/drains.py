@@ -116,7 +116,9 @@ def run_trial(seed: int) -> list[str]:
 
         counted = values(attempt(f"{target}_counted", None))[0]
         if had_old:
-            copy_checkpoint(f"{root}/old", target, options=CopyOptions(target_options=options_for(endpoint) if to_store else {}))
+            copy_checkpoint(
+                f"{root}/old", target, options=CopyOptions(target_options=options_for(endpoint) if to_store else {})
+            )
         wrong: list[str] = []
         killed: list[int] = []
         for _ in range(draw.choice((1, 1, 2))):

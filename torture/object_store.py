@@ -173,7 +173,8 @@ def faulty_proxy(endpoint: str) -> Iterator[FaultyProxy]:
                 self.wfile.flush()
                 self.connection.shutdown(socket.SHUT_RDWR)
 
-        do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _pass_on
+    for method in ("GET", "PUT", "POST", "HEAD", "DELETE"):
+        setattr(Handler, f"do_{method}", Handler._pass_on)
 
     class Server(ThreadingHTTPServer):
         def handle_error(self, request: Any, client_address: Any) -> None:

@@ -1,4 +1,4 @@
-"""Where a URL may stand: save, load and RobustReader take it. What takes directories only says so before it makes any."""
+"""save, load and RobustReader take URLs. Whatever takes directories only says so before it makes any."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ ENTRY_POINTS: dict[str, Callable[[Any], Any]] = {
     "writer, reset": lambda url: RobustWriter("here").reset(url),
     "stripes": lambda url: RobustWriter("here", stripe_paths=["there", url]),
     "stock save": lambda url: dcp.save(state_dict(), checkpoint_id=url, storage_writer=RobustWriter("here")),
-    "consolidate": lambda url: consolidate(url, "here"),
     "tune": lambda url: tune(url, seconds=0.01),
 }
 

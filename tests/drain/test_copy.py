@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import filecmp
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -304,7 +305,7 @@ def test_threads_together_stay_below_a_bandwidth_limit() -> None:
     for _ in range(3):
         starts.append(limit._free_at_seconds)
         limit.take(50)
-    assert [round(b - a, 6) for a, b in zip(starts, starts[1:], strict=False)] == [0.05, 0.05]
+    assert [round(b - a, 6) for a, b in itertools.pairwise(starts)] == [0.05, 0.05]
 
 
 def test_a_place_is_not_copied_to_itself(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import robust_dcp
 from robust_dcp import CheckpointManager, RobustWriter, StorageError, nearest_copy
@@ -79,7 +80,7 @@ def test_a_drain_that_failed_is_told_at_the_end(tmp_path: Path) -> None:
 
 def test_stock_save_refuses_a_writer_that_drains(tmp_path: Path) -> None:
     writer = RobustWriter(tmp_path / "local", drain_to=tmp_path / "durable")
-    with pytest.raises(ValueError, match=r"drain_to=…\) needs robust_dcp\.save"):
+    with pytest.raises(CheckpointException, match=r"drain_to=…\) needs robust_dcp\.save"):
         dcp.save(state_dict(1.0), storage_writer=writer, no_dist=True)
 
 

@@ -30,7 +30,6 @@ from robust_dcp.drain.inventory import (
     renamed,
 )
 from robust_dcp.drain.object_stores import open_store
-from robust_dcp.drain.stores import Store
 from robust_dcp.drain.transfer import Tally, Transfer
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.storage.files.being_loaded import needed_for_a_load
@@ -94,11 +93,19 @@ class CopyPlan(msgspec.Struct, frozen=True):
 
 
 class _Marker(msgspec.Struct, frozen=True):
-    """The content of the file that says that a copy has begun."""
+    """The content of the file that says that a copy has begun.
+
+    Attributes:
+        source: from where.
+        renamed: new names of data files by old ones.
+        begun_seconds: when, in seconds since 1970.
+        replaces: the files that are removed after the commit. A copy that goes on removes them as well.
+    """
 
     source: str
     renamed: dict[str, str]
     begun_seconds: float
+    replaces: tuple[str, ...] = ()
 
 
 class Copy:
@@ -145,6 +152,7 @@ class Copy:
         )
         self._started_seconds = time.perf_counter()
         self._inventory: Inventory | None = None
+        self._marker: _Marker | None = None
         self._plan: CopyPlan | None = None
 
     @property
@@ -171,9 +179,8 @@ class Copy:
         self._total_nbytes = sum(nbytes or 0 for nbytes in inventory.data.values()) + sum(inventory.extras.values())
         self._target.mark = inventory.mark
         marker_name = COPYING_PREFIX + inventory.mark
-        earlier = self._marker(marker_name)
-        marker = _Marker(self.source_url, {}, time.time()) if earlier is None else earlier
-        self._target.put(marker_name, msgspec.json.encode(marker))
+        earlier = self._marker_there(marker_name)
+        marker = self._put_marker(earlier or _Marker(self.source_url, {}, time.time()))
         there = self._target.files()
         replaced = self._metadata_there(there)
         is_same = replaced == self._expected_metadata(marker.renamed)
@@ -187,8 +194,7 @@ class Copy:
         if earlier is None and not is_same:
             names = self._names_for(there)
             if names:
-                marker = _Marker(self.source_url, names, time.time())
-                self._target.put(marker_name, msgspec.json.encode(marker))
+                marker = self._put_marker(_Marker(self.source_url, names, time.time()))
         sent = {marker.renamed.get(name, name) for name in inventory.data}
         self._plan = CopyPlan(
             inventory.mark, marker.renamed, {name: nbytes for name, nbytes in there.items() if name in sent}
@@ -240,9 +246,10 @@ class Copy:
         if keeps_index:
             self._send(INDEX_NAME, INDEX_NAME, there.get(INDEX_NAME))
         if not is_same:
+            self._note_replaced(replaced, keeps_index=keeps_index, there=there)
             self._put_metadata(metadata)
         self._target.make_durable()
-        removed = () if is_same else self._remove_replaced(replaced, {*sent}, keeps_index=keeps_index, there=there)
+        removed = self._remove_replaced({*sent, *metadata}, there)
         self._target.remove_unfinished()
         self._target.remove(COPYING_PREFIX + plan.mark)
         self._target.make_durable()
@@ -277,7 +284,12 @@ class Copy:
             raise RuntimeError("begin or follow comes first")
         return self._plan
 
-    def _marker(self, name: str) -> _Marker | None:
+    def _put_marker(self, marker: _Marker) -> _Marker:
+        self._marker = marker
+        self._target.put(COPYING_PREFIX + self.inventory.mark, msgspec.json.encode(marker))
+        return marker
+
+    def _marker_there(self, name: str) -> _Marker | None:
         data = read_whole(self._target, name)
         if data is None:
             return None
@@ -340,8 +352,8 @@ class Copy:
             except RobustCheckpointError:
                 raise error from None
             raise StorageError(
-                f"{self.target_url} holds another checkpoint right after this one was committed: another copy has ended "
-                "there at the same time, and a load finds that one. Copy each checkpoint to a place of its own",
+                f"{self.target_url} holds another checkpoint right after this one was committed: another copy has "
+                "ended there at the same time, and a load finds that one. Copy each checkpoint to a place of its own",
                 path=self.target_url,
                 operation="copy",
             ) from error
@@ -363,25 +375,30 @@ class Copy:
             )
         return there
 
-    def _remove_replaced(
-        self, replaced: Mapping[str, bytes], sent: Collection[str], *, keeps_index: bool, there: Mapping[str, int]
-    ) -> tuple[str, ...]:
-        """Remove the data files of the replaced checkpoint. The new one is committed, so an error costs space only."""
+    def _note_replaced(self, replaced: Mapping[str, bytes], *, keeps_index: bool, there: Collection[str]) -> None:
+        """Say in the marker what will be removed, so that a copy that goes on after the commit removes it too."""
+        try:
+            doomed = {name for name in named_by(replaced, self.target_url) if is_data_file(name)}
+        except RobustCheckpointError as error:
+            logger.warning("%s: files of the checkpoint that is replaced stay: %s", self.target_url, error.message)
+            doomed = set()
+        doomed |= replaced.keys()  # those of a save without collectives have names of their own
+        if not keeps_index and INDEX_NAME in there:
+            doomed.add(INDEX_NAME)
+        if replaced and self._marker is not None:
+            self._put_marker(msgspec.structs.replace(self._marker, replaces=tuple(sorted(doomed))))
+
+    def _remove_replaced(self, needed: Collection[str], there: Collection[str]) -> tuple[str, ...]:
+        """Remove what the marker names. The new checkpoint is committed, so an error costs space only."""
         removed: list[str] = []
+        doomed = () if self._marker is None else self._marker.replaces
         try:
             markers = {name for name in self._target.files() if name.startswith(COPYING_PREFIX)}
-            doomed = {name for name in named_by(replaced, self.target_url) if is_data_file(name)} - set(sent)
             if len(markers) > 1:  # a copy that runs may count on files that it has found here
-                doomed = set()
-            if not keeps_index and INDEX_NAME in there:
-                doomed.add(INDEX_NAME)
-            for name in sorted(doomed & set(there)):
+                return ()
+            for name in sorted(set(doomed) & set(there) - set(needed)):
                 self._target.remove(name)
                 removed.append(name)
-            for name in replaced:
-                if name not in self.inventory.metadata:  # of a save without collectives
-                    self._target.remove(name)
-                    removed.append(name)
         except RobustCheckpointError as error:
             logger.warning("%s is committed, but files of the one before stay: %s", self.target_url, error.message)
         return tuple(removed)

@@ -22,7 +22,7 @@ _PREFIX: Final = "robust_dcp-"
 
 
 def staging_directory(url: str) -> str:
-    """Where a save to ``url`` is made. It depends on the URL only: all ranks find the same, and so does a later copy."""
+    """Where a save to ``url`` is made. It depends on the URL only, so all ranks find the same."""
     root = os.environ.get(STAGING_VARIABLE) or os.path.join(tempfile.gettempdir(), f"{_PREFIX}staging-{os.getuid()}")
     name = url.rstrip("/").rpartition("/")[2]
     digest = hashlib.blake2b(url.encode(), digest_size=8).hexdigest()

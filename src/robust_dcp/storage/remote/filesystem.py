@@ -55,6 +55,8 @@ def filesystem_of(url: str, storage_options: Mapping[str, Any] | None = None) ->
         raise _not_installed(url, str(error)) from error
     except ValueError as error:
         raise ValueError(f"{url!r} is a URL that cannot be used: {error}") from error
+    if "local" in filesystem.protocol:  # fsspec takes a scheme of one letter for a drive
+        raise ValueError(f"{url!r} is a URL that cannot be used: Protocol not known: {url.partition(':')[0]}")
     return filesystem, path
 
 
