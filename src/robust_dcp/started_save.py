@@ -175,7 +175,9 @@ class StartedSave:
             copied = drain.run()
             if copied is not None:
                 self.drain_remarks = (f"copied {copied.nbytes} bytes to {copied.target} in {copied.seconds:.1f} s",)
-                remove_staging(self.writer.path)
+                # In an exchange: a rank that is late must not remove what the next save of another makes there.
+                phase = f"save {self.session.checkpoint}: remove the staged copy"
+                self.session.channel.barrier(phase, lambda: remove_staging(self.writer.path))
             if self.on_commit is not None:
                 self._tell_of_commit(self.on_commit)
 

@@ -131,6 +131,29 @@ def test_a_checkpoint_that_was_there_stays_whole_until_the_new_one_is_committed(
     assert loaded(tmp_path / "target") == 2.0
     assert result.skipped_files == 2  # the data files of the try before
     assert files_of(tmp_path / "target") == {".metadata", *result.renamed.values()}
+    again = copy_checkpoint(tmp_path / "two", tmp_path / "target")
+    assert (again.files, again.renamed) == (0, result.renamed)
+
+
+def test_a_copy_that_was_killed_before_it_chose_names_does_not_take_those_of_a_checkpoint(tmp_path: Path) -> None:
+    robust_dcp.save(state_dict(1.0), checkpoint_id=tmp_path / "one")
+    robust_dcp.save(state_dict(2.0), checkpoint_id=tmp_path / "two")
+    copy_checkpoint(tmp_path / "one", tmp_path / "target")
+    with pytest.raises(StorageError):
+        copy_checkpoint(tmp_path / "two", tmp_path / "target", disk=_OneMarker(), options=IMPATIENT)
+    with pytest.raises(StorageError):
+        copy_checkpoint(tmp_path / "two", tmp_path / "target", disk=_NoCommit(), options=IMPATIENT)
+    assert loaded(tmp_path / "target") == 1.0
+
+
+class _OneMarker(PosixDisk):
+    n_markers = 0
+
+    def rename(self, source: str, target: str) -> None:
+        self.n_markers += ".robust_dcp.copying." in target
+        if self.n_markers > 1:
+            raise storage_error("rename", target, OSError(errno.EIO, "Input/output error"))
+        super().rename(source, target)
 
 
 class _NoCommit(PosixDisk):

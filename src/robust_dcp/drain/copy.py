@@ -99,12 +99,14 @@ class _Marker(msgspec.Struct, frozen=True):
         source: from where.
         renamed: new names of data files by old ones.
         begun_seconds: when, in seconds since 1970.
+        is_decided: whether ``renamed`` is final. Before, another copy only has to know that this one has begun.
         replaces: the files that are removed after the commit. A copy that goes on removes them as well.
     """
 
     source: str
     renamed: dict[str, str]
     begun_seconds: float
+    is_decided: bool = False
     replaces: tuple[str, ...] = ()
 
 
@@ -179,11 +181,12 @@ class Copy:
         self._total_nbytes = sum(nbytes or 0 for nbytes in inventory.data.values()) + sum(inventory.extras.values())
         self._target.mark = inventory.mark
         marker_name = COPYING_PREFIX + inventory.mark
-        earlier = self._marker_there(marker_name)
-        marker = self._put_marker(earlier or _Marker(self.source_url, {}, time.time()))
+        marker = self._marker_there(marker_name) or self._put_marker(_Marker(self.source_url, {}, time.time()))
+        self._marker = marker
         there = self._target.files()
         replaced = self._metadata_there(there)
-        is_same = replaced == self._expected_metadata(marker.renamed)
+        names = marker.renamed if marker.is_decided else self._names_of_same(replaced, there)
+        is_same = replaced == self._expected_metadata(names)
         if replaced and not is_same and not self._options.overwrite:
             self._target.remove(marker_name)
             raise StorageError(
@@ -191,10 +194,10 @@ class Copy:
                 path=self.target_url,
                 operation="copy",
             )
-        if earlier is None and not is_same:
-            names = self._names_for(there)
-            if names:
-                marker = self._put_marker(_Marker(self.source_url, names, time.time()))
+        if not marker.is_decided:
+            # No file is sent before this is known at the target: a copy that goes on must not take other names.
+            names = names if is_same else self._names_for(there)
+            marker = self._put_marker(msgspec.structs.replace(marker, renamed=names, is_decided=True))
         sent = {marker.renamed.get(name, name) for name in inventory.data}
         self._plan = CopyPlan(
             inventory.mark, marker.renamed, {name: nbytes for name, nbytes in there.items() if name in sent}
@@ -301,6 +304,12 @@ class Copy:
     def _expected_metadata(self, names: Mapping[str, str]) -> dict[str, bytes]:
         metadata = dict(self.inventory.metadata)
         return renamed(metadata, names, self.source_url) if names else metadata
+
+    def _names_of_same(self, replaced: Mapping[str, bytes], there: Collection[str]) -> dict[str, str]:
+        """The names that an earlier copy of this save has given to its files, if it is what the target holds."""
+        names = {name: own_name(name, self.inventory.mark) for name in self.inventory.data}
+        given = {name: own for name, own in names.items() if own is not None and own in there}
+        return given if given and replaced == self._expected_metadata(given) else {}
 
     def _metadata_there(self, there: Collection[str]) -> dict[str, bytes]:
         return read_metadata(self._target, there)
