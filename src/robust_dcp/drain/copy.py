@@ -1,7 +1,7 @@
 """Copies a checkpoint to another place, where it counts from the moment that its ``.metadata`` is there.
 
 This module owns the order: a marker, data files, other files, the index, ``.metadata``, and then the removal of what
-was replaced. ``copy_checkpoint`` does all of it in one process. ``drain`` lets each rank send its own files.
+was replaced. ``one_process`` does all of it, and ``drain`` lets each rank send its own files.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -30,84 +28,20 @@ from robust_dcp.drain.inventory import (
     renamed,
 )
 from robust_dcp.drain.object_stores import open_store
+from robust_dcp.drain.plan import CopyPlan, CopyResult, Marker, Progress
 from robust_dcp.drain.transfer import Tally, Transfer
-from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
-from robust_dcp.storage.files.being_loaded import needed_for_a_load
-from robust_dcp.storage.files.disk import Disk, PosixDisk
+from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, is_data_file
 from robust_dcp.storage.remote.calls import Calls
 from robust_dcp.storage.remote.copy_options import CopyOptions
 from robust_dcp.storage.remote.filesystem import local_path_of, place_of
 
-__all__ = ["Copy", "CopyPlan", "CopyResult", "Progress", "copy_checkpoint"]
+__all__ = ["Copy"]
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], None]
-
 _SHOWN: Final = 5
-
-
-@dataclass(frozen=True)
-class CopyResult:
-    """What a copy has done.
-
-    Attributes:
-        source, target: from where, and to where.
-        files, nbytes: how much was sent.
-        skipped_files, skipped_nbytes: how much was there already, and was verified.
-        seconds: how long it took.
-        retries: how many calls were made once more.
-        verified_by_store, verified_by_reading: how many files were verified by the store's own checksum, and how many
-            by reading them back.
-        renamed: new names of data files by old ones, where a name was taken at the target.
-        removed: files of the replaced checkpoint that were removed.
-    """
-
-    source: str
-    target: str
-    files: int
-    nbytes: int
-    skipped_files: int
-    skipped_nbytes: int
-    seconds: float
-    retries: int
-    verified_by_store: int
-    verified_by_reading: int
-    renamed: Mapping[str, str]
-    removed: tuple[str, ...]
-
-
-class CopyPlan(msgspec.Struct, frozen=True):
-    """What the rank that commits tells those that send.
-
-    Attributes:
-        mark: of the save.
-        renamed: new names of data files by old ones.
-        there: sizes of data files that are at the target, by their names there.
-    """
-
-    mark: str
-    renamed: dict[str, str]
-    there: dict[str, int]
-
-
-class _Marker(msgspec.Struct, frozen=True):
-    """The content of the file that says that a copy has begun.
-
-    Attributes:
-        source: from where.
-        renamed: new names of data files by old ones.
-        begun_seconds: when, in seconds since 1970.
-        is_decided: whether ``renamed`` is final. Before, another copy only has to know that this one has begun.
-        replaces: the files that are removed after the commit. A copy that goes on removes them as well.
-    """
-
-    source: str
-    renamed: dict[str, str]
-    begun_seconds: float
-    is_decided: bool = False
-    replaces: tuple[str, ...] = ()
 
 
 class Copy:
@@ -154,7 +88,7 @@ class Copy:
         )
         self._started_seconds = time.perf_counter()
         self._inventory: Inventory | None = None
-        self._marker: _Marker | None = None
+        self._marker: Marker | None = None
         self._plan: CopyPlan | None = None
 
     @property
@@ -181,7 +115,7 @@ class Copy:
         self._total_nbytes = sum(nbytes or 0 for nbytes in inventory.data.values()) + sum(inventory.extras.values())
         self._target.mark = inventory.mark
         marker_name = COPYING_PREFIX + inventory.mark
-        marker = self._marker_there(marker_name) or self._put_marker(_Marker(self.source_url, {}, time.time()))
+        marker = self._marker_there(marker_name) or self._put_marker(Marker(self.source_url, {}, time.time()))
         self._marker = marker
         there = self._target.files()
         replaced = self._metadata_there(there)
@@ -287,17 +221,17 @@ class Copy:
             raise RuntimeError("begin or follow comes first")
         return self._plan
 
-    def _put_marker(self, marker: _Marker) -> _Marker:
+    def _put_marker(self, marker: Marker) -> Marker:
         self._marker = marker
         self._target.put(COPYING_PREFIX + self.inventory.mark, msgspec.json.encode(marker))
         return marker
 
-    def _marker_there(self, name: str) -> _Marker | None:
+    def _marker_there(self, name: str) -> Marker | None:
         data = read_whole(self._target, name)
         if data is None:
             return None
         try:
-            return msgspec.json.decode(data, type=_Marker)
+            return msgspec.json.decode(data, type=Marker)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None
 
@@ -456,52 +390,6 @@ class Copy:
             done_nbytes = self._done_nbytes
         if self._progress is not None:
             self._progress(done_nbytes, self._total_nbytes)
-
-
-@entry_point
-def copy_checkpoint(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    *,
-    options: CopyOptions | None = None,
-    progress: Progress | None = None,
-    disk: Disk | None = None,
-) -> CopyResult:
-    """Copy a checkpoint to another directory or to an object store, in either direction, or between two of them.
-
-    Data files go first, and each is verified at the target. ``.metadata`` goes last, so a load never finds half a copy.
-    A copy that was cut off goes on if it is started again: what is there and verifies is not sent again.
-
-    Args:
-        source: a path, or any URL of fsspec. The checkpoint may be of robust_dcp, of stock or of Megatron.
-        target: a path or URL. If there is another checkpoint, it is replaced. Its data files stay until the new one is
-            committed.
-        options: see :class:`CopyOptions`.
-        progress: called from several threads with two numbers: the bytes that were read, sent or verified so far, and
-            the bytes of the checkpoint.
-        disk: the file system of paths.
-
-    Raises:
-        StorageError: a call failed and could not be repeated; no checkpoint is at the source; the source was replaced
-            meanwhile.
-        CorruptCheckpoint: the source is damaged, or a file has not arrived as it was sent.
-        UnsafeCheckpoint: the metadata of the source leads out of its directory, or would run code.
-        ValueError: a URL is of a kind that fsspec does not know.
-
-    Example:
-        >>> import torch, robust_dcp, tempfile
-        >>> with tempfile.TemporaryDirectory() as root:
-        ...     _ = robust_dcp.save({"weight": torch.ones(4)}, checkpoint_id=f"{root}/step_1")
-        ...     copied = robust_dcp.copy_checkpoint(f"{root}/step_1", f"file://{root}/durable/step_1")
-        ...     again = robust_dcp.copy_checkpoint(f"{root}/step_1", f"{root}/durable/step_1")
-        >>> copied.skipped_files, again.files
-        (0, 0)
-    """
-    copy = Copy(source, target, options or CopyOptions(), progress=progress, disk=disk)
-    path = local_path_of(copy.source_url)
-    with nullcontext() if path is None else needed_for_a_load(disk or PosixDisk(), path):
-        copy.begin()
-        return copy.commit(copy.send_data(copy.inventory.data))
 
 
 def _same_place(one: str, other: str) -> bool:

@@ -13,7 +13,8 @@ from contextlib import ExitStack
 import msgspec
 
 from robust_dcp.comm import Channel
-from robust_dcp.drain.copy import Copy, CopyPlan, CopyResult
+from robust_dcp.drain.copy import Copy
+from robust_dcp.drain.plan import CopyPlan, CopyResult
 from robust_dcp.drain.record import DrainRecord, write_drain_record
 from robust_dcp.errors import CorruptCheckpoint, StorageError
 from robust_dcp.storage.files.being_loaded import needed_for_a_load

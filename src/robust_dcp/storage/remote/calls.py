@@ -198,7 +198,7 @@ def _words_of(error: BaseException) -> str:
 
 
 def _told(operation: str, path: str, error: Exception, attempts: int) -> StorageError:
-    number = _errno_of(error)
+    number = errno.EACCES if type(error).__name__ in _NO_CREDENTIALS else _errno_of(error)
     tries = f" after {attempts} tries" if attempts > 1 else ""
     advice = _ADVICE.get(number or 0, _AGAIN)
     message = f"{operation} {path}: {_words_of(error)}{tries}; {advice}"
