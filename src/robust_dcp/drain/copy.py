@@ -54,6 +54,9 @@ class Copy:
             known, else 0.
         check_stop: called between calls, from several threads. What it raises ends the copy.
         disk: the file system of paths.
+
+    Attributes:
+        was_replaced: whether the copy has ended because another save replaced the source.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Copy:
         self._transfer = Transfer(
             self._source, self._target, options, self._calls, bandwidth, self._tally, self._note_progress
         )
+        self.was_replaced = False
         self._started_seconds = time.perf_counter()
         self._inventory: Inventory | None = None
         self._marker: Marker | None = None
@@ -216,6 +220,24 @@ class Copy:
         metadata = {} if inventory is None else inventory.metadata
         return any(read_whole(self._source, name) != data for name, data in metadata.items())
 
+    def withdraw(self) -> None:
+        """Remove what was sent. The source was replaced, so nobody can go on with this copy.
+
+        Called when no rank sends any more. An error is logged: what stays costs space.
+        """
+        try:
+            there = self._target.files()
+            plan = self._plan
+            if plan is not None:
+                kept = named_by(self._metadata_there(there), self.target_url)
+                ours = {plan.renamed.get(name, name) for name in self.inventory.data}
+                for name in sorted((ours & set(there)) - kept):
+                    self._target.remove(name)
+            self._target.remove_unfinished()
+            self._target.remove(COPYING_PREFIX + self.inventory.mark)
+        except RobustCheckpointError as error:
+            logger.warning("%s: files of a copy that cannot go on stay: %s", self.target_url, error.message)
+
     def _known_plan(self) -> CopyPlan:
         if self._plan is None:
             raise RuntimeError("begin or follow comes first")
@@ -303,7 +325,7 @@ class Copy:
 
     def _check_source(self, inventory: Inventory) -> None:
         if self.is_source_replaced():
-            raise _replaced(self.source_url)
+            raise self._replaced()
 
     def _check_target(self, sent: Mapping[str, int]) -> dict[str, int]:
         there = self._target.files()
@@ -346,13 +368,22 @@ class Copy:
             logger.warning("%s is committed, but files of the one before stay: %s", self.target_url, error.message)
         return tuple(removed)
 
+    def _replaced(self) -> StorageError:
+        self.was_replaced = True
+        return StorageError(
+            f"{self.source_url} was replaced by another save while it was copied, and nothing is committed at the "
+            "target; copy it again once no save runs into it, or save each step into a directory of its own",
+            path=self.source_url,
+            operation="copy",
+        )
+
     def _send(self, name: str, target_name: str, there_nbytes: int | None) -> int:
         try:
             return self._transfer.send(name, target_name, there_nbytes)
         except RobustCheckpointError as error:
             # A replaced source shows in many ways: files are gone, shorter, or have other checksums.
             if self._inventory is not None and not self._failed.is_set() and self.is_source_replaced():
-                raise _replaced(self.source_url) from error
+                raise self._replaced() from error
             raise
 
     def _in_parallel(self, function: Callable[[str], Any], names: Collection[str]) -> list[Any]:
@@ -397,12 +428,3 @@ def _same_place(one: str, other: str) -> bool:
     if paths[0] is None or paths[1] is None:
         return one == other
     return os.path.realpath(paths[0]) == os.path.realpath(paths[1])
-
-
-def _replaced(source: str) -> StorageError:
-    return StorageError(
-        f"{source} was replaced by another save while it was copied, and nothing is committed at the target; copy it "
-        "again once no save runs into it, or save each step into a directory of its own",
-        path=source,
-        operation="copy",
-    )

@@ -108,6 +108,8 @@ class Drain:
                 except (CorruptCheckpoint, StorageError):
                     phase = f"{self._name}: has it been replaced"
                     if channel.broadcast(phase, lambda: _Replaced(copy.is_source_replaced()), _Replaced).is_so:
+                        if self._is_coordinator:
+                            copy.withdraw()
                         self._say_replaced()
                         return None
                     raise

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 from robust_dcp.drain.copy import Copy
 from robust_dcp.drain.plan import CopyResult, Progress
-from robust_dcp.errors import entry_point
+from robust_dcp.errors import StorageError, entry_point
 from robust_dcp.storage.files.being_loaded import needed_for_a_load
 from robust_dcp.storage.files.disk import Disk, PosixDisk
 from robust_dcp.storage.remote.copy_options import CopyOptions
@@ -58,5 +58,10 @@ def copy_checkpoint(
     copy = Copy(source, target, options or CopyOptions(), progress=progress, disk=disk)
     path = local_path_of(copy.source_url)
     with nullcontext() if path is None else needed_for_a_load(disk or PosixDisk(), path):
-        copy.begin()
-        return copy.commit(copy.send_data(copy.inventory.data))
+        try:
+            copy.begin()
+            return copy.commit(copy.send_data(copy.inventory.data))
+        except StorageError:
+            if copy.was_replaced:
+                copy.withdraw()
+            raise
