@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
@@ -35,6 +35,9 @@ from robust_dcp.storage.writing.item_source import ItemSource
 __all__ = ["CheckpointId", "StartedSave"]
 
 CheckpointId = str | os.PathLike[str]
+
+_SAME_VERDICT_SECONDS: Final = 5.0
+"""All ranks hear within that time that a drain has failed."""
 
 
 @dataclass(eq=False)
@@ -133,6 +136,10 @@ class StartedSave:
         try:
             with self.clock.phase("plan"):
                 self.session.agree(describe, leads=self.session.channel.is_coordinator)
+        except BaseException:
+            # Another rank may tell of a drain whose end this rank is about to hear. It must not tell of it once more.
+            self.drain_line.wait(timeout_seconds=_SAME_VERDICT_SECONDS)
+            raise
         finally:
             self.line.forget_untold()
             self.drain_line.forget_untold()
