@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from robust_dcp.api import load, save
     from robust_dcp.asynchronous import AsyncSave, async_save, finish_async_saves
     from robust_dcp.comm.channel import Channel
+    from robust_dcp.drain.nearest import nearest_copy
+    from robust_dcp.drain.one_process import copy_checkpoint
+    from robust_dcp.drain.plan import CopyResult
     from robust_dcp.errors import (
         CorruptCheckpoint,
         ExchangeError,
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from robust_dcp.report import LoadReport, SaveReport
     from robust_dcp.storage.reader import RobustReader
     from robust_dcp.storage.reading.read_options import ReadOptions
+    from robust_dcp.storage.remote.copy_options import CopyOptions
     from robust_dcp.storage.writer import RobustWriter
     from robust_dcp.storage.writing.write_options import WriteOptions
 
@@ -38,6 +42,8 @@ __all__ = [
     "Channel",
     "Checkpoint",
     "CheckpointManager",
+    "CopyOptions",
+    "CopyResult",
     "CorruptCheckpoint",
     "Event",
     "ExchangeError",
@@ -62,9 +68,11 @@ __all__ = [
     "WriteOptions",
     "__version__",
     "async_save",
+    "copy_checkpoint",
     "finish_async_saves",
     "install",
     "load",
+    "nearest_copy",
     "on_event",
     "save",
     "uninstall",
@@ -76,6 +84,9 @@ __getattr__, __dir__ = names_from(
         "robust_dcp.api": ("load", "save"),
         "robust_dcp.asynchronous": ("AsyncSave", "async_save", "finish_async_saves"),
         "robust_dcp.comm.channel": ("Channel",),
+        "robust_dcp.drain.nearest": ("nearest_copy",),
+        "robust_dcp.drain.one_process": ("copy_checkpoint",),
+        "robust_dcp.drain.plan": ("CopyResult",),
         "robust_dcp.errors": (
             "CorruptCheckpoint",
             "ExchangeError",
@@ -97,6 +108,7 @@ __getattr__, __dir__ = names_from(
         "robust_dcp.report": ("LoadReport", "SaveReport"),
         "robust_dcp.storage.reader": ("RobustReader",),
         "robust_dcp.storage.reading.read_options": ("ReadOptions",),
+        "robust_dcp.storage.remote.copy_options": ("CopyOptions",),
         "robust_dcp.storage.writer": ("RobustWriter",),
         "robust_dcp.storage.writing.write_options": ("WriteOptions",),
     },

@@ -208,7 +208,7 @@ def async_save(
 
 
 def finish_async_saves(timeout_seconds: float | None = None) -> bool:
-    """Wait for all async saves of this process.
+    """Wait for all async saves of this process, and for all drains (``RobustWriter(path, drain_to=…)``).
 
     Args:
         timeout_seconds: how long to wait; ``None`` for as long as it takes.

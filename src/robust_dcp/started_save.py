@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from robust_dcp.background import SaveLine, line_of
+from robust_dcp.comm import Channel
+from robust_dcp.drain import Drain, check_space, remove_staging, staging_directory
 from robust_dcp.errors import RobustCheckpointError
 from robust_dcp.hooks.progress_bar import watch_in_terminal
 from robust_dcp.plan.local import LocalStructure
@@ -27,12 +29,16 @@ from robust_dcp.plan.session import SaveSession
 from robust_dcp.report import SaveReport, phase_reports
 from robust_dcp.stateful import refuse_other_than_dict, state_dicts_of
 from robust_dcp.storage.reader import RobustReader
+from robust_dcp.storage.remote.filesystem import filesystem_of, local_path_of, place_of
 from robust_dcp.storage.writer import RobustWriter
 from robust_dcp.storage.writing.item_source import ItemSource
 
 __all__ = ["CheckpointId", "StartedSave"]
 
 CheckpointId = str | os.PathLike[str]
+
+_SAME_VERDICT_SECONDS: Final = 5.0
+"""All ranks hear within that time that a drain has failed."""
 
 
 @dataclass(eq=False)
@@ -46,6 +52,9 @@ class StartedSave:
     clock: PhaseClock
     started_seconds: float
     on_commit: Callable[[], object] | None
+    open_channel: Callable[[str], Channel]
+    staged_for: str | None = None
+    drain_remarks: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -64,7 +73,8 @@ class StartedSave:
         """A save that has not exchanged anything yet. The arguments are those of ``save``."""
         watch_in_terminal()
         started_seconds = time.perf_counter()
-        writer = _robust_writer(storage_writer, checkpoint_id)
+        staged_for = _url_of(checkpoint_id)
+        writer = _robust_writer(storage_writer, staging_directory(staged_for) if staged_for else checkpoint_id)
         own_planner = _robust_planner(planner)
         session = own_planner.open_session(
             checkpoint_name(writer.path),
@@ -77,8 +87,26 @@ class StartedSave:
         )
         session.commits_together = True
         channel = session.channel
+        group = own_planner.process_group if process_group is None else process_group
+
+        def open_channel(operation: str) -> Channel:
+            return Channel.for_group(
+                group,
+                operation=operation,
+                timeout_seconds=channel.timeout_seconds,
+                no_dist=own_planner.no_dist or no_dist,
+            )
+
         return cls(
-            session, writer, own_planner, line_of(channel.ranks), PhaseClock(channel), started_seconds, on_commit
+            session,
+            writer,
+            own_planner,
+            line_of(channel.ranks),
+            PhaseClock(channel),
+            started_seconds,
+            on_commit,
+            open_channel,
+            staged_for,
         )
 
     @property
@@ -103,6 +131,7 @@ class StartedSave:
 
         def describe() -> LocalStructure:
             self.line.raise_untold()
+            self.drain_line.raise_untold()
             refuse_other_than_dict(state_dict)
             is_coordinator = self.session.channel.is_coordinator
             self.planner.set_up_planner(state_dicts_of(state_dict), self.writer.storage_meta(), is_coordinator)
@@ -111,24 +140,73 @@ class StartedSave:
         try:
             with self.clock.phase("plan"):
                 self.session.agree(describe, leads=self.session.channel.is_coordinator)
+        except BaseException:
+            # Another rank may tell of a drain whose end this rank is about to hear. It must not tell of it once more.
+            self.drain_line.wait(timeout_seconds=_SAME_VERDICT_SECONDS)
+            raise
         finally:
             self.line.forget_untold()
+            self.drain_line.forget_untold()
 
     def source(self) -> ItemSource:
         """The data that this rank writes."""
         return self.planner.source(self.session)
 
+    @property
+    def drain_line(self) -> SaveLine:
+        """The line of the copies to durable storage."""
+        return line_of(self.session.channel.ranks, "drain")
+
     def write(self, source: Callable[[], ItemSource]) -> None:
         # The rows of the report travel with the exchange of this phase.
         self.session.times.stage_seconds = sum(each.seconds for each in self.clock.records if each.name == "stage")
+
+        def checked_source() -> ItemSource:
+            placements = self.session.plan.rank_plan.placements
+            if self.staged_for is not None and placements is not None:
+                check_space(self.writer.path, sum(placements.file_nbytes))
+            return source()
+
         with self.clock.phase("write"):
-            self.session.write(source)
+            self.session.write(checked_source)
 
     def commit(self) -> None:
+        drain = None
         with self.clock.phase("commit"):
             self.session.commit()
+            target = self.staged_for or self.writer.drain_to
+            if target is not None:
+                drain = self._drain_to(target)
+                drain.announce()
+            if self.on_commit is not None and self.staged_for is None:
+                self._tell_of_commit(self.on_commit)
+        if drain is None:
+            return
+        if self.staged_for is None:
+            self.drain_line.submit(drain.run)
+            return
+        with self.clock.phase("drain"):
+            copied = drain.run()
+            if copied is not None:
+                self.drain_remarks = (f"copied {copied.nbytes} bytes to {copied.target} in {copied.seconds:.1f} s",)
+                # In an exchange: a rank that is late must not remove what the next save of another makes there.
+                phase = f"save {self.session.checkpoint}: remove the staged copy"
+                self.session.channel.barrier(phase, lambda: remove_staging(self.writer.path))
             if self.on_commit is not None:
                 self._tell_of_commit(self.on_commit)
+
+    def _drain_to(self, target: str) -> Drain:
+        writer, written = self.writer, self.session.written
+        return Drain(
+            writer.path,
+            target,
+            save_id=writer.save_id,
+            names=() if written is None else written.names,
+            options=writer.drain_options,
+            open_channel=lambda: self.open_channel(f"drain {checkpoint_name(writer.path)}"),
+            is_coordinator=self.session.channel.is_coordinator,
+            disk=writer.disk,
+        )
 
     def _tell_of_commit(self, on_commit: Callable[[], object]) -> None:
         channel = self.session.channel
@@ -150,9 +228,9 @@ class StartedSave:
         Args:
             how: remarks on how the data got to the files, in addition to those of the writer.
         """
-        session, written, path = self.session, self.session.written, self.writer.path
+        session, written, path = self.session, self.session.written, self.staged_for or self.writer.path
         report = SaveReport(
-            checkpoint_id=checkpoint_name(path),
+            checkpoint_id=self.staged_for or checkpoint_name(path),
             rank=session.rank,
             world_size=session.channel.size,
             items=len(session.plan.rank_plan.kept),
@@ -167,7 +245,7 @@ class StartedSave:
             total_nbytes=None if session.plan.coordinator is None else session.plan.coordinator.nbytes,
             digest=session.digest,
             files=() if written is None else written.names,
-            how=(*(() if written is None else written.how), *how),
+            how=(*(() if written is None else written.how), *how, *self.drain_remarks),
             peak_buffer_nbytes=0 if written is None else written.peak_buffer_nbytes,
             unchanged_nbytes=0 if written is None else written.unchanged_nbytes,
             stragglers=session.channel.stragglers,
@@ -178,18 +256,32 @@ class StartedSave:
         return report
 
 
+def _url_of(checkpoint_id: CheckpointId | None) -> str | None:
+    """The URL that a checkpoint is saved to by way of a local directory; ``None`` if it is a path."""
+    place = None if checkpoint_id is None else place_of(checkpoint_id)
+    if place is None or local_path_of(place) is not None:
+        return None
+    filesystem_of(place)  # a URL of an unknown kind is refused now, not after the save
+    return place
+
+
 def _robust_writer(writer: StorageWriter | None, checkpoint_id: CheckpointId | None) -> RobustWriter:
     if writer is None:
         if checkpoint_id is None:
             raise ValueError("pass checkpoint_id, the directory to save to, or storage_writer=RobustWriter(path)")
-        return RobustWriter(checkpoint_id)
+        return RobustWriter(_path_of(checkpoint_id))
     if not isinstance(writer, RobustWriter):
         raise TypeError(
             f"robust_dcp.save writes with RobustWriter, not with {type(writer).__name__}; to keep that writer call "
             "torch.distributed.checkpoint.save(…, planner=RobustPlanner())"
         )
-    writer.reset(checkpoint_id)
+    writer.reset(None if checkpoint_id is None else _path_of(checkpoint_id))
     return writer
+
+
+def _path_of(checkpoint_id: CheckpointId) -> CheckpointId:
+    """The path, also of ``file:///path``."""
+    return local_path_of(place_of(checkpoint_id)) or checkpoint_id
 
 
 def _robust_planner(planner: SavePlanner | None) -> RobustPlanner:

@@ -1,4 +1,4 @@
-"""URLs are refused on every entry point, before anything is made: robust_dcp reads and writes mounted file systems."""
+"""save, load and RobustReader take URLs. Whatever takes directories only says so before it makes any."""
 
 from __future__ import annotations
 
@@ -32,30 +32,32 @@ def state_dict() -> StateDict:
 
 
 ENTRY_POINTS: dict[str, Callable[[Any], Any]] = {
-    "save": lambda url: robust_dcp.save(state_dict(), checkpoint_id=url),
-    "load": lambda url: robust_dcp.load(state_dict(), checkpoint_id=url),
     "writer": RobustWriter,
-    "reader": RobustReader,
     "writer, reset": lambda url: RobustWriter("here").reset(url),
-    "reader, reset": lambda url: RobustReader("here").reset(url),
-    "save, writer": lambda url: robust_dcp.save(state_dict(), checkpoint_id=url, storage_writer=RobustWriter("here")),
-    "load, reader": lambda url: robust_dcp.load(state_dict(), checkpoint_id=url, storage_reader=RobustReader("here")),
     "stripes": lambda url: RobustWriter("here", stripe_paths=["there", url]),
     "stock save": lambda url: dcp.save(state_dict(), checkpoint_id=url, storage_writer=RobustWriter("here")),
-    "stock load": lambda url: dcp.load(state_dict(), checkpoint_id=url, storage_reader=RobustReader("here")),
-    "consolidate": lambda url: consolidate(url, "here"),
     "tune": lambda url: tune(url, seconds=0.01),
 }
 
 
 @pytest.mark.parametrize("url", URLS, ids=repr)
 @pytest.mark.parametrize("name", ENTRY_POINTS)
-def test_a_url_is_refused_before_anything_is_made(
+def test_a_url_is_refused_where_only_a_directory_will_do(
     name: str, url: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"is a URL .*mounted file systems only: save to a local or mounted directory"):
+    with pytest.raises(ValueError, match=r"is a URL .*mounted file systems only: robust_dcp\.save and load take it"):
         ENTRY_POINTS[name](url)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("call", [robust_dcp.save, robust_dcp.load])
+def test_a_url_of_an_unknown_kind_is_refused_before_anything_is_made(
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROBUST_DCP_STAGING", str(tmp_path))
+    with pytest.raises(ValueError, match="'x://y' is a URL that cannot be used: Protocol not known: x"):
+        call(state_dict(), checkpoint_id="x://y")
     assert os.listdir(tmp_path) == []
 
 
@@ -67,9 +69,13 @@ def test_a_model_is_not_consolidated_into_a_url(tmp_path: Path, monkeypatch: pyt
     assert os.listdir(tmp_path) == ["checkpoint"]
 
 
-def test_of_a_file_url_the_path_is_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="pass the path itself, without file://"):
-        robust_dcp.save(state_dict(), checkpoint_id=f"file://{tmp_path}")
+@pytest.mark.parametrize("kind", ["file://{path}", "FILE://{path}/"])
+def test_a_file_url_means_the_path(kind: str, tmp_path: Path) -> None:
+    robust_dcp.save(state_dict(), checkpoint_id=kind.format(path=tmp_path / "checkpoint"))
+    found = {"w": torch.zeros(3)}
+    robust_dcp.load(found, checkpoint_id=kind.format(path=tmp_path / "checkpoint"))
+    assert found["w"].tolist() == [1.0] * 3
+    assert (tmp_path / "checkpoint/.metadata").exists()
 
 
 @pytest.mark.parametrize("name", ["a:b", "x:/y", "step=1/loss:0.3", "runs/s3://x", "c:", "://x", "1s://x", "s3:"])
@@ -90,4 +96,6 @@ def test_callers_that_ask_beforehand_are_told_the_same(storage: Any, tmp_path: P
     for path in (tmp_path, str(tmp_path), "checkpoint", Path("checkpoint"), "a:b", "x:/y"):
         assert storage.validate_checkpoint_id(path)
     for url in URLS:
-        assert not storage.validate_checkpoint_id(url)
+        assert not RobustWriter.validate_checkpoint_id(url)
+    assert RobustReader.validate_checkpoint_id("memory://a/b")
+    assert not RobustReader.validate_checkpoint_id("x://y")

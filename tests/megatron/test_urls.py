@@ -39,7 +39,7 @@ def test_a_url_is_refused_before_anything_is_made(
     way_in: str, url: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with chosen(), pytest.raises(ValueError, match=r"is a URL \((msc|s3)://\), and robust_dcp reads and writes"):
+    with chosen(), pytest.raises(ValueError, match=r"is a URL \((msc|s3)://\), and this takes directories"):
         WAYS_IN[way_in](url)
     assert os.listdir(tmp_path) == []
 

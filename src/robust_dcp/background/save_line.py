@@ -84,14 +84,24 @@ class SaveFuture(Future[T]):
 
 
 class SaveLine:
-    """Runs saves on one thread, in the order in which they were submitted."""
+    """Runs saves on one thread, in the order in which they were submitted.
 
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="robust_dcp-async-save")
+    Args:
+        what: what is run: ``"async save"``, or ``"drain"`` for copies of what was saved.
+    """
+
+    def __init__(self, what: str = "async save") -> None:
+        self._what = what
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"robust_dcp-{what.replace(' ', '-')}")
         self._changed = threading.Condition()
         self._under_way: list[SaveFuture[Any]] = []
         self._failed: list[SaveFuture[Any]] = []
         self._thread = 0
+
+    @property
+    def what(self) -> str:
+        """What is run."""
+        return self._what
 
     @property
     def n_under_way(self) -> int:
@@ -151,7 +161,7 @@ class SaveLine:
         try:
             value = run()
         except BaseException as error:
-            logger.error("an async save failed: %s", error)
+            logger.error("%s failed: %s", self._what, error)
             with self._changed:
                 self._failed.append(future)
             future.set_exception(error)
@@ -163,7 +173,7 @@ class SaveLine:
 
 
 class _Lines:
-    """The save lines of this process, by the global ranks of their group.
+    """The save lines of this process, by what they run and the global ranks of their group.
 
     Attributes:
         grace_ends_at: until when this process goes on with its saves, once it was told to end.
@@ -172,17 +182,19 @@ class _Lines:
     grace_ends_at: float | None = None
 
     def __init__(self) -> None:
-        self._lines: dict[tuple[int, ...], SaveLine] = {}
+        self._lines: dict[tuple[str, tuple[int, ...]], SaveLine] = {}
         self._lock = threading.Lock()
 
-    def of(self, ranks: tuple[int, ...]) -> SaveLine:
+    def of(self, ranks: tuple[int, ...], what: str) -> SaveLine:
         with self._lock:
-            if ranks not in self._lines:
-                self._lines[ranks] = SaveLine()
-            return self._lines[ranks]
+            if (what, ranks) not in self._lines:
+                self._lines[what, ranks] = SaveLine(what)
+            return self._lines[what, ranks]
 
     def all(self) -> list[SaveLine]:
-        return list(self._lines.values())
+        """All lines, saves first: a save that ends may begin a drain."""
+        with self._lock:
+            return [line for _, line in sorted(self._lines.items(), key=lambda item: item[0])]
 
     def forget_all(self) -> None:
         """Forget all lines in a forked child, because it has none of their threads."""
@@ -194,13 +206,13 @@ class _Lines:
 _LINES: Final = _Lines()
 
 
-def line_of(ranks: tuple[int, ...]) -> SaveLine:
-    """The save line of the group of these global ranks."""
-    return _LINES.of(ranks)
+def line_of(ranks: tuple[int, ...], what: str = "async save") -> SaveLine:
+    """The save line of the group of these global ranks, or its line of drains."""
+    return _LINES.of(ranks, what)
 
 
 def close_lines(timeout_seconds: float | None = None) -> bool:
-    """Wait for all async saves of this process, and for the callbacks of their futures.
+    """Wait for all async saves and drains of this process, and for the callbacks of their futures.
 
     Returns:
         Whether all are over. ``False`` means that the time is up.
@@ -220,7 +232,7 @@ def close_lines(timeout_seconds: float | None = None) -> bool:
 
 def _finish_at_exit() -> None:
     if any(line.n_under_way for line in _LINES.all()):
-        logger.warning("this process ends after the async saves that are under way")
+        logger.warning("this process ends after the async saves and drains that are under way")
     for line in _LINES.all():
         line.wait_for_callbacks()
 
@@ -239,8 +251,9 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
     for line in _LINES.all():
         if not line.wait(timeout_seconds=max(0.0, ends_at - time.monotonic())):
             logger.error(
-                "SIGTERM: an async save is not over after %.0f seconds, and ends uncommitted; the checkpoint before it "
-                "is still there",
+                "SIGTERM: %s is not over after %.0f seconds, and ends uncommitted; the checkpoint before it is still "
+                "there",
+                line.what,
                 GRACE_SECONDS,
             )
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -17,8 +17,10 @@ import torch.distributed as dist
 from robust_dcp.api import load, save
 from robust_dcp.asynchronous import AsyncSave, async_save
 from robust_dcp.comm import Channel
+from robust_dcp.drain import CopyOptions, is_awaited
 from robust_dcp.errors import CorruptCheckpoint, StorageError, entry_point
 from robust_dcp.manager.checkpoints import Checkpoint, find_checkpoints
+from robust_dcp.manager.drains import resume_drains
 from robust_dcp.manager.latest import latest_of, move_latest
 from robust_dcp.manager.policies import KeepBest, KeepEvery, KeepLast, KeepPolicy
 from robust_dcp.manager.records import StepRecord, provenance_of, write_record
@@ -26,6 +28,7 @@ from robust_dcp.manager.removal import finish_removals, remove_checkpoint, sweep
 from robust_dcp.report import LoadReport, SaveReport
 from robust_dcp.storage.files.disk import Disk, PosixDisk
 from robust_dcp.storage.files.paths import METADATA_NAME, directory_path
+from robust_dcp.storage.remote.filesystem import place_of
 from robust_dcp.storage.writer import RobustWriter
 
 __all__ = ["CheckpointManager", "LoadedCheckpoint", "Skipped"]
@@ -81,6 +84,10 @@ class CheckpointManager:
         keep_best: short for :class:`KeepBest`: the name of a metric of which the smallest value is best.
         name: of the directory of a step, as a format: ``"iter_{step:07d}"`` is Megatron's.
         config: the configuration of the run; its digest is noted in each checkpoint.
+        drain_to: a URL of fsspec or a directory on durable storage. Each checkpoint is copied below it in the
+            background. One that has not arrived there is not removed, whatever the policies say, and goes on with the
+            next save.
+        drain_options: how to copy, see :class:`CopyOptions`.
         process_group: the ranks that save together; ``None`` for all.
         disk: the file system.
 
@@ -108,6 +115,8 @@ class CheckpointManager:
         keep_best: str | None = None,
         name: str = "step_{step}",
         config: Any = None,
+        drain_to: str | os.PathLike[str] | None = None,
+        drain_options: CopyOptions | None = None,
         process_group: dist.ProcessGroup | None = None,
         disk: Disk | None = None,
     ) -> None:
@@ -121,6 +130,8 @@ class CheckpointManager:
             self.policies.append(KeepBest(keep_best))
         self._name = name
         self._config = config
+        self._drain_to = None if drain_to is None else place_of(drain_to)
+        self._drain_options = drain_options or CopyOptions()
         self._group = process_group
         self._disk: Disk = PosixDisk() if disk is None else disk
         self._provenance: Mapping[str, Any] | None = None
@@ -160,6 +171,7 @@ class CheckpointManager:
             RobustCheckpointError: as :func:`robust_dcp.save` does.
         """
         path, on_commit = self._of_step(step, metrics)
+        options = self._with_drain(step, options)
         self._share_with_latest(options.get("storage_writer"))
         report = save(state_dict, checkpoint_id=path, process_group=self._group, on_commit=on_commit, **options)
         self._tidy_up(report, on_commit)
@@ -172,6 +184,7 @@ class CheckpointManager:
         """Save a step while training goes on. The arguments are those of :meth:`save`, and the options and results
         those of :func:`robust_dcp.async_save`."""
         path, on_commit = self._of_step(step, metrics)
+        options = self._with_drain(step, options)
         self._share_with_latest(options.get("storage_writer"))
         saving: Any = async_save(
             state_dict, checkpoint_id=path, process_group=self._group, on_commit=on_commit, **options
@@ -232,6 +245,17 @@ class CheckpointManager:
             on a node with a root of its own. One that is being loaded stays.
         """
         return self._prune() if self._is_coordinator() or self._leads else []
+
+    def _with_drain(self, step: int, options: dict[str, Any]) -> dict[str, Any]:
+        """The options of a save, with a writer that copies what it has saved. Earlier copies go on."""
+        if self._drain_to is None:
+            return options
+        writer = options.get("storage_writer") or RobustWriter(self.path_of(step), disk=self._disk)
+        writer.drain_to = os.path.join(self._drain_to, os.path.basename(self.path_of(step)))
+        writer.drain_options = self._drain_options
+        if self._is_coordinator():
+            resume_drains(self._disk, self.checkpoints(), self._drain_options)
+        return {**options, "storage_writer": writer}
 
     def _candidates(self) -> _Candidates:
         checkpoints = self.checkpoints()
@@ -301,6 +325,8 @@ class CheckpointManager:
         kept = {each.path for policy in self.policies for each in policy.kept(checkpoints)}
         for checkpoint in checkpoints:
             if checkpoint.path in kept or checkpoint == latest or checkpoint == checkpoints[-1]:
+                continue
+            if is_awaited(self._disk, checkpoint.path):  # there is no other copy yet
                 continue
             if remove_checkpoint(self._disk, checkpoint.path):
                 gone.append(checkpoint.path)

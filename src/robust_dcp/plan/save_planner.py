@@ -36,8 +36,10 @@ from robust_dcp.plan.state_dict.known import STRUCTURES, KnownStructure
 from robust_dcp.plan.state_dict.sources import StateDictSource
 from robust_dcp.plan.structure import Attributes, ItemKind, PlanContext
 from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects
+from robust_dcp.storage.files.paths import is_url
 from robust_dcp.storage.layouts import TORCH
 from robust_dcp.storage.records.objects import Refusal
+from robust_dcp.storage.remote.filesystem import place_of
 from robust_dcp.storage.writer import RobustWriter, WriterMeta
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
 from robust_dcp.version import __version__
@@ -377,7 +379,9 @@ class RobustPlanner(DefaultSavePlanner):
 
 def checkpoint_name(checkpoint_id: str | os.PathLike[str] | None) -> str:
     """The name of a checkpoint in exchanges and messages. Ranks with another name are in another operation."""
-    return "" if checkpoint_id is None else os.path.normpath(os.fspath(checkpoint_id))
+    if checkpoint_id is None:
+        return ""
+    return place_of(checkpoint_id) if is_url(checkpoint_id) else os.path.normpath(os.fspath(checkpoint_id))
 
 
 def _refuse_others(option: str, value: object, allowed: object) -> None:

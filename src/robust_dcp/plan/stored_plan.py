@@ -27,7 +27,7 @@ from robust_dcp.plan.rank_plan import RankPlan, checks_of, pack_places, pack_som
 from robust_dcp.plan.structure import ItemKind, StructureMessage, TableDecoder
 from robust_dcp.plan.structure.signature import SIGNATURE_NBYTES
 from robust_dcp.storage.files.disk import Disk, PosixDisk
-from robust_dcp.storage.files.paths import INDEX_NAME
+from robust_dcp.storage.files.paths import INDEX_NAME, is_url
 from robust_dcp.storage.index import IndexFile, Section, fitting_index
 from robust_dcp.structure_cache import CACHE, StructureCache, Table
 
@@ -180,7 +180,8 @@ class LoadedCheckpoints:
 
     def add(self, directory: str) -> None:
         """Remember that a checkpoint was loaded from ``directory``."""
-        self._directories.put(directory, None)
+        if not is_url(directory):
+            self._directories.put(directory, None)
 
     def clear(self) -> None:
         self._directories.clear()

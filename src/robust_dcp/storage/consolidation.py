@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from robust_dcp.errors import StorageError, entry_point
 from robust_dcp.storage.files.disk import Disk, OpenFile, PosixDisk
-from robust_dcp.storage.files.paths import SAFETENSORS_SUFFIX, directory_path
+from robust_dcp.storage.files.paths import SAFETENSORS_SUFFIX, directory_path, is_url
 from robust_dcp.storage.layouts.safetensors_head import DTYPES, METADATA_KEY
 from robust_dcp.storage.metadata.shard_metadata import shards_in
 from robust_dcp.storage.model_file import ModelTensor, write_model_file
@@ -91,7 +91,7 @@ def consolidate(
         raise ValueError(f"max_shard_bytes and buffer_bytes must be positive, got {max_shard_bytes}, {buffer_bytes}")
     disk = PosixDisk() if disk is None else disk
     directory = directory_path(output)
-    reader = RobustReader(path, disk=disk, buffer_bytes=buffer_bytes)
+    reader = RobustReader(path, disk=None if is_url(path) else disk, buffer_bytes=buffer_bytes)
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, True)
     tensors, skipped = _chosen(metadata, keys)

@@ -29,7 +29,7 @@ from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageE
 from robust_dcp.storage.files.being_loaded import needed_for_a_load
 from robust_dcp.storage.files.disk import Disk, PosixDisk
 from robust_dcp.storage.files.nodes_file import NodeOfSave, read_nodes
-from robust_dcp.storage.files.paths import check_relative_path, directory_path, is_url, mark_of, metadata_name
+from robust_dcp.storage.files.paths import check_relative_path, is_url, mark_of, metadata_name
 from robust_dcp.storage.files.what_is_there import what_is_there
 from robust_dcp.storage.index import (
     DamagedIndex,
@@ -51,6 +51,8 @@ from robust_dcp.storage.reading.planned_items import PlannedItems
 from robust_dcp.storage.reading.read_options import BLOCK_NBYTES, ReadOptions
 from robust_dcp.storage.reading.sharable_reads import SharableReads, places_in_files, sharable_reads
 from robust_dcp.storage.reading.verification import Verify
+from robust_dcp.storage.remote.filesystem import filesystem_of, local_path_of, place_of
+from robust_dcp.storage.remote.remote_disk import RemoteDisk
 from robust_dcp.storage.writing.write_options import with_keywords
 
 __all__ = ["RobustReader", "overwritten"]
@@ -100,7 +102,8 @@ class RobustReader(StorageReader):
     >>> dcp.load(state_dict, storage_reader=RobustReader(path))  # doctest: +SKIP
 
     Args:
-        path: the checkpoint's directory.
+        path: the checkpoint's directory, or a URL of fsspec (``s3://…``). Of a URL only the bytes that a load needs are
+            read.
         options: how to read, see :class:`ReadOptions`. Each option can also be given as a keyword. It is an error to
             give two different values.
         disk: the file system.
@@ -110,7 +113,8 @@ class RobustReader(StorageReader):
     the same item, as Megatron-Core's planner requires.
 
     Raises:
-        ValueError: ``path`` is a URL (``scheme://…``); an option is out of range, or given twice.
+        ValueError: ``path`` is a URL that fsspec does not know; an option is out of range, or given twice.
+        StorageError: fsspec, or its package for that store, is not installed.
 
     Attributes:
         options: all options.
@@ -136,7 +140,8 @@ class RobustReader(StorageReader):
         disk: Disk | None = None,
     ) -> None:
         super().__init__()
-        self.path = directory_path(path)
+        self._given_disk = disk
+        self._go_to(path)
         self.options = with_keywords(
             options or ReadOptions(),
             threads=threads,
@@ -148,7 +153,6 @@ class RobustReader(StorageReader):
             share_reads=share_reads,
             extension_registry=extension_registry,
         )
-        self._disk: Disk = PosixDisk() if disk is None else disk
         self._metadata: Metadata | None = None
         self._index: StoredIndex | None = None
         self.peak_buffer_nbytes = 0
@@ -164,8 +168,13 @@ class RobustReader(StorageReader):
         self._index = None
         self.node_reads_the_same = False
         if checkpoint_id:
-            self.path = directory_path(checkpoint_id)
+            self._go_to(checkpoint_id)
         self.load_id = str(uuid.uuid4())
+
+    def _go_to(self, checkpoint_id: str | os.PathLike[str]) -> None:
+        place = place_of(checkpoint_id)
+        self.path: str = local_path_of(place) or place
+        self._disk: Disk = self._given_disk or (RemoteDisk(self.path) if is_url(self.path) else PosixDisk())
 
     @property
     def checkpoint_id(self) -> str:
@@ -173,8 +182,12 @@ class RobustReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this is a path on a mounted file system, and not a URL."""
-        return not is_url(checkpoint_id)
+        """Whether this is a path, or a URL of a store that fsspec knows and that can be used here."""
+        try:
+            place = place_of(checkpoint_id)
+            return local_path_of(place) is not None or filesystem_of(place) is not None
+        except (StorageError, ValueError):
+            return False
 
     def metadata_bytes(self, rank: int | None = None) -> bytes:
         """The bytes of ``.metadata``, after a check. They can be sent to other ranks, which decode them with

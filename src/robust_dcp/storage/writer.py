@@ -29,6 +29,8 @@ from robust_dcp.storage.files.paths import directory_path, is_url, mark_of
 from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.layouts.places import Placements, place_as_they_come
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, StorageInfo, encode_metadata, referenced_files
+from robust_dcp.storage.remote.copy_options import CopyOptions
+from robust_dcp.storage.remote.filesystem import place_of
 from robust_dcp.storage.writing.commit import MetadataToPublish
 from robust_dcp.storage.writing.engine import WriteFiles, WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource, Resolve, WriteItemSource
@@ -82,9 +84,13 @@ class RobustWriter(StorageWriter):
         path: the checkpoint's directory. It is created if it does not exist.
         options: how to write, see :class:`WriteOptions`. Each option can also be given as a keyword. It is an error to
             give two different values.
+        drain_to: a URL of fsspec, or a directory on durable storage. Each save is copied there in the background, after
+            its commit. ``robust_dcp.save`` and ``async_save`` do that; stock's ``save`` cannot.
+        drain_options: how to copy it there, see :class:`CopyOptions`.
         disk: the file system.
 
     Attributes:
+        drain_to, drain_options: the same.
         disk: the file system.
         last_path: the directory of the last checkpoint, for ``share_unchanged``. A save sets it.
         write_files: writes this rank's files. A save may replace it with a function that has another process write
@@ -112,6 +118,8 @@ class RobustWriter(StorageWriter):
         share_unchanged: bool = False,
         previous: str | os.PathLike[str] | None = None,
         report: bool = True,
+        drain_to: str | os.PathLike[str] | None = None,
+        drain_options: CopyOptions | None = None,
         disk: Disk | None = None,
     ) -> None:
         super().__init__()
@@ -133,6 +141,8 @@ class RobustWriter(StorageWriter):
         self.last_path: str | None = None
         self.layout = layout_named(self.options.layout)
         self.path = directory_path(path)
+        self.drain_to = None if drain_to is None else place_of(drain_to)
+        self.drain_options = drain_options or CopyOptions()
         self.disk: Disk = disk or PosixDisk()
         self.write_files: WriteFiles = write_files
         self.save_id = str(uuid.uuid4())
@@ -336,6 +346,11 @@ class RobustWriter(StorageWriter):
         return WriterMeta(checkpoint_id=self.path, save_id=self.save_id, writer=self)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if self.drain_to is not None:
+            raise ValueError(
+                "RobustWriter(drain_to=…) needs robust_dcp.save or robust_dcp.async_save: stock's save knows nothing "
+                "of it. Call one of these, or copy the checkpoint afterwards with robust_dcp.copy_checkpoint"
+            )
         self._begun = self._announces = False
         self._unplanned = SaveTimes()
         self._rank = kwargs.get("rank")

@@ -25,6 +25,7 @@ from robust_dcp.megatron.loading.removal import remove_keys
 from robust_dcp.megatron.versions import ShardedObject, ShardedTensor
 from robust_dcp.plan.save_planner import checkpoint_name
 from robust_dcp.report import LoadReport
+from robust_dcp.storage.files.paths import directory_path
 from robust_dcp.storage.index import look_up
 from robust_dcp.storage.reader import RobustReader
 
@@ -46,7 +47,8 @@ _PART = "/shard_"
 
 def checkpoint_reader(checkpoint_dir: CheckpointDir, *, share_reads: bool = False) -> RobustReader:
     """A reader with the options of robust_dcp. Only ``FullyParallelLoadStrategyWrapper`` asks to share reads."""
-    return RobustReader(checkpoint_dir, trusted=current_options().trusted, share_reads=share_reads)
+    directory = directory_path(checkpoint_dir)  # the files of Megatron beside it are read from there, too
+    return RobustReader(directory, trusted=current_options().trusted, share_reads=share_reads)
 
 
 @entry_point

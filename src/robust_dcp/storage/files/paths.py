@@ -98,8 +98,8 @@ def _scheme_of(checkpoint_id: str | os.PathLike[str]) -> str | None:
 
 
 def directory_path(path: str | os.PathLike[str]) -> str:
-    """Return ``path`` as a string if it can be a local directory. Every entry point calls this before it touches a
-    disk.
+    """Return ``path`` as a string if it can be a local directory. Entry points that take no URLs call this before they
+    touch a disk.
 
     Raises:
         ValueError: it is a URL. The message says what to do instead.
@@ -110,10 +110,13 @@ def directory_path(path: str | os.PathLike[str]) -> str:
     if scheme.lower() == "file":
         what_to_do = "pass the path itself, without file://"
     else:
-        what_to_do = "save to a local or mounted directory and copy it there, or copy it from there and load the copy"
+        what_to_do = (
+            "robust_dcp.save and load take it as checkpoint_id, RobustReader as path, RobustWriter as drain_to, and "
+            "copy_checkpoint copies from and to it"
+        )
     raise ValueError(
-        f"{os.fsdecode(path)!r} is a URL ({scheme}://), and robust_dcp reads and writes directories of mounted file "
-        f"systems only: {what_to_do}"
+        f"{os.fsdecode(path)!r} is a URL ({scheme}://), and this takes directories of mounted file systems only: "
+        f"{what_to_do}"
     )
 
 
@@ -251,6 +254,8 @@ def locate(disk: Disk, directory: str, relative_path: str, *, file: str) -> str:
         StorageError: the links cannot be read, for example because they form a loop.
     """
     path = os.path.join(directory, check_relative_path(relative_path, file=file))
+    if is_url(directory):  # a store has no links
+        return path
     resolved = disk.resolve(path)
     if os.path.commonpath([resolved, disk.resolve(directory)]) == disk.resolve(directory):
         return resolved

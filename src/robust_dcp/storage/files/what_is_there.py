@@ -11,7 +11,7 @@ from typing import Final
 
 from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, is_data_file
+from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, is_data_file, is_url
 
 __all__ = ["what_is_there"]
 
@@ -48,6 +48,8 @@ def what_is_there(disk: Disk, path: str) -> str:
 
 
 def _nearest_parent(disk: Disk, path: str) -> str:
+    if is_url(path):  # whoever may read a checkpoint may not always look at what lies above it
+        return "there is nothing whose name begins with that"
     parent = os.path.dirname(os.path.abspath(path))
     while not disk.exists(parent) and parent != os.path.dirname(parent):
         parent = os.path.dirname(parent)

@@ -1,0 +1,23 @@
+"""Copies of checkpoints in durable storage: by a call, or in the background of the job that saves."""
+
+from robust_dcp.drain.drain import Drain
+from robust_dcp.drain.nearest import nearest_copy
+from robust_dcp.drain.one_process import copy_checkpoint
+from robust_dcp.drain.plan import CopyResult
+from robust_dcp.drain.record import is_awaited, note_arrival, target_of
+from robust_dcp.drain.staging import check_space, remove_staging, staging_directory
+from robust_dcp.storage.remote.copy_options import CopyOptions
+
+__all__ = [
+    "CopyOptions",
+    "CopyResult",
+    "Drain",
+    "check_space",
+    "copy_checkpoint",
+    "is_awaited",
+    "nearest_copy",
+    "note_arrival",
+    "remove_staging",
+    "staging_directory",
+    "target_of",
+]

@@ -1,0 +1,430 @@
+"""Copies a checkpoint to another place, where it counts from the moment that its ``.metadata`` is there.
+
+This module owns the order: a marker, data files, other files, the index, ``.metadata``, and then the removal of what
+was replaced. ``one_process`` does all of it, and ``drain`` lets each rank send its own files.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import msgspec
+
+from robust_dcp.drain.bandwidth import Bandwidth
+from robust_dcp.drain.inventory import (
+    COPYING_PREFIX,
+    Inventory,
+    named_by,
+    own_name,
+    read_inventory,
+    read_metadata,
+    read_whole,
+    renamed,
+)
+from robust_dcp.drain.object_stores import open_store
+from robust_dcp.drain.plan import CopyPlan, CopyResult, Marker, Progress
+from robust_dcp.drain.transfer import Tally, Transfer
+from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError
+from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, is_data_file
+from robust_dcp.storage.remote.calls import Calls
+from robust_dcp.storage.remote.copy_options import CopyOptions
+from robust_dcp.storage.remote.filesystem import local_path_of, place_of
+
+__all__ = ["Copy"]
+
+logger = logging.getLogger(__name__)
+
+_SHOWN: Final = 5
+
+
+class Copy:
+    """One copy of a checkpoint, step by step: :meth:`begin`, :meth:`send_data`, :meth:`commit`.
+
+    Args:
+        source, target: paths or URLs.
+        options: how to copy.
+        progress: called with the bytes that were read, sent or verified so far, and those of the checkpoint if they are
+            known, else 0.
+        check_stop: called between calls, from several threads. What it raises ends the copy.
+        disk: the file system of paths.
+
+    Attributes:
+        was_replaced: whether the copy has ended because another save replaced the source.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str],
+        target: str | os.PathLike[str],
+        options: CopyOptions,
+        *,
+        progress: Progress | None = None,
+        check_stop: Callable[[], None] = lambda: None,
+        disk: Disk | None = None,
+    ) -> None:
+        self.source_url, self.target_url = place_of(source), place_of(target)
+        if _same_place(self.source_url, self.target_url):
+            raise ValueError(f"{self.source_url} cannot be copied to itself: give another target")
+        self._options = options
+        self._progress = progress
+        self._check_stop = check_stop
+        self._calls = Calls(
+            retries=options.retries, timeout_seconds=options.call_timeout_seconds, check_stop=self._stop_if_failed
+        )
+        self._source = open_store(self.source_url, self._calls, options=options.source_options, disk=disk)
+        self._target = open_store(self.target_url, self._calls, options=options.target_options, disk=disk)
+        self._tally = Tally()
+        self._failed = threading.Event()
+        self._lock = threading.Lock()
+        self._done_nbytes = 0
+        self._total_nbytes = 0
+        bandwidth = Bandwidth(options.limit_bytes_per_second, self._stop_if_failed)
+        self._transfer = Transfer(
+            self._source, self._target, options, self._calls, bandwidth, self._tally, self._note_progress
+        )
+        self.was_replaced = False
+        self._started_seconds = time.perf_counter()
+        self._inventory: Inventory | None = None
+        self._marker: Marker | None = None
+        self._plan: CopyPlan | None = None
+
+    @property
+    def inventory(self) -> Inventory:
+        """What is copied, on the rank that has begun the copy."""
+        if self._inventory is None:
+            raise RuntimeError("begin comes first")
+        return self._inventory
+
+    def look(self) -> Inventory:
+        """See what is at the source. Raises the same as :meth:`begin`."""
+        self._inventory = read_inventory(self._source, self._source.files())
+        return self._inventory
+
+    def begin(self) -> CopyPlan:
+        """Look at both ends, and announce the copy at the target.
+
+        Raises:
+            StorageError: there is no checkpoint at the source; or the target has another one and may not be
+                overwritten, or cannot be; or a call failed.
+            CorruptCheckpoint, UnsafeCheckpoint: the metadata of the source cannot be used.
+        """
+        inventory = self.look()
+        self._total_nbytes = sum(nbytes or 0 for nbytes in inventory.data.values()) + sum(inventory.extras.values())
+        self._target.mark = inventory.mark
+        marker_name = COPYING_PREFIX + inventory.mark
+        marker = self._marker_there(marker_name) or self._put_marker(Marker(self.source_url, {}, time.time()))
+        self._marker = marker
+        there = self._target.files()
+        replaced = self._metadata_there(there)
+        names = marker.renamed if marker.is_decided else self._names_of_same(replaced, there)
+        is_same = replaced == self._expected_metadata(names)
+        if replaced and not is_same and not self._options.overwrite:
+            self._target.remove(marker_name)
+            raise StorageError(
+                f"there is another checkpoint at {self.target_url}, and overwrite=False: copy to another place",
+                path=self.target_url,
+                operation="copy",
+            )
+        if not marker.is_decided:
+            # No file is sent before this is known at the target: a copy that goes on must not take other names.
+            names = names if is_same else self._names_for(there)
+            marker = self._put_marker(msgspec.structs.replace(marker, renamed=names, is_decided=True))
+        sent = {marker.renamed.get(name, name) for name in inventory.data}
+        self._plan = CopyPlan(
+            inventory.mark, marker.renamed, {name: nbytes for name, nbytes in there.items() if name in sent}
+        )
+        return self._plan
+
+    def follow(self, plan: CopyPlan) -> None:
+        """Take the plan of the rank that has begun the copy."""
+        self._plan = plan
+        self._target.mark = plan.mark
+
+    def send_data(self, names: Iterable[str]) -> dict[str, int]:
+        """Send data files, several at once, and make sure that they arrive.
+
+        Returns:
+            Their names at the target, and their sizes.
+
+        Raises:
+            StorageError, CorruptCheckpoint: as ``Transfer.send``. The first error ends all other transfers.
+        """
+        plan = self._known_plan()
+
+        def send(name: str) -> tuple[str, int]:
+            target_name = plan.renamed.get(name, name)
+            return target_name, self._send(name, target_name, plan.there.get(target_name))
+
+        sent = dict(self._in_parallel(send, sorted(names)))
+        self._target.make_durable()
+        return sent
+
+    def commit(self, sent: Mapping[str, int]) -> CopyResult:
+        """Send all other files, then the index, and ``.metadata`` last. Remove what was replaced.
+
+        Args:
+            sent: names and sizes of all data files at the target.
+
+        Raises:
+            StorageError: the source was replaced, or files at the target are gone; or a call failed. The checkpoint
+                that was at the target is untouched, unless ``.metadata`` was being written.
+        """
+        plan, inventory = self._known_plan(), self.inventory
+        metadata = self._expected_metadata(plan.renamed)
+        self._send_extras(inventory)
+        self._check_source(inventory)
+        there = self._check_target(sent)
+        replaced = self._metadata_there(there)
+        is_same = replaced == metadata
+        keeps_index = inventory.has_index and not plan.renamed
+        if keeps_index:
+            self._send(INDEX_NAME, INDEX_NAME, there.get(INDEX_NAME))
+        if not is_same:
+            self._note_replaced(replaced, keeps_index=keeps_index, there=there)
+            self._put_metadata(metadata)
+        self._target.make_durable()
+        removed = self._remove_replaced({*sent, *metadata}, there)
+        self._target.remove_unfinished()
+        self._target.remove(COPYING_PREFIX + plan.mark)
+        self._target.make_durable()
+        return self.result(removed)
+
+    def result(self, removed: tuple[str, ...] = ()) -> CopyResult:
+        """What this process has done so far."""
+        tally = self._tally
+        return CopyResult(
+            source=self.source_url,
+            target=self.target_url,
+            files=tally.files,
+            nbytes=tally.nbytes,
+            skipped_files=tally.skipped_files,
+            skipped_nbytes=tally.skipped_nbytes,
+            seconds=time.perf_counter() - self._started_seconds,
+            retries=self._calls.n_retries,
+            verified_by_store=tally.verified_by_store,
+            verified_by_reading=tally.verified_by_reading,
+            renamed={} if self._plan is None else self._plan.renamed,
+            removed=removed,
+        )
+
+    def is_source_replaced(self) -> bool:
+        """Whether another save has replaced the checkpoint since :meth:`begin`."""
+        inventory = self._inventory
+        metadata = {} if inventory is None else inventory.metadata
+        return any(read_whole(self._source, name) != data for name, data in metadata.items())
+
+    def withdraw(self) -> None:
+        """Remove what was sent. The source was replaced, so nobody can go on with this copy.
+
+        Called when no rank sends any more. An error is logged: what stays costs space.
+        """
+        try:
+            there = self._target.files()
+            plan = self._plan
+            if plan is not None:
+                kept = named_by(self._metadata_there(there), self.target_url)
+                ours = {plan.renamed.get(name, name) for name in self.inventory.data}
+                for name in sorted((ours & set(there)) - kept):
+                    self._target.remove(name)
+            self._target.remove_unfinished()
+            self._target.remove(COPYING_PREFIX + self.inventory.mark)
+        except RobustCheckpointError as error:
+            logger.warning("%s: files of a copy that cannot go on stay: %s", self.target_url, error.message)
+
+    def _known_plan(self) -> CopyPlan:
+        if self._plan is None:
+            raise RuntimeError("begin or follow comes first")
+        return self._plan
+
+    def _put_marker(self, marker: Marker) -> Marker:
+        self._marker = marker
+        self._target.put(COPYING_PREFIX + self.inventory.mark, msgspec.json.encode(marker))
+        return marker
+
+    def _marker_there(self, name: str) -> Marker | None:
+        data = read_whole(self._target, name)
+        if data is None:
+            return None
+        try:
+            return msgspec.json.decode(data, type=Marker)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+
+    def _expected_metadata(self, names: Mapping[str, str]) -> dict[str, bytes]:
+        metadata = dict(self.inventory.metadata)
+        return renamed(metadata, names, self.source_url) if names else metadata
+
+    def _names_of_same(self, replaced: Mapping[str, bytes], there: Collection[str]) -> dict[str, str]:
+        """The names that an earlier copy of this save has given to its files, if it is what the target holds."""
+        names = {name: own_name(name, self.inventory.mark) for name in self.inventory.data}
+        given = {name: own for name, own in names.items() if own is not None and own in there}
+        return given if given and replaced == self._expected_metadata(given) else {}
+
+    def _metadata_there(self, there: Collection[str]) -> dict[str, bytes]:
+        return read_metadata(self._target, there)
+
+    def _names_for(self, there: Mapping[str, int]) -> dict[str, str]:
+        """New names for data files whose names are taken at the target, or may be taken by another copy that runs."""
+        inventory = self.inventory
+        others = sorted(
+            name for name in there if name.startswith(COPYING_PREFIX) and name != COPYING_PREFIX + inventory.mark
+        )
+        for name in others:
+            logger.warning(
+                "%s: a copy of another save has begun here and is not over. Both get data files of names of their own, "
+                "and the last that ends is what a load finds. If that copy will never go on, remove %s",
+                self.target_url,
+                name,
+            )
+        taken = set(inventory.data) if others else set(inventory.data) & set(there)
+        names: dict[str, str] = {}
+        for name in sorted(taken):
+            other = own_name(name, inventory.mark)
+            if other is None:
+                raise StorageError(
+                    f"{self.target_url} holds {name} of another checkpoint, and readers find such a file only by that "
+                    "name; copy to an empty place",
+                    path=self._target.path_of(name),
+                    operation="copy",
+                )
+            names[name] = other
+        if names:
+            renamed(inventory.metadata, names, self.source_url)  # now, and not after all data was sent
+        return names
+
+    def _send_extras(self, inventory: Inventory) -> None:
+        """The metadata of a checkpoint in a directory below comes after its data, as at the top."""
+        there = self._target.files()
+        last = [name for name in inventory.extras if name.endswith(METADATA_NAME)]
+        first = [name for name in inventory.extras if name not in last]
+        for names in (first, last):
+            self._in_parallel(lambda name: self._send(name, name, there.get(name)), sorted(names))
+
+    def _put_metadata(self, metadata: Mapping[str, bytes]) -> None:
+        try:
+            for name, data in metadata.items():
+                self._transfer.put(name, data)
+        except CorruptCheckpoint as error:
+            try:
+                named_by(self._metadata_there(metadata), self.target_url)
+            except RobustCheckpointError:
+                raise error from None
+            raise StorageError(
+                f"{self.target_url} holds another checkpoint right after this one was committed: another copy has "
+                "ended there at the same time, and a load finds that one. Copy each checkpoint to a place of its own",
+                path=self.target_url,
+                operation="copy",
+            ) from error
+
+    def _check_source(self, inventory: Inventory) -> None:
+        if self.is_source_replaced():
+            raise self._replaced()
+
+    def _check_target(self, sent: Mapping[str, int]) -> dict[str, int]:
+        there = self._target.files()
+        wrong = sorted(name for name, nbytes in sent.items() if there.get(name) != nbytes)
+        if wrong:
+            shown = ", ".join(wrong[:_SHOWN]) + (f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else "")
+            raise StorageError(
+                f"{self.target_url} lacks files that this copy has sent: {shown}; another program has removed or "
+                "replaced them. The copy is not committed. Copy again when nothing else writes there",
+                path=self.target_url,
+                operation="copy",
+            )
+        return there
+
+    def _note_replaced(self, replaced: Mapping[str, bytes], *, keeps_index: bool, there: Collection[str]) -> None:
+        """Say in the marker what will be removed, so that a copy that goes on after the commit removes it too."""
+        try:
+            doomed = {name for name in named_by(replaced, self.target_url) if is_data_file(name)}
+        except RobustCheckpointError as error:
+            logger.warning("%s: files of the checkpoint that is replaced stay: %s", self.target_url, error.message)
+            doomed = set()
+        doomed |= replaced.keys()  # those of a save without collectives have names of their own
+        if not keeps_index and INDEX_NAME in there:
+            doomed.add(INDEX_NAME)
+        if replaced and self._marker is not None:
+            self._put_marker(msgspec.structs.replace(self._marker, replaces=tuple(sorted(doomed))))
+
+    def _remove_replaced(self, needed: Collection[str], there: Collection[str]) -> tuple[str, ...]:
+        """Remove what the marker names. The new checkpoint is committed, so an error costs space only."""
+        removed: list[str] = []
+        doomed = () if self._marker is None else self._marker.replaces
+        try:
+            markers = {name for name in self._target.files() if name.startswith(COPYING_PREFIX)}
+            if len(markers) > 1:  # a copy that runs may count on files that it has found here
+                return ()
+            for name in sorted(set(doomed) & set(there) - set(needed)):
+                self._target.remove(name)
+                removed.append(name)
+        except RobustCheckpointError as error:
+            logger.warning("%s is committed, but files of the one before stay: %s", self.target_url, error.message)
+        return tuple(removed)
+
+    def _replaced(self) -> StorageError:
+        self.was_replaced = True
+        return StorageError(
+            f"{self.source_url} was replaced by another save while it was copied, and nothing is committed at the "
+            "target; copy it again once no save runs into it, or save each step into a directory of its own",
+            path=self.source_url,
+            operation="copy",
+        )
+
+    def _send(self, name: str, target_name: str, there_nbytes: int | None) -> int:
+        try:
+            return self._transfer.send(name, target_name, there_nbytes)
+        except RobustCheckpointError as error:
+            # A replaced source shows in many ways: files are gone, shorter, or have other checksums.
+            if self._inventory is not None and not self._failed.is_set() and self.is_source_replaced():
+                raise self._replaced() from error
+            raise
+
+    def _in_parallel(self, function: Callable[[str], Any], names: Collection[str]) -> list[Any]:
+        """Call it for each name. The first error is raised when no thread is at work any more."""
+        if not names:
+            return []
+        first: list[BaseException] = []
+
+        def work(name: str) -> Any:
+            if self._failed.is_set():
+                return None
+            try:
+                return function(name)
+            except BaseException as error:
+                with self._lock:
+                    first.append(error)
+                self._failed.set()
+                return None
+
+        with ThreadPoolExecutor(min(self._options.threads, len(names)), thread_name_prefix="robust_dcp-copy") as pool:
+            results = list(pool.map(work, names))
+        if first:
+            self._failed.clear()
+            raise first[0]
+        return results
+
+    def _stop_if_failed(self) -> None:
+        self._check_stop()
+        if self._failed.is_set():
+            raise StorageError(f"the copy to {self.target_url} was stopped: another file of it has failed")
+
+    def _note_progress(self, nbytes: int) -> None:
+        with self._lock:
+            self._done_nbytes += nbytes
+            done_nbytes = self._done_nbytes
+        if self._progress is not None:
+            self._progress(done_nbytes, self._total_nbytes)
+
+
+def _same_place(one: str, other: str) -> bool:
+    paths = local_path_of(one), local_path_of(other)
+    if paths[0] is None or paths[1] is None:
+        return one == other
+    return os.path.realpath(paths[0]) == os.path.realpath(paths[1])

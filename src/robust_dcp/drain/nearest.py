@@ -1,0 +1,158 @@
+"""Which of several copies of a checkpoint a load takes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import msgspec
+import torch.distributed as dist
+
+from robust_dcp.comm import Channel
+from robust_dcp.drain.record import read_drain_record
+from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
+from robust_dcp.storage.files.disk import Disk, PosixDisk
+from robust_dcp.storage.files.paths import METADATA_NAME, is_url, locate, mark_of
+from robust_dcp.storage.layouts.marks import is_of_save
+from robust_dcp.storage.metadata.metadata_file import decode_metadata
+from robust_dcp.storage.metadata.stored_pickle import files_are_marked
+from robust_dcp.storage.remote.filesystem import local_path_of, place_of
+from robust_dcp.storage.remote.remote_disk import RemoteDisk
+
+__all__ = ["nearest_copy"]
+
+
+class _Copy(msgspec.Struct, frozen=True):
+    """What one place holds, as seen by all ranks.
+
+    Attributes:
+        save_id: of the checkpoint; empty if its writer gave none.
+        problem: why it cannot be taken; empty if it is whole.
+        is_awaited: whether it is local, and its copy elsewhere is not complete yet.
+    """
+
+    save_id: str = ""
+    problem: str = ""
+    is_awaited: bool = False
+
+
+class _Copies(msgspec.Struct, frozen=True):
+    copies: tuple[_Copy, ...]
+
+
+@entry_point
+def nearest_copy(
+    places: Sequence[str | os.PathLike[str]],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    timeout_seconds: float = 300.0,
+) -> str:
+    """The first of ``places`` that holds a whole copy of the checkpoint, for ``load``.
+
+    A copy is whole if ``.metadata`` is there, and so are all data files that it names, as long as they must be and of
+    the same save. On several ranks a local directory is taken only if it is whole for all of them. Data is not read.
+
+    The last whole place says which save is meant: a directory that still holds another save is not taken. The exception
+    is a local one that is newer, because its copy has not arrived yet (``drain_to``).
+
+    Args:
+        places: paths and URLs, the nearest first, the durable one last. The same on all ranks.
+        process_group, no_dist, timeout_seconds: as for :func:`robust_dcp.load`.
+
+    Raises:
+        StorageError: none of them is whole. The error says what each lacks.
+
+    Example:
+        >>> import torch, robust_dcp, tempfile
+        >>> with tempfile.TemporaryDirectory() as root:
+        ...     _ = robust_dcp.save({"weight": torch.ones(4)}, checkpoint_id=f"{root}/durable/step_1")
+        ...     place = robust_dcp.nearest_copy([f"{root}/nvme/step_1", f"{root}/durable/step_1"])
+        ...     place == f"{root}/durable/step_1"
+        True
+    """
+    asked = [place_of(place) for place in places]
+    if not asked:
+        raise ValueError("nearest_copy needs at least one place")
+    channel = Channel.for_group(
+        process_group, operation=f"look for {asked[-1]}", timeout_seconds=timeout_seconds, no_dist=no_dist
+    )
+
+    def look() -> _Copies:
+        # One rank is enough to look into a store: all see the same there.
+        return _Copies(tuple(_Copy() if is_url(each) and channel.rank else _look_at(each) for each in asked))
+
+    def join(one: _Copies, other: _Copies) -> _Copies:
+        pairs = zip(asked, one.copies, other.copies, strict=True)
+        return _Copies(tuple(mine if is_url(place) else _joined(mine, theirs) for place, mine, theirs in pairs))
+
+    found = channel.combine("copies", look, join, _Copies).copies
+    whole = [(place, copy) for place, copy in zip(asked, found, strict=True) if not copy.problem]
+    if not whole:
+        each = "\n".join(f"  {place}: {copy.problem}" for place, copy in zip(asked, found, strict=True))
+        raise StorageError(
+            f"none of {len(asked)} places holds a whole copy of the checkpoint:\n{each}", operation="look"
+        )
+    meant = whole[-1][1].save_id
+    return next(place for place, copy in whole if copy.save_id == meant or copy.is_awaited)
+
+
+def _joined(one: _Copy, other: _Copy) -> _Copy:
+    if one.problem or other.problem:
+        return one if one.problem else other
+    if one.save_id != other.save_id:
+        return _Copy(problem=f"some ranks see save {one.save_id} there, and others {other.save_id}")
+    return _Copy(one.save_id, is_awaited=one.is_awaited or other.is_awaited)
+
+
+def _look_at(place: str) -> _Copy:
+    try:
+        return _whole_copy(place)
+    except (RobustCheckpointError, ValueError) as error:
+        return _Copy(problem=error.message if isinstance(error, RobustCheckpointError) else str(error))
+
+
+def _whole_copy(place: str) -> _Copy:
+    """What a place holds.
+
+    Raises:
+        RobustCheckpointError: it is not whole.
+    """
+    path = local_path_of(place)
+    directory = place if path is None else path
+    disk: Disk = RemoteDisk(place) if path is None else PosixDisk()
+    metadata_path = os.path.join(directory, METADATA_NAME)
+    file = disk.open_read(metadata_path)
+    try:
+        data = bytearray(disk.size(metadata_path))
+        data = data[: disk.pread_into(file, data, 0)]
+    finally:
+        disk.close(file)
+    metadata = decode_metadata(bytes(data), metadata_path)
+    ends: dict[str, int] = {}
+    for info in (metadata.storage_data or {}).values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    save_id = getattr(metadata.storage_meta, "save_id", None)
+    mark = mark_of(save_id) if isinstance(save_id, str) and files_are_marked(bytes(data)) else None
+    for name, end in ends.items():
+        _check_file(disk, locate(disk, directory, name, file=metadata_path), end, mark)
+    record = None if path is None else read_drain_record(disk, directory)
+    is_awaited = record is not None and record.save_id == save_id and not record.is_complete
+    return _Copy(save_id if isinstance(save_id, str) else "", is_awaited=is_awaited)
+
+
+def _check_file(disk: Disk, path: str, end: int, mark: str | None) -> None:
+    nbytes = disk.size(path)
+    if nbytes < end:
+        raise _not_whole(path, f"at least {end} bytes", f"{nbytes} bytes")
+    if mark is not None and not is_of_save(disk, path, mark):
+        raise _not_whole(path, f"the mark of save {mark}", "another, or none")
+
+
+def _not_whole(path: str, expected: str, found: str) -> CorruptCheckpoint:
+    return CorruptCheckpoint(
+        f"{path} is not what .metadata beside it names: expected {expected}, found {found}; copy the checkpoint again",
+        file=path,
+        expected=expected,
+        found=found,
+    )

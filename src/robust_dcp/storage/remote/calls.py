@@ -1,0 +1,205 @@
+"""Calls to a remote store. Each ends within a time limit, and one that failed is repeated if that can help.
+
+This module decides which failures can get better, how long to wait before the next try, and how a failure is told. It
+never knows what a call does. ``remote_disk`` and ``robust_dcp.drain`` make all their calls by it.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import random
+import threading
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+from robust_dcp.errors import RobustCheckpointError, StorageError
+
+__all__ = ["Calls", "can_get_better"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_FIRST_WAIT_SECONDS: Final = 0.25
+_LONGEST_WAIT_SECONDS: Final = 30.0
+
+_PERMANENT: Final = frozenset(
+    {
+        errno.EACCES,
+        errno.EDQUOT,
+        errno.EEXIST,
+        errno.EFBIG,
+        errno.EINVAL,
+        errno.EISDIR,
+        errno.ENAMETOOLONG,
+        errno.ENOENT,
+        errno.ENOSPC,
+        errno.ENOSYS,
+        errno.ENOTDIR,
+        errno.EPERM,
+        errno.EROFS,
+    }
+)
+_MISTAKES: Final = (TypeError, ValueError, LookupError, AttributeError, ImportError, NotImplementedError, MemoryError)
+_NO_CREDENTIALS: Final = frozenset(
+    {"NoCredentialsError", "PartialCredentialsError", "NoAuthTokenError", "RefreshError"}
+)
+_WORTH_A_RETRY: Final = frozenset({408, 425, 429})
+"""Statuses of HTTP that blame the client, and go away by themselves."""
+
+_BY_CLASS: Final = (
+    (FileNotFoundError, errno.ENOENT),
+    (PermissionError, errno.EACCES),
+    (FileExistsError, errno.EEXIST),
+    (IsADirectoryError, errno.EISDIR),
+    (NotADirectoryError, errno.ENOTDIR),
+    (TimeoutError, errno.ETIMEDOUT),
+)
+
+_ADVICE: Final = {
+    errno.EACCES: "check the credentials of this job and the policy of the bucket; this is not tried again",
+    errno.ENOENT: "check the URL: the bucket, or the object in it, does not exist",
+    errno.ENOSPC: "free space there, or copy elsewhere; then do the same again, and it goes on where it stopped",
+    errno.EDQUOT: "free space there, or copy elsewhere; then do the same again, and it goes on where it stopped",
+    errno.ETIMEDOUT: "the store does not answer in time: look at the network, or raise call_timeout_seconds",
+}
+_AGAIN: Final = "do the same again when the store answers, and it goes on where it stopped"
+
+
+class Calls:
+    """Makes calls to one store, from several threads.
+
+    Args:
+        retries: how often a call that failed is made once more.
+        timeout_seconds: how long one try of a call may take.
+        check_stop: called before each try. What it raises ends the work.
+
+    Attributes:
+        n_retries: how many tries were made beyond the first of each call.
+    """
+
+    def __init__(
+        self,
+        *,
+        retries: int = 5,
+        timeout_seconds: float = 120.0,
+        check_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._retries = retries
+        self._timeout_seconds = timeout_seconds
+        self._check_stop = check_stop
+        self._lock = threading.Lock()
+        self.n_retries = 0
+
+    def run(self, operation: str, path: str, function: Callable[[], T], *, retries: int | None = None) -> T:
+        """The result of ``function()``.
+
+        Args:
+            operation, path: for the error.
+            function: makes the call. It may be running still in another thread after its time is up, so it must do no
+                harm if it ends later.
+            retries: instead of those of all calls. 0 for what must not be done twice.
+
+        Raises:
+            StorageError: it failed and was not worth another try, or all tries have failed.
+        """
+        allowed = self._retries if retries is None else retries
+        for attempt in itertools.count():
+            self._check_stop()
+            try:
+                return self._within_limit(function)
+            except RobustCheckpointError as error:  # of a disk, which has told it already
+                cause = error.__cause__
+                if attempt >= allowed or not isinstance(cause, OSError) or not can_get_better(cause):
+                    raise
+                self._wait_after(operation, path, error, attempt)
+            except Exception as error:
+                if attempt >= allowed or not can_get_better(error):
+                    raise _told(operation, path, error, attempt + 1) from error
+                self._wait_after(operation, path, error, attempt)
+        raise RuntimeError("the loop returns or raises")
+
+    def may_try_again(self, operation: str, path: str, error: StorageError, attempt: int) -> bool:
+        """Whether to do something of several calls once more. If so, this waits first.
+
+        Args:
+            attempt: how often that was done before.
+        """
+        if attempt >= self._retries or error.__cause__ is None or not can_get_better(error.__cause__):
+            return False
+        self._check_stop()
+        self._wait_after(operation, path, error, attempt)
+        return True
+
+    def _wait_after(self, operation: str, path: str, error: Exception, attempt: int) -> None:
+        with self._lock:
+            self.n_retries += 1
+        # Anything from none to all of a time that doubles: clients that failed together do not come back together.
+        seconds = random.uniform(0, min(_LONGEST_WAIT_SECONDS, _FIRST_WAIT_SECONDS * 2**attempt))
+        logger.info("%s %s: %s; tried again in %.1f s", operation, path, _words_of(error), seconds)
+        threading.Event().wait(seconds)
+
+    def _within_limit(self, function: Callable[[], T]) -> T:
+        """Run it in a thread that is left behind if the time is up: most clients have no limit for a whole call."""
+        outcome: list[tuple[bool, Any]] = []
+
+        def run() -> None:
+            try:
+                outcome.append((True, function()))
+            except BaseException as error:
+                outcome.append((False, error))
+
+        thread = threading.Thread(target=run, daemon=True, name="robust_dcp-remote-call")
+        thread.start()
+        thread.join(self._timeout_seconds)
+        if not outcome:
+            raise TimeoutError(f"no answer within {self._timeout_seconds:g} seconds")
+        is_good, value = outcome[0]
+        if not is_good:
+            raise value
+        return value  # type: ignore[no-any-return]
+
+
+def can_get_better(error: BaseException) -> bool:
+    """Whether the same call may succeed if it is made once more."""
+    status = _status_of(error)
+    if status is not None and 400 <= status < 500:
+        return status in _WORTH_A_RETRY
+    if _errno_of(error) in _PERMANENT or type(error).__name__ in _NO_CREDENTIALS:
+        return False
+    return not isinstance(error, _MISTAKES)
+
+
+def _status_of(error: BaseException) -> int | None:
+    """The status of HTTP that an error of botocore, gcsfs, adlfs or aiohttp tells."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    else:
+        status = next(
+            (getattr(error, name) for name in ("status", "status_code", "code") if hasattr(error, name)), None
+        )
+    if isinstance(status, str) and status.isdecimal():
+        status = int(status)
+    return status if isinstance(status, int) else None
+
+
+def _errno_of(error: BaseException) -> int | None:
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    return next((number for kind, number in _BY_CLASS if isinstance(error, kind)), None)
+
+
+def _words_of(error: BaseException) -> str:
+    words = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return f"{words or 'no reason was given'} ({type(error).__name__})"
+
+
+def _told(operation: str, path: str, error: Exception, attempts: int) -> StorageError:
+    number = errno.EACCES if type(error).__name__ in _NO_CREDENTIALS else _errno_of(error)
+    tries = f" after {attempts} tries" if attempts > 1 else ""
+    advice = _ADVICE.get(number or 0, _AGAIN)
+    message = f"{operation} {path}: {_words_of(error)}{tries}; {advice}"
+    return StorageError(message, path=path, errno=number, operation=operation)

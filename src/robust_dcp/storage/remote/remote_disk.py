@@ -1,0 +1,257 @@
+"""A :class:`Disk` that reads from a remote store by ranges, and writes nothing.
+
+This module turns the reading calls of ``Disk`` into calls of fsspec. ``RobustReader`` reads a checkpoint at a URL by
+it, just as it reads a directory.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from robust_dcp.errors import StorageError
+from robust_dcp.storage.files.disk import OpenFile
+from robust_dcp.storage.files.paths import is_data_file
+from robust_dcp.storage.remote.calls import Calls
+from robust_dcp.storage.remote.filesystem import filesystem_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["RemoteDisk"]
+
+_READ_AHEAD_NBYTES: Final = 1 << 20
+"""A call takes some ten milliseconds. So an index is read in pieces of this size, although few bytes are wanted."""
+
+_PIECES_KEPT: Final = 32
+_WHAT_CHANGES: Final = ("ETag", "etag", "md5Hash", "md5", "generation", "mtime", "LastModified", "updated", "created")
+
+
+class _RemoteFile(OpenFile):
+    """An open file of a store.
+
+    Attributes:
+        nbytes: its size when it was opened.
+        version: what the store said of its contents then.
+        pieces: what was read ahead, by number. ``None``: nothing is read ahead.
+    """
+
+    __slots__ = ("nbytes", "pieces", "version")
+
+    def __init__(self, path: str, nbytes: int, version: int, *, reads_ahead: bool) -> None:
+        super().__init__(path, -1)
+        self.nbytes = nbytes
+        self.version = version
+        self.pieces: OrderedDict[int, bytes] | None = OrderedDict() if reads_ahead else None
+
+
+class RemoteDisk:
+    """Reads files of a store. All paths are URLs below the one that it was made for.
+
+    Args:
+        url: of a checkpoint.
+        storage_options: for fsspec.
+        calls: how calls are made, and repeated.
+    """
+
+    def __init__(
+        self, url: str, *, storage_options: Mapping[str, Any] | None = None, calls: Calls | None = None
+    ) -> None:
+        self._filesystem, _ = filesystem_of(url, storage_options)
+        self._calls = calls or Calls()
+        self._lock = threading.Lock()
+        self._open: dict[str, _RemoteFile] = {}
+
+    def open_read(self, path: str, *, direct: bool = False) -> OpenFile:
+        info = self._info(path)
+        if info.get("type") == "directory":
+            raise StorageError(f"open {path}: it is a directory", path=path, errno=errno.EISDIR, operation="open")
+        size = info.get("size")
+        if not isinstance(size, int):
+            why = "the store does not say how long it is"
+            raise StorageError(f"open {path}: {why}", path=path, errno=errno.EINVAL, operation="open")
+        file = _RemoteFile(path, size, _version_of(info), reads_ahead=not is_data_file(path.rpartition("/")[2]))
+        if direct:
+            file.why_buffered = "it is in a remote store"
+        with self._lock:
+            self._open[path] = file
+        return file
+
+    def close(self, file: OpenFile) -> None:
+        with self._lock:
+            if self._open.get(file.path) is file:
+                del self._open[file.path]
+
+    def pread_into(self, file: OpenFile, buffer: Buffer | Sequence[Buffer], offset: int) -> int:
+        if not isinstance(file, _RemoteFile):
+            raise TypeError(f"{file!r} was not opened by this disk")
+        buffers: Sequence[Any] = buffer if isinstance(buffer, (list, tuple)) else [buffer]
+        views = [memoryview(each).cast("B") for each in buffers]
+        end = min(offset + sum(view.nbytes for view in views), file.nbytes)
+        if end <= offset:
+            return 0
+        data = memoryview(self._bytes(file, offset, end))
+        done = 0
+        for view in views:
+            part = data[done : done + view.nbytes]
+            view[: part.nbytes] = part
+            done += part.nbytes
+        return done
+
+    def _bytes(self, file: _RemoteFile, start: int, end: int) -> bytes:
+        if file.pieces is None:
+            return self._fetch(file, start, end)
+        numbers = range(start // _READ_AHEAD_NBYTES, (end - 1) // _READ_AHEAD_NBYTES + 1)
+        if len(numbers) > _PIECES_KEPT // 2:
+            return self._fetch(file, start, end)
+        data = b"".join(self._piece(file, file.pieces, number) for number in numbers)
+        first = numbers[0] * _READ_AHEAD_NBYTES
+        return data[start - first : end - first]
+
+    def _piece(self, file: _RemoteFile, pieces: OrderedDict[int, bytes], number: int) -> bytes:
+        with self._lock:
+            kept = pieces.get(number)
+        if kept is not None:
+            return kept
+        start = number * _READ_AHEAD_NBYTES
+        data = self._fetch(file, start, min(start + _READ_AHEAD_NBYTES, file.nbytes))
+        with self._lock:
+            pieces[number] = data
+            while len(pieces) > _PIECES_KEPT:
+                pieces.popitem(last=False)
+        return data
+
+    def _fetch(self, file: _RemoteFile, start: int, end: int) -> bytes:
+        def fetch() -> bytes:
+            data: bytes = self._filesystem.cat_file(self._path(file.path), start=start, end=end)
+            if len(data) != end - start:  # a connection that was cut off, or a file that was replaced
+                raise ConnectionError(f"expected {end - start} bytes from byte {start} on, got {len(data)}")
+            return data
+
+        return self._calls.run("read", file.path, fetch)
+
+    def list_directory(self, path: str) -> list[str]:
+        def look() -> list[str]:
+            self._filesystem.invalidate_cache()
+            directory = self._path(path).rstrip("/")
+            names = [str(each["name"]).rstrip("/") for each in self._filesystem.ls(directory, detail=True)]
+            return sorted({name.rpartition("/")[2] for name in names if name.strip("/") != directory.strip("/")})
+
+        return self._calls.run("list", path, look)
+
+    def exists(self, path: str) -> bool:
+        try:
+            self._info(path)
+        except StorageError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                return False
+            raise
+        return True
+
+    def size(self, path: str) -> int:
+        with self._lock:
+            opened = self._open.get(path)
+        return opened.nbytes if opened is not None else int(self._info(path).get("size") or 0)
+
+    def fingerprint(self, path: str) -> tuple[int, int, int]:
+        info = self._info(path)
+        return 0, int(info.get("size") or 0), _version_of(info)
+
+    def modified_seconds(self, path: str) -> float:
+        modified: Callable[[], float] = lambda: self._filesystem.modified(self._path(path)).timestamp()  # noqa: E731
+        return self._calls.run("look at", path, modified)
+
+    def resolve(self, path: str) -> str:
+        return path  # a store has no links
+
+    def cached_nbytes(self, file: OpenFile, offset: int, nbytes: int) -> int:
+        return nbytes
+
+    def is_at(self, file: OpenFile, path: str) -> bool:
+        return isinstance(file, _RemoteFile) and self.exists(path) and _version_of(self._info(path)) == file.version
+
+    def is_of_this_machine(self, path: str) -> bool:
+        return False
+
+    def lock(self, file: OpenFile, *, shared: bool = False) -> bool | None:
+        return None
+
+    def unlock(self, file: OpenFile) -> None:
+        return None
+
+    # A checkpoint in a store is written by robust_dcp.drain, not by a writer that needs renames and fsync.
+
+    def open_new(self, path: str, *, direct: bool = False) -> OpenFile:
+        _refuse("create", path)
+
+    def open_lock(self, path: str) -> OpenFile:
+        _refuse("lock", path)
+
+    def use_page_cache(self, file: OpenFile, why: str) -> None:
+        return None
+
+    def pwrite(self, file: OpenFile, data: Buffer | Sequence[Buffer], offset: int) -> None:
+        _refuse("write", file.path)
+
+    def preallocate(self, file: OpenFile, nbytes: int) -> bool:
+        _refuse("preallocate", file.path)
+
+    def share_extents(self, source: OpenFile, target: OpenFile, offset: int, nbytes: int) -> tuple[int, int]:
+        _refuse("share", target.path)
+
+    def truncate(self, file: OpenFile, nbytes: int) -> None:
+        _refuse("truncate", file.path)
+
+    def fsync(self, file: OpenFile) -> None:
+        _refuse("fsync", file.path)
+
+    def fsync_directory(self, path: str) -> None:
+        _refuse("fsync directory", path)
+
+    def rename(self, source: str, target: str) -> None:
+        _refuse("rename", target)
+
+    def link(self, source: str, target: str) -> None:
+        _refuse("link", target)
+
+    def symlink(self, target: str, path: str) -> None:
+        _refuse("link", path)
+
+    def unlink(self, path: str) -> None:
+        _refuse("remove", path)
+
+    def mkdirs(self, path: str) -> list[str]:
+        _refuse("create directory", path)
+
+    def rmdir(self, path: str) -> None:
+        _refuse("remove directory", path)
+
+    def _info(self, path: str) -> Mapping[str, Any]:
+        def look() -> Mapping[str, Any]:
+            self._filesystem.invalidate_cache()
+            info: Mapping[str, Any] = self._filesystem.info(self._path(path))
+            return info
+
+        return self._calls.run("look at", path, look)
+
+    def _path(self, url: str) -> str:
+        return str(self._filesystem._strip_protocol(url))
+
+
+def _version_of(info: Mapping[str, Any]) -> int:
+    """A number that differs if the contents do, as far as the store tells."""
+    said = repr([(name, info[name]) for name in _WHAT_CHANGES if info.get(name) is not None])
+    return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=7).digest(), "little")
+
+
+def _refuse(operation: str, path: str) -> NoReturn:
+    raise StorageError(
+        f"{operation} {path}: robust_dcp only reads here; save to a directory with RobustWriter(path, drain_to=url)",
+        path=path,
+        errno=errno.EROFS,
+        operation=operation,
+    )

@@ -1,0 +1,171 @@
+"""Drains: what was saved to a local directory is copied to durable storage beside training."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import robust_dcp
+from robust_dcp import CheckpointManager, RobustWriter, StorageError, nearest_copy
+from robust_dcp.drain.record import read_drain_record
+from robust_dcp.storage.files.being_loaded import not_being_loaded
+from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.testing.ranks import errors, run_ranks, values
+
+StateDict = dict[str, Any]
+
+
+def state_dict(value: float, rank: int = 0) -> StateDict:
+    return {"all": torch.full((100,), value), f"of_{rank}": torch.full((5000,), value)}
+
+
+def loaded(place: str, rank: int = 0) -> float:
+    found = state_dict(-1.0, rank)
+    robust_dcp.load(found, checkpoint_id=place)
+    (value,) = torch.cat(list(found.values())).unique().tolist()
+    return float(value)
+
+
+def _save_and_drain(path: str, target: str) -> list[float]:
+    rank = dist.get_rank()
+    for value in (1.0, 2.0):
+        robust_dcp.save(state_dict(value, rank), storage_writer=RobustWriter(path, drain_to=target))
+    writer = RobustWriter(f"{path}_async", drain_to=f"{target}_async")
+    robust_dcp.async_save(state_dict(3.0, rank), storage_writer=writer)
+    robust_dcp.finish_async_saves()
+    return [loaded(target, rank), loaded(f"{target}_async", rank), loaded(path, rank)]
+
+
+def test_each_save_of_all_ranks_arrives_beside_training(tmp_path: Path) -> None:
+    path, target = str(tmp_path / "local"), f"file://{tmp_path}/durable"
+    assert values(run_ranks(3, _save_and_drain, path, target)) == [[2.0, 3.0, 2.0]] * 3
+    names = {name for name in os.listdir(path) if not name.startswith(".robust_dcp")}
+    assert names == {name for name in os.listdir(tmp_path / "durable") if not name.startswith(".robust_dcp")}
+    record = read_drain_record(PosixDisk(), path)
+    assert record is not None and record.is_complete and record.target == target
+
+
+def test_a_drain_that_failed_is_told_by_the_next_save_and_the_local_copy_stays(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("no directory")
+    path, target = str(tmp_path / "local"), str(tmp_path / "taken/durable")
+    for error in errors(run_ranks(2, _fail_until_told, path, target)):
+        assert error.type_name == "StorageError" and "taken" in error.message
+    assert loaded(path) == 1.0
+    (tmp_path / "taken").unlink()
+    robust_dcp.copy_checkpoint(path, target)
+    assert loaded(target) == 1.0
+
+
+def _fail_until_told(path: str, target: str) -> None:
+    rank = dist.get_rank()
+    robust_dcp.save(state_dict(1.0, rank), storage_writer=RobustWriter(path, drain_to=target))
+    for number in range(1000):  # the drain fails at some time after the save, and the save after that says so
+        robust_dcp.save(state_dict(2.0, rank), checkpoint_id=f"{path}_{number}")
+
+
+def test_a_drain_that_failed_is_told_at_the_end(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("no directory")
+    writer = RobustWriter(tmp_path / "local", drain_to=tmp_path / "taken/durable")
+    robust_dcp.save(state_dict(1.0), storage_writer=writer)
+    with pytest.raises(StorageError, match="taken"):
+        robust_dcp.finish_async_saves()
+
+
+def test_stock_save_refuses_a_writer_that_drains(tmp_path: Path) -> None:
+    writer = RobustWriter(tmp_path / "local", drain_to=tmp_path / "durable")
+    with pytest.raises(CheckpointException, match=r"drain_to=…\) needs robust_dcp\.save"):
+        dcp.save(state_dict(1.0), storage_writer=writer, no_dist=True)
+
+
+def test_a_manager_keeps_what_has_not_arrived_and_goes_on_with_it(tmp_path: Path) -> None:
+    root, durable = tmp_path / "local", tmp_path / "durable"
+    durable.write_text("no directory yet")
+    manager = CheckpointManager(root, keep_last=1, drain_to=durable)
+    manager.save(1, state_dict(1.0))
+    with pytest.raises(StorageError, match="durable"):
+        robust_dcp.finish_async_saves()
+    manager.policies.clear()
+    durable.unlink()
+    manager = CheckpointManager(root, keep_last=1, drain_to=f"file://{durable}")
+    manager.save(2, state_dict(2.0))
+    robust_dcp.finish_async_saves()
+    assert (loaded(f"{durable}/step_1"), loaded(f"{durable}/step_2")) == (1.0, 2.0)
+    manager.prune()
+    assert [each.step for each in manager.checkpoints()] == [2]
+
+
+def test_a_manager_does_not_remove_a_checkpoint_whose_drain_has_failed(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("no directory")
+    manager = CheckpointManager(tmp_path / "local", keep_last=1, drain_to=tmp_path / "taken/durable")
+    for step in (1, 2, 3):
+        manager.save(step, state_dict(float(step)))
+        with pytest.raises(StorageError, match="taken"):
+            robust_dcp.finish_async_saves()
+    manager.prune()
+    assert [each.step for each in manager.checkpoints()] == [1, 2, 3]
+
+
+def test_a_checkpoint_that_is_copied_cannot_be_removed_meanwhile(tmp_path: Path) -> None:
+    robust_dcp.save(state_dict(1.0), checkpoint_id=tmp_path / "local")
+    free: list[bool] = []
+
+    def look(done_nbytes: int, total_nbytes: int) -> None:
+        with not_being_loaded(PosixDisk(), str(tmp_path / "local")) as is_free:
+            free.append(is_free)
+
+    robust_dcp.copy_checkpoint(tmp_path / "local", tmp_path / "durable", progress=look)
+    assert free and not any(free)
+
+
+class TestNearestCopy:
+    def test_the_first_whole_one_is_taken(self, tmp_path: Path) -> None:
+        near, far = str(tmp_path / "near"), str(tmp_path / "far")
+        robust_dcp.save(state_dict(1.0), checkpoint_id=near)
+        robust_dcp.copy_checkpoint(near, far)
+        assert nearest_copy([near, far]) == near
+        os.truncate(tmp_path / "near/__0_1.distcp", 100)
+        assert nearest_copy([near, far]) == far
+        os.remove(tmp_path / "near/.metadata")
+        assert nearest_copy([near, f"file://{far}"]) == f"file://{far}"
+
+    def test_a_directory_that_holds_another_save_is_not_taken(self, tmp_path: Path) -> None:
+        near, far = str(tmp_path / "near"), str(tmp_path / "far")
+        robust_dcp.save(state_dict(1.0), checkpoint_id=near)
+        robust_dcp.save(state_dict(2.0), checkpoint_id=far)
+        assert nearest_copy([near, far]) == far
+
+    def test_a_local_save_that_has_not_arrived_yet_is_newer(self, tmp_path: Path) -> None:
+        near, far = str(tmp_path / "near"), tmp_path / "far"
+        robust_dcp.save(state_dict(1.0), checkpoint_id=far)
+        blocked = tmp_path / "taken"
+        blocked.write_text("no directory")
+        robust_dcp.save(state_dict(2.0), storage_writer=RobustWriter(near, drain_to=blocked / "x"))
+        with pytest.raises(StorageError):
+            robust_dcp.finish_async_saves()
+        assert nearest_copy([near, far]) == near
+
+    def test_without_a_whole_one_the_error_says_what_each_lacks(self, tmp_path: Path) -> None:
+        with pytest.raises(
+            StorageError, match=r"none of 2 places holds a whole copy(?s:.*)a/\.metadata(?s:.*)b/\.metadata"
+        ):
+            nearest_copy([tmp_path / "a", tmp_path / "b"])
+
+    def test_a_directory_that_one_rank_lacks_is_taken_by_none(self, tmp_path: Path) -> None:
+        robust_dcp.save(state_dict(1.0), checkpoint_id=tmp_path / "far")
+        for rank in range(2):
+            robust_dcp.copy_checkpoint(tmp_path / "far", tmp_path / f"rank_{rank}/near")
+        assert values(run_ranks(2, _nearest, str(tmp_path))) == ["near", "near"]
+        os.remove(tmp_path / "rank_1/near/__0_0.distcp")
+        assert values(run_ranks(2, _nearest, str(tmp_path))) == [f"{tmp_path}/far"] * 2
+
+
+def _nearest(root: str) -> str:
+    os.chdir(f"{root}/rank_{dist.get_rank()}")  # a path that each rank sees otherwise, as nodes do
+    return nearest_copy(["near", f"{root}/far"])
