@@ -24,6 +24,7 @@ PUBLIC_NAMES = [
     "CopyOptions",
     "CopyResult",
     "CorruptCheckpoint",
+    "Event",
     "ExchangeError",
     "ExchangeTimeout",
     "KeepBest",
@@ -51,6 +52,7 @@ PUBLIC_NAMES = [
     "install",
     "load",
     "nearest_copy",
+    "on_event",
     "save",
     "uninstall",
 ]

@@ -116,7 +116,7 @@ def test_only_what_is_missing_or_damaged_is_sent_again(target: str, tmp_path: Pa
     data[len(data) // 2] ^= 1
     filesystem.pipe_file(name, bytes(data))
     again = copy_checkpoint(tmp_path / "source", url)
-    assert (again.files, again.nbytes, again.skipped_files) == (1, len(data), 2)
+    assert (again.files, again.nbytes, again.skipped_files) == (1, len(data), 3)
     assert loaded(url) == 1.0
 
 
@@ -129,7 +129,7 @@ def test_a_checkpoint_that_was_there_stays_whole_until_the_new_one_is_committed(
     assert loaded(tmp_path / "target") == 1.0
     result = copy_checkpoint(tmp_path / "two", tmp_path / "target")
     assert loaded(tmp_path / "target") == 2.0
-    assert result.skipped_files == 2  # the data files of the try before
+    assert result.skipped_files == 3  # the data files and the report of the try before
     assert files_of(tmp_path / "target") == {".metadata", *result.renamed.values()}
     again = copy_checkpoint(tmp_path / "two", tmp_path / "target")
     assert (again.files, again.renamed) == (0, result.renamed)
@@ -194,7 +194,7 @@ def test_a_source_that_is_replaced_meanwhile_is_not_committed(when: str, tmp_pat
     disk = _ActsOnce("open" if when == "while data is sent" else "rename", "__0_1.distcp", replace)
     with pytest.raises(StorageError, match="was replaced by another save while it was copied"):
         copy_checkpoint(tmp_path / "source", tmp_path / "target", options=ONE_THREAD, disk=disk)
-    assert files_of(tmp_path / "target") <= {".robust_dcp.index"}  # nobody could go on with it
+    assert files_of(tmp_path / "target") <= {".robust_dcp.index", ".robust_dcp.report.json"}  # nobody could go on with it
     copy_checkpoint(tmp_path / "source", tmp_path / "target")
     assert loaded(tmp_path / "target") == 2.0
 
