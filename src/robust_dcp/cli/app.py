@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, NoReturn
 
 import typer
 
-from robust_dcp.cli import inspect, ls
+from robust_dcp.cli import bench, doctor, inspect, ls, prune, verify
 from robust_dcp.cli.output import CommandFailed, Output, safe_text
 from robust_dcp.version import __version__
 
@@ -33,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for _command in (inspect, ls):
+for _command in (inspect, verify, ls, prune, bench, doctor):
     _name = _command.__name__.rpartition(".")[2]
     app.command(_name, epilog="\b\nExamples:\n" + "\n".join(f"  {each}" for each in _command.EXAMPLES))(_command.run)
 
@@ -55,20 +55,27 @@ def _options(
 
 def main() -> NoReturn:
     """Run the command that the process was given, and exit."""
+    code = 0
     try:
-        app(standalone_mode=True)
+        code = app(standalone_mode=False) or 0
+        sys.stdout.flush()
     except KeyboardInterrupt:
-        _exit(_STOPPED, "stopped")
+        code = _STOPPED
     except BrokenPipeError:  # `robust-dcp inspect … | head`
-        sys.stdout = None  # so that Python does not flush it again
-        os._exit(0)
+        os._exit(0)  # at once: Python would try to flush stdout, and say that it cannot
     except CommandFailed as error:
         _exit(CANNOT, str(error))
     except Exception as error:
-        if not _is_expected(error):
+        show = getattr(error, "show", None)  # typer's own errors, about arguments
+        if show is not None and not Output.as_json:
+            show()
+            raise SystemExit(CANNOT) from None
+        if show is None and not _is_expected(error):
             raise
         _exit(CANNOT, getattr(error, "message", None) or str(error))
-    raise SystemExit(0)
+    if code == _STOPPED:
+        _exit(_STOPPED, "stopped")
+    raise SystemExit(code)
 
 
 def _is_expected(error: Exception) -> bool:

@@ -20,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from robust_dcp.errors import StorageError
+from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.mounts import boot_id
 from robust_dcp.storage.files.paths import (
@@ -151,7 +151,7 @@ class Journal:
                 self._disk.close(file)
             self._disk.fsync_directory(self._directory)
         except BaseException:
-            with contextlib.suppress(StorageError):
+            with contextlib.suppress(errors.StorageError):
                 self._disk.unlink(self.path)
             raise
 
