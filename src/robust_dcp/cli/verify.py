@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from robust_dcp.cli.checkpoint import CheckpointPath, open_checkpoint, summary, summary_json
-from robust_dcp.cli.output import Json, Output, number, size
+from robust_dcp.cli.output import CommandFailed, Json, Output, number, size
 from robust_dcp.contents.checks.findings import Findings
 from robust_dcp.contents.checks.structure import check_structure, unnamed_data_files
 from robust_dcp.contents.items import Contents
@@ -42,15 +42,14 @@ def run(
     Exit code 1 means that something is broken. Data that was written without checksums is counted as not verified.
     """
     findings = Findings()
-    started = time.perf_counter()
+    seconds = 0.0
     contents = _read(path, findings)
     if contents is not None:
         Output.note(summary(contents))
         check_structure(contents, findings)
         for name in unnamed_data_files(contents, sorted(os.listdir(path))):
             findings.note(f"{name} does not belong to this checkpoint: a crashed save may have left it")
-        _verify(contents, findings, jobs or _default_jobs(), with_data=not fast)
-    seconds = time.perf_counter() - started
+        seconds = _verify(contents, findings, jobs or _default_jobs(), with_data=not fast)
     if Output.as_json:
         Output.put(_as_json(path, contents, findings, seconds, with_data=not fast))
     else:
@@ -63,19 +62,21 @@ def _read(path: str, findings: Findings) -> Contents | None:
     """What the checkpoint holds; ``None`` if its ``.metadata`` is broken."""
     try:
         return open_checkpoint(path)
-    except Exception as error:
-        if not isinstance(error, (errors.CorruptCheckpoint, errors.UnsafeCheckpoint)):
-            raise
+    except CommandFailed:  # before the next line looks at our errors, which need torch
+        raise
+    except (errors.CorruptCheckpoint, errors.UnsafeCheckpoint) as error:
         file = os.path.relpath(getattr(error, "file", None) or os.path.join(path, METADATA_NAME), path)
         expected = getattr(error, "expected", None) or "a file of a checkpoint"
         findings.broken(file, None, expected, getattr(error, "found", None) or error.message)
         return None
 
 
-def _verify(contents: Contents, findings: Findings, jobs: int, *, with_data: bool) -> None:
+def _verify(contents: Contents, findings: Findings, jobs: int, *, with_data: bool) -> float:
+    """Look at the files. Returns how many seconds that took."""
     # Only here, because it imports torch, and the first line is out.
     from robust_dcp.contents.checks.verify import verify_files
 
+    started = time.perf_counter()
     with Output.progress("verify", contents.file_nbytes) as show:
         verify_files(
             PosixDisk(),
@@ -85,6 +86,7 @@ def _verify(contents: Contents, findings: Findings, jobs: int, *, with_data: boo
             with_data=with_data,
             on_progress=lambda: show(findings.checked_nbytes),
         )
+    return time.perf_counter() - started
 
 
 def _default_jobs() -> int:
