@@ -57,12 +57,16 @@ def main() -> NoReturn:
     """Run the command that the process was given, and exit."""
     code = 0
     try:
-        code = app(standalone_mode=False) or 0
+        code = app(prog_name="robust-dcp", standalone_mode=False) or 0
         sys.stdout.flush()
     except KeyboardInterrupt:
         code = _STOPPED
-    except BrokenPipeError:  # `robust-dcp inspect … | head`
-        os._exit(0)  # at once: Python would try to flush stdout, and say that it cannot
+    except BrokenPipeError:
+        _reader_has_left()
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # typer's way to handle it, with exit code 1
+            _reader_has_left()
+        raise
     except CommandFailed as error:
         _exit(CANNOT, str(error))
     except Exception as error:
@@ -76,6 +80,11 @@ def main() -> NoReturn:
     if code == _STOPPED:
         _exit(_STOPPED, "stopped")
     raise SystemExit(code)
+
+
+def _reader_has_left() -> NoReturn:
+    """End a command like ``robust-dcp inspect … | head`` without a word."""
+    os._exit(0)  # at once, because Python would try to flush stdout, and say that it cannot
 
 
 def _is_expected(error: Exception) -> bool:

@@ -28,8 +28,8 @@ def run(
 ) -> None:
     """Measure how fast a device writes and reads, direct and buffered, and say which options suit it.
 
-    Its files have no names, so nothing stays behind, also after Ctrl-C. It uses at most a quarter of the free space, and
-    512 MiB at a time. The device should have nothing else to do meanwhile.
+    Its files have no names, so nothing stays behind, also after Ctrl-C. It uses at most a quarter of the free space,
+    and 512 MiB at a time. The device should have nothing else to do meanwhile.
     """
     directory = _existing(path)
     Output.note(f"{directory}: writes and reads for about {seconds:g} s")

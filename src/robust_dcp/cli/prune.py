@@ -84,9 +84,7 @@ def run(
     Output.note(f"{number(len(report['removed']), 'checkpoint')} removed")
 
 
-def _policies(
-    keep_last: int | None, keep_every: int | None, keep_best: str | None, largest: bool
-) -> list[KeepPolicy]:
+def _policies(keep_last: int | None, keep_every: int | None, keep_best: str | None, largest: bool) -> list[KeepPolicy]:
     policies: list[KeepPolicy] = []
     if keep_last is not None:
         policies.append(KeepLast(keep_last))

@@ -87,10 +87,11 @@ def _state_of_save(disk: Disk, path: str, journal: str, now_seconds: float) -> D
 
 def _last_change(disk: Disk, path: str, names: list[str]) -> float:
     """When a file of the directory was last written."""
-    found = [0.0]
-    for name in names:
-        try:
-            found.append(disk.modified_seconds(os.path.join(path, name)))
-        except errors.StorageError:  # it has just been removed
-            continue
-    return max(found)
+    return max((_changed(disk, os.path.join(path, name)) for name in names), default=0.0)
+
+
+def _changed(disk: Disk, path: str) -> float:
+    try:
+        return disk.modified_seconds(path)
+    except errors.StorageError:  # it has just been removed
+        return 0.0

@@ -43,7 +43,9 @@ def environment_findings() -> Iterator[Finding]:
     yield _taken_over()
     for variable in sorted(os.environ):
         if variable.startswith("ROBUST_DCP_") and variable not in _VARIABLES:
-            yield warning(variable, "no such option", "look for its right name in docs/clusters.md and docs/megatron.md")
+            yield warning(
+                variable, "no such option", "look for its right name in docs/clusters.md and docs/megatron.md"
+            )
     if os.environ.get("ROBUST_DCP_TRUSTED", "") == _ON:
         yield warning(
             "ROBUST_DCP_TRUSTED", "loads run whatever code a checkpoint names", "unset it, unless you trust the files"

@@ -41,12 +41,16 @@ def file_system_findings(path: str) -> Iterator[Finding]:
         return
     try:
         for name, check in _CHECKS.items():
-            try:
-                yield check(name, directory)
-            except OSError as error:
-                yield problem(name, str(error.strerror or error), "look at the kernel's log, and at quotas")
+            yield _tried(name, check, directory)
     finally:
         _remove(directory)
+
+
+def _tried(name: str, check: Callable[[str, str], Finding], directory: str) -> Finding:
+    try:
+        return check(name, directory)
+    except OSError as error:
+        return problem(name, str(error.strerror or error), "look at the kernel's log, and at quotas")
 
 
 def _type(path: str, mount: Mount | None) -> Finding:
@@ -120,7 +124,9 @@ def _locks(name: str, directory: str) -> Finding:
         taken, again = disk.lock(first), disk.lock(second)
         if taken is True and again is False:
             return ok(name, "yes")
-        advice = "mount with flock: otherwise two saves find each other only before the commit, and a load holds no lock"
+        advice = (
+            "mount with flock: otherwise two saves find each other only before the commit, and a load holds no lock"
+        )
         return warning(name, "no flock" if taken is None else "a lock does not keep others out", advice)
     finally:
         disk.close(first)
@@ -153,7 +159,7 @@ def _links(name: str, directory: str) -> Finding:
     try:
         os.link(source, source + "2")
     except OSError as error:
-        return warning(name, error.strerror, "nothing to do: data files keep the mark of the save in their names")
+        return warning(name, str(error.strerror), "nothing to do: data files keep the mark of the save in their names")
     return ok(name, "yes")
 
 

@@ -84,7 +84,9 @@ def _memory() -> Iterator[Finding]:
     if limit is None or (total is not None and limit >= total):
         yield ok("memory", "no limit is known" if total is None else f"{size(total)}, no lower limit by a cgroup")
     elif limit < _LEAST_MEMORY_NBYTES:
-        advice = "importing torch takes 0.3 GiB for each rank; set buffer_bytes of writer and reader, or raise the limit"
+        advice = (
+            "importing torch takes 0.3 GiB for each rank; set buffer_bytes of writer and reader, or raise the limit"
+        )
         yield warning("memory", f"the cgroup allows {size(limit)}", advice)
     else:
         # The page cache of buffered writes counts for a cgroup too.
@@ -129,7 +131,7 @@ def _shared_memory() -> Finding:
     try:
         status = os.statvfs(name)
     except OSError as error:
-        return warning(name, error.strerror, "mount a tmpfs there: async saves in a process share buffers by it")
+        return warning(name, str(error.strerror), "mount a tmpfs there: async saves in a process share buffers by it")
     free = status.f_bavail * status.f_frsize
     if free < _LEAST_SHM_NBYTES:
         return warning(name, f"{size(free)} free", "give the container more, for example docker run --shm-size=8g")

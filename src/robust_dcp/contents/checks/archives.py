@@ -23,7 +23,7 @@ _ZIP = b"PK\x03\x04"
 def archive_spans(
     file: DataFile, name: str, item: Item | None, begin: int, end: int, findings: Findings
 ) -> Iterator[Span]:
-    """The members of an archive at bytes ``begin`` to ``end`` of a file, with the checksums that the zip has of them."""
+    """The members of an archive at bytes ``begin`` to ``end`` of a file, with their checksums in the zip."""
     label = None if item is None else item.name
     try:
         members = zip_members_in(lambda offset, nbytes: _read(file, begin + offset, nbytes), end - begin)

@@ -12,6 +12,7 @@ from robust_dcp.storage.index import IndexFile, fit_of_file
 
 __all__ = ["check_index"]
 
+
 def check_index(disk: Disk, path: str, findings: Findings) -> None:
     """Add what is wrong with the index of the checkpoint in ``path``, if it has one."""
     if not disk.exists(os.path.join(path, INDEX_NAME)):

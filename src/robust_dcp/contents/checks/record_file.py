@@ -16,7 +16,7 @@ from robust_dcp.storage.reading.data_file import DataFile
 from robust_dcp.storage.records.block_sums import joined
 from robust_dcp.storage.records.torch_zip import RecordTemplate, record_template, template_of
 
-__all__ = ["Placed", "check_footer", "spans_of_ours", "spans_of_others"]
+__all__ = ["Placed", "check_footer", "spans_of_others", "spans_of_ours"]
 
 
 class Placed(NamedTuple):
@@ -111,7 +111,9 @@ def _zeros(begin: int, end: int) -> Iterator[Span]:
         begin = stop
 
 
-def _check_frame(file: DataFile, name: str, each: Placed, begin: int, nbytes: int, crc: int, findings: Findings) -> None:
+def _check_frame(
+    file: DataFile, name: str, each: Placed, begin: int, nbytes: int, crc: int, findings: Findings
+) -> None:
     """Compare what lies around the data of a record with what belongs there. ``crc`` is the CRC-32 of the data."""
     dtype = dtype_named(each.item.dtype)
     template = None if dtype is None else record_template(dtype, each.chunk.sizes)

@@ -1,4 +1,4 @@
-"""Checks a safetensors file: its head against ``.metadata``, and its data by the checksums that our writer puts there."""
+"""Checks a safetensors file: its head against ``.metadata``, and its data by the checksums in the head."""
 
 from __future__ import annotations
 

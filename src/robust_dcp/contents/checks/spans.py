@@ -90,9 +90,7 @@ def tasks_of(file: DataFile, name: str, spans: Iterable[Span], findings: Finding
     try:
         together: list[Span] = []
         for span in spans:
-            if together and (
-                span.end - together[0].begin > READ_NBYTES or span.begin - together[-1].end > _GAP_NBYTES
-            ):
+            if together and (span.end - together[0].begin > READ_NBYTES or span.begin - together[-1].end > _GAP_NBYTES):
                 yield _task(users, name, together, findings)
                 together = []
             together.append(span)
