@@ -54,8 +54,9 @@ def run(
     Output.table(columns, rows, right=("threads", "block", "rate", "CPU s/GiB"))
     if tuned.direct_refused:
         Output.note(f"direct I/O was not measured: {tuned.direct_refused}")
-    Output.note(f"RobustWriter(path, {_arguments(tuned.writer_options)})")
-    Output.note(f"RobustReader(path, {_arguments(tuned.reader_options)})")
+    Output.note(f"WriteOptions({_arguments(tuned.writer_options)})")
+    Output.note(f"ReadOptions({_arguments(tuned.reader_options)})")
+    Output.note(f"Megatron: ROBUST_DCP_WRITER_THREADS={tuned.writer_options['threads']}")
 
 
 def _existing(path: str) -> str:
@@ -79,6 +80,7 @@ def _arguments(options: dict[str, Any]) -> str:
 def _as_json(directory: str, tuned: TunedOptions) -> dict[str, Any]:
     return {
         "path": directory,
+        "environment": {"ROBUST_DCP_WRITER_THREADS": str(tuned.writer_options["threads"])},
         "writer_options": tuned.writer_options,
         "reader_options": tuned.reader_options,
         "direct_refused": tuned.direct_refused,
