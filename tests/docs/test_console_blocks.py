@@ -10,11 +10,14 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sybil import Example
 from torch.distributed.run import get_args_parser
+from typer.main import get_command
 
+from robust_dcp.cli.app import app
 from robust_dcp.comm.nodes import RANKS_PER_NODE
 from robust_dcp.megatron.hooks.options import OPTIONS
 from tests.docs.pages import DOCS, PAGES, ROOT, blocks_of
@@ -89,11 +92,24 @@ def about_python(words: list[str]) -> str | None:
     return None
 
 
+def about_robust_dcp(words: list[str]) -> str | None:
+    group: Any = get_command(app)
+    command = group.commands.get(words[0] if words else "")
+    if command is None:
+        return "--" if words and words[0].startswith("--") else "there is no such command"
+    try:
+        command.make_context(words[0], words[1:])
+    except Exception as error:
+        return str(error)
+    return None
+
+
 COMPLAINTS = {
     "make": about_make,
     "pip": about_pip,
     "torchrun": about_torchrun,
     "python": about_python,
+    "robust-dcp": about_robust_dcp,
     **dict.fromkeys(LAUNCHERS, lambda words: None),
 }
 
@@ -113,7 +129,9 @@ def test_a_command_in_a_page_can_be_typed(page: str, command: str) -> None:
         "torchrun pretrain_gpt.py --ckpt-plan robust_dcp",
         "ROBUST_DCP_TRUST=1 torchrun train.py",
         "python -m robust_dcp.megatron_launcher",
-        "robust-dcp inspect checkpoints/step_1",
+        "robust-dcp inspekt checkpoints/step_1",
+        "robust-dcp verify checkpoints/step_1 --quick",
+        "robust-dcp verify",
     ],
 )
 def test_a_command_that_cannot_be_typed_is_noticed(command: str) -> None:

@@ -130,7 +130,7 @@ def test_a_checkpoint_that_was_there_stays_whole_until_the_new_one_is_committed(
     result = copy_checkpoint(tmp_path / "two", tmp_path / "target")
     assert loaded(tmp_path / "target") == 2.0
     assert result.skipped_files == 3  # the data files and the report of the try before
-    assert files_of(tmp_path / "target") == {".metadata", *result.renamed.values()}
+    assert files_of(tmp_path / "target") == {".metadata", ".robust_dcp.report.json", *result.renamed.values()}
     again = copy_checkpoint(tmp_path / "two", tmp_path / "target")
     assert (again.files, again.renamed) == (0, result.renamed)
 
@@ -194,7 +194,10 @@ def test_a_source_that_is_replaced_meanwhile_is_not_committed(when: str, tmp_pat
     disk = _ActsOnce("open" if when == "while data is sent" else "rename", "__0_1.distcp", replace)
     with pytest.raises(StorageError, match="was replaced by another save while it was copied"):
         copy_checkpoint(tmp_path / "source", tmp_path / "target", options=ONE_THREAD, disk=disk)
-    assert files_of(tmp_path / "target") <= {".robust_dcp.index", ".robust_dcp.report.json"}  # nobody could go on with it
+    assert files_of(tmp_path / "target") <= {
+        ".robust_dcp.index",
+        ".robust_dcp.report.json",
+    }  # nobody could go on with it
     copy_checkpoint(tmp_path / "source", tmp_path / "target")
     assert loaded(tmp_path / "target") == 2.0
 

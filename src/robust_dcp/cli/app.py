@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, NoReturn
 
 import typer
 
-from robust_dcp.cli import diff, inspect, ls, report
+from robust_dcp.cli import bench, copy, diff, doctor, inspect, ls, prune, report, verify
 from robust_dcp.cli.output import CommandFailed, Output, safe_text
 from robust_dcp.version import __version__
 
@@ -33,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for _command in (inspect, ls, diff, report):
+for _command in (inspect, verify, diff, copy, report, ls, prune, bench, doctor):
     _name = _command.__name__.rpartition(".")[2]
     app.command(_name, epilog="\b\nExamples:\n" + "\n".join(f"  {each}" for each in _command.EXAMPLES))(_command.run)
 
@@ -55,20 +55,36 @@ def _options(
 
 def main() -> NoReturn:
     """Run the command that the process was given, and exit."""
+    code = 0
     try:
-        app(standalone_mode=True)
+        code = app(prog_name="robust-dcp", standalone_mode=False) or 0
+        sys.stdout.flush()
     except KeyboardInterrupt:
-        _exit(_STOPPED, "stopped")
-    except BrokenPipeError:  # `robust-dcp inspect … | head`
-        sys.stdout = None  # so that Python does not flush it again
-        os._exit(0)
+        code = _STOPPED
+    except BrokenPipeError:
+        _reader_has_left()
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # typer's way to handle it, with exit code 1
+            _reader_has_left()
+        raise
     except CommandFailed as error:
         _exit(CANNOT, str(error))
     except Exception as error:
-        if not _is_expected(error):
+        show = getattr(error, "show", None)  # typer's own errors, about arguments
+        if show is not None and not Output.as_json:
+            show()
+            raise SystemExit(CANNOT) from None
+        if show is None and not _is_expected(error):
             raise
         _exit(CANNOT, getattr(error, "message", None) or str(error))
-    raise SystemExit(0)
+    if code == _STOPPED:
+        _exit(_STOPPED, "stopped")
+    raise SystemExit(code)
+
+
+def _reader_has_left() -> NoReturn:
+    """End a command like ``robust-dcp inspect … | head`` without a word."""
+    os._exit(0)  # at once, because Python would try to flush stdout, and say that it cannot
 
 
 def _is_expected(error: Exception) -> bool:

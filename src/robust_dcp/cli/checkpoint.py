@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Annotated, Any
 
@@ -26,6 +27,8 @@ def open_checkpoint(path: str) -> Contents:
         StorageError, CorruptCheckpoint, UnsafeCheckpoint: as :func:`read_contents`.
     """
     disk = PosixDisk()
+    if os.path.isdir(path) and not os.access(path, os.R_OK | os.X_OK):
+        raise CommandFailed(f"{path} cannot be read: check who owns the directory and with which mode")
     if not holds_checkpoint(disk, path):  # found out here, because our errors need torch
         raise CommandFailed(f"{path} holds no checkpoint: {what_is_there(disk, path)}")
     return read_contents(disk, path)

@@ -94,14 +94,13 @@ class _Values:
 
 
 def _compare_values(contents: tuple[Contents, Contents], names: Sequence[str], tolerance: float) -> _Values:
-    from robust_dcp.cli.progress import bytes_bar
     from robust_dcp.comparison.values import compare_objects, compare_tensors
 
     items = contents[0].by_name
     tensors = [name for name in names if items[name].is_tensor]
     first, second = (each.path for each in contents)
     found = _Values()
-    with bytes_bar("compare", sum(items[name].nbytes for name in tensors)) as progress:
+    with Output.progress("compare", sum(items[name].nbytes for name in tensors)) as progress:
         for name, difference in compare_tensors(
             first, second, tensors, buffer_nbytes=_MEMORY_NBYTES, progress=progress
         ):

@@ -41,10 +41,10 @@ def run(
     It reads .metadata only, and the sizes of the files.
     """
     contents = open_checkpoint(path)
-    Output.say(summary(contents))
+    Output.note(summary(contents))
     if contents.unknown_classes:
         names = ", ".join(contents.unknown_classes)
-        Output.say(f"It names classes that a load refuses unless you register them: {names}")
+        Output.note(f"It names classes that a load refuses unless you register them: {names}")
     items = [item for item in contents if not pattern or any(fnmatch.fnmatchcase(item.name, p) for p in pattern)]
     if Output.as_json:
         Output.put(_as_json(contents, items))
@@ -59,7 +59,7 @@ def run(
     else:
         _show_tree(items, depth)
     if pattern and not items:
-        Output.say(f"No item has such a name: {' '.join(pattern)}")
+        Output.note(f"No item has such a name: {' '.join(pattern)}")
         raise typer.Exit(1)
 
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Final
 
 import typer
 
 from robust_dcp.cli.checkpoint import age
-from robust_dcp.cli.output import CommandFailed, Json, Output, size
-from robust_dcp.manager.checkpoints import Checkpoint, find_checkpoints, uncommitted_directories
+from robust_dcp.cli.output import CommandFailed, Json, Output, number, size
+from robust_dcp.manager.checkpoints import Checkpoint, find_checkpoints, step_of, uncommitted_directories
 from robust_dcp.manager.latest import latest_of
+from robust_dcp.manager.states import directories_being_removed, state_of_directory
 from robust_dcp.storage.files.disk import PosixDisk
 from robust_dcp.storage.files.what_is_there import what_is_there
 
-__all__ = ["EXAMPLES", "run"]
+__all__ = ["EXAMPLES", "check_root", "run"]
 
-EXAMPLES: Final = ("robust-dcp ls checkpoints", "robust-dcp ls checkpoints --json")
+EXAMPLES: Final = ("robust-dcp ls checkpoints", "robust-dcp ls checkpoints --json | jq '.checkpoints[].step'")
+
+_THREADS: Final = 8  # a network file system answers several at once
 
 
 def run(
@@ -28,57 +33,84 @@ def run(
     It finds directories like step_1000, iter_0001000, global_step1000 and checkpoint-1000. The newest line is the last.
     """
     disk = PosixDisk()
-    if not disk.exists(root):
-        raise CommandFailed(f"{root}: {what_is_there(disk, root)}")
+    check_root(root)
     checkpoints = find_checkpoints(disk, root)
     uncommitted = uncommitted_directories(disk, root)
+    removals = directories_being_removed(disk, root)
+    Output.note(f"{root}: {number(len(checkpoints), 'checkpoint')}")
     latest = latest_of(disk, root, checkpoints)
     metrics = sorted({name for checkpoint in checkpoints for name in checkpoint.metrics})
-    rows = [_row(checkpoint, checkpoint == latest) for checkpoint in checkpoints]
-    Output.put({"root": root, "checkpoints": rows, "uncommitted": uncommitted})
-    if not rows and not uncommitted:
-        Output.say(f"{root} holds no checkpoints.")
+    now_seconds = disk.modified_seconds(root)
+
+    def row_of(checkpoint: Checkpoint) -> dict[str, Any]:
+        return {
+            "step": checkpoint.step,
+            "name": checkpoint.name,
+            "path": checkpoint.path,
+            "nbytes": _nbytes_in(checkpoint.path),
+            "saved_seconds": checkpoint.saved_seconds,
+            "state": state_of_directory(disk, checkpoint.path, now_seconds).value,
+            "is_latest": checkpoint == latest,
+            "metrics": dict(checkpoint.metrics),
+            "provenance": dict(checkpoint.provenance),
+        }
+
+    def other(name: str, path: str, state: str) -> dict[str, Any]:
+        return {"step": step_of(name), "name": name, "path": path, "nbytes": _nbytes_in(path), "state": state}
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        rows = list(pool.map(row_of, checkpoints))
+    others = [
+        *(other(name, path, "being removed") for name, path in removals),
+        *(
+            other(os.path.basename(path), path, state_of_directory(disk, path, disk.modified_seconds(root)).value)
+            for path in uncommitted
+        ),
+    ]
+    Output.put({"root": root, "checkpoints": rows, "uncommitted": others})
+    if not rows and not others:
         return
     Output.table(
         ("step", "name", "size", "age", "state", *metrics),
         [
+            *((row["step"], row["name"], size(row["nbytes"]), None, row["state"]) for row in others),
             *(
                 (
                     *(row["step"], row["name"], size(row["nbytes"]), age(row["saved_seconds"])),
-                    "latest" if row["is_latest"] else "committed",
+                    row["state"] + (", latest" if row["is_latest"] else ""),
                     *(row["metrics"].get(name) for name in metrics),
                 )
                 for row in rows
-            ),
-            *(
-                (None, os.path.basename(path), None, None, "not committed", *(None for _ in metrics))
-                for path in uncommitted
             ),
         ],
         right=("step", "size", *metrics),
     )
 
 
-def _row(checkpoint: Checkpoint, is_latest: bool) -> dict[str, Any]:
-    return {
-        "step": checkpoint.step,
-        "name": checkpoint.name,
-        "path": checkpoint.path,
-        "nbytes": _nbytes_in(checkpoint.path),
-        "saved_seconds": checkpoint.saved_seconds,
-        "is_latest": is_latest,
-        "metrics": dict(checkpoint.metrics),
-        "provenance": dict(checkpoint.provenance),
-    }
+def check_root(root: str) -> None:
+    """Refuse what is no directory, without an import of torch.
+
+    Raises:
+        CommandFailed: it is not there, or no directory, or may not be read.
+    """
+    if not os.path.isdir(root):
+        raise CommandFailed(f"{root}: {what_is_there(PosixDisk(), root)}")
+    if not os.access(root, os.R_OK | os.X_OK):
+        raise CommandFailed(f"{root} cannot be read: check who owns the directory and with which mode")
 
 
 def _nbytes_in(path: str) -> int:
     """Bytes of all files in a directory; those that vanish meanwhile count nothing."""
-    return sum(_nbytes_of(os.path.join(directory, name)) for directory, _, names in os.walk(path) for name in names)
+    return sum(_sizes_in(path))
 
 
-def _nbytes_of(path: str) -> int:
+def _sizes_in(path: str) -> Iterator[int]:
     try:
-        return os.lstat(path).st_size
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    yield from _sizes_in(entry.path)
+                else:
+                    yield entry.stat(follow_symlinks=False).st_size
     except OSError:
-        return 0
+        return

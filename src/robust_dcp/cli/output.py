@@ -7,13 +7,20 @@ every text goes through :func:`safe_text`, and none is read as markup.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, ClassVar
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any, ClassVar, Protocol
 
 import msgspec
 import typer
 
 __all__ = ["CommandFailed", "Json", "Output", "number", "safe_text", "size"]
+
+
+class ShowProgress(Protocol):
+    """Moves a progress bar."""
+
+    def __call__(self, done_nbytes: int, total_nbytes: int | None = None) -> None: ...
 
 
 class CommandFailed(Exception):
@@ -52,6 +59,45 @@ class Output:
         """Print a line, at once."""
         if not cls.as_json:
             print(safe_text(text), flush=True)
+
+    @classmethod
+    def note(cls, text: str) -> None:
+        """Print a line for people. Where another program reads the output, it goes to stderr, beside the data."""
+        if not cls.as_json:
+            print(safe_text(text), file=sys.stdout if sys.stdout.isatty() else sys.stderr, flush=True)
+
+    @classmethod
+    @contextmanager
+    def progress(cls, what: str, total_nbytes: int) -> Iterator[ShowProgress]:
+        """A bar with the rate, on stderr, while the block runs. It is shown only in a terminal.
+
+        Yields:
+            A function that is told how many bytes are done so far, and how many there are if that is known by then.
+        """
+
+        def ignore(done_nbytes: int, total_nbytes: int | None = None) -> None:
+            pass
+
+        if cls.as_json or not sys.stderr.isatty():
+            yield ignore
+            return
+        from rich import progress
+        from rich.console import Console
+
+        columns = (
+            progress.TextColumn("{task.description}", markup=False),
+            progress.BarColumn(),
+            progress.DownloadColumn(binary_units=True),
+            progress.TransferSpeedColumn(),
+            progress.TimeRemainingColumn(),
+        )
+        with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(safe_text(what), total=total_nbytes)
+
+            def show(done_nbytes: int, total_nbytes: int | None = None) -> None:
+                bar.update(task, completed=done_nbytes, total=total_nbytes)
+
+            yield show
 
     @classmethod
     def table(cls, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[str] = ()) -> None:

@@ -112,7 +112,7 @@ def compare_tensors(
         first, second: the checkpoints' directories.
         names: the tensors. They are compared in the order of the first checkpoint's ``.metadata``.
         buffer_nbytes: about how much memory the pieces of both may take.
-        progress: called with the number of bytes of the first checkpoint that were compared since the last call.
+        progress: called with the number of bytes of the first checkpoint that were compared so far.
 
     Yields:
         The name and the difference of each tensor.
@@ -127,12 +127,14 @@ def compare_tensors(
         for name, entry in sides[0].metadata.state_dict_metadata.items()
         if name in wanted and isinstance(entry, TensorStorageMetadata)
     ]
+    done_nbytes = 0
     totals = {name: TensorDifference() for name, _ in entries}
     for batch, is_last in _batches(entries, buffer_nbytes // 8):
         found = zip(batch, *(side.read(batch) for side in sides), strict=True)
         for piece, one, other in found:
             totals[piece.name] += difference_of(one, other)
-        progress(sum(piece.nbytes for piece in batch))
+        done_nbytes += sum(piece.nbytes for piece in batch)
+        progress(done_nbytes)
         for name in is_last:
             yield name, totals.pop(name)
 

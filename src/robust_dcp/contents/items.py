@@ -41,6 +41,7 @@ class Chunk(NamedTuple):
         file: the data file that holds it, relative to the checkpoint; ``None`` if no file is named.
         start: its first byte in the file; ``None`` if only the file's own header says it.
         stored_nbytes: how many bytes it takes in the file; ``None`` likewise.
+        transforms: what was done to its bytes, such as compression, in the order of the writer.
     """
 
     offsets: tuple[int, ...]
@@ -48,6 +49,7 @@ class Chunk(NamedTuple):
     file: str | None
     start: int | None
     stored_nbytes: int | None
+    transforms: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ __all__ = ["METADATA_MAX_NBYTES", "holds_checkpoint", "read_contents"]
 
 METADATA_MAX_NBYTES: Final = 16 << 30
 _MAX_DIMENSIONS: Final = 64
+_NOWHERE: Final = (None, None, None)
 
-Places = dict[tuple[str, tuple[int, ...] | None], tuple[str, int | None, int | None]]
-"""File, first byte and length of a chunk, by the name and the offsets of the chunk."""
+Places = dict[tuple[str, tuple[int, ...] | None], tuple[str, int | None, int | None, tuple[str, ...]]]
+"""File, first byte, length and transforms of a chunk, by the name and the offsets of the chunk."""
 
 
 def holds_checkpoint(disk: Disk, path: str) -> bool:
@@ -103,7 +104,7 @@ def _of_safetensors(disk: Disk, path: str) -> Contents:
 
     metadata = metadata_of_shards(disk, path, shards)
     places: Places = {
-        (index.fqn, tuple(index.offset or ())): (info.relative_path, info.offset, info.length)
+        (index.fqn, tuple(index.offset or ())): (info.relative_path, info.offset, info.length, ())
         for index, info in metadata.storage_data.items()
     }
     tensors: dict[str, Any] = dict(metadata.state_dict_metadata)
@@ -142,8 +143,9 @@ def _places(storage_data: Any, names: Names, file: str) -> Places:
         start, nbytes = getattr(info, "offset", None), getattr(info, "length", None)
         if any(number is not None and (type(number) is not int or number < 0) for number in (start, nbytes)):
             raise corrupt(file, f"offset and length of {index.fqn}", f"{start!s:.60} and {nbytes!s:.60}")
+        transforms = tuple(str(each)[:60] for each in getattr(info, "transform_descriptors", None) or ())
         name = check_relative_path(getattr(info, "relative_path", None), file=file)
-        places[index.fqn, None if index.offset is None else _numbers(index.offset)] = (name, start, nbytes)
+        places[index.fqn, None if index.offset is None else _numbers(index.offset)] = (name, start, nbytes, transforms)
     return places
 
 
@@ -158,15 +160,14 @@ def _items(metadata: Any, names: Names, places: Places) -> tuple[Item, ...]:
             chunks = tuple(_chunk(name, _numbers(c.offsets), _numbers(c.sizes), places) for c in entry.chunks)
             found.append(Item(name, path, str(entry.properties.dtype), _numbers(entry.size), chunks))
         elif isinstance(entry, names["BytesStorageMetadata"]):
-            file, start, nbytes = places.get((name, None), (None, None, None))
-            found.append(Item(name, path, None, (), (Chunk((), (), file, start, nbytes),)))
+            found.append(Item(name, path, None, (), (Chunk((), (), *places.get((name, None), _NOWHERE)),)))
         else:
             raise TypeError(f"{name} is a {type(entry).__name__}")
     return tuple(sorted(found, key=lambda item: natural(item.name)))
 
 
 def _chunk(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], places: Places) -> Chunk:
-    place = places.get((name, offsets)) or places.get((name, None)) or (None, None, None)
+    place = places.get((name, offsets)) or places.get((name, None)) or _NOWHERE
     return Chunk(offsets, sizes, *place)
 
 

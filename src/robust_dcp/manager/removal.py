@@ -20,6 +20,7 @@ from typing import Final
 from robust_dcp.errors import StorageError
 from robust_dcp.manager.checkpoints import uncommitted_directories
 from robust_dcp.manager.latest import LATEST_NAME
+from robust_dcp.manager.paths import REMOVING_PREFIX
 from robust_dcp.report_file import REPORT_NAME
 from robust_dcp.storage.files.being_loaded import not_being_loaded
 from robust_dcp.storage.files.disk import Disk, storage_error
@@ -34,7 +35,7 @@ __all__ = ["finish_removals", "remove_checkpoint", "sweep_crashed_saves"]
 
 logger = logging.getLogger(__name__)
 
-_PREFIX: Final = ".robust_dcp.removing."
+
 _UNFINISHED: Final = re.compile(rf"(?:{re.escape(LATEST_NAME)}|{re.escape(TRACKER_NAME)})\.[0-9a-f]{{16}}\.tmp")
 _OLD_SECONDS: Final = 60.0
 
@@ -49,7 +50,7 @@ def remove_checkpoint(disk: Disk, path: str) -> bool:
         StorageError: a call failed. If the checkpoint has lost its name, :func:`finish_removals` goes on.
     """
     root, name = os.path.split(path)
-    doomed = os.path.join(root, f"{_PREFIX}{name}")
+    doomed = os.path.join(root, f"{REMOVING_PREFIX}{name}")
     if disk.exists(doomed):  # an earlier removal of that name was cut off
         _remove_tree(disk, doomed)
     with _alone(disk, path) as is_alone:
@@ -68,7 +69,7 @@ def finish_removals(disk: Disk, root: str) -> None:
         StorageError: a call failed.
     """
     for name in disk.list_directory(root):
-        if name.startswith(_PREFIX):
+        if name.startswith(REMOVING_PREFIX):
             _remove_tree(disk, os.path.join(root, name))
 
 

@@ -38,11 +38,8 @@ def what_is_there(disk: Disk, path: str) -> str:
     try:
         if not disk.exists(path):
             return _nearest_parent(disk, path)
-        try:
-            names = disk.list_directory(path)
-        except errors.StorageError:
-            return _of_file(disk, path)
-        return _of_directory(disk, path, names)
+        names = _names_in(disk, path)
+        return _of_file(disk, path) if names is None else _of_directory(disk, path, names)
     except errors.StorageError as error:  # we cannot look at it, so we report only that
         return error.message
 
@@ -53,9 +50,8 @@ def _nearest_parent(disk: Disk, path: str) -> str:
     parent = os.path.dirname(os.path.abspath(path))
     while not disk.exists(parent) and parent != os.path.dirname(parent):
         parent = os.path.dirname(parent)
-    try:
-        names = disk.list_directory(parent)
-    except errors.StorageError:
+    names = _names_in(disk, parent)
+    if names is None:
         return f"there is no such directory, and {_of_file(disk, parent)}"
     return (
         f"there is no such directory; the nearest parent that exists is {parent}, {_contents_of(disk, parent, names)}"
@@ -118,12 +114,19 @@ def _by_number(names: list[str]) -> list[str]:
     return sorted(names, key=key)
 
 
-def _is_checkpoint(disk: Disk, path: str, name: str) -> bool:
+def _names_in(disk: Disk, path: str) -> list[str] | None:
+    """The names in a directory; ``None`` if it is a file, or we may not look into it."""
+    if os.path.exists(path) and not (os.path.isdir(path) and os.access(path, os.R_OK)):
+        return None  # without an error, because errors need torch, whose import takes seconds
     try:
-        within = disk.list_directory(os.path.join(path, name))
-    except errors.StorageError:  # it is a file, or we may not look into it
-        return False
-    return METADATA_NAME in within or any(each.endswith(SAFETENSORS_SUFFIX) for each in within)
+        return disk.list_directory(path)
+    except errors.StorageError:
+        return None
+
+
+def _is_checkpoint(disk: Disk, path: str, name: str) -> bool:
+    within = _names_in(disk, os.path.join(path, name))
+    return within is not None and (METADATA_NAME in within or any(each.endswith(SAFETENSORS_SUFFIX) for each in within))
 
 
 def _tracked(disk: Disk, path: str, names: list[str]) -> str:

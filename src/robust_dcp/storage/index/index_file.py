@@ -121,6 +121,22 @@ class IndexFile:
         data = data or self.slab(section, first)
         return data[start - first * SLAB_NBYTES : end - first * SLAB_NBYTES]
 
+    def check_all(self) -> None:
+        """Compare the whole file with its checksums, and the gaps between sections with zeros.
+
+        Raises:
+            StorageError: it cannot be read.
+            DamagedIndex: its bytes are not what was written.
+        """
+        end = head_nbytes()
+        for section, (start, nbytes) in sorted(self._places.items(), key=lambda entry: entry[1]):
+            if start > end and any(self._read(end, start - end)):
+                raise self.damaged(f"the gap before {section} holds something")
+            if section != "checksums":  # compared with their own CRC-32 when the file was opened
+                for number in range(-(-nbytes // SLAB_NBYTES)):
+                    self.slab(section, number)
+            end = max(end, start + nbytes)
+
     def _read(self, offset: int, nbytes: int) -> bytes:
         if offset + nbytes <= len(self._beginning):
             return self._beginning[offset : offset + nbytes]

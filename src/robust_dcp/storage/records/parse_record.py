@@ -20,7 +20,7 @@ import torch
 
 from robust_dcp.storage.records.torch_zip import contiguous_strides, sample_pickle
 
-__all__ = ["ParsedRecord", "ZipMember", "parse_record", "zip_members"]
+__all__ = ["ParsedRecord", "ZipMember", "parse_record", "zip_members", "zip_members_in"]
 
 ReadRange = Callable[[int, int], bytes]
 """``read(offset, nbytes)``: bytes of the record; fewer, or none, past its end."""
@@ -109,9 +109,14 @@ def zip_members(data: bytes) -> dict[str, ZipMember]:
         ValueError: ``torch.save`` does not write such archives: members are compressed or encrypted, lie outside of the
             archive, overlap, or have the same name.
     """
-    window = _Window(lambda offset, nbytes: data[offset : offset + nbytes], len(data))
+    return zip_members_in(lambda offset, nbytes: data[offset : offset + nbytes], len(data))
+
+
+def zip_members_in(read: ReadRange, nbytes: int) -> dict[str, ZipMember]:
+    """As :func:`zip_members`, of an archive of ``nbytes`` bytes that need not be in memory."""
+    window = _Window(read, nbytes)
     try:
-        found, _ = _members(window, max_directory_nbytes=len(data))
+        found, _ = _members(window, max_directory_nbytes=nbytes)
         members = {
             name: ZipMember(_data_offset(window, member), member.nbytes, member.crc32) for name, member in found.items()
         }
@@ -120,7 +125,7 @@ def zip_members(data: bytes) -> dict[str, ZipMember]:
         raise ValueError(f"no zip archive as torch.save writes it: {text}") from None
     end = 0
     for member in sorted(members.values()):
-        if member.offset < end or member.offset + member.nbytes > len(data):
+        if member.offset < end or member.offset + member.nbytes > nbytes:
             raise ValueError(
                 "no zip archive as torch.save writes it: its members lie over each other, or outside of it"
             )

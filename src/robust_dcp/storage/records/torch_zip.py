@@ -40,6 +40,7 @@ __all__ = [
     "payload_view",
     "record_template",
     "sample_pickle",
+    "template_of",
 ]
 
 PAYLOAD_ALIGNMENT: Final = 64
@@ -47,6 +48,7 @@ PAYLOAD_ALIGNMENT: Final = 64
 
 _PREFIX: Final = "archive/"  # the folder in the archive when torch.save writes to a stream
 _DATA_NAME: Final = b"archive/data/0"
+_PICKLE_NAME: Final = "data.pkl"
 _UINT32_MAX: Final = 0xFFFFFFFF
 _DOS_DATE: Final = 0x0021  # 1980-01-01, the first date of the zip format; torch.save writes 0, which is not a date
 
@@ -59,6 +61,7 @@ _END64_LOCATOR: Final = struct.Struct("<4sIQI")
 _END: Final = struct.Struct("<4sHHHHIIH")
 _CRC: Final = struct.Struct("<I")
 _LOCAL_CRC_AT: Final = 14
+_LOCAL_SIZE_AT: Final = 18
 _CENTRAL_CRC_AT: Final = 16
 _VERSION_NEEDED: Final = 45  # zip64
 _PADDING_ID: Final = 0x4246  # "FB": the extra field that PyTorch's own writer pads with
@@ -132,9 +135,26 @@ def record_template(dtype: torch.dtype, shape: tuple[int, ...], requires_grad: b
     pickle_parts = _pickle_parts(dtype)
     if pickle_parts is None:
         return None
+    return _framed(pickle_parts.pickle_of(shape, requires_grad), dtype, tuple(shape), requires_grad)
+
+
+def template_of(header: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> RecordTemplate | None:
+    """The frame of a record that another version of torch pickled, by the pickle at the beginning of its ``header``.
+
+    Returns:
+        ``None`` if the header does not begin with a pickle as :func:`record_template` places it.
+    """
+    at = _LOCAL_HEADER.size + len(_PREFIX + _PICKLE_NAME)
+    if len(header) < at or header[_LOCAL_HEADER.size : at] != (_PREFIX + _PICKLE_NAME).encode():
+        return None
+    (nbytes,) = struct.unpack_from("<I", header, _LOCAL_SIZE_AT)
+    return _framed(header[at : at + nbytes], dtype, shape, requires_grad=False)
+
+
+def _framed(pickled: bytes, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> RecordTemplate:
     payload_nbytes = prod(shape) * dtype.itemsize
     members = [
-        ("data.pkl", pickle_parts.pickle_of(shape, requires_grad)),
+        (_PICKLE_NAME, pickled),
         ("version", b"3\n"),  # version of the archive format, as torch.save writes it and readers expect it
         ("byteorder", sys.byteorder.encode()),
     ]
@@ -152,7 +172,7 @@ def record_template(dtype: torch.dtype, shape: tuple[int, ...], requires_grad: b
     trailer = bytes(directory) + _end(len(members) + 1, directory_at, len(directory))
     return RecordTemplate(
         dtype=dtype,
-        shape=tuple(shape),
+        shape=shape,
         requires_grad=requires_grad,
         header_nbytes=len(header),
         payload_nbytes=payload_nbytes,

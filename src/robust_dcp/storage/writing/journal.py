@@ -22,7 +22,7 @@ from typing import Final
 
 import msgspec
 
-from robust_dcp.errors import StorageError
+from robust_dcp.on_demand import errors
 from robust_dcp.report_file import REPORT_NAME
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.mounts import boot_id
@@ -116,7 +116,7 @@ def await_announced(disk: Disk, directory: str, save_id: str) -> None:
     while not _nbytes_of_journal(disk, directory, save_id):
         if time.monotonic() > deadline_seconds:
             path = _path_of_journal(directory, save_id)
-            raise StorageError(
+            raise errors.StorageError(
                 f"{path} was created by another rank, and is not to be seen or still empty after "
                 f"{_WRITTEN_WITHIN_SECONDS:.0f} seconds: that rank has ended, or the file system shows it too late; "
                 "save again",
@@ -129,7 +129,7 @@ def await_announced(disk: Disk, directory: str, save_id: str) -> None:
 def _nbytes_of_journal(disk: Disk, directory: str, save_id: str) -> int | None:
     try:
         return disk.size(_path_of_journal(directory, save_id))
-    except StorageError as error:
+    except errors.StorageError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return None
         raise
@@ -202,7 +202,7 @@ class Journal:
                 self._disk.close(file)
             self._disk.fsync_directory(self._directory)
         except BaseException:
-            with contextlib.suppress(StorageError):
+            with contextlib.suppress(errors.StorageError):
                 self._disk.unlink(self.path)
             raise
 

@@ -1,0 +1,1 @@
+"""What ``robust-dcp doctor`` looks at. Nothing here imports torch."""

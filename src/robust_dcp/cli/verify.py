@@ -1,0 +1,140 @@
+"""``robust-dcp verify``: whether a checkpoint is whole, down to its last bit."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Annotated, Any, Final
+
+import typer
+
+from robust_dcp.cli.checkpoint import CheckpointPath, open_checkpoint, summary, summary_json
+from robust_dcp.cli.output import CommandFailed, Json, Output, number, size
+from robust_dcp.contents.checks.findings import Findings
+from robust_dcp.contents.checks.structure import check_structure, unnamed_data_files
+from robust_dcp.contents.items import Contents
+from robust_dcp.on_demand import errors
+from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.paths import METADATA_NAME
+
+__all__ = ["EXAMPLES", "run"]
+
+EXAMPLES: Final = (
+    "robust-dcp verify checkpoints/step_1000",
+    "robust-dcp verify checkpoints/step_1000 --fast",
+    "robust-dcp verify checkpoints/step_1000 --json | jq '.problems[].item'",
+)
+
+_MOST_JOBS: Final = 16
+_FEWEST_JOBS: Final = 4
+
+
+def run(
+    path: CheckpointPath,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", "-j", min=1, max=256, help="How many threads read.", show_default="4 to 16")
+    ] = None,
+    fast: Annotated[bool, typer.Option("--fast", help="Do not read data: structure, sizes, marks and index.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Find out whether a checkpoint is whole: structure, sizes, identity, and the checksums of all data.
+
+    Exit code 1 means that something is broken. Data that was written without checksums is counted as not verified.
+    """
+    findings = Findings()
+    seconds = 0.0
+    contents = _read(path, findings)
+    if contents is not None:
+        Output.note(summary(contents))
+        check_structure(contents, findings)
+        for name in unnamed_data_files(contents, sorted(os.listdir(path))):
+            findings.note(f"{name} does not belong to this checkpoint: a crashed save may have left it")
+        seconds = _verify(contents, findings, jobs or _default_jobs(), with_data=not fast)
+    if Output.as_json:
+        Output.put(_as_json(path, contents, findings, seconds, with_data=not fast))
+    else:
+        _show(contents, findings, seconds, with_data=not fast)
+    if findings.n_problems:
+        raise typer.Exit(1)
+
+
+def _read(path: str, findings: Findings) -> Contents | None:
+    """What the checkpoint holds; ``None`` if its ``.metadata`` is broken."""
+    try:
+        return open_checkpoint(path)
+    except CommandFailed:  # before the next line looks at our errors, which need torch
+        raise
+    except (errors.CorruptCheckpoint, errors.UnsafeCheckpoint) as error:
+        file = os.path.relpath(getattr(error, "file", None) or os.path.join(path, METADATA_NAME), path)
+        expected = getattr(error, "expected", None) or "a file of a checkpoint"
+        findings.broken(file, None, expected, getattr(error, "found", None) or error.message)
+        return None
+
+
+def _verify(contents: Contents, findings: Findings, jobs: int, *, with_data: bool) -> float:
+    """Look at the files. Returns how many seconds that took."""
+    # Only here, because it imports torch, and the first line is out.
+    from robust_dcp.contents.checks.verify import verify_files
+
+    started = time.perf_counter()
+    with Output.progress("verify", contents.file_nbytes) as show:
+        verify_files(
+            PosixDisk(),
+            contents,
+            findings,
+            jobs=jobs,
+            with_data=with_data,
+            on_progress=lambda: show(findings.checked_nbytes),
+        )
+    return time.perf_counter() - started
+
+
+def _default_jobs() -> int:
+    return min(_MOST_JOBS, max(_FEWEST_JOBS, len(os.sched_getaffinity(0))))
+
+
+def _show(contents: Contents | None, findings: Findings, seconds: float, *, with_data: bool) -> None:
+    for text in findings.notes:
+        Output.note(text)
+    for why, n_items, nbytes in findings.unverified:
+        Output.note(f"not verified: {size(nbytes)} of {number(n_items, 'item')}: {why}")
+    if contents is not None and contents.written_by == "torch":
+        Output.note(f"not verified: {METADATA_NAME} has no checksum, it was compared with the files only")
+    if findings.n_problems:
+        Output.table(("file", "item", "expected", "found"), findings.problems)
+        shown = len(findings.problems)
+        more = f", of which {shown:,} are shown" if findings.n_problems > shown else ""
+        Output.note(f"{_subject(contents)}broken: {number(findings.n_problems, 'problem')}{more}")
+        return
+    if not with_data:
+        Output.note("structure, sizes and marks are as they should be; data was not read")
+        return
+    rate = findings.checked_nbytes / max(seconds, 1e-9)
+    Output.note(
+        f"whole: {size(findings.verified_nbytes)} have their checksums; read {size(findings.checked_nbytes)} in "
+        f"{seconds:.1f} s, {size(rate)}/s"
+    )
+
+
+def _subject(contents: Contents | None) -> str:
+    """The beginning of a line about a checkpoint."""
+    return "" if contents is None else f"{contents.path} is "
+
+
+def _as_json(
+    path: str, contents: Contents | None, findings: Findings, seconds: float, *, with_data: bool
+) -> dict[str, Any]:
+    return {
+        **({"path": path} if contents is None else summary_json(contents)),
+        "is_whole": not findings.n_problems,
+        "with_data": with_data,
+        "problems": [each._asdict() for each in findings.problems],
+        "n_problems": findings.n_problems,
+        "notes": findings.notes,
+        "not_verified": [
+            {"why": why, "items": n_items, "nbytes": nbytes} for why, n_items, nbytes in findings.unverified
+        ],
+        "verified_nbytes": findings.verified_nbytes,
+        "checked_nbytes": findings.checked_nbytes,
+        "seconds": seconds,
+    }

@@ -1,0 +1,87 @@
+"""Commands answer without waiting for torch: an import of it takes longer than a person likes to wait."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# It runs a command, and notes whether torch and numpy were there when the first line came, and at the end.
+_PROGRAM = """
+import json, sys
+heavy = lambda: sorted({"torch", "numpy", "megatron"} & set(sys.modules))
+class Watched:
+    first = None
+    def __init__(self, stream): self.stream = stream
+    def write(self, text):
+        if Watched.first is None and text.strip():
+            Watched.first = heavy()
+        return len(text)
+    def flush(self): pass
+    def isatty(self): return False
+    def __getattr__(self, name): return getattr(self.stream, name)
+sys.stdout, sys.stderr = Watched(sys.stdout), Watched(sys.stderr)
+from robust_dcp.cli.app import main
+found = []
+for words in json.loads(sys.argv[1]):
+    sys.argv, Watched.first = ["robust-dcp", *words], None
+    try:
+        main()
+    except SystemExit as ended:
+        found.append([ended.code, Watched.first, heavy()])
+sys.__stdout__.write(json.dumps(found))
+"""
+
+
+def watched(*commands: list[str]) -> list[tuple[int, list[str], list[str]]]:
+    ran = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, json.dumps(commands)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "ROBUST_DCP": "0"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return [(code, first, end) for code, first, end in json.loads(ran.stdout)]
+
+
+def test_help_listings_and_the_doctor_never_import_torch_or_numpy(originals: Path) -> None:
+    commands = [
+        ["--help"],
+        ["--version"],
+        ["ls", str(originals)],
+        ["inspect", str(originals / "ours")],
+        ["inspect", str(originals / "stock"), "--table"],
+        ["inspect", str(originals / "megatron"), "--json"],
+        ["doctor", str(originals)],
+        ["prune", str(originals), "--keep-last", "1", "--dry-run"],
+    ]
+    for command, (code, first, end) in zip(commands, watched(*commands), strict=True):
+        assert (code, first, end) == (0, [], []), command
+
+
+def test_an_error_about_a_path_imports_neither(tmp_path: Path) -> None:
+    nowhere, file = str(tmp_path / "nowhere"), tmp_path / "file"
+    file.write_bytes(b"x")
+    commands = [
+        *([name, path] for name in ("ls", "inspect", "verify", "doctor") for path in (nowhere, str(file))),
+        *(["prune", path, "--keep-last", "1"] for path in (nowhere, str(file))),
+        ["verify", str(tmp_path)],
+        ["inspect", str(tmp_path)],
+        ["bench", str(file)],
+        ["no-such-command"],
+        ["verify"],
+    ]
+    for command, (code, first, end) in zip(commands, watched(*commands), strict=True):
+        assert (code, first, end) == (2, [], []), command
+
+
+@pytest.mark.parametrize("command", [["verify", "ours"], ["bench", "", "--seconds", "0.1"]])
+def test_the_first_line_of_a_command_that_needs_torch_comes_before_it(originals: Path, command: list[str]) -> None:
+    name, path, *more = command
+    ((code, first, end),) = watched([name, str(originals / path), *more])
+    assert (code, first) == (0, []) and "torch" in end

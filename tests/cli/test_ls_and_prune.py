@@ -1,0 +1,145 @@
+"""``ls`` says what goes on in each directory; ``prune`` removes what nobody keeps, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from robust_dcp.storage.files.being_loaded import needed_for_a_load
+from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.mounts import boot_id
+from robust_dcp.storage.writing.directory_lock import DirectoryLock
+from robust_dcp.storage.writing.journal import Journal, JournalRecord
+from tests.cli.commands import Shell
+
+
+@pytest.fixture
+def run(originals: Path, tmp_path: Path) -> Path:
+    """Checkpoints 1 to 4, the latest is 3, with a metric that is best in 2."""
+    for step in range(1, 5):
+        path = tmp_path / f"step_{step}"
+        shutil.copytree(originals / "ours", path)
+        loss = 0.1 if step == 2 else 1.0
+        (path / ".robust_dcp.step.json").write_bytes(msgspec.json.encode({"step": step, "metrics": {"loss": loss}}))
+    (tmp_path / "latest").write_text("step_3")
+    return tmp_path
+
+
+def names_in(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.is_dir())
+
+
+def states(shell: Shell, root: Path) -> dict[str, str]:
+    return {row[1]: row[4] for row in shell("ls", root).rows}
+
+
+def journal(path: Path, *, pid: int, host: str | None = None, boot: str | None = None) -> None:
+    path.mkdir(exist_ok=True)
+    record = JournalRecord(
+        save_id="0123456789abcdef0123456789abcdef",
+        host=socket.gethostname() if host is None else host,
+        pid=pid,
+        boot_id=boot_id() if boot is None else boot,
+        layout="torch",
+        ranks=1,
+        files=1,
+        replaces=(),
+        present=(),
+    )
+    Journal(PosixDisk(), str(path), record).write()
+
+
+def dead_pid() -> int:
+    pid = os.posix_spawn("/bin/true", ["true"], {})
+    os.waitpid(pid, 0)
+    return pid
+
+
+def test_ls_says_what_goes_on_in_each_directory(run: Path, shell: Shell) -> None:
+    journal(run / "step_5", pid=os.getpid())
+    journal(run / "step_6", pid=dead_pid())
+    journal(run / "step_7", pid=1, host="another", boot="another")
+    journal(run / "step_1", pid=os.getpid())
+    (run / "step_8").mkdir()
+    (run / "step_9").mkdir()
+    (run / "step_9" / "__0_0.distcp").write_bytes(b"x")
+    os.utime(run / "step_9" / "__0_0.distcp", (0, 0))
+    (run / "step_2").rename(run / ".robust_dcp.removing.step_2")
+    assert states(shell, run) == {
+        "step_1": "committed, saving now",
+        "step_2": "being removed",
+        "step_3": "committed, latest",
+        "step_4": "committed",
+        "step_5": "saving now",
+        "step_6": "crashed save",
+        "step_7": "saving or crashed",
+        "step_8": "empty",
+        "step_9": "not committed",
+    }
+    found = shell("ls", run, "--json").json
+    assert [each["step"] for each in found["checkpoints"]] == [1, 3, 4]
+    assert found["checkpoints"][1]["is_latest"] and found["checkpoints"][0]["metrics"] == {"loss": 1.0}
+
+
+def test_prune_keeps_what_the_rules_say_and_the_latest_and_the_newest(run: Path, shell: Shell) -> None:
+    ended = shell("prune", run, "--keep-best", "loss", "--yes")
+    assert ended.code == 0
+    assert names_in(run) == ["step_2", "step_3", "step_4"]  # the best, the latest, the newest
+    assert shell("prune", run, "--keep-every", 3, "--yes", "--json").json["removed"] == [str(run / "step_2")]
+    assert names_in(run) == ["step_3", "step_4"]
+
+
+def test_prune_only_shows_without_yes_where_it_cannot_ask(run: Path, shell: Shell) -> None:
+    before = names_in(run)
+    ended = shell("prune", run, "--keep-last", 1)
+    assert ended.code == 2 and "--yes" in ended.err
+    assert [(row[1], row[3]) for row in ended.rows] == [
+        ("step_1", "remove"),
+        ("step_2", "remove"),
+        ("step_3", "keep"),
+        ("step_4", "keep"),
+    ]
+    assert shell("prune", run, "--keep-last", 1, "--dry-run", "--yes").code == 0
+    assert names_in(run) == before
+
+
+def test_prune_leaves_what_is_being_loaded_or_saved(run: Path, shell: Shell) -> None:
+    disk = PosixDisk()
+    saving = DirectoryLock.take(disk, str(run / "step_2"), save_id="somebody")
+    with needed_for_a_load(disk, str(run / "step_1")):
+        ended = shell("prune", run, "--keep-last", 1, "--yes", "--json")
+    saving.release()
+    assert sorted(ended.json["in_use"]) == [str(run / "step_1"), str(run / "step_2")]
+    assert names_in(run) == ["step_1", "step_2", "step_3", "step_4"]
+
+
+def test_prune_never_removes_the_only_checkpoint_nor_follows_a_link(run: Path, shell: Shell, tmp_path: Path) -> None:
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (run / "step_4").rename(alone / "step_4")
+    (alone / "step_1").symlink_to(run / "step_1")
+    assert shell("prune", alone, "--keep-every", 1000, "--yes").code == 0
+    assert sorted(path.name for path in alone.iterdir()) == ["step_1", "step_4"]
+    assert (run / "step_1" / ".metadata").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "say what to keep"),
+        (("--keep-best", "los"), "no checkpoint has the metric 'los': they have loss"),
+        (("--keep-last", "1", "--largest"), "name the metric"),
+        (("--keep-last", "0"), "--keep-last"),
+    ],
+)
+def test_prune_refuses_rules_that_would_remove_by_mistake(
+    run: Path, shell: Shell, words: tuple[str, ...], said: str
+) -> None:
+    ended = shell("prune", run, *words, "--yes")
+    assert ended.code == 2 and said in ended.err
+    assert names_in(run) == ["step_1", "step_2", "step_3", "step_4"]

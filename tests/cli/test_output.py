@@ -1,0 +1,86 @@
+"""What all commands do with output: hostile names are inert, pipes may close, JSON is JSON, and help has examples."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from robust_dcp.cli import bench, doctor, inspect, ls, prune, verify
+from tests.cli.commands import Shell, in_a_process
+
+COMMANDS = {"bench": bench, "doctor": doctor, "inspect": inspect, "ls": ls, "prune": prune, "verify": verify}
+
+
+def in_a_terminal(*words: object, **environment: str) -> str:
+    """What a command prints into a terminal."""
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "robust_dcp.cli", *map(str, words)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TERM": "xterm", **environment},
+        stdout=theirs,
+        stderr=theirs,
+    ) as process:
+        os.close(theirs)
+        said = b""
+        while True:
+            try:
+                piece = os.read(ours, 65536)
+            except OSError:  # the other end was closed
+                break
+            if not piece:
+                break
+            said += piece
+        os.close(ours)
+        assert process.wait() == 0
+    return said.decode()
+
+
+def test_names_cannot_speak_to_a_terminal(originals: Path) -> None:
+    said = in_a_terminal("inspect", originals / "ours", "--table", NO_COLOR="1", COLUMNS="200")
+    assert "evil\\x1b]0;title\\x07[red]\\n\\tname" in said
+    assert "\x1b]0;" not in said and "\x1b[31m" not in said
+
+
+def test_a_name_with_a_tab_and_a_line_break_stays_one_field(originals: Path, shell: Shell) -> None:
+    rows = shell("inspect", originals / "ours", "--table").rows
+    assert {len(row) for row in rows} == {6}
+    assert "evil\\x1b]0;title\\x07[red]\\n\\tname" in {row[0] for row in rows}
+
+
+def test_a_pipe_that_is_closed_ends_a_command_quietly(originals: Path) -> None:
+    words = f"inspect {originals / 'ours'} --table"
+    command = f"{sys.executable} -m robust_dcp.cli {words} 2>&1 | true; echo ${{PIPESTATUS[0]}}"
+    ran = subprocess.run(
+        ["bash", "-c", command],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (ran.stdout, ran.stderr) == ("0\n", "")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_examples_json_and_the_words_of_the_command(name: str, shell: Shell) -> None:
+    ended = shell(name, "--help")
+    assert ended.code == 0
+    assert "--json" in ended.out
+    for example in COMMANDS[name].EXAMPLES:
+        assert example in ended.out
+
+
+@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"bench"}))
+def test_an_error_is_json_if_json_was_asked_for(name: str, shell: Shell, tmp_path: Path) -> None:
+    ended = shell(name, tmp_path / "nowhere", "--json")
+    assert ended.code == 2
+    assert "there is no such directory" in ended.json["error"]
+
+
+def test_the_script_of_the_shell_completes_commands() -> None:
+    ended = in_a_process(_ROBUST_DCP_COMPLETE="complete_bash", COMP_WORDS="robust-dcp ver", COMP_CWORD="1", TERM="dumb")
+    assert (ended.code, ended.out.split()) == (0, ["verify"])

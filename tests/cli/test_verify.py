@@ -1,0 +1,155 @@
+"""``robust-dcp verify`` says that whole checkpoints are whole, and finds any damage that a checksum can show."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from robust_dcp.testing.damage import cut_short, data_files, flip_bit
+from tests.cli.checkpoints import KINDS, OURS
+from tests.cli.commands import Shell
+
+CopyOf = Callable[[str], Path]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_whole_checkpoint_is_whole_and_all_of_its_data_has_checksums(
+    kind: str, originals: Path, shell: Shell
+) -> None:
+    ended = shell("verify", originals / kind, "--json")
+    assert ended.code == 0, ended
+    assert ended.json["is_whole"] and ended.json["problems"] == [] and ended.json["not_verified"] == []
+    verified = ended.json["verified_nbytes"]
+    items = shell("inspect", originals / kind, "--json").json["items"]
+    assert verified >= sum(each["nbytes"] for each in items if each["kind"] == "tensor") > 0
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_a_flipped_bit_anywhere_in_a_file_of_ours_is_found(kind: str, copy_of: CopyOf, shell: Shell) -> None:
+    path = copy_of(kind)
+    dice = random.Random(7)
+    missed = []
+    for file in sorted(path.iterdir()):
+        nbytes = file.stat().st_size
+        # The beginning, the end, and places in between: heads, frames, footers, gaps and data.
+        for offset in {*dice.sample(range(min(nbytes, 1500)), 8), *dice.sample(range(nbytes), 12), nbytes - 1}:
+            bit = dice.randrange(8)
+            flip_bit(file, offset, bit)
+            if shell("verify", path, "--jobs", 1).code != 1:
+                missed.append((file.name, offset, bit))
+            flip_bit(file, offset, bit)
+    assert missed == []
+    assert shell("verify", path).code == 0
+
+
+@pytest.mark.parametrize(("kind", "item"), [("stock", "model.large"), ("megatron", "decoder.weight")])
+def test_a_flipped_bit_in_data_of_stock_is_found_by_the_checksum_of_the_zip(
+    kind: str, item: str, copy_of: CopyOf, shell: Shell
+) -> None:
+    path = copy_of(kind)
+    chunk = next(each for each in shell("inspect", path, "--json").json["items"] if each["name"] == item)["chunks"][0]
+    flip_bit(path / chunk["file"], chunk["start"] + chunk["stored_nbytes"] // 2)
+    ended = shell("verify", path, "--json")
+    assert ended.code == 1
+    (problem,) = ended.json["problems"]
+    assert (problem["file"], problem["item"]) == (chunk["file"], item)
+    assert problem["expected"].startswith("CRC-32 ")
+
+
+def test_what_megatron_writes_beside_the_checkpoint_is_verified_too(copy_of: CopyOf, shell: Shell) -> None:
+    path = copy_of("megatron")
+    data = (path / "common.pt").read_bytes()
+    flip_bit(path / "common.pt", data.index(b"hidden"))
+    ended = shell("verify", path)
+    assert ended.code == 1
+    assert [row[0] for row in ended.rows] == ["common.pt"]
+
+
+@pytest.mark.parametrize("fast", [(), ("--fast",)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_is_cut_short_or_missing_is_found_without_reading_data(
+    kind: str, fast: tuple[str, ...], copy_of: CopyOf, shell: Shell
+) -> None:
+    path = copy_of(kind)
+    file = max(data_files(path), key=os.path.getsize)
+    cut_short(file, file.stat().st_size // 2)
+    ended = shell("verify", path, *fast)
+    assert ended.code == 1 and file.name in {row[0] for row in ended.rows}
+    file.unlink()
+    ended = shell("verify", path, *fast)
+    assert ended.code == 1 and [file.name, "", "no such file"] in [[row[0], row[1], row[3]] for row in ended.rows]
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_a_file_of_another_save_is_found_though_it_has_the_same_structure(
+    kind: str, copy_of: CopyOf, originals: Path, shell: Shell, tmp_path: Path
+) -> None:
+    import torch
+
+    import robust_dcp
+
+    paths = [tmp_path / "first", tmp_path / "second"]
+    for path in paths:
+        writer = robust_dcp.RobustWriter(path, options=robust_dcp.WriteOptions(layout=_layout(kind)))
+        robust_dcp.save({"weight": torch.ones(100)}, storage_writer=writer)
+    (file,) = [each for each in data_files(paths[0]) if each.stat().st_size > 400]
+    shutil.copy(paths[1] / file.name, file)
+    ended = shell("verify", paths[0], "--fast")
+    assert ended.code == 1
+    assert [row[0] for row in ended.rows] == [file.name] and "of save" in ended.rows[0][2]
+
+
+def _layout(kind: str) -> str:
+    return "safetensors" if kind == "safetensors" else "torch"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_torn_metadata_is_a_problem_and_not_a_crash(kind: str, copy_of: CopyOf, shell: Shell) -> None:
+    path = copy_of(kind)
+    cut_short(path / ".metadata", 40)
+    ended = shell("verify", path)
+    assert (ended.code, ended.rows[0][0]) == (1, ".metadata")
+
+
+def test_a_torn_index_and_one_of_another_save_are_found(copy_of: CopyOf, originals: Path, shell: Shell) -> None:
+    path = copy_of("ours")
+    cut_short(path / ".robust_dcp.index", 10)
+    assert [row[0] for row in shell("verify", path, "--fast").rows] == [".robust_dcp.index"]
+    shutil.copy(originals / "safetensors" / ".robust_dcp.index", path)
+    ended = shell("verify", path, "--fast")
+    assert ended.code == 1 and "another .metadata" in ended.rows[0][3]
+
+
+def test_data_without_checksums_is_said_to_be_not_verified(tmp_path: Path, shell: Shell) -> None:
+    import torch
+
+    import robust_dcp
+
+    writer = robust_dcp.RobustWriter(tmp_path, options=robust_dcp.WriteOptions(checksums=False))
+    robust_dcp.save({"weight": torch.ones(1000)}, storage_writer=writer)
+    ended = shell("verify", tmp_path, "--json")
+    assert ended.code == 0
+    ((found),) = ended.json["not_verified"]
+    assert (found["items"], found["nbytes"]) == (1, 4000)
+
+
+def test_a_leftover_beside_a_checkpoint_is_noted_and_is_no_damage(copy_of: CopyOf, shell: Shell) -> None:
+    path = copy_of("ours")
+    (path / "__77_0.distcp").write_bytes(b"left")
+    ended = shell("verify", path)
+    assert ended.code == 0 and "__77_0.distcp does not belong" in ended.err
+
+
+def test_a_link_out_of_the_checkpoint_is_not_followed(copy_of: CopyOf, shell: Shell, tmp_path: Path) -> None:
+    path = copy_of("ours")
+    file = max(data_files(path), key=os.path.getsize)
+    (tmp_path / "secret").write_bytes(file.read_bytes())
+    file.unlink()
+    file.symlink_to(tmp_path / "secret")
+    ended = shell("verify", path)
+    assert ended.code == 1 and "symbolic link out of the directory" in ended.out
