@@ -59,6 +59,8 @@ def test_help_listings_and_the_doctor_never_import_torch_or_numpy(originals: Pat
         ["inspect", str(originals / "megatron"), "--json"],
         ["doctor", str(originals)],
         ["prune", str(originals), "--keep-last", "1", "--dry-run"],
+        ["diff", str(originals / "ours"), str(originals / "stock")],
+        ["report", str(originals), "--json"],
     ]
     for command, (code, first, end) in zip(commands, watched(*commands), strict=True):
         assert (code, first, end) == (0, [], []), command
@@ -68,11 +70,13 @@ def test_an_error_about_a_path_imports_neither(tmp_path: Path) -> None:
     nowhere, file = str(tmp_path / "nowhere"), tmp_path / "file"
     file.write_bytes(b"x")
     commands = [
-        *([name, path] for name in ("ls", "inspect", "verify", "doctor") for path in (nowhere, str(file))),
+        *([name, path] for name in ("ls", "inspect", "verify", "doctor", "report") for path in (nowhere, str(file))),
         *(["prune", path, "--keep-last", "1"] for path in (nowhere, str(file))),
         ["verify", str(tmp_path)],
         ["inspect", str(tmp_path)],
         ["bench", str(file)],
+        ["diff", nowhere, str(file)],
+        ["copy", nowhere, str(file), "--limit", "fast"],
         ["no-such-command"],
         ["verify"],
     ]
@@ -80,8 +84,11 @@ def test_an_error_about_a_path_imports_neither(tmp_path: Path) -> None:
         assert (code, first, end) == (2, [], []), command
 
 
-@pytest.mark.parametrize("command", [["verify", "ours"], ["bench", "", "--seconds", "0.1"]])
-def test_the_first_line_of_a_command_that_needs_torch_comes_before_it(originals: Path, command: list[str]) -> None:
+@pytest.mark.parametrize("command", [["verify", "ours"], ["bench", "", "--seconds", "0.1"], ["copy", "ours", "copied"]])
+def test_the_first_line_of_a_command_that_needs_torch_comes_before_it(
+    originals: Path, tmp_path: Path, command: list[str]
+) -> None:
     name, path, *more = command
+    more = [str(tmp_path / each) if name == "copy" else each for each in more]
     ((code, first, end),) = watched([name, str(originals / path), *more])
     assert (code, first) == (0, []) and "torch" in end

@@ -1,0 +1,89 @@
+"""`robust-dcp copy` and `robust-dcp report` do what the functions below them do, and say it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import robust_dcp
+from robust_dcp.cli.copy import nbytes_in
+from robust_dcp.cli.output import CommandFailed
+from tests.cli.checkpoints import KINDS
+from tests.cli.commands import Shell
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_of_any_checkpoint_is_equal_and_made_once(
+    kind: str, originals: Path, tmp_path: Path, shell: Shell
+) -> None:
+    first = shell("copy", originals / kind, f"file://{tmp_path}/copied", "--json")
+    assert first.code == 0 and first.json["files"] > 0 and first.json["skipped_files"] == 0
+    assert shell("diff", originals / kind, tmp_path / "copied", "--values").code == 0
+    assert shell("verify", tmp_path / "copied").code == 0
+    assert shell("copy", originals / kind, tmp_path / "copied", "--json").json["files"] == 0
+
+
+def test_a_damaged_checkpoint_is_not_copied(copy_of: Callable[[str], Path], tmp_path: Path, shell: Shell) -> None:
+    damaged = copy_of("ours")
+    data = next(damaged.glob("*.distcp"))
+    changed = bytearray(data.read_bytes())
+    changed[len(changed) // 2] ^= 1
+    data.write_bytes(changed)
+    ended = shell("copy", damaged, tmp_path / "copied")
+    assert ended.code == 2 and data.name in ended.err
+    assert not (tmp_path / "copied" / ".metadata").exists()
+
+
+def test_what_is_at_the_target_stays_if_the_user_says_so(originals: Path, tmp_path: Path, shell: Shell) -> None:
+    robust_dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "there")
+    ended = shell("copy", originals / "ours", tmp_path / "there", "--no-overwrite")
+    assert ended.code == 2 and "there" in ended.err
+    assert shell("inspect", tmp_path / "there", "--json").json["tensors"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("500MB", 5e8), ("1.5GiB", 1.5 * 2**30), ("100", 100), ("2 k", 2000), ("3MB/s", 3e6)]
+)
+def test_a_rate_is_written_as_people_do(text: str, nbytes: float) -> None:
+    assert nbytes_in(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["fast", "0", "-1MB", "1XB", ""])
+def test_a_rate_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(CommandFailed, match="is no size"):
+        nbytes_in(text)
+
+
+@pytest.mark.parametrize("option", ["anon", "=1"])
+def test_a_store_option_without_a_key_or_a_value_is_refused(option: str, tmp_path: Path, shell: Shell) -> None:
+    ended = shell("copy", tmp_path, "s3://bucket/x", "--target-option", option)
+    assert ended.code == 2 and "key=value" in ended.err
+
+
+def test_the_page_of_a_run_lists_its_checkpoints(tmp_path: Path, shell: Shell) -> None:
+    manager = robust_dcp.CheckpointManager(tmp_path / "run")
+    for step in (10, 20):
+        manager.save(step, {"model": {"w": torch.ones(9) * step}})
+    page = tmp_path / "page.html"
+    ended = shell("report", tmp_path / "run", "--output", page)
+    assert ended.code == 0 and [row[0] for row in ended.rows[:2]] == ["step_10", "step_20"]
+    text = page.read_text()
+    assert text.startswith("<!doctype html>") and "step_10" in text and "http://" not in text.partition("<body")[0]
+    found = shell("report", tmp_path / "run", "--json").json
+    assert [(each["name"], each["plan"]["outcome"]) for each in found["reports"]][1] == ("step_20", "reused")
+
+
+def test_a_page_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path: Path, shell: Shell) -> None:
+    robust_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "run")
+    (tmp_path / "taken").mkdir()
+    ended = shell("report", tmp_path / "run", "--output", tmp_path / "taken")
+    assert ended.code == 2 and "cannot be written" in ended.err
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "taken"}
+
+
+def test_a_directory_without_reports_is_an_error(tmp_path: Path, shell: Shell) -> None:
+    ended = shell("report", tmp_path)
+    assert ended.code == 2 and str(tmp_path) in ended.err
