@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,16 +17,18 @@ from tests.cli.commands import Shell, in_a_process
 COMMANDS = {"bench": bench, "doctor": doctor, "inspect": inspect, "ls": ls, "prune": prune, "verify": verify}
 
 
-def in_a_terminal(*words: object, **environment: str) -> str:
-    """What a command prints into a terminal."""
+def in_a_terminal(*words: object, typed: bytes = b"", code: int = 0, **environment: str) -> str:
+    """What a command prints into a terminal, where a person has ``typed`` something."""
     ours, theirs = pty.openpty()
     with subprocess.Popen(
         [sys.executable, "-m", "robust_dcp.cli", *map(str, words)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TERM": "xterm", **environment},
+        stdin=theirs,
         stdout=theirs,
         stderr=theirs,
     ) as process:
         os.close(theirs)
+        os.write(ours, typed)
         said = b""
         while True:
             try:
@@ -36,7 +39,7 @@ def in_a_terminal(*words: object, **environment: str) -> str:
                 break
             said += piece
         os.close(ours)
-        assert process.wait() == 0
+        assert process.wait() == code
     return said.decode()
 
 
@@ -44,6 +47,16 @@ def test_names_cannot_speak_to_a_terminal(originals: Path) -> None:
     said = in_a_terminal("inspect", originals / "ours", "--table", NO_COLOR="1", COLUMNS="200")
     assert "evil\\x1b]0;title\\x07[red]\\n\\tname" in said
     assert "\x1b]0;" not in said and "\x1b[31m" not in said
+
+
+def test_prune_asks_in_a_terminal_and_removes_what_was_agreed_to(originals: Path, tmp_path: Path) -> None:
+    for step in (1, 2):
+        shutil.copytree(originals / "ours", tmp_path / f"step_{step}")
+    assert "Remove step_1?" in in_a_terminal("prune", tmp_path, "--keep-last", 1, typed=b"n\n", code=2)
+    assert "stopped" in in_a_terminal("prune", tmp_path, "--keep-last", 1, typed=b"\x04", code=130)
+    assert (tmp_path / "step_1").exists()
+    assert "1 checkpoint removed" in in_a_terminal("prune", tmp_path, "--keep-last", 1, typed=b"y\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
 
 
 def test_a_name_with_a_tab_and_a_line_break_stays_one_field(originals: Path, shell: Shell) -> None:

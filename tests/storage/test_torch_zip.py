@@ -21,6 +21,7 @@ from robust_dcp.storage.records.torch_zip import (
     is_fixed_size,
     payload_view,
     record_template,
+    template_of,
 )
 
 DTYPES = sorted(
@@ -48,6 +49,16 @@ def record_of(tensor: torch.Tensor) -> bytes:
     record = template.header(crc) + payload + template.trailer(crc)
     assert len(record) == template.nbytes
     return record
+
+
+def test_a_frame_is_made_again_from_the_pickle_in_its_header_though_another_torch_pickled_it() -> None:
+    here = record_template(torch.float32, (3, 4))
+    other = record_template(torch.float32, (3, 4), requires_grad=True)  # the same length, another pickle
+    assert here is not None and other is not None
+    found = template_of(other.header(7), torch.float32, (3, 4))
+    assert found is not None and found.header(7) == other.header(7) != here.header(7)
+    assert found.trailer(7) == other.trailer(7) != here.trailer(7)
+    assert template_of(b"x" * 200, torch.float32, (3, 4)) is None
 
 
 def saved_by_torch(tensor: torch.Tensor) -> bytes:

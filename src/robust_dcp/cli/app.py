@@ -59,7 +59,7 @@ def main() -> NoReturn:
     try:
         code = app(prog_name="robust-dcp", standalone_mode=False) or 0
         sys.stdout.flush()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):  # the latter at a question
         code = _STOPPED
     except BrokenPipeError:
         _reader_has_left()

@@ -14,6 +14,7 @@ from robust_dcp.contents.checks.findings import Findings
 from robust_dcp.contents.checks.structure import check_structure, unnamed_data_files
 from robust_dcp.contents.items import Contents
 from robust_dcp.on_demand import errors
+from robust_dcp.storage.files.being_loaded import needed_for_a_load
 from robust_dcp.storage.files.disk import PosixDisk
 from robust_dcp.storage.files.paths import METADATA_NAME
 
@@ -76,16 +77,22 @@ def _verify(contents: Contents, findings: Findings, jobs: int, *, with_data: boo
     # Only here, because it imports torch, and the first line is out.
     from robust_dcp.contents.checks.verify import verify_files
 
+    disk = PosixDisk()
+    metadata = os.path.join(contents.path, METADATA_NAME)
+    before = disk.fingerprint(metadata) if disk.exists(metadata) else None
     started = time.perf_counter()
-    with Output.progress("verify", contents.file_nbytes) as show:
+    # A manager does not remove a checkpoint that is read.
+    with needed_for_a_load(disk, contents.path), Output.progress("verify", contents.file_nbytes) as show:
         verify_files(
-            PosixDisk(),
+            disk,
             contents,
             findings,
             jobs=jobs,
             with_data=with_data,
             on_progress=lambda: show(findings.checked_nbytes),
         )
+    if before is not None and (not disk.exists(metadata) or disk.fingerprint(metadata) != before):
+        raise CommandFailed(f"{contents.path} was saved to, or removed, while it was verified: run verify again")
     return time.perf_counter() - started
 
 
@@ -110,8 +117,9 @@ def _show(contents: Contents | None, findings: Findings, seconds: float, *, with
         Output.note("structure, sizes and marks are as they should be; data was not read")
         return
     rate = findings.checked_nbytes / max(seconds, 1e-9)
+    start = "no damage found, and not all could be verified" if findings.unverified_nbytes else "whole"
     Output.note(
-        f"whole: {size(findings.verified_nbytes)} have their checksums; read {size(findings.checked_nbytes)} in "
+        f"{start}: {size(findings.verified_nbytes)} have their checksums; read {size(findings.checked_nbytes)} in "
         f"{seconds:.1f} s, {size(rate)}/s"
     )
 

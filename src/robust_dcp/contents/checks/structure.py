@@ -11,9 +11,9 @@ from collections import defaultdict
 
 from robust_dcp.contents.checks.findings import Findings
 from robust_dcp.contents.items import Chunk, Contents, Item, itemsize
-from robust_dcp.storage.files.paths import METADATA_NAME, holds_raw_bytes
+from robust_dcp.storage.files.paths import METADATA_NAME, holds_raw_bytes, is_data_file
 
-__all__ = ["check_structure"]
+__all__ = ["check_structure", "unnamed_data_files"]
 
 
 def check_structure(contents: Contents, findings: Findings) -> None:
@@ -100,7 +100,5 @@ def _check_overlap(file: str, ranges: list[tuple[int, int, str]], findings: Find
 
 def unnamed_data_files(contents: Contents, names: list[str]) -> list[str]:
     """Data files beside the checkpoint that do not belong to it."""
-    from robust_dcp.storage.files.paths import is_data_file
-
     named = {os.path.basename(file.name) for file in contents.files}
     return [name for name in names if is_data_file(name) and name not in named]
