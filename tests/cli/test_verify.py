@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from robust_dcp.report_file import REPORT_NAME
 from robust_dcp.testing.damage import cut_short, data_files, flip_bit
 from tests.cli.checkpoints import KINDS, OURS
 from tests.cli.commands import Shell
@@ -34,7 +35,8 @@ def test_a_flipped_bit_anywhere_in_a_file_of_ours_is_found(kind: str, copy_of: C
     path = copy_of(kind)
     dice = random.Random(7)
     missed = []
-    for file in sorted(path.iterdir()):
+    # The report is for people. No load reads it, and it has no checksum.
+    for file in sorted(each for each in path.iterdir() if each.name != REPORT_NAME):
         nbytes = file.stat().st_size
         # The beginning, the end, and places in between: heads, frames, footers, gaps and data.
         for offset in {*dice.sample(range(min(nbytes, 1500)), 8), *dice.sample(range(nbytes), 12), nbytes - 1}:
