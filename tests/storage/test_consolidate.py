@@ -23,7 +23,7 @@ from robust_dcp import CorruptCheckpoint, RobustReader, RobustWriter, StorageErr
 from robust_dcp.storage import consolidate
 from robust_dcp.storage.files.disk import OpenFile, PosixDisk
 from robust_dcp.storage.layouts import LAYOUTS
-from robust_dcp.storage.model_file import boxes_of
+from robust_dcp.storage.pieces import boxes_of
 from robust_dcp.testing.fingerprints import differences
 from robust_dcp.testing.ranks import run_ranks, values
 from tests.storage.test_safetensors_judges import blank, floating, sharded, tensors

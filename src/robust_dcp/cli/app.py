@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, NoReturn
 
 import typer
 
-from robust_dcp.cli import bench, copy, diff, doctor, inspect, ls, prune, report, verify
+from robust_dcp.cli import bench, convert, copy, diff, doctor, inspect, ls, prune, report, verify
 from robust_dcp.cli.output import CommandFailed, Output, safe_text
 from robust_dcp.version import __version__
 
@@ -33,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for _command in (inspect, verify, diff, copy, report, ls, prune, bench, doctor):
+for _command in (inspect, verify, diff, convert, copy, report, ls, prune, bench, doctor):
     _name = _command.__name__.rpartition(".")[2]
     app.command(_name, epilog="\b\nExamples:\n" + "\n".join(f"  {each}" for each in _command.EXAMPLES))(_command.run)
 

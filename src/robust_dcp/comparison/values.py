@@ -6,35 +6,18 @@ Both checkpoints may be cut into chunks in any way. Objects are compared as byte
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from robust_dcp.comparison.tensor_difference import TensorDifference, difference_of
 from robust_dcp.errors import UnsafeCheckpoint
-from robust_dcp.storage.model_file import boxes_of
-from robust_dcp.storage.reader import RobustReader
+from robust_dcp.storage.pieces import NamedTensor, PieceReader, batches_of
 from robust_dcp.storage.records.objects import load_object
 
 __all__ = ["DifferingObject", "compare_objects", "compare_tensors"]
-
-
-class _Piece(NamedTuple):
-    """A box of a tensor."""
-
-    name: str
-    dtype: torch.dtype
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.lengths).numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -44,58 +27,6 @@ class DifferingObject:
     name: str
     first: str
     second: str
-
-
-class _Side:
-    """One of the two checkpoints."""
-
-    def __init__(self, path: str, buffer_nbytes: int) -> None:
-        # Nothing runs the objects: they are captured as bytes, and loaded as data below.
-        self.reader = RobustReader(path, buffer_bytes=buffer_nbytes, trusted=True)
-        self.metadata: Metadata = self.reader.read_metadata()
-        self.reader.set_up_storage_reader(self.metadata, True)
-        self.path = path
-
-    def read(self, pieces: Sequence[_Piece]) -> list[torch.Tensor]:
-        targets = [torch.empty(piece.lengths, dtype=piece.dtype) for piece in pieces]
-        items: list[ReadItem] = []
-        for number, piece in enumerate(pieces):
-            entry = self.metadata.state_dict_metadata[piece.name]
-            if not piece.nbytes or not isinstance(entry, TensorStorageMetadata):
-                continue
-            chunk = ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.lengths))
-            items += [
-                replace(item, dest_index=MetadataIndex(piece.name, chunk.offsets, number))
-                for item in create_read_items_for_chunk_list(piece.name, entry, [chunk])
-            ]
-        self.reader.read_data(LoadPlan(items), _Into(targets)).wait()
-        return targets
-
-    def object_bytes(self, name: str) -> bytes:
-        index = MetadataIndex(name)
-        nothing = torch.Size((0,))
-        item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
-        planner = _Into(())
-        self.reader.read_data(LoadPlan([item]), planner).wait()
-        return planner.found[name]
-
-
-class _Into(DefaultLoadPlanner):
-    """Takes what was read. The ``index`` of a tensor's destination is the number of the target."""
-
-    def __init__(self, targets: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self._targets = targets
-        self.found: dict[str, bytes] = {}
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        target = self._targets[read_item.dest_index.index or 0]
-        for dimension, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            target = target.narrow(dimension, offset, length)
-        return target
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        self.found[read_item.storage_index.fqn] = value.read()
 
 
 def compare_tensors(
@@ -120,44 +51,23 @@ def compare_tensors(
     Raises:
         CorruptCheckpoint, StorageError: something cannot be read.
     """
-    sides = _Side(first, buffer_nbytes // 4), _Side(second, buffer_nbytes // 4)
+    sides = [PieceReader(path, buffer_nbytes=buffer_nbytes // 4) for path in (first, second)]
     wanted = set(names)
-    entries = [
-        (name, entry)
+    tensors = [
+        NamedTensor(name, entry.properties.dtype, tuple(entry.size))
         for name, entry in sides[0].metadata.state_dict_metadata.items()
         if name in wanted and isinstance(entry, TensorStorageMetadata)
     ]
     done_nbytes = 0
-    totals = {name: TensorDifference() for name, _ in entries}
-    for batch, is_last in _batches(entries, buffer_nbytes // 8):
-        found = zip(batch, *(side.read(batch) for side in sides), strict=True)
-        for piece, one, other in found:
-            totals[piece.name] += difference_of(one, other)
+    totals = {tensor.name: TensorDifference() for tensor in tensors}
+    for batch in batches_of(tensors, buffer_nbytes // 8):
+        for piece, one, other in zip(batch, *(side.read(batch) for side in sides), strict=True):
+            totals[piece.tensor.name] += difference_of(one, other)
         done_nbytes += sum(piece.nbytes for piece in batch)
         progress(done_nbytes)
-        for name in is_last:
-            yield name, totals.pop(name)
-
-
-def _batches(
-    entries: Sequence[tuple[str, TensorStorageMetadata]], nbytes: int
-) -> Iterator[tuple[list[_Piece], list[str]]]:
-    """Pieces of at most ``nbytes`` together, and the names of tensors whose last piece is among them."""
-    batch: list[_Piece] = []
-    ended: list[str] = []
-    filled = 0
-    for name, entry in entries:
-        dtype = entry.properties.dtype
-        for offsets, lengths in boxes_of(tuple(entry.size), max(nbytes // dtype.itemsize, 1)):
-            piece = _Piece(name, dtype, offsets, lengths)
-            if batch and filled + piece.nbytes > nbytes:
-                yield batch, ended
-                batch, ended, filled = [], [], 0
-            batch.append(piece)
-            filled += piece.nbytes
-        ended.append(name)
-    if batch:
-        yield batch, ended
+        for piece in batch:
+            if piece.is_last:
+                yield piece.tensor.name, totals.pop(piece.tensor.name)
 
 
 def compare_objects(first: str, second: str, names: Sequence[str]) -> Iterator[DifferingObject]:
@@ -168,15 +78,13 @@ def compare_objects(first: str, second: str, names: Sequence[str]) -> Iterator[D
     Raises:
         CorruptCheckpoint, StorageError: something cannot be read.
     """
-    sides = _Side(first, 64 << 20), _Side(second, 64 << 20)
+    sides = [PieceReader(path, buffer_nbytes=64 << 20) for path in (first, second)]
     for name in names:
         one, other = (side.object_bytes(name) for side in sides)
         if one == other:
             continue
         try:
-            values = [
-                load_object(data, file=side.path, item=name) for data, side in zip((one, other), sides, strict=True)
-            ]
+            values = [load_object(data, file=path, item=name) for data, path in ((one, first), (other, second))]
         except UnsafeCheckpoint:
             yield DifferingObject(name, f"{len(one)} bytes", f"{len(other)} other bytes")
             continue

@@ -11,11 +11,12 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from robust_dcp.errors import StorageError, entry_point
@@ -23,10 +24,10 @@ from robust_dcp.storage.files.disk import Disk, OpenFile, PosixDisk
 from robust_dcp.storage.files.paths import SAFETENSORS_SUFFIX, directory_path, is_url
 from robust_dcp.storage.layouts.safetensors_head import DTYPES, METADATA_KEY
 from robust_dcp.storage.metadata.shard_metadata import shards_in
-from robust_dcp.storage.model_file import ModelTensor, write_model_file
-from robust_dcp.storage.reader import RobustReader
+from robust_dcp.storage.model_file import write_model_file
+from robust_dcp.storage.pieces import NamedTensor, Piece, PieceReader
 
-__all__ = ["INDEX_NAME", "ConsolidateReport", "consolidate"]
+__all__ = ["INDEX_NAME", "ConsolidateReport", "check_dtypes", "consolidate", "in_shards", "index_of"]
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 
@@ -91,10 +92,8 @@ def consolidate(
         raise ValueError(f"max_shard_bytes and buffer_bytes must be positive, got {max_shard_bytes}, {buffer_bytes}")
     disk = PosixDisk() if disk is None else disk
     directory = directory_path(output)
-    reader = RobustReader(path, disk=None if is_url(path) else disk, buffer_bytes=buffer_bytes)
-    metadata = reader.read_metadata()
-    reader.set_up_storage_reader(metadata, True)
-    tensors, skipped = _chosen(metadata, keys)
+    reader = PieceReader(path, disk=None if is_url(path) else disk, buffer_nbytes=buffer_bytes)
+    tensors, skipped = _chosen(reader.metadata, keys)
     disk.mkdirs(directory)
     present = shards_in(disk, directory)
     if present:
@@ -103,26 +102,34 @@ def consolidate(
             path=directory,
             operation="begin",
         )
-    shards = _in_shards(tensors, max_shard_bytes)
-    names = [f"model-{number:05d}-of-{len(shards):05d}{SAFETENSORS_SUFFIX}" for number in range(1, len(shards) + 1)]
+    shards = in_shards(tensors, max_shard_bytes)
+
+    def fill(pieces: Sequence[Piece], view: memoryview) -> None:
+        targets, at = [], 0
+        for piece in pieces:
+            flat = torch.frombuffer(view[at : at + piece.nbytes], dtype=torch.uint8) if piece.nbytes else torch.empty(0)
+            targets.append(flat.view(piece.tensor.dtype).view(piece.lengths) if piece.nbytes else flat)
+            at += piece.nbytes
+        reader.read_into(pieces, targets)
+
     with _Unfinished(disk, directory) as unfinished:
-        for name, shard in zip(names, shards, strict=True):
+        for name, shard in shards.items():
             file = unfinished.create(name)
-            write_model_file(disk, file, shard, reader, metadata, buffer_nbytes=buffer_bytes)
+            write_model_file(disk, file, shard, fill, buffer_nbytes=buffer_bytes)
             unfinished.complete(file)
         index = unfinished.create(INDEX_NAME)
-        disk.pwrite(index, _index_of(names, shards), 0)
+        disk.pwrite(index, index_of(shards), 0)
         unfinished.complete(index)
         unfinished.publish()
     return ConsolidateReport(
-        files=(*names, INDEX_NAME),
+        files=(*shards, INDEX_NAME),
         tensors=len(tensors),
         nbytes=sum(tensor.nbytes for tensor in tensors),
         skipped=skipped,
     )
 
 
-def _chosen(metadata: Metadata, keys: Collection[str] | None) -> tuple[list[ModelTensor], tuple[str, ...]]:
+def _chosen(metadata: Metadata, keys: Collection[str] | None) -> tuple[list[NamedTensor], tuple[str, ...]]:
     """The tensors to write, in the order of the metadata, and the names of items that are not tensors."""
     entries = metadata.state_dict_metadata
     wanted = entries.keys() if keys is None else set(keys)
@@ -132,21 +139,31 @@ def _chosen(metadata: Metadata, keys: Collection[str] | None) -> tuple[list[Mode
         problem = f"has no {missing[0]!r}" if missing else f"has an object and no tensor called {objects[0]!r}"
         raise ValueError(f"the checkpoint {problem}; choose keys among those of its tensors")
     tensors = [
-        ModelTensor(name, entry.properties.dtype, tuple(entry.size))
+        NamedTensor(name, entry.properties.dtype, tuple(entry.size))
         for name, entry in entries.items()
         if name in wanted and isinstance(entry, TensorStorageMetadata)
     ]
-    for tensor in tensors:
-        if str(tensor.dtype).removeprefix("torch.") not in DTYPES or tensor.name == METADATA_KEY:
-            raise ValueError(
-                f"safetensors cannot hold {tensor.name!r}, a tensor of {tensor.dtype}; pass keys without it"
-            )
+    check_dtypes(tensors, "pass keys without it")
     return tensors, objects
 
 
-def _in_shards(tensors: Sequence[ModelTensor], max_nbytes: int) -> list[list[ModelTensor]]:
-    """Divide the tensors among files, in order. Each file has at least one tensor, and there is at least one file."""
-    shards: list[list[ModelTensor]] = [[]]
+def check_dtypes(tensors: Sequence[NamedTensor], what_to_do: str) -> None:
+    """Find a tensor that safetensors cannot hold.
+
+    Raises:
+        ValueError: there is one. The message ends with ``what_to_do``.
+    """
+    for tensor in tensors:
+        if str(tensor.dtype).removeprefix("torch.") not in DTYPES or tensor.name == METADATA_KEY:
+            raise ValueError(f"safetensors cannot hold {tensor.name!r}, a tensor of {tensor.dtype}; {what_to_do}")
+
+
+def in_shards(tensors: Sequence[NamedTensor], max_nbytes: int) -> dict[str, list[NamedTensor]]:
+    """Divide the tensors among files, in order, by the names that Hugging Face gives these.
+
+    Each file has at least one tensor, and there is at least one file.
+    """
+    shards: list[list[NamedTensor]] = [[]]
     filled = 0
     for tensor in tensors:
         if shards[-1] and filled + tensor.nbytes > max_nbytes:
@@ -154,12 +171,15 @@ def _in_shards(tensors: Sequence[ModelTensor], max_nbytes: int) -> list[list[Mod
             filled = 0
         shards[-1].append(tensor)
         filled += tensor.nbytes
-    return shards
+    return {
+        f"model-{number:05d}-of-{len(shards):05d}{SAFETENSORS_SUFFIX}": shard for number, shard in enumerate(shards, 1)
+    }
 
 
-def _index_of(names: Sequence[str], shards: Sequence[Sequence[ModelTensor]]) -> bytes:
-    total = sum(tensor.nbytes for shard in shards for tensor in shard)
-    weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+def index_of(shards: Mapping[str, Sequence[NamedTensor]]) -> bytes:
+    """The bytes of ``model.safetensors.index.json``."""
+    total = sum(tensor.nbytes for shard in shards.values() for tensor in shard)
+    weight_map = {tensor.name: name for name, shard in shards.items() for tensor in shard}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2).encode()
 
 

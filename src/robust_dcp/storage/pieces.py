@@ -1,0 +1,162 @@
+"""Reads a checkpoint in pieces, so that memory stays bounded whatever the sizes of its tensors.
+
+This module cuts tensors into boxes and reads them through ``RobustReader``, which compares them with their checksums.
+``model_file``, ``comparison`` and ``conversion`` call it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.reader import RobustReader
+
+__all__ = ["NamedTensor", "Piece", "PieceReader", "batches_of", "boxes_of"]
+
+
+class NamedTensor(NamedTuple):
+    """A tensor of a checkpoint, or one to write."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class Piece(NamedTuple):
+    """A box of a tensor with elements that follow each other in the tensor's data.
+
+    Attributes:
+        number: the number of the tensor among those that were cut.
+        is_last: whether no piece of the tensor follows.
+    """
+
+    number: int
+    tensor: NamedTensor
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    is_last: bool
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.lengths) * self.tensor.dtype.itemsize
+
+
+def batches_of(tensors: Iterable[NamedTensor], nbytes: int) -> Iterator[list[Piece]]:
+    """All pieces of some tensors, in order, as many at a time as fit into ``nbytes``."""
+    batch: list[Piece] = []
+    filled = 0
+    for number, tensor in enumerate(tensors):
+        left = prod(tensor.shape)
+        for offsets, lengths in boxes_of(tensor.shape, max(nbytes // tensor.dtype.itemsize, 1)):
+            left -= prod(lengths)
+            piece = Piece(number, tensor, offsets, lengths, left == 0)
+            if batch and filled + piece.nbytes > nbytes:
+                yield batch
+                batch, filled = [], 0
+            batch.append(piece)
+            filled += piece.nbytes
+    if batch:
+        yield batch
+
+
+def boxes_of(shape: tuple[int, ...], max_numel: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offsets, lengths) of boxes of at most ``max_numel`` elements.
+
+    One after the other, they hold all elements of the tensor in their order.
+    """
+    if prod(shape) <= max_numel:
+        yield (0,) * len(shape), shape
+        return
+    row = prod(shape[1:])
+    if row > max_numel:
+        for place in range(shape[0]):
+            for offsets, lengths in boxes_of(shape[1:], max_numel):
+                yield (place, *offsets), (1, *lengths)
+        return
+    step = max_numel // row
+    zeros = (0,) * (len(shape) - 1)
+    for begin in range(0, shape[0], step):
+        yield (begin, *zeros), (min(step, shape[0] - begin), *shape[1:])
+
+
+class PieceReader:
+    """Reads pieces of tensors, and objects as bytes. Nothing runs the objects.
+
+    Args:
+        path: the checkpoint's directory.
+        buffer_nbytes: most bytes that were read and not yet handed over.
+        disk: the file system.
+
+    Attributes:
+        metadata: DCP's ``Metadata`` of the checkpoint.
+
+    Raises:
+        StorageError, CorruptCheckpoint: there is no checkpoint, or it cannot be read. All methods raise them, too.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, buffer_nbytes: int, disk: Disk | None = None) -> None:
+        # `trusted`: the bytes of objects are handed over as they are. Whoever loads them decides how.
+        self._reader = RobustReader(path, buffer_bytes=buffer_nbytes, trusted=True, disk=disk)
+        self.metadata: Metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self.metadata, True)
+
+    def read_into(self, pieces: Sequence[Piece], targets: Sequence[torch.Tensor]) -> None:
+        """Read each piece into a tensor of its dtype and shape."""
+        items: list[ReadItem] = []
+        for number, piece in enumerate(pieces):
+            entry = self.metadata.state_dict_metadata[piece.tensor.name]
+            if not piece.nbytes or not isinstance(entry, TensorStorageMetadata):
+                continue
+            chunk = ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.lengths))
+            items += [
+                replace(item, dest_index=MetadataIndex(piece.tensor.name, chunk.offsets, number))
+                for item in create_read_items_for_chunk_list(piece.tensor.name, entry, [chunk])
+            ]
+        self._reader.read_data(LoadPlan(items), _Into(targets)).wait()
+
+    def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        """New tensors with the data of these pieces."""
+        targets = [torch.empty(piece.lengths, dtype=piece.tensor.dtype) for piece in pieces]
+        self.read_into(pieces, targets)
+        return targets
+
+    def object_bytes(self, name: str) -> bytes:
+        """The bytes of an object, as ``torch.save`` wrote them."""
+        index, nothing = MetadataIndex(name), torch.Size((0,))
+        planner = _Into(())
+        item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
+        self._reader.read_data(LoadPlan([item]), planner).wait()
+        return planner.objects[name]
+
+
+class _Into(DefaultLoadPlanner):
+    """Takes what was read. The ``index`` of a tensor's destination is the number of the target."""
+
+    def __init__(self, targets: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._targets = targets
+        self.objects: dict[str, bytes] = {}
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        target = self._targets[read_item.dest_index.index or 0]
+        for dimension, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            target = target.narrow(dimension, offset, length)
+        return target
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        self.objects[read_item.storage_index.fqn] = value.read()
