@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from robust_dcp.background import WRITERS, StagedSource, WriteInProcess, close_lines, name_of_disk
-from robust_dcp.background.save_line import SaveFuture
+from robust_dcp.background import WRITERS, StagedSource, WriteInProcess, finish_all, name_of_disk
+from robust_dcp.background.save_queue import SaveFuture
 from robust_dcp.errors import RobustCheckpointError, entry_point
 from robust_dcp.report import SaveReport
 from robust_dcp.staging import SHARED_STAGING, STAGING
@@ -178,9 +178,9 @@ def async_save(
     if executor == "process":
         name_of_disk(started.writer.disk)  # this refuses a disk now, and not later on a thread
         WRITERS.prepare()
-    channel, line = started.session.channel, started.line
+    channel, queue = started.session.channel, started.queue
     if when_busy == "wait":
-        line.wait(below=max_in_flight)
+        queue.wait(below=max_in_flight)
     with channel.together():
         if when_busy != "wait" and _is_full(started, max_in_flight):
             if when_busy == "skip":
@@ -200,7 +200,7 @@ def async_save(
             if staging == "full":
                 staged.copy()
             staged.waited_seconds.append(started.seconds)
-            future = line.submit(staged.finish)  # if this fails, all ranks hear of it
+            future = queue.submit(staged.finish)  # if this fails, all ranks hear of it
     if staging == "lazy":
         return AsyncSave(staged.are_free, future, staged.waited_seconds)
     staged.are_free.result()
@@ -219,7 +219,7 @@ def finish_async_saves(timeout_seconds: float | None = None) -> bool:
     Raises:
         RobustCheckpointError: a save has failed, and its error was not raised yet.
     """
-    return close_lines(timeout_seconds)
+    return finish_all(timeout_seconds)
 
 
 class _Staged:
@@ -322,7 +322,7 @@ def _is_full(started: StartedSave, max_in_flight: int) -> bool:
     channel = started.session.channel
     room = channel.combine(
         f"save {started.session.checkpoint}: room",
-        lambda: _Room(started.line.n_under_way >= max_in_flight),
+        lambda: _Room(started.queue.n_under_way >= max_in_flight),
         lambda one, other: _Room(one.is_full or other.is_full),
         _Room,
     )

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from robust_dcp.background import SaveLine, line_of
+from robust_dcp.background import SaveQueue, queue_of
 from robust_dcp.comm import Channel
 from robust_dcp.drain import Drain, check_space, remove_staging, staging_directory
 from robust_dcp.errors import RobustCheckpointError
@@ -48,7 +48,7 @@ class StartedSave:
     session: SaveSession
     writer: RobustWriter
     planner: RobustPlanner
-    line: SaveLine
+    queue: SaveQueue
     clock: PhaseClock
     started_seconds: float
     on_commit: Callable[[], object] | None
@@ -101,7 +101,7 @@ class StartedSave:
             session,
             writer,
             own_planner,
-            line_of(channel.ranks),
+            queue_of(channel.ranks),
             PhaseClock(channel),
             started_seconds,
             on_commit,
@@ -119,7 +119,7 @@ class StartedSave:
         """Wait until the earlier async saves of this group are over, and then run the block."""
         with self.clock.telling_failures():
             self.clock.tell("started")
-            self.line.wait()
+            self.queue.wait()
             with self.session.channel.together():
                 yield
 
@@ -130,8 +130,8 @@ class StartedSave:
         """
 
         def describe() -> LocalStructure:
-            self.line.raise_untold()
-            self.drain_line.raise_untold()
+            self.queue.raise_unreported()
+            self.drain_queue.raise_unreported()
             refuse_other_than_dict(state_dict)
             is_coordinator = self.session.channel.is_coordinator
             self.planner.set_up_planner(state_dicts_of(state_dict), self.writer.storage_meta(), is_coordinator)
@@ -142,20 +142,20 @@ class StartedSave:
                 self.session.agree(describe, leads=self.session.channel.is_coordinator)
         except BaseException:
             # Another rank may tell of a drain whose end this rank is about to hear. It must not tell of it once more.
-            self.drain_line.wait(timeout_seconds=_SAME_VERDICT_SECONDS)
+            self.drain_queue.wait(timeout_seconds=_SAME_VERDICT_SECONDS)
             raise
         finally:
-            self.line.forget_untold()
-            self.drain_line.forget_untold()
+            self.queue.forget_unreported()
+            self.drain_queue.forget_unreported()
 
     def source(self) -> ItemSource:
         """The data that this rank writes."""
         return self.planner.source(self.session)
 
     @property
-    def drain_line(self) -> SaveLine:
-        """The line of the copies to durable storage."""
-        return line_of(self.session.channel.ranks, "drain")
+    def drain_queue(self) -> SaveQueue:
+        """The queue of the copies to durable storage."""
+        return queue_of(self.session.channel.ranks, "drain")
 
     def write(self, source: Callable[[], ItemSource]) -> None:
         # The rows of the report travel with the exchange of this phase.
@@ -183,7 +183,7 @@ class StartedSave:
         if drain is None:
             return
         if self.staged_for is None:
-            self.drain_line.submit(drain.run)
+            self.drain_queue.submit(drain.run)
             return
         with self.clock.phase("drain"):
             copied = drain.run()

@@ -29,8 +29,8 @@ SCRIPT = """
     import torch
     import robust_dcp
     from robust_dcp import RobustWriter
-    from robust_dcp.background import WRITERS, StagedSource, save_line
-    from robust_dcp.background.save_line import SaveLine
+    from robust_dcp.background import WRITERS, StagedSource, save_queue
+    from robust_dcp.background.save_queue import SaveQueue
     from robust_dcp.started_save import StartedSave
 
     at_gate, gate = threading.Event(), threading.Event()
@@ -60,7 +60,7 @@ SCRIPT = """
         return saving
 """
 
-WAITED_FOR = "SaveLine.wait = opening_gate(SaveLine.wait)\n"
+WAITED_FOR = "SaveQueue.wait = opening_gate(SaveQueue.wait)\n"
 
 
 def run_script(path: Path, executor: str, phase: str, ending: str) -> subprocess.CompletedProcess[str]:
@@ -122,7 +122,7 @@ def test_after_the_time_of_grace_a_process_ends_without_its_save(tmp_path: Path,
         tmp_path / "checkpoint",
         executor,
         phase,
-        "save_line.GRACE_SECONDS = 0.1\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(60)",
+        "save_queue.GRACE_SECONDS = 0.1\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(60)",
     )
     assert done.returncode == -signal.SIGTERM, done.stderr
     assert done.stderr.count("the checkpoint before it is still there") == 1
@@ -143,14 +143,14 @@ def wait(self, *, timeout_seconds=None, below=1):
         os.kill(os.getpid(), signal.SIGTERM)
         threading.Event().wait(0.05)
     return False
-save_line.SaveLine.wait = wait
+save_queue.SaveQueue.wait = wait
 print_waits = lambda: print([a > b for a, b in zip(waits, waits[1:])], flush=True)
 kill = os.kill
 def kill_and_tell(pid, number):
     if signal.getsignal(number) is signal.SIG_DFL:
         print_waits()
     kill(pid, number)
-save_line.os.kill = kill_and_tell
+save_queue.os.kill = kill_and_tell
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(60)
 """

@@ -219,7 +219,7 @@ def fail_and_ask_on_one_rank(directory: str) -> list[str]:
             first.result(timeout=60)
         told.append(str(caught.value).splitlines()[0])
     else:
-        robust_dcp.background.line_of((0, 1)).wait()
+        robust_dcp.background.queue_of((0, 1)).wait()
     with pytest.raises(StorageError) as again:  # rank 1 has not asked, so all are told
         robust_dcp.async_save({"w": torch.ones(9)}, checkpoint_id=f"{directory}/2")
     told.append(str(again.value).splitlines()[0])

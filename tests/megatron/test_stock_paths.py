@@ -22,7 +22,7 @@ from robust_dcp.megatron.formats import dcp_patches
 from robust_dcp.megatron.loading import load_patches
 from robust_dcp.megatron.saving import save_patches
 from robust_dcp.switch.patching import Patch, Patches
-from robust_dcp.switch.stock_paths import forget_said, say_stays_stock
+from robust_dcp.switch.stock_paths import forget_said, log_left_to_stock
 from tests.megatron.stock import stock_strategy
 
 
@@ -58,7 +58,7 @@ def _made(patches: tuple[Patch, ...], name: str, original: Any) -> Any:
 
 def test_a_path_is_said_once_and_another_for_itself(said: list[str]) -> None:
     for what in ("saves by zarr", "saves by zarr", "saves by Own", "saves by zarr"):
-        say_stays_stock(what, "why")
+        log_left_to_stock(what, "why")
     assert said == [
         f"robust_dcp was asked for, but stock code does this: saves by {who} (why)" for who in ("zarr", "Own")
     ]

@@ -94,7 +94,7 @@ class StagedSource:
             self._data: list[torch.Tensor | io.BytesIO | _Original] = []
             for place in range(len(source)):
                 errors.place = place
-                self._data.append(_taken(source.resolve(place)))
+                self._data.append(_copied_or_original(source.resolve(place)))
         # The copies must come after all work that was queued on the device before this call, on any stream.
         self._stream: torch.cuda.Stream | None = None
         if any(isinstance(data, _Original) and data.tensor.is_cuda for data in self._data):
@@ -248,7 +248,7 @@ def _sizes(tensors: Mapping[int, torch.Tensor], places: Sequence[int]) -> str:
     return sizes_in_words(sum(_nbytes(tensors[place]) for place in places))
 
 
-def _taken(data: torch.Tensor | io.BytesIO) -> torch.Tensor | io.BytesIO | _Original:
+def _copied_or_original(data: torch.Tensor | io.BytesIO) -> torch.Tensor | io.BytesIO | _Original:
     """Take an item's data when the save begins. A plain tensor is only noted, and copied later.
 
     Any other tensor is copied at once. It is saved together with all of its storage, so its copy needs its own.

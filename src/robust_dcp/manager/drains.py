@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Sequence
 
-from robust_dcp.background import line_of
+from robust_dcp.background import queue_of
 from robust_dcp.drain import CopyOptions, copy_checkpoint, is_awaited, note_arrival, target_of
 from robust_dcp.errors import RobustCheckpointError
 from robust_dcp.manager.checkpoints import Checkpoint
@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 def resume_drains(disk: Disk, checkpoints: Sequence[Checkpoint], options: CopyOptions) -> None:
     """Go on with the copies of these checkpoints that nobody works on. Returns at once."""
     paths = [each.path for each in checkpoints if is_awaited(disk, each.path)]
-    line = line_of((os.getpid(),), "resumed drain")
-    if paths and not line.n_under_way:
-        line.submit(lambda: _resume_all(disk, paths, options))
+    queue = queue_of((os.getpid(),), "resumed drain")
+    if paths and not queue.n_under_way:
+        queue.submit(lambda: _resume_all(disk, paths, options))
 
 
 def _resume_all(disk: Disk, paths: Sequence[str], options: CopyOptions) -> None:

@@ -11,8 +11,8 @@ import concurrent.futures
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from robust_dcp.background import line_of
-from robust_dcp.background.save_line import SaveFuture
+from robust_dcp.background import queue_of
+from robust_dcp.background.save_queue import SaveFuture
 from robust_dcp.errors import entry_point
 from robust_dcp.megatron import versions
 from robust_dcp.megatron.failures import as_megatron_raises
@@ -50,7 +50,7 @@ class BackgroundSave:
             A function that waits for the work, and returns its result or raises its error.
         """
         saved = self._future
-        done = line_of(ranks).submit(lambda: work(saved.result()) if saved.exception() is None else None)
+        done = queue_of(ranks).submit(lambda: work(saved.result()) if saved.exception() is None else None)
         done.was_told = True
         self._last = done
         return cast(Callable[[], T], done.result)

@@ -7,7 +7,7 @@ function.
 from __future__ import annotations
 
 from robust_dcp.megatron.hooks.options import current_options
-from robust_dcp.switch.stock_paths import say_stays_stock
+from robust_dcp.switch.stock_paths import log_left_to_stock
 
 __all__ = ["is_chosen"]
 
@@ -24,7 +24,7 @@ def is_chosen() -> bool:
 
     if not uses_multi_storage_client():
         return True
-    say_stays_stock(
+    log_left_to_stock(
         "every checkpoint of this job",
         "--enable-msc: the Multi-Storage Client's storage is not a mounted file system",
     )

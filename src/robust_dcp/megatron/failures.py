@@ -24,9 +24,9 @@ __all__ = [
     "InvalidAccess",
     "RefusedByMegatron",
     "as_megatron_raises",
-    "finalize_or_warn",
-    "or_warn",
-    "told_by_who_failed",
+    "failure_sent_to_all",
+    "finalize_with_policy",
+    "save_with_policy",
 ]
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def as_megatron_raises() -> Iterator[None]:
 
 
 @contextmanager
-def told_by_who_failed(rank: int) -> Iterator[None]:
+def failure_sent_to_all(rank: int) -> Iterator[None]:
     """Wrap exchanges of a smaller group that run inside an exchange of a larger group.
 
     All ranks of the smaller group raise the same error, and its failures name ranks of that smaller group. In the
@@ -93,7 +93,7 @@ def _first_cause(error: BaseException) -> BaseException:
     return error
 
 
-def or_warn(save_checkpoint: Callable[[], Any], module: str) -> Any:
+def save_with_policy(save_checkpoint: Callable[[], Any], module: str) -> Any:
     """Call Megatron-LM's ``save_checkpoint``; with ``--ckpt-save-failure warn`` log a failed save and return ``None``.
 
     Only errors of exchanges are logged in this way: all ranks raise them at the same point, so all can go on with
@@ -114,7 +114,7 @@ def or_warn(save_checkpoint: Callable[[], Any], module: str) -> Any:
         return None
 
 
-def finalize_or_warn(finalize: Callable[[], Any]) -> Any:
+def finalize_with_policy(finalize: Callable[[], Any]) -> Any:
     """Call Megatron-LM's ``maybe_finalize_async_save``; with ``--ckpt-save-failure warn`` log saves that have failed.
 
     The queue drops a save before it finalizes it. So after a failed save the steps for a success (the tracker file, the
@@ -129,7 +129,7 @@ def finalize_or_warn(finalize: Callable[[], Any]) -> Any:
         if current_options().save_failure != "warn":
             raise
         _report(error)
-    return finalize_or_warn(finalize)
+    return finalize_with_policy(finalize)
 
 
 def _report(error: RobustCheckpointError) -> None:

@@ -25,7 +25,7 @@ from robust_dcp.report import SaveReport
 from robust_dcp.stateful import KeepsItsNames, with_names_of_stock
 from robust_dcp.storage import RobustReader, RobustWriter
 from robust_dcp.storage.files.paths import is_url
-from robust_dcp.switch.stock_paths import say_stays_stock
+from robust_dcp.switch.stock_paths import log_left_to_stock
 
 __all__ = ["async_save", "given_arguments", "load", "robust_load_planner", "save"]
 
@@ -53,7 +53,7 @@ def save(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any:
         state_dict = given.pop("state_dict")
         arguments = _save_arguments(given)
     except _StaysStock as why:
-        say_stays_stock(f"saves by torch.distributed.checkpoint.{stock.__name__}", str(why))
+        log_left_to_stock(f"saves by torch.distributed.checkpoint.{stock.__name__}", str(why))
         return stock(*args, **kwargs)
     return _metadata_of(api.save(with_names_of_stock(state_dict), **arguments))
 
@@ -65,7 +65,7 @@ def load(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any:
         state_dict = given.pop("state_dict")
         arguments = _load_arguments(given)
     except _StaysStock as why:
-        say_stays_stock(f"loads by torch.distributed.checkpoint.{stock.__name__}", str(why))
+        log_left_to_stock(f"loads by torch.distributed.checkpoint.{stock.__name__}", str(why))
         return stock(*args, **kwargs)
     named = with_names_of_stock(state_dict)
     api.load(named, **arguments)
@@ -88,7 +88,7 @@ def async_save(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any
         kind = given.pop("async_checkpointer_type", None)
         arguments = {**_save_arguments(given), "async_checkpointer_type": kind}
     except _StaysStock as why:
-        say_stays_stock("saves by torch.distributed.checkpoint.async_save", str(why))
+        log_left_to_stock("saves by torch.distributed.checkpoint.async_save", str(why))
         return stock(*args, **kwargs)
     saving: Any = robust_async_save(with_names_of_stock(state_dict), staging=staging, **arguments)
     if isinstance(saving, AsyncSave):

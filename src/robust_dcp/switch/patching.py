@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from robust_dcp.switch.import_hook import ImportHook
-from robust_dcp.switch.stock_paths import say_stays_stock
+from robust_dcp.switch.stock_paths import log_left_to_stock
 
 __all__ = ["Patch", "Patches"]
 
@@ -123,7 +123,7 @@ class Patches:
             self._apply_one(patch, module)
         except Exception as error:
             why = f"it could not be replaced{_of_version()}: {type(error).__name__}: {error}"
-            say_stays_stock(f"{patch.module}.{patch.name}", why)
+            log_left_to_stock(f"{patch.module}.{patch.name}", why)
 
     def _apply_one(self, patch: Patch, module: ModuleType) -> None:
         *path, name = patch.name.split(".")
@@ -133,7 +133,7 @@ class Patches:
         current = getattr(owner, name, _ABSENT) if owner is not _ABSENT else _ABSENT
         if current is _ABSENT:
             if not patch.optional:
-                say_stays_stock(f"{patch.module}.{patch.name}", f"{patch.module} has no {patch.name}{_of_version()}")
+                log_left_to_stock(f"{patch.module}.{patch.name}", f"{patch.module} has no {patch.name}{_of_version()}")
             return
         before = vars(owner).get(name, _ABSENT)
         wrapper = type(before) if isinstance(before, (staticmethod, classmethod)) else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 
-__all__ = ["forget_said", "say_stays_stock"]
+__all__ = ["forget_said", "log_left_to_stock"]
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ _said: set[str] = set()
 _lock = threading.Lock()
 
 
-def say_stays_stock(what: str, why: str) -> None:
+def log_left_to_stock(what: str, why: str) -> None:
     """Warn that stock code does something, once a process for each ``what``.
 
     Args:

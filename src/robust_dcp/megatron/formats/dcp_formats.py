@@ -22,7 +22,7 @@ from robust_dcp.megatron.writing import log_report, writer_for
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.switch.dcp_calls import given_arguments, robust_load_planner
-from robust_dcp.switch.stock_paths import say_stays_stock
+from robust_dcp.switch.stock_paths import log_left_to_stock
 
 __all__ = ["load_call", "request_for_dcp", "save_call", "save_dcp", "start_dcp"]
 
@@ -86,7 +86,9 @@ def save_call(
     path = _path_of(given.pop("storage_writer", None), given.pop("checkpoint_id", None), FileSystemWriter)
     state_dict = given.pop("state_dict", None)
     if path is None or state_dict is None or given:
-        say_stays_stock("saves by torch.distributed.checkpoint.save with a planner, writer or group of their own", _WHY)
+        log_left_to_stock(
+            "saves by torch.distributed.checkpoint.save with a planner, writer or group of their own", _WHY
+        )
         return stock(*args, **kwargs)
     save_dcp(state_dict, path, options)
     return None
@@ -111,7 +113,9 @@ def load_call(
     state_dict = given.pop("state_dict", None)
     planner = given.pop("planner", None)
     if path is None or state_dict is None or given or not (planner is None or type(planner) is DefaultLoadPlanner):
-        say_stays_stock("loads by torch.distributed.checkpoint.load with a planner, reader or group of their own", _WHY)
+        log_left_to_stock(
+            "loads by torch.distributed.checkpoint.load with a planner, reader or group of their own", _WHY
+        )
         return stock(*args, **kwargs)
     api.load(
         state_dict,

@@ -16,7 +16,7 @@ from robust_dcp.megatron.choice import is_chosen
 from robust_dcp.megatron.hooks.options import current_options
 from robust_dcp.switch.dcp_patches import TAKES_ALL_CALLS
 from robust_dcp.switch.patching import Patch
-from robust_dcp.switch.stock_paths import say_stays_stock
+from robust_dcp.switch.stock_paths import log_left_to_stock
 
 __all__ = ["CALLERS", "PATCHES"]
 
@@ -45,7 +45,7 @@ def _is_ours(caller: dict[str, Any], what: str, stock: Function) -> bool:
     takes_all = hasattr(stock, TAKES_ALL_CALLS)
     if not takes_all and not str(name).startswith("torch.") and current_options().planner == "robust_dcp":
         why = "in this job only calls that Megatron's checkpointing makes are taken over; others call robust_dcp.save"
-        say_stays_stock(f"{what} by {name}", why)
+        log_left_to_stock(f"{what} by {name}", why)
     return False
 
 

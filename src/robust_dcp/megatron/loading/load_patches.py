@@ -12,7 +12,7 @@ from typing import Any
 
 from robust_dcp.megatron.choice import is_chosen
 from robust_dcp.switch.patching import Patch
-from robust_dcp.switch.stock_paths import say_stays_stock
+from robust_dcp.switch.stock_paths import log_left_to_stock
 
 __all__ = ["PATCHES"]
 
@@ -107,7 +107,7 @@ def _parallel_load(original: Replaced) -> Replaced:
             if is_parallel_load_wrapper(self):
                 timeout_seconds = current_options().exchange_timeout_seconds
                 return load_in_parallel(self, sharded_state_dict, checkpoint_dir, timeout_seconds)
-            say_stays_stock(
+            log_left_to_stock(
                 f"loads by {type(self.base_strategy).__name__}", "a strategy that loads in its own way is left to do so"
             )
         return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)

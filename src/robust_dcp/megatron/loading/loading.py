@@ -34,7 +34,7 @@ from robust_dcp.errors import entry_point
 from robust_dcp.megatron import versions
 from robust_dcp.megatron.checks import common_state, integrity
 from robust_dcp.megatron.checks.validation import AccessCheck, GlobalMetadata, agree_on_access
-from robust_dcp.megatron.failures import as_megatron_raises, told_by_who_failed
+from robust_dcp.megatron.failures import as_megatron_raises, failure_sent_to_all
 from robust_dcp.megatron.hooks.options import MegatronOptions, current_options
 from robust_dcp.megatron.loading.load_strategy import (
     RobustLoadStrategy,
@@ -46,7 +46,7 @@ from robust_dcp.megatron.loading.load_strategy import (
 from robust_dcp.plan.save_planner import checkpoint_name
 from robust_dcp.storage.files.paths import directory_path
 from robust_dcp.storage.records.objects import load_object
-from robust_dcp.switch.stock_paths import say_stays_stock
+from robust_dcp.switch.stock_paths import log_left_to_stock
 
 __all__ = ["LoadCall", "load_common_state", "load_torch_dist"]
 
@@ -137,7 +137,7 @@ def load_torch_dist(call: LoadCall, options: MegatronOptions, stock: Callable[[]
             integrity.verify_files(channel, phase, call.checkpoint_dir)
         opened = channel.broadcast(f"{phase}: common state", lambda: _open(call), _Opened)
         if opened.backend != "torch_dist":
-            say_stays_stock(f"loads of {opened.backend} checkpoints", "only torch_dist is taken over")
+            log_left_to_stock(f"loads of {opened.backend} checkpoints", "only torch_dist is taken over")
             return stock()
         return _Load(call, channel, phase, opened).run()
 
@@ -235,7 +235,7 @@ class _Load:
         loaded: dict[str, Any] = {}
 
         def load() -> None:
-            with told_by_who_failed(dist.get_rank(wrapper.parallelization_group)):
+            with failure_sent_to_all(dist.get_rank(wrapper.parallelization_group)):
                 loaded.update(
                     load_in_parallel(wrapper, self._sharded, self._call.checkpoint_dir, self._channel.timeout_seconds)
                 )
@@ -263,7 +263,7 @@ def _read_common(directory: str) -> _Opened:
     reader, planner = checkpoint_reader(directory), _KeepsBytes()
     if key not in reader.read_metadata().state_dict_metadata:
         raise versions.CheckpointingException(f"Common file {path} does not exist")
-    with told_by_who_failed(0):
+    with failure_sent_to_all(0):
         api.load({key: None}, storage_reader=reader, planner=planner, no_dist=True)
     return _Opened("torch_dist", planner.data, is_file=False)
 

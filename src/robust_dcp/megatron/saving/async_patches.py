@@ -40,9 +40,9 @@ def _maybe_finalize_async_save(original: Replaced) -> Replaced:
     def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> Any:
         if not is_chosen():
             return original(*args, **kwargs)
-        from robust_dcp.megatron.failures import finalize_or_warn
+        from robust_dcp.megatron.failures import finalize_with_policy
 
-        return finalize_or_warn(lambda: original(*args, **kwargs))
+        return finalize_with_policy(lambda: original(*args, **kwargs))
 
     return maybe_finalize_async_save
 

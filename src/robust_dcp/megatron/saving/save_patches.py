@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from robust_dcp.megatron.choice import is_chosen
 from robust_dcp.megatron.saving import async_patches
 from robust_dcp.switch.patching import Patch
-from robust_dcp.switch.stock_paths import say_stays_stock
+from robust_dcp.switch.stock_paths import log_left_to_stock
 
 if TYPE_CHECKING:
     from robust_dcp.megatron.saving.save_strategy import ShardedSave
@@ -37,7 +37,7 @@ def _save(original: Replaced) -> Replaced:
         if not is_ours(call, chosen=is_chosen()):
             if is_chosen():
                 why = "only torch_dist, saved in Megatron's own way, is taken over"
-                say_stays_stock(f"saves by {name_of_strategy(call.sharded_strategy)}", why)
+                log_left_to_stock(f"saves by {name_of_strategy(call.sharded_strategy)}", why)
             return original(*args, **kwargs)
         return save_torch_dist(call, current_options())
 
@@ -130,7 +130,7 @@ def _is_written_by_ours(strategy: Any) -> bool:
 
     if writes_torch_dist(strategy):
         return True
-    say_stays_stock(f"saves by {type(strategy).__name__}", "a strategy that saves in its own way is left to do so")
+    log_left_to_stock(f"saves by {type(strategy).__name__}", "a strategy that saves in its own way is left to do so")
     return False
 
 
@@ -181,13 +181,13 @@ def _save_checkpoint(original: Replaced) -> Replaced:
         if not is_chosen() or not _will_be_ours(original, args, kwargs):
             return original(*args, **kwargs)
         from robust_dcp.megatron.checkpoint_call import call_save_checkpoint
-        from robust_dcp.megatron.failures import or_warn
+        from robust_dcp.megatron.failures import save_with_policy
         from robust_dcp.megatron.hooks.options import save_argument
         from robust_dcp.storage.files.paths import directory_path
 
         if isinstance(save := save_argument(), (str, os.PathLike)):
             directory_path(save)
-        return or_warn(lambda: call_save_checkpoint(lambda: original(*args, **kwargs)), original.__module__)
+        return save_with_policy(lambda: call_save_checkpoint(lambda: original(*args, **kwargs)), original.__module__)
 
     return save_checkpoint
 
@@ -201,11 +201,11 @@ def _will_be_ours(original: Replaced, args: tuple[Any, ...], kwargs: dict[str, A
         return True
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     if given.get("non_persistent_ckpt") and getattr(arguments, "non_persistent_ckpt_type", None) == "local":
-        say_stays_stock(_LOCAL, _WHY_LOCAL)
+        log_left_to_stock(_LOCAL, _WHY_LOCAL)
         return False
     ckpt_format = getattr(arguments, "ckpt_format", "torch_dist")
     if not getattr(arguments, "use_dist_ckpt", True) or ckpt_format not in async_patches.FORMATS:
-        say_stays_stock(f"saves with --ckpt-format {ckpt_format}", f"ours are {', '.join(async_patches.FORMATS)}")
+        log_left_to_stock(f"saves with --ckpt-format {ckpt_format}", f"ours are {', '.join(async_patches.FORMATS)}")
         return False
     return True
 
@@ -221,7 +221,7 @@ def _local_checkpoint(original: Replaced) -> Replaced:
     @functools.wraps(original)
     def from_state_dict(*args: Any, **kwargs: Any) -> Any:
         if is_chosen():
-            say_stays_stock(_LOCAL, _WHY_LOCAL)
+            log_left_to_stock(_LOCAL, _WHY_LOCAL)
         return original(*args, **kwargs)
 
     return from_state_dict

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import FrameType
 from typing import Any, Final, TypeVar
 
-__all__ = ["SaveFuture", "SaveLine", "close_lines", "line_of"]
+__all__ = ["SaveFuture", "SaveQueue", "finish_all", "queue_of"]
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -83,7 +83,7 @@ class SaveFuture(Future[T]):
         return error
 
 
-class SaveLine:
+class SaveQueue:
     """Runs saves on one thread, in the order in which they were submitted.
 
     Args:
@@ -131,7 +131,7 @@ class SaveLine:
         with self._changed:
             return self._changed.wait_for(lambda: not self._under_way, timeout_seconds)
 
-    def raise_untold(self) -> None:
+    def raise_unreported(self) -> None:
         """Raise the error of an earlier save, if nobody has asked for its outcome."""
         with self._changed:
             failed, self._failed = self._failed, []
@@ -141,7 +141,7 @@ class SaveLine:
                 if error is not None:
                     raise error
 
-    def forget_untold(self) -> None:
+    def forget_unreported(self) -> None:
         """Forget earlier errors. All ranks know them, because one rank has raised them in an exchange."""
         with self._changed:
             self._failed = []
@@ -172,8 +172,8 @@ class SaveLine:
             self._changed.notify_all()
 
 
-class _Lines:
-    """The save lines of this process, by what they run and the global ranks of their group.
+class _Queues:
+    """The save queues of this process, by what they run and the global ranks of their group.
 
     Attributes:
         grace_ends_at: until when this process goes on with its saves, once it was told to end.
@@ -182,36 +182,36 @@ class _Lines:
     grace_ends_at: float | None = None
 
     def __init__(self) -> None:
-        self._lines: dict[tuple[str, tuple[int, ...]], SaveLine] = {}
+        self._queues: dict[tuple[str, tuple[int, ...]], SaveQueue] = {}
         self._lock = threading.Lock()
 
-    def of(self, ranks: tuple[int, ...], what: str) -> SaveLine:
+    def of(self, ranks: tuple[int, ...], what: str) -> SaveQueue:
         with self._lock:
-            if (what, ranks) not in self._lines:
-                self._lines[what, ranks] = SaveLine(what)
-            return self._lines[what, ranks]
+            if (what, ranks) not in self._queues:
+                self._queues[what, ranks] = SaveQueue(what)
+            return self._queues[what, ranks]
 
-    def all(self) -> list[SaveLine]:
-        """All lines, saves first: a save that ends may begin a drain."""
+    def all(self) -> list[SaveQueue]:
+        """All queues, saves first: a save that ends may begin a drain."""
         with self._lock:
-            return [line for _, line in sorted(self._lines.items(), key=lambda item: item[0])]
+            return [queue for _, queue in sorted(self._queues.items(), key=lambda item: item[0])]
 
     def forget_all(self) -> None:
-        """Forget all lines in a forked child, because it has none of their threads."""
+        """Forget all queues in a forked child, because it has none of their threads."""
         self._lock = threading.Lock()
-        self._lines = {}
+        self._queues = {}
         self.grace_ends_at = None
 
 
-_LINES: Final = _Lines()
+_QUEUES: Final = _Queues()
 
 
-def line_of(ranks: tuple[int, ...], what: str = "async save") -> SaveLine:
-    """The save line of the group of these global ranks, or its line of drains."""
-    return _LINES.of(ranks, what)
+def queue_of(ranks: tuple[int, ...], what: str = "async save") -> SaveQueue:
+    """The save queue of the group of these global ranks, or its queue of drains."""
+    return _QUEUES.of(ranks, what)
 
 
-def close_lines(timeout_seconds: float | None = None) -> bool:
+def finish_all(timeout_seconds: float | None = None) -> bool:
     """Wait for all async saves and drains of this process, and for the callbacks of their futures.
 
     Returns:
@@ -221,20 +221,20 @@ def close_lines(timeout_seconds: float | None = None) -> bool:
         RobustCheckpointError: a save has failed, and nobody has asked for its outcome. The first such error is raised.
     """
     ends_at = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-    lines = _LINES.all()
+    queues = _QUEUES.all()
     are_over = all(
-        line.wait_for_callbacks(None if ends_at is None else max(0.0, ends_at - time.monotonic())) for line in lines
+        queue.wait_for_callbacks(None if ends_at is None else max(0.0, ends_at - time.monotonic())) for queue in queues
     )
-    for line in lines:
-        line.raise_untold()
+    for queue in queues:
+        queue.raise_unreported()
     return are_over
 
 
 def _finish_at_exit() -> None:
-    if any(line.n_under_way for line in _LINES.all()):
+    if any(queue.n_under_way for queue in _QUEUES.all()):
         logger.warning("this process ends after the async saves and drains that are under way")
-    for line in _LINES.all():
-        line.wait_for_callbacks()
+    for queue in _QUEUES.all():
+        queue.wait_for_callbacks()
 
 
 def _end_well_on_sigterm() -> None:
@@ -245,15 +245,15 @@ def _end_well_on_sigterm() -> None:
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
     # A launcher may say it more than once, and this be called within itself.
-    if _LINES.grace_ends_at is None:
-        _LINES.grace_ends_at = time.monotonic() + GRACE_SECONDS
-    ends_at = _LINES.grace_ends_at
-    for line in _LINES.all():
-        if not line.wait(timeout_seconds=max(0.0, ends_at - time.monotonic())):
+    if _QUEUES.grace_ends_at is None:
+        _QUEUES.grace_ends_at = time.monotonic() + GRACE_SECONDS
+    ends_at = _QUEUES.grace_ends_at
+    for queue in _QUEUES.all():
+        if not queue.wait(timeout_seconds=max(0.0, ends_at - time.monotonic())):
             logger.error(
                 "SIGTERM: %s is not over after %.0f seconds, and ends uncommitted; the checkpoint before it is still "
                 "there",
-                line.what,
+                queue.what,
                 GRACE_SECONDS,
             )
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -263,4 +263,4 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
 # A running save may still need to start threads, so this must run before concurrent.futures shuts down. `atexit` would
 # run after it, and there is no public way to run before it. Functions that are registered later run earlier.
 threading._register_atexit(_finish_at_exit)  # type: ignore[attr-defined]
-os.register_at_fork(after_in_child=_LINES.forget_all)
+os.register_at_fork(after_in_child=_QUEUES.forget_all)
