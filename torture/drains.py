@@ -131,7 +131,9 @@ def run_trial(seed: int) -> list[str]:
         wrong += _wrong_with(target, endpoint, n_items, allowed=(2.0,), may_be_absent=False)
         names = _names_at(target, endpoint)
         n_data = len([name for name in names if name.endswith(".distcp")])
-        if n_data != 2 or names - {".metadata", ".robust_dcp.index"} != {n for n in names if n.endswith(".distcp")}:
+        if n_data != 2 or names - {".metadata", ".robust_dcp.index", ".robust_dcp.report.json"} != {
+            n for n in names if n.endswith(".distcp")
+        }:
             wrong.append(f"left at the target: {sorted(names)}")
         return [f"killed before {killed} of {counted} calls: {each}" for each in wrong]
 

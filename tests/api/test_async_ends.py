@@ -60,7 +60,10 @@ SCRIPT = """
         return saving
 """
 
-WAITED_FOR = "SaveQueue.wait = opening_gate(SaveQueue.wait)\n"
+WAITED_FOR = (
+    "SaveQueue.wait = opening_gate(SaveQueue.wait)\n"
+    "SaveQueue.wait_for_callbacks = opening_gate(SaveQueue.wait_for_callbacks)\n"
+)
 
 
 def run_script(path: Path, executor: str, phase: str, ending: str) -> subprocess.CompletedProcess[str]:
@@ -156,7 +159,8 @@ time.sleep(60)
 """
     done = run_script(tmp_path / "checkpoint", "thread", "write", ending)
     assert done.returncode == -signal.SIGTERM, done.stderr
-    assert done.stdout.splitlines()[-1] == "[True, True, True]"
+    is_shorter = done.stdout.splitlines()[-1]  # than the wait before, for each wait
+    assert "False" not in is_shorter and is_shorter.count("True") >= 3
 
 
 def hang_in_the_disk_of_one_writer(directory: str) -> tuple[str, list[str], bool]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import robust_dcp
 from robust_dcp.storage.files.paths import INDEX_NAME
-from robust_dcp.storage.metadata import metadata_file
+from robust_dcp.storage.metadata import stored_pickle
 from robust_dcp.testing.ranks import run_ranks, values
 
 
@@ -22,7 +22,7 @@ def count_checks(directory: str) -> int:
     dist.barrier()
     checked: list[bytes] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metadata_file, "check_shape", checked.append)
+        patch.setattr(stored_pickle, "check_shape", checked.append)
         robust_dcp.load({f"rank{dist.get_rank()}": torch.zeros(3)}, checkpoint_id=directory)
     return len(checked)
 

@@ -32,7 +32,8 @@ def test_each_node_gets_the_metadata_and_the_files_of_its_own_ranks(places: tupl
     values(run_ranks(4, on_nodes.save, *places, AABB, [1], init=False))
     of_all = {".metadata", ".robust_dcp.index", ".robust_dcp.nodes"}
     of_ranks = [{f"__{rank}_{number}.distcp" for number in (0, 1)} for rank in range(4)]
-    assert names(places, "a") == of_all | of_ranks[0] | of_ranks[1] | {"__0_2.distcp"}  # rank 0 has the objects
+    of_rank_0 = {"__0_2.distcp", ".robust_dcp.report.json"}  # it has the objects, and writes the report
+    assert names(places, "a") == of_all | of_ranks[0] | of_ranks[1] | of_rank_0
     assert names(places, "b") == of_all | of_ranks[2] | of_ranks[3]
 
 
@@ -57,7 +58,7 @@ def test_repeated_saves_with_changes_leave_one_checkpoint_on_three_nodes(places:
     values(run_ranks(3, on_nodes.load, *places, placing, 3, 30, init=False))
     for node in placing:
         left = {name for name in names(places, node) if not name.endswith(".distcp")}
-        assert left == {".metadata", ".robust_dcp.index", ".robust_dcp.nodes"}
+        assert left - {".robust_dcp.report.json"} == {".metadata", ".robust_dcp.index", ".robust_dcp.nodes"}
         marks = {name.count(".") for name in names(places, node) if name.endswith(".distcp")}
         assert len(marks) == 1  # the files of one save
 

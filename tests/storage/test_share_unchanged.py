@@ -280,7 +280,7 @@ def test_a_save_that_is_killed_while_it_shares_leaves_the_earlier_checkpoint_who
     assert save(state, shm / "run", disk=CopyingDisk()).unchanged_nbytes
     check(shm / "run", state)
     named = {file.name for file in data_files(shm / "run")}
-    assert set(os.listdir(shm / "run")) == named | {".metadata", ".robust_dcp.index"}
+    assert set(os.listdir(shm / "run")) == named | {".metadata", ".robust_dcp.index", ".robust_dcp.report.json"}
 
 
 def test_memory_stays_within_its_bound(tmp_path: Path) -> None:

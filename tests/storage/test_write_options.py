@@ -20,6 +20,9 @@ _OTHERS: dict[str, Any] = {
     "stripe_paths": ["/mnt/other"],
     "checksums": False,
     "overwrite": False,
+    "share_unchanged": True,
+    "previous": "/mnt/previous",
+    "report": False,
 }
 
 

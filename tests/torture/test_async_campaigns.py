@@ -54,7 +54,7 @@ def test_no_copy_is_torn_while_a_thread_writes_all_the_time(tmp_path: Path) -> N
 
 
 def give_tensors_back_too_early(directory: str) -> int:
-    async_save = importlib.import_module("robust_dcp.async_save")  # the package has a function of that name
+    async_save = importlib.import_module("robust_dcp.asynchronous")
     copy = async_save._Staged.copy
 
     def free_and_copy(staged: Any) -> None:
