@@ -84,6 +84,9 @@ class _Writer(RobustWriter):
     def announce(self, *, ranks: int) -> None:
         pass
 
+    def join(self, *, ranks: int) -> bool:
+        return False  # all ranks see the coordinator's directory
+
     def write(self, rank: int, *args: Any, **kwargs: Any) -> WrittenFiles:
         with self._watch.paused():
             return written_files(self._table, self.kept, rank)

@@ -121,8 +121,7 @@ def test_a_repeated_save_reuses_the_plan_and_hears_frames_of_its_neighbours_and_
     n_children = len(Tree(COORDINATOR, saved.payloads.ranks).children)
     n_others = saved.payloads.ranks - 1
     # Besides frames there are the rows of the report: they pass through about log2 of all ranks.
-    frames_nbytes = 2 * n_exchanges * FRAME_NBYTES * n_others  # up the tree, and down again
-    rows = saved.ours["repeated"].sent_nbytes - frames_nbytes
+    rows = saved.ours["repeated"].sent_nbytes - n_exchanges * FRAME_NBYTES * n_others
     assert 28 * n_others <= rows <= 150 * n_others + 64 * n_others * n_children
     arrived = saved.ours["repeated"].arrived_nbytes - n_exchanges * FRAME_NBYTES * n_children
     assert 28 * n_others <= arrived <= 150 * n_children + 64 * n_others

@@ -101,17 +101,21 @@ def test_tensors_that_are_sharded_otherwise_are_compared(tmp_path: Path) -> None
 
 
 class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
     def __reduce__(self) -> Any:
-        return (Path("/tmp/robust_dcp_was_executed").touch, ())
+        return (self.path.touch, ())
 
 
 def test_an_object_that_would_run_code_is_compared_by_its_bytes(tmp_path: Path) -> None:
-    for name, value in (("1", [Evil()]), ("2", [Evil(), 1])):
+    evil = Evil(tmp_path / "executed")
+    for name, value in (("1", [evil]), ("2", [evil, 1])):
         dcp.save({"o": value}, checkpoint_id=tmp_path / name, no_dist=True)
     code, found = diff(tmp_path / "1", tmp_path / "2", "--values")
     assert code == 1 and found["objects"][0]["second"].endswith("other bytes")
     assert diff(tmp_path / "1", tmp_path / "1", "--values")[0] == 0
-    assert not Path("/tmp/robust_dcp_was_executed").exists()
+    assert not (tmp_path / "executed").exists()
 
 
 def test_pieces_give_the_same_difference_as_the_whole(tmp_path: Path) -> None:

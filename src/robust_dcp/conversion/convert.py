@@ -6,12 +6,13 @@ one with the same arguments goes on with the finished files of safetensors, and 
 
 from __future__ import annotations
 
-import hashlib
+import fcntl
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -24,13 +25,15 @@ from robust_dcp.conversion.to_torch import write_torch_file
 from robust_dcp.errors import StorageError, entry_point
 from robust_dcp.storage.consolidation import check_dtypes
 from robust_dcp.storage.files.disk import Disk, PosixDisk, storage_error
-from robust_dcp.storage.files.paths import METADATA_NAME, directory_path
+from robust_dcp.storage.files.exchange import exchange_names
+from robust_dcp.storage.files.paths import directory_path
 
 __all__ = ["ConversionReport", "Form", "convert"]
 
 Form = Literal["dcp", "safetensors", "torch"]
 
-_NOTE_NAME = ".robust_dcp.conversion.json"
+_NOTE_NAME: Final = ".robust_dcp.conversion.json"
+_MAX_NOTE_NBYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -90,12 +93,10 @@ def convert(
     disk: Disk = PosixDisk()
     path = directory_path(target)
     rules = rules or Rules()
-    if not overwrite and os.path.lexists(path):
-        raise StorageError(f"{path} is there already; pass overwrite=True (--force) to replace it", path=path)
+    _check_target(path, form, overwrite=overwrite)
     plan = plan_conversion(open_source(os.fspath(source), buffer_nbytes), rules)
     if form == "safetensors":
         check_dtypes(plan.tensors, "leave it out with --exclude")
-    _check_room(path, plan.nbytes)
     note = {
         "source": _identity(os.path.abspath(source)),
         "form": form,
@@ -107,19 +108,21 @@ def convert(
     def show(done: int) -> None:
         progress(done, plan.nbytes)
 
-    if form == "torch":
-        _write_file(path, plan, flat=flat, buffer_nbytes=buffer_nbytes, show=show)
-    else:
-        work = _work_directory(disk, path, note, can_go_on=form == "safetensors")
-        if form == "safetensors":
-            n_there = write_safetensors(
-                plan, work, disk, max_shard_nbytes=max_shard_nbytes, buffer_nbytes=buffer_nbytes, progress=show
-            )
+    with _alone(path):
+        if form == "torch":
+            _check_room(path, plan.nbytes)
+            _write_file(path, plan, flat=flat, buffer_nbytes=buffer_nbytes, show=show)
         else:
-            write_dcp(plan, work, files=files, buffer_nbytes=buffer_nbytes, progress=show)
-        disk.unlink(os.path.join(work, _NOTE_NAME))
-        disk.fsync_directory(work)
-        _take_place(disk, work, path)
+            work = _work_directory(disk, path, note, can_go_on=form == "safetensors")
+            _check_room(path, plan.nbytes - sum(each.stat().st_size for each in os.scandir(work)))
+            if form == "safetensors":
+                n_there = write_safetensors(
+                    plan, work, disk, max_shard_nbytes=max_shard_nbytes, buffer_nbytes=buffer_nbytes, progress=show
+                )
+            else:
+                write_dcp(plan, work, files=files, buffer_nbytes=buffer_nbytes, progress=show)
+            disk.fsync_directory(work)
+            _take_place(disk, work, path)
     return ConversionReport(
         target=path,
         tensors=len(plan.tensors),
@@ -130,26 +133,54 @@ def convert(
     )
 
 
+def _check_target(path: str, form: Form, *, overwrite: bool) -> None:
+    """Find out before anything is made whether the target can be there.
+
+    Raises:
+        StorageError: it is there, and may not or cannot be replaced.
+    """
+    if not os.path.lexists(path):
+        return
+    if not overwrite:
+        raise StorageError(f"{path} is there already; pass overwrite=True (--force) to replace it", path=path)
+    if (form == "torch") == os.path.isdir(path):
+        there, made = ("directory", "file") if form == "torch" else ("file", "directory")
+        raise StorageError(
+            f"{path} is there, and is not replaced, because it is a {there}, and a {made} is to be made; remove it, or "
+            "take another name",
+            path=path,
+        )
+
+
 def _check_room(path: str, nbytes: int) -> None:
     parent = os.path.dirname(os.path.abspath(path))
-    os.makedirs(parent, exist_ok=True)
+    while not os.path.isdir(parent):
+        parent = os.path.dirname(parent)
     free = shutil.disk_usage(parent).free
     if free < nbytes:
         raise StorageError(f"{parent} has {free} bytes free, and {path} needs about {nbytes}", path=path)
 
 
-def _identity(path: str) -> dict[str, Any]:
-    """What tells whether a source is still the one that an earlier call has read."""
-    file = os.path.join(path, METADATA_NAME) if os.path.isdir(path) else path
-    named = file if os.path.exists(file) else path
-    status = os.stat(named)
-    return {"path": path, "nbytes": status.st_size, "modified": status.st_mtime_ns}
+def _identity(path: str) -> list[Any]:
+    """What tells whether a source is still the one that an earlier call has read: its files, sizes and times."""
+    if os.path.isfile(path):
+        return [path, _stamp(path)]
+    files = sorted(os.path.join(directory, name) for directory, _, names in os.walk(path) for name in names)
+    return [path, *((os.path.relpath(file, path), *_stamp(file)) for file in files)]
 
 
-def _work_directory(disk: Disk, path: str, note: dict[str, Any], *, can_go_on: bool) -> str:
-    """The directory in which the target is made. What an earlier call with other arguments has left is removed."""
+def _stamp(file: str) -> tuple[int, int]:
+    status = os.stat(file)
+    return status.st_size, status.st_mtime_ns
+
+
+def _work_directory(disk: Disk, path: str, note: Mapping[str, Any], *, can_go_on: bool) -> str:
+    """The directory in which the target is made. What a call with other arguments has left there is removed.
+
+    The caller holds the lock of the target, so no other call is at work there.
+    """
     text = msgspec.json.encode(note, order="deterministic")
-    work = f"{path}.{hashlib.sha256(text).hexdigest()[:8]}.converting"
+    work = f"{path}.converting"
     if disk.exists(work) and not (can_go_on and _read(os.path.join(work, _NOTE_NAME)) == text):
         shutil.rmtree(work)
     if not disk.exists(work):
@@ -164,24 +195,55 @@ def _work_directory(disk: Disk, path: str, note: dict[str, Any], *, can_go_on: b
 def _read(path: str) -> bytes | None:
     try:
         with open(path, "rb") as file:
-            return file.read(1 << 20)
+            return file.read(_MAX_NOTE_NBYTES)
     except FileNotFoundError:
         return None
 
 
+@contextmanager
+def _alone(path: str) -> Iterator[None]:
+    """Hold the lock of a target, so that two calls do not make it at once.
+
+    Raises:
+        StorageError: another call makes it.
+    """
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    lock_path = f"{path}.converting.lock"
+    with open(lock_path, "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StorageError(
+                f"another call makes {path} now (it holds {lock_path}); wait for it", path=path
+            ) from None
+        try:
+            yield
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(lock_path)
+
+
 def _take_place(disk: Disk, work: str, path: str) -> None:
-    """Give the target its name. One that was there is gone after that."""
-    old = f"{work}.old"
+    """Give the target its name. One that was there stays under it until that moment.
+
+    Where the system can swap two names in one step (``renameat2`` of Linux), there is always something whole under the
+    name of the target. Elsewhere a process that is killed between two renames leaves the old one as ``….old``.
+    """
     parent = os.path.dirname(os.path.abspath(path))
     if os.path.lexists(path):
-        disk.rename(path, old)
-    disk.rename(work, path)
-    disk.fsync_directory(parent)
-    if os.path.lexists(old):
-        if os.path.isdir(old) and not os.path.islink(old):
-            shutil.rmtree(old)
+        if exchange_names(work, path):
+            shutil.rmtree(work)
         else:
-            os.unlink(old)
+            old = f"{work}.old"
+            disk.rename(path, old)
+            disk.rename(work, path)
+            shutil.rmtree(old)
+    else:
+        disk.rename(work, path)
+    with suppress(FileNotFoundError):
+        os.unlink(os.path.join(path, _NOTE_NAME))
+    disk.fsync_directory(path)
+    disk.fsync_directory(parent)
 
 
 def _write_file(

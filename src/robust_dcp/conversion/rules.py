@@ -1,6 +1,6 @@
 """Which items go into a conversion, and under which names and dtypes.
 
-    items_of(["model.w", "optimizer.m"], Rules(select=("model.*",), rename=(("model.*", "*"),)))
+    Rules(select=("model.*",), rename=(("model.*", "*"),)).names(["model.w", "optimizer.m"])
 
 gives ``{"w": "model.w"}``.
 """
