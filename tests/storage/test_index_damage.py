@@ -52,7 +52,9 @@ def everything(metadata: Metadata) -> Metadata:
         entries[name] = entry
     paths = None if metadata.planner_data is None else dict(metadata.planner_data)
     places = {index: metadata.storage_data[index] for index in metadata.storage_data}
-    return Metadata(entries, paths, places, metadata.storage_meta, metadata.version)
+    found = Metadata(entries, paths, places, metadata.storage_meta)
+    found.version = metadata.version  # torch 2.7 has no such argument
+    return found
 
 
 def check_whole_chunks(metadata: Metadata, content: Content) -> None:

@@ -94,7 +94,7 @@ def convert(
     path = directory_path(target)
     rules = rules or Rules()
     _check_target(path, form, overwrite=overwrite)
-    plan = plan_conversion(open_source(os.fspath(source), buffer_nbytes), rules)
+    plan = plan_conversion(open_source(os.fspath(source), buffer_nbytes // 2), rules)
     if form == "safetensors":
         check_dtypes(plan.tensors, "leave it out with --exclude")
     note = {
@@ -104,6 +104,7 @@ def convert(
         "shard": max_shard_nbytes,
     }
     n_there = 0
+    piece_nbytes = max(buffer_nbytes // 8, 1)  # a piece is read, cast and written, and the next one is there by then
 
     def show(done: int) -> None:
         progress(done, plan.nbytes)
@@ -111,13 +112,13 @@ def convert(
     with _alone(path):
         if form == "torch":
             _check_room(path, plan.nbytes)
-            _write_file(path, plan, flat=flat, buffer_nbytes=buffer_nbytes, show=show)
+            _write_file(path, plan, flat=flat, buffer_nbytes=piece_nbytes, show=show)
         else:
             work = _work_directory(disk, path, note, can_go_on=form == "safetensors")
             _check_room(path, plan.nbytes - sum(each.stat().st_size for each in os.scandir(work)))
             if form == "safetensors":
                 n_there = write_safetensors(
-                    plan, work, disk, max_shard_nbytes=max_shard_nbytes, buffer_nbytes=buffer_nbytes, progress=show
+                    plan, work, disk, max_shard_nbytes=max_shard_nbytes, buffer_nbytes=piece_nbytes, progress=show
                 )
             else:
                 write_dcp(plan, work, files=files, buffer_nbytes=buffer_nbytes, progress=show)
