@@ -42,11 +42,8 @@ class DurabilityConformance(Plugins):
     def test_a_flipped_bit_is_found_or_does_no_harm(self, tmp_path: Path) -> None:
         values(run_ranks(1, _save_step, self, tmp_path, 1))
         for path in data_files(tmp_path):
-            nbytes = path.stat().st_size
-            for offset in range(0, nbytes, max(1, nbytes // 64)):
-                flip_bit(path, offset, bit=offset % 8)
-                (steps,) = values(run_ranks(1, _steps_found, self, tmp_path))
-                flip_bit(path, offset, bit=offset % 8)
+            (found,) = values(run_ranks(1, _steps_found_with_each_bit_flipped, self, tmp_path, path))
+            for offset, steps in found.items():
                 assert steps in (["1"], ["refused"]), f"bit {offset % 8} of byte {offset} of {path.name}: {steps}"
 
 
@@ -57,6 +54,18 @@ class _CannotBePickled:
 
 def _save_step(plugins: DurabilityConformance, path: Path, step: int) -> None:
     save(plugins, rows(step), path)
+
+
+def _steps_found_with_each_bit_flipped(plugins: DurabilityConformance, path: Path, file: Path) -> dict[int, list[str]]:
+    """What is found with one bit flipped at a time, by its offset in a file. All in one process, which takes 1/10 of
+    the time."""
+    found = {}
+    nbytes = file.stat().st_size
+    for offset in range(0, nbytes, max(1, nbytes // 64)):
+        flip_bit(file, offset, bit=offset % 8)
+        found[offset] = _steps_found(plugins, path)
+        flip_bit(file, offset, bit=offset % 8)
+    return found
 
 
 def _count_file_calls(plugins: DurabilityConformance, path: Path) -> int:
