@@ -125,3 +125,13 @@ def test_save_and_load_take_the_arguments_of_stock(name: str) -> None:
     for parameter in set(stock) - {"use_collectives"}:
         assert parameter in ours
         assert stock[parameter].default == ours[parameter].default, parameter
+
+
+def test_modules_are_there_as_attributes_without_an_import_of_their_own() -> None:
+    program = (
+        "import sys, robust_dcp\n"
+        "assert 'torch' not in sys.modules\n"
+        "robust_dcp.storage.consolidate, robust_dcp.api.load, robust_dcp.megatron\n"
+        "assert not hasattr(robust_dcp, 'nothing') and not hasattr(robust_dcp, '__wrapped__')\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

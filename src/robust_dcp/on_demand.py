@@ -10,6 +10,7 @@ This is PEP 562, as in ``lazy_loader`` of scikit-image.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,8 @@ def names_from(
     homes = {name: module for module, names in modules.items() for name in names}
 
     def get(name: str) -> Any:
+        if name not in homes and not name.startswith("_") and importlib.util.find_spec(f"{package}.{name}"):
+            return importlib.import_module(f"{package}.{name}")  # robust_dcp.storage, as if the package had imported it
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         found = getattr(importlib.import_module(homes[name]), name)
