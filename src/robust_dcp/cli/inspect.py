@@ -65,14 +65,16 @@ def run(
 
 def _show_table(items: Sequence[Item]) -> None:
     rows = (
-        (item.name, item.dtype or "object", _shape(item), len(item.chunks), size(item.nbytes), _first_file(item))
+        (
+            item.name,
+            *(item.words.split(" ", 1) if item.is_tensor else ("object", "")),
+            len(item.chunks),
+            size(item.nbytes),
+            _first_file(item),
+        )
         for item in items
     )
     Output.table(("name", "dtype", "shape", "chunks", "size", "file"), rows, right=("chunks", "size"))
-
-
-def _shape(item: Item) -> str:
-    return f"[{', '.join(map(str, item.shape))}]" if item.is_tensor else ""
 
 
 def _first_file(item: Item) -> str:
@@ -151,9 +153,8 @@ def _lines(branch: _Branch, depth: int, indent: str) -> Iterator[str]:
         if depth > 1:
             yield from _lines(below, depth - 1, indent + "  ")
     for name, item in branch.items:
-        what = f"{item.dtype} {_shape(item)}" if item.is_tensor else "object"
         chunks = f" in {len(item.chunks)} chunks" if len(item.chunks) > 1 else ""
-        yield f"{indent}{name}  {what}{chunks}, {size(item.nbytes)}"
+        yield f"{indent}{name}  {item.words}{chunks}, {size(item.nbytes)}"
 
 
 def _as_json(contents: Contents, items: Sequence[Item]) -> dict[str, Any]:

@@ -76,6 +76,11 @@ class Item:
         return self.dtype is not None
 
     @property
+    def words(self) -> str:
+        """What it is, for people: ``"float32 [4, 3]"``, or ``"object"``."""
+        return f"{self.dtype} {list(self.shape)}" if self.is_tensor else "object"
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the tensor's elements, or of the pickled object."""
         size = itemsize(self.dtype) if self.dtype is not None else None
