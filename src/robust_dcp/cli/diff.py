@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Final
@@ -12,7 +11,7 @@ import typer
 from robust_dcp.cli.checkpoint import open_checkpoint, summary, summary_json
 from robust_dcp.cli.output import Json, Output, number
 from robust_dcp.comparison.structures import StructureDifference, compare_structures
-from robust_dcp.contents.items import Contents
+from robust_dcp.contents.items import Contents, fits
 
 __all__ = ["EXAMPLES", "run"]
 
@@ -48,7 +47,7 @@ def run(
         Output.say(summary(each))
 
     def is_wanted(name: str) -> bool:
-        return not pattern or any(fnmatch.fnmatchcase(name, one) for one in pattern)
+        return not pattern or fits(name, pattern)
 
     structure = compare_structures(*contents, is_wanted=is_wanted, chunks=chunks)
     _show_structure(structure)

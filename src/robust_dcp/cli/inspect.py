@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Final
@@ -11,7 +10,7 @@ import typer
 
 from robust_dcp.cli.checkpoint import CheckpointPath, open_checkpoint, summary, summary_json
 from robust_dcp.cli.output import Json, Output, number, size
-from robust_dcp.contents.items import Contents, Item
+from robust_dcp.contents.items import Contents, Item, fits
 from robust_dcp.storage.files.paths import writer_of
 
 __all__ = ["EXAMPLES", "run"]
@@ -45,7 +44,7 @@ def run(
     if contents.unknown_classes:
         names = ", ".join(contents.unknown_classes)
         Output.note(f"It names classes that a load refuses unless you register them: {names}")
-    items = [item for item in contents if not pattern or any(fnmatch.fnmatchcase(item.name, p) for p in pattern)]
+    items = [item for item in contents if not pattern or fits(item.name, pattern)]
     if Output.as_json:
         Output.put(_as_json(contents, items))
     elif files:
