@@ -14,8 +14,8 @@ import pytest
     ("form", "layout", "renamed", "step", "at_least"),
     [
         ("torch", "torch", "swap", 1, 8),
-        ("dcp", "safetensors", "rename", 2, 12),
-        ("safetensors", "torch", "swap", 1, 20),
+        ("dcp", "safetensors", "rename", 3, 8),
+        ("safetensors", "torch", "swap", 2, 10),
     ],
 )
 def test_whenever_a_conversion_is_killed_there_is_a_whole_target_and_the_next_call_finishes(
