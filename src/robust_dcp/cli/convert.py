@@ -22,7 +22,7 @@ EXAMPLES: Final = (
     "robust-dcp convert step_1000.pt checkpoints/step_1000 --to dcp --dtype bfloat16 --dtype 'lm_head.*=float32'",
 )
 
-_MEMORY_NBYTES: Final = 128 << 20
+_MEMORY_NBYTES: Final = 64 << 20
 
 
 class Form(str, Enum):

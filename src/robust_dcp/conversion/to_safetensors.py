@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
 
 from robust_dcp.conversion.plan import ConversionPlan
+from robust_dcp.errors import StorageError
 from robust_dcp.storage.consolidation import INDEX_NAME, in_shards, index_of
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.model_file import write_model_file
@@ -65,6 +67,10 @@ def _write(disk: Disk, path: str, write: Callable[..., object]) -> None:
     try:
         write(file)
         disk.fsync(file)
+        disk.rename(temporary, path)
+    except BaseException:
+        with suppress(StorageError):
+            disk.unlink(temporary)
+        raise
     finally:
         disk.close(file)
-    disk.rename(temporary, path)

@@ -54,8 +54,10 @@ class Workplace:
             else:
                 self._disk.rename(self._replaced, self._path)
                 self._disk.fsync_directory(os.path.dirname(self.directory))
-        # What has no note was not being made: it is an old target that lost its name to a whole one.
-        if not self._disk.exists(self._note):
+        # What has no note was not being made: it is an old target that lost its name to a whole one. And where nothing
+        # is finished, there is nothing to go on with.
+        is_begun = self._disk.exists(self._note) and os.path.isdir(self.made)
+        if not is_begun or not self._disk.list_directory(self.made):
             self.clear()
 
     def begin(self, note: bytes) -> None:
