@@ -57,7 +57,7 @@ def run(
     """Make a checkpoint, the safetensors files of a Hugging Face model, or one file of torch.save.
 
     Tensors pass through memory in pieces. The target appears when it is whole. If the command is cut off, start it
-    again: finished files of safetensors are kept, the other forms begin anew.
+    again: finished files of safetensors are kept, and the other forms begin anew.
     """
     try:
         rules = Rules(
