@@ -13,7 +13,6 @@ import zipfile
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from math import prod
 from typing import Any, Final, NamedTuple
 
@@ -110,8 +109,12 @@ class TorchFile:
     def _offsets_of_storages(self) -> dict[str, int]:
         """Where in the file the storages of tensors begin; of none with a torch that does not say it."""
         found = {}
-        with suppress(Exception):  # not everything that torch can load can be loaded without data
+        try:
             flat, _ = flatten_state_dict(self._loaded(map_location="meta"))
+        except (CorruptCheckpoint, UnsafeCheckpoint):  # not everything that torch can load can be loaded without data
+            # torch 2.7 fails when it checks sparse tensors without data, and would check them again in its next load.
+            getattr(torch._utils, "_sparse_tensors_to_validate", []).clear()
+        else:
             for name in self.tensors:
                 offset = getattr(flat[name].untyped_storage(), "_checkpoint_offset", None)
                 if offset is not None and not flat[name].is_conj() and not flat[name].is_neg():
