@@ -103,7 +103,7 @@ class KilledAfterItsCommit(RobustWriter):
     """Its journal stays, as of a process that was killed before it could tidy up."""
 
     def clean_up(self) -> None:
-        self.directory.release()
+        self.directory.claim.release()
 
 
 def test_what_a_user_puts_in_the_place_of_a_file_that_a_killed_save_had_replaced_stays(tmp_path: Path) -> None:

@@ -47,9 +47,10 @@ from robust_dcp.report_file import SavedReport
 from robust_dcp.storage.index import Section
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.writing.commit import MetadataToPublish
+from robust_dcp.storage.writing.directory_claim import not_one_directory
 from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
-from robust_dcp.storage.writing.save_directory import SaveDirectory, not_one_directory
+from robust_dcp.storage.writing.save_directory import SaveDirectory
 from robust_dcp.storage.writing.save_report import SaveTimes, said_of_rank
 
 __all__ = ["SaveSession", "SessionWriter"]
@@ -301,7 +302,7 @@ class SaveSession:
                 if failed_in_step(error):
                     clean_up(self.channel, self.plan.phase("clean up"), directory, error)
                 elif self.plan.may_be_writing:
-                    directory.release()
+                    directory.claim.release()
                 else:
                     directory.roll_back(error)
             if isinstance(error, RobustCheckpointError) and self._others_tell(error):
@@ -417,7 +418,7 @@ class SaveSession:
         ):
             clean_up(self.channel, self.plan.phase("clean up"), directory, error)
         else:
-            directory.release()
+            directory.claim.release()
 
     def _keep_plan(self, *, confirmed: bool) -> None:
         if self.written is not None:
