@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 import robust_dcp
 from robust_dcp import RobustCheckpointError, RobustWriter, StorageError
 from robust_dcp.staging import STAGING
-from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.testing.disks import FullDisk, GatedDisk
 from robust_dcp.testing.ranks import run_ranks, values
 

@@ -21,7 +21,8 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate
 import robust_dcp
 from robust_dcp import CorruptCheckpoint, RobustReader, RobustWriter, StorageError
 from robust_dcp.storage import consolidate
-from robust_dcp.storage.files.disk import OpenFile, PosixDisk
+from robust_dcp.storage.files.disk import OpenFile
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.layouts import LAYOUTS
 from robust_dcp.storage.pieces import boxes_of
 from robust_dcp.testing.fingerprints import differences

@@ -16,7 +16,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import robust_dcp
 from robust_dcp import CorruptCheckpoint, RobustCheckpointError, RobustReader, RobustWriter, StorageError
-from robust_dcp.storage.files.disk import Disk, OpenFile, PosixDisk
+from robust_dcp.storage.files.disk import Disk, OpenFile
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.testing.fingerprints import differences
 from tests.storage.sources import DIRECTORY, content_of
 from tests.support.simulated_disk import SimulatedDisk, WatchedDisk, runs_with_each_call_failing

@@ -24,9 +24,10 @@ from robust_dcp.conversion.to_safetensors import write_safetensors
 from robust_dcp.conversion.to_torch import write_torch_file
 from robust_dcp.errors import StorageError, entry_point
 from robust_dcp.storage.consolidation import check_dtypes
-from robust_dcp.storage.files.disk import Disk, PosixDisk, storage_error
+from robust_dcp.storage.files.disk import Disk, storage_error
 from robust_dcp.storage.files.exchange import exchange_names
 from robust_dcp.storage.files.paths import directory_path
+from robust_dcp.storage.files.posix_disk import PosixDisk
 
 __all__ = ["ConversionReport", "Form", "convert"]
 

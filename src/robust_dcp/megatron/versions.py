@@ -35,7 +35,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 
 from robust_dcp.errors import CorruptCheckpoint
-from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.files.whole_file import read_whole_file
 
 __all__ = [

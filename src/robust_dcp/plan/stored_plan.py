@@ -26,8 +26,9 @@ from robust_dcp.plan.planning import coordinator_plan_of
 from robust_dcp.plan.rank_plan import RankPlan, checks_of, pack_places, pack_some, place_items, unpack_places
 from robust_dcp.plan.structure import ItemKind, StructureMessage, TableDecoder
 from robust_dcp.plan.structure.signature import SIGNATURE_NBYTES
-from robust_dcp.storage.files.disk import Disk, PosixDisk
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME, is_url
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.index import IndexFile, Section, fitting_index
 from robust_dcp.structure_cache import CACHE, StructureCache, Table
 

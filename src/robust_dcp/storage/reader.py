@@ -27,9 +27,10 @@ from torch.futures import Future
 
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.storage.files.being_loaded import needed_for_a_load
-from robust_dcp.storage.files.disk import Disk, PosixDisk
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.nodes_file import NodeOfSave, read_nodes
 from robust_dcp.storage.files.paths import check_relative_path, is_url, mark_of, metadata_name
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.files.what_is_there import what_is_there
 from robust_dcp.storage.index import (
     DamagedIndex,

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from robust_dcp.comm import Channel
-from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.files.whole_file import read_whole_file
 from robust_dcp.storage.records.objects import Refusal, refusal_of
 from robust_dcp.storage.writing.commit import commit_metadata

@@ -43,8 +43,8 @@ from robust_dcp.plan.clean_up import clean_up, failed_in_step
 from robust_dcp.plan.save_planner import checkpoint_name
 from robust_dcp.report import SaveReport
 from robust_dcp.storage import RobustWriter
-from robust_dcp.storage.files.disk import PosixDisk
 from robust_dcp.storage.files.paths import directory_path
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.records.objects import Refusal
 
 __all__ = ["SaveCall", "base_strategy_of", "is_ours", "save_torch_dist"]
