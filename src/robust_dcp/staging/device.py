@@ -57,7 +57,7 @@ class DeviceCopies:
         block.pin()
         if not block.is_pinned:
             self.how = (NOT_PINNED,)
-        data.copy(begin, end, block, at, non_blocking=block.is_pinned)
+        data.copy(begin, end, block, at, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record(self._stream)
         return copied.synchronize
@@ -87,7 +87,7 @@ class CopiesToDevice:
         block.pin()
         copied = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=block.is_pinned)
+            target.copy_(source, non_blocking=True)
             copied.record(self._stream)
         copied.synchronize()
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from robust_dcp.staging import TensorBytes, to_host
+from robust_dcp.staging import TensorBytes, on_cpu, to_host
 from robust_dcp.storage.layouts.places import LARGE_NBYTES, RECORD_ALIGNMENT, Slot
 from robust_dcp.storage.records.block_sums import joined
 from robust_dcp.storage.records.torch_zip import RecordTemplate, is_fixed_size, payload_view, record_template
@@ -199,7 +199,7 @@ class _Stream:
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor on the CPU, with a storage of its own. ``torch.save`` would write all of a larger shared storage."""
-    tensor = tensor.detach().cpu()
+    tensor = on_cpu(tensor.detach())
     if tensor.layout == torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
         tensor = tensor.clone()
     return tensor
