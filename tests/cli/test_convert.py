@@ -23,7 +23,6 @@ from safetensors import safe_open
 import robust_dcp
 from robust_dcp.conversion.convert import convert
 from robust_dcp.conversion.rules import Rules
-from robust_dcp.storage.files import exchange
 from robust_dcp.testing.fingerprints import differences
 from tests.cli.checkpoints import KINDS
 from tests.cli.commands import Shell
@@ -270,10 +269,17 @@ def test_files_of_a_source_that_has_changed_are_not_mixed_with_older_ones(tmp_pa
 
 
 def test_what_a_killed_call_has_left_goes_with_the_next_one(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "model.converting").mkdir()
-    (tmp_path / "model.converting" / "half").write_text("x")
+    (tmp_path / "model.converting" / "made").mkdir(parents=True)
+    (tmp_path / "model.converting" / "made" / "half").write_text("x")
     convert(source, tmp_path / "model", form="dcp")
     assert {path.name for path in tmp_path.iterdir()} == {"source", "model"}
+
+
+def test_a_file_of_somebody_else_beside_the_target_stays(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.converting").mkdir()
+    (tmp_path / "model.converting" / "mine").write_text("x")
+    convert(source, tmp_path / "model", form="dcp")
+    assert [path.name for path in (tmp_path / "model.converting").iterdir()] == ["mine"]
 
 
 @pytest.mark.parametrize(("form", "is_directory"), [("torch", True), ("dcp", False)])
@@ -288,30 +294,11 @@ def test_a_target_of_the_other_kind_is_not_replaced(
 
 
 def test_two_calls_do_not_make_one_target_at_once(source: Path, tmp_path: Path, shell: Shell) -> None:
-    with open(tmp_path / "model.converting.lock", "w") as lock:
+    (tmp_path / "model.converting").mkdir()
+    with open(tmp_path / "model.converting" / ".robust_dcp.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         ended = shell("convert", source, tmp_path / "model", "--to", "torch")
     assert ended.code == 2 and "another call" in ended.err and not (tmp_path / "model").exists()
-
-
-def test_there_is_always_a_whole_target_while_it_is_replaced(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    convert(source, tmp_path / "model", form="dcp", rules=Rules(select=("step",)))
-    seen = []
-    swap = exchange.exchange_names
-
-    def watched(one: str, other: str) -> bool:
-        seen.append((Path(other) / ".metadata").exists())
-        return swap(one, other)
-
-    monkeypatch.setattr("robust_dcp.conversion.convert.exchange_names", watched)
-    convert(source, tmp_path / "model", form="dcp", overwrite=True)
-    assert seen == [True]
-    assert {path.name for path in tmp_path.iterdir()} == {"source", "model"}
-    monkeypatch.setattr("robust_dcp.conversion.convert.exchange_names", lambda one, other: False)
-    convert(source, tmp_path / "model", form="dcp", overwrite=True)
-    assert {path.name for path in tmp_path.iterdir()} == {"source", "model"}
 
 
 NAMES = st.text("ab.*", min_size=1, max_size=8)

@@ -178,7 +178,8 @@ def test_memory_is_bounded_by_the_buffer(tmp_path: Path) -> None:
         largest = 0
 
         def pwrite(self, file: OpenFile, data: Any, offset: int) -> None:
-            self.largest = max(self.largest, memoryview(data).nbytes)
+            buffers = data if isinstance(data, list) else [data]
+            self.largest = max(self.largest, sum(memoryview(buffer).nbytes for buffer in buffers))
             super().pwrite(file, data, offset)
 
     state_dict = {"large": torch.rand(512, 3000), "wide": torch.rand(3, 300_000)}

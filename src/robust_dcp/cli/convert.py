@@ -22,7 +22,7 @@ EXAMPLES: Final = (
     "robust-dcp convert step_1000.pt checkpoints/step_1000 --to dcp --dtype bfloat16 --dtype 'lm_head.*=float32'",
 )
 
-_MEMORY_NBYTES: Final = 64 << 20
+_MEMORY_NBYTES: Final = 128 << 20
 
 
 class Form(str, Enum):
@@ -48,6 +48,7 @@ def run(
         typer.Option(help="Cast floating tensors: bfloat16, or 'lm_head.*=float32'. The last that fits counts."),
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="safetensors: the most bytes of tensors in a file.")] = "5GiB",
+    layout: Annotated[str, typer.Option(help="dcp: of the data files, torch or safetensors.")] = "torch",
     files: Annotated[int, typer.Option(help="dcp: how many data files.", min=1)] = 1,
     flat: Annotated[bool, typer.Option("--flat", help="torch: one dict by names instead of a nested one.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace a target that exists.")] = False,
@@ -80,6 +81,7 @@ def run(
                 form=to.value,
                 rules=rules,
                 flat=flat,
+                layout=layout,
                 files=files,
                 max_shard_nbytes=max_shard_nbytes,
                 overwrite=force,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Final
@@ -12,7 +11,7 @@ import typer
 from robust_dcp.cli.checkpoint import open_checkpoint, summary, summary_json
 from robust_dcp.cli.output import Json, Output, number
 from robust_dcp.comparison.structures import StructureDifference, compare_structures
-from robust_dcp.contents.items import Contents, Item
+from robust_dcp.contents.items import Contents, fits
 
 __all__ = ["EXAMPLES", "run"]
 
@@ -48,7 +47,7 @@ def run(
         Output.say(summary(each))
 
     def is_wanted(name: str) -> bool:
-        return not pattern or any(fnmatch.fnmatchcase(name, one) for one in pattern)
+        return not pattern or fits(name, pattern)
 
     structure = compare_structures(*contents, is_wanted=is_wanted, chunks=chunks)
     _show_structure(structure)
@@ -72,16 +71,12 @@ def run(
 
 def _show_structure(structure: StructureDifference) -> None:
     rows = [
-        *(("only in the first", item.name, _words(item), None) for item in structure.removed),
-        *(("only in the second", item.name, None, _words(item)) for item in structure.added),
+        *(("only in the first", item.name, item.words, None) for item in structure.removed),
+        *(("only in the second", item.name, None, item.words) for item in structure.added),
         *(("changed", each.name, each.before, each.after) for each in structure.changed),
     ]
     if rows:
         Output.table(("difference", "name", "first", "second"), rows)
-
-
-def _words(item: Item) -> str:
-    return f"{item.dtype} {list(item.shape)}" if item.is_tensor else "object"
 
 
 class _Values:
@@ -130,7 +125,7 @@ def _compare_values(contents: tuple[Contents, Contents], names: Sequence[str], t
 
 def _structure_json(structure: StructureDifference) -> dict[str, Any]:
     return {
-        "added": [{"name": item.name, "is": _words(item)} for item in structure.added],
-        "removed": [{"name": item.name, "is": _words(item)} for item in structure.removed],
+        "added": [{"name": item.name, "is": item.words} for item in structure.added],
+        "removed": [{"name": item.name, "is": item.words} for item in structure.removed],
         "changed": [asdict(each) for each in structure.changed],
     }

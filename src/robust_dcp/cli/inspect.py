@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Final
@@ -11,7 +10,7 @@ import typer
 
 from robust_dcp.cli.checkpoint import CheckpointPath, open_checkpoint, summary, summary_json
 from robust_dcp.cli.output import Json, Output, number, size
-from robust_dcp.contents.items import Contents, Item
+from robust_dcp.contents.items import Contents, Item, fits
 from robust_dcp.storage.files.paths import writer_of
 
 __all__ = ["EXAMPLES", "run"]
@@ -45,7 +44,7 @@ def run(
     if contents.unknown_classes:
         names = ", ".join(contents.unknown_classes)
         Output.note(f"It names classes that a load refuses unless you register them: {names}")
-    items = [item for item in contents if not pattern or any(fnmatch.fnmatchcase(item.name, p) for p in pattern)]
+    items = [item for item in contents if not pattern or fits(item.name, pattern)]
     if Output.as_json:
         Output.put(_as_json(contents, items))
     elif files:
@@ -65,14 +64,16 @@ def run(
 
 def _show_table(items: Sequence[Item]) -> None:
     rows = (
-        (item.name, item.dtype or "object", _shape(item), len(item.chunks), size(item.nbytes), _first_file(item))
+        (
+            item.name,
+            *(item.words.split(" ", 1) if item.is_tensor else ("object", "")),
+            len(item.chunks),
+            size(item.nbytes),
+            _first_file(item),
+        )
         for item in items
     )
     Output.table(("name", "dtype", "shape", "chunks", "size", "file"), rows, right=("chunks", "size"))
-
-
-def _shape(item: Item) -> str:
-    return f"[{', '.join(map(str, item.shape))}]" if item.is_tensor else ""
 
 
 def _first_file(item: Item) -> str:
@@ -151,9 +152,8 @@ def _lines(branch: _Branch, depth: int, indent: str) -> Iterator[str]:
         if depth > 1:
             yield from _lines(below, depth - 1, indent + "  ")
     for name, item in branch.items:
-        what = f"{item.dtype} {_shape(item)}" if item.is_tensor else "object"
         chunks = f" in {len(item.chunks)} chunks" if len(item.chunks) > 1 else ""
-        yield f"{indent}{name}  {what}{chunks}, {size(item.nbytes)}"
+        yield f"{indent}{name}  {item.words}{chunks}, {size(item.nbytes)}"
 
 
 def _as_json(contents: Contents, items: Sequence[Item]) -> dict[str, Any]:

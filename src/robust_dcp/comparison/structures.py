@@ -53,9 +53,9 @@ def compare_structures(
     both = [name for name in before if name in after]
     changed = []
     for name in both:
-        one, other = _words(before[name]), _words(after[name])
+        one, other = before[name].words, after[name].words
         if one == other and chunks and _chunks(before[name]) != _chunks(after[name]):
-            one, other = (f"{_words(item)} in {len(item.chunks)} chunks" for item in (before[name], after[name]))
+            one, other = (f"{item.words} in {len(item.chunks)} chunks" for item in (before[name], after[name]))
             other = other if one != other else f"{other}, cut otherwise"
         if one != other:
             changed.append(ChangedItem(name, one, other))
@@ -63,12 +63,8 @@ def compare_structures(
         added=tuple(item for name, item in after.items() if name not in before),
         removed=tuple(item for name, item in before.items() if name not in after),
         changed=tuple(changed),
-        common=tuple(name for name in both if _words(before[name]) == _words(after[name])),
+        common=tuple(name for name in both if before[name].words == after[name].words),
     )
-
-
-def _words(item: Item) -> str:
-    return f"{item.dtype} {list(item.shape)}" if item.is_tensor else "object"
 
 
 def _chunks(item: Item) -> frozenset[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -8,7 +8,9 @@ dtypes that torch cannot compute with, such as those of packed bits, are compare
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -76,14 +78,10 @@ def difference_of(first: torch.Tensor, second: torch.Tensor) -> TensorDifference
         return TensorDifference(first.numel())
     if first.dtype in _UNSIGNED or first.dtype in _SIGNED:
         return _of_integers(_integers(first), _integers(second))
-    if first.is_complex():
-        pair = [torch.view_as_real(value.to(torch.complex128)) for value in (first, second)]
-        return _of_floats(pair[0], pair[1], is_complex=True)
-    if first.is_floating_point():
-        try:
-            return _of_long_floats(first.reshape(-1), second.reshape(-1))
-        except (RuntimeError, NotImplementedError):  # float4_e2m1fn_x2 holds two values in one element
-            pass
+    try:
+        return _of_long(first.reshape(-1), second.reshape(-1))
+    except (RuntimeError, NotImplementedError):  # float4_e2m1fn_x2 holds two values in one element
+        pass
     differing = int((_bytes(first) != _bytes(second)).sum())
     return TensorDifference(first.numel(), differing, None, None)
 
@@ -123,49 +121,48 @@ def _of_integers(first: Integers, second: Integers) -> TensorDifference:
     )
 
 
-def _of_long_floats(first: torch.Tensor, second: torch.Tensor) -> TensorDifference:
+def _of_long(first: torch.Tensor, second: torch.Tensor) -> TensorDifference:
     """The difference of two tensors with one dimension, in parts that stay in the processor's cache."""
     total = TensorDifference()
     for one, other in zip(first.split(_CACHED_NUMEL), second.split(_CACHED_NUMEL), strict=True):
-        one, other = one.to(torch.float64), other.to(torch.float64)
-        if _are_finite(one) and _are_finite(other):
-            total += _of_finite(one, other)
-        else:
-            total += _of_floats(one[:, None], other[:, None])
+        total += _of_floats(_components(one), _components(other))
     return total
 
 
-def _of_finite(first: torch.Tensor, second: torch.Tensor) -> TensorDifference:
-    apart = (first - second).abs_()
+def _components(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The values as float64, those of complex numbers as real and imaginary parts."""
+    if not tensor.is_complex():
+        return [tensor.to(torch.float64)]
+    values = torch.view_as_real(tensor.to(torch.complex128))
+    return [values[:, 0].contiguous(), values[:, 1].contiguous()]
+
+
+def _of_floats(first: list[torch.Tensor], second: list[torch.Tensor]) -> TensorDifference:
+    """The difference of two tensors, from their components."""
+    nan = infinite = (0, 0)
+    parts = [one - other for one, other in zip(first, second, strict=True)]
+    are_finite = all(_are_finite(component) for component in (*first, *second))
+    if not are_finite:
+        nan = _count(first, torch.isnan), _count(second, torch.isnan)
+        infinite = _count(first, torch.isinf), _count(second, torch.isinf)
+        for part, one, other in zip(parts, first, second, strict=True):
+            part[(one == other) | (one.isnan() & other.isnan())] = 0  # two infinities, for example
+    apart = torch.hypot(*parts) if len(parts) == 2 else parts[0].abs_()
+    if not are_finite:
+        # A NaN or an infinity on one side only is as far away as can be.
+        apart.nan_to_num_(nan=math.inf, posinf=math.inf)
     differing = int(apart.count_nonzero())
     if not differing:
-        return TensorDifference(first.numel())
-    scale = torch.maximum(first.abs(), second.abs())
-    relative = (apart / scale).nan_to_num_(nan=0.0)  # 0.0 / 0.0 where both are zero
-    return TensorDifference(first.numel(), differing, float(apart.max()), float(relative.max()))
-
-
-def _of_floats(first: torch.Tensor, second: torch.Tensor, *, is_complex: bool = False) -> TensorDifference:
-    """The last dimension has the parts of one element."""
-    nan = [value.isnan() for value in (first, second)]
-    infinite = [value.isinf() for value in (first, second)]
-    equal = (first == second) | (nan[0] & nan[1])
-    differs = ~equal.all(dim=-1)
-    n_nan = (int(nan[0].any(dim=-1).sum()), int(nan[1].any(dim=-1).sum()))
-    n_infinite = (int(infinite[0].any(dim=-1).sum()), int(infinite[1].any(dim=-1).sum()))
-    differing = int(differs.sum())
-    numel = differs.numel()
-    if not differing:
-        return TensorDifference(numel, nan=n_nan, infinite=n_infinite)
-    one, other = first[differs], second[differs]
-    parts = torch.where(equal[differs], torch.zeros((), dtype=one.dtype), one - other)
-    apart = torch.linalg.vector_norm(parts, dim=-1) if is_complex else parts.abs()[..., 0]
-    scale = torch.maximum(one.abs().amax(dim=-1), other.abs().amax(dim=-1))
+        return TensorDifference(len(apart), nan=nan, infinite=infinite)
+    scale = reduce(torch.maximum, (component.abs() for component in (*first, *second)))
     relative = apart / scale
-    # A NaN or an infinity on one side only is as far away as can be.
-    max_relative = _largest(torch.where(scale.isinf(), apart, relative))
-    return TensorDifference(numel, differing, _largest(apart), max_relative, n_nan, n_infinite)
+    if are_finite:
+        relative.nan_to_num_(nan=0.0, posinf=math.inf)  # 0 / 0 where both are zero
+    else:
+        relative = torch.where(relative.isnan() | scale.isinf(), apart, relative)
+    return TensorDifference(len(apart), differing, float(apart.max()), float(relative.max()), nan, infinite)
 
 
-def _largest(values: torch.Tensor) -> float:
-    return float(values.nan_to_num(nan=math.inf, posinf=math.inf).max())
+def _count(components: list[torch.Tensor], is_so: Callable[[torch.Tensor], torch.Tensor]) -> int:
+    """Of how many elements some component is NaN, or infinite."""
+    return int(reduce(torch.logical_or, map(is_so, components)).sum())

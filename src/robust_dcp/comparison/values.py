@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from robust_dcp.comparison.tensor_difference import TensorDifference, difference_of
 from robust_dcp.errors import UnsafeCheckpoint
-from robust_dcp.storage.pieces import NamedTensor, PieceReader, batches_of
+from robust_dcp.storage.pieces import PieceReader, batches_of
 from robust_dcp.storage.records.objects import load_object
 
 __all__ = ["DifferingObject", "compare_objects", "compare_tensors"]
@@ -53,11 +52,7 @@ def compare_tensors(
     """
     sides = [PieceReader(path, buffer_nbytes=buffer_nbytes // 4) for path in (first, second)]
     wanted = set(names)
-    tensors = [
-        NamedTensor(name, entry.properties.dtype, tuple(entry.size))
-        for name, entry in sides[0].metadata.state_dict_metadata.items()
-        if name in wanted and isinstance(entry, TensorStorageMetadata)
-    ]
+    tensors = [tensor for name, tensor in sides[0].tensors.items() if name in wanted]
     done_nbytes = 0
     totals = {tensor.name: TensorDifference() for tensor in tensors}
     for batch in batches_of(tensors, buffer_nbytes // 8):

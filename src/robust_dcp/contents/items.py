@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, NamedTuple
 
-__all__ = ["Chunk", "Contents", "Item", "StoredFile", "itemsize", "natural"]
+__all__ = ["Chunk", "Contents", "Item", "StoredFile", "fits", "itemsize", "natural"]
 
 _BITS: Final = re.compile(r"(\d+)(?:x(\d+))?")
 _NUMBER: Final = re.compile(r"([0-9]{1,18})")
@@ -25,6 +26,11 @@ def itemsize(dtype: str) -> int | None:
         return None
     per_element = int(bits[1]) * (int(bits[2] or 1) if dtype.startswith(("bits", "quint")) else 1)
     return max(1, per_element // 8)
+
+
+def fits(name: str, globs: Iterable[str]) -> bool:
+    """Whether one of the patterns fits the name, with upper and lower case told apart."""
+    return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
 
 
 def natural(name: str) -> list[tuple[int, str]]:
@@ -74,6 +80,11 @@ class Item:
     def is_tensor(self) -> bool:
         """Whether it is a tensor; an object otherwise."""
         return self.dtype is not None
+
+    @property
+    def words(self) -> str:
+        """What it is, for people: ``"float32 [4, 3]"``, or ``"object"``."""
+        return f"{self.dtype} {list(self.shape)}" if self.is_tensor else "object"
 
     @property
     def nbytes(self) -> int:

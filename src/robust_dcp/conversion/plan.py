@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from robust_dcp.conversion.outline import Outline, Path, outline_of_paths, with_items
 from robust_dcp.conversion.rules import Rules
-from robust_dcp.conversion.sources import Path, Source
+from robust_dcp.conversion.sources import Source
 from robust_dcp.storage.pieces import NamedTensor, Piece
 
 __all__ = ["ConversionPlan", "dtype_named", "plan_conversion"]
@@ -36,6 +37,17 @@ class ConversionPlan:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    def outline(self) -> Outline:
+        """How the items are nested.
+
+        Raises:
+            ValueError: two items are in each other's way.
+        """
+        if self.source.outline is None:
+            return outline_of_paths(self.paths)
+        kept = {new for new, old in self._sources.items() if new == old}
+        return with_items(self.source.outline, kept, (new for new in self._sources if new not in kept))
 
     def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """The data of pieces of :attr:`tensors`, contiguous and cast."""

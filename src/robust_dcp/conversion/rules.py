@@ -7,11 +7,12 @@ gives ``{"w": "model.w"}``.
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+
+from robust_dcp.contents.items import fits
 
 __all__ = ["Rules"]
 
@@ -66,16 +67,10 @@ class Rules:
 
     def dtype(self, name: str) -> str | None:
         """The name of the dtype that a floating tensor with this new name is cast to; ``None`` for its own."""
-        found = None
-        for glob, dtype in self.dtypes:
-            if fnmatch.fnmatchcase(name, glob):
-                found = dtype
-        return found
+        return next((dtype for glob, dtype in reversed(self.dtypes) if fits(name, (glob,))), None)
 
     def _is_wanted(self, name: str) -> bool:
-        if self.select and not any(fnmatch.fnmatchcase(name, glob) for glob in self.select):
-            return False
-        return not any(fnmatch.fnmatchcase(name, glob) for glob in self.exclude)
+        return (not self.select or fits(name, self.select)) and not fits(name, self.exclude)
 
 
 @cache

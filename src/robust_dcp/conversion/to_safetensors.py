@@ -37,17 +37,11 @@ def write_safetensors(
     shards = in_shards(plan.tensors, max_shard_nbytes)
     done = n_there = 0
 
-    def fill(pieces: Sequence[Piece], view: memoryview) -> None:
+    def read(pieces: Sequence[Piece]) -> list[torch.Tensor]:
         nonlocal done
-        at = 0
-        for piece, value in zip(pieces, plan.read(pieces), strict=True):
-            if piece.nbytes:
-                torch.frombuffer(view[at : at + piece.nbytes], dtype=torch.uint8).copy_(
-                    value.reshape(-1).view(torch.uint8)
-                )
-            at += piece.nbytes
-        done += at
-        progress(done)
+        progress(done)  # what was read before is written by now, or just being written
+        done += sum(piece.nbytes for piece in pieces)
+        return plan.read(pieces)
 
     for name, shard in shards.items():
         path = os.path.join(directory, name)
@@ -55,7 +49,8 @@ def write_safetensors(
             n_there += 1
             done += sum(tensor.nbytes for tensor in shard)
             continue
-        _write(disk, path, partial(write_model_file, disk, tensors=shard, fill=fill, buffer_nbytes=buffer_nbytes))
+        _write(disk, path, partial(write_model_file, disk, tensors=shard, read=read, buffer_nbytes=buffer_nbytes))
+        progress(done)
     index = index_of(shards)
     _write(disk, os.path.join(directory, INDEX_NAME), lambda file: disk.pwrite(file, index, 0))
     return n_there

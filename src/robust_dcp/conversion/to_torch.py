@@ -12,14 +12,15 @@ import pickle
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any, Final
 
 import torch
 
+from robust_dcp.conversion.outline import filled
 from robust_dcp.conversion.plan import ConversionPlan
-from robust_dcp.conversion.sources import Path
-from robust_dcp.storage.pieces import NamedTensor, batches_of
+from robust_dcp.storage.files.disk import Disk, OpenFile
+from robust_dcp.storage.pieces import NamedTensor, batches_of, read_ahead
 
 __all__ = ["write_torch_file"]
 
@@ -31,42 +32,91 @@ _PADDING_ID: Final = b"FB"  # as torch's own writer pads
 
 
 def write_torch_file(
-    plan: ConversionPlan, file: IO[bytes], *, flat: bool, buffer_nbytes: int, progress: Callable[[int], object]
+    plan: ConversionPlan,
+    disk: Disk,
+    file: OpenFile,
+    *,
+    flat: bool,
+    buffer_nbytes: int,
+    progress: Callable[[int], object],
 ) -> None:
     """Write the file.
 
     Args:
         plan: what to write.
-        file: an empty file that can be seeked in.
+        file: an empty file of ``disk``.
         flat: whether the state dict has the names as keys; nested otherwise.
         buffer_nbytes: how many bytes of tensors may be in memory.
         progress: called with the number of bytes of tensors that were written.
 
     Raises:
+        StorageError, CorruptCheckpoint: something cannot be read or written.
         ValueError: two items are in each other's way in a nested state dict.
     """
-    state_dict: dict[Any, Any] = {}
     stored = {tensor.name: _Stored(str(number), tensor) for number, tensor in enumerate(plan.tensors)}
-    for name in [*stored, *plan.objects]:
-        value = stored.get(name)
-        _put(state_dict, (name,) if flat else plan.paths[name], plan.load(name) if value is None else value)
+    outline = {name: name for name in [*stored, *plan.objects]} if flat else plan.outline()
     pickled = io.BytesIO()
     pickler = _Pickler(pickled, len(stored))
-    pickler.dump(_with_lists(state_dict))
-    done = 0
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+    pickler.dump(filled(outline, lambda name: stored[name] if name in stored else plan.load(name)))
+    with zipfile.ZipFile(_Stream(disk, file), "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         _member(archive, "data.pkl", pickled.getvalue())
         _member(archive, "byteorder", sys.byteorder.encode())
-        for tensor in plan.tensors:
-            with _opened(archive, f"data/{stored[tensor.name].key}") as member:
-                for batch in batches_of([tensor], buffer_nbytes):
-                    for data in plan.read(batch):
-                        member.write(_bytes(data))
-                        done += data.nbytes
-                    progress(done)
+        for done in _write_storages(plan, archive, stored, buffer_nbytes):
+            progress(done)
         for number, storage in enumerate(pickler.storages, start=len(stored)):
             _member(archive, f"data/{number}", _bytes(torch.empty(0, dtype=torch.uint8).set_(storage)))
         _member(archive, "version", b"3\n")
+
+
+def _write_storages(
+    plan: ConversionPlan, archive: zipfile.ZipFile, stored: Mapping[str, _Stored], buffer_nbytes: int
+) -> Iterator[int]:
+    """Write the data of tensors. Gives the number of bytes that are written by now."""
+    done = 0
+    member = None
+    try:
+        for batch, values in read_ahead(batches_of(plan.tensors, buffer_nbytes), plan.read):
+            for piece, value in zip(batch, values, strict=True):
+                member = member or _opened(archive, f"data/{stored[piece.tensor.name].key}")
+                member.write(_bytes(value))
+                done += piece.nbytes
+                if piece.is_last:
+                    member.close()
+                    member = None
+            yield done
+    finally:
+        if member is not None:
+            member.close()  # an archive cannot be closed before its members
+
+
+class _Stream(io.RawIOBase):
+    """An open file, for ``zipfile``."""
+
+    def __init__(self, disk: Disk, file: OpenFile) -> None:
+        self._disk = disk
+        self._file = file
+        self._at = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if whence != io.SEEK_SET:
+            raise io.UnsupportedOperation("only places counted from the beginning")
+        self._at = offset
+        return offset
+
+    def write(self, data: Any) -> int:
+        nbytes = memoryview(data).nbytes
+        self._disk.pwrite(self._file, data, self._at)
+        self._at += nbytes
+        return nbytes
 
 
 class _Stored:
@@ -127,25 +177,6 @@ def _kind_of(dtype: torch.dtype) -> Any:
     """The class of typed storages that a pickle names; ``None`` for newer dtypes, which have none."""
     name = torch.storage._dtype_to_storage_type_map().get(dtype)
     return None if name is None else getattr(torch, name)
-
-
-def _put(state_dict: dict[Any, Any], path: Path, value: Any) -> None:
-    for place, key in enumerate(path[:-1]):
-        state_dict = state_dict.setdefault(key, {})
-        if not isinstance(state_dict, dict):
-            raise ValueError(f"{'.'.join(map(str, path[: place + 1]))} is an item and holds others; pass --flat")
-    if path[-1] in state_dict:
-        raise ValueError(f"two items would stand at {'.'.join(map(str, path))}; pass --flat")
-    state_dict[path[-1]] = value
-
-
-def _with_lists(value: Any) -> Any:
-    """Dicts with the keys 0, 1, 2, … were lists."""
-    if type(value) is not dict:
-        return value
-    values = {key: _with_lists(each) for key, each in value.items()}
-    is_list = bool(values) and all(type(key) is int for key in values) and sorted(values) == list(range(len(values)))
-    return [values[place] for place in range(len(values))] if is_list else values
 
 
 def _opened(archive: zipfile.ZipFile, name: str) -> IO[bytes]:

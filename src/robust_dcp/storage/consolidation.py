@@ -16,9 +16,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final
 
-import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-
 from robust_dcp.errors import StorageError, entry_point
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.paths import SAFETENSORS_SUFFIX, directory_path, is_url
@@ -26,7 +23,7 @@ from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.layouts.safetensors_head import DTYPES, METADATA_KEY
 from robust_dcp.storage.metadata.shard_metadata import shards_in
 from robust_dcp.storage.model_file import write_model_file
-from robust_dcp.storage.pieces import NamedTensor, Piece, PieceReader
+from robust_dcp.storage.pieces import NamedTensor, PieceReader
 
 __all__ = ["INDEX_NAME", "ConsolidateReport", "check_dtypes", "consolidate", "in_shards", "index_of"]
 
@@ -94,7 +91,7 @@ def consolidate(
     disk = PosixDisk() if disk is None else disk
     directory = directory_path(output)
     reader = PieceReader(path, disk=None if is_url(path) else disk, buffer_nbytes=buffer_bytes)
-    tensors, skipped = _chosen(reader.metadata, keys)
+    tensors, skipped = _chosen(reader, keys)
     disk.mkdirs(directory)
     present = shards_in(disk, directory)
     if present:
@@ -104,19 +101,10 @@ def consolidate(
             operation="begin",
         )
     shards = in_shards(tensors, max_shard_bytes)
-
-    def fill(pieces: Sequence[Piece], view: memoryview) -> None:
-        targets, at = [], 0
-        for piece in pieces:
-            flat = torch.frombuffer(view[at : at + piece.nbytes], dtype=torch.uint8) if piece.nbytes else torch.empty(0)
-            targets.append(flat.view(piece.tensor.dtype).view(piece.lengths) if piece.nbytes else flat)
-            at += piece.nbytes
-        reader.read_into(pieces, targets)
-
     with _Unfinished(disk, directory) as unfinished:
         for name, shard in shards.items():
             file = unfinished.create(name)
-            write_model_file(disk, file, shard, fill, buffer_nbytes=buffer_bytes)
+            write_model_file(disk, file, shard, reader.read, buffer_nbytes=buffer_bytes // 2)
             unfinished.complete(file)
         index = unfinished.create(INDEX_NAME)
         disk.pwrite(index, index_of(shards), 0)
@@ -130,20 +118,16 @@ def consolidate(
     )
 
 
-def _chosen(metadata: Metadata, keys: Collection[str] | None) -> tuple[list[NamedTensor], tuple[str, ...]]:
+def _chosen(reader: PieceReader, keys: Collection[str] | None) -> tuple[list[NamedTensor], tuple[str, ...]]:
     """The tensors to write, in the order of the metadata, and the names of items that are not tensors."""
-    entries = metadata.state_dict_metadata
+    entries = reader.metadata.state_dict_metadata
     wanted = entries.keys() if keys is None else set(keys)
     missing = sorted(set(wanted) - entries.keys())
-    objects = tuple(name for name in entries if name in wanted and not isinstance(entries[name], TensorStorageMetadata))
+    objects = tuple(name for name in entries if name in wanted and name not in reader.tensors)
     if missing or (keys is not None and objects):
         problem = f"has no {missing[0]!r}" if missing else f"has an object and no tensor called {objects[0]!r}"
         raise ValueError(f"the checkpoint {problem}; choose keys among those of its tensors")
-    tensors = [
-        NamedTensor(name, entry.properties.dtype, tuple(entry.size))
-        for name, entry in entries.items()
-        if name in wanted and isinstance(entry, TensorStorageMetadata)
-    ]
+    tensors = [tensor for name, tensor in reader.tensors.items() if name in wanted]
     check_dtypes(tensors, "pass keys without it")
     return tensors, objects
 

@@ -8,25 +8,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.layouts.footer import FileSums, SumColumns
 from robust_dcp.storage.layouts.protocol import ItemColumns, PlacedTensor
 from robust_dcp.storage.layouts.safetensors_head import ShardHead, entry_nbytes, head_nbytes_for
-from robust_dcp.storage.pieces import NamedTensor, Piece, batches_of
+from robust_dcp.storage.pieces import NamedTensor, Piece, batches_of, read_ahead
 from robust_dcp.storage.records.block_sums import merged, sums_of
+from robust_dcp.storage.records.torch_zip import payload_view
 
-__all__ = ["FillPieces", "write_model_file"]
-
-FillPieces = Callable[[Sequence[Piece], memoryview], None]
-"""Puts the data of pieces into memory, one after the other."""
+__all__ = ["write_model_file"]
 
 
 def write_model_file(
     disk: Disk,
     file: OpenFile,
     tensors: Sequence[NamedTensor],
-    fill: FillPieces,
+    read: Callable[[Sequence[Piece]], list[torch.Tensor]],
     *,
     buffer_nbytes: int,
 ) -> None:
@@ -34,28 +33,25 @@ def write_model_file(
 
     Args:
         tensors: the tensors. safetensors must know their dtypes.
-        fill: gets their data.
-        buffer_nbytes: most bytes of data to read before they are written.
+        read: gives the data of pieces, contiguous.
+        buffer_nbytes: most bytes of data to read before they are written. As many are read meanwhile.
 
     Raises:
-        StorageError: a call to the file system failed. What ``fill`` raises is passed on.
+        StorageError: a call to the file system failed. What ``read`` raises is passed on.
     """
     # Tensors with the largest elements come first, because readers want data at multiples of an element's size.
     tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     head_nbytes = _head_nbytes(tensors)
     sums: list[list[tuple[int, int, list[int]]]] = [[] for _ in tensors]
     end = head_nbytes
-    for batch in batches_of(tensors, buffer_nbytes):
-        view = memoryview(bytearray(sum(piece.nbytes for piece in batch)))
-        fill(batch, view)
-        at = 0
-        for piece in batch:
+    for batch, values in read_ahead(batches_of(tensors, buffer_nbytes), read):
+        views = [payload_view(value) for value in values]
+        for piece, view in zip(batch, views, strict=True):
             before = sums[piece.number]
             begin = before[-1][1] if before else 0
-            before.append((begin, begin + piece.nbytes, sums_of(view[at : at + piece.nbytes], begin)))
-            at += piece.nbytes
-        disk.pwrite(file, view, end)
-        end += view.nbytes
+            before.append((begin, begin + piece.nbytes, sums_of(view, begin)))
+        disk.pwrite(file, views, end)
+        end += sum(view.nbytes for view in views)
     disk.pwrite(file, _head(tensors, head_nbytes).encode("", _columns(tensors, sums, head_nbytes)), 0)
 
 

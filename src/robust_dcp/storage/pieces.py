@@ -7,8 +7,10 @@ This module cuts tensors into boxes and reads them through ``RobustReader``, whi
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -21,7 +23,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.reader import RobustReader
 
-__all__ = ["NamedTensor", "Piece", "PieceReader", "batches_of", "boxes_of"]
+__all__ = ["NamedTensor", "Piece", "PieceReader", "batches_of", "boxes_of", "read_ahead"]
 
 
 class NamedTensor(NamedTuple):
@@ -74,6 +76,25 @@ def batches_of(tensors: Iterable[NamedTensor], nbytes: int) -> Iterator[list[Pie
         yield batch
 
 
+def read_ahead(
+    batches: Iterable[list[Piece]], read: Callable[[Sequence[Piece]], list[torch.Tensor]]
+) -> Iterator[tuple[list[Piece], list[torch.Tensor]]]:
+    """Each batch with its data. While the caller uses that, a thread reads the next batch.
+
+    Args:
+        read: gives the data of pieces. What it raises is passed on.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="robust_dcp-ahead") as thread:
+        before: tuple[list[Piece], Future[list[torch.Tensor]]] | None = None
+        for batch in batches:
+            current = batch, thread.submit(read, batch)
+            if before is not None:
+                yield before[0], before[1].result()
+            before = current
+        if before is not None:
+            yield before[0], before[1].result()
+
+
 def boxes_of(shape: tuple[int, ...], max_numel: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(offsets, lengths) of boxes of at most ``max_numel`` elements.
 
@@ -114,6 +135,15 @@ class PieceReader:
         self._reader = RobustReader(path, buffer_bytes=buffer_nbytes, trusted=True, disk=disk)
         self.metadata: Metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self.metadata, True)
+
+    @cached_property
+    def tensors(self) -> dict[str, NamedTensor]:
+        """The tensors of the checkpoint by name, in the order of the metadata."""
+        return {
+            name: NamedTensor(name, entry.properties.dtype, tuple(entry.size))
+            for name, entry in self.metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
 
     def read_into(self, pieces: Sequence[Piece], targets: Sequence[torch.Tensor]) -> None:
         """Read each piece into a tensor of its dtype and shape."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -86,10 +85,9 @@ class PiecewiseRead:
         self._into = into
         self._buffer = box.buffer_for(into)
         self._blocks = blocks
-        self._read_piece = self._read_in_place
+        self._on_device: tuple[torch.Tensor, CopiesToDevice] | None = None
         if copies is not None and self._buffer is into:
-            flat = into.as_strided((into.numel(),), (1,)).view(torch.uint8)
-            self._read_piece = partial(self._read_through_block, flat, copies)
+            self._on_device = into.as_strided((into.numel(),), (1,)).view(torch.uint8), copies
         else:
             self._view = payload_view(self._buffer)
         self._verified = verified
@@ -125,7 +123,11 @@ class PiecewiseRead:
             offset, nbytes = self._pieces[number]
             start = offset - self._box.offset
             if 0 <= start < self._box.nbytes:
-                self._crc32s[number] = self._read_piece(start, nbytes)
+                self._crc32s[number] = (
+                    self._read_in_place(start, nbytes)
+                    if self._on_device is None
+                    else self._read_through_block(start, nbytes, *self._on_device)
+                )
             else:
                 self._crc32s[number] = self._read_beyond(offset, nbytes)
         with self._lock:
@@ -153,7 +155,7 @@ class PiecewiseRead:
         stored.check_found(offset, nbytes, found)
         return checksum
 
-    def _read_through_block(self, flat: torch.Tensor, copies: CopiesToDevice, start: int, nbytes: int) -> int:
+    def _read_through_block(self, start: int, nbytes: int, flat: torch.Tensor, copies: CopiesToDevice) -> int:
         """Read a piece into a block and copy it from there into ``flat``; returns the same as
         :meth:`_read_in_place`.
         """

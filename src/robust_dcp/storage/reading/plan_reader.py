@@ -136,28 +136,28 @@ class _Load:
         self._items = BlockItems(forms, verification=self.verification, trusted=options.trusted)
         self._small = SmallTensors(reads.whole, forms, self.verification)
         total_nbytes = sum(reads.nbytes)
+        files: dict[str, DataFile] = {}
+        self._files = files
+        # The function must not refer to `self`. In a cycle of references, the planner and all its tensors would stay in
+        # memory until the garbage collector runs.
         self._tasks = ReadingThreads(
             options,
             self._blocks,
             self._block_nbytes,
             self._items,
             self.verification,
-            lambda: check_stop(self._done_nbytes(), total_nbytes),
+            lambda: check_stop(sum(file.read_nbytes for file in list(files.values())), total_nbytes),
         )
         self._pending: deque[_Pending] = deque()
         self._pending_nbytes = 0
         self._pending_groups = 0
         self._peak_pending_nbytes = 0
-        self._files: dict[str, DataFile] = {}
         self._reads_left = {reads.paths[number]: count for number, count in Counter(reads.path_of).items()}
 
     @property
     def peak_nbytes(self) -> int:
         """The most memory that was in use for data on its way."""
         return self._peak_pending_nbytes + self._blocks.used_nbytes
-
-    def _done_nbytes(self) -> int:
-        return sum(file.read_nbytes for file in list(self._files.values()))
 
     def run(self) -> None:
         try:

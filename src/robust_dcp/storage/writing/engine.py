@@ -25,7 +25,7 @@ from robust_dcp.storage.layouts import TORCH, Layout
 from robust_dcp.storage.layouts.footer import FileSums
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements, slots_of
 from robust_dcp.storage.writing.data_files import DataFile, create_data_files, discard, take_plain_names
-from robust_dcp.storage.writing.item_source import BorrowingSource, ItemSource
+from robust_dcp.storage.writing.item_source import BorrowingSource, ItemSource, MadeWhenAsked
 from robust_dcp.storage.writing.paged_file import FileOutput, PagedFile
 from robust_dcp.storage.writing.sharing import Sharing
 from robust_dcp.storage.writing.steps import FileSteps, Step, StepQueue, WriteContext
@@ -154,7 +154,7 @@ def write_files(
             if isinstance(source, BorrowingSource) and borrowed:
                 workers.run(StepQueue(steps[::-1], only_borrowed=True), threads)
                 source.give_back()
-            workers.run(StepQueue(steps[::-1]), threads)
+            workers.run(StepQueue(steps[::-1], in_turn=not isinstance(source, MadeWhenAsked)), threads)
         are_plain = take_plain_names(disk, directory, files, plain)
         for place in (directory, *stripes):
             disk.fsync_directory(place)

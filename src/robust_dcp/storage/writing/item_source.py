@@ -18,7 +18,15 @@ from robust_dcp.comm import Stopped
 from robust_dcp.errors import PlanConflict, RobustCheckpointError
 from robust_dcp.storage.layouts import Frame
 
-__all__ = ["BorrowingSource", "ItemSource", "NamedErrors", "Resolve", "WriteItemSource", "planned_tensor"]
+__all__ = [
+    "BorrowingSource",
+    "ItemSource",
+    "MadeWhenAsked",
+    "NamedErrors",
+    "Resolve",
+    "WriteItemSource",
+    "planned_tensor",
+]
 
 Resolve = Callable[[WriteItem], "torch.Tensor | io.BytesIO"]
 
@@ -53,6 +61,15 @@ class BorrowingSource(Protocol):
 
     def give_back(self) -> None:
         """These items have been written: nobody reads their data any more."""
+
+
+@runtime_checkable
+class MadeWhenAsked(Protocol):
+    """An :class:`ItemSource` whose data is in memory only from :meth:`~ItemSource.resolve` on. The engine then writes
+    one file after the other, because it has at least one item of each file in work in memory.
+    """
+
+    is_made_when_asked: bool
 
 
 class WriteItemSource:

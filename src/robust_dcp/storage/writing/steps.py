@@ -169,10 +169,12 @@ class StepQueue:
 
     Args:
         only_borrowed: as for :meth:`FileSteps.take`.
+        in_turn: ``False``: take all steps of a file before those of the next one.
     """
 
-    def __init__(self, files: Sequence[FileSteps], *, only_borrowed: bool = False) -> None:
+    def __init__(self, files: Sequence[FileSteps], *, only_borrowed: bool = False, in_turn: bool = True) -> None:
         self._only_borrowed = only_borrowed
+        self._in_turn = in_turn
         self._files = deque(files)
         self._lock = threading.Lock()
 
@@ -183,7 +185,8 @@ class StepQueue:
                 if not self._files:
                     return None
                 file = self._files[0]
-                self._files.rotate(-1)
+                if self._in_turn:
+                    self._files.rotate(-1)
             step = file.take(only_borrowed=self._only_borrowed)
             if step is not None:
                 return file, step

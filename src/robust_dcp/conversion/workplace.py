@@ -1,0 +1,172 @@
+"""Where a target is made: a directory beside it, ``….converting``, which one call at a time may use.
+
+It holds at most a lock, ``note`` (what is being made), ``made`` (the target, until it is whole) and ``replaced`` (the
+old target, for the moment between two renames). Whenever a process is killed, the next call finds out from these names
+what to do; nothing else in the directory is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from errno import ENOENT
+from typing import Final
+
+from robust_dcp.errors import StorageError
+from robust_dcp.storage.files.disk import Disk, storage_error
+from robust_dcp.storage.files.exchange import exchange_names
+from robust_dcp.storage.files.paths import LOCK_NAME, is_data_file
+from robust_dcp.storage.files.whole_file import read_whole_file
+from robust_dcp.storage.writing.directory_lock import DirectoryLock
+from robust_dcp.storage.writing.removal import remove_data_files
+
+__all__ = ["Workplace", "workplace_of"]
+
+_MAX_NOTE_NBYTES: Final = 64 << 20
+
+
+class Workplace:
+    """The directory in which ``path`` is made.
+
+    Attributes:
+        made: the name of the target until it is whole.
+    """
+
+    def __init__(self, disk: Disk, path: str) -> None:
+        self._disk = disk
+        self._path = path
+        self.directory = f"{path}.converting"
+        self.made = os.path.join(self.directory, "made")
+        self._note = os.path.join(self.directory, "note")
+        self._replaced = os.path.join(self.directory, "replaced")
+
+    def recover(self) -> None:
+        """Undo what a killed call was about to do: an old target that had lost its name gets it back.
+
+        Raises:
+            StorageError: a call failed.
+        """
+        if os.path.lexists(self._replaced):
+            if os.path.lexists(self._path):
+                self._remove(self._replaced)
+            else:
+                self._disk.rename(self._replaced, self._path)
+                self._disk.fsync_directory(os.path.dirname(self.directory))
+        # What has no note was not being made: it is an old target that lost its name to a whole one.
+        if not self._disk.exists(self._note):
+            self.clear()
+
+    def begin(self, note: bytes) -> None:
+        """Go on with what an earlier call was making if its note was the same. Otherwise begin anew.
+
+        Raises:
+            StorageError: a call failed.
+        """
+        if read_whole_file(self._disk, self._note, _MAX_NOTE_NBYTES) == note:
+            return
+        self.clear()
+        file = self._disk.open_new(self._note)
+        try:
+            self._disk.pwrite(file, note, 0)
+            self._disk.fsync(file)
+        finally:
+            self._disk.close(file)
+
+    def clear(self) -> None:
+        """Remove what is being made, and the note.
+
+        Raises:
+            StorageError: a call failed.
+        """
+        self._remove(self.made)
+        self._remove(self._note)
+
+    def publish(self) -> None:
+        """Give the target its name. An old one keeps it until that moment.
+
+        Where the system can swap two names in one step (``renameat2`` of Linux), there is always something whole under
+        the name. Elsewhere a process that is killed between two renames leaves the old directory as ``replaced``, and
+        the next call puts it back.
+
+        Raises:
+            StorageError: a call failed.
+        """
+        # Without a note, the next call does not take an old target that is about to lie here for unfinished work.
+        self._remove(self._note)
+        self._disk.fsync_directory(self.directory)
+        if os.path.isdir(self.made) and os.path.lexists(self._path):
+            try:
+                is_swapped = exchange_names(self.made, self._path)
+            except OSError as error:
+                raise storage_error("rename", self._path, error) from error
+            if not is_swapped:
+                self._disk.rename(self._path, self._replaced)
+                self._disk.rename(self.made, self._path)
+        else:
+            self._disk.rename(self.made, self._path)
+        self._disk.fsync_directory(os.path.dirname(self.directory))
+        self._remove(self._replaced)
+        self._remove(self.made)
+
+    def _remove(self, path: str) -> None:
+        if not os.path.lexists(path):
+            return
+        if os.path.islink(path) or not os.path.isdir(path):
+            self._disk.unlink(path)
+            return
+        # Data files first: on stripes, they are found by links that lie here.
+        remove_data_files(self._disk, path, [each for each in self._disk.list_directory(path) if is_data_file(each)])
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            raise storage_error("remove", path, error) from error
+
+
+@contextmanager
+def workplace_of(disk: Disk, path: str) -> Iterator[Workplace]:
+    """Hold the place where ``path`` is made. What an earlier call has left there is put in order.
+
+    Raises:
+        StorageError: another call makes the target, or a call to the file system failed.
+    """
+    place = Workplace(disk, path)
+    made, lock = _locked(disk, place.directory, path)
+    try:
+        place.recover()
+        yield place
+    except BaseException:
+        with suppress(StorageError):
+            place.recover()
+        raise
+    finally:
+        lock.release()
+        for directory in (place.directory, *reversed(made)):  # those in which nothing is left
+            with suppress(StorageError):
+                disk.rmdir(directory)
+
+
+def _locked(disk: Disk, directory: str, path: str) -> tuple[list[str], DirectoryLock]:
+    while True:
+        made = disk.mkdirs(directory)
+        try:
+            lock = DirectoryLock.take(disk, directory, save_id="conversion")
+        except StorageError as error:
+            if error.errno == ENOENT:  # another call has ended just now, and removed the directory
+                continue
+            if error.operation == "begin":
+                raise _is_made_elsewhere(path, directory) from error
+            raise
+        if not lock.is_proof and disk.exists(os.path.join(directory, LOCK_NAME)):
+            raise _is_made_elsewhere(path, directory)
+        return made, lock
+
+
+def _is_made_elsewhere(path: str, directory: str) -> StorageError:
+    return StorageError(
+        f"another call makes {path} now (it holds {os.path.join(directory, LOCK_NAME)}); wait for it. If its machine "
+        "has crashed, remove that file",
+        path=path,
+        operation="begin",
+    )
