@@ -9,10 +9,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import staging
 
 from robust_dcp.storage.files.paths import INDEX_NAME
+from tests.support.torch_versions import needs_background_stager, needs_safetensors
 
 SAVE = """
     import os, sys, torch
@@ -152,9 +151,7 @@ def test_what_robust_dcp_cannot_stand_in_for_is_stock_and_said_once(tmp_path: Pa
     assert len(said) == 1 and "Planner plans otherwise than DefaultSavePlanner" in said[0]
 
 
-@pytest.mark.skipif(
-    not hasattr(dcp, "HuggingFaceStorageWriter"), reason="in this torch HuggingFaceStorageWriter is private"
-)
+@needs_safetensors
 def test_the_writer_of_safetensors_is_stock_and_that_is_said(tmp_path: Path) -> None:
     script = """
         dcp.save({"w": state["w"]}, storage_writer=dcp.HuggingFaceStorageWriter(path + "/hf"))
@@ -183,9 +180,7 @@ def test_a_load_planner_of_ones_own_is_asked_for_each_item(tmp_path: Path) -> No
     run(tmp_path, script, ROBUST_DCP="1")
 
 
-@pytest.mark.skipif(
-    not hasattr(staging, "DefaultStager"), reason="this torch has no stager that copies in the background"
-)
+@needs_background_stager
 def test_a_stager_that_copies_in_the_background_gets_the_response_that_stock_gives(tmp_path: Path) -> None:
     script = """
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
