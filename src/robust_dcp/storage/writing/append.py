@@ -122,7 +122,9 @@ def saved_by_torch(tensor: torch.Tensor) -> io.BytesIO:
 
 def _opaque(buffer: io.BytesIO, output: FileOutput) -> _Whole:
     """A record in which we do not know where the data begins. So its checksums cover all of it."""
-    data = buffer.getbuffer()
+    # Not `getbuffer`: a buffer with a view of it cannot be closed, and Python 3.14 complains on stderr if both become
+    # garbage together, in an error's traceback for example. `getvalue` does not copy either.
+    data = memoryview(buffer.getvalue())
     return _Whole((data,), 0, len(data), output.sums_of(data))
 
 
