@@ -19,8 +19,9 @@ from robust_dcp.comm import process_group as groups
 from robust_dcp.comm import wire
 from robust_dcp.comm.bundle import Bundler, open_bundle
 from robust_dcp.comm.combine import Agreement, Offer, combined_signature
+from robust_dcp.comm.exchange import Contribution, Work
 from robust_dcp.comm.failures import Stopped
-from robust_dcp.comm.operation import Contribution, Operation, Work
+from robust_dcp.comm.operation import Operation
 from robust_dcp.comm.pipe import Payload, PipeBroken
 from robust_dcp.comm.registry import link_for, local_link
 from robust_dcp.comm.relay import Relay, move_buckets, refuse_damage
@@ -130,7 +131,7 @@ class Channel:
 
     def recording(self) -> AbstractContextManager[ExchangeStats]:
         """``with channel.recording() as stats:`` counts the exchanges of this operation within the block."""
-        return self._operation.recording()
+        return self._operation.costs.recording()
 
     def agree(self, phase: str, produce: Callable[[], Offer]) -> Agreement:
         """Combine the offers of all ranks, and return the result on every rank.
@@ -343,12 +344,12 @@ class Channel:
             raise
         finally:
             operation.interrupt = None
-            operation.add_cost(phase, cost)
+            operation.costs.count(phase, cost)
 
     @property
     def stragglers(self) -> tuple[str, ...]:
         """On the coordinator, the log lines that say which ranks the others waited for, and how far those were."""
-        return tuple(self._operation.stragglers)
+        return tuple(self._operation.stragglers.lines)
 
     def fail_next_work(self, fault: Callable[[], None]) -> None:
         """For tests: call ``fault`` before this rank's own work in the next exchange, so that it can raise there."""
