@@ -124,7 +124,7 @@ class Operation:
                 error = self._conclude(problem)
             except BaseException as interrupt:
                 if self._runs:
-                    self._conclude(Problem(f"was left by rank {self.link.rank}: {type(interrupt).__name__}", interrupt))
+                    self._conclude(Problem.of_leaving(self.link.rank, interrupt))
                 raise
             else:
                 if result.status == Status.OK:
@@ -139,7 +139,7 @@ class Operation:
     def leave(self, error: BaseException) -> None:
         """End the operation because this rank failed between two exchanges. Tell the others unless they know."""
         if self._has_begun and error is not self._raised:
-            self._conclude(Problem(f"was left by rank {self.link.rank}: {type(error).__name__}", error))
+            self._conclude(Problem.of_leaving(self.link.rank, error))
 
     def _as_raised(self, error: RobustCheckpointError, own_error: BaseException | None) -> BaseException:
         """The exception that this rank raises: ``error``, unless its own work was interrupted (Ctrl-C, say)."""
@@ -215,8 +215,10 @@ class Operation:
     def send(self, peer: int, kind: Kind, status: Status, agreement: Agreement, payload: Payload) -> None:
         self.link.send(peer, self._frame(kind, status, body=agreement.encode()), payload)
 
-    def announce_failure(self, text: str) -> None:
-        self._pass_on(Kind.STOP, text.encode(errors="replace"), but=None)
+    def announce_failure(self, text: str, but: int | None = None) -> None:
+        for peer in self.tree.neighbours:
+            if peer != but:
+                self.link.send(peer, self._frame(Kind.STOP), text.encode(errors="replace"))
 
     def note_work_done(self) -> None:
         with self._changed:
@@ -225,11 +227,6 @@ class Operation:
 
     def _frame(self, kind: Kind, status: Status = Status.OK, body: bytes = b"") -> Frame:
         return Frame(kind, *self.key, self._inbox.exchange, phase_id(self.what), status, body)
-
-    def _pass_on(self, kind: Kind, payload: bytes, but: int | None) -> None:
-        for peer in self.tree.neighbours:
-            if peer != but:
-                self.link.send(peer, self._frame(kind), payload)
 
     # Waiting, and handling what arrives meanwhile.
 
@@ -294,8 +291,9 @@ class Operation:
             if frame.kind in (Kind.UP, Kind.DOWN):
                 self._inbox.put(message)
             elif frame.kind == Kind.STOP:
-                if self._inbox.note_failure(frame.exchange, bytes(payload).decode(errors="replace")):
-                    self._pass_on(Kind.STOP, bytes(payload), but=peer)
+                text = bytes(payload).decode(errors="replace")
+                if self._inbox.note_failure(frame.exchange, text):
+                    self.announce_failure(text, but=peer)
                     self._interrupt_work()
             else:
                 return
