@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter
-from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from tests.support.simulated_disk import WatchedDisk
 
 

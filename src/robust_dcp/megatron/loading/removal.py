@@ -34,7 +34,7 @@ def remove_keys(checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None
     """
     directory = directory_path(checkpoint_dir)
     reader = RobustReader(directory)
-    metadata = reader.decode_metadata(reader.metadata_bytes())
+    metadata = reader.source.decode_metadata(reader.source.metadata_bytes())
     before = set(referenced_files(metadata))
     items = metadata.state_dict_metadata
     kept = {key: value for key, value in items.items() if not key.startswith(key_prefix)}
