@@ -23,7 +23,7 @@ from robust_dcp.megatron.hooks.options import current_options
 from robust_dcp.megatron.loading.load_planner import load_planner_for
 from robust_dcp.megatron.loading.removal import remove_keys
 from robust_dcp.megatron.versions import ShardedObject, ShardedTensor
-from robust_dcp.plan.save_planner import checkpoint_name
+from robust_dcp.plan.checkpoint_name import checkpoint_name
 from robust_dcp.report import LoadReport
 from robust_dcp.storage.files.paths import directory_path
 from robust_dcp.storage.index import look_up
