@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from robust_dcp.comm import Channel, Offer
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.hooks.progress_bar import watch_in_terminal
+from robust_dcp.plan.checkpoint_name import checkpoint_name
 from robust_dcp.plan.load_planner import RobustLoadPlanner
 from robust_dcp.plan.loading.fetched_reads import FetchedReads
 from robust_dcp.plan.loading.node_files import find_elsewhere, ranks_with_metadata
@@ -34,7 +35,6 @@ from robust_dcp.plan.loading.sharing import (
     sharing_offer,
 )
 from robust_dcp.plan.phases import PhaseClock
-from robust_dcp.plan.save_planner import checkpoint_name
 from robust_dcp.plan.stored_plan import LOADED
 from robust_dcp.report import LoadReport, SaveReport, phase_reports
 from robust_dcp.started_save import CheckpointId, StartedSave
