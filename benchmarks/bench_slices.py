@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 import robust_dcp
 from benchmarks.ranks import show
 from robust_dcp import RobustReader
-from robust_dcp.storage.files.disk import OpenFile, PosixDisk
+from robust_dcp.storage.files.disk import OpenFile
+from robust_dcp.storage.files.posix_disk import PosixDisk
 
 __all__ = ["main"]
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks.collectives import counted_collectives
 from benchmarks.ranks import run, show
 from robust_dcp.comm import Channel, decode, encode
-from robust_dcp.comm.bundle import Bundler, open_bundle
+from robust_dcp.comm.bundle import Bundler, open_bundles
 from robust_dcp.megatron.uneven.uneven_dtensors import place_chunks
 from robust_dcp.megatron.uneven.uneven_offsets import solve
 from robust_dcp.megatron.uneven.uneven_shards import LocalPart, ShardColumns, Spread, columns_of
@@ -233,7 +233,7 @@ def measure_coordinator(n_ranks: int, n_tensors: int, rounds: int) -> dict[str, 
     for _ in range(rounds):
         gc.collect()
         started = time.perf_counter()
-        columns = open_bundle(arriving, ShardColumns)
+        columns = open_bundles([arriving], ShardColumns)
         decoded = time.perf_counter()
         answers = solve([columns[rank] for rank in range(n_ranks)], range(n_ranks))
         decoding.append(decoded - started)

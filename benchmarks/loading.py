@@ -133,7 +133,7 @@ def measure(who: str, case: str, directory: str, ranks: int, tensors: dict[str, 
     reader: Any = FileSystemReader(directory) if who == "stock" else RobustReader(directory)
     planner = DefaultLoadPlanner() if who == "stock" else RobustLoadPlanner()
     by_file = who == "ours, no index"
-    metadata = reader.decode_metadata(reader.metadata_bytes()) if by_file else reader.read_metadata()
+    metadata = reader.source.decode_metadata(reader.source.metadata_bytes()) if by_file else reader.read_metadata()
     watch.lap("metadata")
     planner.set_up_planner(state_dict, metadata, is_coordinator=False)
     reader.set_up_storage_reader(metadata, False)

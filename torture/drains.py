@@ -11,7 +11,6 @@ connections and answers with errors now and then.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import random
@@ -29,6 +28,7 @@ import robust_dcp
 from robust_dcp import CopyOptions, RobustReader, copy_checkpoint
 from robust_dcp.storage.remote.remote_disk import RemoteDisk
 from robust_dcp.testing import FileCalls, run_ranks, values
+from torture.campaign import run_campaign
 from torture.object_store import BUCKET, Fault, faulty_proxy, options_for, s3_server
 
 __all__ = ["run_trial", "server_of_this_process"]
@@ -150,22 +150,6 @@ def _wrong_with(
     return [] if len(found) == 1 and found[0] in allowed else [f"it holds {found}, and not one of {allowed}"]
 
 
-def main() -> int:
-    """Run the campaign. Returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
-    n_broken = 0
-    with _KEPT:
-        for seed in range(arguments.seed, arguments.seed + arguments.trials):
-            wrong = run_trial(seed)
-            n_broken += bool(wrong)
-            for each in wrong:
-                print(f"seed {seed}: {each}", flush=True)
-    print(f"{arguments.trials} trials, {n_broken} broke a promise")
-    return 1 if n_broken else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    with _KEPT:
+        sys.exit(run_campaign(__doc__, run_trial, trials=100))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from robust_dcp.background import StagedSource
 from robust_dcp.started_save import StartedSave
-from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from torture.survivors import end_process
 
 __all__ = ["PHASES", "KillDisk", "Order", "arm", "child_pids", "is_gone"]

@@ -9,7 +9,6 @@ In every fourth trial two jobs do this at the same time below one directory, and
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -21,6 +20,7 @@ import torch
 
 from robust_dcp import CheckpointManager
 from robust_dcp.testing import FileCalls, run_ranks, values
+from torture.campaign import run_campaign
 
 __all__ = ["run_trial"]
 
@@ -95,21 +95,5 @@ def run_trial(seed: int) -> list[str]:
         return [f"killed before call {number} of {counted}: {each}" for each in wrong]
 
 
-def main() -> int:
-    """Run the campaign. Returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
-    n_broken = 0
-    for seed in range(arguments.seed, arguments.seed + arguments.trials):
-        wrong = run_trial(seed)
-        n_broken += bool(wrong)
-        for each in wrong:
-            print(f"seed {seed}: {each}", flush=True)
-    print(f"{arguments.trials} trials, {n_broken} broke a promise")
-    return 1 if n_broken else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_campaign(__doc__, run_trial, trials=200))

@@ -28,7 +28,8 @@ import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from robust_dcp import RobustCheckpointError, RobustReader, RobustWriter
-from robust_dcp.storage.files.disk import OpenFile, PosixDisk
+from robust_dcp.storage.files.disk import OpenFile
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from tests.support.simulated_disk import WatchedDisk
 
 __all__ = ["HOW", "Round", "make_round", "run_round"]

@@ -17,8 +17,9 @@ from benchmarks.simulation.others import OtherRanks, SaveName
 from benchmarks.simulation.payloads import Payloads
 from benchmarks.simulation.stopwatch import Stopwatch
 from robust_dcp.comm import Agreement, Channel, Offer
+from robust_dcp.comm.exchange import Work
 from robust_dcp.comm.frames import FRAME_NBYTES, Frame, Kind, operation_id, phase_id
-from robust_dcp.comm.operation import Operation, Work
+from robust_dcp.comm.operation import Operation
 from robust_dcp.comm.pipe import Payload
 
 __all__ = ["SimulatedChannel"]

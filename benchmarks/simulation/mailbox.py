@@ -7,8 +7,7 @@ files.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, cast
@@ -16,8 +15,11 @@ from typing import TypeVar, cast
 import msgspec
 
 from robust_dcp.comm import Agreement, Channel, ExchangeStats, Offer
-from robust_dcp.comm.operation import Operation, Work
+from robust_dcp.comm.exchange import Work
+from robust_dcp.comm.operation import Operation
 from robust_dcp.comm.pipe import Payload
+from robust_dcp.comm.stats import Costs
+from robust_dcp.comm.stragglers import Stragglers
 from robust_dcp.comm.tree import Tree
 
 __all__ = ["COORDINATOR", "Mailbox", "SimulatedLink", "SimulatedOperation"]
@@ -49,12 +51,8 @@ class SimulatedOperation:
         self.link = SimulatedLink(rank, tuple(range(n_ranks)))
         self.tree = self.link.tree(COORDINATOR)
         self.timeout_seconds = 300.0
-        self.stragglers: list[str] = []
-
-    @contextmanager
-    def recording(self) -> Iterator[ExchangeStats]:
-        """Count nothing: what is sent is counted by ``others``."""
-        yield ExchangeStats()
+        self.stragglers = Stragglers()
+        self.costs = Costs(ExchangeStats())
 
     def stopped(self) -> None:
         """Report nothing: no rank fails here."""

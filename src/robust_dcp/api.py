@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from robust_dcp.comm import Channel, Offer
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.hooks.progress_bar import watch_in_terminal
+from robust_dcp.plan.checkpoint_name import checkpoint_name
 from robust_dcp.plan.load_planner import RobustLoadPlanner
 from robust_dcp.plan.loading.fetched_reads import FetchedReads
 from robust_dcp.plan.loading.node_files import find_elsewhere, ranks_with_metadata
@@ -34,12 +35,12 @@ from robust_dcp.plan.loading.sharing import (
     sharing_offer,
 )
 from robust_dcp.plan.phases import PhaseClock
-from robust_dcp.plan.save_planner import checkpoint_name
 from robust_dcp.plan.stored_plan import LOADED
 from robust_dcp.report import LoadReport, SaveReport, phase_reports
 from robust_dcp.started_save import CheckpointId, StartedSave
 from robust_dcp.stateful import StandIn, refuse_other_than_dict, stand_ins_for
-from robust_dcp.storage.reader import RobustReader, overwritten
+from robust_dcp.storage.reader import RobustReader
+from robust_dcp.storage.reading.metadata_source import overwritten
 from robust_dcp.storage.reading.planned_items import PlannedItems
 from robust_dcp.storage.reading.targets import may_ask_early
 
@@ -306,7 +307,7 @@ def load(
 
 def _held(channel: Channel, reader: StorageReader) -> AbstractContextManager[None]:
     """Keep the checkpoint from being removed while it is loaded. The coordinator does this for all ranks."""
-    return reader.held() if channel.is_coordinator and isinstance(reader, RobustReader) else nullcontext()
+    return reader.source.held() if channel.is_coordinator and isinstance(reader, RobustReader) else nullcontext()
 
 
 class _Overwritten(msgspec.Struct, frozen=True):
@@ -320,7 +321,7 @@ def _is_overwritten(channel: Channel, reader: StorageReader, checkpoint: str) ->
     if not isinstance(reader, RobustReader):
         return False
     phase = f"load {checkpoint}: has it been overwritten"
-    return channel.broadcast(phase, lambda: _Overwritten(reader.is_overwritten()), _Overwritten).is_so
+    return channel.broadcast(phase, lambda: _Overwritten(reader.source.is_overwritten()), _Overwritten).is_so
 
 
 def _share_metadata(channel: Channel, reader: StorageReader, checkpoint: str, *, by_index: bool) -> _StoredMetadata:
@@ -329,8 +330,8 @@ def _share_metadata(channel: Channel, reader: StorageReader, checkpoint: str, *,
         return _StoredMetadata()
 
     def look() -> _StoredMetadata:
-        index = reader.find_index() if by_index else b""
-        return _StoredMetadata(index=index) if index else _StoredMetadata(file=reader.metadata_bytes())
+        index = reader.source.find_index() if by_index else b""
+        return _StoredMetadata(index=index) if index else _StoredMetadata(file=reader.source.metadata_bytes())
 
     return channel.broadcast(f"load {checkpoint}: metadata", look, _StoredMetadata)
 
@@ -339,7 +340,7 @@ def _metadata_of(reader: StorageReader, stored: _StoredMetadata) -> Metadata | N
     """The metadata, or ``None`` if this rank does not see the coordinator's index."""
     if not isinstance(reader, RobustReader):
         return reader.read_metadata()
-    return reader.indexed_metadata(stored.index) if stored.index else reader.decode_metadata(stored.file)
+    return reader.source.indexed_metadata(stored.index) if stored.index else reader.source.decode_metadata(stored.file)
 
 
 def _local_load_plan(

@@ -22,9 +22,10 @@ from robust_dcp.comm import Channel
 from robust_dcp.drain import Drain, check_space, remove_staging, staging_directory
 from robust_dcp.errors import RobustCheckpointError
 from robust_dcp.hooks.progress_bar import watch_in_terminal
+from robust_dcp.plan.checkpoint_name import checkpoint_name
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.phases import PhaseClock
-from robust_dcp.plan.save_planner import RobustPlanner, checkpoint_name
+from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.plan.session import SaveSession
 from robust_dcp.report import SaveReport, phase_reports
 from robust_dcp.stateful import refuse_other_than_dict, state_dicts_of

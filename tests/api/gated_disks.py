@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from robust_dcp import StorageError
-from robust_dcp.storage.files.disk import OpenFile, PosixDisk
+from robust_dcp.storage.files.disk import OpenFile
+from robust_dcp.storage.files.posix_disk import PosixDisk
 
 _ONE_AT_THE_GATE = threading.Lock()
 

@@ -18,8 +18,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import robust_dcp
 from robust_dcp.errors import StorageError
-from robust_dcp.storage.files.disk import OpenFile, PosixDisk
+from robust_dcp.storage.files.disk import OpenFile
 from robust_dcp.storage.files.paths import JOURNAL_PREFIX
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.testing.faults import kill_in
 from robust_dcp.testing.file_calls import FileCalls
 from robust_dcp.testing.nodes import become_node

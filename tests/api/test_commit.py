@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from robust_dcp import RobustWriter
-from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.testing.fingerprints import differences
 from robust_dcp.testing.ranks import run_ranks, values
 from tests.support.simulated_disk import WatchedDisk

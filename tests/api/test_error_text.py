@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 import robust_dcp
 from robust_dcp import RobustLoadPlanner, RobustPlanner, RobustReader, RobustWriter
 from robust_dcp.comm import patience
-from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.testing.ranks import run_ranks, values
 
 StateDict = dict[str, Any]

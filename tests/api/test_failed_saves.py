@@ -15,7 +15,8 @@ import torch.distributed.checkpoint as dcp
 import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter
 from robust_dcp.errors import StorageError
-from robust_dcp.storage.files.disk import PosixDisk, storage_error
+from robust_dcp.storage.files.disk import storage_error
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.testing.ranks import run_ranks, values
 from tests.api.test_failures import Broken, BrokenPlanner, shards
 from tests.api.verdicts import Verdict, verdict_of

@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import robust_dcp
-from robust_dcp.storage.files.disk import OpenFile, PosixDisk
+from robust_dcp.storage.files.disk import OpenFile
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.testing.ranks import run_ranks, values
 
 

@@ -17,8 +17,9 @@ import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter, StorageError, WriteOptions
 from robust_dcp.report_file import REPORT_NAME, SavedReport, decode_report
 from robust_dcp.report_page import read_reports
-from robust_dcp.storage.files.disk import OpenFile, PosixDisk
+from robust_dcp.storage.files.disk import OpenFile
 from robust_dcp.storage.files.paths import JOURNAL_PREFIX
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.testing.ranks import run_ranks, values
 
 Saves = dict[str, Any]

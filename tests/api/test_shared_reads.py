@@ -23,8 +23,9 @@ from robust_dcp import RobustLoadPlanner, RobustReader, RobustWriter
 from robust_dcp.comm.nodes import RANKS_PER_NODE
 from robust_dcp.plan.loading.readers import BUCKET_NBYTES
 from robust_dcp.report import LoadReport
-from robust_dcp.storage.files.disk import OpenFile, PosixDisk
+from robust_dcp.storage.files.disk import OpenFile
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.testing.ranks import run_ranks, values
 from tests.api.verdicts import Verdict, verdict_of
 

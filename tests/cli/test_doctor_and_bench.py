@@ -14,7 +14,7 @@ import pytest
 
 import robust_dcp
 from robust_dcp.storage.files.mounts import mount_in
-from tests.cli.commands import Shell
+from tests.cli.commands import Shell, in_a_process
 
 
 def findings(shell: Shell, *words: object) -> dict[str, dict[str, Any]]:
@@ -93,3 +93,22 @@ def test_ctrl_c_ends_a_measurement_and_leaves_nothing(benching: subprocess.Popen
     assert benching.returncode == 130
     assert said == "robust-dcp: stopped\n"
     assert list(tmp_path.iterdir()) == []
+
+
+IMPORT_THAT_CATCHES_ALL = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except BaseException:
+    pass
+"""
+
+
+def test_ctrl_c_while_torch_is_imported_ends_a_command_although_imports_catch_it(tmp_path: Path) -> None:
+    module = tmp_path / "packages" / "torch" / "__init__.py"
+    module.parent.mkdir(parents=True)
+    module.write_text(IMPORT_THAT_CATCHES_ALL)
+    path = os.pathsep.join([str(module.parents[1]), *filter(None, sys.path)])
+    ended = in_a_process("bench", tmp_path, "--json", PYTHONPATH=path)
+    assert (ended.code, ended.err.splitlines()[-1]) == (130, "robust-dcp: stopped")
+    assert ended.json == {"error": "stopped"}

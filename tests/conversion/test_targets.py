@@ -14,7 +14,7 @@ import torch
 import robust_dcp
 from robust_dcp.conversion.convert import convert
 from robust_dcp.errors import StorageError
-from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from tests.conversion.kills import STATE, bytes_of, is_new
 from tests.support.simulated_disk import WatchedDisk
 

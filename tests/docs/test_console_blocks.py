@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import os
 import re
 import shlex
@@ -20,7 +21,7 @@ from typer.main import get_command
 from robust_dcp.cli.app import app
 from robust_dcp.comm.nodes import RANKS_PER_NODE
 from robust_dcp.megatron.hooks.options import OPTIONS
-from tests.docs.pages import DOCS, PAGES, ROOT, blocks_of
+from tests.docs.pages import PAGES, ROOT, blocks_of
 from tests.docs.test_python_blocks import is_program
 
 VARIABLES = {RANKS_PER_NODE, *(option.variable for option in OPTIONS)}
@@ -139,16 +140,30 @@ def test_a_command_that_cannot_be_typed_is_noticed(command: str) -> None:
         assert complaint_about(command) is not None
 
 
-def test_the_program_of_the_first_page_runs_as_the_page_says(tmp_path: Path) -> None:
-    start = DOCS / "start.md"
-    (program,) = filter(is_program, blocks_of(start, "python"))
-    (tmp_path / "train.py").write_text(program.parsed)
-    (command,) = {each for page, each in all_commands() if page == start.name and each.endswith(" train.py")} & {
-        "torchrun --nproc-per-node 2 train.py"
-    }
+def programs() -> list[Any]:
+    """Each ``train.py`` of the pages, with the command below it that starts it."""
+    found = []
+    for page in PAGES:
+        blocks = sorted(
+            [*filter(is_program, blocks_of(page, "python")), *blocks_of(page, "console")], key=lambda block: block.line
+        )
+        for block, after in itertools.pairwise(blocks):
+            if is_program(block):
+                (command,) = (each for each in commands_of(after) if each.endswith(" train.py"))
+                found.append(pytest.param(block.parsed, command, id=f"{page.name}:{block.line}"))
+    return found
+
+
+@pytest.mark.parametrize(("program", "command"), programs())
+def test_a_program_of_a_page_runs_as_the_page_says(program: str, command: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(program)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", *shlex.split(command)[1:]]
     path = os.pathsep.join(filter(None, sys.path))
     ran = subprocess.run(torchrun, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert "plan built" in ran.stdout and "plan reused" in ran.stdout
     assert (tmp_path / "checkpoints" / "step_2" / ".robust_dcp.index").exists()
+
+
+def test_the_first_page_has_a_program_for_each_way_to_train_with_torch_alone() -> None:
+    assert [each.id.partition(":")[0] for each in programs()] == ["start.md", "start.md"]

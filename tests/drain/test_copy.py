@@ -27,7 +27,8 @@ from robust_dcp import (
     copy_checkpoint,
 )
 from robust_dcp.drain.bandwidth import Bandwidth
-from robust_dcp.storage.files.disk import OpenFile, PosixDisk, storage_error
+from robust_dcp.storage.files.disk import OpenFile, storage_error
+from robust_dcp.storage.files.posix_disk import PosixDisk
 
 StateDict = dict[str, Any]
 

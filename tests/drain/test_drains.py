@@ -16,7 +16,7 @@ import robust_dcp
 from robust_dcp import CheckpointManager, RobustWriter, StorageError, nearest_copy
 from robust_dcp.drain.record import read_drain_record
 from robust_dcp.storage.files.being_loaded import not_being_loaded
-from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.testing.ranks import errors, run_ranks, values
 
 StateDict = dict[str, Any]

@@ -22,7 +22,7 @@ from robust_dcp import CheckpointManager, CorruptCheckpoint, KeepBest, KeepEvery
 from robust_dcp.manager.latest import LATEST_NAME
 from robust_dcp.manager.records import RECORD_NAME
 from robust_dcp.storage.files.being_loaded import needed_for_a_load
-from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.files.what_is_there import TRACKER_NAME
 from robust_dcp.testing import cut_short, data_files, errors, fail_in, run_ranks, values
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from robust_dcp.megatron import writing
-from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.testing.disks import FullDisk, GatedDisk
 
 __all__ = ["TrainingLoop"]

@@ -22,8 +22,8 @@ from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.planning import apply_plan, coordinator_plan_of
 from robust_dcp.plan.rank_plan import RankPlanMessage
 from robust_dcp.plan.stored_plan import plan_sections, read_plan
-from robust_dcp.storage.files.disk import PosixDisk
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.index import fitting_index, lazy_metadata
 from robust_dcp.storage.layouts import LAYOUTS, Layout
 from robust_dcp.storage.metadata.metadata_file import decode_metadata

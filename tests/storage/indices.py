@@ -57,8 +57,8 @@ def put(directory: Path, content: Content, meta: StorageMeta | None = META) -> t
 def lazy(directory: Path, disk: Disk | None = None) -> Metadata | None:
     """What the index there says; ``None`` if it is not used."""
     reader = RobustReader(directory, disk=disk)
-    identity = reader.find_index()
-    metadata = reader.indexed_metadata(identity) if identity else None
+    identity = reader.source.find_index()
+    metadata = reader.source.indexed_metadata(identity) if identity else None
     if metadata is not None and metadata.storage_meta is not None:
         metadata.storage_meta.load_id = None  # the reader's own
     return metadata

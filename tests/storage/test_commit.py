@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from robust_dcp.errors import StorageError, UnsafeCheckpoint
-from robust_dcp.storage.files.disk import Disk, PosixDisk
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import data_file_name
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.metadata.metadata_file import StorageInfo, decode_metadata, encode_metadata, referenced_files
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.records.torch_zip import payload_view, record_template

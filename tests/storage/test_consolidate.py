@@ -16,18 +16,19 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
 import robust_dcp
 from robust_dcp import CorruptCheckpoint, RobustReader, RobustWriter, StorageError
 from robust_dcp.storage import consolidate
-from robust_dcp.storage.files.disk import OpenFile, PosixDisk
+from robust_dcp.storage.files.disk import OpenFile
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.layouts import LAYOUTS
 from robust_dcp.storage.pieces import boxes_of
 from robust_dcp.testing.fingerprints import differences
 from robust_dcp.testing.ranks import run_ranks, values
 from tests.storage.test_safetensors_judges import blank, floating, sharded, tensors
 from tests.support.simulated_disk import WatchedDisk, runs_with_each_call_failing
+from tests.support.torch_versions import needs_consolidation
 
 StateDict = dict[str, Any]
 
@@ -92,7 +93,10 @@ def whole_floating() -> StateDict:
     return {name: value.to_local() for name, value in floating(1).items()}
 
 
+@needs_consolidation
 def test_stock_s_own_tool_consolidates_our_shards(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+
     values(run_ranks(2, save_floating, str(tmp_path / "checkpoint")))
     names = values(run_ranks(1, whole_floating))[0]
     (tmp_path / "model").mkdir()

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from robust_dcp.errors import StorageError
 from robust_dcp.staging import Block, DeviceCopies, TensorBytes, tensor_bytes
-from robust_dcp.storage.files.disk import OpenFile, PosixDisk, storage_error
+from robust_dcp.storage.files.disk import OpenFile, storage_error
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.layouts.places import LARGE_NBYTES
 from robust_dcp.storage.writing import engine
 from tests.storage.sources import ListSource, content_of, framed_one_by_one, placed, write

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from robust_dcp.errors import StorageError
-from robust_dcp.storage.files.disk import OpenFile, PosixDisk
+from robust_dcp.storage.files.disk import OpenFile
+from robust_dcp.storage.files.posix_disk import PosixDisk
 
 
 @pytest.fixture

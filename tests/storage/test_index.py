@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.index import StoredChunks, fitting_index, look_up, stored_items_of
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
 from tests.storage.indices import META, indexed_contents, lazy, put, sorted_content

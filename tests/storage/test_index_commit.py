@@ -37,7 +37,7 @@ def committed_step(disk: Disk) -> int | None:
     if not disk.exists(f"{DIRECTORY}/{METADATA_NAME}"):
         return None
     reader = robust_dcp.RobustReader(DIRECTORY, disk=disk)
-    return int(reader.decode_metadata(reader.metadata_bytes()).state_dict_metadata["w"].size[0])
+    return int(reader.source.decode_metadata(reader.source.metadata_bytes()).state_dict_metadata["w"].size[0])
 
 
 def indexed_step(disk: Disk) -> int | None:

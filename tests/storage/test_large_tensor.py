@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from robust_dcp.errors import CorruptCheckpoint
 from robust_dcp.staging import BlockPool, CopiesToDevice
-from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.reading.data_file import DataFile
 from robust_dcp.storage.reading.item_bytes import ItemInFile
 from robust_dcp.storage.reading.large_tensor import PiecewiseRead, cut, shares_of

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 import robust_dcp
 from robust_dcp import CorruptCheckpoint, RobustPlanner, RobustReader, RobustWriter
 from robust_dcp.plan.cache import PLANS
-from robust_dcp.storage.files.disk import OpenFile, PosixDisk
+from robust_dcp.storage.files.disk import OpenFile
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.layouts import LAYOUTS, layout_named
 from robust_dcp.storage.metadata.metadata_file import referenced_files
 from robust_dcp.storage.records.block_sums import SUM_NBYTES

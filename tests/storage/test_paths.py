@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from robust_dcp.errors import UnsafeCheckpoint
-from robust_dcp.storage.files.disk import PosixDisk
 from robust_dcp.storage.files.paths import (
     check_relative_path,
     data_file_name,
     locate,
     parse_data_file_name,
 )
+from robust_dcp.storage.files.posix_disk import PosixDisk
 
 
 @given(st.integers(0, 10**6), st.integers(0, 10**6), st.sampled_from(["", "0123456789abcdef", "3"]))

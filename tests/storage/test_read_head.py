@@ -16,7 +16,7 @@ from safetensors.torch import save
 
 import robust_dcp
 from robust_dcp import CorruptCheckpoint, RobustCheckpointError, RobustReader, RobustWriter
-from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.layouts.read_head import parse_head, read_head
 
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from robust_dcp.errors import CorruptCheckpoint
-from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
 from robust_dcp.storage.reader import RobustReader
 from tests.storage.checkpoints import (
@@ -154,9 +154,12 @@ def test_little_memory_and_few_threads_read_the_same(threads: int, tmp_path: Pat
 
 def test_a_coordinator_can_send_the_metadata_as_bytes(tmp_path: Path) -> None:
     save_stock(tmp_path)
-    data = RobustReader(tmp_path).metadata_bytes()
+    data = RobustReader(tmp_path).source.metadata_bytes()
     other = RobustReader("/somewhere/else")
-    assert other.decode_metadata(data).state_dict_metadata == RobustReader(tmp_path).read_metadata().state_dict_metadata
+    assert (
+        other.source.decode_metadata(data).state_dict_metadata
+        == RobustReader(tmp_path).read_metadata().state_dict_metadata
+    )
 
 
 def test_metadata_of_a_single_rank_is_found(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 
 from robust_dcp.errors import CorruptCheckpoint, StorageError, UnsafeCheckpoint
-from robust_dcp.storage.files.disk import PosixDisk, storage_error
+from robust_dcp.storage.files.disk import storage_error
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
 from robust_dcp.storage.reader import RobustReader
 from tests.storage.checkpoints import (

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from robust_dcp.errors import CorruptCheckpoint
-from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from tests.storage.checkpoints import PairedPlanner, assert_same, load, read_box, rewritten, save_stock
 from tests.storage.test_data_file import forget
 from tests.support.simulated_disk import WatchedDisk

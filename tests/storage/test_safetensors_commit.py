@@ -12,14 +12,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import robust_dcp
 from robust_dcp import CorruptCheckpoint, RobustCheckpointError, RobustReader, RobustWriter, StorageError
-from robust_dcp.storage.files.disk import Disk, OpenFile, PosixDisk
+from robust_dcp.storage.files.disk import Disk, OpenFile
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.testing.fingerprints import differences
 from tests.storage.sources import DIRECTORY, content_of
 from tests.support.simulated_disk import SimulatedDisk, WatchedDisk, runs_with_each_call_failing
+from tests.support.torch_versions import needs_safetensors
 
 StateDict = dict[str, Any]
 
@@ -108,6 +109,7 @@ def test_a_crash_before_any_call_leaves_nothing_or_everything() -> None:
     assert found[-1] == (1, 2)
 
 
+@needs_safetensors
 def test_stock_reads_what_a_crash_leaves_once_all_files_have_their_names(tmp_path: Path) -> None:
     inner = SimulatedDisk()
     states: list[SimulatedDisk] = []
@@ -118,7 +120,7 @@ def test_stock_reads_what_a_crash_leaves_once_all_files_have_their_names(tmp_pat
         directory = tmp_path / str(number)
         state.copy_to(DIRECTORY, directory)
         found = {f"w{n}": torch.zeros(300) for n in range(3)}
-        dcp.load(found, storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=True)
+        dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(directory)), no_dist=True)
         assert differences({name: state_dict_of(1)[name] for name in found}, found) == []
 
 

@@ -18,7 +18,7 @@ import robust_dcp
 from robust_dcp.errors import CorruptCheckpoint
 from robust_dcp.staging import BlockPool, aligned_bytes
 from robust_dcp.storage.files.alignment import BUFFERED, Alignment
-from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.layouts.places import PAGE_NBYTES
 from robust_dcp.storage.reading.data_file import DataFile
 from robust_dcp.storage.reading.scattered_read import LEAST_STRAIGHT_NBYTES, ScatteredRead, Wanted

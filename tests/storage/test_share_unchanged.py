@@ -18,7 +18,8 @@ import torch.distributed.checkpoint as dcp
 import robust_dcp
 from robust_dcp import CheckpointManager, RobustWriter, SaveReport, WriteOptions
 from robust_dcp.background.messages import options_message
-from robust_dcp.storage.files.disk import OpenFile, PosixDisk, storage_error
+from robust_dcp.storage.files.disk import OpenFile, storage_error
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.layouts.footer import FileSums
 from robust_dcp.storage.records.block_sums import SUM_NBYTES, sums_of
 from robust_dcp.storage.writing.earlier_file import EarlierFile

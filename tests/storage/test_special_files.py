@@ -12,7 +12,7 @@ import torch
 
 import robust_dcp
 from robust_dcp.errors import StorageError
-from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.posix_disk import PosixDisk
 
 
 def _socket(path: str) -> None:

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 import robust_dcp
 from robust_dcp.errors import StorageError
 from robust_dcp.storage import tune
-from robust_dcp.storage.files.disk import OpenFile, PosixDisk, storage_error
+from robust_dcp.storage.files.disk import OpenFile, storage_error
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.tuning.settings import BLOCKS_NBYTES, GOOD_ENOUGH, Measured, Setting, choose
 
 MIB = 1 << 20

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import WriteItem
 
 import robust_dcp
-from robust_dcp import RobustWriter
+from robust_dcp import RobustPlanner, RobustWriter
+from robust_dcp.storage.files.posix_disk import PosixDisk
+from tests.support.simulated_disk import WatchedDisk
 
 
 @pytest.mark.parametrize(
@@ -44,3 +48,28 @@ def test_checkpoints_without_checksums_load_everywhere(tmp_path: Path) -> None:
         for name, value in state_dict.items():
             found = target[name]
             assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value
+
+
+class KeepsBuffers(RobustPlanner):
+    """Keeps the buffers that it gives to the writer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffers: list[io.BytesIO] = []
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        data: torch.Tensor | io.BytesIO = super().resolve_data(write_item)
+        if isinstance(data, io.BytesIO):
+            self.buffers.append(data)
+        return data
+
+
+def test_a_planner_can_close_its_buffer_while_the_object_is_written(tmp_path: Path) -> None:
+    planner = KeepsBuffers()
+    disk: Any = WatchedDisk(PosixDisk(), before=lambda _: [buffer.close() for buffer in planner.buffers])
+    writer = RobustWriter(tmp_path, disk=disk, block_bytes=1 << 16)  # the object fills several blocks
+    robust_dcp.save({"words": "a" * (1 << 20)}, storage_writer=writer, planner=planner)
+    assert planner.buffers and all(buffer.closed for buffer in planner.buffers)
+    found = {"words": ""}
+    robust_dcp.load(found, checkpoint_id=tmp_path)
+    assert found == {"words": "a" * (1 << 20)}

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from robust_dcp.storage.files.disk import OpenFile, PosixDisk, storage_error
+from robust_dcp.storage.files.disk import OpenFile, storage_error
+from robust_dcp.storage.files.posix_disk import PosixDisk
 
 MAKE = {
     "xfs": ("mkfs.xfs", "-q", "-m", "reflink=1"),

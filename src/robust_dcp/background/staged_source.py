@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 
 from robust_dcp.report import sizes_in_words
-from robust_dcp.staging import STAGING, StagingBuffer, StagingBuffers, TensorForm, host_address
+from robust_dcp.staging import STAGING, StagingBuffer, StagingBuffers, TensorForm, host_address, wait_for_copies
+from robust_dcp.staging.pinning import NOT_PINNED
 from robust_dcp.storage.records.torch_zip import is_fixed_size
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors
 
@@ -185,7 +186,7 @@ class StagedSource:
                 done += sum(map(_nbytes, originals[batch]))
                 self._note_progress(done, total)
         if self._stream is not None:
-            self._stream.synchronize()
+            wait_for_copies(self._stream)
         for place, copy in zip(places, copies, strict=True):
             self._data[place] = copy
 
@@ -209,7 +210,7 @@ class StagedSource:
         if self._stream is not None:
             self._buffer.pin()
             if not self._buffer.is_pinned:
-                self._say("copied slowly: the system does not lock memory for the device")
+                self._say(NOT_PINNED)
         return self._buffer
 
     def _say(self, how: str) -> None:

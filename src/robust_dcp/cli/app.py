@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, NoReturn
 import typer
 
 from robust_dcp.cli import bench, convert, copy, diff, doctor, inspect, ls, prune, report, verify
+from robust_dcp.cli.interrupt import stopped_at_once_in_imports
 from robust_dcp.cli.output import CommandFailed, Output, safe_text
 from robust_dcp.version import __version__
 
@@ -22,6 +23,7 @@ CANNOT: Final = 2
 """The exit code of a command that could not do its work."""
 
 _STOPPED: Final = 130  # what shells report of a program that SIGINT has ended
+_STOPPED_MESSAGE: Final = "stopped"
 
 app = typer.Typer(
     name="robust-dcp",
@@ -57,7 +59,8 @@ def main() -> NoReturn:
     """Run the command that the process was given, and exit."""
     code = 0
     try:
-        code = app(prog_name="robust-dcp", standalone_mode=False) or 0
+        with stopped_at_once_in_imports(_stop_at_once):
+            code = app(prog_name="robust-dcp", standalone_mode=False) or 0
         sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):  # the latter at a question
         code = _STOPPED
@@ -78,7 +81,7 @@ def main() -> NoReturn:
             raise
         _exit(CANNOT, getattr(error, "message", None) or str(error))
     if code == _STOPPED:
-        _exit(_STOPPED, "stopped")
+        _exit(_STOPPED, _STOPPED_MESSAGE)
     raise SystemExit(code)
 
 
@@ -94,8 +97,18 @@ def _is_expected(error: Exception) -> bool:
     return bool(is_ours) or isinstance(error, OSError)
 
 
+def _stop_at_once() -> NoReturn:
+    _say(_STOPPED_MESSAGE)
+    sys.stdout.flush()
+    os._exit(_STOPPED)
+
+
 def _exit(code: int, message: str) -> NoReturn:
-    if Output.as_json:
-        Output.put({"error": message})
-    print(f"robust-dcp: {safe_text(message)}", file=sys.stderr)
+    _say(message)
     raise SystemExit(code)
+
+
+def _say(error: str) -> None:
+    if Output.as_json:
+        Output.put({"error": error})
+    print(f"robust-dcp: {safe_text(error)}", file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ import typer
 from robust_dcp.cli.output import CommandFailed, number, size
 from robust_dcp.contents.items import Contents
 from robust_dcp.contents.read import holds_checkpoint, read_contents
-from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.files.what_is_there import what_is_there
 
 __all__ = ["CheckpointPath", "age", "open_checkpoint", "summary", "summary_json"]

@@ -14,7 +14,7 @@ from robust_dcp.cli.output import CommandFailed, Json, Output, number, size
 from robust_dcp.manager.checkpoints import Checkpoint, find_checkpoints, step_of, uncommitted_directories
 from robust_dcp.manager.latest import latest_of
 from robust_dcp.manager.states import directories_being_removed, state_of_directory
-from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.files.what_is_there import what_is_there
 
 __all__ = ["EXAMPLES", "check_root", "run"]

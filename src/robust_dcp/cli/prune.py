@@ -14,7 +14,7 @@ from robust_dcp.cli.output import CommandFailed, Json, Output, number, safe_text
 from robust_dcp.manager.checkpoints import Checkpoint, find_checkpoints
 from robust_dcp.manager.latest import latest_of
 from robust_dcp.manager.policies import KeepBest, KeepEvery, KeepLast, KeepPolicy
-from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.storage.files.posix_disk import PosixDisk
 
 __all__ = ["EXAMPLES", "run"]
 

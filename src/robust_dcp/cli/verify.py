@@ -15,8 +15,8 @@ from robust_dcp.contents.checks.structure import check_structure, unnamed_data_f
 from robust_dcp.contents.items import Contents
 from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.being_loaded import needed_for_a_load
-from robust_dcp.storage.files.disk import PosixDisk
 from robust_dcp.storage.files.paths import METADATA_NAME
+from robust_dcp.storage.files.posix_disk import PosixDisk
 
 __all__ = ["EXAMPLES", "run"]
 

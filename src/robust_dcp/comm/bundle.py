@@ -7,6 +7,7 @@ their values. The root decodes them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -15,7 +16,7 @@ from robust_dcp.comm import wire
 from robust_dcp.comm.pipe import Payload
 from robust_dcp.errors import ExchangeError
 
-__all__ = ["Bundler", "open_bundle"]
+__all__ = ["Bundler", "merge_bundles", "open_bundles"]
 
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -118,15 +119,32 @@ class Bundler(Generic[M]):
         return ExchangeError(f"what {_some(ranks)} sent is no {self._message_type.__name__}: {detail}", ranks=ranks)
 
 
-def open_bundle(payload: Payload, message_type: type[M]) -> dict[int, M]:
-    """Return the messages in a bundle, by rank, as :meth:`Bundler.open` does.
+def merge_bundles(payloads: Sequence[Payload], message_type: type[M]) -> Payload:
+    """Merge bundles into one. Some of them may be empty; if all are, the result is empty too.
 
     Raises:
-        ExchangeError: ``payload`` is not a bundle of this type.
+        ExchangeError: one is not a bundle of this type.
     """
+    payloads = [payload for payload in payloads if payload]
+    if not payloads:
+        return b""
+    return payloads[0] if len(payloads) == 1 else _added(payloads, message_type).encode()
+
+
+def open_bundles(payloads: Sequence[Payload], message_type: type[M]) -> dict[int, M]:
+    """Return the messages in bundles, by rank, as :meth:`Bundler.open` does.
+
+    Raises:
+        ExchangeError: one is not a bundle of this type.
+    """
+    return _added(payloads, message_type).open()
+
+
+def _added(payloads: Sequence[Payload], message_type: type[M]) -> Bundler[M]:
     bundler = Bundler(message_type)
-    bundler.add_bundle(payload)
-    return bundler.open()
+    for payload in payloads:
+        bundler.add_bundle(payload)
+    return bundler
 
 
 def _check(bundle: Bundle, names: tuple[str, ...]) -> None:

@@ -17,13 +17,15 @@ import torch.distributed as dist
 
 from robust_dcp.comm import process_group as groups
 from robust_dcp.comm import wire
-from robust_dcp.comm.bundle import Bundler, open_bundle
+from robust_dcp.comm.bundle import Bundler, merge_bundles, open_bundles
 from robust_dcp.comm.combine import Agreement, Offer, combined_signature
+from robust_dcp.comm.exchange import Contribution, Work
 from robust_dcp.comm.failures import Stopped
-from robust_dcp.comm.operation import Contribution, Operation, Work
+from robust_dcp.comm.operation import Operation
 from robust_dcp.comm.pipe import Payload, PipeBroken
 from robust_dcp.comm.registry import link_for, local_link
 from robust_dcp.comm.relay import Relay, move_buckets, refuse_damage
+from robust_dcp.comm.shares import Shares
 from robust_dcp.comm.stats import ExchangeStats, PhaseStats
 from robust_dcp.errors import ExchangeError, ExchangeTimeout
 from robust_dcp.events import Event, is_heard, tell
@@ -130,7 +132,7 @@ class Channel:
 
     def recording(self) -> AbstractContextManager[ExchangeStats]:
         """``with channel.recording() as stats:`` counts the exchanges of this operation within the block."""
-        return self._operation.recording()
+        return self._operation.costs.recording()
 
     def agree(self, phase: str, produce: Callable[[], Offer]) -> Agreement:
         """Combine the offers of all ranks, and return the result on every rank.
@@ -201,11 +203,8 @@ class Channel:
         def open_all(agreement: Agreement, nothing: Payload, below: list[Payload]) -> Payload:
             messages = {} if own is None else {self.rank: own}
             if below:
-                bundler = Bundler(message_type)
                 with _with_phase_in_error(phase):
-                    for payload in below:
-                        bundler.add_bundle(payload)
-                    messages.update(bundler.open())
+                    messages.update(open_bundles(below, message_type))
             gathered.extend(messages.get(rank) for rank in range(self.size))
             return b""
 
@@ -251,16 +250,16 @@ class Channel:
             own.append(made[self.rank])
             others = [made[rank] for rank in self._operation.tree.ranks_by_place[1:]]
             encoded = [memoryview(b"" if each is None else wire.encode(each)) for each in others]
-            return Contribution(payload=_Shares(1, encoded).encode())
+            return Contribution(payload=Shares(1, encoded).encode())
 
         def share(payload: Payload, child: int) -> Payload:
-            return _Shares.decode(payload).of(self._operation.tree.places_below(child)).encode()
+            return Shares.decode(payload).of(self._operation.tree.places_below(child)).encode()
 
         work = Work(contribute, reply=lambda agreement, own, below: own, share=share)
         _, payload = self._run("scatter", phase, work)
         if own:
             return own[0]
-        mine = _Shares.decode(payload).payloads[0] if payload else b""
+        mine = Shares.decode(payload).payloads[0] if payload else b""
         return self._decoded(phase, lambda: wire.decode(mine, message_type)) if mine else None
 
     def all_gather(self, phase: str, produce: Callable[[], M], message_type: type[M]) -> list[M]:
@@ -280,7 +279,7 @@ class Channel:
         _, payload = self._run("all_gather", phase, work)
         if self.size == 1:
             return own
-        messages = self._decoded(phase, lambda: open_bundle(payload, message_type))
+        messages = self._decoded(phase, lambda: open_bundles([payload], message_type))
         return [messages[rank] for rank in range(self.size)]
 
     def combine(self, phase: str, produce: Callable[[], M], join: Callable[[M, M], M], message_type: type[M]) -> M:
@@ -343,12 +342,12 @@ class Channel:
             raise
         finally:
             operation.interrupt = None
-            operation.add_cost(phase, cost)
+            operation.costs.count(phase, cost)
 
     @property
     def stragglers(self) -> tuple[str, ...]:
         """On the coordinator, the log lines that say which ranks the others waited for, and how far those were."""
-        return tuple(self._operation.stragglers)
+        return tuple(self._operation.stragglers.lines)
 
     def fail_next_work(self, fault: Callable[[], None]) -> None:
         """For tests: call ``fault`` before this rank's own work in the next exchange, so that it can raise there."""
@@ -417,16 +416,8 @@ class Channel:
 
 def _merging(phase: str, message_type: type[M]) -> Callable[[Payload, list[Payload]], Payload]:
     def merge(own: Payload, below: list[Payload]) -> Payload:
-        payloads = [payload for payload in (own, *below) if payload]
-        if not payloads:
-            return b""
-        if len(payloads) == 1:
-            return payloads[0]
-        bundler = Bundler(message_type)
         with _with_phase_in_error(phase):
-            for payload in payloads:
-                bundler.add_bundle(payload)
-        return bundler.encode()
+            return merge_bundles([own, *below], message_type)
 
     return merge
 
@@ -438,22 +429,3 @@ def _with_phase_in_error(phase: str) -> Iterator[None]:
         yield
     except ExchangeError as error:
         raise ExchangeError(f"{phase!r}: {error.message}", phase=phase, ranks=error.ranks) from None
-
-
-class _Shares(msgspec.Struct, array_like=True):
-    """The payloads for consecutive places of the tree, from ``first_place`` on. It encodes to no bytes if all are
-    empty."""
-
-    first_place: int
-    payloads: list[memoryview]
-
-    def of(self, places: range) -> _Shares:
-        """The payloads for ``places``."""
-        return _Shares(places.start, self.payloads[places.start - self.first_place : places.stop - self.first_place])
-
-    def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self) if any(map(len, self.payloads)) else b""
-
-    @staticmethod
-    def decode(payload: Payload) -> _Shares:
-        return msgspec.msgpack.decode(payload, type=_Shares)

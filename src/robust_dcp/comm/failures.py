@@ -78,6 +78,11 @@ class Problem(Exception):
         self.is_elsewhere = is_elsewhere
 
     @classmethod
+    def of_leaving(cls, rank: int, error: BaseException) -> Problem:
+        """``rank``, which is this one, raised ``error`` and does not go on."""
+        return cls(f"was left by rank {rank}: {type(error).__name__}", error)
+
+    @classmethod
     def of_damage(cls, rank: int, peer: int, detail: str) -> Problem:
         """Messages from ``peer`` to ``rank`` arrive damaged."""
         return cls(f"what rank {peer} sent to rank {rank} arrived damaged {detail}", damaged_by=peer)

@@ -7,6 +7,7 @@ a rank, and words the reason. It never sends anything. It belongs to one operati
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from robust_dcp.comm import patience
 from robust_dcp.comm.beats import Beat, Progress
@@ -76,7 +77,7 @@ class Neighbours:
         behind = beat.silent_seconds + now - beat.arrived_seconds
         return (behind, beat.silent_rank) if behind > silence else (silence, peer)
 
-    def beat_for(self, receiver: int | None, at_work: list[int], progress: Progress | None, now: float) -> Beat:
+    def beat_for(self, receiver: int | None, at_work: Sequence[int], progress: Progress | None, now: float) -> Beat:
         """The beat for ``receiver``: about this rank, and about all others of which it hears only through this rank.
 
         Args:

@@ -1,69 +1,41 @@
 """One operation on one rank, such as a save or a load: a series of exchanges over the tree of ranks.
 
-Each exchange ends with one result for all ranks. This module owns the rules that keep the ranks in step: what goes up
-and down the tree, the beats that ranks send while they work, and the two ways to fail. If a rank's own work fails, the
-ranks stay in step: all raise the same exception and can go on. If a rank is gone, silent, or in another operation, the
-ranks are out of step: the operation ends on all of them, with one :class:`EndMessage` that says why. An operation does
-not know what a payload means; the channel does.
+This module owns the rules that keep the ranks in step: the order of exchanges, the beats that ranks send while they
+work or wait, and the two ways to fail. If a rank's own work fails, the ranks stay in step: all raise the same exception
+and can go on. If a rank is gone, silent, or in another operation, the ranks are out of step: the operation ends on all
+of them, with one :class:`EndMessage` that says why. What goes up and down the tree is the matter of
+:mod:`~robust_dcp.comm.exchange`; what a payload means is known to the channel only.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 from robust_dcp.comm import patience, wire
 from robust_dcp.comm.beats import Beat, Progress
-from robust_dcp.comm.combine import Agreement, Offer
+from robust_dcp.comm.combine import Agreement
 from robust_dcp.comm.conclusion import as_told_to, conclude, settle
-from robust_dcp.comm.failures import EndMessage, ErrorMessage, FailuresBelow, Problem, Stopped
-from robust_dcp.comm.frames import FRAME_NBYTES, Frame, Kind, Status, phase_id
+from robust_dcp.comm.exchange import Exchange, Work
+from robust_dcp.comm.failures import EndMessage, ErrorMessage, Problem
+from robust_dcp.comm.frames import Frame, Kind, Status, phase_id
+from robust_dcp.comm.inbox import Inbox
 from robust_dcp.comm.link import Link, Message, OperationKey
 from robust_dcp.comm.meeting import StoreLost
 from robust_dcp.comm.neighbours import Neighbours
 from robust_dcp.comm.pipe import Payload
-from robust_dcp.comm.stats import ExchangeStats, PhaseStats
+from robust_dcp.comm.stats import Costs
+from robust_dcp.comm.stragglers import Stragglers
 from robust_dcp.comm.tree import Tree
 from robust_dcp.errors import RobustCheckpointError
 
-__all__ = ["Contribution", "Operation", "Work"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["Operation"]
 
 _MAX_UNHEARD_BEATS = 16
-
-
-@dataclass(frozen=True)
-class Contribution:
-    """What a rank adds to an exchange: its offer, and the payload that it sends up (none if it is empty)."""
-
-    offer: Offer = field(default_factory=Offer)
-    payload: Payload = b""
-
-
-@dataclass(frozen=True)
-class Work:
-    """What one exchange does on a rank.
-
-    Attributes:
-        contribute: does this rank's own work.
-        merge: joins this rank's payload and those of its children into one, on the way up. It is called only if at
-            least one child sent a payload.
-        reply: makes the payload that goes down. It is called on the root, with the agreement of all ranks, the root's
-            own payload, and those of its children.
-        share: returns the part of the payload that ``child`` gets, on the way down.
-    """
-
-    contribute: Callable[[], Contribution]
-    merge: Callable[[Payload, list[Payload]], Payload] = lambda own, below: own
-    reply: Callable[[Agreement, Payload, list[Payload]], Payload] = lambda agreement, own, below: b""
-    share: Callable[[Payload, int], Payload] = lambda payload, child: payload
 
 
 class _Ended(Exception):
@@ -83,7 +55,9 @@ class Operation:
         interrupt: ends a wait in this rank's own work. It is called when the exchange is going to fail, for work that
             does not ask by itself whether to stop.
         what, phase: the current or latest exchange: its full description, and the caller's name for it.
+        fault: for tests. It is called before this rank's own work in the next exchange.
         stragglers: on the root, the log lines about ranks that the others waited for.
+        costs: what the exchanges have cost this rank.
     """
 
     key = OperationKey(0, 0)
@@ -96,8 +70,8 @@ class Operation:
         self.what = self.phase = ""
         self.interrupt: Callable[[], None] | None = None
         self.fault: Callable[[], None] | None = None
-        self.stragglers: list[str] = []
-        self._recordings: list[ExchangeStats] = []
+        self.stragglers = Stragglers()
+        self.costs = Costs(link.stats)
         self._busy = threading.Lock()
         self._holder: int | None = None
         self._changed = threading.Condition()
@@ -107,16 +81,13 @@ class Operation:
         self._reset()
 
     def _reset(self) -> None:
-        self._exchange = 0
-        self._arrived: dict[tuple[int, Kind, int], Message] = {}
-        self._stops: dict[int, str] = {}
+        self._inbox = Inbox()
         self._end_message: bytes | None = None
         self._neighbours = Neighbours(self.link)
         self._runs = False
         self._is_working = False
         self._progress = Progress.now()
         self._problem: Problem | None = None
-        self._next_log_seconds = patience.LOG_SECONDS
         self._last_beat = self._begun = time.monotonic()
 
     # What the channel calls.
@@ -139,38 +110,43 @@ class Operation:
                 works.
         """
         with self._held(phase):
-            cost = PhaseStats(exchanges=1)
-            own_error: list[BaseException] = []
+            exchange = Exchange(self, phase, work)
             try:
                 self._start(verb, phase, root)
-                result = self._sweep(phase, work, cost, own_error)
+                fault, self.fault = self.fault, None
+                result = exchange.run(fault)
+                with self._changed:
+                    self._runs = False
+                    self._inbox.end_exchange()
             except _Ended:
                 error = self._error_of_end_message()
             except Problem as problem:
                 error = self._conclude(problem)
             except BaseException as interrupt:
                 if self._runs:
-                    self._conclude(Problem(f"was left by rank {self.link.rank}: {type(interrupt).__name__}", interrupt))
+                    self._conclude(Problem.of_leaving(self.link.rank, interrupt))
                 raise
             else:
-                return result
+                if result.status == Status.OK:
+                    return result.agreement, result.payload
+                error = wire.decode(result.payload, ErrorMessage).to_error()
             finally:
                 with self._changed:
                     self._runs = self._is_working = False
-                self.add_cost(phase, cost)
-            raise self._as_raised(error, own_error)
+                self.costs.count(phase, exchange.cost)
+            raise self._as_raised(error, exchange.own_error)
 
     def leave(self, error: BaseException) -> None:
         """End the operation because this rank failed between two exchanges. Tell the others unless they know."""
         if self._has_begun and error is not self._raised:
-            self._conclude(Problem(f"was left by rank {self.link.rank}: {type(error).__name__}", error))
+            self._conclude(Problem.of_leaving(self.link.rank, error))
 
-    def _as_raised(self, error: RobustCheckpointError, own_error: list[BaseException]) -> BaseException:
+    def _as_raised(self, error: RobustCheckpointError, own_error: BaseException | None) -> BaseException:
         """The exception that this rank raises: ``error``, unless its own work was interrupted (Ctrl-C, say)."""
-        if own_error and is_interrupt(own_error[0]):
-            self._raised = own_error[0]
+        if own_error is not None and is_interrupt(own_error):
+            self._raised = own_error
         else:
-            error.__cause__ = own_error[0] if own_error else None
+            error.__cause__ = own_error
             self._raised = error
         return self._raised
 
@@ -188,26 +164,11 @@ class Operation:
         """The failure that another rank announced for the current or next exchange; ``None`` if there is none."""
         if self._end_message is not None:
             return wire.decode(self._end_message, EndMessage).error.to_error().message
-        return self._stops.get(self._exchange)
+        return self._inbox.failure()
 
     def note_progress(self, done_nbytes: int | None = None, total_nbytes: int | None = None) -> None:
         """Record that this rank's work has advanced, and how far, if the caller knows."""
         self._progress = self._progress.moved(done_nbytes, total_nbytes)
-
-    def add_cost(self, phase: str, cost: PhaseStats) -> None:
-        """Add what ``phase`` has cost this rank to the statistics."""
-        for stats in (self.link.stats, *self._recordings):
-            stats.count(phase, cost)
-
-    @contextmanager
-    def recording(self) -> Iterator[ExchangeStats]:
-        """Count the exchanges that end within the block."""
-        stats = ExchangeStats()
-        self._recordings.append(stats)
-        try:
-            yield stats
-        finally:
-            self._recordings = [other for other in self._recordings if other is not stats]
 
     # One exchange.
 
@@ -242,103 +203,34 @@ class Operation:
         self.link.connect(tree.neighbours)
         with self._changed:
             self._problem = None
-            self._next_log_seconds = patience.LOG_SECONDS
+            self.stragglers.begin_exchange()
             self._last_beat = time.monotonic()
             self._neighbours.count_from_now()
             self._progress = Progress.now()
             self._runs = self._is_working = True
             self._neighbours.refuse_lost()
 
-    def _sweep(
-        self, phase: str, work: Work, cost: PhaseStats, own_error: list[BaseException]
-    ) -> tuple[Agreement, Payload]:
-        tree = self.tree
-        own, payload, failures = self._do_own_work(work, own_error)
-        began = time.monotonic()
-        try:
-            arrived = self._await(tree.children, Kind.UP)
-            total = own.with_children([Agreement.decode(message.frame.body) for message in arrived])
-            for message in arrived:
-                cost.received(message.payload)
-                if message.frame.status != Status.OK:
-                    failures = failures.merged(wire.decode(message.payload, FailuresBelow))
-            if not failures:
-                try:
-                    below = [message.payload for message in arrived if message.payload]
-                    if tree.parent is None:
-                        self.note_progress()  # this rank may have waited for long before
-                        payload = work.reply(total, payload, below)
-                    elif below:
-                        payload = work.merge(payload, below)
-                except BaseException as error:
-                    failures = self._failed(error, own_error)
-            status = failures.status
-            if tree.parent is not None:
-                up = payload if status == Status.OK else wire.encode(failures)
-                self._send(tree.parent, Kind.UP, status, total, up, cost)
-                (reply,) = self._await((tree.parent,), Kind.DOWN)
-                payload = reply.payload
-                cost.received(payload)
-                total, status = Agreement.decode(reply.frame.body), reply.frame.status
-            elif status != Status.OK:
-                payload = wire.encode(ErrorMessage.of(failures.joint_error(phase)))
-            for child in reversed(tree.children):
-                share = payload
-                if status == Status.OK and payload:
-                    share = work.share(payload, child)
-                self._send(child, Kind.DOWN, status, total, share, cost)
-        finally:
-            cost.seconds = time.monotonic() - began
-        with self._changed:
-            self._runs = False
-            self._exchange += 1
-            self._stops.pop(self._exchange - 1, None)
-        if status != Status.OK:
-            raise self._as_raised(wire.decode(payload, ErrorMessage).to_error(), own_error)
-        return total, payload
+    # What the exchange calls. See :class:`~robust_dcp.comm.exchange.Messenger`.
 
-    def _do_own_work(self, work: Work, own_error: list[BaseException]) -> tuple[Agreement, Payload, FailuresBelow]:
-        failures = FailuresBelow()
-        contribution = Contribution()
-        try:
-            if self.fault is not None:
-                fault, self.fault = self.fault, None
-                fault()
-            contribution = work.contribute()
-        except BaseException as error:
-            failures = self._failed(error, own_error)
+    def send(self, peer: int, kind: Kind, status: Status, agreement: Agreement, payload: Payload) -> None:
+        self.link.send(peer, self._frame(kind, status, body=agreement.encode()), payload)
+
+    def announce_failure(self, text: str, but: int | None = None) -> None:
+        for peer in self.tree.neighbours:
+            if peer != but:
+                self.link.send(peer, self._frame(Kind.STOP), text.encode(errors="replace"))
+
+    def note_work_done(self) -> None:
         with self._changed:
             self._is_working = False
             self._progress = self._progress.moved(None, None)
-        return Agreement.of(self.link.rank, contribution.offer), contribution.payload, failures
-
-    def _failed(self, error: BaseException, own_error: list[BaseException]) -> FailuresBelow:
-        """Record a failure of this rank, and tell the ranks that are still working."""
-        own_error.append(error)
-        if isinstance(error, Stopped):
-            return FailuresBelow.stopped_on(self.link.rank, str(error))
-        line = str(error).partition("\n")[0][:500]
-        text = f"rank {self.link.rank}: {type(error).__name__}: {line}"
-        self._pass_on(Kind.STOP, text.encode(errors="replace"), but=None)
-        return FailuresBelow.on(self.link.rank, error)
-
-    def _send(
-        self, peer: int, kind: Kind, status: Status, agreement: Agreement, payload: Payload, cost: PhaseStats
-    ) -> None:
-        self.link.send(peer, self._frame(kind, status, body=agreement.encode()), payload)
-        cost.sent(FRAME_NBYTES, payload)
 
     def _frame(self, kind: Kind, status: Status = Status.OK, body: bytes = b"") -> Frame:
-        return Frame(kind, *self.key, self._exchange, phase_id(self.what), status, body)
-
-    def _pass_on(self, kind: Kind, payload: bytes, but: int | None) -> None:
-        for peer in self.tree.neighbours:
-            if peer != but:
-                self.link.send(peer, self._frame(kind), payload)
+        return Frame(kind, *self.key, self._inbox.exchange, phase_id(self.what), status, body)
 
     # Waiting, and handling what arrives meanwhile.
 
-    def _await(self, peers: Sequence[int], kind: Kind) -> list[Message]:
+    def receive(self, peers: Sequence[int], kind: Kind) -> list[Message]:
         """Wait for the messages of all ``peers``, and return them.
 
         Raises:
@@ -357,14 +249,13 @@ class Operation:
                     continue
                 if self._problem is not None:
                     raise self._problem
-                places = [(self._exchange, kind, peer) for peer in peers]
-                self._neighbours.absent = tuple(place[2] for place in places if place not in self._arrived)
-                self._refuse_other_phases(places)
+                self._neighbours.absent = self._inbox.absent(peers, kind)
+                self._inbox.refuse_other_phases(peers, kind, phase_id(self.what))
                 if not self._neighbours.absent:
                     break
                 seconds = self._neighbours.seconds_to_wait(self.timeout_seconds)
                 self._changed.wait(min(seconds, self._seconds_to_deadline()))
-        messages = [self._arrived.pop(place) for place in places]
+        messages = self._inbox.take(peers, kind)
         # Half the timeout, because the others started their clocks before this rank did.
         if any(time.monotonic() - message.seconds > self.timeout_seconds / 2 for message in messages):
             self._refuse_if_given_up()
@@ -390,26 +281,19 @@ class Operation:
             self.link.end_operations(end_message)
             raise _Ended
 
-    def _refuse_other_phases(self, places: Sequence[tuple[int, Kind, int]]) -> None:
-        own = phase_id(self.what)
-        for place in places:
-            if place in self._arrived and self._arrived[place].frame.phase != own:
-                raise Problem("in different operations", is_elsewhere=True)
-
     def deliver(self, message: Message) -> None:
         peer, frame, payload, _ = message
         with self._changed:
             if self._end_message is not None:
                 return
-            is_beat = frame.kind == Kind.BEAT and frame.exchange == self._exchange
+            is_beat = frame.kind == Kind.BEAT and frame.exchange == self._inbox.exchange
             self._neighbours.note_heard(peer, Beat.decode(frame.body) if is_beat else None)
             if frame.kind in (Kind.UP, Kind.DOWN):
-                self._arrived[frame.exchange, frame.kind, peer] = message
+                self._inbox.put(message)
             elif frame.kind == Kind.STOP:
-                is_news = frame.exchange not in self._stops and frame.exchange >= self._exchange
-                if is_news:
-                    self._stops[frame.exchange] = bytes(payload).decode(errors="replace")
-                    self._pass_on(Kind.STOP, bytes(payload), but=peer)
+                text = bytes(payload).decode(errors="replace")
+                if self._inbox.note_failure(frame.exchange, text):
+                    self.announce_failure(text, but=peer)
                     self._interrupt_work()
             else:
                 return
@@ -440,7 +324,9 @@ class Operation:
             if now - self._last_beat < min(patience.BEAT_SECONDS, self.timeout_seconds / 4):
                 return
             self._last_beat = now
-            self._log_stragglers(now)
+            if self.tree.parent is None and not self._is_working:
+                waited = now - self._neighbours.waiting_since
+                self.stragglers.note_wait(self.what, waited, lambda: self._beat_for(None, now))
             for peer in self.tree.neighbours:
                 connection = self.link.connection(peer)
                 # Send beats even to a parent that only this rank waits for, to show the parent that its beats are
@@ -454,28 +340,17 @@ class Operation:
                     ):
                         connection.ask_for_lost()
 
-    def _log_stragglers(self, now: float) -> None:
-        """On the root: log now and then which rank all others wait for."""
-        waited = now - self._neighbours.waiting_since
-        if self.tree.parent is None and not self._is_working and waited >= self._next_log_seconds:
-            self._next_log_seconds *= 2
-            self.stragglers.append(f"{self.what}: after {waited:.0f} seconds, {self._beat_for(None, now)}")
-            logger.warning("%s", self.stragglers[-1])
-
     def _stop_work(self, problem: Problem) -> None:
         """Stop the work of all ranks, because the exchange will fail with ``problem``."""
         if self._problem is None:
             self._problem = problem
             text = "; ".join(problem.missing.values())
-            self._stops.setdefault(self._exchange, text)
-            self._pass_on(Kind.STOP, text.encode(errors="replace"), but=None)
+            self._inbox.note_failure(self._inbox.exchange, text)
+            self.announce_failure(text)
             self._interrupt_work()
 
     def _beat_for(self, receiver: int | None, now: float) -> Beat:
-        if self._is_working:
-            absent = [child for child in self.tree.children if (self._exchange, Kind.UP, child) not in self._arrived]
-        else:
-            absent = list(self._neighbours.absent)
+        absent = self._inbox.absent(self.tree.children, Kind.UP) if self._is_working else self._neighbours.absent
         waits = not self._is_working and len(absent) > 0
         return self._neighbours.beat_for(receiver, absent, None if waits else self._progress, now)
 
@@ -532,7 +407,7 @@ class Operation:
 
     def whereabouts(self) -> str:
         """Describe where this rank is, for people."""
-        return f"{self.what} of {self.name}" if self._runs else f"{self.name}, after {self._exchange} exchanges"
+        return f"{self.what} of {self.name}" if self._runs else f"{self.name}, after {self._inbox.exchange} exchanges"
 
     def missing(self) -> dict[int, str]:
         """The neighbours that this rank lost, or did not hear for most of the timeout, and what it knows of each."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-__all__ = ["ExchangeStats", "PhaseStats"]
+__all__ = ["Costs", "ExchangeStats", "PhaseStats"]
 
 MAX_PHASES = 1000
 
@@ -71,3 +73,30 @@ class ExchangeStats(PhaseStats):
         if len(self.phases) >= MAX_PHASES and phase not in self.phases:
             self.phases.pop(next(iter(self.phases)))
         self.phases.setdefault(phase, PhaseStats()).add(cost)
+
+
+class Costs:
+    """Counts what the exchanges of one operation cost, for its group and for whoever records them.
+
+    Args:
+        of_group: the sums over all operations of the group.
+    """
+
+    def __init__(self, of_group: ExchangeStats) -> None:
+        self._of_group = of_group
+        self._recordings: list[ExchangeStats] = []
+
+    def count(self, phase: str, cost: PhaseStats) -> None:
+        """Add what ``phase`` has cost this rank."""
+        for stats in (self._of_group, *self._recordings):
+            stats.count(phase, cost)
+
+    @contextmanager
+    def recording(self) -> Iterator[ExchangeStats]:
+        """Count the exchanges that end within the block."""
+        stats = ExchangeStats()
+        self._recordings.append(stats)
+        try:
+            yield stats
+        finally:
+            self._recordings = [other for other in self._recordings if other is not stats]

@@ -23,8 +23,9 @@ from robust_dcp.conversion.to_torch import write_torch_file
 from robust_dcp.conversion.workplace import workplace_of
 from robust_dcp.errors import StorageError, entry_point
 from robust_dcp.storage.consolidation import check_dtypes
-from robust_dcp.storage.files.disk import Disk, PosixDisk
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import directory_path
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.layouts import layout_named
 
 __all__ = ["ConversionReport", "Form", "convert"]

@@ -21,7 +21,8 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from robust_dcp.conversion.outline import outline_of
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
-from robust_dcp.storage.files.disk import Disk, PosixDisk
+from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.pieces import NamedTensor, Piece
 from robust_dcp.storage.records.checksum import crc32, crc32_of_both
 

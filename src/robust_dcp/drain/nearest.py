@@ -11,8 +11,9 @@ import torch.distributed as dist
 from robust_dcp.comm import Channel
 from robust_dcp.drain.record import read_drain_record
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
-from robust_dcp.storage.files.disk import Disk, PosixDisk
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, is_url, locate, mark_of
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.layouts.marks import is_of_save
 from robust_dcp.storage.metadata.metadata_file import decode_metadata
 from robust_dcp.storage.metadata.stored_pickle import files_are_marked

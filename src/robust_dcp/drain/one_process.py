@@ -9,7 +9,8 @@ from robust_dcp.drain.copy import Copy
 from robust_dcp.drain.plan import CopyResult, Progress
 from robust_dcp.errors import StorageError, entry_point
 from robust_dcp.storage.files.being_loaded import needed_for_a_load
-from robust_dcp.storage.files.disk import Disk, PosixDisk
+from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.remote.copy_options import CopyOptions
 from robust_dcp.storage.remote.filesystem import local_path_of
 

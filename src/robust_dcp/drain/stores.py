@@ -15,8 +15,9 @@ from typing import Final, Protocol, TypeVar
 
 from robust_dcp.drain.content import ContentSums
 from robust_dcp.errors import StorageError
-from robust_dcp.storage.files.disk import Disk, OpenFile, PosixDisk
+from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.paths import is_data_file, locate
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.remote.calls import Calls
 
 __all__ = ["DirectoryStore", "OpenSource", "Store", "Upload"]

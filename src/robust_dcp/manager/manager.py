@@ -26,8 +26,9 @@ from robust_dcp.manager.policies import KeepBest, KeepEvery, KeepLast, KeepPolic
 from robust_dcp.manager.records import StepRecord, provenance_of, write_record
 from robust_dcp.manager.removal import finish_removals, remove_checkpoint, sweep_crashed_saves
 from robust_dcp.report import LoadReport, SaveReport
-from robust_dcp.storage.files.disk import Disk, PosixDisk
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, directory_path
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.remote.filesystem import place_of
 from robust_dcp.storage.writer import RobustWriter
 

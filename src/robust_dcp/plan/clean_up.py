@@ -70,13 +70,13 @@ def clean_up(channel: Channel, phase: str, directory: SaveDirectory, error: Base
             left = _told_to_all(channel, phase, directory, left)
         except RobustCheckpointError as lost:
             logger.warning("%s: the ranks could not remove the files of this save together: %s", phase, lost.message)
-            directory.release()
+            directory.claim.release()
             name_left_over(error, left)
             return
     if left:
-        directory.release()
+        directory.claim.release()
     else:
-        left = directory.remove_directories()
+        left = directory.claim.give_up()
     name_left_over(error, left)
 
 
@@ -85,7 +85,7 @@ def _told_to_all(channel: Channel, phase: str, directory: SaveDirectory, left: l
 
     def remove_directories() -> _NotRemoved:
         paths = [path for message in gathered or () if message is not None for path in message.paths]
-        return _NotRemoved(tuple(paths or directory.remove_directories()))
+        return _NotRemoved(tuple(paths or directory.claim.give_up()))
 
     return list(channel.broadcast(f"{phase}: remove directories", remove_directories, _NotRemoved).paths)
 

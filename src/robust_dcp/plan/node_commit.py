@@ -109,7 +109,7 @@ def commit_on_nodes(
     def prepare() -> None:
         check_own()
         if leads:
-            directory.prepare(own[0], directory.files_here(own[0].files))
+            directory.prepare(own[0], directory.own_files.among(own[0].files))
 
     channel.barrier(phase("prepare"), prepare, offer=offer)
     agreement = channel.last_agreement

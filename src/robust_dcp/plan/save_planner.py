@@ -7,7 +7,6 @@ plans itself. ``api.save`` calls it, and stock ``torch.distributed.checkpoint.sa
 from __future__ import annotations
 
 import io
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,6 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from robust_dcp.comm import Channel
 from robust_dcp.errors import PlanConflict, RobustCheckpointError, entry_point
 from robust_dcp.plan.agreed_plan import AgreedPlan, OnObjectMismatch, OnStructureChange
+from robust_dcp.plan.checkpoint_name import checkpoint_name
 from robust_dcp.plan.committed_metadata import PlannedMetadata
 from robust_dcp.plan.global_plan import object_digest
 from robust_dcp.plan.local import LocalStructure
@@ -36,10 +36,8 @@ from robust_dcp.plan.state_dict.known import STRUCTURES, KnownStructure
 from robust_dcp.plan.state_dict.sources import StateDictSource
 from robust_dcp.plan.structure import Attributes, ItemKind, PlanContext
 from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects
-from robust_dcp.storage.files.paths import is_url
 from robust_dcp.storage.layouts import TORCH
 from robust_dcp.storage.records.objects import Refusal
-from robust_dcp.storage.remote.filesystem import place_of
 from robust_dcp.storage.writer import RobustWriter, WriterMeta
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
 from robust_dcp.version import __version__
@@ -375,13 +373,6 @@ class RobustPlanner(DefaultSavePlanner):
         if self._session is None:
             raise RobustCheckpointError("create_local_plan() must be called before the later hooks of a save")
         return self._session
-
-
-def checkpoint_name(checkpoint_id: str | os.PathLike[str] | None) -> str:
-    """The name of a checkpoint in exchanges and messages. Ranks with another name are in another operation."""
-    if checkpoint_id is None:
-        return ""
-    return place_of(checkpoint_id) if is_url(checkpoint_id) else os.path.normpath(os.fspath(checkpoint_id))
 
 
 def _refuse_others(option: str, value: object, allowed: object) -> None:

@@ -13,12 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 
 from robust_dcp.comm import Agreement, Channel
@@ -31,6 +27,7 @@ from robust_dcp.plan.node_commit import commit_on_nodes
 from robust_dcp.plan.rank_plan import RankPlan
 from robust_dcp.plan.replica_checks import Differing, DigestItems, VerifyReplicas, compare_replicas, digest_columns
 from robust_dcp.plan.report_of_session import report_of
+from robust_dcp.plan.session_writer import SessionWriter
 from robust_dcp.plan.stored_plan import plan_sections
 from robust_dcp.plan.unloadable import UnloadableObjects, report_unloadable
 from robust_dcp.plan.written import (
@@ -43,66 +40,19 @@ from robust_dcp.plan.written import (
     written_message,
     written_offer,
 )
-from robust_dcp.report_file import SavedReport
 from robust_dcp.storage.index import Section
-from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.writing.commit import MetadataToPublish
+from robust_dcp.storage.writing.directory_claim import not_one_directory
 from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
-from robust_dcp.storage.writing.save_directory import SaveDirectory, not_one_directory
+from robust_dcp.storage.writing.save_directory import SaveDirectory
 from robust_dcp.storage.writing.save_report import SaveTimes, said_of_rank
 
-__all__ = ["SaveSession", "SessionWriter"]
+__all__ = ["SaveSession"]
 
 Data = torch.Tensor | io.BytesIO
 
 logger = logging.getLogger(__name__)
-
-
-class SessionWriter(Protocol):
-    """What a save needs from its writer, in the order of the calls. The session knows ``RobustWriter`` only by this.
-
-    Attributes:
-        mark: 64 bits that distinguish this save from others. All ranks adopt the mark of the leading rank.
-        directory: removes what a failed save has made.
-        leaves_report: whether a committed save leaves a report beside the checkpoint.
-    """
-
-    @property
-    def mark(self) -> int: ...
-
-    @property
-    def leaves_report(self) -> bool: ...
-
-    @property
-    def directory(self) -> SaveDirectory: ...
-
-    def begin(self, *, is_coordinator: bool, ranks: int | None) -> None: ...
-
-    def adopt(self, mark: int) -> None: ...
-
-    def announce(self, *, ranks: int) -> None: ...
-
-    def join(self, *, ranks: int) -> bool: ...
-
-    def write(
-        self,
-        rank: int,
-        source: ItemSource,
-        placements: Placements,
-        check_stop: Callable[[int, int], None],
-        known_places: npt.NDArray[np.int64] | None,
-    ) -> WrittenFiles: ...
-
-    def check_own(self) -> None: ...
-
-    def plain_meta(self) -> StorageMeta: ...
-
-    def publish(self, metadata: MetadataToPublish, *, are_checked: bool) -> None: ...
-
-    def leave_report(self, make: Callable[[str, tuple[str, ...]], SavedReport]) -> None: ...
-
-    def clean_up(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -301,7 +251,7 @@ class SaveSession:
                 if failed_in_step(error):
                     clean_up(self.channel, self.plan.phase("clean up"), directory, error)
                 elif self.plan.may_be_writing:
-                    directory.release()
+                    directory.claim.release()
                 else:
                     directory.roll_back(error)
             if isinstance(error, RobustCheckpointError) and self._others_tell(error):
@@ -417,7 +367,7 @@ class SaveSession:
         ):
             clean_up(self.channel, self.plan.phase("clean up"), directory, error)
         else:
-            directory.release()
+            directory.claim.release()
 
     def _keep_plan(self, *, confirmed: bool) -> None:
         if self.written is not None:

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from robust_dcp.comm import combined_signature, decode, encode
-from robust_dcp.comm.bundle import Bundler, open_bundle
+from robust_dcp.comm.bundle import Bundler, open_bundles
 from robust_dcp.comm.wire import body_of
 from robust_dcp.errors import ExchangeError
 from robust_dcp.plan.cache import CachedPlan, CoordinatorPlan, GroupKey, StoredPlan
@@ -26,8 +26,9 @@ from robust_dcp.plan.planning import coordinator_plan_of
 from robust_dcp.plan.rank_plan import RankPlan, checks_of, pack_places, pack_some, place_items, unpack_places
 from robust_dcp.plan.structure import ItemKind, StructureMessage, TableDecoder
 from robust_dcp.plan.structure.signature import SIGNATURE_NBYTES
-from robust_dcp.storage.files.disk import Disk, PosixDisk
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME, is_url
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.index import IndexFile, Section, fitting_index
 from robust_dcp.structure_cache import CACHE, StructureCache, Table
 
@@ -148,7 +149,7 @@ def _coordinator_plan(file: IndexFile, local: LocalStructure, signatures: tuple[
         bundle, begin = data[begin : ends[number]], ends[number]
         # Compressed data may be a bomb. So first check that it announces no more than this many ranks can need.
         body_of(bundle, max_nbytes=max(_FACTOR * len(bundle), n_ranks * _ITEM_NBYTES * (len(local.table) + 1_000)))
-        messages |= open_bundle(bundle, StructureMessage)
+        messages |= open_bundles([bundle], StructureMessage)
     if sorted(messages) != list(range(n_ranks)):
         raise ExchangeError(f"it has the structures of ranks {sorted(messages)[:16]}, not of {n_ranks} ranks")
     decoder = TableDecoder()

@@ -11,7 +11,7 @@ from robust_dcp.staging.blocks import (
     memory_at,
 )
 from robust_dcp.staging.device import CopiesToDevice, DeviceCopies
-from robust_dcp.staging.host import to_host
+from robust_dcp.staging.host import on_cpu, to_host, wait_for_copies
 from robust_dcp.staging.numa import stay_near
 from robust_dcp.staging.staging_buffers import SHARED_STAGING, STAGING, StagingBuffer, StagingBuffers, TensorForm
 from robust_dcp.staging.tensor_bytes import TensorBytes, host_address, parts_in_order
@@ -36,8 +36,10 @@ __all__ = [
     "flat_bytes",
     "host_address",
     "memory_at",
+    "on_cpu",
     "parts_in_order",
     "stay_near",
     "to_host",
     "to_host_together",
+    "wait_for_copies",
 ]

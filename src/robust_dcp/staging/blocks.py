@@ -20,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from robust_dcp.staging.pinning import pin, unpin
+
 __all__ = ["POOL", "Block", "BlockLease", "BlockPool", "aligned_bytes", "copy_bytes", "copy_each", "memory_at"]
 
 
@@ -100,9 +102,11 @@ class Block:
         data: the same memory as a NumPy array, uint8 ``[nbytes]``.
         tensor: the same memory as a tensor.
         address: the address of its first byte.
+        is_pinned: whether copies from and to a CUDA device run by themselves.
+        pin_was_refused: whether the system did not lock it when asked.
     """
 
-    __slots__ = ("address", "data", "is_pinned", "memory", "tensor", "view")
+    __slots__ = ("address", "data", "is_pinned", "memory", "pin_was_refused", "tensor", "view")
 
     def __init__(self, nbytes: int, *, stays_at_fork: bool = False, fd: int | None = None) -> None:
         self.memory = _block_memory(nbytes, stays_at_fork=stays_at_fork, fd=fd)
@@ -111,19 +115,21 @@ class Block:
         self.tensor = torch.from_numpy(self.data)
         self.address = self.tensor.data_ptr()
         self.is_pinned = False
+        self.pin_was_refused = False
 
     def pin(self) -> None:
         """Lock it in memory, so that copies from a CUDA device run by themselves. A block that cannot be pinned works
-        as well.
+        as well, and is not tried again before :meth:`unpin`.
         """
-        if not self.is_pinned:
-            self.is_pinned = int(torch.cuda.cudart().cudaHostRegister(self.address, len(self.data), 0)) == 0
+        if not self.is_pinned and not self.pin_was_refused:
+            self.is_pinned = pin(self.address, len(self.data))
+            self.pin_was_refused = not self.is_pinned
 
     def unpin(self) -> None:
         """Undo :meth:`pin`. Call this before the memory is freed."""
         if self.is_pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.address)
-            self.is_pinned = False
+            unpin(self.address)
+        self.is_pinned = self.pin_was_refused = False
 
 
 class BlockPool:

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from robust_dcp.staging.blocks import Block
+from robust_dcp.staging.pinning import NOT_PINNED
 from robust_dcp.staging.tensor_bytes import TensorBytes
 
 __all__ = ["CopiesToDevice", "DeviceCopies"]
@@ -24,9 +25,13 @@ class DeviceCopies:
     Work that was queued on the current stream before that moment comes before the copies. Later work does not wait for
     them. All threads of a save share one stream: if a planner computes a tensor in one thread, it is ready when another
     thread copies it.
+
+    Attributes:
+        how: remarks for the report, if copies were slower than they could be.
     """
 
     def __init__(self) -> None:
+        self.how: tuple[str, ...] = ()
         self._stream: torch.cuda.Stream | None = None
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             self._stream = torch.cuda.Stream()
@@ -50,7 +55,9 @@ class DeviceCopies:
             data.copy(begin, end, block, at)
             return _nothing_to_wait_for
         block.pin()
-        data.copy(begin, end, block, at, non_blocking=block.is_pinned)
+        if not block.is_pinned:
+            self.how = (NOT_PINNED,)
+        data.copy(begin, end, block, at, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record(self._stream)
         return copied.synchronize
@@ -80,7 +87,7 @@ class CopiesToDevice:
         block.pin()
         copied = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=block.is_pinned)
+            target.copy_(source, non_blocking=True)
             copied.record(self._stream)
         copied.synchronize()
 

@@ -81,7 +81,7 @@ class TensorBytes:
         """Copy bytes ``begin`` to ``end`` to ``at`` in ``block``.
 
         Args:
-            non_blocking: return before a device has finished the copy. The block must be pinned, and the caller waits.
+            non_blocking: return before a device has finished the copy, if the block is pinned. The caller waits.
         """
         if self.address is not None:
             # torch's own copy may use all cores, and the data loaders need them.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from robust_dcp.staging.host import to_host
+from robust_dcp.staging.host import on_cpu, to_host
 
 __all__ = ["flat_bytes", "to_host_together"]
 
@@ -37,9 +37,9 @@ def to_host_together(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     for device in dict.fromkeys(part.device for part in parts):
         places = [place for place, part in enumerate(parts) if part.device == device]
         try:
-            copied = torch.cat([parts[place] for place in places]).cpu()
+            copied = on_cpu(torch.cat([parts[place] for place in places]))
         except torch.OutOfMemoryError:  # training has filled the device, and gathering needs room there
-            copies = [parts[place].cpu() for place in places]
+            copies = [on_cpu(parts[place]) for place in places]
         else:
             copies = list(copied.split([parts[place].numel() for place in places]))
         for place, copy in zip(places, copies, strict=True):

@@ -17,8 +17,9 @@ from types import TracebackType
 from typing import Final
 
 from robust_dcp.errors import StorageError, entry_point
-from robust_dcp.storage.files.disk import Disk, OpenFile, PosixDisk
+from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.paths import SAFETENSORS_SUFFIX, directory_path, is_url
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.layouts.safetensors_head import DTYPES, METADATA_KEY
 from robust_dcp.storage.metadata.shard_metadata import shards_in
 from robust_dcp.storage.model_file import write_model_file

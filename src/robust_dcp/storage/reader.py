@@ -1,8 +1,7 @@
 """DCP's ``StorageReader`` over a directory.
 
-This module owns DCP's interface, and gets the metadata of a checkpoint from its index or its ``.metadata``.
-``plan_reader`` reads the items. It never writes, and never runs code that it reads. DCP's ``load``, Megatron-Core and
-our own ``load`` call it.
+This module owns DCP's interface. ``metadata_source`` gets the metadata of a checkpoint, and ``plan_reader`` reads the
+items. It never writes, and never runs code that it reads. DCP's ``load``, Megatron-Core and our own ``load`` call it.
 """
 
 from __future__ import annotations
@@ -12,39 +11,28 @@ import os
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
-from errno import ENOENT, ENOTDIR
 from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
-from robust_dcp.storage.files.being_loaded import needed_for_a_load
-from robust_dcp.storage.files.disk import Disk, PosixDisk
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.nodes_file import NodeOfSave, read_nodes
-from robust_dcp.storage.files.paths import check_relative_path, is_url, mark_of, metadata_name
-from robust_dcp.storage.files.what_is_there import what_is_there
+from robust_dcp.storage.files.paths import check_relative_path, is_url, mark_of
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.index import (
-    DamagedIndex,
-    StoredIndex,
-    fit_of,
-    fit_of_file,
-    fitting_index,
-    index_called,
-    lazy_metadata,
     stored_items_of,
 )
 from robust_dcp.storage.layouts.marks import is_of_save
-from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
-from robust_dcp.storage.metadata.shard_metadata import metadata_of_shards, shards_in
-from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, check_metadata, files_are_marked
+from robust_dcp.storage.reading.metadata_source import MetadataSource, overwritten
 from robust_dcp.storage.reading.placed_reads import Read, reads_of
 from robust_dcp.storage.reading.plan_reader import read_items
 from robust_dcp.storage.reading.planned_items import PlannedItems
@@ -55,7 +43,7 @@ from robust_dcp.storage.remote.filesystem import filesystem_of, local_path_of, p
 from robust_dcp.storage.remote.remote_disk import RemoteDisk
 from robust_dcp.storage.writing.write_options import with_keywords
 
-__all__ = ["RobustReader", "overwritten"]
+__all__ = ["RobustReader"]
 
 logger = logging.getLogger(__name__)
 
@@ -76,18 +64,6 @@ class UnreadMetadata(Metadata):
         if name.startswith("__"):
             raise AttributeError(name)
         raise self.error
-
-
-def overwritten(path: str, error: RobustCheckpointError) -> StorageError:
-    """The error of a load when another save has replaced its files. ``error`` is the error by which that was
-    noticed.
-    """
-    return StorageError(
-        f"{path} was overwritten while it was loaded: load it again once no save runs into it, or save each step into "
-        f"a directory of its own ({error.message})",
-        path=path,
-        operation="load",
-    )
 
 
 def _never_stops(done_nbytes: int, total_nbytes: int) -> None:
@@ -120,6 +96,7 @@ class RobustReader(StorageReader):
         options: all options.
         peak_buffer_nbytes: the most memory that data passed through at any time in the last ``read_data``.
         unverified_nbytes: bytes of data that were not compared with a checksum in the last ``read_data``.
+        source: where the metadata of the checkpoint comes from.
         node_reads_the_same: whether another rank on this node reads the same as this one. Then ``direct=None`` reads
             through the page cache, so that the device is read once. ``robust_dcp.load`` sets this.
     """
@@ -142,6 +119,7 @@ class RobustReader(StorageReader):
         super().__init__()
         self._given_disk = disk
         self._go_to(path)
+        self._begin()
         self.options = with_keywords(
             options or ReadOptions(),
             threads=threads,
@@ -153,28 +131,26 @@ class RobustReader(StorageReader):
             share_reads=share_reads,
             extension_registry=extension_registry,
         )
-        self._metadata: Metadata | None = None
-        self._index: StoredIndex | None = None
         self.peak_buffer_nbytes = 0
         self.unverified_nbytes = 0
-        self.node_reads_the_same = False
-        self.load_id = str(uuid.uuid4())
         self._check_stop: Callable[[int, int], None] = _never_stops
-        self._was_read: tuple[int | None, bytes] | None = None
-        self._are_marked: bool | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._metadata = self._was_read = self._are_marked = None
-        self._index = None
-        self.node_reads_the_same = False
         if checkpoint_id:
             self._go_to(checkpoint_id)
-        self.load_id = str(uuid.uuid4())
+        self._begin()
 
     def _go_to(self, checkpoint_id: str | os.PathLike[str]) -> None:
         place = place_of(checkpoint_id)
         self.path: str = local_path_of(place) or place
         self._disk: Disk = self._given_disk or (RemoteDisk(self.path) if is_url(self.path) else PosixDisk())
+
+    def _begin(self) -> None:
+        """Begin another load."""
+        self.load_id = str(uuid.uuid4())
+        self.source = MetadataSource(self._disk, self.path, self.load_id)
+        self.node_reads_the_same = False
+        self._metadata: Metadata | None = None
 
     @property
     def checkpoint_id(self) -> str:
@@ -189,125 +165,6 @@ class RobustReader(StorageReader):
         except (StorageError, ValueError):
             return False
 
-    def metadata_bytes(self, rank: int | None = None) -> bytes:
-        """The bytes of ``.metadata``, after a check. They can be sent to other ranks, which decode them with
-        :meth:`decode_metadata`.
-
-        Checkpoints by torch's ``HuggingFaceStorageWriter`` and Hugging Face models have safetensors files and no
-        ``.metadata``. For these it is made from the heads of the files.
-
-        Args:
-            rank: read ``__{rank}.metadata`` instead, which a DCP save without collectives writes.
-
-        Raises:
-            StorageError: there is no such file, so nothing was committed here; or it cannot be read.
-            CorruptCheckpoint: as :func:`~robust_dcp.storage.metadata.stored_pickle.check_metadata`.
-        """
-        path = self._metadata_path(rank)
-        try:
-            data = self._bytes_of(path)
-        except StorageError as error:
-            if error.errno not in (ENOENT, ENOTDIR):
-                raise
-            shards = [] if rank is not None or error.errno == ENOTDIR else shards_in(self._disk, self.path)
-            if shards:
-                return encode_metadata(metadata_of_shards(self._disk, self.path, shards))
-            message = f"no {metadata_name(rank)} in {self.path}: no checkpoint was committed there"
-            message += f"\n  {what_is_there(self._disk, self.path)}"
-            raise StorageError(message, path=path, errno=error.errno, operation="open") from error
-        check_metadata(data, path)
-        self._was_read = rank, fit_of([data])
-        return data
-
-    def held(self) -> AbstractContextManager[None]:
-        """Keep the checkpoint from being removed by a manager while the block runs."""
-        return needed_for_a_load(self._disk, self.path)
-
-    def is_overwritten(self) -> bool:
-        """Whether the ``.metadata`` that this reader last read has been replaced since."""
-        if self._was_read is None:
-            return False
-        rank, fit = self._was_read
-        try:
-            return fit_of_file(self._disk, self._metadata_path(rank)) != fit
-        except StorageError:
-            return False
-
-    def _bytes_of(self, path: str, *, last: int | None = None) -> bytes:
-        opened = self._disk.open_read(path)
-        try:
-            nbytes = self._disk.size(path)
-            buffer = bytearray(nbytes if last is None else min(last, nbytes))
-            found = self._disk.pread_into(opened, buffer, nbytes - len(buffer))
-        finally:
-            self._disk.close(opened)
-        return bytes(memoryview(buffer)[:found])
-
-    def decode_metadata(self, data: bytes, rank: int | None = None) -> Metadata:
-        """Decode what :meth:`metadata_bytes` returned, here or on another rank.
-
-        Raises:
-            CorruptCheckpoint, UnsafeCheckpoint: as :func:`~robust_dcp.storage.metadata.metadata_file.decode_metadata`.
-        """
-        self._are_marked = files_are_marked(data)
-        return self._of_this_load(decode_metadata(data, self._metadata_path(rank), is_checked=True))
-
-    def _of_this_load(self, metadata: Metadata) -> Metadata:
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-    def find_index(self) -> bytes:
-        """Look for an index that fits the ``.metadata`` beside it.
-
-        Returns:
-            an identity by which other ranks recognise the index. It is empty if there is no index, or if it is damaged,
-            which is logged.
-        """
-        self._index = self._opened(lambda: fitting_index(self._disk, self.path))
-        self._was_read = None if self._index is None else (None, self._index.file.fit)
-        return b"" if self._index is None else self._index.file.identity
-
-    def indexed_metadata(self, identity: bytes) -> Metadata | None:
-        """The metadata from the index that :meth:`find_index` has found, on this rank or another.
-
-        Its mappings look up an entry when it is asked for. If the index turns out to be damaged, they go on with
-        ``.metadata``.
-
-        Returns:
-            ``None`` if the file in the directory is another one on this rank.
-        """
-        index = self._index
-        if index is None or index.file.identity != identity:
-            index = self._index = self._opened(lambda: index_called(self._disk, self.path, identity))
-        if index is None:
-            return None
-        found = index
-        self._are_marked = True  # a version that writes an index also writes marks
-        metadata = self._opened(lambda: lazy_metadata(found, lambda: self._instead_of(found)))
-        return None if metadata is None else self._of_this_load(metadata)
-
-    def _opened(self, open_it: Callable[[], T | None]) -> T | None:
-        try:
-            return open_it()
-        except (DamagedIndex, StorageError) as error:
-            logger.warning("%s", error.message)
-            return None
-
-    def _instead_of(self, index: StoredIndex) -> Metadata:
-        """The contents of the ``.metadata`` that a damaged index belongs to."""
-        data = self.metadata_bytes()
-        if fit_of([data]) != index.file.fit:
-            self._was_read = None, index.file.fit  # this load has begun with the index
-            raise CorruptCheckpoint(
-                f"the index of {self.path} is damaged, and another save has replaced the checkpoint; load it again",
-                file=index.file.path,
-                expected="the .metadata of the index",
-                found="another",
-            )
-        return self.decode_metadata(data)
-
     @entry_point
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The metadata of the checkpoint, from its index if it has one. With ``rank=`` it is read from the
@@ -318,18 +175,18 @@ class RobustReader(StorageReader):
         that raises the error of the common file when it is used.
 
         Raises:
-            StorageError, CorruptCheckpoint, UnsafeCheckpoint: as :meth:`metadata_bytes` and :meth:`decode_metadata`.
+            StorageError, CorruptCheckpoint, UnsafeCheckpoint: as :class:`MetadataSource` raises them.
         """
         rank = kwargs.get("rank")
         if rank is None:
-            identity = self.find_index()
-            indexed = self.indexed_metadata(identity) if identity else None
+            identity = self.source.find_index()
+            indexed = self.source.indexed_metadata(identity) if identity else None
             if indexed is not None:
                 return indexed
-        if rank is None or self._disk.exists(self._metadata_path(rank)):
-            return self.decode_metadata(self.metadata_bytes(rank), rank)
+        if rank is None or self._disk.exists(self.source.path_of_metadata(rank)):
+            return self.source.decode_metadata(self.source.metadata_bytes(rank), rank)
         try:
-            return self.decode_metadata(self.metadata_bytes())
+            return self.source.decode_metadata(self.source.metadata_bytes())
         except RobustCheckpointError as error:
             return UnreadMetadata(error)
 
@@ -340,7 +197,7 @@ class RobustReader(StorageReader):
         if not isinstance(metadata.storage_data, Mapping):
             raise CorruptCheckpoint(
                 f"the metadata of {self.path} does not say where its items lie: no save was finished there",
-                file=self._metadata_path(kwargs.get("rank")),
+                file=self.source.path_of_metadata(kwargs.get("rank")),
                 expected="storage_data",
                 found=type(metadata.storage_data).__name__,
             )
@@ -377,7 +234,7 @@ class RobustReader(StorageReader):
             )
         except CorruptCheckpoint as error:
             # Our own load does not check it here: there all ranks notice it together, and start over.
-            if self._check_stop is _never_stops and self.is_overwritten():
+            if self._check_stop is _never_stops and self.source.is_overwritten():
                 raise overwritten(self.path, error) from error
             raise
         self.peak_buffer_nbytes, self.unverified_nbytes = done
@@ -422,13 +279,6 @@ class RobustReader(StorageReader):
 
     # For nodes that do not share the directory (`plan.loading.node_files`).
 
-    def fit(self) -> bytes:
-        """The digest of the ``.metadata`` that this rank sees; empty if it sees none."""
-        try:
-            return fit_of_file(self._disk, self._metadata_path())
-        except StorageError:
-            return b""
-
     def places_of(self, plan: LoadPlan) -> list[Read]:
         """Where each item of ``plan`` lies, in its order."""
         return reads_of(plan.items, self._known_metadata(), self.path)
@@ -465,21 +315,9 @@ class RobustReader(StorageReader):
     def _mark(self) -> str | None:
         """The mark of the save in the data files; ``None`` if they have none."""
         save_id = getattr(self._known_metadata().storage_meta, "save_id", None)
-        return mark_of(save_id) if isinstance(save_id, str) and self._files_are_marked() else None
-
-    def _files_are_marked(self) -> bool:
-        """Whether the files have marks, according to the ``.metadata`` that was set up. Another reader may have read
-        that.
-        """
-        if self._are_marked is None:
-            path = self._metadata_path()
-            self._are_marked = self._disk.exists(path) and files_are_marked(self._bytes_of(path, last=TRAILER_NBYTES))
-        return self._are_marked
+        return mark_of(save_id) if isinstance(save_id, str) and self.source.files_are_marked() else None
 
     def _known_metadata(self) -> Metadata:
         if self._metadata is None:
             raise RuntimeError("set_up_storage_reader has to be called before items are read")
         return self._metadata
-
-    def _metadata_path(self, rank: int | None = None) -> str:
-        return os.path.join(self.path, metadata_name(rank))

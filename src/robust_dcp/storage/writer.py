@@ -1,8 +1,8 @@
 """``RobustWriter``: DCP's ``StorageWriter`` on top of ``engine`` and ``commit``.
 
-This module owns DCP's hooks and the options of a save. ``save_directory`` makes the files and directories. Places come
-from the plan. With a planner that is not ours, the writer chooses places itself. ``api.save`` and DCP's ``save`` call
-it.
+This module owns DCP's hooks and the options of a save. ``directory_claim`` and ``save_directory`` make the files and
+directories. Places come from the plan. With a planner that is not ours, the writer chooses places itself. ``api.save``
+and DCP's ``save`` call it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -24,20 +24,29 @@ from torch.futures import Future
 
 from robust_dcp.errors import entry_point
 from robust_dcp.report_file import SavedReport
-from robust_dcp.storage.files.disk import Disk, PosixDisk
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import directory_path, is_url, mark_of
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.layouts import layout_named
-from robust_dcp.storage.layouts.places import Placements, place_as_they_come
-from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, StorageInfo, encode_metadata, referenced_files
+from robust_dcp.storage.layouts.places import Placements
+from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, encode_metadata, referenced_files
 from robust_dcp.storage.remote.copy_options import CopyOptions
 from robust_dcp.storage.remote.filesystem import place_of
 from robust_dcp.storage.writing.commit import MetadataToPublish
+from robust_dcp.storage.writing.directory_claim import not_one_directory
 from robust_dcp.storage.writing.engine import WriteFiles, WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource, Resolve, WriteItemSource
-from robust_dcp.storage.writing.save_directory import SaveDirectory, not_one_directory
+from robust_dcp.storage.writing.save_directory import SaveDirectory
 from robust_dcp.storage.writing.save_report import SaveTimes, said_of_rank
 from robust_dcp.storage.writing.stripes import stripe_directories
-from robust_dcp.storage.writing.unplanned_report import report_of_results, told_by
+from robust_dcp.storage.writing.unplanned_save import (
+    Share,
+    place_items,
+    report_of_results,
+    results_of,
+    shared,
+    told_by,
+)
 from robust_dcp.storage.writing.write_options import WriteOptions, with_keywords
 
 __all__ = ["PlannedSave", "RobustWriter", "WriterMeta"]
@@ -57,13 +66,6 @@ class PlannedSave(Protocol):
     def write_items(self, items: Sequence[WriteItem], resolve: Resolve) -> None: ...
 
     def commit(self) -> None: ...
-
-
-class _Share(NamedTuple):
-    """In a save by a planner that is not ours, what the coordinator tells each rank, as a part of its plan."""
-
-    rank: int
-    mark: int
 
 
 @dataclass
@@ -186,11 +188,11 @@ class RobustWriter(StorageWriter):
         if not is_coordinator:
             return
         try:
-            self.directory.begin(overwrite=self.options.overwrite)
+            self.directory.claim.begin(overwrite=self.options.overwrite)
             if ranks is not None:
                 self.announce(ranks=ranks)
         except BaseException:
-            self.directory.remove_directories()
+            self.directory.claim.give_up()
             raise
 
     @property
@@ -202,8 +204,7 @@ class RobustWriter(StorageWriter):
         """Use the coordinator's ``mark`` for this save. Called on every rank before :meth:`write`."""
         if mark != self.mark:
             self.save_id = f"{mark:016x}"
-            if self._directory is not None:
-                self._directory.save_id = self.save_id
+            self._directory = None
 
     def announce(self, *, ranks: int) -> None:
         """Called on the coordinator before any rank writes: announce the save, so that its files can be told from
@@ -213,8 +214,8 @@ class RobustWriter(StorageWriter):
             StorageError: as :meth:`begin`.
         """
         # If each rank commits by itself, no rank judges the files of others, so there is no journal.
-        if not self._alone and not self.directory.is_announced:
-            self.directory.announce(ranks=ranks, files=self._most_files)
+        if not self._alone and not self.directory.claim.is_announced:
+            self.directory.claim.announce(ranks=ranks, files=self._most_files)
 
     @property
     def _most_files(self) -> int | None:
@@ -232,9 +233,9 @@ class RobustWriter(StorageWriter):
         Raises:
             StorageError: as :meth:`begin`.
         """
-        if self._alone or self.directory.is_announced:
+        if self._alone or self.directory.claim.is_announced:
             return False
-        return self.directory.join(ranks=ranks, files=self._most_files, overwrite=self.options.overwrite)
+        return self.directory.claim.join(ranks=ranks, files=self._most_files, overwrite=self.options.overwrite)
 
     @property
     def directory(self) -> SaveDirectory:
@@ -257,9 +258,9 @@ class RobustWriter(StorageWriter):
         All ranks must have adopted the same mark, because they write it into their files.
         """
         if self._alone:
-            self.directory.share()
+            self.directory.claim.share()
         for place in (self.path, *stripe_directories(self.disk, self.path, self.options.stripes)):
-            self.directory.make(place)
+            self.directory.claim.make(place)
         written = self.write_files(
             self.disk,
             self.path,
@@ -271,9 +272,9 @@ class RobustWriter(StorageWriter):
             check_stop=check_stop,
             known_places=known_places,
             layout=self.layout,
-            not_removed=self.directory.not_removed,
+            not_removed=self.directory.own_files.not_removed,
         )
-        self.directory.has_written(written)
+        self.directory.own_files.names.update(written.uncommitted_names, written.names)
         self._uncommitted_names = written.uncommitted_names
         return written
 
@@ -284,7 +285,7 @@ class RobustWriter(StorageWriter):
             StorageError: somebody has touched one.
         """
         self._checked_at_seconds = time.monotonic()
-        self.directory.check_own(self._uncommitted_names)
+        self.directory.own_files.check(self._uncommitted_names)
         self.last_path = self.path
 
     def publish(self, metadata: MetadataToPublish, *, are_checked: bool) -> None:
@@ -335,7 +336,7 @@ class RobustWriter(StorageWriter):
             self.path = directory_path(checkpoint_id)
         self.save_id = str(uuid.uuid4())
         if self._directory is not None:
-            self._directory.release()
+            self._directory.claim.release()
             self._directory = None
         self._rank = None
         self._alone = False
@@ -369,7 +370,7 @@ class RobustWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if self._announces:
             self.announce(ranks=len(plans))
-        return [replace(plan, storage_data=_Share(rank, self.mark)) for rank, plan in enumerate(plans)]
+        return shared(plans, self.mark)
 
     @entry_point
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -397,27 +398,20 @@ class RobustWriter(StorageWriter):
             )
         self._planner_name = type(planner).__name__
         self._unplanned.ends("plan")
-        share = plan.storage_data if isinstance(plan.storage_data, _Share) else _Share(0, self.mark)
+        share = plan.storage_data if isinstance(plan.storage_data, Share) else Share(0, self.mark)
         rank = share.rank
-        if isinstance(plan.storage_data, _Share) and not self._is_coordinator and not self._alone:
+        if isinstance(plan.storage_data, Share) and not self._is_coordinator and not self._alone:
             self.adopt(share.mark)
             self._refuse_another_directory(rank)
         if self._alone and self._rank is not None:
             rank = self._rank
         else:
             self.adopt(share.mark)
-        placements = place_as_they_come([_chunk_nbytes(item) for item in plan.items], files=self.files_per_rank)
+        placements = place_items(plan.items, files=self.files_per_rank)
         source = WriteItemSource(plan.items, planner.resolve_data)
         with self._unplanned.own_write():
             written = self.write(rank, source, placements, lambda done_nbytes, total_nbytes: None)
-        results = [
-            WriteResult(
-                index=item.index, size_in_bytes=nbytes, storage_data=StorageInfo(written.names[file], offset, nbytes)
-            )
-            for item, file, (offset, nbytes) in zip(
-                plan.items, placements.file.tolist(), written.variable_places.tolist(), strict=True
-            )
-        ]
+        results = results_of(plan.items, placements, written)
         return told_by(results, said_of_rank(rank, written, self._unplanned)) if self.leaves_report else results
 
     def _refuse_another_directory(self, rank: int) -> None:
@@ -468,8 +462,3 @@ class RobustWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether ``checkpoint_id`` is a path on a mounted file system, and not a URL."""
         return not is_url(checkpoint_id)
-
-
-def _chunk_nbytes(item: WriteItem) -> int:
-    data = item.tensor_data
-    return 0 if data is None else math.prod(data.chunk.sizes) * int(data.properties.dtype.itemsize)

@@ -11,7 +11,8 @@ import threading
 import time
 from typing import Any
 
-from robust_dcp.storage.files.disk import OpenFile, PosixDisk, storage_error
+from robust_dcp.storage.files.disk import OpenFile, storage_error
+from robust_dcp.storage.files.posix_disk import PosixDisk
 
 __all__ = ["FullDisk", "GatedDisk", "SlowDisk"]
 

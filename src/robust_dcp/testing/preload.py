@@ -22,10 +22,17 @@ _OFTEN_NEEDED = (
     "torch.distributed.device_mesh",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
+    "torch.utils.serialization",
     "numpy",
+    "numpy.ma",
+    "encodings.ascii",
+    "encodings.utf_32_le",
     "msgspec",
     "pytest",
-    "robust_dcp",
+    # `import robust_dcp` alone imports next to nothing.
+    "robust_dcp.api",
+    "robust_dcp.asynchronous",
+    "robust_dcp.manager",
     "robust_dcp.testing.state_dicts",
 )
 

@@ -13,8 +13,8 @@ from typing import Final
 
 from robust_dcp.cli.doctoring.finding import Finding, ok, problem, warning
 from robust_dcp.cli.output import size
-from robust_dcp.storage.files.disk import PosixDisk
 from robust_dcp.storage.files.mounts import Mount, is_of_this_machine, mount_of
+from robust_dcp.storage.files.posix_disk import PosixDisk
 
 __all__ = ["file_system_findings"]
 

@@ -13,7 +13,8 @@ from robust_dcp.contents.checks.findings import Findings
 from robust_dcp.contents.checks.spans import Span, Whole, pieces
 from robust_dcp.contents.items import Chunk, Item
 from robust_dcp.storage.reading.data_file import DataFile
-from robust_dcp.storage.records.parse_record import ParsedRecord, parse_record, zip_members_in
+from robust_dcp.storage.records.parse_record import ParsedRecord, parse_record
+from robust_dcp.storage.records.zip_members import zip_members_in
 
 __all__ = ["archive_spans", "check_tensor", "parsed"]
 

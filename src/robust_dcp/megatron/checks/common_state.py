@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 from robust_dcp.comm import Channel
-from robust_dcp.storage.files.disk import PosixDisk
+from robust_dcp.staging import on_cpu
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.files.whole_file import read_whole_file
 from robust_dcp.storage.records.objects import Refusal, refusal_of
 from robust_dcp.storage.writing.commit import commit_metadata
@@ -90,7 +91,7 @@ def _digest(value: Any) -> int:
     hashed = hashlib.blake2b(digest_size=8)
     hashed.update(f"{type(value).__module__}.{type(value).__qualname__}".encode())
     if isinstance(value, torch.Tensor):
-        data = value.detach().cpu().contiguous()
+        data = on_cpu(value.detach()).contiguous()
         hashed.update(f"{data.dtype}{list(data.shape)}".encode())
         hashed.update(data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b"")
     elif isinstance(value, np.ndarray) and not value.dtype.hasobject:

@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from robust_dcp import api
 from robust_dcp.comm import Channel
 from robust_dcp.errors import entry_point
-from robust_dcp.megatron import versions
+from robust_dcp.megatron import translation, versions
 from robust_dcp.megatron.failures import as_megatron_raises
 from robust_dcp.megatron.hooks.options import current_options
 from robust_dcp.megatron.loading.load_planner import load_planner_for
 from robust_dcp.megatron.loading.removal import remove_keys
 from robust_dcp.megatron.versions import ShardedObject, ShardedTensor
-from robust_dcp.plan.save_planner import checkpoint_name
+from robust_dcp.plan.checkpoint_name import checkpoint_name
 from robust_dcp.report import LoadReport
 from robust_dcp.storage.files.paths import directory_path
 from robust_dcp.storage.index import look_up
@@ -85,8 +85,8 @@ def read_sharded(
     def translate() -> None:
         nonlocal targets, restore, wanted
         is_flat = any(getattr(shard, "flattened_range", None) is not None for shard in _tensors_in(sharded_state_dict))
-        resharding = versions.Resharding(sharded_state_dict, reader.read_metadata() if is_flat else None)
-        targets, restore = versions.to_dcp_targets(resharding)
+        resharding = translation.Resharding(sharded_state_dict, reader.read_metadata() if is_flat else None)
+        targets, restore = translation.to_dcp_targets(resharding)
         wanted = _tensors_in(resharding.sharded_state_dict)
 
     channel = Channel.for_group(

@@ -43,7 +43,7 @@ from robust_dcp.megatron.loading.load_strategy import (
     read_sharded,
     stored_keys,
 )
-from robust_dcp.plan.save_planner import checkpoint_name
+from robust_dcp.plan.checkpoint_name import checkpoint_name
 from robust_dcp.storage.files.paths import directory_path
 from robust_dcp.storage.records.objects import load_object
 from robust_dcp.switch.stock_paths import log_left_to_stock

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import os
 
-from robust_dcp.storage.files.disk import PosixDisk
 from robust_dcp.storage.files.paths import INDEX_NAME, directory_path
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.metadata.metadata_file import encode_metadata, referenced_files
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.writing.commit import commit_metadata
@@ -34,7 +34,7 @@ def remove_keys(checkpoint_dir: str | os.PathLike[str], key_prefix: str) -> None
     """
     directory = directory_path(checkpoint_dir)
     reader = RobustReader(directory)
-    metadata = reader.decode_metadata(reader.metadata_bytes())
+    metadata = reader.source.decode_metadata(reader.source.metadata_bytes())
     before = set(referenced_files(metadata))
     items = metadata.state_dict_metadata
     kept = {key: value for key, value in items.items() if not key.startswith(key_prefix)}

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from robust_dcp.errors import PlanConflict
-from robust_dcp.megatron import versions
+from robust_dcp.megatron import translation
 from robust_dcp.megatron.checks.shard_facts import ShardFacts
 from robust_dcp.megatron.versions import ShardedBase, ShardedObject, ShardedTensor, is_main_replica
 from robust_dcp.plan.state_dict.describe import DescribedItems, ItemData, describe_items
@@ -68,7 +68,7 @@ class TranslatedStateDict(Mapping[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         if key not in self._made:
-            self._made.update(versions.to_dcp_values({key: self._by_key[key]}))
+            self._made.update(translation.to_dcp_values({key: self._by_key[key]}))
         return self._made[key]
 
     def __iter__(self) -> Iterator[str]:
@@ -264,7 +264,7 @@ def _chunk_of(key: str, shard: ShardedTensor) -> _Chunk:
     flat = getattr(shard, "flattened_range", None)
     if flat is None:
         return tuple(shard.global_offset), None
-    if not versions.translates_flattened_ranges():
+    if not translation.translates_flattened_ranges():
         raise ValueError(
             f"{key!r} is a flattened range of a tensor, which this Megatron-Core does not save; set "
             "distrib_optim_sharding_type to 'fully_reshardable' or 'dp_reshardable' "

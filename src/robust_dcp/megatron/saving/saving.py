@@ -39,12 +39,12 @@ from robust_dcp.megatron.failures import as_megatron_raises
 from robust_dcp.megatron.hooks.options import MegatronOptions
 from robust_dcp.megatron.saving.save_strategy import RobustSaveStrategy, ShardedSave
 from robust_dcp.megatron.writing import writer_for
+from robust_dcp.plan.checkpoint_name import checkpoint_name
 from robust_dcp.plan.clean_up import clean_up, failed_in_step
-from robust_dcp.plan.save_planner import checkpoint_name
 from robust_dcp.report import SaveReport
 from robust_dcp.storage import RobustWriter
-from robust_dcp.storage.files.disk import PosixDisk
 from robust_dcp.storage.files.paths import directory_path
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.records.objects import Refusal
 
 __all__ = ["SaveCall", "base_strategy_of", "is_ours", "save_torch_dist"]

@@ -30,7 +30,7 @@ def object_digest(value: Any) -> int:
     strings). So a difference is a reason for a warning, but no proof.
     """
     try:
-        data: Any = value.getbuffer() if isinstance(value, io.BytesIO) else pickle.dumps(value, protocol=4)
+        data: Any = value.getvalue() if isinstance(value, io.BytesIO) else pickle.dumps(value, protocol=4)
     except Exception:  # a user's __reduce__ may raise anything; the writer reports it if it matters
         return 0
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") or 1

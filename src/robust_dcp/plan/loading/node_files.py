@@ -53,7 +53,9 @@ class _Verdict(msgspec.Struct, frozen=True):
 
 def ranks_with_metadata(channel: Channel, checkpoint: str, reader: RobustReader) -> list[int]:
     """For each ``.metadata`` that some rank sees, the first rank that sees it; the coordinator comes first."""
-    told = channel.all_gather(f"load {checkpoint}: who has .metadata", lambda: _Committed(reader.fit()), _Committed)
+    told = channel.all_gather(
+        f"load {checkpoint}: who has .metadata", lambda: _Committed(reader.source.fit()), _Committed
+    )
     first: dict[bytes, int] = {}
     for rank in sorted(range(channel.size), key=lambda rank: rank != channel.coordinator_rank):
         if told[rank].fit:

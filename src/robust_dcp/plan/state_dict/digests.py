@@ -10,6 +10,7 @@ import io
 import torch
 
 from robust_dcp.plan.global_plan import object_digest
+from robust_dcp.staging import on_cpu
 from robust_dcp.storage.records.checksum import crc32
 
 __all__ = ["replica_digest"]
@@ -42,6 +43,6 @@ def replica_digest(data: torch.Tensor | io.BytesIO, identity: int, limit: int | 
     checksum = 0
     step = max(1, _PIECE_NBYTES // itemsize)
     for at in range(begin, begin + count, step):
-        piece = flat[at : min(at + step, begin + count)].cpu().contiguous()
+        piece = on_cpu(flat[at : min(at + step, begin + count)]).contiguous()
         checksum = crc32(piece.view(torch.uint8).numpy().data, checksum)
     return 1 << 32 | checksum

@@ -1,7 +1,7 @@
 """The alignment that a file system needs for direct I/O, in memory and in the file.
 
-This module asks the kernel with statx(2). It never opens a file. ``files.disk`` calls it for every file that it opens
-for direct I/O.
+This module asks the kernel with statx(2). It never opens a file. ``files.posix_disk`` calls it for every file that it
+opens for direct I/O.
 """
 
 from __future__ import annotations

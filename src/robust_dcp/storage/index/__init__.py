@@ -9,17 +9,11 @@ from robust_dcp.storage.index.build import IndexTemplate
 from robust_dcp.storage.index.fit import fit_of, fit_of_file
 from robust_dcp.storage.index.form import DamagedIndex, Fragment, Section
 from robust_dcp.storage.index.index_file import IndexFile
-from robust_dcp.storage.index.lazy import (
-    StoredChunks,
-    StoredItems,
-    ask_index,
-    lazy_metadata,
-    look_up,
-    stored_items_of,
-)
+from robust_dcp.storage.index.lazy import StoredChunks, ask_index, lazy_metadata, look_up
 from robust_dcp.storage.index.opened import fitting_index, index_called
 from robust_dcp.storage.index.overlap import Overlap
 from robust_dcp.storage.index.stored_index import StoredIndex
+from robust_dcp.storage.index.stored_items import StoredItems, stored_items_of
 from robust_dcp.storage.index.whole_chunks import ChunkKind, WholeChunks, find_whole_chunks
 
 __all__ = [

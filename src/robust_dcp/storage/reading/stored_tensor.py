@@ -19,8 +19,9 @@ from robust_dcp.storage.records.archives import ZIP_MAGIC, is_program
 from robust_dcp.storage.records.block_sums import SUM_NBYTES, BlockSums
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.objects import load_object
-from robust_dcp.storage.records.parse_record import ParsedRecord, parse_record, zip_members
+from robust_dcp.storage.records.parse_record import ParsedRecord, parse_record
 from robust_dcp.storage.records.torch_zip import contiguous_strides, payload_view, record_template
+from robust_dcp.storage.records.zip_members import zip_members
 
 __all__ = ["StoredBox", "check_members", "find_box", "read_box", "read_tensor"]
 

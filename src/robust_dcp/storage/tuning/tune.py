@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from robust_dcp.errors import StorageError
-from robust_dcp.storage.files.disk import Disk, PosixDisk
+from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import directory_path
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.tuning.settings import BLOCKS_NBYTES, Measured, Setting, choose, settings_for, table_of
 from robust_dcp.storage.tuning.tune_reads import measure_reads
 from robust_dcp.storage.tuning.tune_writes import measure_writes, why_not_direct

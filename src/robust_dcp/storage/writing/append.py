@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from robust_dcp.staging import TensorBytes, to_host
+from robust_dcp.staging import TensorBytes, on_cpu, to_host
 from robust_dcp.storage.layouts.places import LARGE_NBYTES, RECORD_ALIGNMENT, Slot
 from robust_dcp.storage.records.block_sums import joined
 from robust_dcp.storage.records.torch_zip import RecordTemplate, is_fixed_size, payload_view, record_template
@@ -122,7 +122,9 @@ def saved_by_torch(tensor: torch.Tensor) -> io.BytesIO:
 
 def _opaque(buffer: io.BytesIO, output: FileOutput) -> _Whole:
     """A record in which we do not know where the data begins. So its checksums cover all of it."""
-    data = buffer.getbuffer()
+    # Not `getbuffer`: a buffer with a view of it cannot be closed, and Python 3.14 complains on stderr if both become
+    # garbage together, in an error's traceback for example. `getvalue` does not copy either.
+    data = memoryview(buffer.getvalue())
     return _Whole((data,), 0, len(data), output.sums_of(data))
 
 
@@ -199,7 +201,7 @@ class _Stream:
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor on the CPU, with a storage of its own. ``torch.save`` would write all of a larger shared storage."""
-    tensor = tensor.detach().cpu()
+    tensor = on_cpu(tensor.detach())
     if tensor.layout == torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
         tensor = tensor.clone()
     return tensor

@@ -1,7 +1,7 @@
 """Which data files a committed ``.metadata`` names. These files may be removed once another checkpoint has replaced it.
 
 This module remembers the answers. So a save that replaces the last checkpoint of this process does not have to decode
-what that save wrote. ``leftovers`` and ``save_directory`` call it.
+what that save wrote. ``leftovers`` and ``earlier_checkpoint`` call it.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def write_files(
         variable_places=np.array([place[1:] for place in sorted(context.appended)], dtype=np.int64).reshape(-1, 2),
         names=tuple(file.committed_name for file in files),
         nbytes=sum(file.nbytes for file in files),
-        how=(*sorted({_how(file) for file in files}), *(() if sharing is None else sharing.how)),
+        how=(*sorted({_how(file) for file in files}), *workers.copies.how, *(() if sharing is None else sharing.how)),
         peak_buffer_nbytes=lease.used_nbytes,
         uncommitted_names=tuple(file.name for file in files),
         digest=_digest(files),

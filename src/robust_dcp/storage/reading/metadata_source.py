@@ -1,0 +1,209 @@
+"""The metadata of one checkpoint for one load: from its index, its ``.metadata``, or the heads of a model's files.
+
+This module owns which of them is used, goes on with ``.metadata`` where an index is damaged, and notices when another
+save has replaced what was read. It reads no data. ``RobustReader`` has one for each load, and ``api.load`` calls it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from errno import ENOENT, ENOTDIR
+from typing import TypeVar
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError
+from robust_dcp.storage.files.being_loaded import needed_for_a_load
+from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.paths import metadata_name
+from robust_dcp.storage.files.what_is_there import what_is_there
+from robust_dcp.storage.index import (
+    DamagedIndex,
+    StoredIndex,
+    fit_of,
+    fit_of_file,
+    fitting_index,
+    index_called,
+    lazy_metadata,
+)
+from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata
+from robust_dcp.storage.metadata.shard_metadata import metadata_of_shards, shards_in
+from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, check_metadata, files_are_marked
+
+__all__ = ["MetadataSource", "overwritten"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def overwritten(path: str, error: RobustCheckpointError) -> StorageError:
+    """The error of a load when another save has replaced its files. ``error`` is the error by which that was
+    noticed.
+    """
+    return StorageError(
+        f"{path} was overwritten while it was loaded: load it again once no save runs into it, or save each step into "
+        f"a directory of its own ({error.message})",
+        path=path,
+        operation="load",
+    )
+
+
+class MetadataSource:
+    """Where the metadata of a checkpoint comes from.
+
+    Args:
+        disk: the file system.
+        path: the checkpoint's directory, or a URL of fsspec.
+        load_id: is put into the metadata.
+    """
+
+    def __init__(self, disk: Disk, path: str, load_id: str) -> None:
+        self._disk = disk
+        self._path = path
+        self._load_id = load_id
+        self._index: StoredIndex | None = None
+        self._was_read: tuple[int | None, bytes] | None = None
+        self._are_marked: bool | None = None
+
+    def path_of_metadata(self, rank: int | None = None) -> str:
+        """The path of ``.metadata``, or of the one that ``rank`` has written without collectives."""
+        return os.path.join(self._path, metadata_name(rank))
+
+    def metadata_bytes(self, rank: int | None = None) -> bytes:
+        """The bytes of ``.metadata``, after a check. They can be sent to other ranks, which decode them with
+        :meth:`decode_metadata`.
+
+        Checkpoints by torch's ``HuggingFaceStorageWriter`` and Hugging Face models have safetensors files and no
+        ``.metadata``. For these it is made from the heads of the files.
+
+        Args:
+            rank: read ``__{rank}.metadata`` instead, which a DCP save without collectives writes.
+
+        Raises:
+            StorageError: there is no such file, so nothing was committed here; or it cannot be read.
+            CorruptCheckpoint: as :func:`~robust_dcp.storage.metadata.stored_pickle.check_metadata`.
+        """
+        path = self.path_of_metadata(rank)
+        try:
+            data = self._bytes_of(path)
+        except StorageError as error:
+            if error.errno not in (ENOENT, ENOTDIR):
+                raise
+            shards = [] if rank is not None or error.errno == ENOTDIR else shards_in(self._disk, self._path)
+            if shards:
+                return encode_metadata(metadata_of_shards(self._disk, self._path, shards))
+            message = f"no {metadata_name(rank)} in {self._path}: no checkpoint was committed there"
+            message += f"\n  {what_is_there(self._disk, self._path)}"
+            raise StorageError(message, path=path, errno=error.errno, operation="open") from error
+        check_metadata(data, path)
+        self._was_read = rank, fit_of([data])
+        return data
+
+    def decode_metadata(self, data: bytes, rank: int | None = None) -> Metadata:
+        """Decode what :meth:`metadata_bytes` returned, here or on another rank.
+
+        Raises:
+            CorruptCheckpoint, UnsafeCheckpoint: as :func:`~robust_dcp.storage.metadata.metadata_file.decode_metadata`.
+        """
+        self._are_marked = files_are_marked(data)
+        return self._of_this_load(decode_metadata(data, self.path_of_metadata(rank), is_checked=True))
+
+    def _of_this_load(self, metadata: Metadata) -> Metadata:
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self._load_id
+        return metadata
+
+    def find_index(self) -> bytes:
+        """Look for an index that fits the ``.metadata`` beside it.
+
+        Returns:
+            an identity by which other ranks recognise the index. It is empty if there is no index, or if it is damaged,
+            which is logged.
+        """
+        self._index = self._opened(lambda: fitting_index(self._disk, self._path))
+        self._was_read = None if self._index is None else (None, self._index.file.fit)
+        return b"" if self._index is None else self._index.file.identity
+
+    def indexed_metadata(self, identity: bytes) -> Metadata | None:
+        """The metadata from the index that :meth:`find_index` has found, on this rank or another.
+
+        Its mappings look up an entry when it is asked for. If the index turns out to be damaged, they go on with
+        ``.metadata``.
+
+        Returns:
+            ``None`` if the file in the directory is another one on this rank.
+        """
+        index = self._index
+        if index is None or index.file.identity != identity:
+            index = self._index = self._opened(lambda: index_called(self._disk, self._path, identity))
+        if index is None:
+            return None
+        found = index
+        self._are_marked = True  # a version that writes an index also writes marks
+        metadata = self._opened(lambda: lazy_metadata(found, lambda: self._instead_of(found)))
+        return None if metadata is None else self._of_this_load(metadata)
+
+    def _opened(self, open_it: Callable[[], T | None]) -> T | None:
+        try:
+            return open_it()
+        except (DamagedIndex, StorageError) as error:
+            logger.warning("%s", error.message)
+            return None
+
+    def _instead_of(self, index: StoredIndex) -> Metadata:
+        """The contents of the ``.metadata`` that a damaged index belongs to."""
+        data = self.metadata_bytes()
+        if fit_of([data]) != index.file.fit:
+            self._was_read = None, index.file.fit  # this load has begun with the index
+            raise CorruptCheckpoint(
+                f"the index of {self._path} is damaged, and another save has replaced the checkpoint; load it again",
+                file=index.file.path,
+                expected="the .metadata of the index",
+                found="another",
+            )
+        return self.decode_metadata(data)
+
+    def files_are_marked(self) -> bool:
+        """Whether the files have marks, according to the ``.metadata`` that was set up. Another reader may have read
+        that.
+        """
+        if self._are_marked is None:
+            path = self.path_of_metadata()
+            self._are_marked = self._disk.exists(path) and files_are_marked(self._bytes_of(path, last=TRAILER_NBYTES))
+        return self._are_marked
+
+    def is_overwritten(self) -> bool:
+        """Whether the ``.metadata`` that was last read here has been replaced since."""
+        if self._was_read is None:
+            return False
+        rank, fit = self._was_read
+        try:
+            return fit_of_file(self._disk, self.path_of_metadata(rank)) != fit
+        except StorageError:
+            return False
+
+    def fit(self) -> bytes:
+        """The digest of the ``.metadata`` that this rank sees; empty if it sees none."""
+        try:
+            return fit_of_file(self._disk, self.path_of_metadata())
+        except StorageError:
+            return b""
+
+    def held(self) -> AbstractContextManager[None]:
+        """Keep the checkpoint from being removed by a manager while the block runs."""
+        return needed_for_a_load(self._disk, self._path)
+
+    def _bytes_of(self, path: str, *, last: int | None = None) -> bytes:
+        opened = self._disk.open_read(path)
+        try:
+            nbytes = self._disk.size(path)
+            buffer = bytearray(nbytes if last is None else min(last, nbytes))
+            found = self._disk.pread_into(opened, buffer, nbytes - len(buffer))
+        finally:
+            self._disk.close(opened)
+        return bytes(memoryview(buffer)[:found])

@@ -1,0 +1,88 @@
+"""Memory that the system does not lock is used all the same, and the refusal leaves nothing behind."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from robust_dcp.staging.blocks import Block
+from robust_dcp.staging.device import DeviceCopies
+from robust_dcp.staging.tensor_bytes import TensorBytes
+
+
+class Runtime:
+    """Stands in for ``torch.cuda.cudart()``, and keeps the error of a failed call as the CUDA runtime does.
+
+    Args:
+        error: what it answers when it is asked to lock memory.
+    """
+
+    def __init__(self, error: int) -> None:
+        self.error = error
+        self.kept_error = 0
+        self.calls: list[str] = []
+        self.cudaHostRegister = self.register
+        self.cudaHostUnregister = self.unregister
+        self.cudaGetLastError = self.last_error
+
+    def register(self, address: int, nbytes: int, flags: int) -> int:
+        self.calls.append("register")
+        self.kept_error = self.error
+        return self.error
+
+    def unregister(self, address: int) -> int:
+        self.calls.append("unregister")
+        return 0
+
+    def last_error(self) -> int:
+        error, self.kept_error = self.kept_error, 0
+        return error
+
+
+def runtime(monkeypatch: pytest.MonkeyPatch, error: int) -> Runtime:
+    made = Runtime(error)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: made)
+    return made
+
+
+def test_a_refusal_leaves_no_error_for_the_next_kernel_of_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = runtime(monkeypatch, error=2)
+    block = Block(4096)
+    block.pin()
+    assert not block.is_pinned
+    assert cuda.kept_error == 0
+
+
+def test_a_block_that_was_refused_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = runtime(monkeypatch, error=2)
+    block = Block(4096)
+    for _ in range(3):
+        block.pin()
+    block.unpin()
+    assert cuda.calls == ["register"]
+    cuda.error = 0
+    block.pin()
+    block.unpin()
+    assert cuda.calls == ["register", "register", "unregister"]
+
+
+def test_a_save_that_copies_through_memory_that_is_not_locked_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class HostStream:
+        device = torch.device("cpu")
+
+    class Event:
+        def record(self, stream: object) -> None: ...
+
+        def synchronize(self) -> None: ...
+
+    runtime(monkeypatch, error=2)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    copies, block, data = DeviceCopies(), Block(4096), torch.arange(100.0)
+    assert copies.how == ()
+    copies._stream = HostStream()  # type: ignore[assignment]
+    copies.begin(TensorBytes(data), 0, 400, block, 8)()
+    assert torch.equal(block.tensor[8:408].view(torch.float32), data)
+    assert copies.how == ("copied slowly: the system does not lock memory for the device",)
