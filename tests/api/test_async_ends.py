@@ -168,6 +168,7 @@ def hang_in_the_disk_of_one_writer(directory: str) -> tuple[str, list[str], bool
     writer_process._STOP_SECONDS = 0.2  # type: ignore[misc]
     rank = dist.get_rank()
     robust_dcp.save({f"w{rank}": torch.zeros(9)}, checkpoint_id=f"{directory}/checkpoint")
+    dist.barrier()  # rank 0 leaves its report after the commit
     before = sorted(os.listdir(f"{directory}/checkpoint"))
     gates = make_gates(directory)
     disk = FullDisk() if rank == 1 else GatedDisk()

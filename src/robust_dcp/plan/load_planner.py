@@ -22,6 +22,7 @@ from robust_dcp.errors import CorruptCheckpoint, PlanConflict, entry_point
 from robust_dcp.plan.loading.load_items import PlannedReads, plan_reads, whole_tensors
 from robust_dcp.plan.loading.missing_keys import near_names, renamed_in_words, what_is_saved
 from robust_dcp.plan.state_dict.flatten import flatten
+from robust_dcp.plan.structure.own_chunks import global_size, own_chunks
 from robust_dcp.storage.files.garbage import without_garbage_collection
 from robust_dcp.storage.index import look_up, stored_items_of
 from robust_dcp.storage.reading.planned_items import PlannedItems, WholeTensors
@@ -206,9 +207,9 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         if not isinstance(value, torch.Tensor) and not hasattr(value, "__create_chunk_list__"):
             return [f"{key!r} is a {type(value).__name__} here and a tensor in the checkpoint"]
         found = []
-        size = getattr(value, "size", None)
-        if callable(size) and torch.Size(size()) != saved.size:
-            found.append(f"Size mismatch between saved {list(saved.size)} and current {list(size())} for {key!r}")
+        size = global_size(value)
+        if size is not None and size != saved.size:
+            found.append(f"Size mismatch between saved {list(saved.size)} and current {list(size)} for {key!r}")
         dtype = getattr(value, "dtype", None)
         if self.on_dtype_mismatch == "error" and dtype is not None and dtype != saved.properties.dtype:
             found.append(
@@ -300,9 +301,9 @@ def local_numel(value: Any) -> int:
         # Do not ask torch for the chunks: that costs it an index for each row of the whole tensor.
         in_mesh = value.device_mesh.get_coordinate() is not None
         return int(value.to_local().numel()) if in_mesh else 0
-    chunks = getattr(value, "__create_chunk_list__", None)
-    if callable(chunks):
-        return sum(math.prod(chunk.sizes) for chunk in chunks())
+    chunks = own_chunks(value)
+    if chunks is not None:
+        return sum(math.prod(chunk.sizes) for chunk in chunks)
     shards = getattr(value, "local_shards", None)
     if callable(shards):
         return sum(shard.tensor.numel() for shard in shards())

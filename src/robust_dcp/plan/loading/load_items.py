@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
 from robust_dcp.plan.loading.reshard import chunks_held, read_overlap
+from robust_dcp.plan.structure.own_chunks import has_own_chunks
 from robust_dcp.storage.index import ChunkKind, StoredChunks, ask_index, find_whole_chunks
 from robust_dcp.storage.reading.planned_items import WholeTensors, whole_item
 
@@ -132,7 +133,7 @@ def _held(state_dict: Mapping[str, Any]) -> tuple[list[str], list[torch.Tensor],
                 number, local = None, value.to_local()
             else:
                 continue
-            if number is None or hasattr(value, "__create_chunk_list__"):
+            if number is None or has_own_chunks(value):
                 chunk = chunks_of(value, local)
                 if chunk is None or 0 in chunk.sizes or (local.dtype, local.shape) != (value.dtype, chunk.sizes):
                     continue
@@ -162,7 +163,7 @@ class _LocalChunks:
         """
         kind = type(value)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
-            return None if hasattr(value, "__create_chunk_list__") else self._of_whole(value.size())
+            return None if has_own_chunks(value) else self._of_whole(value.size())
         if kind is DTensor:
             return self._of_dtensor(value, local)
         return None

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.tensor import DTensor
 
+from robust_dcp.plan.structure.own_chunks import own_chunks
 from robust_dcp.storage.index import StoredChunks
 
 __all__ = ["FoundReads", "chunks_held", "read_overlap"]
@@ -31,9 +32,8 @@ def chunks_held(value: Any) -> Sequence[ChunkStorageMetadata] | None:
         return [
             ChunkStorageMetadata(torch.Size(shard.shard_offsets), torch.Size(shard.shard_sizes)) for shard in shards
         ]
-    create_chunk_list = getattr(value, "__create_chunk_list__", None)
-    if callable(create_chunk_list):
-        chunks: Sequence[ChunkStorageMetadata] = create_chunk_list()
+    chunks = own_chunks(value)
+    if chunks is not None:
         return chunks
     if isinstance(value, torch.Tensor):
         return [ChunkStorageMetadata(torch.Size([0] * value.dim()), value.size())]

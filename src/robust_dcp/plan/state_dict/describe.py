@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from robust_dcp.errors import PlanConflict, RobustCheckpointError
 from robust_dcp.plan.state_dict.write_items import structure_of, write_item_of
 from robust_dcp.plan.structure import Form, ItemKind, ItemStructure
+from robust_dcp.plan.structure.own_chunks import has_own_chunks
 from robust_dcp.storage.records.torch_zip import is_fixed_size, record_template
 from robust_dcp.structure_cache import CACHE, Table
 
@@ -256,8 +257,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_nested
         and not tensor.is_neg()
         and not tensor.is_conj()
-        and not hasattr(tensor, "__create_write_items__")
-        and not hasattr(tensor, "__get_tensor_shard__")
+        and not has_own_chunks(tensor)
     )
 
 
