@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from robust_dcp.drain.record import DRAIN_RECORD_NAME
 from robust_dcp.drain.stores import Store
 from robust_dcp.errors import CorruptCheckpoint, StorageError
 from robust_dcp.storage.files.paths import (
@@ -29,7 +30,6 @@ from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_me
 
 __all__ = [
     "COPYING_PREFIX",
-    "DRAIN_RECORD_NAME",
     "Inventory",
     "mark_of_metadata",
     "named_by",
@@ -39,8 +39,6 @@ __all__ = [
 
 COPYING_PREFIX: Final = ".robust_dcp.copying."
 """The mark of a save follows. This file says that a copy of the save has begun and is not over."""
-
-DRAIN_RECORD_NAME: Final = ".robust_dcp.drain.json"
 
 _METADATA_OF_A_RANK: Final = re.compile(r"__\d+\.metadata")
 _NOT_COPIED: Final = (JOURNAL_PREFIX, COPYING_PREFIX, ".robust_dcp.removing.")
