@@ -27,6 +27,7 @@ from robust_dcp.storage.files.paths import (
     parse_data_file_name,
 )
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata, referenced_files
+from robust_dcp.storage.metadata.stored_pickle import files_are_marked, pickle_in
 
 __all__ = [
     "COPYING_PREFIX",
@@ -202,6 +203,8 @@ def _renamed(data: bytes, names: Mapping[str, str], path: str) -> bytes:
     }
     decoded.storage_data = places
     encoded = encode_metadata(decoded)
+    if not files_are_marked(data):  # what we write behind the pickle says that all data files have the mark of a save
+        encoded = bytes(pickle_in(encoded, path))
     if b"robust_dcp" in encoded.partition(b"RDCPMD")[0] and b"robust_dcp" not in data:  # a stand-in for such an object
         raise StorageError(
             f"{path} holds objects of a program that is not installed here, so it cannot be written with other names "
