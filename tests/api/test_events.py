@@ -102,3 +102,18 @@ def test_a_listener_that_was_stopped_hears_nothing(tmp_path: Path) -> None:
     on_event(heard.append).stop()
     robust_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path)
     assert not heard
+
+
+def test_a_listener_that_saves_on_the_thread_of_an_async_save_is_told_instead_of_waiting_for_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def save_again(event: robust_dcp.Event) -> None:
+        if event.name == "ended" and "again" not in event.checkpoint_id:
+            robust_dcp.save({"weight": torch.ones(4)}, checkpoint_id=tmp_path / f"{event.checkpoint_id} again")
+
+    with robust_dcp.on_event(save_again):
+        robust_dcp.save({"weight": torch.ones(4)}, checkpoint_id=tmp_path / "one")
+        robust_dcp.async_save({"weight": torch.ones(4)}, checkpoint_id=tmp_path / "two").result(60)  # type: ignore[union-attr]
+        robust_dcp.finish_async_saves()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "one again", "two"]
+    assert "do that in a thread of your own" in caplog.text

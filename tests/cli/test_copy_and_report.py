@@ -26,6 +26,30 @@ def test_a_copy_of_any_checkpoint_is_equal_and_made_once(
     assert shell("copy", originals / kind, tmp_path / "copied", "--json").json["files"] == 0
 
 
+@pytest.mark.parametrize("kind", ["ours", "stock", "megatron"])
+def test_a_copy_that_replaces_a_checkpoint_with_files_of_the_same_names_is_whole(
+    kind: str, originals: Path, tmp_path: Path, shell: Shell
+) -> None:
+    shell("copy", originals / ("stock" if kind == "ours" else "ours"), tmp_path / "there")
+    ended = shell("copy", originals / kind, tmp_path / "there", "--json")
+    assert ended.code == 0 and "__0_0.distcp" in ended.json["renamed"]
+    assert shell("diff", originals / kind, tmp_path / "there", "--values").code == 0
+    assert shell("verify", tmp_path / "there").code == 0
+    assert shell("copy", originals / kind, tmp_path / "there", "--json").json["files"] == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "said"), [("there/inside", "to a place in itself"), ("nosuch://x/y", "Protocol not known: nosuch")]
+)
+def test_a_target_that_makes_no_sense_is_refused(
+    target: str, said: str, copy_of: Callable[[str], Path], tmp_path: Path, shell: Shell
+) -> None:
+    copy_of("ours").rename(tmp_path / "there")
+    ended = shell("copy", tmp_path / "there", target if "://" in target else tmp_path / target)
+    assert ended.code == 2 and said in ended.err
+    assert not (tmp_path / "there" / "inside").exists()
+
+
 def test_a_damaged_checkpoint_is_not_copied(copy_of: Callable[[str], Path], tmp_path: Path, shell: Shell) -> None:
     damaged = copy_of("ours")
     data = next(damaged.glob("*.distcp"))

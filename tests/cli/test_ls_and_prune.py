@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import time
 from pathlib import Path
 
 import msgspec
@@ -84,6 +85,16 @@ def test_ls_says_what_goes_on_in_each_directory(run: Path, shell: Shell) -> None
     found = shell("ls", run, "--json").json
     assert [each["step"] for each in found["checkpoints"]] == [1, 3, 4]
     assert found["checkpoints"][1]["is_latest"] and found["checkpoints"][0]["metrics"] == {"loss": 1.0}
+
+
+def test_a_save_of_stock_that_wrote_long_ago_has_not_committed(run: Path, shell: Shell) -> None:
+    path = run / "step_9"
+    path.mkdir()
+    (path / "__0_0.distcp").write_bytes(b"x")
+    hours_ago = time.time() - 7200
+    for each in (path / "__0_0.distcp", path, run):  # nothing has happened in the root since
+        os.utime(each, (hours_ago, hours_ago))
+    assert states(shell, run)["step_9"] == "not committed"
 
 
 def test_prune_keeps_what_the_rules_say_and_the_latest_and_the_newest(run: Path, shell: Shell) -> None:

@@ -53,6 +53,7 @@ def run(
     Output.say(f"Copying {source} to {target}")
 
     from robust_dcp.drain.one_process import copy_checkpoint
+    from robust_dcp.errors import RobustCheckpointError
     from robust_dcp.storage.remote.copy_options import CopyOptions
 
     options = CopyOptions(
@@ -65,7 +66,12 @@ def run(
         target_options=target_options,
     )
     with Output.progress("copy", 0) as show:
-        copied = copy_checkpoint(source, target, options=options, progress=show)
+        try:
+            copied = copy_checkpoint(source, target, options=options, progress=show)
+        except RobustCheckpointError:
+            raise
+        except ValueError as error:  # of a URL, or of a source and a target that do not go together
+            raise CommandFailed(str(error)) from error
     Output.put(
         {
             "source": copied.source,

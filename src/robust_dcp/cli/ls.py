@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Final
@@ -14,6 +15,7 @@ from robust_dcp.cli.output import CommandFailed, Json, Output, number, size
 from robust_dcp.manager.checkpoints import Checkpoint, find_checkpoints, step_of, uncommitted_directories
 from robust_dcp.manager.latest import latest_of
 from robust_dcp.manager.states import directories_being_removed, state_of_directory
+from robust_dcp.storage.files.paths import METADATA_NAME
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.files.what_is_there import what_is_there
 
@@ -40,7 +42,7 @@ def run(
     Output.note(f"{root}: {number(len(checkpoints), 'checkpoint')}")
     latest = latest_of(disk, root, checkpoints)
     metrics = sorted({name for checkpoint in checkpoints for name in checkpoint.metrics})
-    now_seconds = disk.modified_seconds(root)
+    now_seconds = time.time()
 
     def row_of(checkpoint: Checkpoint) -> dict[str, Any]:
         return {
@@ -63,12 +65,16 @@ def run(
     others = [
         *(other(name, path, "being removed") for name, path in removals),
         *(
-            other(os.path.basename(path), path, state_of_directory(disk, path, disk.modified_seconds(root)).value)
+            other(os.path.basename(path), path, state_of_directory(disk, path, now_seconds).value)
             for path in uncommitted
         ),
     ]
     Output.put({"root": root, "checkpoints": rows, "uncommitted": others})
     if not rows and not others:
+        if disk.exists(os.path.join(root, METADATA_NAME)):
+            Output.note(
+                "this is a checkpoint itself: give the directory that holds it, or see what it holds with inspect"
+            )
         return
     Output.table(
         ("step", "name", "size", "age", "state", *metrics),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import asdict
 from typing import Annotated, Any, Final
 
 import typer
@@ -11,9 +12,10 @@ import typer
 from robust_dcp.cli.checkpoint import age
 from robust_dcp.cli.ls import check_root
 from robust_dcp.cli.output import CommandFailed, Json, Output, number, safe_text
+from robust_dcp.drain.record import is_awaited
 from robust_dcp.manager.checkpoints import Checkpoint, find_checkpoints
-from robust_dcp.manager.latest import latest_of
 from robust_dcp.manager.policies import KeepBest, KeepEvery, KeepLast, KeepPolicy
+from robust_dcp.manager.pruning import prune, unkept
 from robust_dcp.storage.files.posix_disk import PosixDisk
 
 __all__ = ["EXAMPLES", "run"]
@@ -24,7 +26,7 @@ EXAMPLES: Final = (
     "robust-dcp prune checkpoints --keep-last 1 --keep-best accuracy --largest",
 )
 
-_NOT_ASKED: Final = 2
+_NOT_REMOVED: Final = 2
 
 
 def run(
@@ -39,9 +41,9 @@ def run(
 ) -> None:
     """Remove the checkpoints that none of the given rules keeps.
 
-    The latest and the newest checkpoint always stay, and so does one that is being loaded or saved. In a terminal it
-    asks first. Elsewhere it removes only with --yes, and otherwise shows what it would remove, with exit code 2.
-    What crashed saves and cut off removals have left goes as well.
+    The latest and the newest checkpoint always stay, and so does one that is being loaded or saved, or whose copy in
+    durable storage has not arrived. In a terminal it asks first. Elsewhere it removes only with --yes, and otherwise
+    shows what it would remove, with exit code 2. What crashed saves and cut off removals have left goes as well.
     """
     check_root(root)
     policies = _policies(keep_last, keep_every, keep_best, largest)
@@ -50,14 +52,11 @@ def run(
     disk = PosixDisk()
     checkpoints = find_checkpoints(disk, root)
     _check_metric(checkpoints, keep_best)
-    doomed = _unkept(disk, root, policies)
+    doomed = unkept(disk, root, policies)
     Output.note(f"{root}: {number(len(checkpoints), 'checkpoint')}, of which {len(doomed)} would be removed")
     Output.table(
         ("step", "name", "age", "what"),
-        [
-            (each.step, each.name, age(each.saved_seconds), "remove" if each in doomed else "keep")
-            for each in checkpoints
-        ],
+        [(each.step, each.name, age(each.saved_seconds), _what(disk, each, doomed)) for each in checkpoints],
         right=("step",),
     )
     report: dict[str, Any] = {
@@ -67,6 +66,7 @@ def run(
         "removed": [],
         "in_use": [],
         "swept": [],
+        "failed": [],
     }
     if dry_run:
         Output.put(report)
@@ -74,14 +74,24 @@ def run(
     if not yes and not _is_agreed(doomed):
         Output.put(report)
         Output.note("nothing was removed: pass --yes")
-        raise typer.Exit(_NOT_ASKED)
-    _remove(disk, root, policies, {each.path for each in doomed}, report)
+        raise typer.Exit(_NOT_REMOVED)
+    # Again by the rules, and only what was shown: a job may have saved while the user was thinking.
+    pruned = prune(disk, root, policies, only={os.path.normpath(each.path) for each in doomed})
+    report.update(asdict(pruned))
     Output.put(report)
-    for path in report["in_use"]:
+    for path in pruned.in_use:
         Output.note(f"{path} stays: it is being loaded, or a save runs into it")
-    for path in report["swept"]:
+    for path in pruned.swept:
         Output.note(f"{path} was the leftover of a crashed save")
-    Output.note(f"{number(len(report['removed']), 'checkpoint')} removed")
+    Output.note(f"{number(len(pruned.removed), 'checkpoint')} removed")
+    if pruned.failed:  # the log has said why
+        raise typer.Exit(_NOT_REMOVED)
+
+
+def _what(disk: PosixDisk, checkpoint: Checkpoint, doomed: list[Checkpoint]) -> str:
+    if checkpoint in doomed:
+        return "remove"
+    return "keep, its copy has not arrived" if is_awaited(disk, checkpoint.path) else "keep"
 
 
 def _policies(keep_last: int | None, keep_every: int | None, keep_best: str | None, largest: bool) -> list[KeepPolicy]:
@@ -105,17 +115,6 @@ def _check_metric(checkpoints: list[Checkpoint], metric: str | None) -> None:
         raise CommandFailed(f"no checkpoint has the metric {metric!r}: {there}; nothing was removed")
 
 
-def _unkept(disk: PosixDisk, root: str, policies: list[KeepPolicy]) -> list[Checkpoint]:
-    checkpoints = find_checkpoints(disk, root)
-    latest = latest_of(disk, root, checkpoints)
-    kept = {each.path for policy in policies for each in policy.kept(checkpoints)}
-    return [
-        each
-        for each in checkpoints[:-1]
-        if each.path not in kept and each != latest and not os.path.islink(each.path)  # a link is somebody's choice
-    ]
-
-
 def _is_agreed(doomed: list[Checkpoint]) -> bool:
     if not doomed:
         return True
@@ -124,17 +123,3 @@ def _is_agreed(doomed: list[Checkpoint]) -> bool:
     names = ", ".join(safe_text(each.name) for each in doomed[:5])
     more = f" and {len(doomed) - 5} more" if len(doomed) > 5 else ""
     return typer.confirm(f"Remove {names}{more}?")
-
-
-def _remove(disk: PosixDisk, root: str, policies: list[KeepPolicy], shown: set[str], report: dict[str, Any]) -> None:
-    """Remove what was shown, as far as nothing keeps it now: a job may have saved while the user was thinking."""
-    from robust_dcp.manager.removal import finish_removals, remove_checkpoint, sweep_crashed_saves
-
-    root = os.path.normpath(root)
-    finish_removals(disk, root)
-    report["swept"] = sweep_crashed_saves(disk, root)
-    for checkpoint in _unkept(disk, root, policies):
-        if checkpoint.path not in {os.path.normpath(path) for path in shown}:
-            continue
-        is_removed = remove_checkpoint(disk, checkpoint.path)
-        report["removed" if is_removed else "in_use"].append(checkpoint.path)

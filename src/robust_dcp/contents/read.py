@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from typing import Any, Final
 
 from robust_dcp.contents.items import Chunk, Contents, Item, StoredFile, natural
-from robust_dcp.contents.stand_ins import Names
+from robust_dcp.contents.stand_ins import Names, Unknown
 from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, check_relative_path
@@ -47,7 +47,10 @@ def read_contents(disk: Disk, path: str) -> Contents:
         data, metadata_path, allowed=frozenset(), stand_ins=names.classes, registered={}, other=names.other
     )
     if not isinstance(metadata, names["Metadata"]):
-        raise corrupt(metadata_path, "the pickle of a Metadata", f"a {type(metadata).__name__}")
+        found = f"a {type(metadata).__name__}"
+        if isinstance(metadata, Unknown):
+            found = f"what {', '.join(names.unknown)} would make, which was not called"
+        raise corrupt(metadata_path, "the pickle of a Metadata", found)
     try:
         places = _places(metadata.storage_data, names, metadata_path)
         items = _items(metadata, names, places)

@@ -1,12 +1,17 @@
 """Copies of checkpoints in durable storage: by a call, or in the background of the job that saves."""
 
-from robust_dcp.drain.drain import Drain
-from robust_dcp.drain.nearest import nearest_copy
-from robust_dcp.drain.one_process import copy_checkpoint
-from robust_dcp.drain.plan import CopyResult
-from robust_dcp.drain.record import is_awaited, note_arrival, target_of
-from robust_dcp.drain.staging import check_space, remove_staging, staging_directory
-from robust_dcp.storage.remote.copy_options import CopyOptions
+from typing import TYPE_CHECKING
+
+from robust_dcp.on_demand import names_from
+
+if TYPE_CHECKING:
+    from robust_dcp.drain.drain import Drain
+    from robust_dcp.drain.nearest import nearest_copy
+    from robust_dcp.drain.one_process import copy_checkpoint
+    from robust_dcp.drain.plan import CopyResult
+    from robust_dcp.drain.record import is_awaited, note_arrival, target_of
+    from robust_dcp.drain.staging import check_space, remove_staging, staging_directory
+    from robust_dcp.storage.remote.copy_options import CopyOptions
 
 __all__ = [
     "CopyOptions",
@@ -21,3 +26,16 @@ __all__ = [
     "staging_directory",
     "target_of",
 ]
+
+__getattr__, __dir__ = names_from(
+    __name__,
+    {
+        "robust_dcp.drain.drain": ("Drain",),
+        "robust_dcp.drain.nearest": ("nearest_copy",),
+        "robust_dcp.drain.one_process": ("copy_checkpoint",),
+        "robust_dcp.drain.plan": ("CopyResult",),
+        "robust_dcp.drain.record": ("is_awaited", "note_arrival", "target_of"),
+        "robust_dcp.drain.staging": ("check_space", "remove_staging", "staging_directory"),
+        "robust_dcp.storage.remote.copy_options": ("CopyOptions",),
+    },
+)

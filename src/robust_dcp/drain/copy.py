@@ -72,6 +72,8 @@ class Copy:
         self.source_url, self.target_url = place_of(source), place_of(target)
         if _same_place(self.source_url, self.target_url):
             raise ValueError(f"{self.source_url} cannot be copied to itself: give another target")
+        if _lies_in(self.target_url, self.source_url):  # each copy would hold all copies before it
+            raise ValueError(f"{self.source_url} cannot be copied to a place in itself: give another target")
         self._options = options
         self._progress = progress
         self._check_stop = check_stop
@@ -428,3 +430,10 @@ def _same_place(one: str, other: str) -> bool:
     if paths[0] is None or paths[1] is None:
         return one == other
     return os.path.realpath(paths[0]) == os.path.realpath(paths[1])
+
+
+def _lies_in(place: str, directory: str) -> bool:
+    paths = local_path_of(place), local_path_of(directory)
+    if paths[0] is None or paths[1] is None:
+        return place.startswith(directory.rstrip("/") + "/")
+    return os.path.realpath(paths[0]).startswith(os.path.join(os.path.realpath(paths[1]), ""))

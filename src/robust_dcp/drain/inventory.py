@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from robust_dcp.drain.record import DRAIN_RECORD_NAME
 from robust_dcp.drain.stores import Store
 from robust_dcp.errors import CorruptCheckpoint, StorageError
 from robust_dcp.storage.files.paths import (
@@ -26,10 +27,10 @@ from robust_dcp.storage.files.paths import (
     parse_data_file_name,
 )
 from robust_dcp.storage.metadata.metadata_file import decode_metadata, encode_metadata, referenced_files
+from robust_dcp.storage.metadata.stored_pickle import files_are_marked, pickle_in
 
 __all__ = [
     "COPYING_PREFIX",
-    "DRAIN_RECORD_NAME",
     "Inventory",
     "mark_of_metadata",
     "named_by",
@@ -39,8 +40,6 @@ __all__ = [
 
 COPYING_PREFIX: Final = ".robust_dcp.copying."
 """The mark of a save follows. This file says that a copy of the save has begun and is not over."""
-
-DRAIN_RECORD_NAME: Final = ".robust_dcp.drain.json"
 
 _METADATA_OF_A_RANK: Final = re.compile(r"__\d+\.metadata")
 _NOT_COPIED: Final = (JOURNAL_PREFIX, COPYING_PREFIX, ".robust_dcp.removing.")
@@ -204,6 +203,8 @@ def _renamed(data: bytes, names: Mapping[str, str], path: str) -> bytes:
     }
     decoded.storage_data = places
     encoded = encode_metadata(decoded)
+    if not files_are_marked(data):  # what we write behind the pickle says that all data files have the mark of a save
+        encoded = bytes(pickle_in(encoded, path))
     if b"robust_dcp" in encoded.partition(b"RDCPMD")[0] and b"robust_dcp" not in data:  # a stand-in for such an object
         raise StorageError(
             f"{path} holds objects of a program that is not installed here, so it cannot be written with other names "

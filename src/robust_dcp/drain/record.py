@@ -1,7 +1,8 @@
 """The note in a local checkpoint that says where it is copied to, and whether all of it has arrived.
 
 The note is the file ``.robust_dcp.drain.json`` beside ``.metadata``. It counts for the save that it names, and for no
-other. Without it a checkpoint loads as well; only nobody knows of its copy.
+other. Without it a checkpoint loads as well; only nobody knows of its copy. ``robust-dcp prune`` reads it without
+torch.
 """
 
 from __future__ import annotations
@@ -11,13 +12,22 @@ from typing import Final
 
 import msgspec
 
-from robust_dcp.drain.inventory import DRAIN_RECORD_NAME
-from robust_dcp.errors import RobustCheckpointError
+from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.whole_file import read_whole_file
 from robust_dcp.storage.writing.commit import commit_metadata
 
-__all__ = ["DrainRecord", "is_awaited", "note_arrival", "read_drain_record", "target_of", "write_drain_record"]
+__all__ = [
+    "DRAIN_RECORD_NAME",
+    "DrainRecord",
+    "is_awaited",
+    "note_arrival",
+    "read_drain_record",
+    "target_of",
+    "write_drain_record",
+]
+
+DRAIN_RECORD_NAME: Final = ".robust_dcp.drain.json"
 
 _MAX_NBYTES: Final = 1 << 20
 
@@ -41,7 +51,7 @@ def read_drain_record(disk: Disk, path: str) -> DrainRecord | None:
     try:
         data = read_whole_file(disk, os.path.join(path, DRAIN_RECORD_NAME), _MAX_NBYTES)
         return None if data is None else msgspec.json.decode(data, type=DrainRecord)
-    except (RobustCheckpointError, msgspec.DecodeError, UnicodeDecodeError):
+    except (errors.RobustCheckpointError, msgspec.DecodeError, UnicodeDecodeError):
         return None
 
 

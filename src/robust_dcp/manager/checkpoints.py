@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -71,12 +72,18 @@ def find_checkpoints(disk: Disk, root: str) -> list[Checkpoint]:
 
 
 def uncommitted_directories(disk: Disk, root: str) -> list[str]:
-    """Directories that have the name of a checkpoint, and hold none."""
-    return [path for _, path in _named_by_step(disk, root) if not disk.exists(os.path.join(path, METADATA_NAME))]
+    """Directories that have the name of a checkpoint, and hold none. One that we may not look into may hold one."""
+    found = []
+    for _, path in _named_by_step(disk, root):
+        with suppress(errors.StorageError):
+            if not disk.exists(os.path.join(path, METADATA_NAME)):
+                found.append(path)
+    return found
 
 
 def _named_by_step(disk: Disk, root: str) -> list[tuple[int, str]]:
     if not disk.exists(root):
         return []
-    steps = [(step_of(name), name) for name in disk.list_directory(root)]
-    return [(step, os.path.join(root, name)) for step, name in steps if step is not None]
+    steps = [(step_of(name), os.path.join(root, name)) for name in disk.list_directory(root)]
+    # A log named worker0 is no checkpoint, and no leftover of one.
+    return [(step, path) for step, path in steps if step is not None and os.path.isdir(path)]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import torch.distributed as dist
@@ -17,14 +18,14 @@ import torch.distributed as dist
 from robust_dcp.api import load, save
 from robust_dcp.asynchronous import AsyncSave, async_save
 from robust_dcp.comm import Channel
-from robust_dcp.drain import CopyOptions, is_awaited
-from robust_dcp.errors import CorruptCheckpoint, StorageError, entry_point
-from robust_dcp.manager.checkpoints import Checkpoint, find_checkpoints
+from robust_dcp.drain import CopyOptions
+from robust_dcp.errors import CorruptCheckpoint, StorageError, UnsafeCheckpoint, entry_point
+from robust_dcp.manager.checkpoints import Checkpoint, find_checkpoints, step_of
 from robust_dcp.manager.drains import resume_drains
 from robust_dcp.manager.latest import latest_of, move_latest
 from robust_dcp.manager.policies import KeepBest, KeepEvery, KeepLast, KeepPolicy
-from robust_dcp.manager.records import StepRecord, provenance_of, write_record
-from robust_dcp.manager.removal import finish_removals, remove_checkpoint, sweep_crashed_saves
+from robust_dcp.manager.pruning import prune
+from robust_dcp.manager.records import StepRecord, digest_of, provenance_of, write_record
 from robust_dcp.report import LoadReport, SaveReport
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, directory_path
@@ -35,6 +36,9 @@ from robust_dcp.storage.writer import RobustWriter
 __all__ = ["CheckpointManager", "LoadedCheckpoint", "Skipped"]
 
 logger = logging.getLogger(__name__)
+
+_SOME_STEP: Final = 1234567
+_NAME_ADVICE: Final = "use a name of letters that ends in the step, of at most 18 digits, such as 'iter_{step:07d}'"
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ class CheckpointManager:
         keep_every: short for :class:`KeepEvery`.
         keep_best: short for :class:`KeepBest`: the name of a metric of which the smallest value is best.
         name: of the directory of a step, as a format: ``"iter_{step:07d}"`` is Megatron's.
-        config: the configuration of the run; its digest is noted in each checkpoint.
+        config: the configuration of the run, as JSON can hold it; its digest is noted in each checkpoint.
         drain_to: a URL of fsspec or a directory on durable storage. Each checkpoint is copied below it in the
             background. One that has not arrived there is not removed, whatever the policies say, and goes on with the
             next save.
@@ -93,6 +97,10 @@ class CheckpointManager:
         disk: the file system.
 
     Without any policy nothing is ever removed.
+
+    Raises:
+        ValueError: an argument makes no sense, such as a ``name`` that does not end in the step.
+        TypeError: a policy has no method ``kept``.
 
     Example:
         >>> import torch, robust_dcp, tempfile
@@ -122,7 +130,7 @@ class CheckpointManager:
         disk: Disk | None = None,
     ) -> None:
         self.root = directory_path(root)
-        self.policies: list[KeepPolicy] = list(keep)
+        self.policies: list[KeepPolicy] = _policies(keep)
         if keep_last is not None:
             self.policies.append(KeepLast(keep_last))
         if keep_every is not None:
@@ -130,7 +138,7 @@ class CheckpointManager:
         if keep_best is not None:
             self.policies.append(KeepBest(keep_best))
         self._name = name
-        self._config = config
+        self._config_digest = None if config is None else digest_of(config)
         self._drain_to = None if drain_to is None else place_of(drain_to)
         self._drain_options = drain_options or CopyOptions()
         self._group = process_group
@@ -138,10 +146,27 @@ class CheckpointManager:
         self._provenance: Mapping[str, Any] | None = None
         self._pruning = threading.Lock()
         self._leads = False
+        self.path_of(_SOME_STEP)  # a name that does not say the step is refused now
 
     def path_of(self, step: int) -> str:
-        """The directory of a step."""
-        return os.path.join(self.root, self._name.format(step=step))
+        """The directory of a step.
+
+        Raises:
+            ValueError: it is no whole number from 0 on, or the ``name`` of the manager does not say it.
+        """
+        try:
+            number = operator.index(step)
+        except TypeError:
+            number = -1
+        if number < 0:
+            raise ValueError(f"a step is a whole number from 0 on, got {step!r}")
+        try:
+            name = self._name.format(step=number)
+        except (KeyError, IndexError, ValueError) as error:
+            raise ValueError(f"name={self._name!r} is no format for a step: {error!r}; {_NAME_ADVICE}") from error
+        if step_of(name) != number:
+            raise ValueError(f"a directory {name!r} could not be found again as step {number}; {_NAME_ADVICE}")
+        return os.path.join(self.root, name)
 
     def checkpoints(self) -> list[Checkpoint]:
         """All committed checkpoints, by step. May be called on one rank alone.
@@ -224,7 +249,7 @@ class CheckpointManager:
         for checkpoint in candidates:
             try:
                 report = load(state_dict, checkpoint_id=checkpoint.path, process_group=self._group, **options)
-            except (CorruptCheckpoint, StorageError) as error:
+            except (CorruptCheckpoint, StorageError, UnsafeCheckpoint) as error:  # one bit can make any of them
                 logger.warning("%s is skipped: %s", checkpoint.path, error.message)
                 skipped.append(Skipped(checkpoint.path, error.message))
                 continue
@@ -265,17 +290,14 @@ class CheckpointManager:
         return _Candidates((*(() if latest is None else (latest,)), *rest))
 
     def _of_step(self, step: int, metrics: Mapping[str, float] | None) -> tuple[str, Callable[[], None]]:
-        if step < 0:
-            raise ValueError(f"a step is a number from 0 on, got {step}")
         path = self.path_of(step)
-        # JSON has no NaN and no infinity. One that was written would make the whole record unreadable.
-        noted = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}
+        noted = _noted(metrics or {})
 
         def note() -> None:
             if self._provenance is None:
-                self._provenance = provenance_of(config=self._config, world_size=self._world_size())
+                self._provenance = provenance_of(config_digest=self._config_digest, world_size=self._world_size())
             try:
-                write_record(self._disk, path, StepRecord(step, noted, dict(self._provenance)))
+                write_record(self._disk, path, StepRecord(operator.index(step), noted, dict(self._provenance)))
             except StorageError:
                 if self._disk.exists(os.path.join(path, METADATA_NAME)):
                     raise
@@ -314,27 +336,37 @@ class CheckpointManager:
 
     def _prune(self) -> list[str]:
         with self._pruning:  # an async save prunes on a thread of its own
-            return self._prune_alone()
-
-    def _prune_alone(self) -> list[str]:
-        finish_removals(self._disk, self.root)
-        gone = sweep_crashed_saves(self._disk, self.root)
-        if not self.policies:
-            return gone
-        checkpoints = self.checkpoints()
-        latest = latest_of(self._disk, self.root, checkpoints)
-        kept = {each.path for policy in self.policies for each in policy.kept(checkpoints)}
-        for checkpoint in checkpoints:
-            if checkpoint.path in kept or checkpoint == latest or checkpoint == checkpoints[-1]:
-                continue
-            if is_awaited(self._disk, checkpoint.path):  # there is no other copy yet
-                continue
-            if remove_checkpoint(self._disk, checkpoint.path):
-                gone.append(checkpoint.path)
-        return gone
+            pruned = prune(self._disk, self.root, self.policies)
+        return [*pruned.swept, *pruned.removed]
 
     def _is_coordinator(self) -> bool:
         return not dist.is_initialized() or dist.get_rank(self._group) == 0
 
     def _world_size(self) -> int:
         return dist.get_world_size(self._group) if dist.is_initialized() else 1
+
+
+def _policies(keep: Sequence[KeepPolicy]) -> list[KeepPolicy]:
+    policies = list(keep)
+    for each in policies:
+        if not callable(getattr(each, "kept", None)):
+            raise TypeError(f"keep is a list of policies, such as [KeepLast(3)], and {each!r} has no method kept")
+    return policies
+
+
+def _noted(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics as JSON can hold them. NaN and infinity would make the whole record unreadable.
+
+    Raises:
+        ValueError: a value is no number, or a name is no text.
+    """
+    noted: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            name.encode()  # a lone surrogate is no text
+            number = float(value)
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"metric {name!r} must be a number with a name, got {value!r}: {error}") from error
+        if math.isfinite(number):
+            noted[name] = number
+    return noted

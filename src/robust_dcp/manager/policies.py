@@ -41,8 +41,7 @@ class KeepLast:
     number: int
 
     def __post_init__(self) -> None:
-        if self.number < 1:
-            raise ValueError(f"at least the newest checkpoint is kept: number must be at least 1, got {self.number}")
+        _check_number("number", self.number)
 
     def kept(self, checkpoints: Sequence[Checkpoint]) -> Iterable[Checkpoint]:
         return checkpoints[-self.number :]
@@ -59,8 +58,7 @@ class KeepEvery:
     steps: int
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"steps must be at least 1, got {self.steps}")
+        _check_number("steps", self.steps)
 
     def kept(self, checkpoints: Sequence[Checkpoint]) -> Iterable[Checkpoint]:
         return [each for each in checkpoints if each.step % self.steps == 0]
@@ -81,8 +79,7 @@ class KeepBest:
     best: Literal["smallest", "largest"] = "smallest"
 
     def __post_init__(self) -> None:
-        if self.number < 1:
-            raise ValueError(f"number must be at least 1, got {self.number}")
+        _check_number("number", self.number)
         if self.best not in ("smallest", "largest"):
             raise ValueError(f"best is 'smallest' or 'largest', not {self.best!r}")
 
@@ -91,3 +88,9 @@ class KeepBest:
         rated = [each for each in checkpoints if not math.isnan(each.metrics.get(self.metric, math.nan))]
         rated.sort(key=lambda each: (sign * each.metrics[self.metric], -each.step))
         return rated[: self.number]
+
+
+def _check_number(name: str, value: object) -> None:
+    """Now, because a policy that fails when it is asked is only logged, and then nothing is ever removed."""
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be at least 1, and a whole number, got {value!r}")

@@ -22,7 +22,7 @@ from robust_dcp.storage.files.whole_file import read_whole_file
 from robust_dcp.storage.writing.commit import commit_metadata
 from robust_dcp.version import __version__
 
-__all__ = ["RECORD_NAME", "StepRecord", "provenance_of", "read_record", "write_record"]
+__all__ = ["RECORD_NAME", "StepRecord", "digest_of", "provenance_of", "read_record", "write_record"]
 
 RECORD_NAME: Final = ".robust_dcp.step.json"
 
@@ -65,11 +65,11 @@ def write_record(disk: Disk, path: str, record: StepRecord) -> None:
     commit_metadata(disk, path, msgspec.json.format(msgspec.json.encode(record)), name=RECORD_NAME)
 
 
-def provenance_of(*, config: Any = None, world_size: int) -> dict[str, Any]:
+def provenance_of(*, config_digest: str | None, world_size: int) -> dict[str, Any]:
     """The versions, the commit and the configuration that a checkpoint is made with.
 
     Args:
-        config: the configuration of the run, as JSON can hold it. Only its digest is kept.
+        config_digest: by :func:`digest_of`; ``None`` if there is no configuration.
         world_size: how many ranks save.
     """
     import torch
@@ -80,14 +80,23 @@ def provenance_of(*, config: Any = None, world_size: int) -> dict[str, Any]:
         "python": platform.python_version(),
         "world_size": world_size,
         "git": _git(),
-        "config_digest": None if config is None else _digest(config),
+        "config_digest": config_digest,
     }
 
 
-def _digest(config: Any) -> str:
-    """SHA-256 of the configuration. The order of keys does not matter."""
-    encoded = msgspec.json.encode(config, enc_hook=str, order="deterministic")
-    return hashlib.sha256(encoded).hexdigest()
+def digest_of(config: Any) -> str:
+    """SHA-256 of the configuration of a run. The order of keys does not matter. Other objects count as their text.
+
+    Raises:
+        ValueError: it holds itself, or keys or text that JSON cannot hold.
+    """
+    try:
+        plain = msgspec.to_builtins(config, enc_hook=str, str_keys=True, order="deterministic")
+        return hashlib.sha256(msgspec.json.encode(plain, order="deterministic")).hexdigest()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"config has no digest, because JSON cannot hold it: {error}; pass a dict of plain values"
+        ) from error
 
 
 def _git() -> Mapping[str, Any] | None:

@@ -29,7 +29,7 @@ from robust_dcp.storage.files.what_is_there import TRACKER_NAME
 from robust_dcp.storage.writing.directory_lock import DirectoryLock
 from robust_dcp.storage.writing.journal import journals_in
 from robust_dcp.storage.writing.leftovers import find_left_overs
-from robust_dcp.storage.writing.removal import remove_data_files
+from robust_dcp.storage.writing.removal import is_gone_or_told, remove_data_files
 
 __all__ = ["finish_removals", "remove_checkpoint", "sweep_crashed_saves"]
 
@@ -44,11 +44,13 @@ def remove_checkpoint(disk: Disk, path: str) -> bool:
     """Remove a checkpoint with all that lies in its directory.
 
     Returns:
-        ``False`` if it is being loaded, or saved to; then nothing has been touched.
+        ``False`` if it is being loaded, or saved to, or if it is a symbolic link; then nothing has been touched.
 
     Raises:
         StorageError: a call failed. If the checkpoint has lost its name, :func:`finish_removals` goes on.
     """
+    if os.path.islink(path):
+        return False
     root, name = os.path.split(path)
     doomed = os.path.join(root, f"{REMOVING_PREFIX}{name}")
     if disk.exists(doomed):  # an earlier removal of that name was cut off
@@ -63,14 +65,17 @@ def remove_checkpoint(disk: Disk, path: str) -> bool:
 
 
 def finish_removals(disk: Disk, root: str) -> None:
-    """Remove what removals have left that were cut off.
+    """Remove what removals have left that were cut off. What cannot be removed is logged, and stays.
 
     Raises:
-        StorageError: a call failed.
+        StorageError: the root cannot be looked at.
     """
     for name in disk.list_directory(root):
         if name.startswith(REMOVING_PREFIX):
-            _remove_tree(disk, os.path.join(root, name))
+            try:
+                _remove_tree(disk, os.path.join(root, name))
+            except StorageError as error:
+                logger.warning("%s is not removed: %s", name, error.message)
 
 
 def sweep_crashed_saves(disk: Disk, root: str) -> list[str]:
@@ -78,15 +83,16 @@ def sweep_crashed_saves(disk: Disk, root: str) -> list[str]:
 
     Returns:
         The directories that are gone. One into which a save runs stays as it is, and so do files that are not ours.
+        What cannot be removed is logged, and stays.
 
     Raises:
-        StorageError: a call failed.
+        StorageError: the root cannot be looked at.
     """
     now_seconds = disk.modified_seconds(root)
     for path in _unfinished_names(disk, root):
         if _is_old(disk, path, now_seconds):
-            disk.unlink(path)
-    return [path for path in uncommitted_directories(disk, root) if _sweep(disk, path, now_seconds)]
+            is_gone_or_told(disk.unlink, path)
+    return [path for path in uncommitted_directories(disk, root) if _sweep_or_tell(disk, path, now_seconds)]
 
 
 def _unfinished_names(disk: Disk, root: str) -> list[str]:
@@ -97,6 +103,14 @@ def _unfinished_names(disk: Disk, root: str) -> list[str]:
 def _is_old(disk: Disk, path: str, now_seconds: float) -> bool:
     """Whether no job that still runs can have made it just now. Nothing else tells that of an empty directory."""
     return disk.modified_seconds(path) < now_seconds - _OLD_SECONDS
+
+
+def _sweep_or_tell(disk: Disk, path: str, now_seconds: float) -> bool:
+    try:
+        return not os.path.islink(path) and _sweep(disk, path, now_seconds)
+    except StorageError as error:
+        logger.warning("%s: leftovers of a crashed save are not removed: %s", path, error.message)
+        return False
 
 
 def _sweep(disk: Disk, path: str, now_seconds: float) -> bool:
@@ -145,14 +159,22 @@ def _alone(disk: Disk, path: str) -> Iterator[bool]:
 
 
 def _remove_tree(disk: Disk, path: str) -> None:
-    """Files on other mounts first, because they are found by their links. Another process may do the same meanwhile."""
+    """Files on other mounts first, because they are found by their links. Another process may do the same meanwhile.
+
+    A symbolic link is removed, and what it leads to is not.
+    """
+    if os.path.islink(path):
+        is_gone_or_told(disk.unlink, path)
+        return
     try:
         names = disk.list_directory(path)
     except StorageError as error:
         if error.errno == ENOENT:
             return
         raise
-    remove_data_files(disk, path, [name for name in names if is_data_file(name)])
+    root, name = os.path.split(path)
+    saved_as = os.path.join(root, name.removeprefix(REMOVING_PREFIX))
+    remove_data_files(disk, path, filter(is_data_file, names), saved_as=saved_as)
     try:
         shutil.rmtree(path)
     except FileNotFoundError:

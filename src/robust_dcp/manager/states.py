@@ -48,7 +48,7 @@ def state_of_directory(disk: Disk, path: str, now_seconds: float) -> DirectorySt
     """What goes on in ``path``.
 
     Args:
-        now_seconds: the time by the clock of the file system.
+        now_seconds: the time, in seconds since 1970.
     """
     try:
         names = disk.list_directory(path)

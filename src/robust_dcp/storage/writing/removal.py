@@ -45,7 +45,9 @@ def is_gone_or_told(remove: Callable[[str], None], path: str) -> bool:
     return True
 
 
-def remove_data_files(disk: Disk, directory: str, files: Iterable[str], *, keep: Collection[str] = ()) -> list[str]:
+def remove_data_files(
+    disk: Disk, directory: str, files: Iterable[str], *, keep: Collection[str] = (), saved_as: str | None = None
+) -> list[str]:
     """Remove files that no committed checkpoint names any more. After a commit, call this only once the commit has
     returned.
 
@@ -56,6 +58,7 @@ def remove_data_files(disk: Disk, directory: str, files: Iterable[str], *, keep:
     Args:
         files: relative paths of files of the old checkpoint or of saves that failed.
         keep: relative paths that the committed metadata names. These are never removed.
+        saved_as: the path that the directory had when its files were written, if it was renamed.
 
     Returns:
         The relative paths that are still there.
@@ -66,7 +69,7 @@ def remove_data_files(disk: Disk, directory: str, files: Iterable[str], *, keep:
     doomed = sorted({check_relative_path(path, file=directory) for path in files} - set(keep))
 
     def remains(name: str) -> bool:
-        is_link_free = is_gone_or_told(lambda name: remove_target(disk, directory, name), name)
+        is_link_free = is_gone_or_told(lambda name: remove_target(disk, directory, name, saved_as), name)
         return not (is_link_free and is_gone_or_told(disk.unlink, os.path.join(directory, name)))
 
     return list(filter(remains, doomed))

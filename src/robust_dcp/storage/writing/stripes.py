@@ -7,10 +7,12 @@ call it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Sequence
 
+from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import committed_name, is_data_file
 
@@ -33,9 +35,12 @@ def stripe_of(rank: int, number: int, directories: Sequence[str]) -> str:
     return directories[(rank + number) % len(directories)]
 
 
-def remove_target(disk: Disk, directory: str, name: str) -> None:
+def remove_target(disk: Disk, directory: str, name: str, saved_as: str | None = None) -> None:
     """Remove the file that the link ``name`` in ``directory`` leads to, if it belongs to this checkpoint. The link
     stays.
+
+    Args:
+        saved_as: the path that ``directory`` had when the file was written, if it was renamed.
 
     Raises:
         StorageError: the file cannot be removed, or is gone already.
@@ -44,9 +49,12 @@ def remove_target(disk: Disk, directory: str, name: str) -> None:
         return
     path = os.path.join(directory, name)
     target = disk.resolve(path)
-    is_ours = os.path.basename(os.path.dirname(target)) == _name(disk, directory)
+    is_ours = os.path.basename(os.path.dirname(target)) == _name(disk, saved_as or directory)
     if target != path and is_ours and committed_name(os.path.basename(target)) == committed_name(name):
         disk.unlink(target)
+        if saved_as is not None:  # the whole checkpoint goes
+            with contextlib.suppress(errors.StorageError):  # other files of it are there
+                disk.rmdir(os.path.dirname(target))
 
 
 def _name(disk: Disk, directory: str) -> str:

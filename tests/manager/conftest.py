@@ -1,0 +1,5 @@
+"""Commands may be called in tests of managers, too."""
+
+from tests.cli.conftest import shell
+
+__all__ = ["shell"]
