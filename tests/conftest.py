@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,6 +16,11 @@ preload("tests.support.preload")
 # A TCPStore looks up the name of each side whenever one connects. On a machine whose name server limits how often it is
 # asked, each such connection costs five seconds else; ranks inherit this.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+# A shell that starts the tests in the background lets them ignore Ctrl-C, and their children would inherit that. Some
+# tests send it to children.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Two cores and real fsyncs: no deadline for one example. A failure prints what reproduces it; CI draws the same
 # examples each time, so that a red run is about the change and not about the dice.
