@@ -121,8 +121,8 @@ class SaveQueue:
         """
         if self._thread == threading.get_ident() and self.n_under_way >= below:
             raise RuntimeError(
-                f"a listener or callback of an {self._what} saves or waits for saves, and they wait for it to return; do "
-                "that in a thread of your own"
+                f"a listener or callback of an {self._what} saves or waits for saves, and they wait for it to return; "
+                "do that in a thread of your own"
             )
         with self._changed:
             return self._changed.wait_for(lambda: self.n_under_way < below, timeout_seconds)
