@@ -11,12 +11,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from robust_dcp.drain.bandwidth import Bandwidth
+from robust_dcp.drain.copy_threads import CopyThreads
 from robust_dcp.drain.inventory import (
     COPYING_PREFIX,
     Inventory,
@@ -83,7 +83,7 @@ class Copy:
         self._source = open_store(self.source_url, self._calls, options=options.source_options, disk=disk)
         self._target = open_store(self.target_url, self._calls, options=options.target_options, disk=disk)
         self._tally = Tally()
-        self._failed = threading.Event()
+        self._threads = CopyThreads(options.threads)
         self._lock = threading.Lock()
         self._done_nbytes = 0
         self._total_nbytes = 0
@@ -164,7 +164,7 @@ class Copy:
             target_name = plan.renamed.get(name, name)
             return target_name, self._send(name, target_name, plan.there.get(target_name))
 
-        sent = dict(self._in_parallel(send, sorted(names)))
+        sent = dict(self._threads.map(send, sorted(names)))
         self._target.make_durable()
         return sent
 
@@ -307,7 +307,7 @@ class Copy:
         last = [name for name in inventory.extras if name.endswith(METADATA_NAME)]
         first = [name for name in inventory.extras if name not in last]
         for names in (first, last):
-            self._in_parallel(lambda name: self._send(name, name, there.get(name)), sorted(names))
+            self._threads.map(lambda name: self._send(name, name, there.get(name)), sorted(names))
 
     def _put_metadata(self, metadata: Mapping[str, bytes]) -> None:
         try:
@@ -384,37 +384,13 @@ class Copy:
             return self._transfer.send(name, target_name, there_nbytes)
         except RobustCheckpointError as error:
             # A replaced source shows in many ways: files are gone, shorter, or have other checksums.
-            if self._inventory is not None and not self._failed.is_set() and self.is_source_replaced():
+            if self._inventory is not None and not self._threads.has_failed and self.is_source_replaced():
                 raise self._replaced() from error
             raise
 
-    def _in_parallel(self, function: Callable[[str], Any], names: Collection[str]) -> list[Any]:
-        """Call it for each name. The first error is raised when no thread is at work any more."""
-        if not names:
-            return []
-        first: list[BaseException] = []
-
-        def work(name: str) -> Any:
-            if self._failed.is_set():
-                return None
-            try:
-                return function(name)
-            except BaseException as error:
-                with self._lock:
-                    first.append(error)
-                self._failed.set()
-                return None
-
-        with ThreadPoolExecutor(min(self._options.threads, len(names)), thread_name_prefix="robust_dcp-copy") as pool:
-            results = list(pool.map(work, names))
-        if first:
-            self._failed.clear()
-            raise first[0]
-        return results
-
     def _stop_if_failed(self) -> None:
         self._check_stop()
-        if self._failed.is_set():
+        if self._threads.has_failed:
             raise StorageError(f"the copy to {self.target_url} was stopped: another file of it has failed")
 
     def _note_progress(self, nbytes: int) -> None:
