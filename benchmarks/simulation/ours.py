@@ -89,6 +89,7 @@ class _Writer(RobustWriter):
 
     def write(self, rank: int, *args: Any, **kwargs: Any) -> WrittenFiles:
         with self._watch.paused():
+            self.directory.claim.share()
             return written_files(self._table, self.kept, rank)
 
     def check_own(self) -> None:

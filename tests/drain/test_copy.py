@@ -27,6 +27,8 @@ from robust_dcp import (
     copy_checkpoint,
 )
 from robust_dcp.drain.bandwidth import Bandwidth
+from robust_dcp.drain.transfer import Transfer
+from robust_dcp.report_file import REPORT_NAME
 from robust_dcp.storage.files.disk import OpenFile, storage_error
 from robust_dcp.storage.files.posix_disk import PosixDisk
 
@@ -314,6 +316,23 @@ def test_of_two_copies_to_one_place_at_the_same_time_one_is_found_whole(target: 
     # Which one is found is the last that was committed. If that was in the same instant, the other one says so.
     assert [str(error) for error in errors if "another copy has ended there at the same time" not in str(error)] == []
     assert loaded(url) in (1.0, 2.0)
+
+
+def test_a_copy_is_whole_without_its_report_if_another_copy_has_sent_its_own_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_ours(str(tmp_path / "source"))
+    send = Transfer.send
+
+    def send_all_but_the_report(self: Transfer, name: str, target_name: str, there_nbytes: int | None) -> int:
+        if name == REPORT_NAME:
+            raise CorruptCheckpoint(f"{name} is not as it was sent", path=name)
+        return send(self, name, target_name, there_nbytes)
+
+    monkeypatch.setattr(Transfer, "send", send_all_but_the_report)
+    copy_checkpoint(tmp_path / "source", tmp_path / "target")
+    assert loaded(tmp_path / "target") == 1.0
+    assert "the report of the save has not arrived" in caplog.text
 
 
 def test_progress_ends_at_the_size_of_the_checkpoint_or_above(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from robust_dcp.drain.object_stores import open_store
 from robust_dcp.drain.plan import CopyPlan, CopyResult, Marker, Progress
 from robust_dcp.drain.transfer import Tally, Transfer
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError
+from robust_dcp.report_file import REPORT_NAME
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, is_data_file
 from robust_dcp.storage.remote.calls import Calls
@@ -307,7 +308,16 @@ class Copy:
         last = [name for name in inventory.extras if name.endswith(METADATA_NAME)]
         first = [name for name in inventory.extras if name not in last]
         for names in (first, last):
-            self._threads.map(lambda name: self._send(name, name, there.get(name)), sorted(names))
+            self._threads.map(lambda name: self._send_extra(name, there.get(name)), sorted(names))
+
+    def _send_extra(self, name: str, there_nbytes: int | None) -> None:
+        try:
+            self._send(name, name, there_nbytes)
+        except CorruptCheckpoint as error:
+            if name != REPORT_NAME:
+                raise
+            # Another copy may send its own report at the same time. Nobody believes a report of another save.
+            logger.warning("%s: the report of the save has not arrived: %s", self.target_url, error.message)
 
     def _put_metadata(self, metadata: Mapping[str, bytes]) -> None:
         try:
