@@ -326,7 +326,7 @@ def test_a_copy_is_whole_without_its_report_if_another_copy_has_sent_its_own_mea
 
     def send_all_but_the_report(self: Transfer, name: str, target_name: str, there_nbytes: int | None) -> int:
         if name == REPORT_NAME:
-            raise CorruptCheckpoint(f"{name} is not as it was sent", path=name)
+            raise CorruptCheckpoint(f"{name} is not as it was sent")
         return send(self, name, target_name, there_nbytes)
 
     monkeypatch.setattr(Transfer, "send", send_all_but_the_report)

@@ -313,8 +313,8 @@ class Copy:
     def _send_extra(self, name: str, there_nbytes: int | None) -> None:
         try:
             self._send(name, name, there_nbytes)
-        except CorruptCheckpoint as error:
-            if name != REPORT_NAME:
+        except (CorruptCheckpoint, StorageError) as error:
+            if name != REPORT_NAME or self.was_replaced:
                 raise
             # Another copy may send its own report at the same time. Nobody believes a report of another save.
             logger.warning("%s: the report of the save has not arrived: %s", self.target_url, error.message)
