@@ -97,6 +97,18 @@ def test_a_save_of_stock_that_wrote_long_ago_has_not_committed(run: Path, shell:
     assert states(shell, run)["step_9"] == "not committed"
 
 
+def test_ls_of_a_checkpoint_itself_says_so(run: Path, shell: Shell) -> None:
+    ended = shell("ls", run / "step_1")
+    assert ended.code == 0 and "this is a checkpoint itself" in ended.err
+
+
+def test_a_forged_checkpoint_is_not_executed_and_what_it_asks_for_is_named(run: Path, shell: Shell) -> None:
+    (run / "step_1" / ".metadata").write_bytes(b"cposix\nabort\n(tR.")
+    for command, code in (("inspect", 2), ("verify", 1)):
+        ended = shell(command, run / "step_1")
+        assert ended.code == code and "what posix.abort would make" in ended.out + ended.err
+
+
 def test_prune_keeps_what_the_rules_say_and_the_latest_and_the_newest(run: Path, shell: Shell) -> None:
     ended = shell("prune", run, "--keep-best", "loss", "--yes")
     assert ended.code == 0
