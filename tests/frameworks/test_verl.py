@@ -22,7 +22,10 @@ def verl() -> None:
 
 def _run(directory: Path, *words: str) -> list[str]:
     """What the workers have found equal."""
-    return run_command(PROGRAMS / "verl_workers.py", directory, *words, robust=False).equal
+    job = run_command(PROGRAMS / "verl_workers.py", directory, *words, robust=False)
+    assert job.announcements == ("ROBUST_DCP=1" in words)
+    assert job.stays_stock == []
+    return job.equal
 
 
 def test_checkpoints_are_ours_and_both_sides_load_what_either_has_written(tmp_path: Path) -> None:

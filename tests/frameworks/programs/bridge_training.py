@@ -89,8 +89,12 @@ class Notes(Callback):
         self.noted["losses"][step] = context.loss_dict["lm loss"].tolist()
 
     def on_train_end(self, context):
-        optimizers = [part.optimizer.state_dict() for part in context.optimizer.chained_optimizers]
-        self.noted["digest"] = digest([context.model[0].state_dict(), optimizers])
+        optimizer = [
+            [parameter, state["exp_avg"], state["exp_avg_sq"], state["step"]]
+            for part in context.optimizer.chained_optimizers
+            for parameter, state in part.optimizer.state.items()
+        ]
+        self.noted["digest"] = digest([context.model[0].state_dict(), optimizer, context.scheduler.num_steps])
 
 
 def set_steps_of_adam(optimizer, steps):
