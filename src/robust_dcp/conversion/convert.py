@@ -124,7 +124,14 @@ def convert(
             _check_room(path, plan.nbytes)
             if form == "dcp":
                 write_dcp(
-                    plan, place.made, disk, layout=layout, files=files, buffer_nbytes=buffer_nbytes, progress=show
+                    plan,
+                    place.made,
+                    disk,
+                    target=path,
+                    layout=layout,
+                    files=files,
+                    buffer_nbytes=buffer_nbytes,
+                    progress=show,
                 )
             else:
                 _write_file(disk, place.made, plan, flat=flat, buffer_nbytes=piece_nbytes, show=show)
