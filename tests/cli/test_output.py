@@ -94,6 +94,32 @@ def test_an_error_is_json_if_json_was_asked_for(name: str, shell: Shell, tmp_pat
     assert "there is no such directory" in ended.json["error"]
 
 
+def test_bash_completes_what_is_typed_once_completion_is_installed(tmp_path: Path) -> None:
+    program = """
+    robust-dcp --install-completion > /dev/null
+    . ~/.bashrc
+    for words in "prune --keep-" "convert a b --to " "inspect --ran"; do
+        COMP_WORDS=(robust-dcp ${words% } $([[ $words == *" " ]] && echo "''")) COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+        _robust_dcp_completion robust-dcp
+        echo ${COMPREPLY[@]}
+    done
+    """
+    ran = subprocess.run(
+        ["bash", "-c", program],
+        env={
+            **os.environ,
+            "HOME": str(tmp_path),
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    found = [set(line.split()) for line in ran.stdout.splitlines()]
+    assert found == [{"--keep-last", "--keep-every", "--keep-best"}, {"dcp", "safetensors", "torch"}, {"--ranks"}], ran
+
+
 def test_the_script_of_the_shell_completes_commands() -> None:
     ended = in_a_process(_ROBUST_DCP_COMPLETE="complete_bash", COMP_WORDS="robust-dcp ver", COMP_CWORD="1", TERM="dumb")
     assert (ended.code, ended.out.split()) == (0, ["verify"])
