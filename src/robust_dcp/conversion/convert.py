@@ -43,6 +43,7 @@ class ConversionReport:
         nbytes: bytes of tensors.
         left_out: objects that the form cannot hold.
         files_there: how many files an earlier call had finished.
+        unused: patterns of the rules that no item has fitted. They may be mistyped.
     """
 
     target: str
@@ -51,6 +52,7 @@ class ConversionReport:
     nbytes: int
     left_out: tuple[str, ...] = ()
     files_there: int = 0
+    unused: tuple[str, ...] = ()
 
 
 @entry_point
@@ -143,6 +145,7 @@ def convert(
         nbytes=plan.nbytes,
         left_out=plan.objects if form == "safetensors" else (),
         files_there=n_there,
+        unused=plan.unused,
     )
 
 
