@@ -12,6 +12,7 @@ from robust_dcp.cli.doctoring.file_system import file_system_findings
 from robust_dcp.cli.doctoring.finding import Finding, State
 from robust_dcp.cli.doctoring.machine import machine_findings
 from robust_dcp.cli.ls import check_root
+from robust_dcp.cli.checkpoint import local_path
 from robust_dcp.cli.output import Json, Output, number
 from robust_dcp.version import __version__
 
@@ -26,7 +27,7 @@ EXAMPLES: Final = (
 
 def run(
     path: Annotated[
-        str | None, typer.Argument(help="The directory that checkpoints go to.", show_default=False)
+        str | None, typer.Argument(help="The directory that checkpoints go to.", callback=local_path, show_default=False)
     ] = None,
     as_json: Json = False,
 ) -> None:
