@@ -78,6 +78,17 @@ def test_a_drain_that_failed_is_told_at_the_end(tmp_path: Path) -> None:
         robust_dcp.finish_async_saves()
 
 
+def test_a_checkpoint_is_drained_although_on_commit_has_raised(tmp_path: Path) -> None:
+    def name_as_latest() -> None:
+        raise StorageError("the link to the latest checkpoint cannot be made")
+
+    writer = RobustWriter(tmp_path / "local", drain_to=tmp_path / "durable")
+    with pytest.raises(StorageError, match="is committed, but the link"):
+        robust_dcp.save(state_dict(1.0), storage_writer=writer, on_commit=name_as_latest)
+    robust_dcp.finish_async_saves()
+    assert loaded(str(tmp_path / "durable")) == 1.0
+
+
 def test_stock_save_refuses_a_writer_that_drains(tmp_path: Path) -> None:
     writer = RobustWriter(tmp_path / "local", drain_to=tmp_path / "durable")
     with pytest.raises(CheckpointException, match=r"drain_to=…\) needs robust_dcp\.save"):

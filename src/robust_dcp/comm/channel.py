@@ -233,7 +233,8 @@ class Channel:
 
         Args:
             phase: the name of the exchange, the same on all ranks.
-            produce: makes one message for each rank, in rank order; ``None`` for nothing.
+            produce: makes one message for each rank, in rank order; ``None`` for nothing. An object that several
+                ranks get is sent once on each connection.
             message_type: the type that messages are decoded as and checked against.
 
         Raises:
@@ -249,8 +250,7 @@ class Channel:
                 raise ValueError(f"{phase!r} has {len(made)} messages for {self.size} ranks")
             own.append(made[self.rank])
             others = [made[rank] for rank in self._operation.tree.ranks_by_place[1:]]
-            encoded = [memoryview(b"" if each is None else wire.encode(each)) for each in others]
-            return Contribution(payload=Shares(1, encoded).encode())
+            return Contribution(payload=Shares.to(1, others).encode())
 
         def share(payload: Payload, child: int) -> Payload:
             return Shares.decode(payload).of(self._operation.tree.places_below(child)).encode()
@@ -259,7 +259,7 @@ class Channel:
         _, payload = self._run("scatter", phase, work)
         if own:
             return own[0]
-        mine = Shares.decode(payload).payloads[0] if payload else b""
+        mine = Shares.decode(payload).first() if payload else b""
         return self._decoded(phase, lambda: wire.decode(mine, message_type)) if mine else None
 
     def all_gather(self, phase: str, produce: Callable[[], M], message_type: type[M]) -> list[M]:

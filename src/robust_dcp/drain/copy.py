@@ -191,6 +191,7 @@ class Copy:
             self._send(INDEX_NAME, INDEX_NAME, there.get(INDEX_NAME))
         if not is_same:
             self._note_replaced(replaced, keeps_index=keeps_index, there=there)
+            self._target.make_durable()
             self._put_metadata(metadata)
         self._target.make_durable()
         removed = self._remove_replaced({*sent, *metadata}, there)
@@ -404,6 +405,7 @@ class Copy:
             raise StorageError(f"the copy to {self.target_url} was stopped: another file of it has failed")
 
     def _note_progress(self, nbytes: int) -> None:
+        self._stop_if_failed()  # reads and writes of a directory are no calls, so they do not ask
         with self._lock:
             self._done_nbytes += nbytes
             done_nbytes = self._done_nbytes
