@@ -36,9 +36,9 @@ from robust_dcp.plan.rank_plan import Places
 from robust_dcp.plan.session import SaveSession
 from robust_dcp.plan.structure import StructureTable
 from robust_dcp.report_file import SavedReport
+from robust_dcp.storage.committing.commit import MetadataToPublish
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
 from robust_dcp.storage.writer import RobustWriter
-from robust_dcp.storage.writing.commit import MetadataToPublish
 from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.storage.writing.item_source import WriteItemSource
 

@@ -39,6 +39,7 @@ from robust_dcp.background.messages import (
 )
 from robust_dcp.background.staged_source import SharedCopies, StagedSource
 from robust_dcp.errors import RobustCheckpointError
+from robust_dcp.storage.committing.stripes import stripe_directories
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.layouts import Layout
 from robust_dcp.storage.layouts.places import Placements
@@ -46,7 +47,6 @@ from robust_dcp.storage.writing.append import saved_by_torch
 from robust_dcp.storage.writing.data_files import remove_files_of
 from robust_dcp.storage.writing.engine import WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors
-from robust_dcp.storage.writing.stripes import stripe_directories
 from robust_dcp.storage.writing.write_options import WriteOptions
 
 __all__ = ["WRITERS", "WriteInProcess", "WriterProcess", "WriterProcesses"]

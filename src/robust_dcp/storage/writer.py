@@ -24,6 +24,10 @@ from torch.futures import Future
 
 from robust_dcp.errors import entry_point
 from robust_dcp.report_file import SavedReport
+from robust_dcp.storage.committing.commit import MetadataToPublish
+from robust_dcp.storage.committing.directory_claim import not_one_directory
+from robust_dcp.storage.committing.save_directory import SaveDirectory
+from robust_dcp.storage.committing.stripes import stripe_directories
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import directory_path, is_url, mark_of
 from robust_dcp.storage.files.posix_disk import PosixDisk
@@ -32,13 +36,9 @@ from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, encode_metadata, referenced_files
 from robust_dcp.storage.remote.copy_options import CopyOptions
 from robust_dcp.storage.remote.filesystem import place_of
-from robust_dcp.storage.writing.commit import MetadataToPublish
-from robust_dcp.storage.writing.directory_claim import not_one_directory
 from robust_dcp.storage.writing.engine import WriteFiles, WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource, Resolve, WriteItemSource
-from robust_dcp.storage.writing.save_directory import SaveDirectory
 from robust_dcp.storage.writing.save_report import SaveTimes, said_of_rank
-from robust_dcp.storage.writing.stripes import stripe_directories
 from robust_dcp.storage.writing.unplanned_save import (
     Share,
     place_items,

@@ -13,18 +13,18 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from robust_dcp.errors import StorageError
 from robust_dcp.report_file import REPORT_NAME, SavedReport
+from robust_dcp.storage.committing.commit import BEFORE_RENAME, MetadataToPublish, PreparedCommit
+from robust_dcp.storage.committing.committed import remember
+from robust_dcp.storage.committing.directory_claim import DirectoryClaim
+from robust_dcp.storage.committing.earlier_checkpoint import EarlierCheckpoint
+from robust_dcp.storage.committing.left_report import NO_INDEX, leave_report
+from robust_dcp.storage.committing.leftovers import named_by_ranks, tell_what_stays
+from robust_dcp.storage.committing.own_files import OwnFiles, interfered
+from robust_dcp.storage.committing.removal import is_gone, name_left_over, remove_data_files
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.nodes_file import NodeOfSave, write_nodes
 from robust_dcp.storage.files.paths import INDEX_NAME, NODES_NAME, mark_of, metadata_name
 from robust_dcp.storage.layouts import Layout
-from robust_dcp.storage.writing.commit import BEFORE_RENAME, MetadataToPublish, PreparedCommit
-from robust_dcp.storage.writing.committed import remember
-from robust_dcp.storage.writing.directory_claim import DirectoryClaim
-from robust_dcp.storage.writing.earlier_checkpoint import EarlierCheckpoint
-from robust_dcp.storage.writing.left_report import NO_INDEX, leave_report
-from robust_dcp.storage.writing.leftovers import named_by_ranks, tell_what_stays
-from robust_dcp.storage.writing.own_files import OwnFiles, interfered
-from robust_dcp.storage.writing.removal import is_gone, name_left_over, remove_data_files
 
 __all__ = ["SaveDirectory"]
 
