@@ -13,33 +13,18 @@ import secrets
 from collections.abc import Callable
 from typing import Final, Protocol, TypeVar
 
-from robust_dcp.drain.content import ContentSums
+from robust_dcp.drain.content import ContentSums, OpenSource
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.paths import is_data_file, locate
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.remote.calls import Calls
 
-__all__ = ["DirectoryStore", "OpenSource", "Store", "Upload"]
+__all__ = ["DirectoryStore", "Store", "Upload"]
 
 T = TypeVar("T")
 
 _UNFINISHED_SUFFIX: Final = ".copying"
-
-
-class OpenSource(Protocol):
-    """A file that is read."""
-
-    nbytes: int
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Exactly these bytes.
-
-        Raises:
-            StorageError: they cannot be read, or the file is shorter.
-        """
-
-    def close(self) -> None: ...
 
 
 class Upload(Protocol):
