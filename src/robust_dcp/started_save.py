@@ -180,12 +180,13 @@ class StartedSave:
             if target is not None:
                 drain = self._drain_to(target)
                 drain.announce()
+                if (
+                    self.staged_for is None
+                ):  # before on_commit: if that raises, the checkpoint is committed all the same
+                    self.drain_queue.submit(drain.run)
             if self.on_commit is not None and self.staged_for is None:
                 self._tell_of_commit(self.on_commit)
-        if drain is None:
-            return
-        if self.staged_for is None:
-            self.drain_queue.submit(drain.run)
+        if drain is None or self.staged_for is None:
             return
         with self.clock.phase("drain"):
             copied = drain.run()

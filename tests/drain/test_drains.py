@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from robust_dcp.drain.record import (
 )
 from robust_dcp.storage.files.being_loaded import not_being_loaded
 from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.testing.nodes import can_become_node
 from robust_dcp.testing.ranks import errors, run_ranks, values
+from tests.api import on_nodes
 
 StateDict = dict[str, Any]
 
@@ -83,6 +86,17 @@ def test_a_drain_that_failed_is_told_at_the_end(tmp_path: Path) -> None:
     robust_dcp.save(state_dict(1.0), storage_writer=writer)
     with pytest.raises(StorageError, match="taken"):
         robust_dcp.finish_async_saves()
+
+
+def test_a_checkpoint_is_drained_although_on_commit_has_raised(tmp_path: Path) -> None:
+    def name_as_latest() -> None:
+        raise StorageError("the link to the latest checkpoint cannot be made")
+
+    writer = RobustWriter(tmp_path / "local", drain_to=tmp_path / "durable")
+    with pytest.raises(StorageError, match="is committed, but the link"):
+        robust_dcp.save(state_dict(1.0), storage_writer=writer, on_commit=name_as_latest)
+    robust_dcp.finish_async_saves()
+    assert loaded(str(tmp_path / "durable")) == 1.0
 
 
 def test_stock_save_refuses_a_writer_that_drains(tmp_path: Path) -> None:
@@ -225,6 +239,31 @@ class TestNearestCopy:
         assert values(run_ranks(2, _nearest, str(tmp_path))) == ["near", "near"]
         os.remove(tmp_path / "rank_1/near/__0_0.distcp")
         assert values(run_ranks(2, _nearest, str(tmp_path))) == [f"{tmp_path}/far"] * 2
+
+    @pytest.mark.skipif(not can_become_node(), reason="no process can see a directory of its own under one path")
+    def test_a_url_of_a_directory_that_one_node_lacks_is_not_taken_either(self, tmp_path: Path) -> None:
+        (tmp_path / "seen").mkdir()
+        robust_dcp.save(state_dict(1.0), checkpoint_id=tmp_path / "nodes/a/near")
+        robust_dcp.copy_checkpoint(tmp_path / "nodes/a/near", tmp_path / "far")
+        found = values(run_ranks(2, _nearest_on_nodes, str(tmp_path), init=False))
+        assert found == [f"{tmp_path}/far"] * 2
+
+    def test_one_rank_looks_into_a_directory_that_all_share(self, tmp_path: Path) -> None:
+        robust_dcp.save(state_dict(1.0), checkpoint_id=tmp_path / "shared")
+        assert values(run_ranks(3, _opened_by_nearest, str(tmp_path / "shared"))) == [True, False, False]
+
+
+def _opened_by_nearest(place: str) -> bool:
+    """Whether this rank opens a file of the checkpoint while it looks for the nearest copy."""
+    opened: list[str] = []
+    sys.addaudithook(lambda name, arguments: opened.append(str(arguments[0])) if name == "open" else None)
+    assert nearest_copy([f"{place}/nothing", place]) == place
+    return any(each.startswith(f"{place}/") and "nothing" not in each for each in opened)
+
+
+def _nearest_on_nodes(root: str) -> str:
+    on_nodes.start(f"{root}/seen", f"{root}/nodes", ("a", "b"))
+    return nearest_copy([f"file://{root}/seen/near", f"{root}/far"])
 
 
 def _nearest(root: str) -> str:

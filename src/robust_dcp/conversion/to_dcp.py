@@ -23,13 +23,13 @@ from torch.distributed.checkpoint.metadata import (
 
 from robust_dcp.conversion.plan import ConversionPlan
 from robust_dcp.conversion.sources import OUTLINE_ATTRIBUTE
+from robust_dcp.storage.committing.commit import MetadataToPublish
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.layouts import FileName, ItemColumns
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, StorageInfo, encode_metadata
 from robust_dcp.storage.pieces import Piece, batches_of
 from robust_dcp.storage.writer import RobustWriter
-from robust_dcp.storage.writing.commit import MetadataToPublish
 from robust_dcp.storage.writing.engine import WrittenFiles
 
 __all__ = ["write_dcp"]

@@ -13,10 +13,10 @@ from typing import Final
 import msgspec
 
 from robust_dcp.on_demand import errors
+from robust_dcp.storage.committing.commit import commit_metadata
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME
 from robust_dcp.storage.files.whole_file import read_whole_file
-from robust_dcp.storage.writing.commit import commit_metadata
 
 __all__ = [
     "DRAIN_RECORD_NAME",

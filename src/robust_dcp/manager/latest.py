@@ -14,10 +14,10 @@ from typing import Final
 
 from robust_dcp.manager.checkpoints import Checkpoint, step_of
 from robust_dcp.on_demand import errors
+from robust_dcp.storage.committing.commit import commit_metadata
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.what_is_there import TRACKER_NAME
 from robust_dcp.storage.files.whole_file import read_whole_file
-from robust_dcp.storage.writing.commit import commit_metadata
 
 __all__ = ["LATEST_NAME", "latest_of", "move_latest"]
 
