@@ -72,7 +72,7 @@ def test_completion_imports_neither() -> None:
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            **{"_ROBUST_DCP_COMPLETE": "complete_bash", "COMP_WORDS": "robust-dcp convert --", "COMP_CWORD": "2"},
+            "_ROBUST_DCP_COMPLETE": "complete_bash", "COMP_WORDS": "robust-dcp convert --", "COMP_CWORD": "2",
             "ROBUST_DCP": "0",
         },
         capture_output=True,

@@ -7,12 +7,12 @@ from typing import Annotated, Final
 
 import typer
 
+from robust_dcp.cli.checkpoint import local_path
 from robust_dcp.cli.doctoring.environment import environment_findings
 from robust_dcp.cli.doctoring.file_system import file_system_findings
 from robust_dcp.cli.doctoring.finding import Finding, State
 from robust_dcp.cli.doctoring.machine import machine_findings
 from robust_dcp.cli.ls import check_root
-from robust_dcp.cli.checkpoint import local_path
 from robust_dcp.cli.output import Json, Output, number
 from robust_dcp.version import __version__
 
@@ -27,7 +27,8 @@ EXAMPLES: Final = (
 
 def run(
     path: Annotated[
-        str | None, typer.Argument(help="The directory that checkpoints go to.", callback=local_path, show_default=False)
+        str | None,
+        typer.Argument(help="The directory that checkpoints go to.", callback=local_path, show_default=False),
     ] = None,
     as_json: Json = False,
 ) -> None:
