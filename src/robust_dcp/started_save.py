@@ -180,9 +180,8 @@ class StartedSave:
             if target is not None:
                 drain = self._drain_to(target)
                 drain.announce()
-                if (
-                    self.staged_for is None
-                ):  # before on_commit: if that raises, the checkpoint is committed all the same
+                # Before on_commit: if that raises, the checkpoint is committed all the same.
+                if self.staged_for is None:
                     self.drain_queue.submit(drain.run)
             if self.on_commit is not None and self.staged_for is None:
                 self._tell_of_commit(self.on_commit)
