@@ -34,8 +34,12 @@ class Form(str, Enum):
 
 
 def run(
-    source: Annotated[str, typer.Argument(help="A checkpoint, or a file of torch.save.", callback=local_path, show_default=False)],
-    target: Annotated[str, typer.Argument(help="A directory; with --to torch a file.", callback=local_path, show_default=False)],
+    source: Annotated[
+        str, typer.Argument(help="A checkpoint, or a file of torch.save.", callback=local_path, show_default=False)
+    ],
+    target: Annotated[
+        str, typer.Argument(help="A directory; with --to torch a file.", callback=local_path, show_default=False)
+    ],
     to: Annotated[Form, typer.Option(help="What to make.", show_default=False)],
     select: Annotated[list[str] | None, typer.Option(help="Only items with such names.")] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="No items with such names.")] = None,

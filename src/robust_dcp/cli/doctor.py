@@ -27,7 +27,8 @@ EXAMPLES: Final = (
 
 def run(
     path: Annotated[
-        str | None, typer.Argument(help="The directory that checkpoints go to.", callback=local_path, show_default=False)
+        str | None,
+        typer.Argument(help="The directory that checkpoints go to.", callback=local_path, show_default=False),
     ] = None,
     as_json: Json = False,
 ) -> None:

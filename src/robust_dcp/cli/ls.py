@@ -27,7 +27,9 @@ _THREADS: Final = 8  # a network file system answers several at once
 
 
 def run(
-    root: Annotated[str, typer.Argument(help="The directory that holds the checkpoints.", callback=local_path, show_default=False)],
+    root: Annotated[
+        str, typer.Argument(help="The directory that holds the checkpoints.", callback=local_path, show_default=False)
+    ],
     as_json: Json = False,
 ) -> None:
     """List the checkpoints of a run with step, size, state and age.

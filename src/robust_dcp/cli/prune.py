@@ -30,7 +30,9 @@ _NOT_REMOVED: Final = 2
 
 
 def run(
-    root: Annotated[str, typer.Argument(help="The directory that holds the checkpoints.", callback=local_path, show_default=False)],
+    root: Annotated[
+        str, typer.Argument(help="The directory that holds the checkpoints.", callback=local_path, show_default=False)
+    ],
     keep_last: Annotated[int | None, typer.Option(min=1, help="Keep the ones with the highest steps, so many.")] = None,
     keep_every: Annotated[int | None, typer.Option(min=1, help="Keep steps that are multiples of this.")] = None,
     keep_best: Annotated[str | None, typer.Option(help="Keep the one with the smallest value of this metric.")] = None,

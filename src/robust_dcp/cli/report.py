@@ -24,7 +24,10 @@ EXAMPLES: Final = (
 
 def run(
     path: Annotated[
-        str, typer.Argument(help="A checkpoint, or a directory that holds those of a run.", callback=local_path, show_default=False)
+        str,
+        typer.Argument(
+            help="A checkpoint, or a directory that holds those of a run.", callback=local_path, show_default=False
+        ),
     ],
     output: Annotated[str, typer.Option("--output", "-o", help="The page to write.")] = "robust_dcp_report.html",
     as_json: Json = False,

@@ -122,7 +122,7 @@ class Copy:
         self._total_nbytes = sum(nbytes or 0 for nbytes in inventory.data.values()) + sum(inventory.extras.values())
         self._target.mark = inventory.mark
         marker_name = COPYING_PREFIX + inventory.mark
-        marker = self._marker_there(marker_name) or self._put_marker(Marker(self.source_url, {}, time.time()))
+        marker = self._marker_there(marker_name) or self._put_marker(Marker(ascii(self.source_url), {}, time.time()))
         self._marker = marker
         there = self._target.files()
         replaced = self._metadata_there(there)

@@ -84,9 +84,17 @@ def write_drain_record(disk: Disk, path: str, record: DrainRecord) -> None:
     """Write it durably, in one step.
 
     Raises:
-        StorageError: a call failed.
+        StorageError: a call failed, or the name of the target is no text.
     """
-    commit_metadata(disk, path, msgspec.json.encode(record), name=DRAIN_RECORD_NAME)
+    try:
+        data = msgspec.json.encode(record)
+    except UnicodeEncodeError as error:
+        raise errors.StorageError(
+            f"{path}: {record.target!r} cannot be noted, because it is no UTF-8; give the target another name",
+            path=path,
+            operation="write",
+        ) from error
+    commit_metadata(disk, path, data, name=DRAIN_RECORD_NAME)
 
 
 def _is_of_save(disk: Disk, path: str, save_id: str) -> bool:
