@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import robust_dcp
-
 from robust_dcp.comm import Channel, Offer, Stopped
 from robust_dcp.comm.failures import MAX_FAILURES_TOLD, ErrorMessage, describe
 from robust_dcp.comm.wire import decode

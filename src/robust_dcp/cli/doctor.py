@@ -7,12 +7,12 @@ from typing import Annotated, Final
 
 import typer
 
+from robust_dcp.cli.checkpoint import local_path
 from robust_dcp.cli.doctoring.environment import environment_findings
 from robust_dcp.cli.doctoring.file_system import file_system_findings
 from robust_dcp.cli.doctoring.finding import Finding, State
 from robust_dcp.cli.doctoring.machine import machine_findings
 from robust_dcp.cli.ls import check_root
-from robust_dcp.cli.checkpoint import local_path
 from robust_dcp.cli.output import Json, Output, number
 from robust_dcp.version import __version__
 

@@ -50,8 +50,11 @@ class DrainRecord(msgspec.Struct, frozen=True):
 
 def read_drain_record(disk: Disk, path: str) -> DrainRecord | None:
     """The record of a checkpoint; ``None`` if there is none, or none that can be understood."""
+    path = os.path.join(path, DRAIN_RECORD_NAME)
+    if not disk.exists(path):  # found out here, because our errors need torch
+        return None
     try:
-        data = read_whole_file(disk, os.path.join(path, DRAIN_RECORD_NAME), _MAX_NBYTES)
+        data = read_whole_file(disk, path, _MAX_NBYTES)
         return None if data is None else msgspec.json.decode(data, type=DrainRecord)
     except (errors.RobustCheckpointError, msgspec.DecodeError, UnicodeDecodeError):
         return None
