@@ -129,6 +129,23 @@ def test_words_that_make_no_sense_are_told_as_json_if_that_was_asked_for(words: 
     assert ended.code == 2 and ended.out == "" and ended.err
 
 
+def test_names_of_files_that_are_no_text_are_shown_and_can_be_used(
+    originals: Path, tmp_path: Path, shell: Shell
+) -> None:
+    root = tmp_path / os.fsdecode(b"run\xff")
+    shutil.copytree(originals / "ours", root / "step_1")
+    path = root / "step_1"
+    assert shell("inspect", path).code == shell("verify", path).code == 0
+    assert f"{tmp_path}/run\\udcff/step_1:" in shell("inspect", path).err
+    for words in (["ls", root], ["report", root], ["inspect", path], ["verify", path], ["doctor", root]):
+        assert "run\\udcff" in str(shell(*words, "--json").json)  # Python's name for the byte, so that it can be opened
+    assert shell("copy", path, root / "copied", "--json").json["target"] == str(root / "copied")
+    assert shell("verify", root / "copied").code == 0
+    words = ["--to", "safetensors", "--exclude", "*complex"]
+    assert shell("convert", path, root / "converted", *words, "--json").json["target"] == str(root / "converted")
+    assert shell("diff", path, root / "converted", "model.weight", "--values", "--json").json["are_equal"]
+
+
 def test_bash_completes_what_is_typed_once_completion_is_installed(tmp_path: Path) -> None:
     program = """
     robust-dcp --install-completion > /dev/null

@@ -56,15 +56,16 @@ def run(
     checkpoints = find_checkpoints(disk, root)
     _check_metric(checkpoints, keep_best)
     doomed = unkept(disk, root, policies)
+    doomed_paths = {each.path for each in doomed}
     Output.note(f"{root}: {number(len(checkpoints), 'checkpoint')}, of which {len(doomed)} would be removed")
     Output.table(
         ("step", "name", "age", "what"),
-        [(each.step, each.name, age(each.saved_seconds), _what(disk, each, doomed)) for each in checkpoints],
+        [(each.step, each.name, age(each.saved_seconds), _what(disk, each, doomed_paths)) for each in checkpoints],
         right=("step",),
     )
     report: dict[str, Any] = {
         "root": root,
-        "kept": [each.path for each in checkpoints if each not in doomed],
+        "kept": [each.path for each in checkpoints if each.path not in doomed_paths],
         "unkept": [each.path for each in doomed],
         "removed": [],
         "in_use": [],
@@ -79,7 +80,7 @@ def run(
         Output.note("nothing was removed: pass --yes")
         raise typer.Exit(_NOT_REMOVED)
     # Again by the rules, and only what was shown: a job may have saved while the user was thinking.
-    pruned = prune(disk, root, policies, only={os.path.normpath(each.path) for each in doomed})
+    pruned = prune(disk, root, policies, only=set(map(os.path.normpath, doomed_paths)))
     report.update(asdict(pruned))
     Output.put(report)
     for path in pruned.in_use:
@@ -91,8 +92,8 @@ def run(
         raise typer.Exit(_NOT_REMOVED)
 
 
-def _what(disk: PosixDisk, checkpoint: Checkpoint, doomed: list[Checkpoint]) -> str:
-    if checkpoint in doomed:
+def _what(disk: PosixDisk, checkpoint: Checkpoint, doomed_paths: set[str]) -> str:
+    if checkpoint.path in doomed_paths:
         return "remove"
     return "keep, its copy has not arrived" if is_awaited(disk, checkpoint.path) else "keep"
 

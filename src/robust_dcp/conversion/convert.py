@@ -6,13 +6,12 @@ killed, the next one with the same arguments goes on with the finished files of 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
-
-import msgspec
 
 from robust_dcp.conversion.plan import ConversionPlan, plan_conversion
 from robust_dcp.conversion.rules import Rules
@@ -115,7 +114,7 @@ def convert(
     with workplace_of(disk, path) as place:
         _check_target(path, form, overwrite=overwrite)
         if form == "safetensors":
-            place.begin(msgspec.json.encode(note, order="deterministic"))
+            place.begin(json.dumps(note, sort_keys=True).encode())
             disk.mkdirs(place.made)
             _check_room(path, plan.nbytes - sum(each.stat().st_size for each in os.scandir(place.made)))
             n_there = write_safetensors(

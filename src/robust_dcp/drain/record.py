@@ -50,8 +50,11 @@ class DrainRecord(msgspec.Struct, frozen=True):
 
 def read_drain_record(disk: Disk, path: str) -> DrainRecord | None:
     """The record of a checkpoint; ``None`` if there is none, or none that can be understood."""
+    path = os.path.join(path, DRAIN_RECORD_NAME)
+    if not disk.exists(path):  # found out here, because our errors need torch
+        return None
     try:
-        data = read_whole_file(disk, os.path.join(path, DRAIN_RECORD_NAME), _MAX_NBYTES)
+        data = read_whole_file(disk, path, _MAX_NBYTES)
         return None if data is None else msgspec.json.decode(data, type=DrainRecord)
     except (errors.RobustCheckpointError, msgspec.DecodeError, UnicodeDecodeError):
         return None
@@ -84,9 +87,17 @@ def write_drain_record(disk: Disk, path: str, record: DrainRecord) -> None:
     """Write it durably, in one step.
 
     Raises:
-        StorageError: a call failed.
+        StorageError: a call failed, or the name of the target is no text.
     """
-    commit_metadata(disk, path, msgspec.json.encode(record), name=DRAIN_RECORD_NAME)
+    try:
+        data = msgspec.json.encode(record)
+    except UnicodeEncodeError as error:
+        raise errors.StorageError(
+            f"{path}: {record.target!r} cannot be noted, because it is no UTF-8; give the target another name",
+            path=path,
+            operation="write",
+        ) from error
+    commit_metadata(disk, path, data, name=DRAIN_RECORD_NAME)
 
 
 def _is_of_save(disk: Disk, path: str, save_id: str) -> bool:
