@@ -112,7 +112,8 @@ def given_arguments(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -
     if len(args) == 2:
         name = next((name for name in _STORAGES if name in signature.parameters), "")
         if name and signature.parameters[name].kind is inspect.Parameter.KEYWORD_ONLY:
-            args, kwargs = args[:1], {**kwargs, name: args[1]}
+            kwargs = {**kwargs, name: args[1]}
+            args = args[:1]
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
