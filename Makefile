@@ -42,6 +42,9 @@ BENCHMARKS := $(sort $(wildcard benchmarks/bench_*.py) $(wildcard benchmarks/pla
 .DELETE_ON_ERROR:
 .PHONY: demo test coverage test-compat test-compat-smoke test-frameworks test-hooks test-browser check docs dist format bench torture gpu gpu-wheels clean
 
+# On a machine with a GPU these run on the CPU too: their ranks use gloo, and Megatron's models are built on the CPU.
+demo test coverage test-compat test-compat-smoke test-frameworks test-hooks test-browser: export CUDA_VISIBLE_DEVICES :=
+
 demo: $(INSTALLED)
 	$(BIN)/python demo/run.py
 

@@ -1,7 +1,7 @@
-"""A Megatron-Core GPT model with its distributed optimizer, on CPU, in any parallel layout.
+"""A Megatron-Core GPT model with its distributed optimizer, in any parallel layout, on a CPU or another device.
 
 Owns how the model is built and the contents of its sharded state dict. It saves and loads nothing. Used by the demo's
-Megatron jobs and by tests/megatron.
+Megatron jobs, by tests/megatron and by tests/gpu.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class Trainer:
         seed: the seed of the initial weights. Ranks that hold the same shard get the same bits.
         experts: the number of experts in each MoE layer; 0 for a dense model.
         optimizer_format: Megatron's ``distrib_optim_sharding_type``. ``fully_reshardable`` loads into any layout.
+        device: where the model is and trains. On a CPU call ``megatron_cpu.install`` first.
     """
 
     def __init__(
@@ -75,8 +76,10 @@ class Trainer:
         hidden_size: int = 64,
         experts: int = 4,
         optimizer_format: str = "fully_reshardable",
+        device: str | torch.device = "cpu",
     ) -> None:
         self.layout = layout
+        self._device = torch.device(device)
         self.iteration = 0
         self._optimizer_format = optimizer_format
         parallel_state.destroy_model_parallel()
@@ -99,7 +102,7 @@ class Trainer:
             post_process=parallel_state.is_pipeline_last_stage(),
             share_embeddings_and_output_weights=False,
             position_embedding_type="rope",
-        ).bfloat16()
+        ).to(self._device, torch.bfloat16)
         self._make_experts_differ()
         self._ddp = DistributedDataParallel(
             config,
@@ -178,9 +181,10 @@ class Trainer:
 
     def _forward_step(self, data_iterator: None, model: torch.nn.Module) -> Any:
         """Run one microbatch. Megatron's schedule calls this."""
-        tokens, following = self._text.draw(1)
-        hidden = torch.triu(torch.ones(1, 1, CONTEXT, CONTEXT, dtype=torch.bool), diagonal=1)
-        output = model(tokens, torch.arange(CONTEXT).unsqueeze(0), hidden, labels=following)
+        tokens, following = (windows.to(self._device) for windows in self._text.draw(1))
+        positions = torch.arange(CONTEXT, device=self._device).unsqueeze(0)
+        hidden = torch.triu(torch.ones(1, 1, CONTEXT, CONTEXT, dtype=torch.bool, device=self._device), diagonal=1)
+        output = model(tokens, positions, hidden, labels=following)
 
         def mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             mean = losses.float().mean()

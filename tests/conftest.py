@@ -6,12 +6,15 @@ import os
 import signal
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from robust_dcp.testing.ranks import preload
 
 pytest.register_assert_rewrite("tests.support")
-preload("tests.support.preload")
+# Megatron asks for CUDA devices while it is imported. CUDA cannot be used by a process that was forked after that.
+if not torch.backends.cuda.is_built() or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+    preload("tests.support.preload")
 
 # A TCPStore looks up the name of each side whenever one connects. On a machine whose name server limits how often it is
 # asked, each such connection costs five seconds else; ranks inherit this.

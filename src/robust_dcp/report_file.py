@@ -46,7 +46,7 @@ _SLOW_SECONDS: Final = 0.1
 _MOST_STRAGGLERS: Final = 32
 
 
-class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Phase(msgspec.Struct, frozen=True):
     """One phase as the coordinator saw it, with the wait for other ranks."""
 
     name: str

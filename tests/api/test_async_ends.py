@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import robust_dcp
 from robust_dcp import RobustWriter, StorageError
 from robust_dcp.background import WRITERS, writer_process
+from robust_dcp.background.save_queue import SaveQueue
 from robust_dcp.testing.ranks import run_ranks, values
 from tests.api.gated_disks import GATES, FullDisk, GatedDisk, make_gates, open_gate, pid_at_gate
 from tests.api.test_async_save import loaded
@@ -163,9 +165,11 @@ time.sleep(60)
     assert "False" not in is_shorter and is_shorter.count("True") >= 3
 
 
-def hang_in_the_disk_of_one_writer(directory: str) -> tuple[str, list[str], bool]:
+def hang_in_the_disk_of_one_writer(directory: str, can_be_killed: bool) -> tuple[str, list[str], bool]:
     """Rank 0's writer hangs in a call to its disk, and so does not stop; rank 1's disk is full."""
-    writer_process._STOP_SECONDS = 0.2  # type: ignore[misc]
+    writer_process._STOP_SECONDS = writer_process._END_SECONDS = 0.2  # type: ignore[misc]
+    if not can_be_killed:  # as in a call of the kernel that cannot be interrupted
+        subprocess.Popen.kill = lambda self: None  # type: ignore[method-assign]
     rank = dist.get_rank()
     robust_dcp.save({f"w{rank}": torch.zeros(9)}, checkpoint_id=f"{directory}/checkpoint")
     dist.barrier()  # rank 0 leaves its report after the commit
@@ -184,6 +188,8 @@ def hang_in_the_disk_of_one_writer(directory: str) -> tuple[str, list[str], bool
     with pytest.raises(StorageError, match="there is no space") as caught:
         saving.result(timeout=60)
     was_killed = has_ended(pid)
+    if not can_be_killed and rank == 0:
+        os.kill(pid, signal.SIGKILL)
     dist.barrier()
     left = sorted(set(os.listdir(f"{directory}/checkpoint")) - set(before))
     os.environ.pop(GATES, None)
@@ -198,7 +204,49 @@ def hang_in_the_disk_of_one_writer(directory: str) -> tuple[str, list[str], bool
 
 
 def test_a_writer_that_does_not_stop_is_killed_and_costs_its_save_alone(tmp_path: Path) -> None:
-    told = values(run_ranks(2, hang_in_the_disk_of_one_writer, str(tmp_path), timeout_seconds=120))
+    told = values(run_ranks(2, hang_in_the_disk_of_one_writer, str(tmp_path), True, timeout_seconds=120))
     assert all("rank 1" in words for words, _, _ in told)
     assert [left for _, left, _ in told] == [[], []]
     assert [was_killed for _, _, was_killed in told] == [True, False]
+
+
+def test_a_writer_that_cannot_even_be_killed_does_not_hold_up_its_rank(tmp_path: Path) -> None:
+    told = values(run_ranks(2, hang_in_the_disk_of_one_writer, str(tmp_path), False, timeout_seconds=120))
+    assert all("rank 1" in words for words, _, _ in told)
+    assert [was_killed for _, _, was_killed in told] == [False, False]
+
+
+def test_sigterm_is_handled_whatever_the_main_thread_does_just_then(tmp_path: Path) -> None:
+    """Also while it looks up the queue of a save, which takes a lock that the handler takes too."""
+    ending = (
+        "class Queues(dict):\n"
+        "    def __contains__(self, key):\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        return super().__contains__(key)\n"
+        "save_queue._QUEUES._queues = Queues(save_queue._QUEUES._queues)\n"
+        "threading.Timer(20, os._exit, [9]).start()  # it hangs\n"
+        "save_queue.queue_of((0,))"
+    )
+    done = run_script(tmp_path / "checkpoint", "thread", "write", WAITED_FOR + ending)
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    assert value_at(tmp_path / "checkpoint") == 1.0
+
+
+def test_who_waits_for_a_save_does_not_wait_for_the_callbacks_of_its_future() -> None:
+    looked, gone_on = threading.Event(), threading.Event()
+
+    class Queue(SaveQueue):
+        @property
+        def n_under_way(self) -> int:
+            n_under_way = super().n_under_way
+            looked.set()
+            return n_under_way
+
+    queue = Queue()
+    waited_for: list[bool] = []
+    saving = queue.submit(lambda: looked.wait(60))
+    saving.add_done_callback(lambda _: waited_for.append(gone_on.wait(20)))
+    assert queue.wait(timeout_seconds=60)
+    gone_on.set()
+    assert queue.wait_for_callbacks(60)
+    assert waited_for == [True]

@@ -18,8 +18,8 @@ import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter
+from robust_dcp.storage.committing.commit import BEFORE_RENAME
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.storage.writing.commit import BEFORE_RENAME
 from robust_dcp.testing.ranks import run_ranks, values
 from tests.api.test_cached_plans import blank, check_loads
 from tests.api.test_failures import BrokenPlanner, shards

@@ -17,10 +17,10 @@ import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from robust_dcp import CorruptCheckpoint, RobustPlanner, RobustReader, RobustWriter, StorageError
+from robust_dcp.storage.committing.directory_lock import DirectoryLock
 from robust_dcp.storage.files.disk import OpenFile
 from robust_dcp.storage.files.paths import LOCK_NAME
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.storage.writing.directory_lock import DirectoryLock
 from robust_dcp.testing.ranks import run_ranks, values
 from tests.api.verdicts import Verdict, verdict_of
 

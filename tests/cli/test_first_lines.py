@@ -66,6 +66,24 @@ def test_help_listings_and_the_doctor_never_import_torch_or_numpy(originals: Pat
         assert (code, first, end) == (0, [], []), command
 
 
+def test_completion_imports_neither() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "robust_dcp.cli"],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "_ROBUST_DCP_COMPLETE": "complete_bash", "COMP_WORDS": "robust-dcp convert --", "COMP_CWORD": "2",
+            "ROBUST_DCP": "0",
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    imported = {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines()}
+    assert "--to" in ran.stdout.split() and "typer" in imported
+    assert not imported & {"torch", "numpy", "megatron", "rich"}
+
+
 def test_an_error_about_a_path_imports_neither(tmp_path: Path) -> None:
     nowhere, file = str(tmp_path / "nowhere"), tmp_path / "file"
     file.write_bytes(b"x")

@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from robust_dcp.storage.committing.directory_lock import DirectoryLock
+from robust_dcp.storage.committing.journal import Journal, JournalRecord
 from robust_dcp.storage.files.being_loaded import needed_for_a_load
 from robust_dcp.storage.files.mounts import boot_id
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.storage.writing.directory_lock import DirectoryLock
-from robust_dcp.storage.writing.journal import Journal, JournalRecord
 from tests.cli.commands import Shell
 
 

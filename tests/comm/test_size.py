@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from typing import Any
 
 import pytest
@@ -83,3 +84,22 @@ def test_every_verb_works_in_64_processes_with_few_sockets_each() -> None:
     # 64 processes on a busy machine a few ranks hold one more; a mesh would hold 63.
     assert max(sockets) <= 2 * 6 + 2 + 6
     assert sum(sockets) / size <= 2 * 2 + 3
+
+
+def _scatter_to_half(channel: Channel) -> tuple[int, int]:
+    """One message for the ranks of even number. Returns its size, and the bytes that this rank has sent."""
+    note = Note(7, random.Random(7).randbytes(100_000))
+    with channel.recording() as stats:
+        got = channel.scatter("scatter", lambda: [None if rank % 2 else note for rank in range(channel.size)], Note)
+    assert got == (None if channel.rank % 2 else note)
+    return len(note.data), stats.payload_nbytes_sent
+
+
+def test_a_message_for_many_ranks_is_scattered_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    group = Group(16)
+    try:
+        nbytes, sent = group.run(_scatter_to_half)[0]
+    finally:
+        group.close()
+    assert nbytes < sent < 4 * nbytes + 1000  # once to each of at most four ranks below, not once for each rank

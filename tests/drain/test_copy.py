@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import filecmp
 import itertools
 import os
+import signal
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,10 +31,13 @@ from robust_dcp import (
     copy_checkpoint,
 )
 from robust_dcp.drain.bandwidth import Bandwidth
+from robust_dcp.drain.copy import Copy
+from robust_dcp.drain.copy_threads import CopyThreads
 from robust_dcp.drain.transfer import Transfer
 from robust_dcp.report_file import REPORT_NAME
 from robust_dcp.storage.files.disk import OpenFile, storage_error
 from robust_dcp.storage.files.posix_disk import PosixDisk
+from tests.support.waiting import wait_until
 
 StateDict = dict[str, Any]
 
@@ -382,3 +389,86 @@ def test_a_checkpoint_in_memory_is_verified_when_it_is_loaded(tmp_path: Path) ->
     filesystem.pipe_file("/test_copy/verified/__0_0.distcp", bytes(data))
     with pytest.raises(CorruptCheckpoint, match="is damaged"):
         robust_dcp.load(state_dict(), storage_reader=RobustReader("memory://test_copy/verified"))
+
+
+def test_ctrl_c_ends_the_transfers_that_are_under_way() -> None:
+    threads = CopyThreads(2)
+    stopped: list[bool] = []
+
+    def main_waits() -> bool:
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        return "result_iterator" in {each.f_code.co_name for each, _ in traceback.walk_stack(frame)}
+
+    def send(name: str) -> None:
+        wait_until(main_waits)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: threads.has_failed, seconds=10)
+        stopped.append(threads.has_failed)
+
+    with pytest.raises(KeyboardInterrupt):
+        threads.map(send, ["one file"])
+    assert stopped == [True]
+
+
+def test_a_copy_between_directories_stops_within_a_file(tmp_path: Path) -> None:
+    robust_dcp.save({"weight": torch.zeros(6 << 20)}, checkpoint_id=tmp_path / "source")
+    told: list[int] = []
+
+    class Stopped(Exception):
+        pass
+
+    def stop_once_told() -> None:
+        if told:
+            raise Stopped
+
+    copy = Copy(
+        tmp_path / "source",
+        tmp_path / "target",
+        CopyOptions(threads=1, part_bytes=5 << 20),
+        progress=lambda done_nbytes, total_nbytes: told.append(done_nbytes),
+        check_stop=stop_once_told,
+    )
+    copy.begin()
+    with pytest.raises(Stopped):
+        copy.send_data(copy.inventory.data)
+    assert told == [5 << 20]
+
+
+def test_files_in_directories_below_are_durable_before_the_commit(tmp_path: Path) -> None:
+    save_like_megatron(str(tmp_path / "source"))
+    disk = _DurableNames()
+    copy_checkpoint(tmp_path / "source", tmp_path / "target", disk=disk)
+    assert disk.lost_at_commit == set() and disk.not_durable == set()
+
+
+class _DurableNames(PosixDisk):
+    """Knows which files a power cut would take from their directories."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.not_durable: set[str] = set()
+        self.lost_at_commit: set[str] = set()
+
+    def rename(self, source: str, target: str) -> None:
+        if target.endswith("/target/.metadata"):
+            self.lost_at_commit = set(self.not_durable)
+        super().rename(source, target)
+        self.not_durable.add(target)
+
+    def unlink(self, path: str) -> None:
+        super().unlink(path)
+        self.not_durable.discard(path)
+
+    def fsync_directory(self, path: str) -> None:
+        super().fsync_directory(path)
+        self.not_durable -= {each for each in self.not_durable if os.path.dirname(each) == path}
+
+
+def test_a_link_that_leads_back_into_the_checkpoint_is_not_followed(tmp_path: Path) -> None:
+    save_ours(str(tmp_path / "source"))
+    (tmp_path / "source" / "__9_0.distcp").symlink_to(tmp_path / "source")
+    copied = copy_checkpoint(tmp_path / "source", tmp_path / "target")
+    assert files_of(tmp_path / "target") == files_of(tmp_path / "source") - {".robust_dcp.lock"}
+    assert copied.files == len(files_of(tmp_path / "target"))
+    assert loaded(tmp_path / "target") == 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import robust_dcp
 from robust_dcp import CheckpointManager, RobustWriter, StorageError, nearest_copy
-from robust_dcp.drain.record import read_drain_record
+from robust_dcp.drain.record import (
+    DrainRecord,
+    awaited_copy,
+    is_awaited,
+    note_arrival,
+    read_drain_record,
+    write_drain_record,
+)
 from robust_dcp.storage.files.being_loaded import not_being_loaded
 from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.testing.nodes import can_become_node
 from robust_dcp.testing.ranks import errors, run_ranks, values
+from tests.api import on_nodes
 
 StateDict = dict[str, Any]
 
@@ -78,6 +88,17 @@ def test_a_drain_that_failed_is_told_at_the_end(tmp_path: Path) -> None:
         robust_dcp.finish_async_saves()
 
 
+def test_a_checkpoint_is_drained_although_on_commit_has_raised(tmp_path: Path) -> None:
+    def name_as_latest() -> None:
+        raise StorageError("the link to the latest checkpoint cannot be made")
+
+    writer = RobustWriter(tmp_path / "local", drain_to=tmp_path / "durable")
+    with pytest.raises(StorageError, match="is committed, but the link"):
+        robust_dcp.save(state_dict(1.0), storage_writer=writer, on_commit=name_as_latest)
+    robust_dcp.finish_async_saves()
+    assert loaded(str(tmp_path / "durable")) == 1.0
+
+
 def test_stock_save_refuses_a_writer_that_drains(tmp_path: Path) -> None:
     writer = RobustWriter(tmp_path / "local", drain_to=tmp_path / "durable")
     with pytest.raises(CheckpointException, match=r"drain_to=…\) needs robust_dcp\.save"):
@@ -110,6 +131,60 @@ def test_a_manager_does_not_remove_a_checkpoint_whose_drain_has_failed(tmp_path:
             robust_dcp.finish_async_saves()
     manager.prune()
     assert [each.step for each in manager.checkpoints()] == [1, 2, 3]
+
+
+def test_a_copy_that_a_later_save_has_made_needless_keeps_nothing_from_being_removed(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("no directory")
+    root = tmp_path / "local"
+    robust_dcp.save(state_dict(1.0), storage_writer=RobustWriter(root / "step_1", drain_to=tmp_path / "taken/durable"))
+    with pytest.raises(StorageError, match="taken"):
+        robust_dcp.finish_async_saves()
+    manager = CheckpointManager(root, keep_last=1)
+    manager.save(2, state_dict(2.0))
+    assert [each.step for each in manager.checkpoints()] == [1, 2]  # step 1 is awaited
+
+    robust_dcp.save(state_dict(1.5), checkpoint_id=root / "step_1")
+    manager.save(3, state_dict(3.0))
+    assert [each.step for each in manager.checkpoints()] == [3]
+
+
+@pytest.mark.parametrize("target", ["durable", "./durable/", "file://{path}/durable"])
+def test_a_drain_that_somebody_else_has_ended_is_not_awaited_any_more(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("durable").write_text("no directory yet")
+    writer = RobustWriter("local/step_1", drain_to="durable")
+    robust_dcp.save(state_dict(1.0), storage_writer=writer)
+    with pytest.raises(StorageError, match="durable"):
+        robust_dcp.finish_async_saves()
+    os.remove("durable")
+    robust_dcp.copy_checkpoint("local/step_1", "elsewhere")
+    assert is_awaited(PosixDisk(), "local/step_1")
+
+    robust_dcp.copy_checkpoint("local/step_1", target.format(path=tmp_path))
+    assert not is_awaited(PosixDisk(), "local/step_1")
+
+
+def test_the_arrival_of_a_copy_is_not_noted_for_the_save_that_came_after_it(tmp_path: Path) -> None:
+    earlier, later = (DrainRecord("s3://bucket/run", save_id, is_complete=False) for save_id in ("earlier", "later"))
+    (tmp_path / ".metadata").write_bytes(b"later")
+    write_drain_record(PosixDisk(), str(tmp_path), later)
+    note_arrival(PosixDisk(), str(tmp_path), earlier)
+    assert awaited_copy(PosixDisk(), str(tmp_path)) == later
+    note_arrival(PosixDisk(), str(tmp_path), later)
+    assert awaited_copy(PosixDisk(), str(tmp_path)) is None
+
+
+@pytest.mark.parametrize("nbytes_before", [0, 1, (1 << 20) - 3, 3 << 20])
+@pytest.mark.parametrize("nbytes_after", [0, 1, (1 << 20) - 3, 3 << 20])
+def test_the_save_of_a_record_is_found_wherever_it_stands_in_the_metadata(
+    nbytes_before: int, nbytes_after: int, tmp_path: Path
+) -> None:
+    (tmp_path / ".metadata").write_bytes(b"x" * nbytes_before + b"0123-abcd" + b"x" * nbytes_after)
+    for save_id, expected in (("0123-abcd", True), ("0123-abce", False), ("0" * (3 << 18), False)):
+        write_drain_record(PosixDisk(), str(tmp_path), DrainRecord("elsewhere", save_id, is_complete=False))
+        assert is_awaited(PosixDisk(), str(tmp_path)) is expected
 
 
 def test_a_checkpoint_that_is_copied_cannot_be_removed_meanwhile(tmp_path: Path) -> None:
@@ -164,6 +239,31 @@ class TestNearestCopy:
         assert values(run_ranks(2, _nearest, str(tmp_path))) == ["near", "near"]
         os.remove(tmp_path / "rank_1/near/__0_0.distcp")
         assert values(run_ranks(2, _nearest, str(tmp_path))) == [f"{tmp_path}/far"] * 2
+
+    @pytest.mark.skipif(not can_become_node(), reason="no process can see a directory of its own under one path")
+    def test_a_url_of_a_directory_that_one_node_lacks_is_not_taken_either(self, tmp_path: Path) -> None:
+        (tmp_path / "seen").mkdir()
+        robust_dcp.save(state_dict(1.0), checkpoint_id=tmp_path / "nodes/a/near")
+        robust_dcp.copy_checkpoint(tmp_path / "nodes/a/near", tmp_path / "far")
+        found = values(run_ranks(2, _nearest_on_nodes, str(tmp_path), init=False))
+        assert found == [f"{tmp_path}/far"] * 2
+
+    def test_one_rank_looks_into_a_directory_that_all_share(self, tmp_path: Path) -> None:
+        robust_dcp.save(state_dict(1.0), checkpoint_id=tmp_path / "shared")
+        assert values(run_ranks(3, _opened_by_nearest, str(tmp_path / "shared"))) == [True, False, False]
+
+
+def _opened_by_nearest(place: str) -> bool:
+    """Whether this rank opens a file of the checkpoint while it looks for the nearest copy."""
+    opened: list[str] = []
+    sys.addaudithook(lambda name, arguments: opened.append(str(arguments[0])) if name == "open" else None)
+    assert nearest_copy([f"{place}/nothing", place]) == place
+    return any(each.startswith(f"{place}/") and "nothing" not in each for each in opened)
+
+
+def _nearest_on_nodes(root: str) -> str:
+    on_nodes.start(f"{root}/seen", f"{root}/nodes", ("a", "b"))
+    return nearest_copy([f"file://{root}/seen/near", f"{root}/far"])
 
 
 def _nearest(root: str) -> str:

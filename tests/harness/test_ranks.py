@@ -114,6 +114,19 @@ def test_ranks_are_forked_from_a_process_without_threads() -> None:
     assert values(run_ranks(1, _threads_of_the_server, init=False)) == [1]
 
 
+def test_the_process_that_ranks_are_forked_from_asks_for_no_device() -> None:
+    script = """
+import torch
+asked = []
+for name in ("is_available", "device_count", "current_device", "get_device_capability", "get_device_properties"):
+    setattr(torch.cuda, name, lambda *args, name=name: asked.append(name))
+import robust_dcp.testing.preload
+print(asked)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "[]\n", done.stderr
+
+
 def test_a_rank_starts_in_milliseconds_once_the_server_runs() -> None:
     values(run_ranks(1, _threads_of_the_server, init=False))
     began = time.monotonic()

@@ -20,6 +20,7 @@ from robust_dcp.hooks import progress_bar
 from robust_dcp.hooks.logs import LoggingHook
 from robust_dcp.hooks.metrics import metrics_of, step_of
 from robust_dcp.hooks.progress_bar import ProgressBar
+from robust_dcp.report import LoadReport, PhaseReport
 
 
 def test_the_log_entry_of_a_save_has_its_numbers_as_fields(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -51,6 +52,13 @@ def test_only_the_end_of_a_call_has_metrics() -> None:
     assert metrics_of(Event("phase_ended", "save x", 0, 1, seconds=1.0)) == {}
     failed = metrics_of(Event("failed", "load x", 0, 1, seconds=1.0, error=ValueError()))
     assert failed == {"robust_dcp/load/seconds": 1.0, "robust_dcp/load/failures": 1.0}
+
+
+def test_a_phase_that_a_load_went_through_twice_counts_twice() -> None:
+    phases = [PhaseReport(name, seconds, 0, 0, 0, 0) for name, seconds in (("plan", 1.0), ("plan", 0.5), ("read", 2.0))]
+    report = LoadReport("x", rank=0, world_size=1, items=0, nbytes=0, phases=tuple(phases))
+    found = metrics_of(Event("ended", "load x", 0, 1, seconds=4.0, report=report))
+    assert found["robust_dcp/load/plan_seconds"] == 1.5 and found["robust_dcp/load/read_seconds"] == 2.0
 
 
 def drawn(*events: Event, monkeypatch: pytest.MonkeyPatch) -> str:

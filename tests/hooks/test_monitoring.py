@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import robust_dcp
-from robust_dcp import on_event
+from robust_dcp import Event, on_event
 
 pytestmark = pytest.mark.compat
 
@@ -94,3 +94,27 @@ def test_opentelemetry_has_a_span_for_each_call_and_below_it_for_each_phase(tmp_
     data = reader.get_metrics_data()
     names = {metric.name for each in data.resource_metrics for scope in each.scope_metrics for metric in scope.metrics}
     assert names == {"robust_dcp.duration", "robust_dcp.size", "robust_dcp.failures"}
+
+
+def test_opentelemetry_ends_the_phases_of_a_load_that_was_begun_again() -> None:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+    from opentelemetry.trace import StatusCode
+
+    from robust_dcp.hooks.opentelemetry import OpenTelemetryHook
+
+    spans = InMemorySpanExporter()
+    tracing = TracerProvider()
+    tracing.add_span_processor(SimpleSpanProcessor(spans))
+    hook = OpenTelemetryHook(tracing)
+    hook(Event("started", "load x", 0, 1))
+    for name in ("phase_started", "phase_started", "phase_ended"):  # the first try fails, and has no end
+        hook(Event(name, "load x", 0, 1, phase="read"))  # type: ignore[arg-type]
+    hook(Event("ended", "load x", 0, 1, seconds=1.0))
+    found = [(span.name, span.status.status_code) for span in spans.get_finished_spans()]
+    assert found == [
+        ("robust_dcp.read", StatusCode.ERROR),
+        ("robust_dcp.read", StatusCode.UNSET),
+        ("robust_dcp.load", StatusCode.UNSET),
+    ]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -53,3 +56,32 @@ def test_an_object_larger_than_a_window_travels_alone() -> None:
     shares = plan_fetch([None, Requests((box("a", 5), box("b", 3 * WINDOW_NBYTES), box("c", 5)))], {"f": [0]})
     windows = {each.boxes[0].name: each.window for each in shares[0].buckets}
     assert len({windows["a"], windows["b"], windows["c"]}) == 3
+
+
+def test_the_work_of_the_coordinator_grows_with_what_is_sent_and_not_with_the_job() -> None:
+    """Each of 256 nodes asks for a few boxes. Eight ranks more on each node, which ask for nothing, cost little."""
+    few, many = (steps_of_plan(n_nodes=256, ranks_per_node=each) for each in (1, 9))
+    assert many < 2 * few
+
+
+def steps_of_plan(n_nodes: int, ranks_per_node: int) -> int:
+    """How many steps of Python ``plan_fetch`` takes."""
+    requests: list[Requests | None] = [None] * (n_nodes * ranks_per_node)
+    for node in range(n_nodes):
+        requests[node * ranks_per_node] = Requests((box(f"{node:04}", BUCKET_NBYTES, f"file{node}"),))
+    holders = {f"file{node}": [(node + 1) % n_nodes * ranks_per_node] for node in range(n_nodes)}
+    steps = 0
+
+    def count(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal steps
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        steps += event == "opcode"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        plan_fetch(requests, holders)
+    finally:
+        sys.settrace(before)
+    return steps

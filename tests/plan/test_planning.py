@@ -17,8 +17,8 @@ from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.planning import apply_plan, plan_for_all
 from robust_dcp.plan.rank_plan import RankPlan, RankPlanMessage
 from robust_dcp.plan.structure import Form, ItemKind
+from robust_dcp.storage.committing.commit import MetadataToPublish
 from robust_dcp.storage.index import Section
-from robust_dcp.storage.writing.commit import MetadataToPublish
 from robust_dcp.storage.writing.engine import WrittenFiles
 from tests.plan.structures import World, local_of, obj, table, tensor, worlds
 

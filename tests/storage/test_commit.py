@@ -18,14 +18,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from robust_dcp.errors import StorageError, UnsafeCheckpoint
+from robust_dcp.storage.committing.commit import commit_metadata
+from robust_dcp.storage.committing.removal import remove_data_files
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import data_file_name
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.metadata.metadata_file import StorageInfo, decode_metadata, encode_metadata, referenced_files
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.records.torch_zip import payload_view, record_template
-from robust_dcp.storage.writing.commit import commit_metadata
-from robust_dcp.storage.writing.removal import remove_data_files
 from tests.support.simulated_disk import SimulatedDisk, WatchedDisk, runs_with_each_call_failing
 
 DIRECTORY = "/checkpoint"

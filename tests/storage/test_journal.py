@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from robust_dcp.storage.committing.journal import Journal, OtherSave, SaveState, journals_in
 from robust_dcp.storage.files.mounts import type_in_mounts
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.storage.writing.journal import Journal, OtherSave, SaveState, journals_in
 
 SAVE_ID = "0123456789abcdef-rest"
 MARK = "0123456789abcdef"

@@ -14,9 +14,9 @@ import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from robust_dcp import RobustWriter, StorageError
+from robust_dcp.storage.committing.stripes import remove_target, stripe_of
 from robust_dcp.storage.files.paths import LOCK_NAME
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.storage.writing.stripes import remove_target, stripe_of
 from tests.support.simulated_disk import WatchedDisk
 
 StateDict = dict[str, Any]

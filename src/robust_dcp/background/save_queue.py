@@ -157,11 +157,16 @@ class SaveQueue:
     def submit(self, run: Callable[[], T]) -> SaveFuture[T]:
         """Run a save after all earlier ones."""
         future: SaveFuture[T] = SaveFuture()
+        future.add_done_callback(self._tell_waiting)  # the first callback: nobody waits for those of the user
         _end_well_on_sigterm()
         with self._changed:
             self._pool.submit(self._run, run, future)
             self._under_way.append(future)
         return future
+
+    def _tell_waiting(self, _: Future[Any]) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _run(self, run: Callable[[], T], future: SaveFuture[T]) -> None:
         self._thread = threading.get_ident()
@@ -191,7 +196,8 @@ class _Queues:
 
     def __init__(self) -> None:
         self._queues: dict[tuple[str, tuple[int, ...]], SaveQueue] = {}
-        self._lock = threading.Lock()
+        # The handler of SIGTERM runs on the main thread, which may hold this lock.
+        self._lock = threading.RLock()
 
     def of(self, ranks: tuple[int, ...], what: str) -> SaveQueue:
         with self._lock:
@@ -206,7 +212,7 @@ class _Queues:
 
     def forget_all(self) -> None:
         """Forget all queues in a forked child, because it has none of their threads."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._queues = {}
         self.grace_ends_at = None
 

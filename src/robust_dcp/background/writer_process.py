@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
@@ -38,6 +39,7 @@ from robust_dcp.background.messages import (
 )
 from robust_dcp.background.staged_source import SharedCopies, StagedSource
 from robust_dcp.errors import RobustCheckpointError
+from robust_dcp.storage.committing.stripes import stripe_directories
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.layouts import Layout
 from robust_dcp.storage.layouts.places import Placements
@@ -45,7 +47,6 @@ from robust_dcp.storage.writing.append import saved_by_torch
 from robust_dcp.storage.writing.data_files import remove_files_of
 from robust_dcp.storage.writing.engine import WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors
-from robust_dcp.storage.writing.stripes import stripe_directories
 from robust_dcp.storage.writing.write_options import WriteOptions
 
 __all__ = ["WRITERS", "WriteInProcess", "WriterProcess", "WriterProcesses"]
@@ -88,12 +89,16 @@ class WriterProcess:
         self._is_given_up = False
         self._pipe = MessagePipe(ours, FROM_WORKER)
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _START, str(theirs.fileno()), str(os.getpid()), *sys.path],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **_ENVIRONMENT},
-            )
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _START, str(theirs.fileno()), str(os.getpid()), *sys.path],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    env={**os.environ, **_ENVIRONMENT},
+                )
+            except BaseException:
+                self._pipe.close()
+                raise
 
     @property
     def pid(self) -> int:
@@ -139,16 +144,19 @@ class WriterProcess:
             look()
 
     def _stop(self) -> None:
-        """Stop the running job. If the process does not react in time, end it."""
-        timer = threading.Timer(_STOP_SECONDS, self._process.kill)
-        timer.start()
+        """Stop the running job. If the process does not react in time, end it. If that is not possible either, because
+        it waits for a disk that hangs, give it up: the other ranks wait for this one."""
+        ends_at = time.monotonic() + _STOP_SECONDS
+
+        def look() -> None:
+            if time.monotonic() >= ends_at:
+                raise EOFError
+
         try:
             self._pipe.send(Stop())
-            self._outcome(lambda done_nbytes, total_nbytes: None, lambda: None)
+            self._outcome(lambda done_nbytes, total_nbytes: None, look)
         except (EOFError, OSError):
             self._end()
-        finally:
-            timer.cancel()
 
     def _end(self) -> str:
         """Make sure that the process has ended. Returns a text that says how it ended."""
@@ -170,13 +178,16 @@ class WriterProcess:
         try:
             self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self._end()
+
+    def release(self) -> None:
+        """Close the connection to a process that has ended, or that was given up."""
+        self._pipe.close()
 
     def forget(self) -> None:
         """Forget the process in a forked child, because it belongs to the parent."""
         self._process.returncode = 0
-        self._pipe.close()
+        self.release()
 
 
 class WriterProcesses:
@@ -230,7 +241,10 @@ class WriterProcesses:
         self._idle, self._n_lent = [], 0
 
     def _forget_dead(self) -> None:
-        self._idle = [writer for writer in self._idle if writer.is_alive]
+        dead = [writer for writer in self._idle if not writer.is_alive]
+        self._idle = [writer for writer in self._idle if writer not in dead]
+        for writer in dead:
+            writer.release()
 
 
 WRITERS: Final = WriterProcesses()

@@ -17,17 +17,18 @@ import torch.distributed as dist
 
 from robust_dcp.comm import process_group as groups
 from robust_dcp.comm import wire
-from robust_dcp.comm.bundle import Bundler, merge_bundles, open_bundles
+from robust_dcp.comm.bundle import open_bundles
 from robust_dcp.comm.combine import Agreement, Offer, combined_signature
 from robust_dcp.comm.exchange import Contribution, Work
 from robust_dcp.comm.failures import Stopped
+from robust_dcp.comm.messages import Messages
 from robust_dcp.comm.operation import Operation
 from robust_dcp.comm.pipe import Payload, PipeBroken
 from robust_dcp.comm.registry import link_for, local_link
-from robust_dcp.comm.relay import Relay, move_buckets, refuse_damage
+from robust_dcp.comm.relay import Relay, lost_on_the_way, move_buckets, refuse_damage
 from robust_dcp.comm.shares import Shares
 from robust_dcp.comm.stats import ExchangeStats, PhaseStats
-from robust_dcp.errors import ExchangeError, ExchangeTimeout
+from robust_dcp.errors import ExchangeError
 from robust_dcp.events import Event, is_heard, tell
 
 __all__ = ["Channel"]
@@ -193,22 +194,22 @@ class Channel:
         """
         own: M | None = None
         gathered: list[M | None] = []
+        messages = Messages(phase, message_type)
 
         def contribute() -> Contribution:
             nonlocal own
             own = produce()
-            payload = b"" if self.is_coordinator else self._bundled(own, message_type)
+            payload = b"" if self.is_coordinator else messages.bundled(self.rank, own)
             return Contribution(payload=payload) if offer is None else Contribution(offer(own), payload)
 
         def open_all(agreement: Agreement, nothing: Payload, below: list[Payload]) -> Payload:
-            messages = {} if own is None else {self.rank: own}
+            found = {} if own is None else {self.rank: own}
             if below:
-                with _with_phase_in_error(phase):
-                    messages.update(open_bundles(below, message_type))
-            gathered.extend(messages.get(rank) for rank in range(self.size))
+                found.update(messages.open(below))
+            gathered.extend(found.get(rank) for rank in range(self.size))
             return b""
 
-        self._run("gather", phase, Work(contribute, _merging(phase, message_type), open_all))
+        self._run("gather", phase, Work(contribute, messages.merge, open_all))
         return gathered if self.is_coordinator else None
 
     def broadcast(self, phase: str, produce: Callable[[], M], message_type: type[M]) -> M:
@@ -233,7 +234,8 @@ class Channel:
 
         Args:
             phase: the name of the exchange, the same on all ranks.
-            produce: makes one message for each rank, in rank order; ``None`` for nothing.
+            produce: makes one message for each rank, in rank order; ``None`` for nothing. An object that several
+                ranks get is sent once on each connection.
             message_type: the type that messages are decoded as and checked against.
 
         Raises:
@@ -249,8 +251,7 @@ class Channel:
                 raise ValueError(f"{phase!r} has {len(made)} messages for {self.size} ranks")
             own.append(made[self.rank])
             others = [made[rank] for rank in self._operation.tree.ranks_by_place[1:]]
-            encoded = [memoryview(b"" if each is None else wire.encode(each)) for each in others]
-            return Contribution(payload=Shares(1, encoded).encode())
+            return Contribution(payload=Shares.to(1, others).encode())
 
         def share(payload: Payload, child: int) -> Payload:
             return Shares.decode(payload).of(self._operation.tree.places_below(child)).encode()
@@ -259,7 +260,7 @@ class Channel:
         _, payload = self._run("scatter", phase, work)
         if own:
             return own[0]
-        mine = Shares.decode(payload).payloads[0] if payload else b""
+        mine = Shares.decode(payload).first() if payload else b""
         return self._decoded(phase, lambda: wire.decode(mine, message_type)) if mine else None
 
     def all_gather(self, phase: str, produce: Callable[[], M], message_type: type[M]) -> list[M]:
@@ -269,18 +270,18 @@ class Channel:
             RobustCheckpointError: see the class.
         """
         own: list[M] = []
+        messages = Messages(phase, message_type)
 
         def contribute() -> Contribution:
             own.append(produce())
-            return Contribution(payload=self._bundled(own[0], message_type))
+            return Contribution(payload=messages.bundled(self.rank, own[0]) if self.size > 1 else b"")
 
-        merge = _merging(phase, message_type)
-        work = Work(contribute, merge, lambda agreement, own, below: merge(own, below))
+        work = Work(contribute, messages.merge, lambda agreement, own, below: messages.merge(own, below))
         _, payload = self._run("all_gather", phase, work)
         if self.size == 1:
             return own
-        messages = self._decoded(phase, lambda: open_bundles([payload], message_type))
-        return [messages[rank] for rank in range(self.size)]
+        found = self._decoded(phase, lambda: open_bundles([payload], message_type))
+        return [found[rank] for rank in range(self.size)]
 
     def combine(self, phase: str, produce: Callable[[], M], join: Callable[[M, M], M], message_type: type[M]) -> M:
         """Join the messages of all ranks into one, and return it on every rank.
@@ -327,11 +328,7 @@ class Channel:
                 damaged = move_buckets(self.rank, relayed, pipes, self.timeout_seconds, cost, operation.note_progress)
             except PipeBroken as error:
                 self.stop_if_announced()
-                raise ExchangeTimeout(
-                    f"{phase!r}: rank {self.rank} lost a rank that it passes tensors to or gets them from ({error})",
-                    phase=phase,
-                    timeout_seconds=self.timeout_seconds,
-                ) from None
+                raise lost_on_the_way(self.rank, phase, self.timeout_seconds, error) from None
             refuse_damage(damaged, self.rank, phase)
 
         operation.interrupt = pipes.interrupt
@@ -404,28 +401,3 @@ class Channel:
             useless = ExchangeError(message, phase=phase, ranks=[sender])
             self._operation.leave(useless)
             raise useless from None
-
-    def _bundled(self, message: M | None, message_type: type[M]) -> Payload:
-        """Encode this rank's message. In a group of one nothing is encoded, since the message goes nowhere."""
-        if message is None or self.size == 1:
-            return b""
-        bundler = Bundler(message_type)
-        bundler.add(self.rank, message)
-        return bundler.encode()
-
-
-def _merging(phase: str, message_type: type[M]) -> Callable[[Payload, list[Payload]], Payload]:
-    def merge(own: Payload, below: list[Payload]) -> Payload:
-        with _with_phase_in_error(phase):
-            return merge_bundles([own, *below], message_type)
-
-    return merge
-
-
-@contextmanager
-def _with_phase_in_error(phase: str) -> Iterator[None]:
-    """Add the name of the exchange to an error about a message that cannot be decoded."""
-    try:
-        yield
-    except ExchangeError as error:
-        raise ExchangeError(f"{phase!r}: {error.message}", phase=phase, ranks=error.ranks) from None

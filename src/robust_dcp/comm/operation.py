@@ -9,7 +9,6 @@ of them, with one :class:`EndMessage` that says why. What goes up and down the t
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 import time
@@ -19,13 +18,12 @@ from contextlib import contextmanager
 from robust_dcp.comm import patience, wire
 from robust_dcp.comm.beats import Beat, Progress
 from robust_dcp.comm.combine import Agreement
-from robust_dcp.comm.conclusion import as_told_to, conclude, settle
+from robust_dcp.comm.ending import Ending
 from robust_dcp.comm.exchange import Exchange, Work
 from robust_dcp.comm.failures import EndMessage, ErrorMessage, Problem
 from robust_dcp.comm.frames import Frame, Kind, Status, phase_id
 from robust_dcp.comm.inbox import Inbox
 from robust_dcp.comm.link import Link, Message, OperationKey
-from robust_dcp.comm.meeting import StoreLost
 from robust_dcp.comm.neighbours import Neighbours
 from robust_dcp.comm.pipe import Payload
 from robust_dcp.comm.stats import Costs
@@ -77,12 +75,12 @@ class Operation:
         self._changed = threading.Condition()
         self._has_begun = False
         self._raised: BaseException | None = None
-        self._is_untold = False
+        self._ending = Ending(link, self._changed)
         self._reset()
 
     def _reset(self) -> None:
         self._inbox = Inbox()
-        self._end_message: bytes | None = None
+        self._ending.message = None
         self._neighbours = Neighbours(self.link)
         self._runs = False
         self._is_working = False
@@ -119,7 +117,7 @@ class Operation:
                     self._runs = False
                     self._inbox.end_exchange()
             except _Ended:
-                error = self._error_of_end_message()
+                error = self._ending.error()
             except Problem as problem:
                 error = self._conclude(problem)
             except BaseException as interrupt:
@@ -162,8 +160,8 @@ class Operation:
 
     def stopped(self) -> str | None:
         """The failure that another rank announced for the current or next exchange; ``None`` if there is none."""
-        if self._end_message is not None:
-            return wire.decode(self._end_message, EndMessage).error.to_error().message
+        if self._ending.message is not None:
+            return wire.decode(self._ending.message, EndMessage).error.to_error().message
         return self._inbox.failure()
 
     def note_progress(self, done_nbytes: int | None = None, total_nbytes: int | None = None) -> None:
@@ -192,7 +190,7 @@ class Operation:
         what = f"{verb} {phase!r}" + (f" with coordinator {root}" if root else "")
         with self._changed:
             self.what, self.phase = what, phase
-        if self._is_untold:
+        if self._ending.is_untold:
             raise _Ended  # the operation ended for all ranks while this one was between two exchanges
         if not self._has_begun:
             self._reset()
@@ -240,7 +238,7 @@ class Operation:
         with self._changed:
             self._neighbours.waiting_since = time.monotonic()
             while True:
-                if self._end_message is not None:
+                if self._ending.message is not None:
                     raise _Ended
                 now = time.monotonic()
                 catching_up = self._neighbours.seconds_to_catch_up(now, self.timeout_seconds)
@@ -276,7 +274,7 @@ class Operation:
 
     def _refuse_if_given_up(self) -> None:
         """Look for an end message, because others may have given up on this rank while they waited for it."""
-        end_message = self._known_end_message()
+        end_message = self._ending.known(self)
         if end_message is not None:
             self.link.end_operations(end_message)
             raise _Ended
@@ -284,7 +282,7 @@ class Operation:
     def deliver(self, message: Message) -> None:
         peer, frame, payload, _ = message
         with self._changed:
-            if self._end_message is not None:
+            if self._ending.message is not None:
                 return
             is_beat = frame.kind == Kind.BEAT and frame.exchange == self._inbox.exchange
             self._neighbours.note_heard(peer, Beat.decode(frame.body) if is_beat else None)
@@ -358,38 +356,12 @@ class Operation:
 
     def _conclude(self, problem: Problem) -> RobustCheckpointError:
         """End the operation on all ranks, and return the exception that they raise."""
-        with self._changed:
-            if self._end_message is None and problem.missing:
-                # Several ranks may die at the same time: wait a little to report all of them. If this rank lost its
-                # parent, the ranks above the parent see more than this one, so it gives them time to report first.
-                seconds = (
-                    patience.PARENT_LOST_SECONDS if self.tree.parent in problem.missing else patience.TOGETHER_SECONDS
-                )
-                self._changed.wait_for(lambda: self._end_message is not None, min(seconds, self.timeout_seconds))
-        end_message = self._known_end_message()
-        if end_message is None:
-            ended = conclude(problem, self, self.link)
-            # Another rank's end message may have come while this rank asked where the others are.
-            end_message = self._end_message or settle(ended, self, self.link)
-        self.link.end_operations(end_message)
-        with self._changed:
-            # Another thread of this process may be ending the operation right now. Wait until it has done so here.
-            self._changed.wait_for(lambda: self._end_message is not None, patience.HEARD_SECONDS)
-        if self._end_message is None:
-            self.end(end_message)
-        return self._error_of_end_message()
-
-    def _known_end_message(self) -> bytes | None:
-        if self._end_message is None:
-            with contextlib.suppress(StoreLost):
-                return self.link.end_message_of(self.key)
-        return self._end_message
+        return self._ending.conclude(problem, self, self.tree.parent)
 
     def end(self, end_message: bytes) -> None:
         """The operation is over on all ranks; ``end_message`` says why. The link calls this."""
         with self._changed:
-            self._end_message = end_message
-            self._is_untold = True
+            self._ending.note(end_message)
             self._has_begun = False
             self._interrupt_work()
             self._changed.notify_all()
@@ -397,11 +369,6 @@ class Operation:
     def _interrupt_work(self) -> None:
         if self.interrupt is not None and self._is_working:
             threading.Thread(target=self.interrupt, name="robust_dcp: interrupt", daemon=True).start()
-
-    def _error_of_end_message(self) -> RobustCheckpointError:
-        self.link.await_heard()
-        self._is_untold = False
-        return as_told_to(self.link.rank, wire.decode(self._end_message or b"", EndMessage).error.to_error())
 
     # What this rank tells others after a failure.
 

@@ -26,9 +26,19 @@ import torch.distributed as dist
 from robust_dcp.comm.deadline import Deadline
 from robust_dcp.comm.pipe import GlooPipe, PipeBroken
 from robust_dcp.comm.stats import PhaseStats
-from robust_dcp.errors import ExchangeError
+from robust_dcp.errors import ExchangeError, ExchangeTimeout
 
-__all__ = ["Bucket", "GroupMover", "Move", "Relay", "RelayContents", "RelayPipes", "move_buckets", "refuse_damage"]
+__all__ = [
+    "Bucket",
+    "GroupMover",
+    "Move",
+    "Relay",
+    "RelayContents",
+    "RelayPipes",
+    "lost_on_the_way",
+    "move_buckets",
+    "refuse_damage",
+]
 
 _POLL_SECONDS = 0.0005
 _TAG = 1
@@ -264,6 +274,15 @@ def refuse_damage(senders: Sequence[int], rank: int, phase: str) -> None:
             phase=phase,
             ranks=senders,
         )
+
+
+def lost_on_the_way(rank: int, phase: str, timeout_seconds: float, error: PipeBroken) -> ExchangeTimeout:
+    """The error of a rank whose connection to another one broke while tensors went over it."""
+    return ExchangeTimeout(
+        f"{phase!r}: rank {rank} lost a rank that it passes tensors to or gets them from ({error})",
+        phase=phase,
+        timeout_seconds=timeout_seconds,
+    )
 
 
 def _move_round(

@@ -43,6 +43,7 @@ class ConversionReport:
         nbytes: bytes of tensors.
         left_out: objects that the form cannot hold.
         files_there: how many files an earlier call had finished.
+        unused: patterns of the rules that no item has fitted. They may be mistyped.
     """
 
     target: str
@@ -51,6 +52,7 @@ class ConversionReport:
     nbytes: int
     left_out: tuple[str, ...] = ()
     files_there: int = 0
+    unused: tuple[str, ...] = ()
 
 
 @entry_point
@@ -124,7 +126,14 @@ def convert(
             _check_room(path, plan.nbytes)
             if form == "dcp":
                 write_dcp(
-                    plan, place.made, disk, layout=layout, files=files, buffer_nbytes=buffer_nbytes, progress=show
+                    plan,
+                    place.made,
+                    disk,
+                    target=path,
+                    layout=layout,
+                    files=files,
+                    buffer_nbytes=buffer_nbytes,
+                    progress=show,
                 )
             else:
                 _write_file(disk, place.made, plan, flat=flat, buffer_nbytes=piece_nbytes, show=show)
@@ -136,6 +145,7 @@ def convert(
         nbytes=plan.nbytes,
         left_out=plan.objects if form == "safetensors" else (),
         files_there=n_there,
+        unused=plan.unused,
     )
 
 

@@ -23,13 +23,13 @@ from torch.distributed.checkpoint.metadata import (
 
 from robust_dcp.conversion.plan import ConversionPlan
 from robust_dcp.conversion.sources import OUTLINE_ATTRIBUTE
+from robust_dcp.storage.committing.commit import MetadataToPublish
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.layouts import FileName, ItemColumns
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, StorageInfo, encode_metadata
 from robust_dcp.storage.pieces import Piece, batches_of
 from robust_dcp.storage.writer import RobustWriter
-from robust_dcp.storage.writing.commit import MetadataToPublish
 from robust_dcp.storage.writing.engine import WrittenFiles
 
 __all__ = ["write_dcp"]
@@ -43,6 +43,7 @@ def write_dcp(
     directory: str,
     disk: Disk,
     *,
+    target: str,
     layout: str,
     files: int,
     buffer_nbytes: int,
@@ -51,6 +52,7 @@ def write_dcp(
     """Write a checkpoint into ``directory``.
 
     Args:
+        target: the name that the directory gets when it is whole.
         layout: of its data files, as for ``RobustWriter``.
         files: how many data files to write.
         buffer_nbytes: about how much memory the data may take.
@@ -68,6 +70,7 @@ def write_dcp(
         report=False,
         disk=disk,
     )
+    writer.known_as = target
 
     def show(done_nbytes: int, total_nbytes: int) -> None:
         progress(min(done_nbytes, plan.nbytes))  # it counts the bytes of frames, too

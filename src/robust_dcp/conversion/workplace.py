@@ -15,12 +15,12 @@ from errno import ENOENT
 from typing import Final
 
 from robust_dcp.errors import StorageError
+from robust_dcp.storage.committing.directory_lock import DirectoryLock
+from robust_dcp.storage.committing.removal import remove_data_files
 from robust_dcp.storage.files.disk import Disk, storage_error
 from robust_dcp.storage.files.exchange import exchange_names
 from robust_dcp.storage.files.paths import LOCK_NAME, is_data_file
 from robust_dcp.storage.files.whole_file import read_whole_file
-from robust_dcp.storage.writing.directory_lock import DirectoryLock
-from robust_dcp.storage.writing.removal import remove_data_files
 
 __all__ = ["Workplace", "workplace_of"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -19,12 +19,24 @@ from robust_dcp.storage.layouts.footer import TAIL_NBYTES, Footer, Tail
 from robust_dcp.storage.records.block_sums import block_counts
 from robust_dcp.storage.records.checksum import crc32
 
-if TYPE_CHECKING:
-    from robust_dcp.drain.stores import OpenSource
-
-__all__ = ["ContentSums", "StoredSums", "part_nbytes_of", "parts_of"]
+__all__ = ["ContentSums", "OpenSource", "StoredSums", "part_nbytes_of", "parts_of"]
 
 _MOST_PARTS: Final = 9_000
+
+
+class OpenSource(Protocol):
+    """A file that is read."""
+
+    nbytes: int
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Exactly these bytes.
+
+        Raises:
+            StorageError: they cannot be read, or the file is shorter.
+        """
+
+    def close(self) -> None: ...
 
 
 @dataclass

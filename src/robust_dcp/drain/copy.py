@@ -1,7 +1,7 @@
 """Copies a checkpoint to another place, where it counts from the moment that its ``.metadata`` is there.
 
-This module owns the order: a marker, data files, other files, the index, ``.metadata``, and then the removal of what
-was replaced. ``one_process`` does all of it, and ``drain`` lets each rank send its own files.
+This module owns the order: the announcement at the target, data files, other files, the index, ``.metadata``, and then
+the removal of what was replaced. ``one_process`` does all of it, and ``drain`` lets each rank send its own files.
 """
 
 from __future__ import annotations
@@ -10,35 +10,25 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-import msgspec
-
+from robust_dcp.drain.announcement import Announcement
 from robust_dcp.drain.bandwidth import Bandwidth
 from robust_dcp.drain.copy_threads import CopyThreads
-from robust_dcp.drain.inventory import (
-    COPYING_PREFIX,
-    Inventory,
-    named_by,
-    own_name,
-    read_inventory,
-    read_metadata,
-    read_whole,
-    renamed,
-)
+from robust_dcp.drain.inventory import Inventory, named_by, read_inventory, read_metadata, read_whole
 from robust_dcp.drain.object_stores import open_store
-from robust_dcp.drain.plan import CopyPlan, CopyResult, Marker, Progress
+from robust_dcp.drain.plan import CopyPlan, CopyResult, Progress
 from robust_dcp.drain.transfer import Tally, Transfer
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError
 from robust_dcp.report_file import REPORT_NAME
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, is_data_file
+from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
 from robust_dcp.storage.remote.calls import Calls
 from robust_dcp.storage.remote.copy_options import CopyOptions
 from robust_dcp.storage.remote.filesystem import local_path_of, place_of
 
-__all__ = ["Copy"]
+__all__ = ["Copy", "same_place"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +61,7 @@ class Copy:
         disk: Disk | None = None,
     ) -> None:
         self.source_url, self.target_url = place_of(source), place_of(target)
-        if _same_place(self.source_url, self.target_url):
+        if same_place(self.source_url, self.target_url):
             raise ValueError(f"{self.source_url} cannot be copied to itself: give another target")
         if _lies_in(self.target_url, self.source_url):  # each copy would hold all copies before it
             raise ValueError(f"{self.source_url} cannot be copied to a place in itself: give another target")
@@ -95,7 +85,7 @@ class Copy:
         self.was_replaced = False
         self._started_seconds = time.perf_counter()
         self._inventory: Inventory | None = None
-        self._marker: Marker | None = None
+        self._announcement: Announcement | None = None
         self._plan: CopyPlan | None = None
 
     @property
@@ -121,28 +111,8 @@ class Copy:
         inventory = self.look()
         self._total_nbytes = sum(nbytes or 0 for nbytes in inventory.data.values()) + sum(inventory.extras.values())
         self._target.mark = inventory.mark
-        marker_name = COPYING_PREFIX + inventory.mark
-        marker = self._marker_there(marker_name) or self._put_marker(Marker(self.source_url, {}, time.time()))
-        self._marker = marker
-        there = self._target.files()
-        replaced = self._metadata_there(there)
-        names = marker.renamed if marker.is_decided else self._names_of_same(replaced, there)
-        is_same = replaced == self._expected_metadata(names)
-        if replaced and not is_same and not self._options.overwrite:
-            self._target.remove(marker_name)
-            raise StorageError(
-                f"there is another checkpoint at {self.target_url}, and overwrite=False: copy to another place",
-                path=self.target_url,
-                operation="copy",
-            )
-        if not marker.is_decided:
-            # No file is sent before this is known at the target: a copy that goes on must not take other names.
-            names = names if is_same else self._names_for(there)
-            marker = self._put_marker(msgspec.structs.replace(marker, renamed=names, is_decided=True))
-        sent = {marker.renamed.get(name, name) for name in inventory.data}
-        self._plan = CopyPlan(
-            inventory.mark, marker.renamed, {name: nbytes for name, nbytes in there.items() if name in sent}
-        )
+        self._announcement = Announcement(self._target, inventory, self.source_url)
+        self._plan = self._announcement.begin(overwrite=self._options.overwrite)
         return self._plan
 
     def follow(self, plan: CopyPlan) -> None:
@@ -179,23 +149,24 @@ class Copy:
             StorageError: the source was replaced, or files at the target are gone; or a call failed. The checkpoint
                 that was at the target is untouched, unless ``.metadata`` was being written.
         """
-        plan, inventory = self._known_plan(), self.inventory
-        metadata = self._expected_metadata(plan.renamed)
+        plan, inventory, announcement = self._known_plan(), self.inventory, self._announced()
+        metadata = announcement.metadata_with(plan.renamed)
         self._send_extras(inventory)
         self._check_source(inventory)
         there = self._check_target(sent)
-        replaced = self._metadata_there(there)
+        replaced = read_metadata(self._target, there)
         is_same = replaced == metadata
         keeps_index = inventory.has_index and not plan.renamed
         if keeps_index:
             self._send(INDEX_NAME, INDEX_NAME, there.get(INDEX_NAME))
         if not is_same:
-            self._note_replaced(replaced, keeps_index=keeps_index, there=there)
+            announcement.note_replaced(replaced, keeps_index=keeps_index, there=there)
+            self._target.make_durable()
             self._put_metadata(metadata)
         self._target.make_durable()
-        removed = self._remove_replaced({*sent, *metadata}, there)
+        removed = announcement.remove_replaced({*sent, *metadata}, there)
         self._target.remove_unfinished()
-        self._target.remove(COPYING_PREFIX + plan.mark)
+        announcement.end()
         self._target.make_durable()
         return self.result(removed)
 
@@ -232,75 +203,25 @@ class Copy:
             there = self._target.files()
             plan = self._plan
             if plan is not None:
-                kept = named_by(self._metadata_there(there), self.target_url)
+                kept = named_by(read_metadata(self._target, there), self.target_url)
                 ours = {plan.renamed.get(name, name) for name in self.inventory.data}
                 for name in sorted((ours & set(there)) - kept):
                     self._target.remove(name)
             self._target.remove_unfinished()
-            self._target.remove(COPYING_PREFIX + self.inventory.mark)
+            if self._announcement is not None:
+                self._announcement.end()
         except RobustCheckpointError as error:
             logger.warning("%s: files of a copy that cannot go on stay: %s", self.target_url, error.message)
+
+    def _announced(self) -> Announcement:
+        if self._announcement is None:
+            raise RuntimeError("begin comes first")
+        return self._announcement
 
     def _known_plan(self) -> CopyPlan:
         if self._plan is None:
             raise RuntimeError("begin or follow comes first")
         return self._plan
-
-    def _put_marker(self, marker: Marker) -> Marker:
-        self._marker = marker
-        self._target.put(COPYING_PREFIX + self.inventory.mark, msgspec.json.encode(marker))
-        return marker
-
-    def _marker_there(self, name: str) -> Marker | None:
-        data = read_whole(self._target, name)
-        if data is None:
-            return None
-        try:
-            return msgspec.json.decode(data, type=Marker)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            return None
-
-    def _expected_metadata(self, names: Mapping[str, str]) -> dict[str, bytes]:
-        metadata = dict(self.inventory.metadata)
-        return renamed(metadata, names, self.source_url) if names else metadata
-
-    def _names_of_same(self, replaced: Mapping[str, bytes], there: Collection[str]) -> dict[str, str]:
-        """The names that an earlier copy of this save has given to its files, if it is what the target holds."""
-        names = {name: own_name(name, self.inventory.mark) for name in self.inventory.data}
-        given = {name: own for name, own in names.items() if own is not None and own in there}
-        return given if given and replaced == self._expected_metadata(given) else {}
-
-    def _metadata_there(self, there: Collection[str]) -> dict[str, bytes]:
-        return read_metadata(self._target, there)
-
-    def _names_for(self, there: Mapping[str, int]) -> dict[str, str]:
-        """New names for data files whose names are taken at the target, or may be taken by another copy that runs."""
-        inventory = self.inventory
-        others = sorted(
-            name for name in there if name.startswith(COPYING_PREFIX) and name != COPYING_PREFIX + inventory.mark
-        )
-        for name in others:
-            logger.warning(
-                "%s: a copy of another save has begun here and is not over. Both get data files of names of their own, "
-                "and the last that ends is what a load finds. If that copy will never go on, remove %s",
-                self.target_url,
-                name,
-            )
-        taken = set(inventory.data) if others else set(inventory.data) & set(there)
-        names: dict[str, str] = {}
-        for name in sorted(taken):
-            other = own_name(name, inventory.mark)
-            if other is None:
-                raise StorageError(
-                    f"{self.target_url} holds {name} of another checkpoint, and readers find such a file only by that "
-                    "name; copy to an empty place",
-                    path=self._target.path_of(name),
-                    operation="copy",
-                )
-            names[name] = other
-        if names:
-            renamed(inventory.metadata, names, self.source_url)  # now, and not after all data was sent
-        return names
 
     def _send_extras(self, inventory: Inventory) -> None:
         """The metadata of a checkpoint in a directory below comes after its data, as at the top."""
@@ -325,7 +246,7 @@ class Copy:
                 self._transfer.put(name, data)
         except CorruptCheckpoint as error:
             try:
-                named_by(self._metadata_there(metadata), self.target_url)
+                named_by(read_metadata(self._target, metadata), self.target_url)
             except RobustCheckpointError:
                 raise error from None
             raise StorageError(
@@ -352,34 +273,6 @@ class Copy:
             )
         return there
 
-    def _note_replaced(self, replaced: Mapping[str, bytes], *, keeps_index: bool, there: Collection[str]) -> None:
-        """Say in the marker what will be removed, so that a copy that goes on after the commit removes it too."""
-        try:
-            doomed = {name for name in named_by(replaced, self.target_url) if is_data_file(name)}
-        except RobustCheckpointError as error:
-            logger.warning("%s: files of the checkpoint that is replaced stay: %s", self.target_url, error.message)
-            doomed = set()
-        doomed |= replaced.keys()  # those of a save without collectives have names of their own
-        if not keeps_index and INDEX_NAME in there:
-            doomed.add(INDEX_NAME)
-        if replaced and self._marker is not None:
-            self._put_marker(msgspec.structs.replace(self._marker, replaces=tuple(sorted(doomed))))
-
-    def _remove_replaced(self, needed: Collection[str], there: Collection[str]) -> tuple[str, ...]:
-        """Remove what the marker names. The new checkpoint is committed, so an error costs space only."""
-        removed: list[str] = []
-        doomed = () if self._marker is None else self._marker.replaces
-        try:
-            markers = {name for name in self._target.files() if name.startswith(COPYING_PREFIX)}
-            if len(markers) > 1:  # a copy that runs may count on files that it has found here
-                return ()
-            for name in sorted(set(doomed) & set(there) - set(needed)):
-                self._target.remove(name)
-                removed.append(name)
-        except RobustCheckpointError as error:
-            logger.warning("%s is committed, but files of the one before stay: %s", self.target_url, error.message)
-        return tuple(removed)
-
     def _replaced(self) -> StorageError:
         self.was_replaced = True
         return StorageError(
@@ -404,6 +297,7 @@ class Copy:
             raise StorageError(f"the copy to {self.target_url} was stopped: another file of it has failed")
 
     def _note_progress(self, nbytes: int) -> None:
+        self._stop_if_failed()  # reads and writes of a directory are no calls, so they do not ask
         with self._lock:
             self._done_nbytes += nbytes
             done_nbytes = self._done_nbytes
@@ -411,7 +305,8 @@ class Copy:
             self._progress(done_nbytes, self._total_nbytes)
 
 
-def _same_place(one: str, other: str) -> bool:
+def same_place(one: str, other: str) -> bool:
+    """Whether two places are one directory, or one URL."""
     paths = local_path_of(one), local_path_of(other)
     if paths[0] is None or paths[1] is None:
         return one == other

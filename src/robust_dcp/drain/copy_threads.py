@@ -50,7 +50,11 @@ class CopyThreads:
                 return []
 
         with ThreadPoolExecutor(min(self._n_threads, len(names)), thread_name_prefix="robust_dcp-copy") as pool:
-            results = list(pool.map(work, names))
+            try:
+                results = list(pool.map(work, names))
+            except BaseException:  # Ctrl-C: the pool waits for the files that are under way
+                self._failed.set()
+                raise
         if first:
             self._failed.clear()
             raise first[0]

@@ -12,7 +12,7 @@ from robust_dcp.comm import Channel
 from robust_dcp.drain.record import read_drain_record
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import METADATA_NAME, is_url, locate, mark_of
+from robust_dcp.storage.files.paths import METADATA_NAME, locate, mark_of
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.layouts.marks import is_of_save
 from robust_dcp.storage.metadata.metadata_file import decode_metadata
@@ -41,6 +41,12 @@ class _Copies(msgspec.Struct, frozen=True):
     copies: tuple[_Copy, ...]
 
 
+class _Seen(msgspec.Struct, frozen=True):
+    """Which ``.metadata`` is at each place, in the eyes of some ranks; empty if they see none, or different ones."""
+
+    files: tuple[str, ...]
+
+
 @entry_point
 def nearest_copy(
     places: Sequence[str | os.PathLike[str]],
@@ -52,7 +58,8 @@ def nearest_copy(
     """The first of ``places`` that holds a whole copy of the checkpoint, for ``load``.
 
     A copy is whole if ``.metadata`` is there, and so are all data files that it names, as long as they must be and of
-    the same save. On several ranks a local directory is taken only if it is whole for all of them. Data is not read.
+    the same save. On several ranks a local directory is taken only if it is whole for all of them. If they all see the
+    same directory, the coordinator alone looks into it. Data is not read.
 
     The last whole place says which save is meant: a directory that still holds another save is not taken. The exception
     is a local one that is newer, because its copy has not arrived yet (``drain_to``).
@@ -79,13 +86,25 @@ def nearest_copy(
         process_group, operation=f"look for {asked[-1]}", timeout_seconds=timeout_seconds, no_dist=no_dist
     )
 
+    def see() -> _Seen:
+        return _Seen(tuple("" if local_path_of(each) is None else _file_at(each) for each in asked))
+
+    def join_seen(one: _Seen, other: _Seen) -> _Seen:
+        pairs = zip(one.files, other.files, strict=True)
+        return _Seen(tuple(mine if mine == theirs else "" for mine, theirs in pairs))
+
+    # One rank is enough to look into a store, or into a directory that all share: thousands of ranks that each open
+    # all files of a checkpoint would keep a file system busy for minutes.
+    seen = channel.combine("who sees what", see, join_seen, _Seen).files
+    one_looks = [local_path_of(place) is None or file != "" for place, file in zip(asked, seen, strict=True)]
+
     def look() -> _Copies:
-        # One rank is enough to look into a store: all see the same there.
-        return _Copies(tuple(_Copy() if is_url(each) and channel.rank else _look_at(each) for each in asked))
+        pairs = zip(asked, one_looks, strict=True)
+        return _Copies(tuple(_Copy() if is_one and channel.rank else _look_at(place) for place, is_one in pairs))
 
     def join(one: _Copies, other: _Copies) -> _Copies:
-        pairs = zip(asked, one.copies, other.copies, strict=True)
-        return _Copies(tuple(mine if is_url(place) else _joined(mine, theirs) for place, mine, theirs in pairs))
+        pairs = zip(one_looks, one.copies, other.copies, strict=True)
+        return _Copies(tuple(mine if is_one else _joined(mine, theirs) for is_one, mine, theirs in pairs))
 
     found = channel.combine("copies", look, join, _Copies).copies
     whole = [(place, copy) for place, copy in zip(asked, found, strict=True) if not copy.problem]
@@ -96,6 +115,16 @@ def nearest_copy(
         )
     meant = whole[-1][1].save_id
     return next(place for place, copy in whole if copy.save_id == meant or copy.is_awaited)
+
+
+def _file_at(place: str) -> str:
+    """What tells the ``.metadata`` at a place from all others, also on other nodes; empty if there is none."""
+    try:
+        status = os.stat(os.path.join(local_path_of(place) or place, METADATA_NAME))
+    except OSError:
+        return ""
+    # The time of the last change, too: a copy on the drive of each node can have all else in common.
+    return f"{status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
 
 
 def _joined(one: _Copy, other: _Copy) -> _Copy:

@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
-from robust_dcp.drain.content import ContentSums
-from robust_dcp.drain.stores import DirectoryStore, OpenSource, Store, Upload
+from robust_dcp.drain.content import ContentSums, OpenSource
+from robust_dcp.drain.stores import DirectoryStore, Store, Upload
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.remote.calls import Calls

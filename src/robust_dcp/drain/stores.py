@@ -13,33 +13,18 @@ import secrets
 from collections.abc import Callable
 from typing import Final, Protocol, TypeVar
 
-from robust_dcp.drain.content import ContentSums
+from robust_dcp.drain.content import ContentSums, OpenSource
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.paths import is_data_file, locate
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.remote.calls import Calls
 
-__all__ = ["DirectoryStore", "OpenSource", "Store", "Upload"]
+__all__ = ["DirectoryStore", "Store", "Upload"]
 
 T = TypeVar("T")
 
 _UNFINISHED_SUFFIX: Final = ".copying"
-
-
-class OpenSource(Protocol):
-    """A file that is read."""
-
-    nbytes: int
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Exactly these bytes.
-
-        Raises:
-            StorageError: they cannot be read, or the file is shorter.
-        """
-
-    def close(self) -> None: ...
 
 
 class Upload(Protocol):
@@ -135,6 +120,7 @@ class DirectoryStore:
         self._calls = calls
         self._disk: Disk = disk or PosixDisk()
         self._token = secrets.token_hex(4)
+        self._changed = {path}
 
     def path_of(self, name: str) -> str:
         return os.path.join(self.url, name)
@@ -150,10 +136,12 @@ class DirectoryStore:
             relative = os.path.join(directory, name)
             path = os.path.join(self.url, relative)
             # The files of a checkpoint on other mounts are links; any other link leads to what is not its own.
-            if os.path.islink(path) and not is_data_file(name):
+            is_link = os.path.islink(path)
+            if is_link and not is_data_file(name):
                 continue
             if os.path.isdir(path):
-                self._look(relative, found)
+                if not is_link:  # it may lead to a directory around this one, and so on without end
+                    self._look(relative, found)
             elif not name.endswith(_UNFINISHED_SUFFIX) and os.path.isfile(path):
                 with contextlib.suppress(FileNotFoundError):
                     found[relative] = os.stat(path).st_size
@@ -163,6 +151,7 @@ class DirectoryStore:
         return self._run("open", name, lambda: _OpenFile(self._disk, path))
 
     def begin(self, name: str, nbytes: int, part_nbytes: int) -> Upload:
+        self._changed.add(os.path.dirname(self.path_of(name)))
         return self._run("create", name, lambda: _FileUpload(self._disk, self.path_of(name), self._unfinished))
 
     def put(self, name: str, data: bytes) -> None:
@@ -189,8 +178,11 @@ class DirectoryStore:
         return False
 
     def make_durable(self) -> None:
-        if self._disk.exists(self.url):
-            self._run("fsync directory", "", lambda: self._disk.fsync_directory(self.url))
+        if not self._disk.exists(self.url):
+            return
+        for directory in sorted(self._changed):  # a copy of those that other threads may add to
+            name = os.path.relpath(directory, self.url)
+            self._run("fsync directory", name, lambda path=directory: self._disk.fsync_directory(path))  # type: ignore[misc]
 
     @property
     def _unfinished(self) -> str:

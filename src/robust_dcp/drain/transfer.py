@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from robust_dcp.drain.bandwidth import Bandwidth
-from robust_dcp.drain.content import ContentSums, part_nbytes_of, parts_of
-from robust_dcp.drain.stores import OpenSource, Store
+from robust_dcp.drain.content import ContentSums, OpenSource, part_nbytes_of, parts_of
+from robust_dcp.drain.stores import Store
 from robust_dcp.errors import CorruptCheckpoint, StorageError
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.remote.calls import Calls

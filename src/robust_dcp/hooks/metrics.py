@@ -25,7 +25,8 @@ def metrics_of(event: Event) -> dict[str, float]:
     found = {"seconds": event.seconds or 0.0, "failures": float(event.name == "failed")}
     report = event.report
     if report is not None:
-        found |= {f"{phase.name}_seconds": phase.seconds for phase in report.phases}
+        for phase in report.phases:  # a load that was begun again has some of them twice
+            found[f"{phase.name}_seconds"] = found.get(f"{phase.name}_seconds", 0.0) + phase.seconds
         found["nbytes"] = float(report.nbytes)
         if event.seconds:
             found["nbytes_per_second"] = report.nbytes / event.seconds

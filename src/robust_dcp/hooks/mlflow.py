@@ -28,5 +28,4 @@ class MlflowHook:
         if values:
             import mlflow
 
-            # MLflow allows no other characters in names than these.
             mlflow.log_metrics(values, step=step_of(event), run_id=self._run_id)

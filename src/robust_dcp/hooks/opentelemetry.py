@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 from robust_dcp.events import Event
@@ -35,13 +36,19 @@ class OpenTelemetryHook:
         self._size = meter.create_histogram("robust_dcp.size", "By", "Bytes that this rank wrote or read")
         self._failures = meter.create_counter("robust_dcp.failures", "1", "Saves and loads that failed")
         self._spans: dict[str, Span] = {}
+        self._lock = threading.Lock()  # an async save has a thread of its own
 
     def __call__(self, event: Event) -> None:
+        with self._lock:
+            self._take(event)
+
+    def _take(self, event: Event) -> None:
         at = int(event.at_seconds * 1e9)
         phase = f"{event.operation}\0{event.phase}"
         if event.name == "started":
             self._spans[event.operation] = self._begin(event, f"robust_dcp.{event.kind}", at, None)
         elif event.name == "phase_started":
+            self._end_failed_phases(event, at)  # a load that was begun again
             self._spans[phase] = self._begin(event, f"robust_dcp.{event.phase}", at, self._spans.get(event.operation))
         elif event.name == "phase_ended" and phase in self._spans:
             self._spans.pop(phase).end(at)
@@ -63,11 +70,7 @@ class OpenTelemetryHook:
     def _end(self, event: Event, at: int) -> None:
         from opentelemetry.trace import StatusCode
 
-        # A phase that fails has no end of its own.
-        for key in [key for key in self._spans if key.startswith(f"{event.operation}\0")]:
-            span = self._spans.pop(key)
-            span.set_status(StatusCode.ERROR)
-            span.end(at)
+        self._end_failed_phases(event, at)
         attributes = _attributes(event)
         span_of_call = self._spans.pop(event.operation, None)
         if span_of_call is not None:
@@ -82,6 +85,15 @@ class OpenTelemetryHook:
             self._size.record(event.report.nbytes, attributes)
         if event.name == "failed":
             self._failures.add(1, attributes)
+
+    def _end_failed_phases(self, event: Event, at: int) -> None:
+        """End the spans of phases that have no end of their own, because they have failed."""
+        from opentelemetry.trace import StatusCode
+
+        for key in [key for key in self._spans if key.startswith(f"{event.operation}\0")]:
+            span = self._spans.pop(key)
+            span.set_status(StatusCode.ERROR)
+            span.end(at)
 
 
 def _attributes(event: Event) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from typing import Any, Final
 import msgspec
 
 from robust_dcp.on_demand import errors
+from robust_dcp.storage.committing.commit import commit_metadata
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.whole_file import read_whole_file
-from robust_dcp.storage.writing.commit import commit_metadata
 from robust_dcp.version import __version__
 
 __all__ = ["RECORD_NAME", "StepRecord", "digest_of", "provenance_of", "read_record", "write_record"]

@@ -22,14 +22,14 @@ from robust_dcp.manager.checkpoints import uncommitted_directories
 from robust_dcp.manager.latest import LATEST_NAME
 from robust_dcp.manager.paths import REMOVING_PREFIX
 from robust_dcp.report_file import REPORT_NAME
+from robust_dcp.storage.committing.directory_lock import DirectoryLock
+from robust_dcp.storage.committing.journal import journals_in
+from robust_dcp.storage.committing.leftovers import find_left_overs
+from robust_dcp.storage.committing.removal import is_gone_or_told, remove_data_files
 from robust_dcp.storage.files.being_loaded import not_being_loaded
 from robust_dcp.storage.files.disk import Disk, storage_error
 from robust_dcp.storage.files.paths import INDEX_NAME, LOCK_NAME, is_data_file
 from robust_dcp.storage.files.what_is_there import TRACKER_NAME
-from robust_dcp.storage.writing.directory_lock import DirectoryLock
-from robust_dcp.storage.writing.journal import journals_in
-from robust_dcp.storage.writing.leftovers import find_left_overs
-from robust_dcp.storage.writing.removal import is_gone_or_told, remove_data_files
 
 __all__ = ["finish_removals", "remove_checkpoint", "sweep_crashed_saves"]
 
@@ -102,7 +102,11 @@ def _unfinished_names(disk: Disk, root: str) -> list[str]:
 
 def _is_old(disk: Disk, path: str, now_seconds: float) -> bool:
     """Whether no job that still runs can have made it just now. Nothing else tells that of an empty directory."""
-    return disk.modified_seconds(path) < now_seconds - _OLD_SECONDS
+    try:
+        changed_seconds = os.lstat(path).st_mtime if os.path.islink(path) else disk.modified_seconds(path)
+    except (OSError, StorageError):  # another manager has just renamed or removed it
+        return False
+    return changed_seconds < now_seconds - _OLD_SECONDS
 
 
 def _sweep_or_tell(disk: Disk, path: str, now_seconds: float) -> bool:

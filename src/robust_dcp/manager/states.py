@@ -12,10 +12,10 @@ from typing import Final
 
 from robust_dcp.manager.paths import REMOVING_PREFIX
 from robust_dcp.on_demand import errors
+from robust_dcp.storage.committing.journal import OtherSave, journals_in
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.mounts import boot_id
 from robust_dcp.storage.files.paths import METADATA_NAME
-from robust_dcp.storage.writing.journal import OtherSave, journals_in
 
 __all__ = ["DirectoryState", "directories_being_removed", "state_of_directory"]
 

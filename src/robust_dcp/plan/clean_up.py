@@ -14,8 +14,8 @@ import msgspec
 
 from robust_dcp.comm import Channel
 from robust_dcp.errors import ExchangeError, RobustCheckpointError
-from robust_dcp.storage.writing.removal import name_left_over
-from robust_dcp.storage.writing.save_directory import SaveDirectory
+from robust_dcp.storage.committing.removal import name_left_over
+from robust_dcp.storage.committing.save_directory import SaveDirectory
 
 __all__ = ["clean_up", "failed_in_step", "nothing_is_committed"]
 

@@ -29,13 +29,13 @@ from robust_dcp.plan.metadata_columns import metadata_columns
 from robust_dcp.plan.patched_columns import patched_columns
 from robust_dcp.plan.structure import ItemKind
 from robust_dcp.report_file import Modules
+from robust_dcp.storage.committing.commit import MetadataToPublish
 from robust_dcp.storage.files.paths import mark_of
 from robust_dcp.storage.index import Fragment, IndexTemplate, Section
 from robust_dcp.storage.layouts import TORCH, Layout
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION
 from robust_dcp.storage.metadata.pickled import MetadataColumns, MetadataPickle
-from robust_dcp.storage.writing.commit import MetadataToPublish
 from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.storage.writing.module_sizes import module_sizes
 

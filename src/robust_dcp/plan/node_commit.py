@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from robust_dcp.comm import Agreement, Channel, Offer
+from robust_dcp.storage.committing.commit import MetadataToPublish
+from robust_dcp.storage.committing.save_directory import SaveDirectory
 from robust_dcp.storage.files.nodes_file import NodeOfSave
-from robust_dcp.storage.writing.commit import MetadataToPublish
-from robust_dcp.storage.writing.save_directory import SaveDirectory
 
 __all__ = ["commit_on_nodes"]
 

@@ -40,12 +40,12 @@ from robust_dcp.plan.written import (
     written_message,
     written_offer,
 )
+from robust_dcp.storage.committing.commit import MetadataToPublish
+from robust_dcp.storage.committing.directory_claim import not_one_directory
+from robust_dcp.storage.committing.save_directory import SaveDirectory
 from robust_dcp.storage.index import Section
-from robust_dcp.storage.writing.commit import MetadataToPublish
-from robust_dcp.storage.writing.directory_claim import not_one_directory
 from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
-from robust_dcp.storage.writing.save_directory import SaveDirectory
 from robust_dcp.storage.writing.save_report import SaveTimes, said_of_rank
 
 __all__ = ["SaveSession"]

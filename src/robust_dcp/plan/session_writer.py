@@ -10,11 +10,11 @@ import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from robust_dcp.report_file import SavedReport
+from robust_dcp.storage.committing.commit import MetadataToPublish
+from robust_dcp.storage.committing.save_directory import SaveDirectory
 from robust_dcp.storage.layouts.places import Placements
-from robust_dcp.storage.writing.commit import MetadataToPublish
 from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.storage.writing.item_source import ItemSource
-from robust_dcp.storage.writing.save_directory import SaveDirectory
 
 __all__ = ["SessionWriter"]
 

@@ -7,65 +7,40 @@ and DCP's ``save`` call it.
 
 from __future__ import annotations
 
-import math
 import os
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from robust_dcp.errors import entry_point
 from robust_dcp.report_file import SavedReport
+from robust_dcp.storage.committing.commit import MetadataToPublish
+from robust_dcp.storage.committing.directory_claim import not_one_directory
+from robust_dcp.storage.committing.save_directory import SaveDirectory
+from robust_dcp.storage.committing.stripes import stripe_directories
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import directory_path, is_url, mark_of
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.layouts.places import Placements
-from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, encode_metadata, referenced_files
 from robust_dcp.storage.remote.copy_options import CopyOptions
 from robust_dcp.storage.remote.filesystem import place_of
-from robust_dcp.storage.writing.commit import MetadataToPublish
-from robust_dcp.storage.writing.directory_claim import not_one_directory
 from robust_dcp.storage.writing.engine import WriteFiles, WrittenFiles, write_files
-from robust_dcp.storage.writing.item_source import ItemSource, Resolve, WriteItemSource
-from robust_dcp.storage.writing.save_directory import SaveDirectory
-from robust_dcp.storage.writing.save_report import SaveTimes, said_of_rank
-from robust_dcp.storage.writing.stripes import stripe_directories
-from robust_dcp.storage.writing.unplanned_save import (
-    Share,
-    place_items,
-    report_of_results,
-    results_of,
-    shared,
-    told_by,
-)
+from robust_dcp.storage.writing.item_source import ItemSource
+from robust_dcp.storage.writing.planned_save import PlannedSave
+from robust_dcp.storage.writing.unplanned_save import Share, UnplannedSave, shared
 from robust_dcp.storage.writing.write_options import WriteOptions, with_keywords
 
-__all__ = ["PlannedSave", "RobustWriter", "WriterMeta"]
-
-_FEW_FILES: Final = 64
-_CHECK_AGAIN_SECONDS: Final = 1.0
-
-
-@runtime_checkable
-class PlannedSave(Protocol):
-    """A save that ``RobustPlanner`` has planned.
-
-    It calls the writer's methods itself, in the order that all ranks have agreed on. If DCP calls a hook of the writer
-    instead, the hook lets it go on.
-    """
-
-    def write_items(self, items: Sequence[WriteItem], resolve: Resolve) -> None: ...
-
-    def commit(self) -> None: ...
+__all__ = ["RobustWriter", "WriterMeta"]
 
 
 @dataclass
@@ -95,6 +70,8 @@ class RobustWriter(StorageWriter):
         drain_to, drain_options: the same.
         disk: the file system.
         last_path: the directory of the last checkpoint, for ``share_unchanged``. A save sets it.
+        known_as: the place that the checkpoint and its report name as their own, if they are moved or copied there from
+            ``path``.
         write_files: writes this rank's files. A save may replace it with a function that has another process write
             them.
 
@@ -141,6 +118,7 @@ class RobustWriter(StorageWriter):
             report=report,
         )
         self.last_path: str | None = None
+        self.known_as: str | None = None
         self.layout = layout_named(self.options.layout)
         self.path = directory_path(path)
         self.drain_to = None if drain_to is None else place_of(drain_to)
@@ -154,10 +132,8 @@ class RobustWriter(StorageWriter):
         self._is_coordinator = False
         self._begun = False
         self._announces = False
-        self._checked_at_seconds = -math.inf
         self._uncommitted_names: tuple[str, ...] = ()
-        self._unplanned = SaveTimes()
-        self._planner_name = ""
+        self._unplanned = UnplannedSave()
 
     @property
     def files_per_rank(self) -> int:
@@ -284,15 +260,11 @@ class RobustWriter(StorageWriter):
         Raises:
             StorageError: somebody has touched one.
         """
-        self._checked_at_seconds = time.monotonic()
-        self.directory.own_files.check(self._uncommitted_names)
+        self.directory.check_own(self._uncommitted_names)
         self.last_path = self.path
 
     def publish(self, metadata: MetadataToPublish, *, are_checked: bool) -> None:
         """Commit, on the coordinator.
-
-        It checks the files of all ranks once more if there are few, or if the last check was long ago: this process may
-        have been paused since.
 
         Args:
             are_checked: whether all ranks have called :meth:`check_own`.
@@ -300,13 +272,7 @@ class RobustWriter(StorageWriter):
         Raises:
             StorageError: as ``SaveDirectory.publish``.
         """
-        are_few = len(metadata.files) <= _FEW_FILES
-
-        def is_checked() -> bool:
-            is_recent = time.monotonic() - self._checked_at_seconds < _CHECK_AGAIN_SECONDS
-            return are_checked and is_recent and not are_few
-
-        self.directory.publish(metadata, is_checked=is_checked)
+        self.directory.publish(metadata, are_checked=are_checked)
 
     @property
     def leaves_report(self) -> bool:
@@ -321,7 +287,10 @@ class RobustWriter(StorageWriter):
             make: makes the report, from the id of the save and what its commit went without.
         """
         if self.leaves_report:
-            self.directory.leave_report(make)
+            place = self.known_as
+            self.directory.leave_report(
+                make if place is None else lambda *known: msgspec.structs.replace(make(*known), checkpoint=place)
+            )
 
     def clean_up(self) -> None:
         """Remove the files that the committed checkpoint replaces. A file that cannot be removed stays, and is
@@ -353,7 +322,7 @@ class RobustWriter(StorageWriter):
                 "of it. Call one of these, or copy the checkpoint afterwards with robust_dcp.copy_checkpoint"
             )
         self._begun = self._announces = False
-        self._unplanned = SaveTimes()
+        self._unplanned = UnplannedSave()
         self._rank = kwargs.get("rank")
         self._is_coordinator = is_coordinator
         # With use_collectives=False every rank commits its own part, and DCP's reader looks for `__{rank}.metadata`.
@@ -396,8 +365,6 @@ class RobustWriter(StorageWriter):
                 f"RobustWriter with layout={self.layout.name!r} needs the places that RobustPlanner plans, and was "
                 f"called with {type(planner).__name__}; pass planner=RobustPlanner()"
             )
-        self._planner_name = type(planner).__name__
-        self._unplanned.ends("plan")
         share = plan.storage_data if isinstance(plan.storage_data, Share) else Share(0, self.mark)
         rank = share.rank
         if isinstance(plan.storage_data, Share) and not self._is_coordinator and not self._alone:
@@ -407,12 +374,9 @@ class RobustWriter(StorageWriter):
             rank = self._rank
         else:
             self.adopt(share.mark)
-        placements = place_items(plan.items, files=self.files_per_rank)
-        source = WriteItemSource(plan.items, planner.resolve_data)
-        with self._unplanned.own_write():
-            written = self.write(rank, source, placements, lambda done_nbytes, total_nbytes: None)
-        results = results_of(plan.items, placements, written)
-        return told_by(results, said_of_rank(rank, written, self._unplanned)) if self.leaves_report else results
+        return self._unplanned.write(
+            *(plan.items, planner, rank), write=self.write, n_files=self.files_per_rank, tells=self.leaves_report
+        )
 
     def _refuse_another_directory(self, rank: int) -> None:
         """Make sure, on a rank that does not commit, that it writes into the coordinator's directory."""
@@ -427,32 +391,14 @@ class RobustWriter(StorageWriter):
         if isinstance(save, PlannedSave):
             save.commit()
             return
-        metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         metadata.storage_meta = self.plain_meta()
-        metadata.version = FORMAT_VERSION
-        files = referenced_files(metadata)
-        self._unplanned.ends("write")
-        try:
-            self.directory.publish(MetadataToPublish((encode_metadata(metadata),), files))
-        except BaseException as error:
-            self.directory.roll_back(error)
-            raise
-        self._unplanned.ends("commit")
-        self.leave_report(
-            lambda save_id, fallbacks: report_of_results(
-                results,
-                self._unplanned,
-                checkpoint=self.path,
-                save_id=save_id,
-                planner=self._planner_name,
-                fallbacks=fallbacks,
-            )
-        )
+        self._unplanned.commit(metadata, results, self.directory)
+        self.leave_report(lambda save_id, fallbacks: self._unplanned.report_of(results, self.path, save_id, fallbacks))
         self.clean_up()
 
     def plain_meta(self) -> StorageMeta:
         """The ``StorageMeta`` for ``.metadata``: an object of DCP's class, without anything of this process."""
-        return StorageMeta(checkpoint_id=self.path, save_id=self.save_id)
+        return StorageMeta(checkpoint_id=self.known_as or self.path, save_id=self.save_id)
 
     @property
     def checkpoint_id(self) -> str:

@@ -109,13 +109,13 @@ def given_arguments(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -
         TypeError: stock does not take these arguments.
     """
     signature = inspect.signature(stock)
-    if len(args) == 2:
+    positional = list(args)
+    if len(positional) == 2:
         name = next((name for name in _STORAGES if name in signature.parameters), "")
         if name and signature.parameters[name].kind is inspect.Parameter.KEYWORD_ONLY:
-            kwargs = {**kwargs, name: args[1]}
-            args = args[:1]
+            kwargs = {**kwargs, name: positional.pop()}
     try:
-        bound = signature.bind(*args, **kwargs)
+        bound = signature.bind(*positional, **kwargs)
     except TypeError as error:
         raise TypeError(f"{stock.__name__}() {error}") from None
     defaults = {name: parameter.default for name, parameter in signature.parameters.items()}

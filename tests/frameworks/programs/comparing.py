@@ -1,4 +1,4 @@
-"""What the programs beside this file share: the state of a run, kept and compared bit for bit, rank by rank.
+"""What the programs beside this file share: the state of a run, kept and compared bit for bit, and the losses.
 
 It is part of the programs, which know nothing of robust_dcp.
 """
@@ -28,6 +28,13 @@ def compare(directory, name, state):
             assert value == now[key], (key, value, now[key])
     if os.environ["RANK"] == "0":
         print(f"equal: {name}", flush=True)
+
+
+def tell(*losses):
+    """Print losses on rank 0, with all of the digits that a float32 has."""
+    if os.environ["RANK"] == "0":
+        for loss in losses:
+            print(f"loss: {float(loss):.9g}", flush=True)
 
 
 def _file(directory, name):

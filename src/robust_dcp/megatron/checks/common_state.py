@@ -24,10 +24,10 @@ import torch
 
 from robust_dcp.comm import Channel
 from robust_dcp.staging import on_cpu
+from robust_dcp.storage.committing.commit import commit_metadata
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.files.whole_file import read_whole_file
 from robust_dcp.storage.records.objects import Refusal, refusal_of
-from robust_dcp.storage.writing.commit import commit_metadata
 
 __all__ = [
     "COMMON_FILE",

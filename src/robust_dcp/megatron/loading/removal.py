@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import os
 
+from robust_dcp.storage.committing.commit import commit_metadata
+from robust_dcp.storage.committing.removal import remove_data_files
 from robust_dcp.storage.files.paths import INDEX_NAME, directory_path
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.metadata.metadata_file import encode_metadata, referenced_files
 from robust_dcp.storage.reader import RobustReader
-from robust_dcp.storage.writing.commit import commit_metadata
-from robust_dcp.storage.writing.removal import remove_data_files
 
 __all__ = ["remove_keys"]
 

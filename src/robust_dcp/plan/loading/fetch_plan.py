@@ -138,10 +138,11 @@ def plan_fetch(requests: Sequence[Requests | None], holders: Mapping[str, Sequen
         last.boxes.append(box)
     buckets.sort(key=lambda each: each.window)
     n_windows = buckets[-1].window + 1 if buckets else 0
-    return [
-        FetchShare(n_windows, tuple(_told(rank, each, wanted) for each in buckets if rank in each.ranks))
-        for rank in range(len(requests))
-    ]
+    told: list[list[FetchBucket]] = [[] for _ in requests]
+    for bucket in buckets:
+        for rank in bucket.ranks:
+            told[rank].append(_told(rank, bucket, wanted))
+    return [FetchShare(n_windows, tuple(each)) for each in told]
 
 
 class _Windows:

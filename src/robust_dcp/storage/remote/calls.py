@@ -173,13 +173,14 @@ def can_get_better(error: BaseException) -> bool:
 
 
 def _status_of(error: BaseException) -> int | None:
-    """The status of HTTP that an error of botocore, gcsfs, adlfs or aiohttp tells."""
+    """The status of HTTP that an error of botocore, gcsfs, adlfs, aiohttp, requests or httpx tells."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     else:
+        names = ("status", "status_code", "code")
         status = next(
-            (getattr(error, name) for name in ("status", "status_code", "code") if hasattr(error, name)), None
+            (getattr(each, name) for each in (error, response) for name in names if hasattr(each, name)), None
         )
     if isinstance(status, str) and status.isdecimal():
         status = int(status)

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from robust_dcp.errors import StorageError
+from robust_dcp.storage.committing.removal import is_gone
+from robust_dcp.storage.committing.stripes import stripe_of
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.layouts import FileName, Layout
 from robust_dcp.storage.layouts.marks import is_of_save
 from robust_dcp.storage.layouts.places import Placements
-from robust_dcp.storage.writing.removal import is_gone
-from robust_dcp.storage.writing.stripes import stripe_of
 
 __all__ = ["DataFile", "create_data_files", "discard", "remove_files_of", "take_plain_names"]
 

@@ -20,6 +20,7 @@ import torch
 
 from robust_dcp.errors import StorageError
 from robust_dcp.staging import POOL, DeviceCopies
+from robust_dcp.storage.committing.stripes import stripe_directories
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.layouts import TORCH, Layout
 from robust_dcp.storage.layouts.footer import FileSums
@@ -29,7 +30,6 @@ from robust_dcp.storage.writing.item_source import BorrowingSource, ItemSource, 
 from robust_dcp.storage.writing.paged_file import FileOutput, PagedFile
 from robust_dcp.storage.writing.sharing import Sharing
 from robust_dcp.storage.writing.steps import FileSteps, Step, StepQueue, WriteContext
-from robust_dcp.storage.writing.stripes import stripe_directories
 from robust_dcp.storage.writing.write_options import WriteOptions
 from robust_dcp.storage.writing.write_order import write_orders
 

@@ -1,4 +1,4 @@
-"""A save by a planner that is not ours: what ranks tell each other through stock's plans and results.
+"""A save by a planner that is not ours: what a rank writes, and what ranks tell each other through stock's calls.
 
 Stock hands each rank its plan, which carries the mark of the save there, and gathers the ``WriteResult`` of all ranks.
 The last result of each rank carries the rank's row of the report. So no exchange is added. ``writer`` calls this
@@ -8,22 +8,27 @@ module.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from robust_dcp.report_file import Plan, SavedReport
+from robust_dcp.storage.committing.commit import MetadataToPublish
+from robust_dcp.storage.committing.save_directory import SaveDirectory
 from robust_dcp.storage.layouts.places import Placements, place_as_they_come
+from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, encode_metadata, referenced_files
 from robust_dcp.storage.writing.engine import WrittenFiles
+from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
 from robust_dcp.storage.writing.module_sizes import module_sizes
-from robust_dcp.storage.writing.save_report import SaidOfRank, SaveTimes, make_report
+from robust_dcp.storage.writing.save_report import SaidOfRank, SaveTimes, make_report, said_of_rank
 
-__all__ = ["Share", "place_items", "report_of_results", "results_of", "shared", "told_by"]
+__all__ = ["Share", "UnplannedSave", "place_items", "results_of", "shared", "told_by"]
 
 
 class Share(NamedTuple):
@@ -75,37 +80,75 @@ def told_by(results: Sequence[WriteResult], said: SaidOfRank) -> list[WriteResul
     return [*results[:-1], _TellingResult(last.index, last.size_in_bytes, last.storage_data, said)]
 
 
-def report_of_results(
-    results: Sequence[Sequence[WriteResult]],
-    times: SaveTimes,
-    *,
-    checkpoint: str,
-    save_id: str,
-    planner: str,
-    fallbacks: Sequence[str],
-) -> SavedReport:
-    """The report of a save that was just committed.
+class UnplannedSave:
+    """What one rank does in one save by a planner that is not ours."""
 
-    Args:
-        results: those of each rank, as stock hands them to ``finish``.
-        planner: the name of the planner's class.
-    """
-    sizes: dict[str, int] = {}
-    for part in results:
-        for result in part:
-            sizes[result.index.fqn] = sizes.get(result.index.fqn, 0) + result.size_in_bytes
-    return make_report(
-        [
-            (rank, part[-1].said)
-            for rank, part in enumerate(results)
-            if part and isinstance(part[-1], _TellingResult) and part[-1].said is not None
-        ],
-        times,
-        checkpoint=checkpoint,
-        save_id=save_id,
-        world_size=len(results),
-        coordinator_rank=0,
-        plan=Plan("foreign", f"{planner} made the plan"),
-        fallbacks=fallbacks,
-        modules=module_sizes(list(sizes), np.array(list(sizes.values()), dtype=np.int64)),
-    )
+    def __init__(self) -> None:
+        self._times = SaveTimes()
+        self._planner_name = ""
+
+    def write(
+        self,
+        items: Sequence[WriteItem],
+        planner: SavePlanner,
+        rank: int,
+        *,
+        write: Callable[[int, ItemSource, Placements, Callable[[int, int], None]], WrittenFiles],
+        n_files: int,
+        tells: bool,
+    ) -> list[WriteResult]:
+        """Write the items of a plan. They get places as they come, on this rank alone.
+
+        Args:
+            write: ``RobustWriter.write``.
+            n_files: how many files hold a rank's tensors.
+            tells: whether the results carry this rank's row of the report.
+        """
+        self._planner_name = type(planner).__name__
+        self._times.ends("plan")
+        placements = place_items(items, files=n_files)
+        with self._times.own_write():
+            source = WriteItemSource(items, planner.resolve_data)
+            written = write(rank, source, placements, lambda done_nbytes, total_nbytes: None)
+        results = results_of(items, placements, written)
+        return told_by(results, said_of_rank(rank, written, self._times)) if tells else results
+
+    def commit(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]], directory: SaveDirectory) -> None:
+        """Put the places of all items into ``metadata`` and publish it. What was made is removed if that fails.
+
+        Args:
+            results: those of each rank, as stock hands them to ``finish``.
+        """
+        metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
+        metadata.version = FORMAT_VERSION
+        self._times.ends("write")
+        try:
+            directory.publish(MetadataToPublish((encode_metadata(metadata),), referenced_files(metadata)))
+        except BaseException as error:
+            directory.roll_back(error)
+            raise
+        self._times.ends("commit")
+
+    def report_of(
+        self, results: Sequence[Sequence[WriteResult]], checkpoint: str, save_id: str, fallbacks: Sequence[str]
+    ) -> SavedReport:
+        """The report of the save, which was just committed."""
+        sizes: dict[str, int] = {}
+        for part in results:
+            for result in part:
+                sizes[result.index.fqn] = sizes.get(result.index.fqn, 0) + result.size_in_bytes
+        return make_report(
+            [
+                (rank, part[-1].said)
+                for rank, part in enumerate(results)
+                if part and isinstance(part[-1], _TellingResult) and part[-1].said is not None
+            ],
+            self._times,
+            checkpoint=checkpoint,
+            save_id=save_id,
+            world_size=len(results),
+            coordinator_rank=0,
+            plan=Plan("foreign", f"{self._planner_name} made the plan"),
+            fallbacks=fallbacks,
+            modules=module_sizes(list(sizes), np.array(list(sizes.values()), dtype=np.int64)),
+        )

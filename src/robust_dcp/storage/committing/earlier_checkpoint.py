@@ -11,10 +11,10 @@ import os
 from collections.abc import Collection
 
 from robust_dcp.errors import StorageError
+from robust_dcp.storage.committing.committed import Committed, committed_in
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, mark_of, metadata_name, writer_of
 from robust_dcp.storage.layouts.marks import is_of_save
-from robust_dcp.storage.writing.committed import Committed, committed_in
 
 __all__ = ["EarlierCheckpoint"]
 

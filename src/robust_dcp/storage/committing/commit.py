@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from robust_dcp.on_demand import errors
+from robust_dcp.storage.committing.removal import is_gone_or_told
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
-from robust_dcp.storage.writing.removal import is_gone_or_told
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

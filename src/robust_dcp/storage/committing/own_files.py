@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from robust_dcp.errors import StorageError
+from robust_dcp.storage.committing.commit import CHECK
+from robust_dcp.storage.committing.removal import is_gone, remove_data_files
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import is_data_file, mark_of
 from robust_dcp.storage.layouts.marks import is_of_save
-from robust_dcp.storage.writing.commit import CHECK
-from robust_dcp.storage.writing.removal import is_gone, remove_data_files
 
 __all__ = ["OwnFiles", "interfered"]
 

@@ -11,14 +11,14 @@ import os
 from typing import Final
 
 from robust_dcp.errors import StorageError
+from robust_dcp.storage.committing.directory_lock import DirectoryLock
+from robust_dcp.storage.committing.earlier_checkpoint import EarlierCheckpoint
+from robust_dcp.storage.committing.journal import Journal, await_announced, is_announced, journals_in
+from robust_dcp.storage.committing.leftovers import LeftOvers, find_left_overs
+from robust_dcp.storage.committing.removal import is_gone
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import SAFETENSORS_SUFFIX, metadata_name
 from robust_dcp.storage.layouts import Layout
-from robust_dcp.storage.writing.directory_lock import DirectoryLock
-from robust_dcp.storage.writing.earlier_checkpoint import EarlierCheckpoint
-from robust_dcp.storage.writing.journal import Journal, await_announced, is_announced, journals_in
-from robust_dcp.storage.writing.leftovers import LeftOvers, find_left_overs
-from robust_dcp.storage.writing.removal import is_gone
 
 __all__ = ["DirectoryClaim", "not_one_directory"]
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 from robust_dcp.on_demand import errors
+from robust_dcp.storage.committing.stripes import remove_target
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import check_relative_path
-from robust_dcp.storage.writing.stripes import remove_target
 
 __all__ = ["is_gone", "is_gone_or_told", "name_left_over", "remove_data_files"]
 

@@ -8,27 +8,33 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Final
 
 from robust_dcp.errors import StorageError
 from robust_dcp.report_file import REPORT_NAME, SavedReport
+from robust_dcp.storage.committing.commit import BEFORE_RENAME, MetadataToPublish, PreparedCommit
+from robust_dcp.storage.committing.committed import remember
+from robust_dcp.storage.committing.directory_claim import DirectoryClaim
+from robust_dcp.storage.committing.earlier_checkpoint import EarlierCheckpoint
+from robust_dcp.storage.committing.left_report import NO_INDEX, leave_report
+from robust_dcp.storage.committing.leftovers import named_by_ranks, tell_what_stays
+from robust_dcp.storage.committing.own_files import OwnFiles, interfered
+from robust_dcp.storage.committing.removal import is_gone, name_left_over, remove_data_files
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.nodes_file import NodeOfSave, write_nodes
 from robust_dcp.storage.files.paths import INDEX_NAME, NODES_NAME, mark_of, metadata_name
 from robust_dcp.storage.layouts import Layout
-from robust_dcp.storage.writing.commit import BEFORE_RENAME, MetadataToPublish, PreparedCommit
-from robust_dcp.storage.writing.committed import remember
-from robust_dcp.storage.writing.directory_claim import DirectoryClaim
-from robust_dcp.storage.writing.earlier_checkpoint import EarlierCheckpoint
-from robust_dcp.storage.writing.left_report import NO_INDEX, leave_report
-from robust_dcp.storage.writing.leftovers import named_by_ranks, tell_what_stays
-from robust_dcp.storage.writing.own_files import OwnFiles, interfered
-from robust_dcp.storage.writing.removal import is_gone, name_left_over, remove_data_files
 
 __all__ = ["SaveDirectory"]
 
 logger = logging.getLogger(__name__)
+
+_FEW_FILES: Final = 64
+_CHECK_AGAIN_SECONDS: Final = 1.0
 
 
 class SaveDirectory:
@@ -65,18 +71,31 @@ class SaveDirectory:
         self._files: Collection[str] = ()
         self._prepared: PreparedCommit | None = None
         self._nodes: Sequence[NodeOfSave] = ()
+        self._checked_at_seconds = -math.inf
 
-    def publish(self, metadata: MetadataToPublish, *, is_checked: Callable[[], bool] = lambda: False) -> None:
+    def check_own(self, names: Collection[str]) -> None:
+        """Make sure, right before the commit, that nobody has touched files that this rank has written.
+
+        Raises:
+            StorageError: somebody has touched one.
+        """
+        self._checked_at_seconds = time.monotonic()
+        self.own_files.check(names)
+
+    def publish(self, metadata: MetadataToPublish, *, are_checked: bool = False) -> None:
         """Commit, durably and in one step. Call :meth:`tidy_up` afterwards.
 
+        It checks the data files of all ranks once more if there are few, or if the last check was long ago: this
+        process may have been paused since.
+
         Args:
-            is_checked: called right before the rename. ``True`` means that all data files have just been checked.
+            are_checked: whether all ranks have called :meth:`check_own`.
 
         Raises:
             StorageError: a call failed. :attr:`may_be_committed` says whether the commit may have happened.
         """
         self.prepare(metadata, metadata.files)
-        self.finish(metadata, is_checked=is_checked)
+        self.finish(metadata, are_checked=are_checked)
 
     def prepare(self, metadata: MetadataToPublish, files: Collection[str]) -> None:
         """Make everything durable that the commit needs. Readers still see the earlier checkpoint.
@@ -111,22 +130,23 @@ class SaveDirectory:
                 index=metadata.index,
             )
 
-    def finish(self, metadata: MetadataToPublish, *, is_checked: Callable[[], bool] = lambda: False) -> None:
+    def finish(self, metadata: MetadataToPublish, *, are_checked: bool = False) -> None:
         """Commit what :meth:`prepare` has prepared. The arguments and errors are those of :meth:`publish`."""
         if self._prepared is None or self.claim.earlier is None:
             raise ValueError("a save is announced and its commit prepared before it is finished")
         with self._noting_what_is_committed():
             earlier = self.claim.earlier
-            self._has_index = self._prepared.finish(lambda: self._check_before_commit(earlier, is_checked))
+            self._has_index = self._prepared.finish(lambda: self._check_before_commit(earlier, are_checked=are_checked))
         self.may_be_committed = True
         self._asked_for_index = bool(metadata.index)
         remember(self._path_of(self._metadata_name), metadata.fragments, metadata.files, self.save_id)
 
-    def _check_before_commit(self, earlier: EarlierCheckpoint, is_checked: Callable[[], bool]) -> None:
+    def _check_before_commit(self, earlier: EarlierCheckpoint, *, are_checked: bool) -> None:
         if not earlier.is_still_committed():
             path = self._path_of(self._metadata_name)
             raise interfered(self.path, f"{path} is not the one that was there at the beginning")
-        if not is_checked():
+        is_recent = time.monotonic() - self._checked_at_seconds < _CHECK_AGAIN_SECONDS
+        if not are_checked or not is_recent or len(self._files) <= _FEW_FILES:
             self.own_files.check(self._files)
 
     @contextlib.contextmanager

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from robust_dcp.errors import StorageError
+from robust_dcp.storage.committing.committed import Committed, committed_in
+from robust_dcp.storage.committing.journal import OtherSave, SaveState, journals_in
+from robust_dcp.storage.committing.left_report import unfinished_report
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, holds_raw_bytes, is_data_file, mark_of, writer_of
 from robust_dcp.storage.layouts.marks import is_of_save
 from robust_dcp.storage.layouts.safetensors_head import MARK_KEY
-from robust_dcp.storage.writing.committed import Committed, committed_in
-from robust_dcp.storage.writing.journal import OtherSave, SaveState, journals_in
-from robust_dcp.storage.writing.left_report import unfinished_report
 
 __all__ = ["LeftOvers", "find_left_overs", "named_by_ranks", "tell_what_stays"]
 
