@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -92,6 +93,23 @@ def test_a_checkpoint_is_drained_although_on_commit_has_raised(tmp_path: Path) -
         robust_dcp.save(state_dict(1.0), storage_writer=writer, on_commit=name_as_latest)
     robust_dcp.finish_async_saves()
     assert loaded(str(tmp_path / "durable")) == 1.0
+
+
+class _RemovesSource(PosixDisk):
+    """When the first file is made at the target, the local checkpoint is removed."""
+
+    def open_new(self, path: str, *, direct: bool = False) -> OpenFile:
+        target, found, _ = path.partition("/durable/__")
+        if found:
+            shutil.rmtree(f"{target}/local", ignore_errors=True)
+        return super().open_new(path, direct=direct)
+
+
+def test_a_drain_whose_local_checkpoint_was_removed_has_failed(tmp_path: Path) -> None:
+    writer = RobustWriter(tmp_path / "local", drain_to=tmp_path / "durable", disk=_RemovesSource())
+    robust_dcp.save(state_dict(1.0), storage_writer=writer)
+    with pytest.raises(StorageError, match="local was removed while it was copied"):
+        robust_dcp.finish_async_saves()
 
 
 class _HangsOnce(PosixDisk):
