@@ -197,10 +197,14 @@ def async_save(
             started.agree(state_dict)
             staged = _Staged(started, executor, staging_nbytes)
             del state_dict
-            if staging == "full":
-                staged.copy()
-            staged.waited_seconds.append(started.seconds)
-            future = queue.submit(staged.finish)  # if this fails, all ranks hear of it
+            try:
+                if staging == "full":
+                    staged.copy()
+                staged.waited_seconds.append(started.seconds)
+                future = queue.submit(staged.finish)  # if this fails, all ranks hear of it
+            except BaseException:  # Ctrl-C
+                staged.release()
+                raise
     if staging == "lazy":
         return AsyncSave(staged.are_free, future, staged.waited_seconds)
     staged.are_free.result()

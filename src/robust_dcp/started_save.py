@@ -53,7 +53,7 @@ class StartedSave:
     clock: PhaseClock
     started_seconds: float
     on_commit: Callable[[], object] | None
-    open_channel: Callable[[str], Channel]
+    open_channel: Callable[[str, float], Channel]
     staged_for: str | None = None
     drain_remarks: tuple[str, ...] = ()
 
@@ -91,11 +91,11 @@ class StartedSave:
         channel = session.channel
         group = own_planner.process_group if process_group is None else process_group
 
-        def open_channel(operation: str) -> Channel:
+        def open_channel(operation: str, least_timeout_seconds: float) -> Channel:
             return Channel.for_group(
                 group,
                 operation=operation,
-                timeout_seconds=channel.timeout_seconds,
+                timeout_seconds=max(channel.timeout_seconds, least_timeout_seconds),
                 no_dist=own_planner.no_dist or no_dist,
             )
 
@@ -199,13 +199,15 @@ class StartedSave:
 
     def _drain_to(self, target: str) -> Drain:
         writer, written = self.writer, self.session.written
+        # A rank that waits for a store, and then to try again, is not silent: these waits have limits of their own.
+        least_timeout_seconds = 2 * writer.drain_options.call_timeout_seconds
         return Drain(
             writer.path,
             target,
             save_id=writer.save_id,
             names=() if written is None else written.names,
             options=writer.drain_options,
-            open_channel=lambda: self.open_channel(f"drain {checkpoint_name(writer.path)}"),
+            open_channel=lambda: self.open_channel(f"drain {checkpoint_name(writer.path)}", least_timeout_seconds),
             is_coordinator=self.session.channel.is_coordinator,
             disk=writer.disk,
         )

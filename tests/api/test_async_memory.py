@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import os
 import resource
 import threading
 from collections.abc import Callable, Iterator
@@ -147,3 +149,23 @@ def test_without_memory_for_copies_a_save_is_written_while_training_waits(
 def test_a_negative_limit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="staging_nbytes must be at least 0"):
         robust_dcp.async_save({"w": torch.ones(1)}, checkpoint_id=str(tmp_path), staging_nbytes=-1)
+
+
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_a_save_that_is_interrupted_while_it_copies_keeps_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, executor: Any
+) -> None:
+    buffers = STAGING if executor == "thread" else SHARED_STAGING
+    buffers.release()
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "_foreach_copy_", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        robust_dcp.async_save({"w": torch.ones(MEGABYTE)}, checkpoint_id=tmp_path / "1", executor=executor)
+    assert buffers.kept_nbytes >= 4 * MEGABYTE  # the next save has it
+    buffers.release()
+    gc.collect()  # the exception holds the copies
+    files = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    assert not any("robust_dcp-staging" in each for each in files)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import robust_dcp
-from robust_dcp import CheckpointManager, RobustWriter, StorageError, nearest_copy
+from robust_dcp import CheckpointManager, CopyOptions, RobustWriter, StorageError, nearest_copy
 from robust_dcp.drain.record import (
     DrainRecord,
     awaited_copy,
@@ -24,6 +26,7 @@ from robust_dcp.drain.record import (
     write_drain_record,
 )
 from robust_dcp.storage.files.being_loaded import not_being_loaded
+from robust_dcp.storage.files.disk import OpenFile
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.testing.nodes import can_become_node
 from robust_dcp.testing.ranks import errors, run_ranks, values
@@ -97,6 +100,50 @@ def test_a_checkpoint_is_drained_although_on_commit_has_raised(tmp_path: Path) -
         robust_dcp.save(state_dict(1.0), storage_writer=writer, on_commit=name_as_latest)
     robust_dcp.finish_async_saves()
     assert loaded(str(tmp_path / "durable")) == 1.0
+
+
+class _RemovesSource(PosixDisk):
+    """When the first file is made at the target, the local checkpoint is removed."""
+
+    def open_new(self, path: str, *, direct: bool = False) -> OpenFile:
+        target, found, _ = path.partition("/durable/__")
+        if found:
+            shutil.rmtree(f"{target}/local", ignore_errors=True)
+        return super().open_new(path, direct=direct)
+
+
+def test_a_drain_whose_local_checkpoint_was_removed_has_failed(tmp_path: Path) -> None:
+    writer = RobustWriter(tmp_path / "local", drain_to=tmp_path / "durable", disk=_RemovesSource())
+    robust_dcp.save(state_dict(1.0), storage_writer=writer)
+    with pytest.raises(StorageError, match="local was removed while it was copied"):
+        robust_dcp.finish_async_saves()
+
+
+class _HangsOnce(PosixDisk):
+    """On rank 1, the first call that makes a file at the target does not return."""
+
+    has_hung = False
+
+    def open_new(self, path: str, *, direct: bool = False) -> OpenFile:
+        if "/durable/" in path and dist.get_rank() == 1 and not self.has_hung:
+            self.has_hung = True
+            threading.Event().wait(60)
+        return super().open_new(path, direct=direct)
+
+
+def _drain_with_a_call_that_hangs(path: str, target: str) -> bool:
+    rank, disk = dist.get_rank(), _HangsOnce()
+    options = CopyOptions(call_timeout_seconds=3)
+    writer = RobustWriter(path, drain_to=target, drain_options=options, disk=disk)
+    robust_dcp.save(state_dict(1.0, rank), storage_writer=writer, timeout_seconds=1)
+    robust_dcp.finish_async_saves()
+    assert loaded(target, rank) == 1.0
+    return disk.has_hung
+
+
+def test_a_call_that_hangs_is_repeated_although_the_rank_is_silent_meanwhile(tmp_path: Path) -> None:
+    found = values(run_ranks(2, _drain_with_a_call_that_hangs, str(tmp_path / "local"), str(tmp_path / "durable")))
+    assert found == [False, True]
 
 
 def test_stock_save_refuses_a_writer_that_drains(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import io
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -114,6 +114,9 @@ class StagedSource:
             self._copy()
         except BaseException as error:
             self._failure = error
+            if self._stream is not None:
+                with suppress(Exception):  # no copy that is under way may reach the memory when the next save has it
+                    self._stream.synchronize()
             raise
         finally:
             self._ends.set()

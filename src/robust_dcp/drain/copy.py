@@ -152,7 +152,9 @@ class Copy:
         plan, inventory, announcement = self._known_plan(), self.inventory, self._announced()
         metadata = announcement.metadata_with(plan.renamed)
         self._send_extras(inventory)
-        self._check_source(inventory)
+        changed = self._source_changed()
+        if changed is not None:
+            raise changed
         there = self._check_target(sent)
         replaced = read_metadata(self._target, there)
         is_same = replaced == metadata
@@ -189,10 +191,10 @@ class Copy:
         )
 
     def is_source_replaced(self) -> bool:
-        """Whether another save has replaced the checkpoint since :meth:`begin`."""
+        """Whether another save has replaced the checkpoint since :meth:`begin`. If it was removed, none has."""
         inventory = self._inventory
         metadata = {} if inventory is None else inventory.metadata
-        return any(read_whole(self._source, name) != data for name, data in metadata.items())
+        return any(read_whole(self._source, name) not in (None, data) for name, data in metadata.items())
 
     def withdraw(self) -> None:
         """Remove what was sent. The source was replaced, so nobody can go on with this copy.
@@ -256,10 +258,6 @@ class Copy:
                 operation="copy",
             ) from error
 
-    def _check_source(self, inventory: Inventory) -> None:
-        if self.is_source_replaced():
-            raise self._replaced()
-
     def _check_target(self, sent: Mapping[str, int]) -> dict[str, int]:
         there = self._target.files()
         wrong = sorted(name for name, nbytes in sent.items() if there.get(name) != nbytes)
@@ -273,22 +271,31 @@ class Copy:
             )
         return there
 
-    def _replaced(self) -> StorageError:
-        self.was_replaced = True
-        return StorageError(
-            f"{self.source_url} was replaced by another save while it was copied, and nothing is committed at the "
-            "target; copy it again once no save runs into it, or save each step into a directory of its own",
-            path=self.source_url,
-            operation="copy",
-        )
+    def _source_changed(self) -> StorageError | None:
+        """The error for a checkpoint that is no longer there as :meth:`begin` has seen it; ``None`` if it is."""
+        if self.is_source_replaced():
+            self.was_replaced = True
+            why = (
+                f"{self.source_url} was replaced by another save while it was copied, and nothing is committed at the "
+                "target; copy it again once no save runs into it, or save each step into a directory of its own"
+            )
+        elif any(read_whole(self._source, name) is None for name in self.inventory.metadata):
+            why = (
+                f"{self.source_url} was removed while it was copied, and nothing is committed at the target; copy "
+                "another checkpoint, and remove each only after its copy has arrived"
+            )
+        else:
+            return None
+        return StorageError(why, path=self.source_url, operation="copy")
 
     def _send(self, name: str, target_name: str, there_nbytes: int | None) -> int:
         try:
             return self._transfer.send(name, target_name, there_nbytes)
         except RobustCheckpointError as error:
-            # A replaced source shows in many ways: files are gone, shorter, or have other checksums.
-            if self._inventory is not None and not self._threads.has_failed and self.is_source_replaced():
-                raise self._replaced() from error
+            # A source that is replaced shows in many ways: files are gone, shorter, or have other checksums.
+            changed = None if self._inventory is None or self._threads.has_failed else self._source_changed()
+            if changed is not None:
+                raise changed from error
             raise
 
     def _stop_if_failed(self) -> None:

@@ -6,18 +6,11 @@ Each part is checksummed right after its copy, while the processor's cache still
 
 from __future__ import annotations
 
-from typing import Final
-
 from robust_dcp.staging import Block, TensorBytes
 from robust_dcp.storage.records.block_sums import cuts, sums_of
 from robust_dcp.storage.records.checksum import crc32
 
-__all__ = ["HOT_NBYTES", "copy_checked"]
-
-HOT_NBYTES: Final = 512 << 10
-"""So much is copied at a time: half of a small second-level cache. Smaller parts need more calls, and each call
-releases the GIL.
-"""
+__all__ = ["copy_checked"]
 
 
 def copy_checked(data: TensorBytes, begin: int, end: int, block: Block, at: int, *, checksums: bool) -> list[int]:
