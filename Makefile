@@ -2,11 +2,12 @@
 #
 #   make demo    save, change, reload and reshard real models on 4 ranks (CPU)
 #   make test    all tests; use PYTEST_ARGS="tests/comm -k timeout" to run some
-#   make test-compat        the Megatron tests with Megatron-Core 0.14.0 and 0.19.2, the saves of ms-swift and verl, the
+#   make test-compat        the Megatron tests with Megatron-Core 0.14.0 and 0.19.2, the saves and loads of ms-swift, the
 #                           queue of nvidia-resiliency-ext, and all of test-frameworks and test-browser
 #   make test-compat-smoke  the part of test-compat that CI runs, about three minutes
-#   make test-frameworks    the switch under Lightning, Accelerate, transformers, torchtitan, TorchTNT and torchtune;
-#                           FRAMEWORKS=lightning for one of them (torchtitan needs Python 3.11 and takes 1.1 GB of disk)
+#   make test-frameworks    the switch under Lightning, Accelerate, transformers, torchtitan, TorchTNT, torchtune, verl and
+#                           Megatron-Bridge; FRAMEWORKS=lightning for one of them. On disk torchtitan takes 1.1 GB, verl
+#                           and Megatron-Bridge 0.8 GB each. These three need Python 3.11
 #   make test-hooks  saves and loads as TensorBoard, Weights & Biases, MLflow and OpenTelemetry see them
 #   make test-browser       the page of `robust-dcp report` in a headless Chromium (apt-get install chromium)
 #   make check   format, lint, types, layers, and that the site of docs/ can be built; changes no file of the sources
@@ -61,7 +62,7 @@ coverage: $(INSTALLED)
 # Other versions of Megatron. Each is in its own folder, which comes before .venv's packages on the path. The sources of
 # 0.19.2 have megatron.training too. They require Python 3.12, but run on 3.10 with tests/megatron/standins.
 COMPAT := .compat
-FROM_WHEELS := megatron-core-0.14.0 ms-swift-4.6.0 nvidia-resiliency-ext-0.4.1 verl-0.9.1
+FROM_WHEELS := megatron-core-0.14.0 ms-swift-4.6.0 nvidia-resiliency-ext-0.4.1
 # Each test of whole models runs with one version only. Flattened ranges exist only in 0.14.0. That version cannot build
 # the models of test_models on a CPU, and cannot run Megatron-FSDP with this torch. Its package has no megatron.training.
 MODELS_OF_0_14 := tests/megatron/test_compat_flattened.py
@@ -76,10 +77,13 @@ TRUST_FILES := TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1
 
 # Frameworks that call torch.distributed.checkpoint: one requirements file and one test module each. They lie before
 # .venv's packages on the path and are installed without their dependencies, so that torch stays the one of .venv.
-FRAMEWORKS ?= accelerate lightning torchtitan torchtnt torchtune
-ALL_FRAMEWORKS := accelerate lightning torchtitan torchtnt torchtune
+ALL_FRAMEWORKS := accelerate lightning megatron_bridge torchtitan torchtnt torchtune verl
+FRAMEWORKS ?= $(ALL_FRAMEWORKS)
 FRAMEWORK_SMOKE := tests/frameworks/test_lightning.py -k "either and fabric-mp"
-RUN_FRAMEWORK = $(call RUN_COMPAT,$(COMPAT)/frameworks/$(1),$(2))
+RUN_FRAMEWORK = $(call RUN_COMPAT,$(BEFORE_$(1)) $(COMPAT)/frameworks/$(1),$(2))
+# What two of them need besides: the tests' stand-ins for CUDA, and for Megatron-Bridge a Megatron-Core of its age.
+BEFORE_verl := .
+BEFORE_megatron_bridge := . tests/megatron/standins $(COMPAT)/megatron-core-0.19.2
 
 test-compat: test-compat-smoke test-frameworks test-hooks test-browser
 	@echo "== megatron-core 0.14.0"
@@ -97,8 +101,6 @@ test-compat-smoke: $(INSTALLED) $(addprefix $(COMPAT)/,$(FROM_WHEELS:=/.installe
 	$(call RUN_COMPAT,$(COMPAT)/nvidia-resiliency-ext-0.4.1,tests/megatron/test_compat_nvrx.py)
 	@echo "== ms-swift 4.6.0, megatron-core as installed"
 	$(call RUN_COMPAT,$(COMPAT)/ms-swift-4.6.0,tests/megatron/test_compat_ms_swift.py)
-	@echo "== verl 0.9.1, megatron-core as installed"
-	$(call RUN_COMPAT,$(COMPAT)/verl-0.9.1,tests/megatron/test_compat_verl.py)
 	@echo "== lightning: Fabric with FSDP2"
 	$(call RUN_FRAMEWORK,lightning,$(FRAMEWORK_SMOKE))
 
@@ -112,6 +114,10 @@ $(COMPAT)/browser/.installed: tests/report_page/browser_requirements.txt | $(INS
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps --target $(@D) -r $<
 	@touch $@
 
+# Megatron-Bridge asks for Python 3.12, and runs on 3.11 with the stand-ins.
+test-framework-megatron_bridge: $(COMPAT)/megatron-core-0.19.2/.installed
+$(COMPAT)/frameworks/megatron_bridge/.installed: PIP_OPTIONS := --ignore-requires-python
+
 test-framework-%: $(COMPAT)/frameworks/%/.installed
 	@echo "== $*"
 	$(call RUN_FRAMEWORK,$*,tests/frameworks/test_$*.py)
@@ -119,7 +125,8 @@ test-framework-%: $(COMPAT)/frameworks/%/.installed
 $(ALL_FRAMEWORKS:%=$(COMPAT)/frameworks/%/.installed): $(COMPAT)/frameworks/%/.installed: \
   tests/frameworks/requirements/%.txt | $(INSTALLED)
 	rm -rf $(@D)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps --target $(@D) -r $<
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-deps $(PIP_OPTIONS) --target $(@D) \
+	  -r $<
 	@touch $@
 
 test-hooks: $(COMPAT)/hooks/.installed

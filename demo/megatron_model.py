@@ -104,7 +104,7 @@ class Trainer:
             position_embedding_type="rope",
         ).to(self._device, torch.bfloat16)
         self._make_experts_differ()
-        self._ddp = DistributedDataParallel(
+        self.ddp = DistributedDataParallel(
             config,
             DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False),
             self.model,
@@ -117,7 +117,7 @@ class Trainer:
                 bf16=True,
                 params_dtype=torch.bfloat16,
             ),
-            [self._ddp],
+            [self.ddp],
         )
         self._give_the_optimizer_state()
 
@@ -127,12 +127,12 @@ class Trainer:
         Returns:
             The mean loss, on ranks of the last pipeline stage; ``None`` on the others.
         """
-        self._ddp.zero_grad_buffer()
+        self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         losses = get_forward_backward_func()(
             forward_step_func=self._forward_step,
             data_iterator=None,
-            model=[self._ddp],
+            model=[self.ddp],
             num_microbatches=n_microbatches,
             seq_length=CONTEXT,
             micro_batch_size=1,

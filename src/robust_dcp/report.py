@@ -167,6 +167,8 @@ class SaveReport(_Report):
                 "files": self.files,
                 "how": self.how,
                 "peak_buffer_nbytes": self.peak_buffer_nbytes,
+                "unchanged_nbytes": self.unchanged_nbytes,
+                "leads_directory": self.leads_directory,
                 "stragglers": self.stragglers,
                 "differing_objects": self.differing_objects,
                 "unloadable_objects": self.unloadable_objects,

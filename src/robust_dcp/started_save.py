@@ -77,6 +77,7 @@ class StartedSave:
         staged_for = _url_of(checkpoint_id)
         writer = _robust_writer(storage_writer, staging_directory(staged_for) if staged_for else checkpoint_id)
         own_planner = _robust_planner(planner)
+        writer.known_as = staged_for
         session = own_planner.open_session(
             checkpoint_name(writer.path),
             writer,
@@ -181,9 +182,8 @@ class StartedSave:
             if target is not None:
                 drain = self._drain_to(target)
                 drain.announce()
-                if (
-                    self.staged_for is None
-                ):  # before on_commit: if that raises, the checkpoint is committed all the same
+                # Before on_commit: if that raises, the checkpoint is committed all the same.
+                if self.staged_for is None:
                     self.drain_queue.submit(drain.run)
             if self.on_commit is not None and self.staged_for is None:
                 self._tell_of_commit(self.on_commit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import socket
@@ -167,6 +168,16 @@ def test_reports_of_saves_and_loads_are_json(tmp_path: Path) -> None:
     told = json.loads(loaded.to_json())
     assert (told["kind"], told["seconds"], told["nbytes"]) == ("load", loaded.seconds, loaded.nbytes)
     assert told["missing_keys"] == [] and "\n" not in loaded.to_json()
+
+
+def test_the_json_of_a_report_leaves_out_nothing_that_the_report_knows(tmp_path: Path) -> None:
+    saved = robust_dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path)
+    loaded = robust_dcp.load({"a": torch.zeros(3)}, checkpoint_id=tmp_path)
+    for report in (saved, loaded):
+        told = json.loads(report.to_json())
+        known = {each.name for each in dataclasses.fields(report) if not each.name.startswith("_")}
+        # "plan" has the reason and the changes, and "checkpoint" is the id.
+        assert known - told.keys() - {"reason", "changes"} == {"checkpoint_id"}
 
 
 def test_the_report_can_be_switched_off_with_the_other_options(tmp_path: Path) -> None:

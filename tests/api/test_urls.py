@@ -69,13 +69,36 @@ def test_a_model_is_not_consolidated_into_a_url(tmp_path: Path, monkeypatch: pyt
     assert os.listdir(tmp_path) == ["checkpoint"]
 
 
-@pytest.mark.parametrize("kind", ["file://{path}", "FILE://{path}/"])
+@pytest.mark.parametrize("kind", ["file://{path}", "FILE://{path}/", "file://localhost{path}", "file:///{path}"])
 def test_a_file_url_means_the_path(kind: str, tmp_path: Path) -> None:
     robust_dcp.save(state_dict(), checkpoint_id=kind.format(path=tmp_path / "checkpoint"))
     found = {"w": torch.zeros(3)}
     robust_dcp.load(found, checkpoint_id=kind.format(path=tmp_path / "checkpoint"))
     assert found["w"].tolist() == [1.0] * 3
     assert (tmp_path / "checkpoint/.metadata").exists()
+
+
+@pytest.mark.parametrize("url", ["file://host/x", "file://runs/step_1", "file://.", "FILE://host"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda url: robust_dcp.save(state_dict(), checkpoint_id=url),
+        lambda url: robust_dcp.async_save(state_dict(), checkpoint_id=url),
+        lambda url: robust_dcp.load(state_dict(), checkpoint_id=url),
+        lambda url: robust_dcp.copy_checkpoint("checkpoint", url),
+        lambda url: robust_dcp.nearest_copy([url]),
+        lambda url: RobustWriter("checkpoint", drain_to=url),
+        lambda url: robust_dcp.CheckpointManager("checkpoint", drain_to=url),
+    ],
+)
+def test_a_file_of_another_machine_is_refused(
+    url: str, call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="of this machine only: write file:///"):
+        call(url)
+    assert os.listdir(tmp_path) == []
+    assert not RobustReader.validate_checkpoint_id(url)
 
 
 @pytest.mark.parametrize("name", ["a:b", "x:/y", "step=1/loss:0.3", "runs/s3://x", "c:", "://x", "1s://x", "s3:"])

@@ -320,3 +320,16 @@ def test_renaming_loses_no_item_and_invents_none(names: list[str], pairs: list[t
 def test_what_a_star_stood_for_is_put_in(before: str, rest: str) -> None:
     assert Rules(rename=(("model.*.x", "*"),)).renamed(f"model.{before}.x") == before
     assert Rules(rename=(("*:*", "*-*"),)).renamed(f"{before}:{rest}") == f"{before}-{rest}"
+
+
+def test_a_pattern_that_no_item_fits_is_told(source: Path, tmp_path: Path, shell: Shell) -> None:
+    words = ["--select", "model.*", "--rename", "modle.*=*", "--rename", "model.*=*", "--dtype", "scaler=bfloat16"]
+    ended = shell("convert", source, tmp_path / "target", "--to", "dcp", *words)
+    assert ended.code == 0
+    said = [line for line in ended.err.splitlines() if line.startswith("No item")]
+    assert said == ["No item has a name that fits modle.*", "No item has a name that fits scaler"]
+
+
+def test_a_dtype_that_does_not_exist_is_refused_even_if_no_item_would_get_it(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'floaty' is no floating dtype"):
+        convert(source, tmp_path / "target", form="dcp", rules=Rules(dtypes=(("nothing", "floaty"),)))

@@ -22,6 +22,7 @@ from robust_dcp.cli.app import app
 from robust_dcp.comparison.tensor_difference import TensorDifference, difference_of
 from robust_dcp.comparison.values import compare_tensors
 from robust_dcp.testing.ranks import run_ranks, values
+from tests.cli.commands import Shell
 
 
 def state() -> dict[str, Any]:
@@ -168,3 +169,11 @@ def test_a_checkpoint_that_is_not_there_is_no_difference(tmp_path: Path) -> None
     robust_dcp.save(state(), checkpoint_id=tmp_path / "1")
     found = CliRunner().invoke(app, ["diff", str(tmp_path / "1"), str(tmp_path / "2")])
     assert found.exit_code not in (0, 1) or found.exception is not None
+
+
+def test_a_pattern_that_no_item_fits_is_no_equality(tmp_path: Path, shell: Shell) -> None:
+    robust_dcp.save(state(), checkpoint_id=tmp_path / "one")
+    robust_dcp.save(state(), checkpoint_id=tmp_path / "two")
+    ended = shell("diff", tmp_path / "one", tmp_path / "two", "modle.*", "--values", "--json")
+    assert (ended.code, ended.json) == (2, {"error": "no item of either checkpoint has such a name: modle.*"})
+    assert diff(tmp_path / "one", tmp_path / "two", "modle.*", "step")[0] == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,49 @@ def test_help_listings_and_the_doctor_never_import_torch_or_numpy(originals: Pat
     ]
     for command, (code, first, end) in zip(commands, watched(*commands), strict=True):
         assert (code, first, end) == (0, [], []), command
+
+
+def test_the_root_of_a_run_is_listed_and_pruned_without_them(originals: Path, tmp_path: Path) -> None:
+    for number, kind in enumerate(("ours", "stock", "ours", "megatron")):
+        shutil.copytree(originals / kind, tmp_path / f"step_{number}")
+    (tmp_path / "step_7").mkdir()
+    (tmp_path / "step_8").mkdir()
+    (tmp_path / "step_8/__0_0.distcp").touch()
+    (tmp_path / ".robust_dcp.removing.step_9").mkdir()
+    (tmp_path / "step_10").symlink_to("nowhere")
+    (tmp_path / "latest").symlink_to("step_2")
+    (tmp_path / "step_0/.robust_dcp.drain.json").write_text(
+        '{"target": "s3://bucket/step_0", "save_id": "another", "is_complete": false}'
+    )
+    commands = [
+        ["ls", str(tmp_path)],
+        ["ls", str(tmp_path), "--json"],
+        ["prune", str(tmp_path), "--keep-last", "1", "--dry-run"],
+        ["report", str(tmp_path), "--output", str(tmp_path / "page.html")],
+        ["doctor", str(tmp_path)],
+    ]
+    for command, (code, first, end) in zip(commands, watched(*commands), strict=True):
+        assert (code, first, end) == (0, [], []), command
+
+
+def test_completion_imports_neither() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "robust_dcp.cli"],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "_ROBUST_DCP_COMPLETE": "complete_bash",
+            "COMP_WORDS": "robust-dcp convert --",
+            "COMP_CWORD": "2",
+            "ROBUST_DCP": "0",
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    imported = {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines()}
+    assert "--to" in ran.stdout.split() and "typer" in imported
+    assert not imported & {"torch", "numpy", "megatron", "rich"}
 
 
 def test_an_error_about_a_path_imports_neither(tmp_path: Path) -> None:

@@ -94,6 +94,84 @@ def test_an_error_is_json_if_json_was_asked_for(name: str, shell: Shell, tmp_pat
     assert "there is no such directory" in ended.json["error"]
 
 
+WORDS_AFTER_THE_PATH = {
+    "inspect": ["--json"],
+    "verify": ["--fast"],
+    "diff": ["{path}"],
+    "convert": ["{target}", "--to", "dcp", "--force"],
+    "report": ["--output", "{target}"],
+    "ls": [],
+    "prune": ["--keep-last", "1", "--dry-run"],
+    "bench": ["--seconds", "0.1"],
+    "doctor": [],
+}
+
+
+@pytest.mark.parametrize("name", WORDS_AFTER_THE_PATH)
+def test_a_path_may_be_a_file_url_and_a_place_in_a_store_is_refused(
+    name: str, originals: Path, shell: Shell, tmp_path: Path
+) -> None:
+    path = originals if name in ("ls", "prune") else originals / "ours"
+    words = [each.format(path=path, target=tmp_path / "target") for each in WORDS_AFTER_THE_PATH[name]]
+    for url in (f"file://{path}", f"FILE://localhost{path}"):
+        assert shell(name, url, *words).code == 0
+    for url in ("s3://bucket/run", "file://host/run"):
+        ended = shell(name, url, *words)
+        assert ended.code == 2
+        assert f"{url} is a URL, and this command takes directories" in (ended.err or ended.json["error"])
+
+
+@pytest.mark.parametrize("words", [["no-such-command"], ["ls"], ["ls", ".", "--no-such-option"], ["ls", ".", "more"]])
+def test_words_that_make_no_sense_are_told_as_json_if_that_was_asked_for(words: list[str], shell: Shell) -> None:
+    ended = shell(*words, "--json")
+    assert ended.code == 2 and list(ended.json) == ["error"] and ended.json["error"]
+    ended = shell(*words)
+    assert ended.code == 2 and ended.out == "" and ended.err
+
+
+def test_names_of_files_that_are_no_text_are_shown_and_can_be_used(
+    originals: Path, tmp_path: Path, shell: Shell
+) -> None:
+    root = tmp_path / os.fsdecode(b"run\xff")
+    shutil.copytree(originals / "ours", root / "step_1")
+    path = root / "step_1"
+    assert shell("inspect", path).code == shell("verify", path).code == 0
+    assert f"{tmp_path}/run\\udcff/step_1:" in shell("inspect", path).err
+    for words in (["ls", root], ["report", root], ["inspect", path], ["verify", path], ["doctor", root]):
+        assert "run\\udcff" in str(shell(*words, "--json").json)  # Python's name for the byte, so that it can be opened
+    assert shell("copy", path, root / "copied", "--json").json["target"] == str(root / "copied")
+    assert shell("verify", root / "copied").code == 0
+    words = ["--to", "safetensors", "--exclude", "*complex"]
+    assert shell("convert", path, root / "converted", *words, "--json").json["target"] == str(root / "converted")
+    assert shell("diff", path, root / "converted", "model.weight", "--values", "--json").json["are_equal"]
+
+
+def test_bash_completes_what_is_typed_once_completion_is_installed(tmp_path: Path) -> None:
+    program = """
+    robust-dcp --install-completion > /dev/null
+    . ~/.bashrc
+    for words in "prune --keep-" "convert a b --to " "inspect --ran"; do
+        COMP_WORDS=(robust-dcp ${words% } $([[ $words == *" " ]] && echo "''")) COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+        _robust_dcp_completion robust-dcp
+        echo ${COMPREPLY[@]}
+    done
+    """
+    ran = subprocess.run(
+        ["bash", "-c", program],
+        env={
+            **os.environ,
+            "HOME": str(tmp_path),
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    found = [set(line.split()) for line in ran.stdout.splitlines()]
+    assert found == [{"--keep-last", "--keep-every", "--keep-best"}, {"dcp", "safetensors", "torch"}, {"--ranks"}], ran
+
+
 def test_the_script_of_the_shell_completes_commands() -> None:
     ended = in_a_process(_ROBUST_DCP_COMPLETE="complete_bash", COMP_WORDS="robust-dcp ver", COMP_CWORD="1", TERM="dumb")
     assert (ended.code, ended.out.split()) == (0, ["verify"])

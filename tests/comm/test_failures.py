@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
 
+import robust_dcp
 from robust_dcp.comm import Channel, Offer, Stopped
 from robust_dcp.comm.failures import MAX_FAILURES_TOLD, ErrorMessage, describe
 from robust_dcp.comm.wire import decode
@@ -223,3 +226,18 @@ def test_fields_too_long_to_send_are_left_out_but_the_class_stays() -> None:
     told = decode(describe(0, error), ErrorMessage).to_error()
     assert isinstance(told, PlanConflict)
     assert (told.message, told.key, told.ranks) == ("conflict", "w", None)
+
+
+def test_a_path_that_is_no_text_is_told_with_another_letter() -> None:
+    error = StorageError("open \udcff", path="/data/\udcff", operation="open")
+    told = decode(describe(0, error), ErrorMessage).to_error()
+    assert isinstance(told, StorageError) and (told.message, told.path) == ("open ?", "/data/?")
+
+
+def _load_what_is_not_there(path: str) -> None:
+    robust_dcp.load({"w": torch.zeros(3)}, checkpoint_id=f"{path}/nothing\udcff")
+
+
+def test_all_ranks_hear_of_a_path_that_is_no_text(tmp_path: Path) -> None:
+    for error in errors(run_ranks(2, _load_what_is_not_there, str(tmp_path))):
+        assert error.type_name == "StorageError" and "nothing?" in error.message

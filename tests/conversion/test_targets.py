@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import robust_dcp
+from robust_dcp import RobustReader
 from robust_dcp.conversion.convert import convert
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.posix_disk import PosixDisk
@@ -23,6 +24,12 @@ from tests.support.simulated_disk import WatchedDisk
 def source(tmp_path: Path) -> Path:
     robust_dcp.save(dict(STATE), checkpoint_id=tmp_path / "source")
     return tmp_path / "source"
+
+
+def test_a_converted_checkpoint_names_the_place_where_it_ends(source: Path, tmp_path: Path) -> None:
+    convert(source, tmp_path / "target", form="dcp")
+    meta = RobustReader(tmp_path / "target").read_metadata().storage_meta
+    assert meta is not None and meta.checkpoint_id == str(tmp_path / "target")
 
 
 def test_of_many_calls_at_once_one_makes_the_target_and_the_others_say_so(source: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from robust_dcp.conversion.convert import convert
 from robust_dcp.conversion.rules import Rules
 from robust_dcp.conversion.torch_file import TorchFile
-from robust_dcp.errors import CorruptCheckpoint
+from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.testing.fingerprints import differences
 
 
@@ -120,3 +121,31 @@ def test_a_file_of_before_torch_1_6_is_taken(tmp_path: Path) -> None:
     )
     convert(tmp_path / "file.pt", tmp_path / "made", form="torch")
     assert differences(torch.load(tmp_path / "file.pt"), torch.load(tmp_path / "made")) == []
+
+
+class _Own:
+    pass
+
+
+class _AsksForCode:
+    def __reduce__(self) -> Any:
+        return os.getpid, ()
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+@pytest.mark.parametrize(
+    ("value", "named"), [(_Own(), "test_torch_file._Own"), (_AsksForCode(), f"{os.name}.getpid")], ids=["class", "code"]
+)
+def test_the_class_that_a_file_may_not_ask_for_is_named(value: Any, named: str, is_zip: bool, tmp_path: Path) -> None:
+    torch.save({"a": value}, tmp_path / "file", _use_new_zipfile_serialization=is_zip)
+    with pytest.raises(UnsafeCheckpoint, match="is not plain data") as refused:
+        TorchFile(str(tmp_path / "file"))
+    assert named in refused.value.message
+    assert "weights_only` set to `False`" not in refused.value.message  # no advice to read it with less care
+
+
+@pytest.mark.parametrize("content", [b"x\n", b"", b"PK\x03\x04 and so on", b"{}", bytes(100)])
+def test_a_file_of_another_kind_is_none_of_torch_save(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(CorruptCheckpoint, match=r"expected a file of torch\.save"):
+        TorchFile(str(tmp_path / "file"))

@@ -17,7 +17,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import robust_dcp
 from robust_dcp import CheckpointManager, CopyOptions, RobustWriter, StorageError, nearest_copy
-from robust_dcp.drain.record import read_drain_record
+from robust_dcp.drain.record import (
+    DrainRecord,
+    awaited_copy,
+    is_awaited,
+    note_arrival,
+    read_drain_record,
+    write_drain_record,
+)
 from robust_dcp.storage.files.being_loaded import not_being_loaded
 from robust_dcp.storage.files.disk import OpenFile
 from robust_dcp.storage.files.posix_disk import PosixDisk
@@ -171,6 +178,60 @@ def test_a_manager_does_not_remove_a_checkpoint_whose_drain_has_failed(tmp_path:
             robust_dcp.finish_async_saves()
     manager.prune()
     assert [each.step for each in manager.checkpoints()] == [1, 2, 3]
+
+
+def test_a_copy_that_a_later_save_has_made_needless_keeps_nothing_from_being_removed(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("no directory")
+    root = tmp_path / "local"
+    robust_dcp.save(state_dict(1.0), storage_writer=RobustWriter(root / "step_1", drain_to=tmp_path / "taken/durable"))
+    with pytest.raises(StorageError, match="taken"):
+        robust_dcp.finish_async_saves()
+    manager = CheckpointManager(root, keep_last=1)
+    manager.save(2, state_dict(2.0))
+    assert [each.step for each in manager.checkpoints()] == [1, 2]  # step 1 is awaited
+
+    robust_dcp.save(state_dict(1.5), checkpoint_id=root / "step_1")
+    manager.save(3, state_dict(3.0))
+    assert [each.step for each in manager.checkpoints()] == [3]
+
+
+@pytest.mark.parametrize("target", ["durable", "./durable/", "file://{path}/durable"])
+def test_a_drain_that_somebody_else_has_ended_is_not_awaited_any_more(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("durable").write_text("no directory yet")
+    writer = RobustWriter("local/step_1", drain_to="durable")
+    robust_dcp.save(state_dict(1.0), storage_writer=writer)
+    with pytest.raises(StorageError, match="durable"):
+        robust_dcp.finish_async_saves()
+    os.remove("durable")
+    robust_dcp.copy_checkpoint("local/step_1", "elsewhere")
+    assert is_awaited(PosixDisk(), "local/step_1")
+
+    robust_dcp.copy_checkpoint("local/step_1", target.format(path=tmp_path))
+    assert not is_awaited(PosixDisk(), "local/step_1")
+
+
+def test_the_arrival_of_a_copy_is_not_noted_for_the_save_that_came_after_it(tmp_path: Path) -> None:
+    earlier, later = (DrainRecord("s3://bucket/run", save_id, is_complete=False) for save_id in ("earlier", "later"))
+    (tmp_path / ".metadata").write_bytes(b"later")
+    write_drain_record(PosixDisk(), str(tmp_path), later)
+    note_arrival(PosixDisk(), str(tmp_path), earlier)
+    assert awaited_copy(PosixDisk(), str(tmp_path)) == later
+    note_arrival(PosixDisk(), str(tmp_path), later)
+    assert awaited_copy(PosixDisk(), str(tmp_path)) is None
+
+
+@pytest.mark.parametrize("nbytes_before", [0, 1, (1 << 20) - 3, 3 << 20])
+@pytest.mark.parametrize("nbytes_after", [0, 1, (1 << 20) - 3, 3 << 20])
+def test_the_save_of_a_record_is_found_wherever_it_stands_in_the_metadata(
+    nbytes_before: int, nbytes_after: int, tmp_path: Path
+) -> None:
+    (tmp_path / ".metadata").write_bytes(b"x" * nbytes_before + b"0123-abcd" + b"x" * nbytes_after)
+    for save_id, expected in (("0123-abcd", True), ("0123-abce", False), ("0" * (3 << 18), False)):
+        write_drain_record(PosixDisk(), str(tmp_path), DrainRecord("elsewhere", save_id, is_complete=False))
+        assert is_awaited(PosixDisk(), str(tmp_path)) is expected
 
 
 def test_a_checkpoint_that_is_copied_cannot_be_removed_meanwhile(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 import robust_dcp
-from robust_dcp import CopyOptions, RobustReader, StorageError, copy_checkpoint
+from robust_dcp import CopyOptions, RobustReader, RobustWriter, StorageError, copy_checkpoint
+from robust_dcp.report_page import read_reports
 from robust_dcp.testing.ranks import run_ranks, values
 from torture.object_store import BUCKET, Fault, FaultyProxy, faulty_proxy, options_for, s3_server
 
@@ -190,6 +191,21 @@ def _save_and_load(url: str) -> tuple[str, float, list[str]]:
 def test_ranks_save_to_a_url_and_load_from_it(url: str) -> None:
     outcome = values(run_ranks(2, _save_and_load, url, timeout_seconds=120))
     assert outcome == [(f"{url}_async", 2 * (1000.0 + 3), []), (f"{url}_async", 2 * (2000.0 + 3), [])]
+
+
+@pytest.mark.usefixtures("environment")
+def test_what_was_saved_to_a_url_names_that_url(url: str, tmp_path: Path) -> None:
+    writer = RobustWriter(tmp_path / "elsewhere")
+    robust_dcp.save({"w": torch.ones(3)}, checkpoint_id=url, storage_writer=writer)
+    meta = RobustReader(url).read_metadata().storage_meta
+    assert meta is not None and meta.checkpoint_id == url
+    copy_checkpoint(url, tmp_path / "copied")
+    (found,) = read_reports(tmp_path / "copied").found
+    assert found.report.checkpoint == url
+
+    robust_dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "local", storage_writer=writer)
+    meta = RobustReader(tmp_path / "local").read_metadata().storage_meta
+    assert meta is not None and meta.checkpoint_id == str(tmp_path / "local")
 
 
 @pytest.mark.usefixtures("environment")

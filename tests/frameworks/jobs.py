@@ -41,6 +41,11 @@ class Job:
         return sorted(line.removeprefix("equal: ") for line in self.output.splitlines() if line.startswith("equal: "))
 
     @property
+    def losses(self) -> list[str]:
+        """The losses of rank 0 in the order of the steps, as they were printed."""
+        return [line.removeprefix("loss: ") for line in self.output.splitlines() if line.startswith("loss: ")]
+
+    @property
     def stays_stock(self) -> list[str]:
         """What the log says that stock code does."""
         mark = "robust_dcp was asked for, but "

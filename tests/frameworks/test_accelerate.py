@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.frameworks.jobs import checkpoints_in, is_ours, require, run_command, run_job
+from tests.frameworks.both_sides import check_both_sides
+from tests.frameworks.jobs import require, run_command, run_job
 
 pytestmark = [pytest.mark.compat, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -23,17 +24,7 @@ def accelerate() -> None:
 def test_what_is_saved_is_ours_and_both_sides_read_what_either_has_written(
     program: str, name: str, checkpoints: int, tmp_path: Path
 ) -> None:
-    ours, stock = tmp_path / "ours", tmp_path / "stock"
-    for robust, directory in ((True, ours), (False, stock)):
-        saved = run_job(program, "save", directory, robust=robust)
-        written = checkpoints_in(directory)
-        assert len(written) == checkpoints and all(is_ours(path) is robust for path in written)
-        assert saved.announcements == robust
-        assert saved.stays_stock == []
-    loaded = run_job(program, "load", ours, stock, robust=True)
-    assert (loaded.equal, loaded.announcements, loaded.stays_stock) == ([name] * 2, 1, [])
-    loaded = run_job(program, "load", ours, robust=False)
-    assert (loaded.equal, loaded.announcements) == ([name], 0)
+    assert len(check_both_sides(program, directory=tmp_path, equal=[name])) == checkpoints
 
 
 def test_accelerate_merge_weights_reads_our_checkpoints(tmp_path: Path) -> None:

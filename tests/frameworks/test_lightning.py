@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils import _pytree
 
-from tests.frameworks.jobs import checkpoints_in, is_ours, require, run_command, run_job
+from tests.frameworks.both_sides import check_both_sides
+from tests.frameworks.jobs import require, run_command, run_job
 
 pytestmark = [pytest.mark.compat, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -24,17 +25,7 @@ def lightning() -> None:
 def test_what_is_saved_is_ours_and_both_sides_read_what_either_has_written(
     program: str, strategy: str, tmp_path: Path
 ) -> None:
-    ours, stock = tmp_path / "ours", tmp_path / "stock"
-    for robust, directory in ((True, ours), (False, stock)):
-        saved = run_job(program, "save", strategy, directory, robust=robust)
-        written = checkpoints_in(directory)
-        assert written and all(is_ours(path) is robust for path in written)
-        assert saved.announcements == robust
-        assert saved.stays_stock == []
-    loaded = run_job(program, "load", strategy, ours, stock, robust=True)
-    assert (loaded.equal, loaded.announcements, loaded.stays_stock) == ([strategy] * 2, 1, [])
-    loaded = run_job(program, "load", strategy, ours, robust=False)
-    assert (loaded.equal, loaded.announcements) == ([strategy], 0)
+    check_both_sides(program, strategy, directory=tmp_path, equal=[strategy])
 
 
 def _consolidated(checkpoint: Path, framework: str, *, robust: bool) -> dict[str, Any]:

@@ -18,6 +18,7 @@ def torchtitan() -> None:
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_what_is_saved_is_ours_and_both_sides_go_on_from_what_either_has_written(mode: str, tmp_path: Path) -> None:
+    losses = []
     for robust, directory in ((True, tmp_path / "ours"), (False, tmp_path / "stock")):
         saved = run_job("titan_trainer", "save", mode, directory, robust=robust)
         written = checkpoints_in(directory)
@@ -29,3 +30,6 @@ def test_what_is_saved_is_ours_and_both_sides_go_on_from_what_either_has_written
         assert loaded.equal == [mode]
         assert loaded.announcements == (not robust)
         assert is_ours(directory / mode / "step-4") is not robust
+        losses.append((saved.losses, loaded.losses))
+    assert losses[0] == losses[1]
+    assert [len(told) for told in losses[0]] == [3, 1]

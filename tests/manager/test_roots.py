@@ -15,9 +15,11 @@ import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from robust_dcp import CheckpointManager, RobustWriter
+from robust_dcp.contents.read import read_contents
 from robust_dcp.drain.record import DrainRecord, write_drain_record
 from robust_dcp.manager.paths import REMOVING_PREFIX
 from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.testing import data_files
 from tests.cli.commands import Shell
 
 
@@ -174,7 +176,106 @@ def test_what_is_no_policy_is_refused_at_once(keep: Any, tmp_path: Path) -> None
 
 def test_the_command_keeps_a_checkpoint_whose_copy_has_not_arrived(tmp_path: Path, shell: Shell) -> None:
     save_steps(CheckpointManager(tmp_path), 1, 2, 3)
-    write_drain_record(PosixDisk(), str(tmp_path / "step_1"), DrainRecord("s3://bucket/step_1", "0" * 32, False))
+    path = str(tmp_path / "step_1")
+    save_id = read_contents(PosixDisk(), path).save_id or ""
+    write_drain_record(PosixDisk(), path, DrainRecord("s3://bucket/step_1", save_id, False))
     ended = shell("prune", tmp_path, "--keep-last", 1, "--yes")
     assert ended.code == 0 and ended.rows[0][3] == "keep, its copy has not arrived"
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_1", "step_3"]
+
+
+@pytest.mark.parametrize("target", ["step_2", "{root}/step_2", "../{name}/step_2", "./step_2/", "other"])
+def test_latest_may_be_a_link_to_a_checkpoint_and_stays_one(target: str, tmp_path: Path, shell: Shell) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    save_steps(CheckpointManager(tmp_path), 1, 2, 3)
+    (tmp_path / "other").symlink_to("step_2")  # a link to a link
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").symlink_to(target.format(root=tmp_path, name=tmp_path.name))
+    assert manager.latest().step == 2  # type: ignore[union-attr]
+    found = state(0)
+    assert manager.load_latest(found).checkpoint.step == found["step"] == 2  # type: ignore[union-attr]
+    assert [row[4] for row in shell("ls", tmp_path).rows] == ["committed", "committed, latest", "committed"]
+    assert [row["name"] for row in shell("report", tmp_path, "--json").json["reports"]] == [
+        "step_1",
+        "step_2",
+        "step_3",
+    ]
+
+    assert save_steps(manager, 4) == [4]
+    assert (tmp_path / "latest").is_symlink() and loaded(tmp_path / "latest") == 4
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_latest_that_leads_nowhere_is_moved_as_well(tmp_path: Path) -> None:
+    (tmp_path / "latest").symlink_to("step_1")
+    manager = CheckpointManager(tmp_path)
+    assert manager.latest() is None
+    save_steps(manager, 2)
+    assert os.readlink(tmp_path / "latest") == "step_2"
+
+
+def test_a_link_that_was_to_become_latest_when_its_job_was_killed_is_swept(tmp_path: Path) -> None:
+    left = tmp_path / "latest.0123456789abcdef.tmp"
+    left.symlink_to("step_1")
+    save_steps(CheckpointManager(tmp_path, keep_last=1), 2)
+    assert left.is_symlink()  # the job may still run
+    os.utime(left, (0, 0), follow_symlinks=False)
+    save_steps(CheckpointManager(tmp_path, keep_last=1), 3)
+    assert not left.is_symlink()
+
+
+def test_a_link_to_a_checkpoint_is_in_the_report_and_a_checkpoint_is_there_once(tmp_path: Path, shell: Shell) -> None:
+    robust_dcp.save(state(1), checkpoint_id=tmp_path / "elsewhere/run/step_1")
+    robust_dcp.save(state(2), checkpoint_id=tmp_path / "root/step_2")
+    (tmp_path / "root/step_1").symlink_to("../elsewhere/run/step_1")
+    (tmp_path / "root/best").symlink_to("step_2")
+    (tmp_path / "root/all").symlink_to("../elsewhere")  # what a link leads to is a checkpoint, or it is not looked at
+    (tmp_path / "root/loop").symlink_to(".")
+    (tmp_path / "root/nowhere").symlink_to("gone")
+    found = shell("report", tmp_path / "root", "--json").json
+    assert [row["name"] for row in found["reports"]] == ["step_1", "step_2"]
+    assert found["skipped"] == []
+
+
+class TestAfterAStepBack:
+    """A job saves steps 50, 100 and 150, goes back to 100, and saves 101 and so on."""
+
+    @pytest.mark.parametrize(
+        ("number", "kept"),
+        [
+            # What the job saves now is kept as if 150 were not there, and 150 stays until the job has come past it.
+            (1, [[101, 150], [102, 150], [103, 150], [150], [151]]),
+            (2, [[100, 101, 150], [101, 102, 150], [102, 103, 150], [103, 150], [150, 151]]),
+            (3, [[50, 100, 101, 150], [100, 101, 102, 150], [101, 102, 103, 150], [102, 103, 150], [103, 150, 151]]),
+        ],
+    )
+    def test_the_last_ones_that_were_saved_stay(self, number: int, kept: list[list[int]], tmp_path: Path) -> None:
+        save_steps(CheckpointManager(tmp_path), 50, 100, 150)
+        manager = CheckpointManager(tmp_path, keep_last=number)
+        assert [save_steps(manager, step) for step in (101, 102, 103, 150, 151)] == kept
+
+    def test_the_command_keeps_the_same(self, tmp_path: Path, shell: Shell) -> None:
+        save_steps(CheckpointManager(tmp_path), 50, 100, 150, 101)
+        assert shell("prune", tmp_path, "--keep-last", 2, "--yes").code == 0
+        assert [each.step for each in CheckpointManager(tmp_path).checkpoints()] == [100, 101, 150]
+
+    def test_if_the_latest_is_damaged_the_one_before_it_is_loaded_and_not_what_was_left_behind(
+        self, tmp_path: Path
+    ) -> None:
+        manager = CheckpointManager(tmp_path)
+        save_steps(manager, 50, 100, 150, 101)
+        damaged = ["step_101", "step_100", "step_50"]
+        for n_damaged, expected in ((1, 100), (2, 50), (3, 150)):
+            for path in data_files(tmp_path / damaged[n_damaged - 1]):
+                path.unlink()
+            found = manager.load_latest(state(0))
+            assert found is not None and found.checkpoint.step == expected
+
+    def test_a_checkpoint_that_was_committed_after_the_latest_was_not_left_behind(self, tmp_path: Path) -> None:
+        manager = CheckpointManager(tmp_path)
+        save_steps(manager, 50, 100, 150)
+        (tmp_path / "latest").write_text("step_100")  # as if the job had been killed right after the commit of 150
+        for path in data_files(tmp_path / "step_100"):
+            path.unlink()
+        found = manager.load_latest(state(0))
+        assert found is not None and found.checkpoint.step == 150

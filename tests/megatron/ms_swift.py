@@ -1,4 +1,4 @@
-"""ms-swift's own code that saves Megatron checkpoints, from its wheel, without what it needs to train.
+"""ms-swift's own code that saves and loads Megatron checkpoints, from its wheel, without what it needs to train.
 
 Its wheel lies on ``PYTHONPATH`` (``make test-compat``); its dependencies do not, so that what the module imports of
 them is replaced by stand-ins here. No line of the functions that run is changed.
@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core.utils import unwrap_model
 
 __all__ = ["disable_global_validation", "megatron_lm_utils"]
 
@@ -29,7 +30,7 @@ def _unused(*args: Any, **kwargs: Any) -> Any:
 
 
 _STAND_INS: dict[str, dict[str, Any]] = {
-    "mcore_bridge": {"set_random_seed": _unused, "split_cp_inputs": _unused, "unwrap_model": _identity},
+    "mcore_bridge": {"set_random_seed": _unused, "split_cp_inputs": _unused, "unwrap_model": unwrap_model},
     "transformers": {},
     "transformers.utils": {"is_torch_npu_available": lambda: False},
     "swift": {},
@@ -43,7 +44,6 @@ _STAND_INS: dict[str, dict[str, Any]] = {
     "swift.megatron": {},
     "swift.megatron.utils": {},
     "swift.megatron.utils.megatron_fsdp_checkpoint": {"save_checkpoint": _unused, "build_rng_state": _unused},
-    "swift.megatron.utils.patcher": {"patch_merge_fn": _unused},
 }
 
 
@@ -54,17 +54,19 @@ def _source(name: str) -> Path:
 
 
 def megatron_lm_utils() -> ModuleType:
-    """``swift.megatron.utils.megatron_lm_utils``, which holds ``save_mcore_checkpoint``."""
-    path = _source("megatron/utils/megatron_lm_utils.py")
+    """``swift.megatron.utils.megatron_lm_utils``: ``save_mcore_checkpoint``, ``load_mcore_checkpoint``, the queue."""
+    folder = _source("megatron/utils")
     for name, attributes in _STAND_INS.items():
         sys.modules[name] = stand_in = ModuleType(name)
         stand_in.__path__ = []
         vars(stand_in).update(attributes)
-    spec = importlib.util.spec_from_file_location("swift.megatron.utils.megatron_lm_utils", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    for name in ("patcher", "megatron_lm_utils"):
+        full_name = f"swift.megatron.utils.{name}"
+        spec = importlib.util.spec_from_file_location(full_name, folder / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        sys.modules[full_name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules["swift.megatron.utils.megatron_lm_utils"]
 
 
 def disable_global_validation() -> None:

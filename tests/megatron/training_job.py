@@ -1,8 +1,8 @@
 """A training script of Megatron-LM's, run by unmodified ``megatron.training`` on CPU ranks, and what starts it.
 
-Holds the steps between Megatron's functions (a model, gradients, when to save), and the few calls of CUDA that those
-functions make without asking. Arguments, global variables, process groups, DDP, optimizer, ``load_checkpoint`` and
-``save_checkpoint`` are Megatron's own. Run as a script it is one rank; :func:`run_job` is for tests.
+Holds the steps between Megatron's functions: a model, gradients, when to save. Arguments, global variables, process
+groups, DDP, optimizer, ``load_checkpoint`` and ``save_checkpoint`` are Megatron's own. Run as a script it is one rank;
+:func:`run_job` is for tests.
 """
 
 from __future__ import annotations
@@ -98,38 +98,6 @@ def run_job(directory: Path, *arguments: str | Path, steps: str) -> Job:
     text = (directory / "output").read_text(errors="replace")
     assert codes == [0] * _RANKS, f"exit codes {codes or 'missing: not done in time'}\n{text}"
     return Job([json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(_RANKS)], text)
-
-
-class _Stream:
-    """In place of ``torch.cuda.Stream``."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def wait_stream(self, stream: Any) -> None:
-        pass
-
-
-def _redirect_cuda() -> None:
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from demo import megatron_cpu
-
-    megatron_cpu.install()
-    from_group = DeviceMesh.from_group
-    stand_ins: tuple[tuple[Any, str, Any], ...] = (
-        (torch.cuda, "device_count", lambda: 1),  # without a device Megatron makes no groups for model parallelism
-        (torch.cuda, "get_rng_state", lambda *args: torch.zeros(8, dtype=torch.uint8)),
-        (torch.cuda.random, "get_rng_state", lambda *args, **kwargs: torch.zeros(8, dtype=torch.uint8)),
-        (torch.cuda, "set_rng_state", lambda *args, **kwargs: None),
-        (torch.cuda, "Stream", _Stream),
-        (torch.cuda, "current_stream", _Stream),
-        (torch.cuda, "stream", lambda stream: contextlib.nullcontext()),
-        (DeviceMesh, "from_group", lambda group, device_type, **kwargs: from_group(group, "cpu", **kwargs)),
-    )
-    for owner, name, stand_in in stand_ins:
-        setattr(owner, name, stand_in)
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -340,7 +308,9 @@ class _Training:
 def _main() -> None:
     import torch
 
-    _redirect_cuda()
+    from tests.megatron.without_cuda import redirect_cuda
+
+    redirect_cuda()
     torch.set_num_threads(1)
     from megatron.training import arguments, global_vars, initialize
 

@@ -88,7 +88,7 @@ def test_a_name_that_nobody_asks_for_is_offered_first() -> None:
 
 def test_the_checkpoints_own_keys_are_counted_with_examples() -> None:
     assert what_is_saved(["a"], ["a", "b"]) == "the checkpoint has 2 keys, 1 of them not asked for: 'b'"
-    assert what_is_saved(["a"], ["a"]) == "the checkpoint has 1 keys: 'a'"
+    assert what_is_saved(["a"], ["a"]) == "the checkpoint has 1 key: 'a'"
     assert what_is_saved(["a"], []) == "the checkpoint has 0 keys: "
     text = what_is_saved([], NAMES)
     assert "36 keys" in text and text.count("'layers.") == 4 and text.endswith(", …")

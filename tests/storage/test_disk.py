@@ -67,7 +67,7 @@ def test_short_writes_and_reads_are_continued(disk: PosixDisk, tmp_path: Path, m
 
 def test_a_file_that_exists_is_never_opened_for_writing(disk: PosixDisk, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"committed")
-    with pytest.raises(StorageError, match="never overwritten") as caught:
+    with pytest.raises(StorageError, match="no save overwrites it") as caught:
         disk.open_new(str(tmp_path / "file"))
     assert caught.value.errno == errno.EEXIST
     assert caught.value.path == str(tmp_path / "file")
@@ -143,6 +143,7 @@ def test_a_file_in_the_way_of_a_directory_is_reported(disk: PosixDisk, tmp_path:
     with pytest.raises(StorageError) as caught:
         disk.mkdirs(str(tmp_path / "a"))
     assert caught.value.errno == errno.EEXIST
+    assert "save to another directory" in str(caught.value)
 
 
 def test_names_can_be_changed_listed_linked_and_removed(disk: PosixDisk, tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_modules_and_optimizers_keep_the_names_that_stock_gives_them(tmp_path: P
     assert is_ours(tmp_path / "1") and is_ours(tmp_path / "2")
 
 
-def test_what_robust_dcp_cannot_stand_in_for_is_stock_and_said_once(tmp_path: Path) -> None:
+def test_what_robust_dcp_cannot_stand_in_for_is_stock_and_each_reason_is_said_once(tmp_path: Path) -> None:
     script = """
         class Planner(DefaultSavePlanner):
             pass
@@ -148,7 +148,9 @@ def test_what_robust_dcp_cannot_stand_in_for_is_stock_and_said_once(tmp_path: Pa
     done = run(tmp_path, script, ROBUST_DCP="1")
     assert not any(is_ours(tmp_path / name) for name in ("planner0", "planner1", "writer"))
     said = [line for line in done.stderr.splitlines() if "stock code does this" in line]
-    assert len(said) == 1 and "Planner plans otherwise than DefaultSavePlanner" in said[0]
+    assert len(said) == 2, "one line for each reason"
+    assert "Planner plans otherwise than DefaultSavePlanner" in said[0]
+    assert "Writer writes otherwise than FileSystemWriter" in said[1]
 
 
 @needs_safetensors
@@ -281,7 +283,7 @@ def test_writers_and_readers_of_fsspec_are_taken_over_for_directories_and_stay_s
     script = """
         from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
-        for place in (path + "/plain", "file://" + path + "/url"):
+        for place in (path + "/plain", "file://" + path + "/url", "file://" + path + "/url2"):
             dcp.save(state, storage_writer=FsspecWriter(place, thread_count=2))
             loaded = empty()
             load(loaded, storage_reader=FsspecReader(place))
@@ -289,7 +291,8 @@ def test_writers_and_readers_of_fsspec_are_taken_over_for_directories_and_stay_s
     """
     done = run(tmp_path, script, ROBUST_DCP="1")
     assert is_ours(tmp_path / "plain") and not is_ours(tmp_path / "url")
-    assert "/url is a URL" in done.stderr
+    for what in ("saves by torch.distributed.checkpoint.save", "loads by torch.distributed.checkpoint.load"):
+        assert done.stderr.count(f"{what} (file:// is no mounted file system") == 1
 
 
 def test_the_loader_of_sharded_optimizers_is_taken_over(tmp_path: Path) -> None:
@@ -343,3 +346,54 @@ def test_private_loaders_that_tools_use_read_what_robust_dcp_has_written(tmp_pat
     """
     run(tmp_path, script, ROBUST_DCP="1")
     assert is_ours(tmp_path / "1")
+
+
+def test_a_writer_or_reader_as_the_second_argument_is_taken_as_stock_takes_it(tmp_path: Path) -> None:
+    """Programs for the first versions of DCP call it so. Stock warns and goes on."""
+    script = """
+        save(state, FileSystemWriter(path + "/1"))
+        loaded = empty()
+        load(loaded, FileSystemReader(path + "/1"))
+        check(loaded)
+        try:
+            save(state, checkpoint_id=path + "/2", overwrite=True)
+        except TypeError as error:
+            assert "save() got an unexpected keyword argument 'overwrite'" in str(error)
+        else:
+            raise SystemExit("stock has no such argument")
+    """
+    run(tmp_path, script, ROBUST_DCP="1")
+    assert is_ours(tmp_path / "1")
+
+
+@pytest.mark.parametrize("environment", [{}, {"ROBUST_DCP": "1"}])
+def test_a_checkpoint_id_moves_stocks_writer_and_reader_for_the_calls_after_it(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    script = """
+        writer, reader = FileSystemWriter(path + "/first"), FileSystemReader(path + "/first")
+        save(state, checkpoint_id=path + "/second", storage_writer=writer)
+        state["w"] += 1
+        save(state, storage_writer=writer)
+        assert str(writer.path) == path + "/second" and not os.path.exists(path + "/first")
+        state["w"] -= 1
+        save(state, checkpoint_id=path + "/first")
+        for place in (path + "/second", None):
+            loaded = empty()
+            load(loaded, checkpoint_id=place, storage_reader=reader)
+            assert torch.equal(loaded["w"], torch.arange(10.0) + 1), loaded
+        assert str(reader.path) == path + "/second"
+    """
+    run(tmp_path, script, **environment)
+
+
+@pytest.mark.parametrize("environment", [{}, {"ROBUST_DCP": "1"}])
+def test_a_saved_object_takes_the_place_of_a_tensor(environment: dict[str, str], tmp_path: Path) -> None:
+    """A job that resumes with a learning rate in a tensor loads checkpoints in which it was a number."""
+    script = """
+        save({"lr": 0.5, "w": torch.ones(2)}, checkpoint_id=path + "/1")
+        loaded = {"lr": torch.tensor(0.0), "w": torch.zeros(2)}
+        load(loaded, checkpoint_id=path + "/1")
+        assert loaded["lr"] == 0.5 and isinstance(loaded["lr"], float) and loaded["w"].sum() == 2
+    """
+    run(tmp_path, script, **environment)

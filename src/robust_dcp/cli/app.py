@@ -58,6 +58,7 @@ def _options(
 def main() -> NoReturn:
     """Run the command that the process was given, and exit."""
     code = 0
+    Output.as_json = "--json" in sys.argv  # also for errors in other words, which come before the option is looked at
     try:
         with stopped_at_once_in_imports(_stop_at_once):
             code = app(prog_name="robust-dcp", standalone_mode=False) or 0

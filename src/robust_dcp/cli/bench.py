@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from robust_dcp.cli.checkpoint import local_path
 from robust_dcp.cli.output import CommandFailed, Json, Output, size
 
 if TYPE_CHECKING:
@@ -20,7 +21,10 @@ _MOST_SECONDS: Final = 600.0
 
 
 def run(
-    path: Annotated[str, typer.Argument(help="A directory on the device. It need not exist.", show_default=False)],
+    path: Annotated[
+        str,
+        typer.Argument(help="A directory on the device. It need not exist.", callback=local_path, show_default=False),
+    ],
     seconds: Annotated[
         float, typer.Option(min=0.1, max=_MOST_SECONDS, help="About how long to measure, half of it reads.")
     ] = 8.0,

@@ -3,20 +3,44 @@
 from __future__ import annotations
 
 import os
+import re
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
 from robust_dcp.cli.output import CommandFailed, number, size
 from robust_dcp.contents.items import Contents
 from robust_dcp.contents.read import holds_checkpoint, read_contents
+from robust_dcp.storage.files.paths import is_url
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.files.what_is_there import what_is_there
 
-__all__ = ["CheckpointPath", "age", "open_checkpoint", "summary", "summary_json"]
+__all__ = ["CheckpointPath", "age", "local_path", "open_checkpoint", "summary", "summary_json"]
 
-CheckpointPath = Annotated[str, typer.Argument(help="The checkpoint's directory.", show_default=False)]
+_FILE_URL: Final = re.compile(r"file://(?:localhost)?(?=/)", re.IGNORECASE)
+
+
+def local_path(place: str | None) -> str | None:
+    """The path that a command was given. It may be written as ``file:///path``.
+
+    Raises:
+        CommandFailed: it is a place in a store.
+    """
+    if place is None or not is_url(place):
+        return place
+    path = _FILE_URL.sub("", place.strip(), count=1)
+    if is_url(path):
+        raise CommandFailed(
+            f"{place} is a URL, and this command takes directories of mounted file systems: copy the checkpoint to one "
+            "with robust-dcp copy, or from one"
+        )
+    return path
+
+
+CheckpointPath = Annotated[
+    str, typer.Argument(help="The checkpoint's directory.", callback=local_path, show_default=False)
+]
 
 
 def open_checkpoint(path: str) -> Contents:

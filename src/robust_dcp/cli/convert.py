@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import typer
 
-from robust_dcp.cli.checkpoint import open_checkpoint, summary
+from robust_dcp.cli.checkpoint import local_path, open_checkpoint, summary
 from robust_dcp.cli.copy import nbytes_in
 from robust_dcp.cli.output import CommandFailed, Json, Output, number, size
 from robust_dcp.conversion.rules import Rules
@@ -34,8 +34,12 @@ class Form(str, Enum):
 
 
 def run(
-    source: Annotated[str, typer.Argument(help="A checkpoint, or a file of torch.save.", show_default=False)],
-    target: Annotated[str, typer.Argument(help="A directory; with --to torch a file.", show_default=False)],
+    source: Annotated[
+        str, typer.Argument(help="A checkpoint, or a file of torch.save.", callback=local_path, show_default=False)
+    ],
+    target: Annotated[
+        str, typer.Argument(help="A directory; with --to torch a file.", callback=local_path, show_default=False)
+    ],
     to: Annotated[Form, typer.Option(help="What to make.", show_default=False)],
     select: Annotated[list[str] | None, typer.Option(help="Only items with such names.")] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="No items with such names.")] = None,
@@ -93,6 +97,8 @@ def run(
     Output.put(asdict(report))
     for name in report.left_out:
         Output.say(f"Left out, because safetensors holds tensors only: {name}")
+    for glob in report.unused:
+        Output.note(f"No item has a name that fits {glob}")
     there = f", {number(report.files_there, 'file')} of an earlier call kept" if report.files_there else ""
     Output.say(
         f"Made {report.target}: {number(report.tensors, 'tensor')}, {number(report.objects, 'object')}, "

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from robust_dcp.cli.checkpoint import open_checkpoint, summary, summary_json
-from robust_dcp.cli.output import Json, Output, number
+from robust_dcp.cli.checkpoint import local_path, open_checkpoint, summary, summary_json
+from robust_dcp.cli.output import CommandFailed, Json, Output, number
 from robust_dcp.comparison.structures import StructureDifference, compare_structures
 from robust_dcp.contents.items import Contents, fits
 
@@ -25,8 +25,8 @@ _MEMORY_NBYTES: Final = 32 << 20
 
 
 def run(
-    first: Annotated[str, typer.Argument(help="A checkpoint's directory.", show_default=False)],
-    second: Annotated[str, typer.Argument(help="Another one's.", show_default=False)],
+    first: Annotated[str, typer.Argument(help="A checkpoint's directory.", callback=local_path, show_default=False)],
+    second: Annotated[str, typer.Argument(help="Another one's.", callback=local_path, show_default=False)],
     pattern: Annotated[
         list[str] | None, typer.Argument(help="Compare only items with such names, for example 'model.*'.")
     ] = None,
@@ -49,6 +49,8 @@ def run(
     def is_wanted(name: str) -> bool:
         return not pattern or fits(name, pattern)
 
+    if pattern and not any(is_wanted(item.name) for each in contents for item in each.items):
+        raise CommandFailed(f"no item of either checkpoint has such a name: {' '.join(pattern)}")
     structure = compare_structures(*contents, is_wanted=is_wanted, chunks=chunks)
     _show_structure(structure)
     found = _compare_values(contents, structure.common, tolerance) if values else _Values()

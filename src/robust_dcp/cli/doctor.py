@@ -7,6 +7,7 @@ from typing import Annotated, Final
 
 import typer
 
+from robust_dcp.cli.checkpoint import local_path
 from robust_dcp.cli.doctoring.environment import environment_findings
 from robust_dcp.cli.doctoring.file_system import file_system_findings
 from robust_dcp.cli.doctoring.finding import Finding, State
@@ -26,7 +27,8 @@ EXAMPLES: Final = (
 
 def run(
     path: Annotated[
-        str | None, typer.Argument(help="The directory that checkpoints go to.", show_default=False)
+        str | None,
+        typer.Argument(help="The directory that checkpoints go to.", callback=local_path, show_default=False),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from robust_dcp.cli.checkpoint import age
+from robust_dcp.cli.checkpoint import age, local_path
 from robust_dcp.cli.output import CommandFailed, Json, Output, number, size
 from robust_dcp.manager.checkpoints import Checkpoint, find_checkpoints, step_of, uncommitted_directories
 from robust_dcp.manager.latest import latest_of
@@ -27,7 +27,9 @@ _THREADS: Final = 8  # a network file system answers several at once
 
 
 def run(
-    root: Annotated[str, typer.Argument(help="The directory that holds the checkpoints.", show_default=False)],
+    root: Annotated[
+        str, typer.Argument(help="The directory that holds the checkpoints.", callback=local_path, show_default=False)
+    ],
     as_json: Json = False,
 ) -> None:
     """List the checkpoints of a run with step, size, state and age.

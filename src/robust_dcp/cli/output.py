@@ -6,6 +6,8 @@ every text goes through :func:`safe_text`, and none is read as markup.
 
 from __future__ import annotations
 
+import json
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -51,7 +53,7 @@ class Output:
     def put(cls, value: Any) -> None:
         """Print one JSON object, if that was asked for."""
         if cls.as_json:
-            sys.stdout.write(msgspec.json.format(msgspec.json.encode(value, enc_hook=str)).decode() + "\n")
+            sys.stdout.write(_as_json(msgspec.to_builtins(value, enc_hook=str)) + "\n")
             sys.stdout.flush()
 
     @classmethod
@@ -126,6 +128,21 @@ class Output:
         for row in texts:
             table.add_row(*map(Text, row))
         Console(highlight=False).print(table)
+
+
+def _as_json(value: Any) -> str:
+    try:
+        return msgspec.json.format(msgspec.json.encode(value)).decode()
+    except UnicodeEncodeError:  # a name of a file that is no UTF-8: its bytes stand as "\udcff"
+        return json.dumps(_without_nan(value), indent=2)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def safe_text(text: str) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from robust_dcp.cli.checkpoint import age
+from robust_dcp.cli.checkpoint import age, local_path
 from robust_dcp.cli.ls import check_root
 from robust_dcp.cli.output import CommandFailed, Json, Output, number, safe_text
 from robust_dcp.drain.record import is_awaited
@@ -30,8 +30,10 @@ _NOT_REMOVED: Final = 2
 
 
 def run(
-    root: Annotated[str, typer.Argument(help="The directory that holds the checkpoints.", show_default=False)],
-    keep_last: Annotated[int | None, typer.Option(min=1, help="Keep the newest ones, so many.")] = None,
+    root: Annotated[
+        str, typer.Argument(help="The directory that holds the checkpoints.", callback=local_path, show_default=False)
+    ],
+    keep_last: Annotated[int | None, typer.Option(min=1, help="Keep the ones with the highest steps, so many.")] = None,
     keep_every: Annotated[int | None, typer.Option(min=1, help="Keep steps that are multiples of this.")] = None,
     keep_best: Annotated[str | None, typer.Option(help="Keep the one with the smallest value of this metric.")] = None,
     largest: Annotated[bool, typer.Option("--largest", help="The largest value of the metric is best.")] = False,
@@ -41,9 +43,10 @@ def run(
 ) -> None:
     """Remove the checkpoints that none of the given rules keeps.
 
-    The latest and the newest checkpoint always stay, and so does one that is being loaded or saved, or whose copy in
-    durable storage has not arrived. In a terminal it asks first. Elsewhere it removes only with --yes, and otherwise
-    shows what it would remove, with exit code 2. What crashed saves and cut off removals have left goes as well.
+    The latest checkpoint and the one with the highest step always stay, and so does one that is being loaded or saved,
+    or whose copy in durable storage has not arrived. In a terminal it asks first. Elsewhere it removes only with --yes,
+    and otherwise shows what it would remove, with exit code 2. What crashed saves and cut off removals have left goes
+    as well.
     """
     check_root(root)
     policies = _policies(keep_last, keep_every, keep_best, largest)
@@ -53,15 +56,16 @@ def run(
     checkpoints = find_checkpoints(disk, root)
     _check_metric(checkpoints, keep_best)
     doomed = unkept(disk, root, policies)
+    doomed_paths = {each.path for each in doomed}
     Output.note(f"{root}: {number(len(checkpoints), 'checkpoint')}, of which {len(doomed)} would be removed")
     Output.table(
         ("step", "name", "age", "what"),
-        [(each.step, each.name, age(each.saved_seconds), _what(disk, each, doomed)) for each in checkpoints],
+        [(each.step, each.name, age(each.saved_seconds), _what(disk, each, doomed_paths)) for each in checkpoints],
         right=("step",),
     )
     report: dict[str, Any] = {
         "root": root,
-        "kept": [each.path for each in checkpoints if each not in doomed],
+        "kept": [each.path for each in checkpoints if each.path not in doomed_paths],
         "unkept": [each.path for each in doomed],
         "removed": [],
         "in_use": [],
@@ -76,7 +80,7 @@ def run(
         Output.note("nothing was removed: pass --yes")
         raise typer.Exit(_NOT_REMOVED)
     # Again by the rules, and only what was shown: a job may have saved while the user was thinking.
-    pruned = prune(disk, root, policies, only={os.path.normpath(each.path) for each in doomed})
+    pruned = prune(disk, root, policies, only=set(map(os.path.normpath, doomed_paths)))
     report.update(asdict(pruned))
     Output.put(report)
     for path in pruned.in_use:
@@ -88,8 +92,8 @@ def run(
         raise typer.Exit(_NOT_REMOVED)
 
 
-def _what(disk: PosixDisk, checkpoint: Checkpoint, doomed: list[Checkpoint]) -> str:
-    if checkpoint in doomed:
+def _what(disk: PosixDisk, checkpoint: Checkpoint, doomed_paths: set[str]) -> str:
+    if checkpoint.path in doomed_paths:
         return "remove"
     return "keep, its copy has not arrived" if is_awaited(disk, checkpoint.path) else "keep"
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 import msgspec
 import typer
 
-from robust_dcp.cli.checkpoint import age
+from robust_dcp.cli.checkpoint import age, local_path
 from robust_dcp.cli.output import CommandFailed, Json, Output, size
 from robust_dcp.report_page import NoReports, Reports, read_reports, render_page
 
@@ -24,7 +24,10 @@ EXAMPLES: Final = (
 
 def run(
     path: Annotated[
-        str, typer.Argument(help="A checkpoint, or a directory that holds those of a run.", show_default=False)
+        str,
+        typer.Argument(
+            help="A checkpoint, or a directory that holds those of a run.", callback=local_path, show_default=False
+        ),
     ],
     output: Annotated[str, typer.Option("--output", "-o", help="The page to write.")] = "robust_dcp_report.html",
     as_json: Json = False,

@@ -250,16 +250,24 @@ def _plain_fields(error: RobustCheckpointError) -> dict[str, Any]:
     """The fields of ``error`` as msgpack supports them. If they are too long, lists and dicts are left out."""
     fields = error.to_fields()
     fields["message"] = _shortened(str(fields["message"]), _MAX_MESSAGE_CHARS)
-    plain: dict[str, Any] = msgspec.to_builtins(fields, str_keys=True, enc_hook=str)
+    plain: dict[str, Any] = _as_text(msgspec.to_builtins(fields, str_keys=True, enc_hook=str))
     if len(msgspec.msgpack.encode(plain)) > _MAX_FIELDS_NBYTES:
         plain = {name: None if isinstance(value, list | tuple | dict) else value for name, value in plain.items()}
     return plain
 
 
+def _as_text(value: Any) -> Any:
+    """A plain value, in which lone surrogates are replaced: a path that is no UTF-8 has some, and UTF-8 has none."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {_as_text(key): _as_text(each) for key, each in value.items()}
+    return [_as_text(each) for each in value] if isinstance(value, list | tuple) else value
+
+
 def _shortened(text: str, limit: int) -> str:
-    """``text``, or its beginning and end if it is longer than ``limit``. Lone surrogates are replaced: UTF-8 has
-    none."""
-    text = text.encode(errors="replace").decode()
+    """``text``, or its beginning and end if it is longer than ``limit``. Lone surrogates are replaced."""
+    text = _as_text(text)
     if len(text) <= limit:
         return text
     return f"{text[: limit // 2]}\n[{len(text) - limit} characters left out]\n{text[-(limit // 2) :]}"

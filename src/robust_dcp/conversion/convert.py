@@ -6,13 +6,12 @@ killed, the next one with the same arguments goes on with the finished files of 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
-
-import msgspec
 
 from robust_dcp.conversion.plan import ConversionPlan, plan_conversion
 from robust_dcp.conversion.rules import Rules
@@ -43,6 +42,7 @@ class ConversionReport:
         nbytes: bytes of tensors.
         left_out: objects that the form cannot hold.
         files_there: how many files an earlier call had finished.
+        unused: patterns of the rules that no item has fitted. They may be mistyped.
     """
 
     target: str
@@ -51,6 +51,7 @@ class ConversionReport:
     nbytes: int
     left_out: tuple[str, ...] = ()
     files_there: int = 0
+    unused: tuple[str, ...] = ()
 
 
 @entry_point
@@ -113,7 +114,7 @@ def convert(
     with workplace_of(disk, path) as place:
         _check_target(path, form, overwrite=overwrite)
         if form == "safetensors":
-            place.begin(msgspec.json.encode(note, order="deterministic"))
+            place.begin(json.dumps(note, sort_keys=True).encode())
             disk.mkdirs(place.made)
             _check_room(path, plan.nbytes - sum(each.stat().st_size for each in os.scandir(place.made)))
             n_there = write_safetensors(
@@ -124,7 +125,14 @@ def convert(
             _check_room(path, plan.nbytes)
             if form == "dcp":
                 write_dcp(
-                    plan, place.made, disk, layout=layout, files=files, buffer_nbytes=buffer_nbytes, progress=show
+                    plan,
+                    place.made,
+                    disk,
+                    target=path,
+                    layout=layout,
+                    files=files,
+                    buffer_nbytes=buffer_nbytes,
+                    progress=show,
                 )
             else:
                 _write_file(disk, place.made, plan, flat=flat, buffer_nbytes=piece_nbytes, show=show)
@@ -136,6 +144,7 @@ def convert(
         nbytes=plan.nbytes,
         left_out=plan.objects if form == "safetensors" else (),
         files_there=n_there,
+        unused=plan.unused,
     )
 
 

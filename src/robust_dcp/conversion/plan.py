@@ -25,12 +25,14 @@ class ConversionPlan:
         tensors: with new names and dtypes, in the order of the source.
         objects: new names of other items.
         paths: their keys in a nested state dict.
+        unused: patterns of the rules that no item has fitted.
     """
 
     source: Source
     tensors: tuple[NamedTensor, ...]
     objects: tuple[str, ...]
     paths: dict[str, Path]
+    unused: tuple[str, ...]
     _sources: dict[str, str]
 
     @property
@@ -70,6 +72,8 @@ def plan_conversion(source: Source, rules: Rules) -> ConversionPlan:
         ValueError: two items would get one name, or a dtype is unknown, or nothing is left.
     """
     names = rules.names([*source.tensors, *source.objects])
+    for _, dtype in rules.dtypes:
+        dtype_named(dtype)
     tensors = []
     for new, old in names.items():
         tensor = source.tensors.get(old)
@@ -83,6 +87,7 @@ def plan_conversion(source: Source, rules: Rules) -> ConversionPlan:
         tuple(tensors),
         tuple(new for new, old in names.items() if old not in source.tensors),
         {new: _path(new, old, source.paths.get(old)) for new, old in names.items()},
+        tuple(rules.unused(names)),
         names,
     )
 

@@ -43,6 +43,7 @@ def write_dcp(
     directory: str,
     disk: Disk,
     *,
+    target: str,
     layout: str,
     files: int,
     buffer_nbytes: int,
@@ -51,6 +52,7 @@ def write_dcp(
     """Write a checkpoint into ``directory``.
 
     Args:
+        target: the name that the directory gets when it is whole.
         layout: of its data files, as for ``RobustWriter``.
         files: how many data files to write.
         buffer_nbytes: about how much memory the data may take.
@@ -68,6 +70,7 @@ def write_dcp(
         report=False,
         disk=disk,
     )
+    writer.known_as = target
 
     def show(done_nbytes: int, total_nbytes: int) -> None:
         progress(min(done_nbytes, plan.nbytes))  # it counts the bytes of frames, too

@@ -80,14 +80,16 @@ class TorchFile:
         try:
             return torch.load(self._path, **{"map_location": "cpu", **how}, weights_only=True)
         except Exception as error:
-            if "weights_only" in str(error).lower() or "Unsupported" in str(error):
+            reason = _reason(error)
+            is_no_pickle = "Unsupported operand" in reason
+            if not is_no_pickle and ("weights_only" in str(error).lower() or "Unsupported" in reason):
                 raise UnsafeCheckpoint(
-                    f"{self._path} asks for a class that is not plain data, and is refused: {error!s:.300}",
+                    f"{self._path} asks for a class that is not plain data, and is refused: {reason:.300}",
                     file=self._path,
                 ) from error
             raise CorruptCheckpoint(
                 f"{self._path} cannot be used: expected a file of torch.save, found {type(error).__name__}: "
-                f"{error!s:.300}",
+                f"{reason:.300}",
                 file=self._path,
             ) from error
 
@@ -237,3 +239,9 @@ def _read_at(archive: zipfile.ZipFile, offset: int, nbytes: int) -> bytes:
 
 def _damaged(path: str, found: str) -> CorruptCheckpoint:
     return CorruptCheckpoint(f"{path} is damaged: {found}; take another file, or write it anew", file=path, found=found)
+
+
+def _reason(error: Exception) -> str:
+    """What torch says of the file, without the advice around it, which is to load it with less care."""
+    text = str(error).rpartition("WeightsUnpickler error:")[2].rpartition("trusted source.")[2].strip()
+    return text.partition("\n")[0]

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from robust_dcp.drain.nearest import nearest_copy
     from robust_dcp.drain.one_process import copy_checkpoint
     from robust_dcp.drain.plan import CopyResult
-    from robust_dcp.drain.record import is_awaited, note_arrival, target_of
+    from robust_dcp.drain.record import awaited_copy, is_awaited
     from robust_dcp.drain.staging import check_space, remove_staging, staging_directory
     from robust_dcp.storage.remote.copy_options import CopyOptions
 
@@ -17,14 +17,13 @@ __all__ = [
     "CopyOptions",
     "CopyResult",
     "Drain",
+    "awaited_copy",
     "check_space",
     "copy_checkpoint",
     "is_awaited",
     "nearest_copy",
-    "note_arrival",
     "remove_staging",
     "staging_directory",
-    "target_of",
 ]
 
 __getattr__, __dir__ = names_from(
@@ -34,7 +33,7 @@ __getattr__, __dir__ = names_from(
         "robust_dcp.drain.nearest": ("nearest_copy",),
         "robust_dcp.drain.one_process": ("copy_checkpoint",),
         "robust_dcp.drain.plan": ("CopyResult",),
-        "robust_dcp.drain.record": ("is_awaited", "note_arrival", "target_of"),
+        "robust_dcp.drain.record": ("awaited_copy", "is_awaited"),
         "robust_dcp.drain.staging": ("check_space", "remove_staging", "staging_directory"),
         "robust_dcp.storage.remote.copy_options": ("CopyOptions",),
     },

@@ -50,7 +50,8 @@ class Announcement:
         """
         inventory = self._inventory
         marker_name = COPYING_PREFIX + inventory.mark
-        marker = self._marker_there(marker_name) or self._put(Marker(self._source_url, {}, time.time()))
+        source_url = self._source_url.encode(errors="backslashreplace").decode()  # a path may be no UTF-8
+        marker = self._marker_there(marker_name) or self._put(Marker(source_url, {}, time.time()))
         self._marker = marker
         there = self._target.files()
         replaced = read_metadata(self._target, there)

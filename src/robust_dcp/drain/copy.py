@@ -28,7 +28,7 @@ from robust_dcp.storage.remote.calls import Calls
 from robust_dcp.storage.remote.copy_options import CopyOptions
 from robust_dcp.storage.remote.filesystem import local_path_of, place_of
 
-__all__ = ["Copy"]
+__all__ = ["Copy", "same_place"]
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Copy:
         disk: Disk | None = None,
     ) -> None:
         self.source_url, self.target_url = place_of(source), place_of(target)
-        if _same_place(self.source_url, self.target_url):
+        if same_place(self.source_url, self.target_url):
             raise ValueError(f"{self.source_url} cannot be copied to itself: give another target")
         if _lies_in(self.target_url, self.source_url):  # each copy would hold all copies before it
             raise ValueError(f"{self.source_url} cannot be copied to a place in itself: give another target")
@@ -312,7 +312,8 @@ class Copy:
             self._progress(done_nbytes, self._total_nbytes)
 
 
-def _same_place(one: str, other: str) -> bool:
+def same_place(one: str, other: str) -> bool:
+    """Whether two places are one directory, or one URL."""
     paths = local_path_of(one), local_path_of(other)
     if paths[0] is None or paths[1] is None:
         return one == other

@@ -7,6 +7,7 @@ beside training for ``RobustWriter(path, drain_to=…)``.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 
@@ -15,11 +16,11 @@ import msgspec
 from robust_dcp.comm import Channel
 from robust_dcp.drain.copy import Copy
 from robust_dcp.drain.plan import CopyPlan, CopyResult
-from robust_dcp.drain.record import DrainRecord, write_drain_record
+from robust_dcp.drain.record import DrainRecord, note_arrival, write_drain_record
 from robust_dcp.errors import CorruptCheckpoint, StorageError
 from robust_dcp.storage.files.being_loaded import needed_for_a_load
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import mark_of
+from robust_dcp.storage.files.paths import is_url, mark_of
 from robust_dcp.storage.remote.copy_options import CopyOptions
 
 __all__ = ["Drain"]
@@ -78,6 +79,8 @@ class Drain:
         self._open_channel = open_channel
         self._is_coordinator = is_coordinator
         self._disk = disk
+        # Another process may read the record, in another working directory.
+        self._record = DrainRecord(target if is_url(target) else os.path.abspath(target), save_id, is_complete=False)
         self._held = ExitStack()
 
     def announce(self) -> None:
@@ -87,7 +90,7 @@ class Drain:
         """
         if self._is_coordinator:
             self._held.enter_context(needed_for_a_load(self._disk, self._path))
-            self._note(is_complete=False)
+            self._noted("nobody will know where its copy is", write_drain_record)
 
     def run(self) -> CopyResult | None:
         """Copy it. Called on all ranks.
@@ -129,7 +132,7 @@ class Drain:
         # As the coordinator's own work, not after the others': they then hear of its progress.
         channel.barrier(f"{self._name}: commit", commit if self._is_coordinator else lambda: None)
         if self._is_coordinator:
-            self._note(is_complete=True)
+            self._noted("nobody will know that its copy is complete", note_arrival)
             logger.info("%s has arrived at %s in %.1f s", self._path, self._target, results[0].seconds)
         return results[0]
 
@@ -161,8 +164,8 @@ class Drain:
     def _say_replaced(self) -> None:
         logger.info("%s was replaced before it was copied to %s: the later save is copied", self._path, self._target)
 
-    def _note(self, *, is_complete: bool) -> None:
+    def _noted(self, otherwise: str, note: Callable[[Disk, str, DrainRecord], None]) -> None:
         try:
-            write_drain_record(self._disk, self._path, DrainRecord(self._target, self._save_id, is_complete))
+            note(self._disk, self._path, self._record)
         except StorageError as error:
-            logger.warning("%s: nobody will know where its copy is: %s", self._path, error.message)
+            logger.warning("%s: %s: %s", self._path, otherwise, error.message)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -63,6 +62,8 @@ def find_checkpoints(disk: Disk, root: str) -> list[Checkpoint]:
     found = []
     for step, path in _named_by_step(disk, root):
         try:
+            if not disk.exists(os.path.join(path, METADATA_NAME)):  # not by an error, because our errors need torch
+                continue
             saved_seconds = disk.modified_seconds(os.path.join(path, METADATA_NAME))
             record = read_record(disk, path)
         except errors.StorageError:
@@ -75,9 +76,12 @@ def uncommitted_directories(disk: Disk, root: str) -> list[str]:
     """Directories that have the name of a checkpoint, and hold none. One that we may not look into may hold one."""
     found = []
     for _, path in _named_by_step(disk, root):
-        with suppress(errors.StorageError):
-            if not disk.exists(os.path.join(path, METADATA_NAME)):
-                found.append(path)
+        try:
+            is_there = disk.exists(os.path.join(path, METADATA_NAME))
+        except errors.StorageError:  # not by suppress, which would import torch even if nothing is raised
+            continue
+        if not is_there:
+            found.append(path)
     return found
 
 

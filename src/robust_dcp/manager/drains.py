@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 
 from robust_dcp.background import queue_of
-from robust_dcp.drain import CopyOptions, copy_checkpoint, is_awaited, note_arrival, target_of
+from robust_dcp.drain import CopyOptions, awaited_copy, copy_checkpoint, is_awaited
 from robust_dcp.errors import RobustCheckpointError
 from robust_dcp.manager.checkpoints import Checkpoint
 from robust_dcp.storage.files.being_loaded import not_being_loaded
@@ -38,11 +38,10 @@ def _resume(disk: Disk, path: str, options: CopyOptions) -> None:
     """An error is logged, and the next save tries again: the checkpoint stays until its copy has arrived."""
     try:
         with not_being_loaded(disk, path) as is_free:
-            target = target_of(disk, path) if is_free else None  # a drain holds it as a load does
-        if target is None:
+            awaited = awaited_copy(disk, path) if is_free else None  # a drain holds it as a load does
+        if awaited is None:
             return
-        copied = copy_checkpoint(path, target, options=options, disk=disk)
-        note_arrival(disk, path)
-        logger.info("%s has arrived at %s, after a drain that was cut off: %d files", path, target, copied.files)
+        copied = copy_checkpoint(path, awaited.target, options=options, disk=disk)
+        logger.info("%s has arrived at %s, after a drain that was cut off: %d files", path, copied.target, copied.files)
     except (RobustCheckpointError, ValueError) as error:
         logger.warning("%s: its copy is still not complete: %s", path, error)

@@ -1,12 +1,14 @@
-"""The file ``latest``, which names the checkpoint that a job goes on from.
+"""``latest``, which names the checkpoint that a job goes on from.
 
-It is replaced in one step after each commit. Where there is no ``latest``, Megatron's tracker file
+It is a file with the name. Where another tool has made it a symbolic link to the checkpoint, it stays one. It is
+replaced in one step after each commit. Where there is no ``latest``, Megatron's tracker file
 ``latest_checkpointed_iteration.txt`` is read instead. Where that file exists, it is updated too.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Sequence
 from typing import Final
 
@@ -26,6 +28,12 @@ _MAX_NBYTES: Final = 4096
 
 def latest_of(disk: Disk, root: str, checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
     """The checkpoint that is named as the latest; the one with the highest step if none is named, or it is gone."""
+    link = os.path.join(root, LATEST_NAME)
+    if os.path.isdir(link):
+        target = os.path.realpath(link)
+        for checkpoint in checkpoints:
+            if os.path.realpath(checkpoint.path) == target:
+                return checkpoint
     named = _read(disk, root, LATEST_NAME)
     for checkpoint in checkpoints:
         if checkpoint.name == named:
@@ -41,12 +49,27 @@ def move_latest(disk: Disk, root: str, name: str) -> None:
     """Name another checkpoint, durably.
 
     Raises:
-        StorageError: a call failed; the file names the old one, or the new one.
+        StorageError: a call failed; ``latest`` names the old one, or the new one.
     """
-    commit_metadata(disk, root, name.encode(), name=LATEST_NAME)
+    path = os.path.join(root, LATEST_NAME)
+    if os.path.islink(path) and not os.path.isfile(path):
+        _move_link(disk, path, name)
+    else:
+        commit_metadata(disk, root, name.encode(), name=LATEST_NAME)
     step = step_of(name)
     if step is not None and disk.exists(os.path.join(root, TRACKER_NAME)):
         commit_metadata(disk, root, str(step).encode(), name=TRACKER_NAME)
+
+
+def _move_link(disk: Disk, path: str, target: str) -> None:
+    temporary = f"{path}.{secrets.token_hex(8)}.tmp"
+    disk.symlink(target, temporary)
+    try:
+        disk.rename(temporary, path)
+    except errors.StorageError:
+        disk.unlink(temporary)
+        raise
+    disk.fsync_directory(os.path.dirname(path))
 
 
 def _read(disk: Disk, root: str, name: str) -> str | None:

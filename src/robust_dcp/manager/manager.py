@@ -286,8 +286,12 @@ class CheckpointManager:
     def _candidates(self) -> _Candidates:
         checkpoints = self.checkpoints()
         latest = latest_of(self._disk, self.root, checkpoints)
+        if latest is None:
+            return _Candidates(())
         rest = [each for each in reversed(checkpoints) if each != latest]
-        return _Candidates((*(() if latest is None else (latest,)), *rest))
+        # A job that has gone back to an earlier step has left those behind that have a higher one, and come last.
+        rest.sort(key=lambda each: each.step > latest.step and each.saved_seconds < latest.saved_seconds)
+        return _Candidates((latest, *rest))
 
     def _of_step(self, step: int, metrics: Mapping[str, float] | None) -> tuple[str, Callable[[], None]]:
         path = self.path_of(step)

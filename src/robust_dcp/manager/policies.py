@@ -8,7 +8,7 @@
 
     CheckpointManager(root, keep=[KeepLast(3), KeepFirst()])
 
-A checkpoint stays if at least one policy keeps it. The newest checkpoint always stays.
+A checkpoint stays if at least one policy keeps it. The latest one and the one with the highest step always stay.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ class KeepPolicy(Protocol):
     """Says which checkpoints are to stay."""
 
     def kept(self, checkpoints: Sequence[Checkpoint]) -> Iterable[Checkpoint]:
-        """Those of ``checkpoints``, which are sorted by step, that are to stay."""
+        """Those of ``checkpoints``, which are sorted by step, that are to stay.
+
+        It is asked a second time, for those up to the latest, after a job has gone back to an earlier step.
+        """
 
 
 @dataclass(frozen=True)
 class KeepLast:
-    """The newest ones.
+    """The ones with the highest steps.
 
     Attributes:
         number: how many, at least 1.

@@ -39,6 +39,10 @@ class Pruned:
 def unkept(disk: Disk, root: str, policies: Sequence[KeepPolicy]) -> list[Checkpoint]:
     """The checkpoints that no policy keeps.
 
+    If the latest checkpoint is not the one with the highest step, the job has gone back to an earlier step. Then each
+    policy is asked twice: for all checkpoints, and for those up to the latest. So what was saved before the job went
+    back takes no place from what it saves now, and is not removed for it.
+
     These stay whatever the policies say: the latest, the newest, one whose copy has not arrived yet (``drain_to``), and
     a symbolic link, because somebody has put that there.
 
@@ -47,7 +51,9 @@ def unkept(disk: Disk, root: str, policies: Sequence[KeepPolicy]) -> list[Checkp
     """
     checkpoints = find_checkpoints(disk, root)
     latest = latest_of(disk, root, checkpoints)
-    kept = {each.path for policy in policies for each in policy.kept(checkpoints)}
+    until_latest = [each for each in checkpoints if latest is not None and each.step <= latest.step]
+    asked = [checkpoints] if until_latest == checkpoints else [checkpoints, until_latest]
+    kept = {each.path for policy in policies for among in asked for each in policy.kept(among)}
     return [
         each
         for each in checkpoints[:-1]

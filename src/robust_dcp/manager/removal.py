@@ -102,7 +102,11 @@ def _unfinished_names(disk: Disk, root: str) -> list[str]:
 
 def _is_old(disk: Disk, path: str, now_seconds: float) -> bool:
     """Whether no job that still runs can have made it just now. Nothing else tells that of an empty directory."""
-    return disk.modified_seconds(path) < now_seconds - _OLD_SECONDS
+    try:
+        changed_seconds = os.lstat(path).st_mtime if os.path.islink(path) else disk.modified_seconds(path)
+    except (OSError, StorageError):  # another manager has just renamed or removed it
+        return False
+    return changed_seconds < now_seconds - _OLD_SECONDS
 
 
 def _sweep_or_tell(disk: Disk, path: str, now_seconds: float) -> bool:

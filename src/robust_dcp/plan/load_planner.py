@@ -59,6 +59,9 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         CorruptCheckpoint: the saved chunks do not fill a tensor that is asked for.
     """
 
+    takes_objects_for_tensors = False
+    """Whether a saved object may take the place of a tensor, as in stock: for example a learning rate."""
+
     def __init__(
         self,
         flatten_state_dict: bool = True,
@@ -201,11 +204,11 @@ class RobustLoadPlanner(DefaultLoadPlanner):
 
     def _mismatch(self, key: str, value: Any, saved: Any) -> list[str]:
         if not isinstance(saved, TensorStorageMetadata):
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and not self.takes_objects_for_tensors:
                 return [f"{key!r} is a tensor here and an object in the checkpoint"]
             return []
         if not isinstance(value, torch.Tensor) and not hasattr(value, "__create_chunk_list__"):
-            return [f"{key!r} is a {type(value).__name__} here and a tensor in the checkpoint"]
+            return [f"{key!r} is an object ({type(value).__name__}) here and a tensor in the checkpoint"]
         found = []
         size = global_size(value)
         if size is not None and size != saved.size:

@@ -104,7 +104,12 @@ def _nothing(root: str, skipped: list[Skipped]) -> str:
 
 
 def _checkpoints(root: str) -> Iterator[str]:
-    """Directories that hold a checkpoint or a report. What is below them is not looked at."""
+    """Directories that hold a checkpoint or a report. What is below them is not looked at.
+
+    A symbolic link to one counts as well, if that is not among them already.
+    """
+    links: list[str] = []
+    given: set[str] = set()
     looked_at = 0
     level = [root]
     for _ in range(_DEPTH + 1):
@@ -119,10 +124,17 @@ def _checkpoints(root: str) -> Iterator[str]:
             except OSError:  # it is not ours to read, or was removed just now
                 continue
             if {_METADATA_NAME, REPORT_NAME} & {entry.name for entry in inside}:
+                given.add(os.path.realpath(directory))
                 yield directory
             else:
                 below += sorted(entry.path for entry in inside if entry.is_dir(follow_symlinks=False))
+                links += sorted(entry.path for entry in inside if entry.is_symlink())
         level = below
+    for link in links:
+        is_checkpoint = any(os.path.exists(os.path.join(link, name)) for name in (_METADATA_NAME, REPORT_NAME))
+        if is_checkpoint and os.path.realpath(link) not in given:
+            given.add(os.path.realpath(link))
+            yield link
 
 
 def _modified_seconds(directory: str) -> float:

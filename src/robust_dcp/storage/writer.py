@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -69,6 +70,8 @@ class RobustWriter(StorageWriter):
         drain_to, drain_options: the same.
         disk: the file system.
         last_path: the directory of the last checkpoint, for ``share_unchanged``. A save sets it.
+        known_as: the place that the checkpoint and its report name as their own, if they are moved or copied there from
+            ``path``.
         write_files: writes this rank's files. A save may replace it with a function that has another process write
             them.
 
@@ -115,6 +118,7 @@ class RobustWriter(StorageWriter):
             report=report,
         )
         self.last_path: str | None = None
+        self.known_as: str | None = None
         self.layout = layout_named(self.options.layout)
         self.path = directory_path(path)
         self.drain_to = None if drain_to is None else place_of(drain_to)
@@ -283,7 +287,10 @@ class RobustWriter(StorageWriter):
             make: makes the report, from the id of the save and what its commit went without.
         """
         if self.leaves_report:
-            self.directory.leave_report(make)
+            place = self.known_as
+            self.directory.leave_report(
+                make if place is None else lambda *known: msgspec.structs.replace(make(*known), checkpoint=place)
+            )
 
     def clean_up(self) -> None:
         """Remove the files that the committed checkpoint replaces. A file that cannot be removed stays, and is
@@ -391,7 +398,7 @@ class RobustWriter(StorageWriter):
 
     def plain_meta(self) -> StorageMeta:
         """The ``StorageMeta`` for ``.metadata``: an object of DCP's class, without anything of this process."""
-        return StorageMeta(checkpoint_id=self.path, save_id=self.save_id)
+        return StorageMeta(checkpoint_id=self.known_as or self.path, save_id=self.save_id)
 
     @property
     def checkpoint_id(self) -> str:

@@ -36,6 +36,7 @@ TRUSTED = "ROBUST_DCP_TRUSTED"
 """The environment variable that lets objects run code when they are loaded, as stock does."""
 
 _GROUP = ("process_group", "no_dist")
+_STORAGES = ("storage_writer", "storage_reader")
 
 
 class _StaysStock(Exception):
@@ -102,11 +103,21 @@ def async_save(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any
 def given_arguments(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
     """The arguments that differ from stock's defaults, by name.
 
+    Stock still takes a writer or a reader as the second argument of ``save`` and ``load``, as its first versions did.
+
     Raises:
         TypeError: stock does not take these arguments.
     """
     signature = inspect.signature(stock)
-    bound = signature.bind(*args, **kwargs)
+    positional = list(args)
+    if len(positional) == 2:
+        name = next((name for name in _STORAGES if name in signature.parameters), "")
+        if name and signature.parameters[name].kind is inspect.Parameter.KEYWORD_ONLY:
+            kwargs = {**kwargs, name: positional.pop()}
+    try:
+        bound = signature.bind(*positional, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{stock.__name__}() {error}") from None
     defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
     return {name: value for name, value in bound.arguments.items() if value is not defaults[name]}
 
@@ -153,7 +164,7 @@ def _writer_for(writer: Any, checkpoint_id: Any) -> RobustWriter:
     if getattr(getattr(writer, "serialization_format", None), "value", "torch_save") != "torch_save":
         raise _StaysStock('robust_dcp writes safetensors by RobustWriter(layout="safetensors")')
     threads = writer.thread_count if writer.thread_count > 1 else None
-    path = _directory(writer.path if checkpoint_id is None else checkpoint_id)
+    path = _directory_of(writer, checkpoint_id)
     return RobustWriter(path, threads=threads, overwrite=writer.overwrite)
 
 
@@ -165,8 +176,7 @@ def _reader_for(reader: Any, checkpoint_id: Any, *, trusted: bool) -> RobustRead
         return RobustReader(_directory(checkpoint_id), trusted=trusted)
     if not _is_of_torch(reader, "FileSystemReader", "FsspecReader"):
         raise _StaysStock(f"{type(reader).__name__} reads otherwise than FileSystemReader")
-    path = _directory(reader.path if checkpoint_id is None else checkpoint_id)
-    return RobustReader(path, trusted=trusted)
+    return RobustReader(_directory_of(reader, checkpoint_id), trusted=trusted)
 
 
 def _is_of_torch(storage: Any, *names: str) -> bool:
@@ -175,11 +185,19 @@ def _is_of_torch(storage: Any, *names: str) -> bool:
     return kind.__module__.startswith("torch.distributed.checkpoint.") and kind.__name__ in names
 
 
+def _directory_of(storage: Any, checkpoint_id: Any) -> Any:
+    """The directory of stock's writer or reader. As in stock, ``checkpoint_id`` moves it there, for later calls too."""
+    path = _directory(storage.path if checkpoint_id is None else checkpoint_id)
+    storage.reset(checkpoint_id)
+    return path
+
+
 def _directory(path: Any) -> Any:
     if path is None:
         raise _StaysStock("there is neither a checkpoint_id nor a directory")
     if is_url(path):
-        raise _StaysStock(f"{path} is a URL, and robust_dcp writes to file systems that are mounted")
+        scheme = os.fsdecode(path).partition(":")[0]
+        raise _StaysStock(f"{scheme}:// is no mounted file system; robust_dcp.save and robust_dcp.load take such URLs")
     return path
 
 
@@ -197,9 +215,13 @@ def _load_planner(planner: Any, *, trusted: bool) -> Any:
 
 
 def robust_load_planner(planner: DefaultLoadPlanner | None, *, trusted: bool) -> RobustLoadPlanner:
-    """Our planner with the options of stock's planner. As in stock, tensors of another dtype are converted."""
+    """Our planner with the options of stock's planner.
+
+    As in stock, tensors of another dtype are converted, and a saved object takes the place of a tensor."""
     options = {} if planner is None else {name: getattr(planner, name) for name in _LOAD_OPTIONS}
-    return RobustLoadPlanner(**options, on_dtype_mismatch="cast", trusted=trusted)
+    ours = RobustLoadPlanner(**options, on_dtype_mismatch="cast", trusted=trusted)
+    ours.takes_objects_for_tensors = True
+    return ours
 
 
 _LOAD_OPTIONS = ("flatten_state_dict", "flatten_sharded_tensors", "allow_partial_load")

@@ -27,21 +27,27 @@ class FileCalls:
             counts.
 
     Attributes:
-        count: how many calls were made.
+        calls: the calls that were made, such as ``"os.rename .metadata.tmp"``.
     """
 
     def __init__(self, directory: str | os.PathLike[str], killed_before: int | None = None) -> None:
-        self.count = 0
+        self.calls: list[str] = []
         self._directory = os.fspath(directory)
         self._killed_before = killed_before
         sys.addaudithook(self._see)
 
     def _see(self, event: str, args: tuple[Any, ...]) -> None:
-        if event not in _EVENTS or not any(self._is_below(each) for each in args):
+        paths = [os.fsdecode(each) for each in args if self._is_below(each)] if event in _EVENTS else []
+        if not paths:
             return
         if self.count == self._killed_before:
             os.kill(os.getpid(), signal.SIGKILL)
-        self.count += 1
+        self.calls.append(f"{event} {os.path.relpath(paths[0], self._directory)}")
+
+    @property
+    def count(self) -> int:
+        """How many calls were made."""
+        return len(self.calls)
 
     def _is_below(self, path: Any) -> bool:
         return isinstance(path, str | bytes | os.PathLike) and os.fsdecode(path).startswith(self._directory)

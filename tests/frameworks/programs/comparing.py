@@ -1,8 +1,9 @@
-"""What the programs beside this file share: the state of a run, kept and compared bit for bit, rank by rank.
+"""What the programs beside this file share: the state of a run, kept and compared bit for bit, and the losses.
 
 It is part of the programs, which know nothing of robust_dcp.
 """
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -28,6 +29,26 @@ def compare(directory, name, state):
             assert value == now[key], (key, value, now[key])
     if os.environ["RANK"] == "0":
         print(f"equal: {name}", flush=True)
+
+
+def digest(state):
+    """A hash of this rank's part of a state, bit for bit."""
+    found = hashlib.sha256()
+    for key, value in sorted(_leaves(state).items()):
+        found.update(key.encode())
+        if isinstance(value, torch.Tensor):
+            found.update(f"{value.dtype} {tuple(value.shape)}".encode())
+            found.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            found.update(repr(value).encode())
+    return found.hexdigest()
+
+
+def tell(*losses):
+    """Print losses on rank 0, with all of the digits that a float32 has."""
+    if os.environ["RANK"] == "0":
+        for loss in losses:
+            print(f"loss: {float(loss):.9g}", flush=True)
 
 
 def _file(directory, name):

@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from comparing import compare, keep
+from comparing import compare, keep, tell
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import FSDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -55,11 +55,13 @@ def start(name, seed):
 
 
 def train(fabric, model, optimizer, steps):
+    losses = []
     for _ in range(steps):
-        loss = model(torch.randn(4, 8)).square().mean()
-        fabric.backward(loss)
+        losses.append(model(torch.randn(4, 8)).square().mean())
+        fabric.backward(losses[-1])
         optimizer.step()
         optimizer.zero_grad()
+    return losses
 
 
 def state_of(model, optimizer):
@@ -75,7 +77,7 @@ def main():
         if command == "save":
             # Twice at one place, as with a checkpoint "last".
             for _ in range(2):
-                train(fabric, model, optimizer, steps=2)
+                tell(*train(fabric, model, optimizer, steps=2))
                 fabric.save(directory / name, state)
             keep(directory, name, state_of(model, optimizer))
         else:
@@ -84,6 +86,8 @@ def main():
             fabric.load(directory / name, state)
             assert state["step"] == 7
             compare(directory, name, state_of(model, optimizer))
+            torch.manual_seed(3)
+            tell(*train(fabric, model, optimizer, steps=2))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
-from comparing import compare, keep
+from comparing import compare, keep, tell
 
 
 def believe_in_devices():
@@ -30,11 +30,14 @@ def start(seed):
 
 
 def train(accelerator, model, optimizer, scheduler, steps):
+    losses = []
     for _ in range(steps):
-        accelerator.backward(model(torch.randn(4, 8)).square().mean())
+        losses.append(model(torch.randn(4, 8)).square().mean())
+        accelerator.backward(losses[-1])
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
+    return losses
 
 
 def state_of(model, optimizer, scheduler):
@@ -46,15 +49,17 @@ def main():
     command, *directories = sys.argv[1:]
     accelerator, *parts = start(seed=1 if command == "save" else 2)
     for directory in map(Path, directories):
-        train(accelerator, *parts, steps=2)
+        losses = train(accelerator, *parts, steps=2)
         if command == "save":
             accelerator.save_state(directory / "state")
-            train(accelerator, *parts, steps=1)
+            tell(*losses, *train(accelerator, *parts, steps=1))
             accelerator.save_state(directory / "state")  # again at one place
             keep(directory, "state", state_of(*parts))
         else:
             accelerator.load_state(directory / "state")
             compare(directory, "state", state_of(*parts))
+            torch.manual_seed(3)
+            tell(*train(accelerator, *parts, steps=2))
     accelerator.end_training()
 
 

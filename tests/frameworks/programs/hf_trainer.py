@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from comparing import compare, keep
+from comparing import compare, keep, tell
 from hf_accelerate import believe_in_devices
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -37,6 +37,10 @@ class Look(TrainerCallback):
         if self.command == "save":
             keep(self.directory, "trainer", self.everything(model, optimizer, lr_scheduler))
 
+    def on_log(self, args, state, control, logs, **_):
+        if "loss" in logs:
+            tell(logs["loss"])
+
     def everything(self, model, optimizer, lr_scheduler):
         return [model.state_dict(), optimizer.optimizer.state_dict(), lr_scheduler.state_dict()]
 
@@ -55,6 +59,7 @@ def train(command, directory):
         },
         max_steps=2,
         save_steps=1,
+        logging_steps=1,
         per_device_train_batch_size=2,
         use_cpu=True,
         report_to=[],

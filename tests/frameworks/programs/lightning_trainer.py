@@ -12,7 +12,7 @@ from pathlib import Path
 
 import lightning
 import torch
-from comparing import compare, keep
+from comparing import compare, keep, tell
 from fabric import let_fsdp_run_on_cpu, sharded
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
@@ -38,7 +38,9 @@ class Module(lightning.LightningModule):
         return torch.optim.AdamW(self.trainer.model.parameters())
 
     def training_step(self, batch, place):
-        return self.model(batch).square().mean()
+        loss = self.model(batch).square().mean()
+        tell(loss)
+        return loss
 
     def train_dataloader(self):
         return torch.utils.data.DataLoader(torch.randn(16, 8), batch_size=4)

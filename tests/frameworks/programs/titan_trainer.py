@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch._utils
-from comparing import compare, keep
+from comparing import compare, keep, tell
 from torch.distributed.fsdp import FSDPModule
 
 torch._utils._get_available_device_type = lambda: "cpu"
@@ -104,6 +104,7 @@ def configured(mode, directory, steps):
     config.tokenizer, config.dataloader = Tokenizer.Config(), DataLoader.Config()
     config.training.local_batch_size, config.training.seq_len, config.training.steps = 1, 32, steps
     config.training.disable_cuda_graphs = True
+    config.debug.seed = 1
     config.parallelism.spmd_backend = "partial_dtensor"
     config.activation_checkpoint = None
     config.validator.enable = False
@@ -127,6 +128,11 @@ class LookingTrainer(Trainer):
         super().train_step(data_iterator)
         if self.step == 3:
             keep(self.config.dump_folder, mode, self.everything())
+
+    def forward_backward_step(self, **kwargs):
+        loss = super().forward_backward_step(**kwargs)
+        tell(loss.detach())
+        return loss
 
     def everything(self):
         states = self.checkpointer.states

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from comparing import compare, keep
+from comparing import compare, keep, tell
 from torch.distributed.fsdp import fully_shard
 from torchtnt.framework.callbacks import DistributedCheckpointSaver
 from torchtnt.framework.train import train
@@ -20,7 +20,9 @@ class Unit(TrainUnit):
         self.optimizer = torch.optim.AdamW(self.model.parameters())
 
     def train_step(self, state, data):
-        self.model(data).square().mean().backward()
+        loss = self.model(data).square().mean()
+        tell(loss)
+        loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -49,6 +51,8 @@ def main():
         else:
             DistributedCheckpointSaver.restore(str(directory / mode / "epoch_1_train_step_4"), unit)
             compare(directory, mode, unit.everything())
+            torch.manual_seed(3)
+            train(unit, [torch.randn(4, 8) for _ in range(2)], max_epochs=2)
     dist.destroy_process_group()
 
 

@@ -6,17 +6,20 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from comparing import compare, keep
+from comparing import compare, keep, tell
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torchtune.training.checkpointing import DistributedCheckpointer
 
 
 def train(model, optimizer, steps):
+    losses = []
     for _ in range(steps):
-        model(torch.randn(4, 8)).square().mean().backward()
+        losses.append(model(torch.randn(4, 8)).square().mean())
+        losses[-1].backward()
         optimizer.step()
         optimizer.zero_grad()
+    return losses
 
 
 def state_of(model, optimizer, step):
@@ -36,7 +39,7 @@ def main():
         checkpointer = DistributedCheckpointer(str(directory), str(directory / "epochs"), process_group=group)
         if command == "save":
             for epoch, name in enumerate(("async", "sync")):
-                train(model, optimizer, steps=2)
+                tell(*train(model, optimizer, steps=2))
                 checkpointer.save_checkpoint(state_of(model, optimizer, epoch), epoch, save_async=name == "async")
                 keep(directory, name, state_of(model, optimizer, epoch))
         else:
@@ -48,6 +51,8 @@ def main():
                 loaded = checkpointer.load_checkpoint(state, path)
                 set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
                 compare(directory, name, state_of(model, optimizer, loaded["steps_run"]))
+                torch.manual_seed(3)
+                tell(*train(model, optimizer, steps=2))
     dist.destroy_process_group()
 
 

@@ -29,7 +29,9 @@ def check_structure(contents: Contents, findings: Findings) -> None:
             _check_cover(item, home, findings)
     for file in contents.files:
         if file.nbytes is None:
-            findings.broken(file.name, None, f"a file with {file.n_chunks} chunks", "no such file")
+            findings.broken(
+                file.name, None, f"a file with {file.n_chunks} chunk{'' if file.n_chunks == 1 else 's'}", "no such file"
+            )
         elif file.nbytes < file.needed_nbytes:
             findings.broken(file.name, None, f"at least {file.needed_nbytes} bytes", f"{file.nbytes} bytes")
         _check_overlap(file.name, places.get(file.name, []), findings)

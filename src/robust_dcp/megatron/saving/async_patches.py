@@ -56,18 +56,42 @@ def _init_persistent_async_worker(original: Replaced) -> Replaced:
 
     @functools.wraps(original)
     def init_persistent_async_worker(*args: Any, **kwargs: Any) -> Any:
-        if not is_chosen() or _is_worker_of_use():
+        from robust_dcp.megatron.hooks.options import megatron_arguments
+
+        if not is_chosen() or _is_worker_of_use(megatron_arguments()):
             return original(*args, **kwargs)
         return None
 
     return init_persistent_async_worker
 
 
-def _is_worker_of_use() -> bool:
-    """Whether stock runs some asynchronous requests of this job."""
-    from robust_dcp.megatron.hooks.options import megatron_arguments
+def _initialize_async_checkpoint_worker(original: Replaced) -> Replaced:
+    """``GlobalState.initialize_async_checkpoint_worker`` of Megatron-Bridge, which makes the queue of a job and starts
+    its worker. As in Megatron-LM the worker waits until a request needs it."""
 
-    arguments = megatron_arguments()
+    @functools.wraps(original)
+    def initialize_async_checkpoint_worker(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config: Any = getattr(self.cfg, "checkpoint", None)
+        if not getattr(config, "use_persistent_ckpt_worker", False) or not is_chosen() or _is_worker_of_use(config):
+            return original(self, *args, **kwargs)
+        config.use_persistent_ckpt_worker = False
+        try:
+            result = original(self, *args, **kwargs)
+        finally:
+            config.use_persistent_ckpt_worker = True
+        if self.async_calls_queue is not None:
+            self.async_calls_queue.persistent = True
+        return result
+
+    return initialize_async_checkpoint_worker
+
+
+def _is_worker_of_use(arguments: Any) -> bool:
+    """Whether stock runs some asynchronous requests of this job.
+
+    Args:
+        arguments: Megatron-LM's, or the checkpoint configuration of Megatron-Bridge, whose fields have the same names.
+    """
     return (
         getattr(arguments, "ckpt_format", None) not in FORMATS
         or getattr(arguments, "non_persistent_ckpt_type", None) == "local"
@@ -78,6 +102,7 @@ def _is_worker_of_use() -> bool:
 _SCHEDULE = "AsyncCallsQueue.schedule_async_request"
 _FINALIZE = "maybe_finalize_async_save"
 _WORKER = "init_persistent_async_worker"
+_BRIDGE_WORKER = "GlobalState.initialize_async_checkpoint_worker"
 
 PATCHES: tuple[Patch, ...] = (
     Patch("megatron.core.dist_checkpointing.strategies.async_utils", _SCHEDULE, _schedule_async_request),
@@ -86,5 +111,6 @@ PATCHES: tuple[Patch, ...] = (
     Patch("megatron.training.training", _FINALIZE, _maybe_finalize_async_save, optional=True),
     Patch("megatron.training.async_utils", _WORKER, _init_persistent_async_worker, optional=True),
     Patch("megatron.training.initialize", _WORKER, _init_persistent_async_worker, optional=True),
+    Patch("megatron.bridge.training.state", _BRIDGE_WORKER, _initialize_async_checkpoint_worker, optional=True),
 )
 """Some versions or wheels lack some of these modules. Such a module is never imported, so it is never patched."""

@@ -41,7 +41,7 @@ def what_is_saved(asked: Collection[str], saved: Collection[str]) -> str:
     unread = set(saved).difference(asked)
     examples = sorted(unread or saved)
     examples = examples[:: max(1, len(examples) // _EXAMPLES)][:_EXAMPLES]
-    text = f"the checkpoint has {len(saved)} keys"
+    text = f"the checkpoint has {len(saved)} key{'' if len(saved) == 1 else 's'}"
     if unread:
         text += f", {len(unread)} of them not asked for"
     return f"{text}: {', '.join(map(repr, examples))}{', …' if len(examples) < len(unread or saved) else ''}"

@@ -26,7 +26,7 @@ _ADVICE: Final = {
     errno.EROFS: "the file system is mounted read-only",
     errno.EIO: "the device reported an error: look at the kernel's log, and do not trust this disk",
     errno.ESTALE: "the network file system dropped the file: check its server",
-    errno.EEXIST: "the file exists already, and files of a checkpoint are never overwritten",
+    errno.EEXIST: "a file of that name is there already, and no save overwrites it: save to another directory",
 }
 
 

@@ -17,14 +17,27 @@ __all__ = ["filesystem_of", "local_path_of", "place_of"]
 
 
 def place_of(checkpoint_id: str | os.PathLike[str]) -> str:
-    """``checkpoint_id`` as a path, or as a URL without a slash at its end. ``Path("s3://bucket")`` is a URL again."""
+    """``checkpoint_id`` as a path, or as a URL without a slash at its end. ``Path("s3://bucket")`` is a URL again.
+
+    Raises:
+        ValueError: it is a ``file://`` URL of another machine.
+    """
     place = os.fsdecode(checkpoint_id)
     if not is_url(checkpoint_id):
         return place
-    scheme, rest = re.split(r":/+", place.strip(), maxsplit=1)
-    scheme = scheme.lower()
-    # memory:///a and file:///a have an empty host.
-    return f"{scheme}:///{rest.rstrip('/')}" if scheme == "file" else f"{scheme}://{rest.rstrip('/')}"
+    scheme, slashes, rest = re.split(r":(/+)", place.strip(), maxsplit=1)
+    scheme, rest = scheme.lower(), rest.rstrip("/")
+    if scheme != "file":
+        return f"{scheme}://{rest}"  # memory:///a has an empty host
+    if slashes == "//":
+        host, _, rest = rest.partition("/")
+        if host.lower() != "localhost":
+            raise ValueError(
+                f"{place!r} names a file of the host {host!r}, and file:// reaches the file systems of this machine "
+                f"only: write file:///{host}/{rest} if {host!r} is the name of a directory, or mount the file system "
+                "of that host and pass the path"
+            )
+    return f"file:///{rest}"
 
 
 def local_path_of(place: str) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -60,8 +61,7 @@ def save_and_load_kind(plugins: Plugins, kind: str, directory: Path) -> list[str
     """What of one kind of :data:`KINDS` comes back otherwise than it was saved, in words."""
     expected, found = KINDS[kind](1), KINDS[kind](0)
     save(plugins, expected, directory / kind)
-    load(plugins, found, directory / kind)
-    return differences(expected, found)
+    return _load_and_compare(plugins, found, directory / kind, expected)
 
 
 def rows(step: int) -> StateDict:
@@ -78,6 +78,23 @@ def save_and_load_step(plugins: Plugins, path: Path, saved: int | None, expected
     """Save :func:`rows` of a step, or nothing; load them, and say what differs from those of ``expected``."""
     if saved is not None:
         save(plugins, rows(saved), path)
-    found = rows(-1)
-    load(plugins, found, path)
-    return differences(rows(expected), found)
+    return _load_and_compare(plugins, rows(-1), path, rows(expected))
+
+
+def _load_and_compare(plugins: Plugins, found: StateDict, path: Path, expected: StateDict) -> list[str]:
+    """What comes back otherwise than ``expected``. A load that raises is one such thing: all ranks raise the same, with
+    the tracebacks of all, so it is told in a few lines."""
+    try:
+        load(plugins, found, path)
+    except CheckpointException as error:
+        return [f"loading what was saved raised on {each}" for each in _in_words(error)]
+    return differences(expected, found)
+
+
+def _in_words(error: CheckpointException) -> list[str]:
+    """Each exception that ranks have raised, with the innermost of its frames: ``ranks [0, 1]: KeyError: …``."""
+    ranks: dict[str, list[int]] = {}
+    for rank, (cause, stack) in error.failures.items():
+        where = f" ({stack[-1].filename}:{stack[-1].lineno}, {stack[-1].name})" if stack else ""
+        ranks.setdefault(f"{type(cause).__name__}: {cause}{where}", []).append(rank)
+    return [f"ranks {where}: {what}" for what, where in ranks.items()] or [f"this rank: {error}"]
