@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from robust_dcp.background import SaveQueue, queue_of
 from robust_dcp.comm import Channel
 from robust_dcp.drain import Drain, check_space, remove_staging, staging_directory
-from robust_dcp.errors import RobustCheckpointError
+from robust_dcp.errors import RobustCheckpointError, StorageError
 from robust_dcp.hooks.progress_bar import watch_in_terminal
 from robust_dcp.plan.checkpoint_name import checkpoint_name
 from robust_dcp.plan.local import LocalStructure
@@ -135,6 +135,8 @@ class StartedSave:
             self.queue.raise_unreported()
             self.drain_queue.raise_unreported()
             refuse_other_than_dict(state_dict)
+            if self.staged_for is not None:
+                filesystem_of(self.staged_for)
             is_coordinator = self.session.channel.is_coordinator
             self.planner.set_up_planner(state_dicts_of(state_dict), self.writer.storage_meta(), is_coordinator)
             return self.planner.describe(self.session.channel)
@@ -265,7 +267,10 @@ def _url_of(checkpoint_id: CheckpointId | None) -> str | None:
     place = None if checkpoint_id is None else place_of(checkpoint_id)
     if place is None or local_path_of(place) is not None:
         return None
-    filesystem_of(place)  # a URL of an unknown kind is refused now, not after the save
+    # A URL of an unknown kind is refused now, not after the save. A package may be missing on one node only, so
+    # `agree` raises that on all ranks.
+    with suppress(StorageError):
+        filesystem_of(place)
     return place
 
 

@@ -316,3 +316,17 @@ def _nearest_on_nodes(root: str) -> str:
 def _nearest(root: str) -> str:
     os.chdir(f"{root}/rank_{dist.get_rank()}")  # a path that each rank sees otherwise, as nodes do
     return nearest_copy(["near", f"{root}/far"])
+
+
+def _save_to_url_without_fsspec_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        sys.modules["fsspec"] = sys.modules["fsspec.core"] = None  # type: ignore[assignment]
+    robust_dcp.save(state_dict(1.0), checkpoint_id="memory://test_drains/lacks", timeout_seconds=5)
+
+
+def test_a_package_that_one_node_lacks_is_told_on_all_ranks() -> None:
+    found = errors(run_ranks(2, _save_to_url_without_fsspec_on_rank_1))
+    assert [error.type_name for error in found] == ["StorageError"] * 2
+    for error in found:
+        assert [failure.rank for failure in error.rank_failures] == [1]
+        assert "pip install 'robust_dcp[remote]'" in error.message
