@@ -41,8 +41,8 @@ class Copy:
     Args:
         source, target: paths or URLs.
         options: how to copy.
-        progress: called with the bytes that were read, sent or verified so far, and those of the checkpoint if they are
-            known, else 0.
+        progress: called with the bytes that have been sent, or were found at the target, and those of the checkpoint if they
+            are known, else 0.
         check_stop: called between calls, from several threads. What it raises ends the copy.
         disk: the file system of paths.
 
@@ -309,7 +309,8 @@ class Copy:
             self._done_nbytes += nbytes
             done_nbytes = self._done_nbytes
         if self._progress is not None:
-            self._progress(done_nbytes, self._total_nbytes)
+            # A file that is sent again counts twice.
+            self._progress(min(done_nbytes, self._total_nbytes or done_nbytes), self._total_nbytes)
 
 
 def same_place(one: str, other: str) -> bool:

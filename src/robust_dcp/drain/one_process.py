@@ -41,8 +41,8 @@ def copy_checkpoint(
         target: a path or URL. If there is another checkpoint, it is replaced. Its data files stay until the new one is
             committed.
         options: see :class:`CopyOptions`.
-        progress: called from several threads with two numbers: the bytes that were read, sent or verified so far, and
-            the bytes of the checkpoint.
+        progress: called from several threads with two numbers: the bytes that have been sent, or were found at the
+            target, and the bytes of the checkpoint.
         disk: the file system of paths.
 
     Raises:

@@ -51,7 +51,7 @@ class Transfer:
 
     Args:
         calls: makes a file's whole transfer once more where a store cannot send a part again.
-        note_progress: called with the bytes of each part that was read, sent or verified.
+        note_progress: called after each part, with its bytes if they have not counted yet.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class Transfer:
                 data = there.read(offset, min(self._options.part_bytes, there.nbytes - offset))
                 value = crc32(data, value)
                 offset += len(data)
-                self._note_progress(len(data))
+                self._note_progress(0)  # its bytes have counted when they were sent
         finally:
             there.close()
         return None if value == sums.crc32 else f"{there.nbytes} bytes with CRC-32 {value:08x}"
