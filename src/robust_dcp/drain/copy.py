@@ -41,8 +41,8 @@ class Copy:
     Args:
         source, target: paths or URLs.
         options: how to copy.
-        progress: called with the bytes that have been sent, or were found at the target, and those of the checkpoint if they
-            are known, else 0.
+        progress: called with the bytes that have been sent, or were found at the target, and those of the checkpoint
+            if they are known, else 0.
         check_stop: called between calls, from several threads. What it raises ends the copy.
         disk: the file system of paths.
 

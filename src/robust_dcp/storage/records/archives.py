@@ -85,7 +85,10 @@ def _load_zip(data: bytes) -> Any:
             storages[key] = _typed(untyped, kind)
         return storages[key]
 
-    return Machine(bytes(_contents(data, members["data.pkl"])), 0, Names(), storage_of).run()
+    machine = Machine(bytes(_contents(data, members["data.pkl"])), 0, Names(), storage_of)
+    value = machine.run()
+    machine.make_checks()
+    return value
 
 
 def _contents(data: bytes, member: ZipMember) -> memoryview:
@@ -124,6 +127,7 @@ def _load_legacy(data: bytes) -> Any:
     value = machine.run()
     keys = Machine(data, machine.at, names)
     _fill(storages, keys.run(), data, keys.at)
+    machine.make_checks()
     return value
 
 

@@ -14,7 +14,7 @@ import fractions
 import pathlib
 import sys
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 __all__ = ["MAX_DEPTH", "Budget", "Malformed", "NotData", "Opaque", "check_depth", "check_key", "text_of"]
@@ -83,6 +83,16 @@ class Budget:
     def __init__(self, nbytes: int) -> None:
         self._left = _UNITS + _UNITS_PER_BYTE * nbytes
         self._nested_left = _MAX_NESTED
+        self._checks: list[Callable[[], object]] = []
+
+    def check_later(self, check: Callable[[], object]) -> None:
+        """Make a check when the bytes of all tensors are there. In the legacy format they follow the pickle."""
+        self._checks.append(check)
+
+    def make_checks(self) -> None:
+        """Make the checks that were put off. They raise what is wrong."""
+        for check in self._checks:
+            check()
 
     def nest(self) -> None:
         """Count a value that is freed recursively without a bound: an array of objects, or a ``defaultdict``.

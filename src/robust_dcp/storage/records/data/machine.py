@@ -66,6 +66,14 @@ class Machine:
         self._protocol = 0
         self._n_pending = 0
 
+    def make_checks(self) -> None:
+        """Check what can be checked only now that all storages are filled. Comes after :meth:`run`.
+
+        Raises:
+            RuntimeError: the indices of a sparse tensor do not fit it.
+        """
+        self._budget.make_checks()
+
     def run(self) -> Any:
         """The value that the pickle holds.
 

@@ -148,14 +148,23 @@ def _sparse(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
     tensors, size, rest = parts[:n_tensors], parts[n_tensors : n_tensors + 1], parts[n_tensors + 1 :]
     if not all(isinstance(part, torch.Tensor) for part in tensors) or not (size and _is_sizes(size[0])):
         raise Malformed("a sparse tensor has no indices, values or size")
-    if layout is torch.sparse_coo:
-        coalesced = rest[0] if rest and type(rest[0]) is bool else None
-        indices, values = tensors
-        return torch.sparse_coo_tensor(indices, values, size[0], check_invariants=True, is_coalesced=coalesced)
-    if layout not in _SPARSE_COMPRESSED:
+    if layout is not torch.sparse_coo and layout not in _SPARSE_COMPRESSED:
         raise NotData("torch._utils._rebuild_sparse_tensor", "with a layout that is not known")
-    compressed, plain, values = tensors
-    return torch.sparse_compressed_tensor(compressed, plain, values, size[0], layout=layout, check_invariants=True)
+
+    def make(*, is_checked: bool) -> torch.Tensor:
+        if layout is torch.sparse_coo:
+            coalesced = rest[0] if rest and type(rest[0]) is bool else None
+            indices, values = tensors
+            return torch.sparse_coo_tensor(
+                indices, values, size[0], check_invariants=is_checked, is_coalesced=coalesced
+            )
+        compressed, plain, values = tensors
+        return torch.sparse_compressed_tensor(
+            compressed, plain, values, size[0], layout=layout, check_invariants=is_checked
+        )
+
+    budget.check_later(lambda: make(is_checked=True))
+    return make(is_checked=False)
 
 
 def _meta(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
@@ -170,7 +179,7 @@ def _meta(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
 def _of_device(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
     """``_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, requires_grad)``. The tensor stays on the CPU."""
     fits = len(arguments) == 4 and isinstance(arguments[0], torch.Tensor) and isinstance(arguments[1], torch.dtype)
-    if not fits or type(arguments[3]) is not bool:
+    if not fits or type(arguments[3]) is not bool or arguments[0].layout is not torch.strided:
         raise Malformed("the pickle makes a tensor on a device from other arguments than torch.save writes")
     budget.spend(arguments[0].numel())
     tensor: torch.Tensor = arguments[0].to(dtype=arguments[1])
