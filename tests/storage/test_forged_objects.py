@@ -1,0 +1,190 @@
+"""Pickles that no writer makes: a call that may make an object is refused with other arguments than its own."""
+
+from __future__ import annotations
+
+import collections
+import copyreg
+import datetime
+import decimal
+import fractions
+import io
+import operator
+import pathlib
+import re
+import uuid
+from typing import Any
+
+import numpy as np
+import pytest
+
+from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
+from tests.storage.test_objects import check, load, saved
+
+SOME_CODE = re.compile  # a function, which is no data
+RECONSTRUCT: Any = np.empty(0).__reduce__()[0]  # type: ignore[index]
+SCALAR: Any = np.float64(0).__reduce__()[0]  # type: ignore[index]
+FROM_BUFFER: Any = np.zeros(1).__reduce_ex__(5)[0]  # type: ignore[index]
+FLOATS = np.dtype("f4")
+FLOAT_STATE = (3, "<", None, None, None, -1, -1, 0)
+
+
+class Call:
+    """Is pickled as a call of ``function``, and a state for what it returns if there is one."""
+
+    def __init__(self, function: Any, *arguments: Any, state: Any = None) -> None:
+        self.call = (function, arguments) if state is None else (function, arguments, state)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def dtype(code: str = "f4", state: Any = FLOAT_STATE) -> Call:
+    return Call(np.dtype, code, False, True, state=state)
+
+
+def array(shape: Any, data: Any, dtype: Any = FLOATS, version: int = 1) -> Call:
+    return Call(RECONSTRUCT, np.ndarray, (0,), b"b", state=(version, shape, dtype, False, data))
+
+
+def made(kind: type, state: Any) -> Call:
+    return Call(copyreg._reconstructor, kind, object, None, state=state)  # type: ignore[attr-defined]
+
+
+MALFORMED = {
+    "a bytearray of numbers": Call(bytearray, 10**12),
+    "a bytearray in another code": Call(bytearray, "text", "utf-16"),
+    "a filled dict": Call(dict, [("a", 1)]),
+    "a complex number of texts": Call(complex, "1", "2"),
+    "a set of a text": Call(frozenset, "text"),
+    "a range of floats": Call(range, 1.5),
+    "a slice of nothing": Call(slice),
+    "an OrderedDict of numbers": Call(collections.OrderedDict, [1]),
+    "a Counter of a text": Call(collections.Counter, "text"),
+    "a defaultdict with contents": Call(collections.defaultdict, list, {}),
+    "a deque of a dict": Call(collections.deque, {}),
+    "a deque of no length": Call(collections.deque, [], "1"),
+    "a short date": Call(datetime.date, b"123"),
+    "a short time": Call(datetime.time, b"123"),
+    "a time in a zone that is a text": Call(datetime.time, bytes(6), "UTC"),
+    "a short datetime": Call(datetime.datetime, b"123"),
+    "a timedelta of texts": Call(datetime.timedelta, "1", 2, 3),
+    "a timezone of a number": Call(datetime.timezone, 1),
+    "a Fraction of a float": Call(fractions.Fraction, 1.5),
+    "a path of numbers": Call(pathlib.PurePosixPath, 1),
+    "a UUID of a negative number": made(uuid.UUID, {"int": -1}),
+    "a UUID with a state that is a list": made(uuid.UUID, [1]),
+    "a stream beyond its end": made(io.BytesIO, (b"12", 3, None)),
+    "an object of another base": Call(copyreg._reconstructor, uuid.UUID, int, 0),  # type: ignore[attr-defined]
+    "a dtype of a number": Call(np.dtype, 4, False, True, state=FLOAT_STATE),
+    "a dtype of another version": dtype(state=(9, *FLOAT_STATE[1:])),
+    "a dtype of numbers with the flags of objects": dtype(state=(*FLOAT_STATE[:-1], 63)),
+    "a dtype of objects with the flags of numbers": dtype("O8"),
+    "a dtype with another order": dtype(state=(3, "?", *FLOAT_STATE[2:])),
+    "a dtype of another size": dtype(state=(3, "<", None, None, None, 16, 1, 0)),
+    "a time without a unit": dtype("M8"),
+    "a time of another unit": dtype("M8", (*FLOAT_STATE, (None, ("parsec", 1, 1, 1)))),
+    "a time of a unit that is no tuple": dtype("M8", (*FLOAT_STATE, (None, "s"))),
+    "an array of another version": array((1,), bytes(4), version=2),
+    "an array without a dtype": array((1,), bytes(4), dtype="f4"),
+    "an array with fewer bytes": array((2,), bytes(4)),
+    "an array of a negative size": array((-1,), b""),
+    "an array of too many dimensions": array((1,) * 40, bytes(4)),
+    "an array of objects from bytes": array((1,), bytes(8), dtype=np.dtype(object)),
+    "an array of fewer objects": array((2,), [1], dtype=np.dtype(object)),
+    "an array from a buffer in another order": Call(FROM_BUFFER, bytes(4), FLOATS, (1,), "K"),
+    "a scalar without bytes": Call(SCALAR, FLOATS),
+    "a scalar of objects": Call(SCALAR, np.dtype(object), bytes(8)),
+}
+
+NO_DATA = {
+    "a slice of a list": Call(slice, [1]),
+    "a defaultdict of code": Call(collections.defaultdict, SOME_CODE),
+    "a Decimal with a large exponent": Call(decimal.Decimal, "1e999999"),
+    "a Decimal of words": Call(decimal.Decimal, "many"),
+    "a Fraction of long numbers": Call(fractions.Fraction, 1 << 20_000, 1),
+    "an object of a class that is not known": Call(copyreg._reconstructor, io.StringIO, object, None),  # type: ignore[attr-defined]
+    "a dtype with fields": Call(np.dtype, "V8", False, True, state=FLOAT_STATE),
+    "a dtype with names": dtype(state=(3, "<", None, ("a",), {}, -1, -1, 0)),
+    "a time with metadata": dtype("M8", (*FLOAT_STATE, ({"a": 1}, (b"s", 1, 1, 1)))),
+    "an array that is not empty at first": Call(RECONSTRUCT, np.ndarray, (1 << 40,), b"b"),
+    "flags that are not flags": Call(operator.or_, 1, 2),
+    "a member of what is no enum": Call(getattr, io.BytesIO, "write"),
+}
+
+
+@pytest.mark.parametrize("forged", MALFORMED.values(), ids=MALFORMED.keys())
+def test_a_call_with_arguments_that_no_writer_gives_is_corrupt(forged: Call) -> None:
+    with pytest.raises(CorruptCheckpoint, match="extra"):
+        load(saved({"deep": [forged]}))
+
+
+@pytest.mark.parametrize("forged", NO_DATA.values(), ids=NO_DATA.keys())
+def test_what_may_take_long_or_run_code_is_refused_as_no_data(forged: Call) -> None:
+    with pytest.raises(UnsafeCheckpoint, match="extra"):
+        load(saved({"deep": [forged]}))
+
+
+def with_attributes() -> Any:
+    value = collections.OrderedDict(a=1)
+    value.version = 3  # type: ignore[attr-defined]
+    return value
+
+
+VALUES = [
+    datetime.date(2024, 2, 29),
+    datetime.time(1, 2, 3, 4, tzinfo=datetime.timezone(datetime.timedelta(hours=2), "CEST"), fold=1),
+    datetime.datetime(2024, 1, 2, 3, 4, 5, 6),
+    fractions.Fraction(1, 3),
+    decimal.Decimal("-1.5e-7"),
+    pathlib.PureWindowsPath("c:/x"),
+    np.datetime64("2024-01-02T03", "h"),
+    np.timedelta64(25, "s"),
+    np.float16(1.5),
+    np.dtype(">i8"),
+    np.dtype("M8[25s]"),
+    np.dtype("U7"),
+    slice(None, 3, -1),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_more_kinds_of_data_are_loaded_as_they_were_saved(value: Any) -> None:
+    check(saved(value))
+    loaded = load(saved(value))
+    assert type(loaded) is type(value)
+    assert loaded == value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.zeros((0, 3)),
+        np.asfortranarray(np.arange(6).reshape(2, 3)),
+        np.array(["a", "long text"]),
+        np.array([b"x", b"yz"]),
+        np.array(["2024-01-02"], dtype="M8[D]"),
+        np.array([1 + 2j], dtype=">c16"),
+        np.array([{"a": 1}, None, np.arange(2)], dtype=object),
+    ],
+    ids=["empty", "fortran", "text", "bytes", "times", "swapped", "objects"],
+)
+def test_arrays_are_loaded_as_they_were_saved(value: Any) -> None:
+    loaded = load(saved(value))
+    assert (loaded.dtype, loaded.shape, loaded.flags.f_contiguous) == (
+        value.dtype,
+        value.shape,
+        value.flags.f_contiguous,
+    )
+    assert repr(loaded) == repr(value)
+
+
+def test_attributes_of_an_ordered_dict_come_back() -> None:
+    loaded = load(saved(with_attributes()))
+    assert loaded == {"a": 1} and loaded.version == 3
+
+
+def test_a_stream_comes_back_with_its_position() -> None:
+    stream = io.BytesIO(b"abc")
+    stream.seek(2)
+    loaded = load(saved(stream))
+    assert (loaded.getvalue(), loaded.tell()) == (b"abc", 2)
