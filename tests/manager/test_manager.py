@@ -336,6 +336,7 @@ def save_with_two_managers(root: str) -> list[int]:
     """Both ranks are jobs of their own that save other steps below one root, and remove at the same time."""
     first = dist.get_rank()
     manager = CheckpointManager(root, keep_last=2, process_group=None)
+    dist.barrier()  # the other rank may still connect
     dist.destroy_process_group()
     for step in range(first, 20, 2):
         manager.save(step, {"w": torch.full((1000,), float(step))})
