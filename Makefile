@@ -54,10 +54,10 @@ test: $(INSTALLED)
 
 coverage: $(INSTALLED)
 	rm -rf build/coverage && mkdir -p build/coverage
-	$(BIN)/coverage run -m $(PYTEST) $(PYTEST_ARGS)
-	$(BIN)/coverage combine --quiet
-	$(BIN)/coverage html --quiet --fail-under=0 --directory build/coverage/html
-	$(BIN)/coverage report
+	$(BIN)/coverage run -m $(PYTEST) $(PYTEST_ARGS); tests=$$?; \
+	$(BIN)/coverage combine --quiet && \
+	$(BIN)/coverage html --quiet --fail-under=0 --directory build/coverage/html && \
+	$(BIN)/coverage report && exit $$tests
 
 # Other versions of Megatron. Each is in its own folder, which comes before .venv's packages on the path. The sources of
 # 0.19.2 have megatron.training too. They require Python 3.12, but run on 3.10 with tests/megatron/standins.

@@ -1,4 +1,4 @@
-"""What a hook makes of the events of a save. Those of other packages: test_monitoring."""
+"""What a hook makes of the events of a save. Those of other packages: test_monitoring, test_opentelemetry."""
 
 from __future__ import annotations
 

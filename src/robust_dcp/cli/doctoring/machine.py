@@ -96,11 +96,7 @@ def _memory() -> Iterator[Finding]:
 def _cgroup_limit() -> int | None:
     """The lowest limit of this process's cgroup and those above it."""
     limits = []
-    try:
-        with open("/proc/self/cgroup", encoding="ascii", errors="replace") as file:
-            lines = [line.strip().split(":", 2) for line in file]
-    except OSError:
-        return None
+    lines = [line.strip().split(":", 2) for line in (_text("/proc/self/cgroup") or "").splitlines()]
     for _, controllers, path in (line for line in lines if len(line) == 3):
         if controllers == "":
             base, leaf = "/sys/fs/cgroup", "memory.max"

@@ -1,0 +1,111 @@
+"""``inspect`` shows what a checkpoint holds: as a tree, by item, by file, by rank and by dtype."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import robust_dcp
+from robust_dcp.testing.ranks import run_ranks, values
+from tests.cli.commands import Shell
+
+FILES = {"__0_0.distcp", "__0_1.distcp", "__1_0.distcp"}
+"""The tensors of each rank, and the object of rank 0."""
+
+
+def save_on_two_ranks(path: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    state = {
+        "model": {
+            "layers.0.weight": distribute_tensor(torch.rand(8, 4), mesh, [Shard(0)]),
+            "layers.0.bias": torch.rand(4, dtype=torch.float64),
+            "layers.1.norm.scale": torch.rand(3).to(torch.bfloat16),
+        },
+        "step": 7,
+        f"of_rank_{dist.get_rank()}": torch.ones(2),
+    }
+    writer = robust_dcp.RobustWriter(path, options=robust_dcp.WriteOptions(files_per_rank=1))
+    robust_dcp.save(state, storage_writer=writer)
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("inspected") / "step_7"
+    values(run_ranks(2, save_on_two_ranks, str(path)))
+    return path
+
+
+def test_the_tree_joins_levels_of_one_name_and_counts_what_is_below(sharded: Path, shell: Shell) -> None:
+    ended = shell("inspect", sharded)
+    assert ended.out.splitlines()[:6] == [
+        "model.layers  3 items, 166 B",
+        "  0  2 items, 160 B",
+        "    bias  float64 [4], 32 B",
+        "    weight  float32 [8, 4] in 2 chunks, 128 B",
+        "  1.norm  1 item, 6 B",
+        "    scale  bfloat16 [3], 6 B",
+    ]
+    assert ended.out.splitlines()[6:8] == ["of_rank_0  float32 [2], 8 B", "of_rank_1  float32 [2], 8 B"]
+    assert ended.out.splitlines()[8].startswith("step  object, ")
+    assert "5 tensors, 1 object" in ended.err
+
+
+def test_a_tree_is_cut_off_at_the_depth_that_was_asked_for(sharded: Path, shell: Shell) -> None:
+    lines = shell("inspect", sharded, "--depth", "1").out.splitlines()
+    assert lines[0] == "model.layers  3 items, 166 B" and not any(line.startswith(" ") for line in lines)
+
+
+def test_a_table_has_one_line_for_each_item_with_the_file_of_its_first_chunk(sharded: Path, shell: Shell) -> None:
+    rows = {row[0]: row[1:] for row in shell("inspect", sharded, "--table").rows}
+    assert rows["model.layers.0.weight"] == ["float32", "[8, 4]", "2", "128 B", "__0_0.distcp and 1 other"]
+    assert rows["of_rank_1"] == ["float32", "[2]", "1", "8 B", "__1_0.distcp"]
+    assert rows["step"][:3] == ["object", "", "1"]
+
+
+def test_only_items_that_fit_a_pattern_are_shown(sharded: Path, shell: Shell) -> None:
+    rows = shell("inspect", sharded, "model.layers.0.*", "step", "--table").rows
+    assert sorted(row[0] for row in rows) == ["model.layers.0.bias", "model.layers.0.weight", "step"]
+    ended = shell("inspect", sharded, "nothing.*")
+    assert ended.code == 1 and ended.out == "" and "No item has such a name: nothing.*" in ended.err
+
+
+def test_files_are_shown_with_their_sizes_and_what_is_wrong_with_them(
+    sharded: Path, shell: Shell, tmp_path: Path
+) -> None:
+    sound = {row[0]: row[1:] for row in shell("inspect", sharded, "--files").rows}
+    assert set(sound) == FILES and all(problem == "" for *_, problem in sound.values())
+    damaged = Path(shutil.copytree(sharded, tmp_path / "damaged"))
+    (damaged / "__0_0.distcp").unlink()
+    (damaged / "__1_0.distcp").write_bytes(b"x")
+    found = {row[0]: row[1:] for row in shell("inspect", damaged, "--files").rows}
+    assert found["__0_0.distcp"][0] == "" and "missing" in found["__0_0.distcp"][2]
+    assert found["__1_0.distcp"][0] == "1 B" and found["__1_0.distcp"][2] != ""
+
+
+def test_each_rank_is_shown_with_what_it_wrote(sharded: Path, shell: Shell) -> None:
+    rows = shell("inspect", sharded, "--ranks").rows
+    assert [row[:2] for row in rows] == [["0", "2"], ["1", "1"]]
+    assert sum(int(row[3]) for row in rows) == 7
+
+
+def test_dtypes_are_shown_with_most_bytes_first(sharded: Path, shell: Shell) -> None:
+    rows = shell("inspect", sharded, "--dtype").rows
+    assert rows[0][:2] == ["object", "1"]  # pickled with its class it takes more than the tensors
+    assert rows[1:] == [["float32", "3", "144 B"], ["float64", "1", "32 B"], ["bfloat16", "1", "6 B"]]
+
+
+def test_json_has_each_chunk_and_each_file(sharded: Path, shell: Shell) -> None:
+    found = shell("inspect", sharded, "model.layers.0.weight", "--json").json
+    (item,) = found["items"]
+    assert (item["kind"], item["dtype"], item["shape"], item["nbytes"]) == ("tensor", "float32", [8, 4], 128)
+    assert sorted((chunk["file"], tuple(chunk["offsets"])) for chunk in item["chunks"]) == [
+        ("__0_0.distcp", (0, 0)),
+        ("__1_0.distcp", (4, 0)),
+    ]
+    assert {file["name"]: file["problem"] for file in found["data_files"]} == dict.fromkeys(FILES)

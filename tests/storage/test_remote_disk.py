@@ -1,0 +1,185 @@
+"""A store that is read like a directory: the same answers, few calls, and nothing is ever written there."""
+
+from __future__ import annotations
+
+import errno
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from hypothesis import given
+from hypothesis import strategies as st
+
+from robust_dcp import StorageError
+from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.remote.calls import Calls
+from robust_dcp.storage.remote.remote_disk import RemoteDisk
+
+DATA = random.Random(1).randbytes((3 << 20) + 7)
+FILES = {".metadata": DATA, "__0_0.distcp": DATA[:100_003], "empty": b"", "below/part": b"x"}
+URL = "memory://robust_dcp/step_1"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Disk]]:
+    """The same files in a store and in a directory, by the root of each."""
+    store = fsspec.filesystem("memory")
+    root = tmp_path_factory.mktemp("directory")
+    for name, data in FILES.items():
+        store.pipe_file(f"{URL}/{name}", data)
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(data)
+    yield {URL: RemoteDisk(URL), str(root): PosixDisk()}
+    store.rm(URL, recursive=True)
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The ranges of bytes that the store is asked for from now on."""
+    ranges: list[tuple[int, int]] = []
+    cat_file = MemoryFileSystem.cat_file
+
+    def counted(self: MemoryFileSystem, path: str, start: int, end: int) -> Any:
+        ranges.append((start, end))
+        return cat_file(self, path, start, end)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", counted)
+    return ranges
+
+
+@pytest.mark.parametrize("name", FILES)
+@given(offset=st.integers(0, len(DATA) + 9), sizes=st.lists(st.integers(0, 1 << 20), max_size=4))
+def test_each_range_reads_as_it_does_in_a_directory(
+    stored: dict[str, Disk], name: str, offset: int, sizes: list[int]
+) -> None:
+    found = []
+    for root, disk in stored.items():
+        file = disk.open_read(f"{root}/{name}")
+        buffers = [bytearray(size) for size in sizes]
+        found.append((disk.pread_into(file, buffers, offset), buffers))
+        disk.close(file)
+    assert found[0] == found[1]
+
+
+def test_a_directory_looks_as_it_does_on_a_disk(stored: dict[str, Disk]) -> None:
+    remote, local = [
+        (
+            disk.list_directory(root),
+            [disk.size(f"{root}/{name}") for name in FILES],
+            [disk.exists(f"{root}/{name}") for name in (*FILES, "below", "nothing", ".metadata/below")],
+        )
+        for root, disk in stored.items()
+    ]
+    assert remote == local
+
+
+def test_many_small_reads_of_an_index_are_few_calls(fetched: list[tuple[int, int]]) -> None:
+    disk = RemoteDisk(URL)
+    file = disk.open_read(f"{URL}/.metadata")
+    found = bytearray()
+    for offset in range(0, len(DATA), 50_000):
+        piece = bytearray(50_000)
+        found += piece[: disk.pread_into(file, piece, offset)]
+    disk.close(file)
+    assert bytes(found) == DATA and len(fetched) == 4
+
+
+def test_of_a_data_file_only_the_bytes_that_are_wanted_are_fetched(fetched: list[tuple[int, int]]) -> None:
+    disk = RemoteDisk(URL)
+    file = disk.open_read(f"{URL}/__0_0.distcp", direct=True)
+    piece = bytearray(10)
+    disk.pread_into(file, piece, 77)
+    assert fetched == [(77, 87)] and bytes(piece) == DATA[77:87] and file.why_buffered == "it is in a remote store"
+
+
+def test_an_answer_that_was_cut_off_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    cat_file, answers = MemoryFileSystem.cat_file, []
+
+    def cut_off_once(self: MemoryFileSystem, path: str, start: int, end: int) -> Any:
+        answers.append(cat_file(self, path, start, end)[: None if answers else -1])
+        return answers[-1]
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", cut_off_once)
+    disk = RemoteDisk(URL, calls=Calls(retries=1))
+    piece = bytearray(10)
+    disk.pread_into(disk.open_read(f"{URL}/__0_0.distcp"), piece, 0)
+    assert bytes(piece) == DATA[:10] and [len(answer) for answer in answers] == [9, 10]
+
+
+def test_an_open_file_keeps_its_size_and_tells_that_it_was_replaced() -> None:
+    store, disk = fsspec.filesystem("memory"), RemoteDisk(URL)
+    path = f"{URL}/replaced"
+    store.pipe_file(path, b"before")
+    file, first = disk.open_read(path), disk.fingerprint(path)
+    assert disk.is_at(file, path) and disk.fingerprint(path) == first
+    store.pipe_file(path, b"afterwards")
+    assert disk.size(path) == len(b"before") and disk.fingerprint(path) != first
+    assert not disk.is_at(file, path)
+    disk.close(file)
+    assert disk.size(path) == len(b"afterwards")
+    store.rm_file(path)
+    assert not disk.is_at(file, path)
+
+
+@pytest.mark.parametrize(("name", "number"), [("below", errno.EISDIR), ("nothing", errno.ENOENT)])
+def test_what_is_no_file_cannot_be_opened(name: str, number: int) -> None:
+    with pytest.raises(StorageError, match=name) as caught:
+        RemoteDisk(URL).open_read(f"{URL}/{name}")
+    assert caught.value.errno == number and caught.value.path == f"{URL}/{name}"
+
+
+def test_a_file_of_unknown_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryFileSystem, "info", lambda _self, path: {"name": path, "size": None, "type": "file"})
+    with pytest.raises(StorageError, match="the store does not say how long it is"):
+        RemoteDisk(URL).open_read(f"{URL}/.metadata")
+
+
+def test_a_file_of_another_disk_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    file = PosixDisk().open_read(str(tmp_path / "file"))
+    with pytest.raises(TypeError, match="was not opened by this disk"):
+        RemoteDisk(URL).pread_into(file, bytearray(1), 0)
+    PosixDisk().close(file)
+
+
+PATH = f"{URL}/.metadata"
+WRITES: dict[str, Callable[[Disk, Any], Any]] = {
+    "open_new": lambda disk, _: disk.open_new(PATH),
+    "open_lock": lambda disk, _: disk.open_lock(PATH),
+    "pwrite": lambda disk, file: disk.pwrite(file, b"x", 0),
+    "preallocate": lambda disk, file: disk.preallocate(file, 1),
+    "share_extents": lambda disk, file: disk.share_extents(file, file, 0, 1),
+    "truncate": lambda disk, file: disk.truncate(file, 0),
+    "fsync": lambda disk, file: disk.fsync(file),
+    "fsync_directory": lambda disk, _: disk.fsync_directory(URL),
+    "rename": lambda disk, _: disk.rename(PATH, f"{URL}/other"),
+    "link": lambda disk, _: disk.link(PATH, f"{URL}/other"),
+    "symlink": lambda disk, _: disk.symlink(PATH, f"{URL}/other"),
+    "unlink": lambda disk, _: disk.unlink(PATH),
+    "mkdirs": lambda disk, _: disk.mkdirs(f"{URL}/made"),
+    "rmdir": lambda disk, _: disk.rmdir(f"{URL}/below"),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_whatever_would_write_is_refused_and_says_how_to_save_there(write: str) -> None:
+    disk = RemoteDisk(URL)
+    with pytest.raises(StorageError, match=r"only reads here; save to a directory with RobustWriter") as caught:
+        WRITES[write](disk, disk.open_read(PATH))
+    assert caught.value.errno == errno.EROFS
+    assert fsspec.filesystem("memory").cat_file(PATH) == DATA
+
+
+def test_nothing_of_a_store_is_locked_cached_or_linked_here() -> None:
+    disk = RemoteDisk(URL)
+    file = disk.open_read(PATH)
+    disk.use_page_cache(file, "it is small")
+    disk.unlock(file)
+    assert disk.lock(file) is None and disk.resolve(PATH) == PATH and not disk.is_of_this_machine(PATH)
+    assert disk.cached_nbytes(file, 0, 10) == 10
+    assert disk.modified_seconds(PATH) == fsspec.filesystem("memory").modified(PATH).timestamp()
