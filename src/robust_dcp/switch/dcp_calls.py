@@ -51,12 +51,13 @@ def save(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any:
     """
     try:
         given = given_arguments(stock, args, kwargs)
-        state_dict = given.pop("state_dict")
+        state_dict, writer = given.pop("state_dict"), given.get("storage_writer")
         arguments = _save_arguments(given)
     except _StaysStock as why:
         log_left_to_stock(f"saves by torch.distributed.checkpoint.{stock.__name__}", str(why))
         return stock(*args, **kwargs)
-    return _metadata_of(api.save(with_names_of_stock(state_dict), **arguments))
+    report = api.save(with_names_of_stock(state_dict), **arguments)
+    return _metadata_for(writer, arguments["storage_writer"])(report)
 
 
 def load(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any:
@@ -84,7 +85,7 @@ def async_save(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any
     """
     try:
         given = given_arguments(stock, args, kwargs)
-        state_dict = given.pop("state_dict")
+        state_dict, writer = given.pop("state_dict"), given.get("storage_writer")
         staging = _staging_of(given.pop("async_stager", None))
         kind = given.pop("async_checkpointer_type", None)
         arguments = {**_save_arguments(given), "async_checkpointer_type": kind}
@@ -92,12 +93,13 @@ def async_save(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any
         log_left_to_stock("saves by torch.distributed.checkpoint.async_save", str(why))
         return stock(*args, **kwargs)
     saving: Any = robust_async_save(with_names_of_stock(state_dict), staging=staging, **arguments)
+    metadata_of = _metadata_for(writer, arguments["storage_writer"])
     if isinstance(saving, AsyncSave):
         response: Any = getattr(stock_saver, "AsyncSaveResponse", AsyncSave)
         return response(
-            staging_completion=saving.staging_completion, upload_completion=saving.upload_completion.then(_metadata_of)
+            staging_completion=saving.staging_completion, upload_completion=saving.upload_completion.then(metadata_of)
         )
-    return saving.then(_metadata_of)
+    return saving.then(metadata_of)
 
 
 def given_arguments(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
@@ -236,5 +238,12 @@ def _staging_of(stager: Any) -> Any:
     return "lazy" if getattr(getattr(stager, "_config", None), "use_async_staging", False) else "full"
 
 
-def _metadata_of(report: SaveReport) -> Metadata:
-    return report.metadata
+def _metadata_for(given: Any, ours: RobustWriter) -> Callable[[SaveReport], Metadata]:
+    """What a save returns. As in stock, the writer that was given then has the ``save_id`` of the metadata."""
+
+    def metadata_of(report: SaveReport) -> Metadata:
+        if given is not None:
+            given.save_id = ours.save_id
+        return report.metadata
+
+    return metadata_of

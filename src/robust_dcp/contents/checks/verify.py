@@ -80,7 +80,11 @@ def _tasks_of_file(
     with _noting(stored.name, findings):
         path = locate(disk, contents.path, stored.name, file=os.path.join(contents.path, METADATA_NAME))
         file = DataFile(disk, path, None)
-        spans = _spans(file, contents, stored, held, findings, with_data=with_data)
+        try:
+            spans = _spans(file, contents, stored, held, findings, with_data=with_data)
+        except BaseException:
+            file.close()
+            raise
         yield from tasks_of(file, stored.name, spans, findings)
 
 

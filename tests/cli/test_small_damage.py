@@ -1,0 +1,146 @@
+"""``verify`` finds small changes in all parts of a checkpoint, and sound files that are not of that checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._extension import StreamTransformExtension
+
+import robust_dcp
+from robust_dcp.contents.checks.findings import Findings
+from robust_dcp.contents.checks.verify import verify_files
+from robust_dcp.contents.read import read_contents
+from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
+from robust_dcp.report_file import REPORT_NAME
+from robust_dcp.storage.files.disk import OpenFile, storage_error
+from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.testing.damage import data_files
+from tests.cli.commands import Shell
+
+STATE = {
+    "weight": torch.arange(6.0).reshape(2, 3) + 1,
+    "half": torch.ones(5).to(torch.bfloat16),
+    "empty": torch.empty(0, 3),
+    "scalar": torch.tensor(7),
+}
+
+EVERY = 11
+"""How far the bytes that change lie apart. Of two bytes in one field the test finds what it finds of one."""
+
+
+def save(path: Path, layout: str = "torch") -> Path:
+    options = robust_dcp.WriteOptions(layout=layout, files_per_rank=1, report=False)
+    robust_dcp.save(STATE, storage_writer=robust_dcp.RobustWriter(path, options=options))
+    return path
+
+
+def problems(path: Path, disk: PosixDisk | None = None) -> list[str]:
+    """What is wrong with a checkpoint, in words."""
+    findings = Findings()
+    disk = disk or PosixDisk()
+    try:
+        verify_files(disk, read_contents(disk, str(path)), findings, jobs=1, with_data=True)
+    except (CorruptCheckpoint, UnsafeCheckpoint) as error:
+        return [error.message]
+    return [f"{each.file}: {each.item}: {each.expected}: {each.found}" for each in findings.problems]
+
+
+@pytest.mark.parametrize("layout", ["torch", "safetensors"])
+def test_a_bit_that_changes_in_any_field_of_any_file_is_found(layout: str, tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoint", layout)
+    assert problems(path) == []
+    missed = []
+    for file in (each for each in path.iterdir() if each.name != REPORT_NAME):
+        data = file.read_bytes()
+        for place in range(len(file.name) % EVERY, len(data), EVERY):
+            file.write_bytes(data[:place] + bytes([data[place] ^ (1 << place % 8)]) + data[place + 1 :])
+            if not problems(path):
+                missed.append((file.name, place))
+        file.write_bytes(data)
+    assert missed == [] and problems(path) == []
+
+
+@pytest.mark.parametrize("layout", ["torch", "safetensors"])
+def test_a_data_file_of_any_other_length_is_found(layout: str, tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoint", layout)
+    (file,) = data_files(path)
+    data = file.read_bytes()
+    unnoticed = []
+    for nbytes in {*range(0, len(data), EVERY), *range(len(data) - EVERY, len(data))}:
+        file.write_bytes(data[:nbytes])
+        if not problems(path):
+            unnoticed.append(nbytes)
+    assert unnoticed == []
+
+
+def test_a_file_that_breaks_off_while_it_is_read_is_a_problem_of_that_file(tmp_path: Path) -> None:
+    class Failing(PosixDisk):
+        def pread_into(self, file: OpenFile, buffer: object, offset: int) -> int:
+            if file.path.endswith(".distcp"):
+                raise storage_error("read", file.path, OSError(5, "Input/output error"))
+            return super().pread_into(file, buffer, offset)  # type: ignore[arg-type]
+
+    path = save(tmp_path / "checkpoint")
+    (problem,) = problems(path, Failing())
+    assert problem.startswith("__0_0.distcp") and "Input/output error" in problem
+
+
+def swap_saves(path: Path, other: Path) -> None:
+    shutil.copy(other / "__0_0.distcp", path / "__0_0.distcp")
+
+
+def record_of_another_item(path: Path, other: Path) -> None:
+    """Two records of the same length, so that all sizes fit."""
+    state = {"a": torch.ones(4), "b": torch.ones(4, dtype=torch.int32)}
+    for place, order in ((path, ("a", "b")), (other, ("b", "a"))):
+        shutil.rmtree(place)
+        dcp.save({key: state[key] for key in order}, checkpoint_id=place)
+    data = (path / "__0_0.distcp").read_bytes()
+    half = len(data) // 2
+    (path / "__0_0.distcp").write_bytes(data[half:] + data[:half])
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [(swap_saves, "a file of save"), (record_of_another_item, "another item's record")],
+)
+def test_a_file_that_is_sound_but_not_of_this_checkpoint_is_named(
+    damage: Callable[[Path, Path], None], told: str, tmp_path: Path
+) -> None:
+    path, other = save(tmp_path / "checkpoint"), save(tmp_path / "other")
+    damage(path, other)
+    found = problems(path)
+    assert found and all(each.startswith("__0_0.distcp") and told in each for each in found)
+
+
+class _Turned(StreamTransformExtension):
+    """Writes what it is given as it is, under a name that nobody else knows."""
+
+    @staticmethod
+    def from_descriptor(version: str) -> _Turned:
+        return _Turned()
+
+    @staticmethod
+    def registry_name() -> str:
+        return "turned"
+
+    def get_descriptor(self) -> str:
+        return "turned/1"
+
+    def transform_to(self, output: object) -> object:
+        return output
+
+    def transform_from(self, input: object) -> object:
+        return input
+
+
+def test_what_stock_has_compressed_is_said_to_be_not_verified(tmp_path: Path, shell: Shell) -> None:
+    writer = dcp.FileSystemWriter(tmp_path / "checkpoint", _extensions=[_Turned()])
+    dcp.save(dict(STATE), storage_writer=writer)
+    ended = shell("verify", tmp_path / "checkpoint", "--json")
+    assert ended.code == 0 and "turned" in str(ended.json["not_verified"])
