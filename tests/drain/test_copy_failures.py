@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 
 import robust_dcp
-from robust_dcp import CorruptCheckpoint, StorageError, copy_checkpoint
+from robust_dcp import CopyOptions, CorruptCheckpoint, StorageError, copy_checkpoint
+from robust_dcp.drain.copy import Copy
+from robust_dcp.drain.plan import CopyPlan
 from robust_dcp.storage.files.disk import OpenFile, storage_error
 from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.layouts.footer import TAIL_NBYTES
 from robust_dcp.testing.ranks import run_ranks
-from tests.drain.checkpoints import IMPATIENT, ONE_THREAD, files_of, loaded, save_ours, state_dict
+from tests.drain.checkpoints import IMPATIENT, ONE_THREAD, files_of, loaded, save_like_megatron, save_ours, state_dict
 
 
 def test_a_full_disk_ends_the_copy_at_once_and_leaves_room_to_go_on(tmp_path: Path) -> None:
@@ -213,3 +216,42 @@ def test_what_other_programs_keep_beside_a_checkpoint_is_told_from_it(tmp_path: 
     (source / "half.tmp").write_bytes(b"half")
     copy_checkpoint(source, tmp_path / "target")
     assert files_of(tmp_path / "target") == before - {".robust_dcp.lock"}
+
+
+def test_a_file_beside_the_data_that_cannot_be_sent_ends_the_copy_before_its_commit(tmp_path: Path) -> None:
+    save_like_megatron(str(tmp_path / "source"))
+    disk = _Acts("rename", "target/common.pt", _refuse)
+    with pytest.raises(StorageError, match=r"target/common\.pt.*Permission denied"):
+        copy_checkpoint(tmp_path / "source", tmp_path / "target", disk=disk)
+    assert not (tmp_path / "target/.metadata").exists()
+
+
+def test_files_that_another_program_removes_at_the_target_are_named_and_nothing_is_committed(tmp_path: Path) -> None:
+    save_ours(str(tmp_path / "source"))
+    disk = _Acts("rename", "target/.robust_dcp.report.json", lambda _: os.unlink(tmp_path / "target/__0_1.distcp"))
+    with pytest.raises(StorageError, match=r"target lacks files that this copy has sent: __0_1\.distcp; another prog"):
+        copy_checkpoint(tmp_path / "source", tmp_path / "target", disk=disk)
+    assert not (tmp_path / "target/.metadata").exists()
+    copy_checkpoint(tmp_path / "source", tmp_path / "target")
+    assert loaded(tmp_path / "target") == 1.0
+
+
+def test_a_source_whose_checksums_are_damaged_is_named_and_not_copied(tmp_path: Path) -> None:
+    save_ours(str(tmp_path / "source"))
+    path = tmp_path / "source/__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[-TAIL_NBYTES - 10] ^= 1  # of the checksums of blocks
+    path.write_bytes(bytes(data))
+    with pytest.raises(CorruptCheckpoint, match=r"__0_0\.distcp is damaged, and is not copied: expected checksums"):
+        copy_checkpoint(tmp_path / "source", tmp_path / "target")
+
+
+def test_the_steps_of_a_copy_have_an_order(tmp_path: Path) -> None:
+    save_ours(str(tmp_path / "source"))
+    copy = Copy(tmp_path / "source", tmp_path / "target", CopyOptions())
+    for step in (lambda: copy.inventory, lambda: copy.send_data([]), lambda: copy.commit({})):
+        with pytest.raises(RuntimeError, match="comes first"):
+            step()
+    copy.follow(CopyPlan("0" * 16, {}, {}))
+    copy.send_data([])  # a rank with no files, at a target that does not exist yet
+    assert not (tmp_path / "target").exists()
