@@ -159,6 +159,14 @@ def test_a_store_that_cuts_off_each_time_ends_the_copy_with_its_own_words(store:
         robust_dcp.load({}, checkpoint_id=URL)
 
 
+def test_a_small_file_that_is_refused_is_named_with_the_answer_of_the_store(store: _Store, tmp_path: Path) -> None:
+    save_ours(str(tmp_path / "source"))
+    store.fails("pipe_file", "__0_0.distcp", 1000, lambda: PermissionError("not yours"))
+    with pytest.raises(StorageError, match=r"__0_0\.distcp.*not yours.*check the credentials"):
+        copy_checkpoint(tmp_path / "source", URL)
+    assert store.n_done == 1  # asking again does not help
+
+
 def test_a_part_that_comes_back_too_short_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_ours(str(tmp_path / "source"))
     copy_checkpoint(tmp_path / "source", URL)

@@ -97,10 +97,11 @@ def test_what_passes_by_itself_is_tried_again_until_all_has_arrived(
     assert result.verified_by_store == 4  # by the MD5 that S3 gives; .metadata was read back
 
 
-def test_what_is_denied_is_not_tried_again(source: str, url: str, proxy: FaultyProxy) -> None:
-    proxy.fail("403", "PUT", "", times=1000)
+@pytest.mark.parametrize("part", ["", "partNumber=2"])
+def test_what_is_denied_is_not_tried_again(part: str, source: str, url: str, proxy: FaultyProxy) -> None:
+    proxy.fail("403", "PUT", part, times=1000)
     with pytest.raises(StorageError, match=r"s3://.*PermissionError.*check the credentials.*not tried again"):
-        copy_checkpoint(source, url, options=options(proxy))
+        copy_checkpoint(source, url, options=options(proxy, threads=1))
     assert proxy.n_faults == 1
 
 
