@@ -110,3 +110,12 @@ def test_a_lock_of_another_machine_is_waited_for_or_removed_by_people(source: Pa
     disk.held.release()
     convert(source, tmp_path / "target", form="torch")
     assert is_new(tmp_path / "target")
+
+
+def test_a_disk_without_room_is_named_before_anything_is_made(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10})())
+    with pytest.raises(StorageError, match=r"has 10 bytes free, and .*not/yet needs about \d+"):
+        convert(source, tmp_path / "not/yet", form="torch")
+    assert not (tmp_path / "not").exists()
