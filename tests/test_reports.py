@@ -46,13 +46,17 @@ def test_a_load_from_nowhere_is_refused() -> None:
         robust_dcp.load({"w": torch.ones(3)})
 
 
-def test_a_save_in_a_thread_and_in_a_process_at_once_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"THREAD and executor=\"process\": pass one of them"):
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("thread", 'async_checkpointer_type is THREAD and executor="process": pass one of them'),
+        ("fiber", "async_checkpointer_type is fiber: robust_dcp knows THREAD and PROCESS"),
+    ],
+)
+def test_two_kinds_of_async_saves_at_once_or_an_unknown_one_are_refused(kind: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=said):
         robust_dcp.async_save(
-            {"w": torch.ones(3)},
-            checkpoint_id=tmp_path,
-            executor="process",
-            async_checkpointer_type="thread",  # type: ignore[arg-type]
+            {"w": torch.ones(3)}, checkpoint_id=tmp_path, executor="process", async_checkpointer_type=kind
         )
 
 

@@ -18,6 +18,7 @@ import robust_dcp
 from robust_dcp import CheckpointManager, KeepBest, RobustWriter, StorageError
 from robust_dcp.manager.paths import REMOVING_PREFIX
 from robust_dcp.manager.records import RECORD_NAME
+from robust_dcp.manager.removal import remove_checkpoint
 from robust_dcp.manager.states import DirectoryState, state_of_directory
 from robust_dcp.storage.committing.directory_lock import DirectoryLock
 from robust_dcp.storage.files.disk import OpenFile, storage_error
@@ -159,6 +160,13 @@ class TestRemovals:
         disk = _Acts("modified", left.name, os.unlink)
         CheckpointManager(tmp_path, keep_last=1, disk=disk).prune()
         assert disk.n_acted == 1 and caplog.text == ""
+
+    def test_one_that_has_become_a_link_meanwhile_is_not_removed(self, tmp_path: Path) -> None:
+        save_steps(CheckpointManager(tmp_path), 1)
+        (tmp_path / "step_1").rename(tmp_path / "kept for good")
+        (tmp_path / "step_1").symlink_to("kept for good")
+        assert not remove_checkpoint(PosixDisk(), str(tmp_path / "step_1"))
+        assert (tmp_path / "step_1").is_symlink() and (tmp_path / "step_1/.metadata").exists()
 
 
 class TestCrashedSaves:
