@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ import robust_dcp
 from robust_dcp import RobustWriter, StorageError
 from robust_dcp.background import WRITERS, writer_process
 from robust_dcp.background.save_queue import SaveQueue
+from robust_dcp.testing import disks
 from robust_dcp.testing.ranks import run_ranks, values
 from tests.api.gated_disks import GATES, FullDisk, GatedDisk, make_gates, open_gate, pid_at_gate
 from tests.api.test_async_save import loaded
@@ -251,3 +253,23 @@ def test_who_waits_for_a_save_does_not_wait_for_the_callbacks_of_its_future() ->
     gone_on.set()
     assert queue.wait_for_callbacks(60)
     assert waited_for == [True]
+
+
+def test_one_rank_alone_cannot_cancel_a_save(tmp_path: Path) -> None:
+    disk = disks.GatedDisk()
+    writer = RobustWriter(tmp_path / "checkpoint", disk=disk)
+    saving = robust_dcp.async_save({"w": torch.ones(9)}, storage_writer=writer)
+    assert isinstance(saving, Future)
+    assert not saving.cancel() and not saving.cancelled()
+    disk.gate.set()
+    saving.result(timeout=60)
+    assert value_at(tmp_path / "checkpoint") == 1.0
+
+
+def test_a_callback_may_wait_for_all_saves_that_are_over_when_it_runs(tmp_path: Path) -> None:
+    finished: list[bool] = []
+    saving = robust_dcp.async_save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "checkpoint")
+    assert isinstance(saving, Future)
+    saving.add_done_callback(lambda _: finished.append(robust_dcp.finish_async_saves()))
+    robust_dcp.finish_async_saves()
+    assert finished == [True]

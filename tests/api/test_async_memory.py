@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import robust_dcp
-from robust_dcp import RobustWriter
+from robust_dcp import RobustCheckpointError, RobustWriter
 from robust_dcp.background import WRITERS, staged_source
 from robust_dcp.staging import SHARED_STAGING, STAGING
 from robust_dcp.testing.disks import GatedDisk
@@ -169,3 +169,45 @@ def test_a_save_that_is_interrupted_while_it_copies_keeps_no_memory(
     gc.collect()  # the exception holds the copies
     files = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
     assert not any("robust_dcp-staging" in each for each in files)
+
+
+def test_large_tensors_are_copied_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staged_source, "_BATCH_NBYTES", 4 * MEGABYTE)
+    copy, batches = torch._foreach_copy_, []
+
+    def noted(copies: Any, originals: Any, **options: Any) -> None:
+        batches.append(sum(each.nbytes for each in originals))
+        copy(copies, originals, **options)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", noted)
+    state = {f"w{n}": torch.full((MEGABYTE // 2,), float(n)) for n in range(5)}
+    robust_dcp.async_save(state, checkpoint_id=tmp_path / "saved").result()  # type: ignore[union-attr]
+    assert batches == [4 * MEGABYTE, 4 * MEGABYTE, 2 * MEGABYTE]  # after each the others hear that it goes on
+    found = loaded(str(tmp_path / "saved"), state)
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+
+
+def test_tensors_that_cannot_be_copied_together_are_copied_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("not for these kinds together")
+
+    monkeypatch.setattr(torch, "_foreach_copy_", refuse)
+    state = {"a": torch.arange(9.0), "b": torch.arange(7)}
+    robust_dcp.async_save(state, checkpoint_id=tmp_path / "saved").result()  # type: ignore[union-attr]
+    found = loaded(str(tmp_path / "saved"), state)
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+
+    copy = torch.Tensor.copy_
+
+    def fail(tensor: torch.Tensor, other: torch.Tensor, *more: Any) -> torch.Tensor:
+        if other.shape == (7,):
+            raise RuntimeError("the device is gone")
+        return copy(tensor, other, *more)
+
+    with monkeypatch.context() as changed:
+        changed.setattr(torch.Tensor, "copy_", fail)
+        with pytest.raises(RobustCheckpointError, match=r"cannot save 'b': .*the device is gone"):
+            robust_dcp.async_save(state, checkpoint_id=tmp_path / "failed").result()  # type: ignore[union-attr]
+    assert not (tmp_path / "failed/.metadata").exists()

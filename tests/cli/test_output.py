@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from robust_dcp.cli import bench, doctor, inspect, ls, prune, verify
+from robust_dcp.cli.output import size
 from tests.cli.commands import Shell, in_a_process
 
 COMMANDS = {"bench": bench, "doctor": doctor, "inspect": inspect, "ls": ls, "prune": prune, "verify": verify}
@@ -175,3 +177,25 @@ def test_bash_completes_what_is_typed_once_completion_is_installed(tmp_path: Pat
 def test_the_script_of_the_shell_completes_commands() -> None:
     ended = in_a_process(_ROBUST_DCP_COMPLETE="complete_bash", COMP_WORDS="robust-dcp ver", COMP_CWORD="1", TERM="dumb")
     assert (ended.code, ended.out.split()) == (0, ["verify"])
+
+
+def test_a_terminal_shows_how_far_a_long_command_is(originals: Path) -> None:
+    said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", in_a_terminal("verify", originals / "ours", COLUMNS="120"))
+    assert re.search(r"verify .* \d+(\.\d+)?/\d+(\.\d+)? (bytes|KiB)", said)
+    quiet = in_a_terminal("verify", originals / "ours", "--json", COLUMNS="120")
+    assert "/s" not in quiet and quiet.lstrip().startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (3 << 30, "3.0 GiB"),
+        (5 << 40, "5.0 TiB"),
+        (5 << 50, "5120.0 TiB"),
+    ],
+)
+def test_a_size_is_told_in_the_largest_unit_that_is_not_too_large(nbytes: int, text: str) -> None:
+    assert size(nbytes) == text

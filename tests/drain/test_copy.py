@@ -18,14 +18,12 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from robust_dcp import (
     CopyOptions,
     CorruptCheckpoint,
     RobustReader,
-    RobustWriter,
     StorageError,
     UnsafeCheckpoint,
     copy_checkpoint,
@@ -37,48 +35,18 @@ from robust_dcp.drain.transfer import Transfer
 from robust_dcp.report_file import REPORT_NAME
 from robust_dcp.storage.files.disk import OpenFile, storage_error
 from robust_dcp.storage.files.posix_disk import PosixDisk
+from tests.drain.checkpoints import (
+    IMPATIENT,
+    ONE_THREAD,
+    files_of,
+    loaded,
+    save_like_megatron,
+    save_ours,
+    save_shards,
+    save_stock,
+    state_dict,
+)
 from tests.support.waiting import wait_until
-
-StateDict = dict[str, Any]
-
-ONE_THREAD = CopyOptions(threads=1)
-IMPATIENT = CopyOptions(retries=1)
-
-
-def state_dict(value: float = 1.0) -> StateDict:
-    return {"weight": torch.full((100_000,), value), "bias": torch.full((7,), value), "step": torch.tensor(value)}
-
-
-def loaded(place: Any) -> float:
-    found = state_dict(-1.0)
-    robust_dcp.load(found, checkpoint_id=place)
-    values = {float(each) for tensor in found.values() for each in tensor.unique()}
-    assert len(values) == 1
-    return values.pop()
-
-
-def files_of(path: Path) -> set[str]:
-    return {str(each.relative_to(path)) for each in path.rglob("*") if each.is_file()}
-
-
-def save_ours(path: str) -> None:
-    robust_dcp.save(state_dict(), checkpoint_id=path)
-
-
-def save_shards(path: str) -> None:
-    robust_dcp.save(state_dict(), storage_writer=RobustWriter(path, layout="safetensors"))
-
-
-def save_stock(path: str) -> None:
-    dcp.save(state_dict(), checkpoint_id=path, no_dist=True)
-
-
-def save_like_megatron(path: str) -> None:
-    save_stock(path)
-    torch.save({"iteration": 7}, f"{path}/common.pt")
-    Path(path, "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
-    robust_dcp.save(state_dict(), checkpoint_id=f"{path}/modelopt_state")
-
 
 KINDS = {"ours": save_ours, "safetensors": save_shards, "stock": save_stock, "Megatron": save_like_megatron}
 
@@ -253,51 +221,6 @@ def test_metadata_that_leads_out_of_the_source_is_refused(tmp_path: Path) -> Non
     (tmp_path / "source/__0_0.distcp").symlink_to(secret)
     with pytest.raises(UnsafeCheckpoint, match="is a symbolic link out of the directory"):
         copy_checkpoint(tmp_path / "source", tmp_path / "target")
-
-
-def test_a_full_disk_ends_the_copy_at_once_and_leaves_room_to_go_on(tmp_path: Path) -> None:
-    save_ours(str(tmp_path / "source"))
-    disk = _Full(room_nbytes=50_000)
-    with pytest.raises(StorageError, match=r"No space left on device.*free space") as raised:
-        copy_checkpoint(tmp_path / "source", tmp_path / "target", options=ONE_THREAD, disk=disk)
-    assert (raised.value.errno, disk.refused) == (errno.ENOSPC, 1)  # asking again does not help
-    assert not [name for name in files_of(tmp_path / "target") if name.endswith(".copying")]
-    copy_checkpoint(tmp_path / "source", tmp_path / "target")
-    assert loaded(tmp_path / "target") == 1.0
-
-
-class _Full(PosixDisk):
-    def __init__(self, room_nbytes: int) -> None:
-        super().__init__()
-        self.room_nbytes = room_nbytes
-        self.refused = 0
-
-    def pwrite(self, file: OpenFile, data: Any, offset: int) -> None:
-        self.room_nbytes -= len(data)
-        if self.room_nbytes < 0:
-            self.refused += 1
-            error = OSError(errno.ENOSPC, "No space left on device")
-            raise storage_error("write", file.path, error) from error
-        super().pwrite(file, data, offset)
-
-
-def test_a_disk_that_fails_once_is_asked_again(tmp_path: Path) -> None:
-    save_ours(str(tmp_path / "source"))
-    disk = _FailsOnce()
-    result = copy_checkpoint(tmp_path / "source", tmp_path / "target", disk=disk)
-    assert disk.has_failed and result.retries == 1
-    assert loaded(tmp_path / "target") == 1.0
-
-
-class _FailsOnce(PosixDisk):
-    has_failed = False
-
-    def fsync(self, file: OpenFile) -> None:
-        if not self.has_failed and ".distcp" in file.path:
-            self.has_failed = True
-            error = OSError(errno.EIO, "Input/output error")
-            raise storage_error("fsync", file.path, error) from error
-        super().fsync(file)
 
 
 @pytest.mark.parametrize("target", ["file://{path}/target", "memory://test_copy/two"])

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import robust_dcp
 from robust_dcp import CheckpointManager, CopyOptions, RobustWriter, StorageError, nearest_copy
+from robust_dcp.contents.read import read_contents
 from robust_dcp.drain.record import (
     DrainRecord,
     awaited_copy,
@@ -25,7 +26,7 @@ from robust_dcp.drain.record import (
     read_drain_record,
     write_drain_record,
 )
-from robust_dcp.storage.files.being_loaded import not_being_loaded
+from robust_dcp.storage.files.being_loaded import needed_for_a_load, not_being_loaded
 from robust_dcp.storage.files.disk import OpenFile
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.testing.nodes import can_become_node
@@ -167,6 +168,35 @@ def test_a_manager_keeps_what_has_not_arrived_and_goes_on_with_it(tmp_path: Path
     assert (loaded(f"{durable}/step_1"), loaded(f"{durable}/step_2")) == (1.0, 2.0)
     manager.prune()
     assert [each.step for each in manager.checkpoints()] == [2]
+
+
+def test_a_copy_that_somebody_works_on_is_not_begun_a_second_time(tmp_path: Path) -> None:
+    CheckpointManager(tmp_path / "root").save(1, state_dict(1.0))
+    local, durable = tmp_path / "root/step_1", tmp_path / "durable"
+    save_id = read_contents(PosixDisk(), str(local)).save_id or ""
+    write_drain_record(PosixDisk(), str(local), DrainRecord(str(durable / "step_1"), save_id, is_complete=False))
+    manager = CheckpointManager(tmp_path / "root", drain_to=durable)
+    with needed_for_a_load(PosixDisk(), str(local)):  # a drain holds it as a load does
+        manager.save(2, state_dict(2.0))
+        robust_dcp.finish_async_saves()
+    assert sorted(os.listdir(durable)) == ["step_2"]
+    manager.save(3, state_dict(3.0))
+    robust_dcp.finish_async_saves()
+    assert sorted(os.listdir(durable)) == ["step_1", "step_2", "step_3"]
+
+
+def _drain_steps(root: str, durable: str) -> list[float]:
+    rank = dist.get_rank()
+    manager = CheckpointManager(root, keep_last=1, drain_to=durable)
+    for step in (1, 2):
+        manager.save(step, state_dict(float(step), rank))
+    robust_dcp.finish_async_saves()
+    return [loaded(f"{durable}/step_{step}", rank) for step in (1, 2)]
+
+
+def test_the_ranks_of_a_manager_drain_each_step_together(tmp_path: Path) -> None:
+    root, durable = str(tmp_path / "root"), str(tmp_path / "durable")
+    assert values(run_ranks(2, _drain_steps, root, durable)) == [[1.0, 2.0]] * 2
 
 
 def test_a_manager_does_not_remove_a_checkpoint_whose_drain_has_failed(tmp_path: Path) -> None:

@@ -97,10 +97,11 @@ def test_what_passes_by_itself_is_tried_again_until_all_has_arrived(
     assert result.verified_by_store == 4  # by the MD5 that S3 gives; .metadata was read back
 
 
-def test_what_is_denied_is_not_tried_again(source: str, url: str, proxy: FaultyProxy) -> None:
-    proxy.fail("403", "PUT", "", times=1000)
+@pytest.mark.parametrize("part", ["", "partNumber=2"])
+def test_what_is_denied_is_not_tried_again(part: str, source: str, url: str, proxy: FaultyProxy) -> None:
+    proxy.fail("403", "PUT", part, times=1000)
     with pytest.raises(StorageError, match=r"s3://.*PermissionError.*check the credentials.*not tried again"):
-        copy_checkpoint(source, url, options=options(proxy))
+        copy_checkpoint(source, url, options=options(proxy, threads=1))
     assert proxy.n_faults == 1
 
 
@@ -139,6 +140,67 @@ def test_a_copy_that_was_killed_goes_on_with_the_parts_that_have_arrived(
     copy_checkpoint(source, url, options=options(proxy, threads=1))
     first_file = [path for method, path in proxy.requests if method == "PUT" and "__0_0.distcp" in path]
     assert first_file == []  # its parts were there, and it only had to be put together
+    assert loaded_back(url, proxy, tmp_path / "back") == 1.0
+
+
+def uploads_of(url: str, endpoint: str) -> list[dict[str, Any]]:
+    """The uploads below a URL that were not finished."""
+    filesystem, root = fsspec.url_to_fs(url, **options_for(endpoint))
+    bucket, prefix, _ = filesystem.split_path(root)
+    listed = filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
+    return list(listed.get("Uploads") or ())
+
+
+def remove_uploads(url: str, endpoint: str) -> None:
+    filesystem, _ = fsspec.url_to_fs(url, **options_for(endpoint))
+    for each in uploads_of(url, endpoint):
+        filesystem.call_s3("abort_multipart_upload", Bucket=BUCKET, Key=each["Key"], UploadId=each["UploadId"])
+
+
+@pytest.mark.parametrize("what", ["finished by another copy", "removed"])
+def test_a_file_whose_upload_is_gone_arrives_all_the_same(
+    what: str, source: str, url: str, server: str, proxy: FaultyProxy, tmp_path: Path
+) -> None:
+    gone: list[str] = []
+    direct = CopyOptions(part_bytes=PART_NBYTES, target_options=options_for(server))
+
+    def before_a_second_part(method: str, path: str) -> Fault | None:
+        upload = path.partition("uploadId=")[2].partition("&")[0]
+        if "partNumber=2" in path and not gone:
+            gone.append(upload)
+            if what == "removed":
+                remove_uploads(url, server)
+            else:
+                copy_checkpoint(source, url, options=direct)
+        return "404" if upload in gone else None  # as S3 does; moto fails
+
+    proxy.fault = before_a_second_part
+    copy_checkpoint(source, url, options=options(proxy, threads=1))
+    assert proxy.n_faults == 1
+    assert uploads_of(url, server) == []
+    assert loaded_back(url, proxy, tmp_path / "back") == 1.0
+
+
+def test_of_several_uploads_that_were_cut_off_the_newest_goes_on_and_the_others_are_removed(
+    source: str, url: str, server: str, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    filesystem, root = fsspec.url_to_fs(url, **options_for(server))
+    place = {"Bucket": BUCKET, "Key": f"{root.partition('/')[2]}/__0_0.distcp"}
+    data = Path(source, "__0_0.distcp").read_bytes()
+    for _ in range(3):
+        upload = filesystem.call_s3("create_multipart_upload", **place)["UploadId"]
+        for number, first in enumerate(range(0, len(data), PART_NBYTES), start=1):
+            part = data[first : first + PART_NBYTES]
+            filesystem.call_s3("upload_part", **place, UploadId=upload, PartNumber=number, Body=part)
+    call_s3 = s3fs.S3FileSystem.call_s3
+
+    def list_one_by_one(filesystem: Any, method: str, **arguments: Any) -> Any:
+        return call_s3(filesystem, method, **arguments, **({"MaxParts": 1} if method == "list_parts" else {}))
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "call_s3", list_one_by_one)
+    copy_checkpoint(source, url, options=options(proxy, threads=1))
+    assert [path for method, path in proxy.requests if method == "PUT" and "__0_0.distcp" in path] == []
+    assert uploads_of(url, server) == []
     assert loaded_back(url, proxy, tmp_path / "back") == 1.0
 
 

@@ -9,6 +9,7 @@ import pty
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,10 @@ from robust_dcp import Event, on_event
 from robust_dcp.hooks import progress_bar
 from robust_dcp.hooks.logs import LoggingHook
 from robust_dcp.hooks.metrics import metrics_of, step_of
+from robust_dcp.hooks.mlflow import MlflowHook
 from robust_dcp.hooks.progress_bar import ProgressBar
+from robust_dcp.hooks.tensorboard import TensorBoardHook
+from robust_dcp.hooks.wandb import WandbHook
 from robust_dcp.report import LoadReport, PhaseReport
 
 
@@ -114,3 +118,71 @@ def test_without_a_terminal_nothing_is_shown(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(progress_bar, "on_event", heard.append)
     progress_bar.watch_in_terminal.__wrapped__()
     assert not heard
+
+
+class _Recorder:
+    """Stands for a run of Weights & Biases, the module ``mlflow`` or a ``SummaryWriter``: notes what it is called with.
+
+    What the real ones make of that is in ``test_monitoring``.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *words, **options: self.calls.append((name, words, options))
+
+
+SAVED = [
+    Event("ended", "save run/step_7", 0, 2, seconds=2.0),
+    Event("ended", "save run/step_7", 1, 2, seconds=3.0),
+    Event("phase_ended", "save run/step_7", 0, 2, seconds=1.0),
+    Event("failed", "load run/last", 0, 2, seconds=1.0, error=ValueError()),
+]
+"""The first and the last one count: the others are of another rank, or have no numbers."""
+
+
+def test_weights_and_biases_gets_numbers_of_rank_0_on_a_step_of_their_own() -> None:
+    run = _Recorder()
+    hook = WandbHook(run)
+    for event in SAVED:
+        hook(event)
+    defined, logged = run.calls[:2], [words[0] for name, words, _ in run.calls if name == "log"]
+    assert [words[0] for _, words, _ in defined] == ["robust_dcp/step", "robust_dcp/*"]
+    assert defined[1][2] == {"step_metric": "robust_dcp/step"}
+    assert logged == [
+        {"robust_dcp/save/seconds": 2.0, "robust_dcp/save/failures": 0.0, "robust_dcp/step": 7},
+        {"robust_dcp/load/seconds": 1.0, "robust_dcp/load/failures": 1.0},
+    ]
+
+
+def test_mlflow_gets_numbers_of_rank_0_in_the_run_that_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = _Recorder()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    hook = MlflowHook("abc")
+    for event in SAVED:
+        hook(event)
+    assert mlflow.calls == [
+        (
+            "log_metrics",
+            ({"robust_dcp/save/seconds": 2.0, "robust_dcp/save/failures": 0.0},),
+            {"step": 7, "run_id": "abc"},
+        ),
+        (
+            "log_metrics",
+            ({"robust_dcp/load/seconds": 1.0, "robust_dcp/load/failures": 1.0},),
+            {"step": None, "run_id": "abc"},
+        ),
+    ]
+
+
+def test_tensorboard_gets_numbers_of_rank_0_at_their_time() -> None:
+    writer: Any = _Recorder()
+    hook = TensorBoardHook(writer)
+    for event in SAVED[:2]:
+        hook(event)
+    assert [(name, words) for name, words, _ in writer.calls] == [
+        ("add_scalar", ("robust_dcp/save/seconds", 2.0)),
+        ("add_scalar", ("robust_dcp/save/failures", 0.0)),
+    ]
+    assert writer.calls[0][2] == {"global_step": 7, "walltime": SAVED[0].at_seconds}

@@ -8,12 +8,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from robust_dcp.report_file import REPORT_NAME, VERSION, decode_report, encode_report
-from robust_dcp.report_page import NoReports, read_reports, render_page
+from robust_dcp.report_page import NoReports, read_reports, reading, render_page
 from tests.report_page.made_reports import made_report, put_report, put_run
 
 
@@ -88,6 +89,67 @@ def test_a_file_that_is_no_plain_file_is_not_opened(tmp_path: Path) -> None:
     found = read_reports(tmp_path)
     assert [each.name for each in found.found] == ["good"]
     assert [each.name for each in found.skipped] == ["directory", "link", "pipe"]
+
+
+def test_a_report_that_is_far_too_long_is_not_read(tmp_path: Path) -> None:
+    bad = put_report(tmp_path / "bad", made_report(7, 4))
+    os.truncate(bad / REPORT_NAME, 20 << 30)
+    with pytest.raises(NoReports, match=r"has \d+ bytes, and a report has at most \d+"):
+        read_reports(bad)
+
+
+def _remove(path: Path) -> None:
+    path.unlink()
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_remove, "no checkpoint is committed there: it has a report and no .metadata"),
+        (_empty, "of another save"),
+        (_pipe, "of another save"),
+    ],
+)
+def test_a_report_counts_only_beside_the_metadata_of_its_save(
+    change: Callable[[Path], None], reason: str, tmp_path: Path
+) -> None:
+    bad = put_report(tmp_path / "bad", made_report(7, 4))
+    change(bad / ".metadata")
+    with pytest.raises(NoReports, match=re.escape(reason)):
+        read_reports(bad)
+
+
+def test_a_directory_that_may_not_be_looked_into_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_report(tmp_path / "good" / "step_7", made_report(7, 4))
+    (tmp_path / "private").mkdir()
+    scandir = os.scandir
+
+    def look(path: str) -> Any:
+        if path.endswith("private"):
+            raise PermissionError(13, "Permission denied")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", look)
+    assert [each.name for each in read_reports(tmp_path).found] == ["good/step_7"]
+
+
+def test_a_tree_of_too_many_directories_is_not_searched_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_run(tmp_path, 2, 5)
+    monkeypatch.setattr(reading, "_MOST_DIRECTORIES", 3)  # the root and two more
+    assert [each.name for each in read_reports(tmp_path).found] == ["step_100", "step_200"]
 
 
 def test_where_nothing_can_be_shown_the_error_says_what_to_pass(tmp_path: Path) -> None:

@@ -145,9 +145,7 @@ class SaveQueue:
             failed, self._failed = self._failed, []
         for future in failed:
             if not future.was_told:
-                error = future.exception()
-                if error is not None:
-                    raise error
+                future.result()
 
     def forget_unreported(self) -> None:
         """Forget earlier errors. All ranks know them, because one rank has raised them in an exchange."""

@@ -69,8 +69,6 @@ def _existing(path: str) -> str:
     while not os.path.isdir(directory):
         if os.path.lexists(directory):
             raise CommandFailed(f"{directory} is not a directory: give the directory that checkpoints go to")
-        if directory != os.path.abspath(path) and os.path.dirname(directory) == directory:
-            break
         directory = os.path.dirname(directory)
     if not os.access(directory, os.W_OK | os.X_OK):
         raise CommandFailed(f"{directory} cannot be written to: check who owns it, and give another directory")

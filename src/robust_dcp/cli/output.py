@@ -154,10 +154,11 @@ def safe_text(text: str) -> str:
 
 def size(nbytes: float) -> str:
     """``1536`` -> ``"1.5 KiB"``."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(nbytes) < 1024 or unit == "TiB":
-            break
+    power = 0
+    while abs(nbytes) >= 1024 and power < 4:
         nbytes /= 1024
+        power += 1
+    unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
     return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
 
 

@@ -168,7 +168,8 @@ class _FsspecUpload:
             return
         with contextlib.suppress(Exception):
             self._store._calls.run("abandon", self._name, self._file.discard, retries=0)
-        self._file.closed = True  # else it would be finished when Python collects it
+        with contextlib.suppress(AttributeError):  # some files do not let it be set
+            self._file.closed = True  # else it would be finished when Python collects it
 
 
 class _S3Store(_FsspecStore):
@@ -218,14 +219,15 @@ class _S3Upload:
         self._there: dict[int, tuple[int, str]] = {}
         self._id = ""
         with contextlib.suppress(StorageError):  # who may send may not always list
-            for upload in store.unfinished(name):
-                if not self._id and self._takes_over(upload):
-                    continue
+            newest, *others = store.unfinished(name) or [""]
+            if newest:
+                self._take_over(newest)
+            for upload in others:
                 store.call(name, "abort_multipart_upload", UploadId=upload)
         if not self._id:
             self._id = store.call(name, "create_multipart_upload")["UploadId"]
 
-    def _takes_over(self, upload: str) -> bool:
+    def _take_over(self, upload: str) -> None:
         marker, there = 0, {}
         while True:
             listed = self._store.call(self._name, "list_parts", UploadId=upload, PartNumberMarker=marker)
@@ -235,7 +237,6 @@ class _S3Upload:
                 break
             marker = int(listed["NextPartNumberMarker"])
         self._id, self._there = upload, there
-        return True
 
     def write(self, number: int, data: bytes) -> None:
         size, etag = self._there.get(number + 1, (-1, ""))

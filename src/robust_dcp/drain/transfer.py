@@ -6,7 +6,6 @@ This module owns what counts as arrived. It never decides which files are sent. 
 from __future__ import annotations
 
 import errno
-import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -91,13 +90,12 @@ class Transfer:
             if there_nbytes == source.nbytes and self._is_there(source, name, target_name):
                 self._tally.add(skipped_files=1, skipped_nbytes=source.nbytes)
                 return source.nbytes
-            for is_last_try in (False, True):
+            sums = self._send(source, name, target_name)
+            if self._verify(target_name, sums) is not None:
                 sums = self._send(source, name, target_name)
                 found = self._verify(target_name, sums)
-                if found is None:
-                    break
-                if is_last_try:
-                    raise self._not_as_sent(target_name, sums, found)
+                if found is not None:
+                    raise self._not_as_sent(target_name, sums, f"{found}; it was sent twice")
             self._tally.add(files=1, nbytes=source.nbytes)
             return source.nbytes
         finally:
@@ -130,29 +128,28 @@ class Transfer:
             try:
                 return self._send_parts(source, name, target_name)
             except StorageError as error:
-                # An upload is gone if it was finished by a call whose answer was lost, or by another copy of this save.
                 if error.errno != errno.ENOENT:
                     raise
-                return self._sums_of_arrived(source, name, target_name, error)
+            # The upload is gone: it was finished by a call whose answer was lost, or by another copy of this save, or
+            # somebody has removed it.
+            return self._sums_if_arrived(source, name, target_name) or self._send_parts(source, name, target_name)
         # Each call within has its limit of time, so the whole has none.
         path = self._target.path_of(target_name)
-        for attempt in itertools.count():
+        n_tries = 0
+        while True:
             try:
                 return self._send_parts(source, name, target_name)
             except StorageError as error:  # noqa: PERF203 a try takes longer than that
-                if not self._calls.may_try_again("send", path, error, attempt):
+                if not self._calls.may_try_again("send", path, error, n_tries):
                     raise
-        raise RuntimeError("the loop returns or raises")
+                n_tries += 1
 
-    def _sums_of_arrived(self, source: OpenSource, name: str, target_name: str, error: StorageError) -> ContentSums:
+    def _sums_if_arrived(self, source: OpenSource, name: str, target_name: str) -> ContentSums | None:
         sums = self._sums_of(source, name)
         try:
-            is_there = self._verify(target_name, sums) is None
+            return sums if self._verify(target_name, sums) is None else None
         except StorageError:
-            is_there = False
-        if not is_there:
-            raise error
-        return sums
+            return None
 
     def _sums_of(self, source: OpenSource, name: str) -> ContentSums:
         sums = ContentSums(wants_md5=self._target.wants_md5)
@@ -206,8 +203,8 @@ class Transfer:
         path = self._target.path_of(name)
         expected = f"{sums.nbytes} bytes with CRC-32 {sums.crc32:08x}"
         return CorruptCheckpoint(
-            f"{path} is not as it was sent: expected {expected}, found {found}; it was sent twice. The "
-            "copy is not committed. Look whether another program writes there, and copy again",
+            f"{path} is not as it was sent: expected {expected}, found {found}. The copy is not committed. "
+            "Look whether another program writes there, and copy again",
             file=path,
             expected=expected,
             found=found,

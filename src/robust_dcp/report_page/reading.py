@@ -155,6 +155,8 @@ def _read(directory: str) -> SavedReport:
         raise ValueError(
             "it has no report: another program saved it, or report=False, or the save was killed right after the commit"
         )
+    if not os.path.lexists(os.path.join(directory, _METADATA_NAME)):
+        raise ValueError(f"no checkpoint is committed there: it has a report and no {_METADATA_NAME}")
     report = decode_report(data)
     if not _holds(os.path.join(directory, _METADATA_NAME), report.save_id.encode()):
         raise ValueError(f"the report in it is of another save ({report.save_id}) than its {_METADATA_NAME}")
