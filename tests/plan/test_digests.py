@@ -7,6 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from robust_dcp.errors import ExchangeError
+from robust_dcp.plan.rank_plan import checks_of
+from robust_dcp.plan.replica_checks import compare, compare_replicas
 from robust_dcp.plan.state_dict.digests import replica_digest
 from robust_dcp.plan.structure.signature import PlanContext
 
@@ -47,3 +50,18 @@ def test_what_differs_in_the_options_of_another_rank_is_said_in_words() -> None:
 @pytest.mark.parametrize("damaged", [b"", b"{", b'{"planner": 3}', b"\xff\xfe"])
 def test_options_of_another_rank_that_cannot_be_read_are_said_to_be_so(damaged: bytes) -> None:
     assert _context().difference(damaged) == "it cannot be read"
+
+
+def test_digests_and_classes_that_another_rank_cannot_have_sent_are_refused() -> None:
+    with pytest.raises(ExchangeError, match="not a whole number of rows"):
+        compare([bytes(24), bytes(23)], [], contested=False)
+    with pytest.raises(ExchangeError, match="a plan came with 0 classes of replicas"):
+        checks_of(b"", 0, b"", 8)
+
+
+def test_a_comparison_that_goes_wrong_after_the_commit_is_a_warning_and_no_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The checkpoint is there, so the save has succeeded."""
+    assert compare_replicas([bytes(23)], [], "step_3") == ()
+    assert "step_3: its replicas could not be compared: " in caplog.text

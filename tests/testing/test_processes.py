@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from robust_dcp.testing.conformance import StorageConformance
 from robust_dcp.testing.file_calls import FileCalls
 from robust_dcp.testing.nodes import become_node, can_become_node
 from robust_dcp.testing.ranks import errors, run_ranks, values
@@ -70,3 +71,27 @@ def test_elsewhere_than_on_linux_nobody_becomes_a_node(monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "platform", "darwin")
     assert not can_become_node()
     can_become_node.cache_clear()
+
+
+def wait_or_leave(path: str) -> None:
+    if os.environ["RANK"] == "1":
+        os._exit(3)
+    Path(path).touch()
+    signal.pause()
+
+
+def test_ranks_that_take_too_long_are_ended_and_what_became_of_each_is_said(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(2, wait_or_leave, str(tmp_path / "there"), init=False, timeout_seconds=5)
+    assert "rank 0" in str(caught.value) and "still running" in str(caught.value)
+    assert "ended with exit code 3" in str(caught.value)
+
+
+def test_a_suite_that_does_not_say_what_it_tries_is_told_which_method_is_missing(tmp_path: Path) -> None:
+    class Mine(StorageConformance):
+        pass
+
+    with pytest.raises(NotImplementedError, match=r"Mine has to say how its writer is made: def writer\(self, path\)"):
+        Mine().writer(tmp_path)
+    with pytest.raises(NotImplementedError, match=r"Mine has to say how its reader is made: def reader\(self, path\)"):
+        Mine().reader(tmp_path)
