@@ -123,3 +123,68 @@ def test_looking_for_sockets_leaves_no_file_open() -> None:
         found = [each.getsockname() for each in process_group.tcp_sockets()]
         assert listener.getsockname() in found
         assert os.listdir("/proc/self/fd") == before
+
+
+def test_an_address_that_cannot_be_reached_at_all_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network that is down for a moment must not make a rank seem dead."""
+    is_over, receiver = threading.Event(), Receiver()
+
+    def wait_in_vain(met: Callable[[Address], None]) -> GlooPipe:
+        met(("192.0.2.1", 9))
+        is_over.wait(60)
+        raise PipeBroken("it never answered")
+
+    def unreachable(*args: object, **kwargs: object) -> socket.socket:
+        raise OSError(101, "Network is unreachable")
+
+    connection = Connection(1, wait_in_vain, receiver)
+    in_an_hour = time.monotonic() + 3600
+    wait_until(lambda: connection.claim_probe(in_an_hour))
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    connection.probe()
+    assert not connection.is_lost and receiver.lost_detail == ""
+    is_over.set()
+    wait_until(lambda: receiver.lost_detail == "it never answered")
+    connection.close()
+
+
+def test_a_rank_that_answers_after_it_was_found_dead_is_not_talked_to_any_more() -> None:
+    """All others have been told that it is gone, so it must not come back into the middle of an exchange."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    may_answer, closed, receiver = threading.Event(), threading.Event(), Receiver()
+
+    class Answers:
+        def close(self) -> None:
+            closed.set()
+
+    def answer_late(met: Callable[[Address], None]) -> Answers:
+        met(listener.getsockname())
+        may_answer.wait(60)
+        return Answers()
+
+    connection = Connection(1, answer_late, receiver)  # type: ignore[arg-type]
+    in_an_hour = time.monotonic() + 3600
+    wait_until(lambda: connection.claim_probe(in_an_hour))
+    listener.close()
+    connection.probe()
+    assert connection.is_lost
+    may_answer.set()
+    assert closed.wait(30)
+    assert connection.pipe() is None and not connection.is_open
+    connection.close()
+    connection.send(Frame(Kind.BEAT))
+    assert connection.n_unacknowledged <= 1, "nothing is kept for a connection that is closed"
+
+
+def test_a_fault_of_our_own_in_a_connection_is_logged_and_ends_it_as_a_lost_rank_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(met: Callable[[Address], None]) -> GlooPipe:
+        raise KeyError("a bug")
+
+    receiver = Receiver()
+    connection = Connection(7, fail, receiver)
+    wait_until(lambda: receiver.lost_detail != "")
+    assert receiver.lost_detail == "KeyError: 'a bug'" and connection.is_lost
+    assert "the connection to rank 7 ends" in caplog.text and "Traceback" in caplog.text
+    connection.close()

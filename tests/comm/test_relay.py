@@ -133,3 +133,23 @@ def test_a_tree_reaches_each_rank_once_and_from_one_that_has_it(size: int) -> No
         assert not receivers & has
         has |= receivers
     assert has == set(range(size))
+
+
+def relay_with_a_death_before_devices_connect() -> None:
+    channel = Channel.for_group(operation="test", timeout_seconds=10)
+    boxes = Boxes(channel.rank, on_device=True)
+    mover = GroupMover(dist.group.WORLD, "cpu")
+    channel.barrier("all are here")
+
+    def die(*args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if channel.rank == 2:
+        mover.connect = die  # type: ignore[method-assign]
+    channel.relay("pass on", Relay(boxes.buckets, boxes, checksum, mover))
+
+
+def test_a_rank_that_dies_before_the_devices_are_connected_is_named() -> None:
+    outcomes = run_ranks(4, relay_with_a_death_before_devices_connect)
+    for error in errors([outcome for outcome in outcomes if outcome.rank != 2]):
+        assert error.is_a(ExchangeTimeout) and "rank 2" in error.message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -15,6 +16,7 @@ from megatron.core.dist_checkpointing import validation
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from robust_dcp.comm import wire
+from robust_dcp.errors import ExchangeError
 from robust_dcp.megatron.checks.access import AccessColumns, columns_of, find_violation, keys_of
 
 _KEYS = st.sampled_from(["a", "b", "layers.0.weight"])
@@ -115,3 +117,28 @@ def test_a_gap_is_told_with_the_number_of_shards_that_are_there() -> None:
     assert found is not None
     assert (found.key, found.ranks) == ("w", (0, 1))
     assert "2 of 3 shards have a main replica" in found.message
+
+
+def _columns() -> AccessColumns:
+    shards = [_tensor(key, (0, 0), (2, 2), 0, torch.float32) for key in ("a", "b")]
+    return columns_of([*shards, _object("c", 0, 1, 0)])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda columns: {"key_ids": b"\x09\x00\x00\x00" + columns.key_ids[4:]},
+            "columns of a sharded state dict",
+        ),
+        (lambda columns: {"shape_ids": b"\xff" * 4 + columns.shape_ids[4:]}, "columns of a sharded state dict"),
+        (lambda columns: {"flags": columns.flags[1:]}, "columns of a sharded state dict"),
+        (lambda columns: {"offsets": columns.offsets[8:]}, "offsets of a sharded state dict do not fit its shapes"),
+    ],
+    ids=["key", "shape", "flags", "offsets"],
+)
+def test_columns_of_a_rank_that_do_not_fit_each_other_are_refused(damage: Any, message: str) -> None:
+    """They have come from another rank, so a wrong number in them must not select something else."""
+    good = _columns()
+    with pytest.raises(ExchangeError, match=message):
+        find_violation([good, msgspec.structs.replace(good, **damage(good))])

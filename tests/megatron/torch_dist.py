@@ -60,11 +60,13 @@ class Scenarios:
 
 @contextmanager
 def chosen(
-    *, timeout_seconds: float = 30, patches: Sequence[Patch] = _TORCH_DIST, **environment: str
+    *, timeout_seconds: float = 30, patches: Sequence[Patch] = _TORCH_DIST, switch: str = "1", **environment: str
 ) -> Iterator[None]:
-    """robust_dcp is the planner of Megatron within this block, and ``patches`` are applied."""
+    """robust_dcp is the planner of Megatron within this block, and ``patches`` are applied.
+
+    With ``switch="0"`` they are applied, and Megatron plans itself."""
     more = {
-        "ROBUST_DCP": "1",
+        "ROBUST_DCP": switch,
         "ROBUST_DCP_EXCHANGE_TIMEOUT_SECONDS": str(timeout_seconds),
         **{f"ROBUST_DCP_{name.upper()}": value for name, value in environment.items()},
     }

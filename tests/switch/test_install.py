@@ -10,50 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from robust_dcp.storage.files.paths import INDEX_NAME
 from tests.support.torch_versions import needs_background_stager, needs_safetensors
-
-SAVE = """
-    import os, sys, torch
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import (
-        DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter, async_save, load, save
-    )
-    from torch.distributed.checkpoint.metadata import Metadata
-
-    path = sys.argv[1]
-    state = {"w": torch.arange(10.0), "nested": {"step": 3}}
-    empty = lambda: {"w": torch.zeros(10), "nested": {"step": 0}}
-
-    def processes(kind):
-        # Stock's own processes need a group of processes; ours do not.
-        return {"async_checkpointer_type": kind} if os.environ.get("ROBUST_DCP") == "1" else {}
-
-    def check(loaded):
-        assert torch.equal(loaded["w"], torch.arange(10.0)) and loaded["nested"]["step"] == 3
-"""
-
-
-def run(path: Path, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a program of its own, which has :data:`SAVE` before it."""
-    source = textwrap.dedent(SAVE) + textwrap.dedent(script)
-    own = {key: value for key, value in os.environ.items() if not key.startswith("ROBUST_DCP")}
-    done = subprocess.run(
-        [sys.executable, "-c", source, str(path)],
-        env={**own, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done
-
-
-def is_ours(path: Path) -> bool:
-    """Only robust_dcp writes an index."""
-    return (path / INDEX_NAME).exists()
-
+from tests.switch.programs import is_ours, run
 
 EVERY_WAY = """
     metadata = save(state, checkpoint_id=path + "/1")

@@ -98,9 +98,8 @@ class Problem(Exception):
         return cls(f"did not finish: no progress for {seconds:g} seconds", missing={rank: text})
 
     @classmethod
-    def of_deadline(cls, ranks: Sequence[int], seconds: float) -> Problem:
-        """The exchange took longer than allowed."""
-        missing = {rank: f"rank {rank}, or a rank behind it, is not done" for rank in ranks}
+    def of_deadline(cls, missing: dict[int, str], seconds: float) -> Problem:
+        """The exchange took longer than allowed; ``missing`` says what is known of the ranks that are not done."""
         return cls(f"did not finish within its deadline of {seconds:g} seconds", missing=missing)
 
 

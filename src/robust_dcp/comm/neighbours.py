@@ -162,6 +162,21 @@ class Neighbours:
                 found[peer] = self.words_for_silent(peer, silence)
         return found
 
+    def late(self) -> dict[int, str]:
+        """The ranks that this rank waits for, and what it knows of each.
+
+        A neighbour that is done itself, and waits for others, says in its beats for whom."""
+        found = {}
+        for peer in self.absent:
+            beat = self._beats.get(peer)
+            if beat is None or beat.silent_rank < 0:
+                found[peer] = f"rank {peer}, or a rank behind it, is not done"
+                continue
+            rank = beat.slow_rank if beat.slow_rank >= 0 else beat.silent_rank
+            others = f", nor are {beat.n_at_work - 1} other ranks" if beat.n_at_work > 1 else ""
+            found[rank] = f"{self._called(rank)} is not done{others}"
+        return found
+
     def words_for_lost(self, peer: int, detail: str) -> str:
         """Describe a lost neighbour, for people."""
         if detail.startswith(STORE_IS_LOST):

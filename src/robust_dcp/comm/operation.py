@@ -269,7 +269,7 @@ class Operation:
             return math.inf
         left = self._begun + self.deadline_seconds - time.monotonic()
         if left <= 0:
-            raise Problem.of_deadline(self._neighbours.absent, self.deadline_seconds)
+            raise Problem.of_deadline(self._neighbours.late(), self.deadline_seconds)
         return left
 
     def _refuse_if_given_up(self) -> None:

@@ -33,6 +33,9 @@ __all__ = [
 Address = tuple[str, int]
 """Where a process listens: a numeric host address and a port."""
 
+_HAS_NO_CLONE = "pure virtual function"
+"""What pybind11 says if a store is written in Python and has no ``clone``, such as torchelastic's ``EtcdStore``."""
+
 STORE_TIMEOUT_SECONDS = 30.0
 """How long one question to the store may take. It answers in microseconds unless its host is gone."""
 
@@ -85,12 +88,18 @@ def store_opener(parent: Any) -> Callable[[], Any]:
 
     def open_store() -> Any:
         clone = getattr(store, "clone", None)
-        if clone is not None:
-            with contextlib.suppress(NotImplementedError):  # not every store can be cloned
-                own = clone()
-                own.set_timeout(datetime.timedelta(seconds=STORE_TIMEOUT_SECONDS))
-                return own
-        return store
+        if clone is None:
+            return store
+        try:
+            own = clone()
+            own.set_timeout(datetime.timedelta(seconds=STORE_TIMEOUT_SECONDS))
+        except NotImplementedError:
+            return store
+        except RuntimeError as error:
+            if _HAS_NO_CLONE not in str(error):
+                raise
+            return store
+        return own
 
     return open_store
 

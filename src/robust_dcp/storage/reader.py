@@ -183,7 +183,7 @@ class RobustReader(StorageReader):
             indexed = self.source.indexed_metadata(identity) if identity else None
             if indexed is not None:
                 return indexed
-        if rank is None or self._disk.exists(self.source.path_of_metadata(rank)):
+        if rank is None or self.source.is_there(rank):
             return self.source.decode_metadata(self.source.metadata_bytes(rank), rank)
         try:
             return self.source.decode_metadata(self.source.metadata_bytes())

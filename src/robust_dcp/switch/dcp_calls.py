@@ -10,8 +10,10 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
+from errno import ENOENT
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint import state_dict_saver as stock_saver
 from torch.distributed.checkpoint.metadata import Metadata
@@ -19,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from robust_dcp import api
 from robust_dcp.asynchronous import AsyncSave
 from robust_dcp.asynchronous import async_save as robust_async_save
+from robust_dcp.errors import StorageError
 from robust_dcp.plan.load_planner import RobustLoadPlanner
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.report import SaveReport
@@ -70,7 +73,14 @@ def load(stock: Function, args: tuple[Any, ...], kwargs: Arguments) -> Any:
         log_left_to_stock(f"loads by torch.distributed.checkpoint.{stock.__name__}", str(why))
         return stock(*args, **kwargs)
     named = with_names_of_stock(state_dict)
-    api.load(named, **arguments)
+    try:
+        api.load(named, **arguments)
+    except StorageError as error:
+        if not _is_of_single_ranks(arguments, error):
+            raise
+        reason = "it was saved with use_collectives=False, so each rank loads by itself"
+        log_left_to_stock("the planning of a load", reason)
+        return stock(state_dict, **arguments)
     if named is not state_dict:
         state_dict.update({key: value for key, value in named.items() if not isinstance(value, KeepsItsNames)})
     return None
@@ -179,6 +189,16 @@ def _reader_for(reader: Any, checkpoint_id: Any, *, trusted: bool) -> RobustRead
     if not _is_of_torch(reader, "FileSystemReader", "FsspecReader"):
         raise _StaysStock(f"{type(reader).__name__} reads otherwise than FileSystemReader")
     return RobustReader(_directory_of(reader, checkpoint_id), trusted=trusted)
+
+
+def _is_of_single_ranks(arguments: Arguments, error: StorageError) -> bool:
+    """Whether a load failed only because each rank has a metadata file of its own: there was a save without
+    collectives. All ranks ask this, since all raise the error."""
+    source = arguments["storage_reader"].source
+    if error.errno != ENOENT or error.path != source.path_of_metadata():
+        return False
+    by_itself = arguments.get("no_dist", False) or not dist.is_initialized()
+    return bool(source.is_there(0 if by_itself else dist.get_rank(arguments.get("process_group"))))
 
 
 def _is_of_torch(storage: Any, *names: str) -> bool:

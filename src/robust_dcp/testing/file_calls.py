@@ -50,4 +50,7 @@ class FileCalls:
         return len(self.calls)
 
     def _is_below(self, path: Any) -> bool:
-        return isinstance(path, str | bytes | os.PathLike) and os.fsdecode(path).startswith(self._directory)
+        if not isinstance(path, str | bytes | os.PathLike):
+            return False
+        name = os.fsdecode(path)
+        return name == self._directory or name.startswith(os.path.join(self._directory, ""))

@@ -90,7 +90,8 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 def _digest(value: Any) -> int:
     hashed = hashlib.blake2b(digest_size=8)
     hashed.update(f"{type(value).__module__}.{type(value).__qualname__}".encode())
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not (value.is_nested or value.is_meta):
+        value = value.resolve_conj().resolve_neg()
         data = on_cpu(value.detach()).contiguous()
         hashed.update(f"{data.dtype}{list(data.shape)}".encode())
         hashed.update(data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b"")
@@ -100,10 +101,17 @@ def _digest(value: Any) -> int:
         hashed.update(repr(value).encode(errors="replace"))
     else:
         try:
-            hashed.update(pickle.dumps(value, protocol=4))
+            hashed.update(_saved(value) if isinstance(value, torch.Tensor) else pickle.dumps(value, protocol=4))
         except Exception:  # a user's __reduce__ may raise anything; the save raises it again if it saves this
             hashed.update(b"")
     return int.from_bytes(hashed.digest(), "little")
+
+
+def _saved(tensor: torch.Tensor) -> bytes:
+    """A sparse or nested tensor as ``torch.save`` writes it. Its pickle would name addresses of this process."""
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    return file.getvalue()
 
 
 def report_differences(channel: Channel, phase: str, own: LeafDigests) -> None:

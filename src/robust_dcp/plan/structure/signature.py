@@ -7,11 +7,12 @@ plan still holds. Every rank computes its signature in every save; ``plan.agreem
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from robust_dcp.errors import PlanConflict
 from robust_dcp.plan.structure.table import StructureTable
 
 __all__ = ["SIGNATURE_NBYTES", "PlanContext", "StructureSignature"]
@@ -95,7 +96,7 @@ class StructureSignature:
         digest = hashlib.blake2b(digest_size=SIGNATURE_NBYTES, person=b"rdcp-structure")
         _feed(digest, [context.encode()])
         for strings in (table.names, table.dtypes, table.layouts):
-            _feed(digest, [msgspec.msgpack.encode(strings)])
+            _feed(digest, [_encoded(strings)])
         # The path tells the key "a.b" from "b" within "a", and the key "0" from the index 0.
         paths = (b"", b"") if table.paths is None else (table.paths.counts.tobytes(), table.paths.lengths.tobytes())
         _feed(digest, [b"flat" if table.paths is None else b"nested", *paths])
@@ -103,6 +104,21 @@ class StructureSignature:
             _feed(digest, [column.tobytes()])
         _feed(digest, [table.attributes, msgspec.msgpack.encode(table.peers)])
         return cls(digest.digest())
+
+
+def _encoded(strings: Sequence[str]) -> bytes:
+    try:
+        return msgspec.msgpack.encode(strings)
+    except UnicodeEncodeError:
+        name = next(each for each in strings if not _is_text(each))
+        raise PlanConflict(f"the name {name!r} cannot be encoded in UTF-8; give this value another name") from None
+
+
+def _is_text(name: str) -> bool:
+    try:
+        return bool(name.encode()) or not name
+    except UnicodeEncodeError:
+        return False
 
 
 def _feed(digest: hashlib.blake2b, parts: Iterable[bytes]) -> None:

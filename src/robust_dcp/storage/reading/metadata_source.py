@@ -73,6 +73,10 @@ class MetadataSource:
         """The path of ``.metadata``, or of the one that ``rank`` has written without collectives."""
         return os.path.join(self._path, metadata_name(rank))
 
+    def is_there(self, rank: int) -> bool:
+        """Whether there is a ``__{rank}.metadata``, which a DCP save without collectives writes."""
+        return self._disk.exists(self.path_of_metadata(rank))
+
     def metadata_bytes(self, rank: int | None = None) -> bytes:
         """The bytes of ``.metadata``, after a check. They can be sent to other ranks, which decode them with
         :meth:`decode_metadata`.
