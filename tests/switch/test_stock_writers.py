@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.switch.test_install import run
+from tests.switch.programs import run
 
 
 @pytest.mark.parametrize("environment", [{}, {"ROBUST_DCP": "1"}])

@@ -116,9 +116,10 @@ def _encoded(strings: Sequence[str]) -> bytes:
 
 def _is_text(name: str) -> bool:
     try:
-        return bool(name.encode()) or not name
+        name.encode()
     except UnicodeEncodeError:
         return False
+    return True
 
 
 def _feed(digest: hashlib.blake2b, parts: Iterable[bytes]) -> None:
