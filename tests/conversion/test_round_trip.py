@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -75,6 +75,9 @@ TREES = st.recursive(
 
 
 @settings(max_examples=60, deadline=None)
+@example({0: 5, "0": {}})
+@example({0: {"x": torch.ones(2)}, "0": 5})
+@example({0: [torch.ones(2)], "0": [1, 2]})
 @given(st.dictionaries(KEYS, TREES, min_size=1, max_size=3))
 def test_an_outline_keeps_every_container(state: dict[Any, Any]) -> None:
     try:
@@ -82,7 +85,7 @@ def test_an_outline_keeps_every_container(state: dict[Any, Any]) -> None:
     except ValueError:  # two items with one name, which no checkpoint can hold
         return
     file = io.BytesIO()
-    torch.save(outline_of(state, paths), file)
+    torch.save(outline_of(state, flat, paths), file)
     file.seek(0)
     outline = with_items(torch.load(file), set(flat), ())
     assert same(filled(outline, flat.__getitem__), state)

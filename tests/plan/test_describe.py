@@ -86,7 +86,6 @@ _TENSORS = st.builds(
 )
 
 
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @given(st.lists(_TENSORS, min_size=1, max_size=3), st.randoms(use_true_random=False))
 def test_tensors_of_all_kinds_are_described_as_stock_does(drawn: list[list[torch.Tensor]], random: Any) -> None:
     tensors = [tensor for variants in drawn for tensor in variants] * 2

@@ -82,7 +82,7 @@ def wait_or_leave(path: str) -> None:
 
 def test_ranks_that_take_too_long_are_ended_and_what_became_of_each_is_said(tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as caught:
-        run_ranks(2, wait_or_leave, str(tmp_path / "there"), init=False, timeout_seconds=5)
+        run_ranks(2, wait_or_leave, str(tmp_path / "there"), init=False, timeout_seconds=15)
     assert "rank 0" in str(caught.value) and "still running" in str(caught.value)
     assert "ended with exit code 3" in str(caught.value)
 

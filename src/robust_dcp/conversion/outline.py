@@ -25,17 +25,19 @@ Outline = Any
 _NOTHING: Final = object()
 
 
-def outline_of(state_dict: Mapping[Any, Any], paths: Mapping[str, Path]) -> Outline:
+def outline_of(state_dict: Mapping[Any, Any], items: Mapping[str, Any], paths: Mapping[str, Path]) -> Outline:
     """The outline of a nested state dict.
 
     Args:
-        paths: the path of each item, by its name.
+        items, paths: the value and the path of each item, by its name, as ``flatten_state_dict`` returns them.
     """
     names = {path: name for name, path in paths.items()}
 
     def outlined(value: Any, path: Path) -> Outline:
-        if path in names:
-            return names[path]
+        name = names.get(path)
+        # In {0: {}, "0": 5} both values have the path of the item "0".
+        if name is not None and items[name] is value:
+            return name
         if isinstance(value, Mapping):
             return _like(value, ((key, outlined(each, (*path, str(key)))) for key, each in value.items()))
         return [outlined(each, (*path, place)) for place, each in enumerate(value)]

@@ -64,7 +64,7 @@ class TorchFile:
         }
         self.objects = tuple(name for name in self._values if name not in self.tensors)
         self.paths = dict(paths)
-        self.outline = outline_of(loaded, self.paths)
+        self.outline = outline_of(loaded, flat, self.paths)
         self._file = self._disk.open_read(path)
         self._places: dict[str, _Place] = {}
         if is_zip:
