@@ -5,9 +5,9 @@
 #   make test-compat        the Megatron tests with Megatron-Core 0.14.0 and 0.19.2, the saves and loads of ms-swift, the
 #                           queue of nvidia-resiliency-ext, and all of test-frameworks and test-browser
 #   make test-compat-smoke  the part of test-compat that CI runs, about three minutes
-#   make test-frameworks    the switch under Lightning, Accelerate, transformers, torchtitan, TorchTNT, torchtune, verl and
-#                           Megatron-Bridge; FRAMEWORKS=lightning for one of them. On disk torchtitan takes 1.1 GB, verl
-#                           and Megatron-Bridge 0.8 GB each. These three need Python 3.11
+#   make test-frameworks    the switch under Lightning, Accelerate, transformers, torchtitan, TorchTNT, torchtune, torchao,
+#                           verl and Megatron-Bridge; FRAMEWORKS=lightning for one of them. On disk torchtitan takes
+#                           1.1 GB, verl and Megatron-Bridge 0.8 GB each. These three need Python 3.11
 #   make test-hooks  saves and loads as TensorBoard, Weights & Biases, MLflow and OpenTelemetry see them
 #   make test-browser       the page of `robust-dcp report` in a headless Chromium (apt-get install chromium)
 #   make check   format, lint, types, layers, and that the site of docs/ can be built; changes no file of the sources
@@ -77,7 +77,7 @@ TRUST_FILES := TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1
 
 # Frameworks that call torch.distributed.checkpoint: one requirements file and one test module each. They lie before
 # .venv's packages on the path and are installed without their dependencies, so that torch stays the one of .venv.
-ALL_FRAMEWORKS := accelerate lightning megatron_bridge torchtitan torchtnt torchtune verl
+ALL_FRAMEWORKS := accelerate lightning megatron_bridge torchao torchtitan torchtnt torchtune verl
 FRAMEWORKS ?= $(ALL_FRAMEWORKS)
 FRAMEWORK_SMOKE := tests/frameworks/test_lightning.py -k "either and fabric-mp"
 RUN_FRAMEWORK = $(call RUN_COMPAT,$(BEFORE_$(1)) $(COMPAT)/frameworks/$(1),$(2))

@@ -11,11 +11,13 @@ For comparison, ``--mesh 64`` adds a full mesh of gloo that all-gathers the same
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import multiprocessing
 import os
 import resource
+import socket
 import sys
 import threading
 import time
@@ -30,11 +32,11 @@ import torch
 import torch.distributed as dist
 
 from robust_dcp.comm import Channel, Offer
+from robust_dcp.comm.connections import Connections, Payload
 from robust_dcp.comm.link import Link
-from robust_dcp.comm.meeting import Meeting
+from robust_dcp.comm.network import make_device
+from robust_dcp.comm.notes import Notes
 from robust_dcp.comm.operation import Operation
-from robust_dcp.comm.pipe import Payload, Pipe
-from robust_dcp.comm.process_group import tcp_sockets
 
 __all__ = ["CountingStore", "Group", "Row", "measure", "n_sockets"]
 
@@ -126,38 +128,20 @@ class CountingStore(dist.Store):
         return self
 
 
-class _CountingPipe:
-    """Wraps the pipe ``inner``, and counts the bytes between its rank and neighbour in ``nbytes``."""
+class _CountingConnections(Connections):
+    """Connections that count the bytes between their rank and each neighbour."""
 
-    def __init__(self, inner: Pipe, nbytes: Counter[int], peer: int) -> None:
-        self._inner = inner
+    def __init__(self, nbytes: Counter[int], *args: Any) -> None:
+        super().__init__(*args)
         self._nbytes = nbytes
-        self._peer = peer
 
-    def send(self, data: Payload, tag: int) -> object:
-        self._nbytes[self._peer] += len(data)
-        return self._inner.send(data, tag)
+    def send(self, peer: int, tag: int, data: Payload) -> Any:
+        self._nbytes[peer] += len(data)
+        return super().send(peer, tag, data)
 
-    def next_frame(self) -> bytes:
-        frame = self._inner.next_frame()
-        self._nbytes[self._peer] += len(frame)
-        return frame
-
-    def receive(self, nbytes: int, tag: int) -> bytearray:
-        self._nbytes[self._peer] += nbytes
-        return self._inner.receive(nbytes, tag)
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-class _CountingMeeting(Meeting):
-    def __init__(self, store: dist.Store, rank: int) -> None:
-        super().__init__(lambda: store, "robust_dcp/bench", rank)
-        self.nbytes: Counter[int] = Counter()
-
-    def connect(self, peer: int, generation: int, purpose: str = "exchanges", **how: Any) -> Any:
-        return _CountingPipe(super().connect(peer, generation, purpose, **how), self.nbytes, peer)
+    def receive(self, peer: int, tag: int, nbytes: int, seconds: float | None = None) -> bytearray:
+        self._nbytes[peer] += nbytes
+        return super().receive(peer, tag, nbytes, seconds)
 
 
 class Group:
@@ -171,10 +155,20 @@ class Group:
     def __init__(self, size: int, timeout_seconds: float = 120.0) -> None:
         self.size = size
         self.store = CountingStore()
-        self._meetings = [_CountingMeeting(self.store, rank) for rank in range(size)]
-        ranks = tuple(range(size))
-        self._links = [Link(rank=rank, ranks=ranks, meeting=self._meetings[rank]) for rank in ranks]
+        self._nbytes = [Counter[int]() for _ in range(size)]
+        self._links = [self._link(rank) for rank in range(size)]
         self.channels = [Channel(Operation(link, "save", timeout_seconds), 0) for link in self._links]
+
+    def _link(self, rank: int) -> Link:
+        notes = Notes(lambda: self.store, "robust_dcp/bench")
+
+        def make_connections(place: str) -> Connections:
+            store, nbytes = notes.under(place), self._nbytes[rank]
+            return _CountingConnections(
+                nbytes, store, rank, self.size, lambda: make_device("127.0.0.1"), "bench", b"hi"
+            )
+
+        return Link(rank=rank, ranks=tuple(range(self.size)), notes=notes, make_connections=make_connections)
 
     def run(self, function: Callable[[Channel], Any]) -> list[Any]:
         """Run ``function`` on each rank, and return the results.
@@ -203,14 +197,14 @@ class Group:
     def take_nbytes(self) -> list[Counter[int]]:
         """The bytes that each rank has sent to and received from each neighbour since the last call."""
         found = []
-        for meeting in self._meetings:
-            found.append(Counter(meeting.nbytes))
-            meeting.nbytes.clear()
+        for nbytes in self._nbytes:
+            found.append(Counter(nbytes))
+            nbytes.clear()
         return found
 
     def n_connections(self) -> list[int]:
         """How many connections each rank holds."""
-        return [len(link.peers()) for link in self._links]
+        return [len(link._connections.peers) if link._connections else 0 for link in self._links]
 
     def close(self) -> None:
         """Close all connections."""
@@ -227,7 +221,13 @@ def save(channel: Channel) -> None:
 
 def n_sockets() -> int:
     """The number of TCP sockets of this process."""
-    return sum(1 for _ in tcp_sockets())
+    found = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(fd))) as each:
+                    found += each.type == socket.SOCK_STREAM and each.family in (socket.AF_INET, socket.AF_INET6)
+    return found
 
 
 def measure(size: int) -> Row:
@@ -249,12 +249,11 @@ def measure(size: int) -> Row:
     group.run(save_often)
     save_seconds, save_cpu = (time.perf_counter() - began) / _N_SAVES, (time.process_time() - cpu) / _N_SAVES
     connections = group.n_connections()
-    # All ranks share one listening socket here, and both ends of each connection are sockets of this process. A rank
-    # that was slow to connect may be probed at this moment over one more socket.
-    until = time.monotonic() + 10
-    while n_sockets() - before > sum(connections) + 2 and time.monotonic() < until:
-        time.sleep(0.01)
-    assert n_sockets() - before in range(sum(connections), sum(connections) + 3), "sockets that no connection explains"
+    # Each rank has a socket that listens, and both ends of each connection are sockets of this process.
+    n_found = n_sockets() - before
+    assert n_found == sum(connections) + size, (
+        f"{n_found} sockets, {sum(connections)} ends of connections, {size} ranks"
+    )
     nbytes = group.take_nbytes()
     row = Row(
         how="tree",
@@ -272,6 +271,7 @@ def measure(size: int) -> Row:
         save_nbytes_a_neighbour=max(max(each.values()) for each in nbytes) / _N_SAVES,
     )
     assert group.store.nbytes == store_nbytes, "ranks that are connected asked the store"
+    group.close()
     return row
 
 

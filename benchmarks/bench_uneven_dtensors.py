@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from benchmarks.collectives import counted_collectives
 from benchmarks.ranks import run, show
 from robust_dcp.comm import Channel, decode, encode
-from robust_dcp.comm.bundle import Bundler, open_bundles
+from robust_dcp.comm.messages import Bundler, open_bundles
 from robust_dcp.megatron.uneven.uneven_dtensors import place_chunks
 from robust_dcp.megatron.uneven.uneven_offsets import solve
 from robust_dcp.megatron.uneven.uneven_shards import LocalPart, ShardColumns, Spread, columns_of

@@ -16,8 +16,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.structure import (
     Form,
@@ -123,7 +121,6 @@ def local_of(table: StructureTable, ranks: int) -> LocalStructure:
         table=table,
         context=context,
         signature=StructureSignature.of(table, context),
-        object_digests=np.full(int((table.kinds == ItemKind.BYTES).sum()), 7, dtype=np.uint64),
         files=FILES_PER_RANK,
         lowest_rank=False,
     )

@@ -21,7 +21,7 @@ class Claim:
     holds: bool
 
 
-_NEW_PLANS = ("patched", "rebuilt")
+_NEW_PLANS = ("rebuilt",)
 
 
 def about_saves(what: str, saves: list[Evidence], appeared: str) -> list[Claim]:

@@ -14,6 +14,7 @@ import os
 import random
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +22,9 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from robust_dcp.comm import Channel, Offer, meeting, pipe
+from robust_dcp.comm import Channel, Offer
+from robust_dcp.comm.connections import Connections, Payload
+from robust_dcp.comm.frames import FRAME_NBYTES
 from robust_dcp.errors import ExchangeTimeout
 from robust_dcp.testing.ranks import RanksOverran, run_ranks
 from torture.survivors import Raised, Result, end_process, judge_survivors, print_table
@@ -139,26 +142,27 @@ def _prepare(trial: Trial) -> None:
     if trial.when == "before connecting":
         end_process()
     if trial.when == "after the meeting":
-        tell = meeting._PairStore.set
+        wait = Connections._await
 
-        def tell_and_end(self: Any, key: str, value: bytes | str) -> None:
-            tell(self, key, value)
-            end_process()
+        def end_when_it_has_told(self: Connections, keys: list[str], look: Callable[[], None]) -> None:
+            if any(" to " in key for key in keys):
+                end_process()
+            wait(self, keys, look)
 
-        meeting._PairStore.set = tell_and_end  # type: ignore[method-assign]
+        Connections._await = end_when_it_has_told  # type: ignore[method-assign]
     if trial.when == "within a payload":
-        send = pipe.GlooPipe.send
+        send = Connections.send
         n_payloads = 0
 
-        def send_and_end(self: pipe.GlooPipe, data: pipe.Payload, tag: int) -> object:
+        def send_and_end(self: Connections, peer: int, tag: int, data: Payload) -> Any:
             nonlocal n_payloads
-            sent = send(self, data, tag)
-            n_payloads += tag != 0
+            sent = send(self, peer, tag, data)
+            n_payloads += len(data) > FRAME_NBYTES
             if n_payloads > trial.step % 2:  # in all steps, every rank sends two at least
                 end_process()
             return sent
 
-        pipe.GlooPipe.send = send_and_end  # type: ignore[method-assign]
+        Connections.send = send_and_end  # type: ignore[method-assign]
 
 
 def main() -> int:

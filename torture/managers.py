@@ -64,7 +64,9 @@ def _find_and_go_on(root: str) -> tuple[int, list[str], list[str]]:
     if found["step"] != step or not bool((found["weight"] == step).all()):
         wrong.append(f"step {step} holds {found['step']} and {found['weight'].unique().tolist()}")
     manager.save(1000, _state(1000))
-    return step, wrong, sorted(os.listdir(root))
+    # A directory that the killed job had only just made carries no mark of ours, so it stays.
+    names = [name for name in os.listdir(root) if not os.path.isdir(f"{root}/{name}") or os.listdir(f"{root}/{name}")]
+    return step, wrong, sorted(names)
 
 
 def run_trial(seed: int) -> list[str]:

@@ -27,7 +27,7 @@ __all__ = ["KINDS", "Outcome", "Schedule", "Step", "complaints", "make_schedule"
 KINDS = ("harmless", "killed", "cut", "frozen", "anything")
 VERBS = ("agree", "barrier", "gather", "broadcast", "scatter", "all_gather", "combine")
 
-_REPAIRED = (FaultKind.DUPLICATE, FaultKind.DROP, FaultKind.REORDER, FaultKind.DAMAGE_FRAME, FaultKind.DAMAGE_PAYLOAD)
+_REPAIRED = (FaultKind.DAMAGE_FRAME, FaultKind.DAMAGE_PAYLOAD)
 _TIMEOUT_SECONDS = 30.0
 _SHORT_TIMEOUT_SECONDS = 0.6
 _KILL_TIMEOUT_SECONDS = 3.0

@@ -27,7 +27,7 @@ __all__ = ["SAVES", "Case", "Row", "Who", "measure"]
 Who = Literal["ours", "stock"]
 Row = dict[str, Any]
 
-SAVES: tuple[SaveName, ...] = ("first", "repeated", "patch")
+SAVES: tuple[SaveName, ...] = ("first", "repeated", "change")
 
 _MAX_ROUNDS = 5
 _MAX_ROUNDS_SECONDS = 10.0

@@ -17,10 +17,9 @@ from benchmarks.simulation.others import OtherRanks, SaveName
 from benchmarks.simulation.payloads import Payloads
 from benchmarks.simulation.stopwatch import Stopwatch
 from robust_dcp.comm import Agreement, Channel, Offer
-from robust_dcp.comm.exchange import Work
+from robust_dcp.comm.connections import Payload
 from robust_dcp.comm.frames import FRAME_NBYTES, Frame, Kind, operation_id, phase_id
-from robust_dcp.comm.operation import Operation
-from robust_dcp.comm.pipe import Payload
+from robust_dcp.comm.operation import Operation, Work
 
 __all__ = ["SimulatedChannel"]
 
@@ -46,7 +45,6 @@ class _OnTheCoordinator(SimulatedOperation):
         super().__init__(COORDINATOR, payloads.ranks)
         self.sent_nbytes = self.arrived_nbytes = self.returned_nbytes = 0
         self.merging_seconds = 0.0
-        self.said: msgspec.Struct | None = None
         self._payloads = payloads
         self._others = others
         self._save = save
@@ -78,7 +76,7 @@ class _OnTheCoordinator(SimulatedOperation):
     def _arrived(self, name: str, phase: str) -> list[tuple[bytes, bytes]]:
         """The frame and the payload of each child."""
         n_ranks, mailbox, offers = self.link.size, self._mailbox(name), None
-        if name in ("agree", "agree on kind"):
+        if name == "agree":
             offers = self._others.offers(self._save)
         elif name == "write":
             offers = self._others.written
@@ -97,9 +95,9 @@ class _OnTheCoordinator(SimulatedOperation):
 
     def _mailbox(self, name: str) -> Mailbox | None:
         if name == "structures":
-            return self._payloads.mailbox("patch" if self._save == "patch" else "first")
-        if name == "kind" and self.said is not None:
-            return self._others.say_the_same(self.said)
+            return self._payloads.mailbox("change" if self._save == "change" else "first")
+        if name == "compare":
+            return self._others.compare()
         return self._others.write(self._save) if name == "write" else None
 
 
@@ -137,20 +135,6 @@ class SimulatedChannel(Channel):
     def merging_seconds(self) -> float:
         """The CPU time of other ranks for which the coordinator waits: the merges on the longest path up the tree."""
         return self._simulated.merging_seconds
-
-    def gather(
-        self,
-        phase: str,
-        produce: Callable[[], M | None],
-        message_type: type[M],
-        *,
-        offer: Callable[[M | None], Offer] | None = None,
-    ) -> list[M | None] | None:
-        def say() -> M | None:
-            self._simulated.said = said = produce()
-            return said
-
-        return super().gather(phase, say, message_type, offer=offer)
 
     def scatter(self, phase: str, produce: Callable[[], Sequence[M | None]], message_type: type[M]) -> M | None:
         made: list[M | None] = []

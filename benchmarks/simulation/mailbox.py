@@ -15,11 +15,10 @@ from typing import TypeVar, cast
 import msgspec
 
 from robust_dcp.comm import Agreement, Channel, ExchangeStats, Offer
-from robust_dcp.comm.exchange import Work
-from robust_dcp.comm.operation import Operation
-from robust_dcp.comm.pipe import Payload
+from robust_dcp.comm.beats import Stragglers
+from robust_dcp.comm.connections import Payload
+from robust_dcp.comm.operation import Operation, Work
 from robust_dcp.comm.stats import Costs
-from robust_dcp.comm.stragglers import Stragglers
 from robust_dcp.comm.tree import Tree
 
 __all__ = ["COORDINATOR", "Mailbox", "SimulatedLink", "SimulatedOperation"]

@@ -13,15 +13,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from benchmarks.simulation.mailbox import COORDINATOR, Mailbox
 from benchmarks.simulation.payloads import Payloads
-from robust_dcp.comm import Offer, combined_signature
-from robust_dcp.plan.agreement import MATCHES
-from robust_dcp.plan.rank_plan import Places, RankPlanMessage, unpack_places
+from robust_dcp.comm import Offer
+from robust_dcp.plan.agreed_plan import MATCHES, Digests
+from robust_dcp.plan.plan import PlanReply
+from robust_dcp.plan.share import Places, unpack_places
 from robust_dcp.plan.structure import Form, StructureTable
 from robust_dcp.plan.written import WrittenMessage, written_message, written_offer
 from robust_dcp.storage.writing.engine import WrittenFiles
@@ -29,7 +29,7 @@ from robust_dcp.storage.writing.save_report import SaveTimes, said_of_rank
 
 __all__ = ["OtherRanks", "SaveName", "written_files"]
 
-SaveName = Literal["first", "repeated", "patch"]
+SaveName = Literal["first", "repeated", "change"]
 
 
 class OtherRanks:
@@ -49,36 +49,34 @@ class OtherRanks:
         self._payloads = payloads
         self._tables = tables
         self._plan_id = Offer().plan_id
-        self.signatures = payloads.signatures(patched=False)
+        self._n_compared = [0] * payloads.ranks
         self.kept: list[Places] = [np.empty(0, dtype=np.intp)] * payloads.ranks
         self.written: list[Offer] = []
 
     def offers(self, save: SaveName) -> list[Offer]:
-        """The ranks' offers for the agreement. After the first save they know a plan, which may need a patch."""
-        self.signatures = self._payloads.signatures(patched=save == "patch")
-        changed = self._payloads.ranks - 1 if save == "patch" else None
+        """What the ranks offer. After the first save they know a plan, which does not fit a change."""
+        changed = self._payloads.ranks - 1 if save == "change" else None
         return [
-            Offer(
-                signature=signature,
-                plan_id=self._plan_id,
-                flags=0 if save == "first" or rank == changed else MATCHES,
-            )
-            for rank, signature in enumerate(self.signatures)
+            Offer(plan_id=self._plan_id, flags=0 if save == "first" or rank == changed else MATCHES)
+            for rank in range(self._payloads.ranks)
         ]
 
     def take_replies(self, replies: Sequence[object]) -> None:
         """Give each rank its reply from the coordinator."""
         for rank, reply in enumerate(replies):
-            if rank != COORDINATOR and isinstance(reply, RankPlanMessage) and reply.kept is not None:
-                self.kept[rank] = unpack_places(reply.kept, len(self._tables()[rank]))
-        self._plan_id = combined_signature(self.signatures)
+            if isinstance(reply, PlanReply):
+                self._plan_id = reply.plan_id
+                n_items = len(self._tables()[rank])
+                self._n_compared[rank] = len(unpack_places(reply.compared, n_items)) if reply.compared else 0
+                if rank != COORDINATOR:
+                    self.kept[rank] = unpack_places(reply.kept, n_items)
 
-    def say_the_same(self, message: msgspec.Struct) -> Mailbox:
-        """A gather in which each rank sends the coordinator's message, as all hold about the same."""
-        mailbox = self._mailbox("same-")
+    def compare(self) -> Mailbox:
+        """A gather of digests, of ranks that cannot read their data."""
+        mailbox = self._mailbox("compared-")
         for rank in range(1, self._payloads.ranks):
-            mailbox.post(rank, message)
-        mailbox.merge(type(message))
+            mailbox.post(rank, Digests(bytes(8 * self._n_compared[rank])))
+        mailbox.merge(Digests)
         return mailbox
 
     def _mailbox(self, prefix: str) -> Mailbox:

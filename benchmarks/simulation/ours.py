@@ -32,8 +32,8 @@ from benchmarks.simulation.payloads import Payloads, coordinators_local
 from benchmarks.simulation.stopwatch import Stopwatch
 from robust_dcp.plan.agreed_plan import AgreedPlan
 from robust_dcp.plan.cache import PLANS
-from robust_dcp.plan.rank_plan import Places
 from robust_dcp.plan.session import SaveSession
+from robust_dcp.plan.share import Places
 from robust_dcp.plan.structure import StructureTable
 from robust_dcp.report_file import SavedReport
 from robust_dcp.storage.committing.commit import MetadataToPublish
@@ -127,7 +127,7 @@ class OurCoordinator:
         self.others = OtherRanks(payloads, self._tables)
 
     def _tables(self) -> Sequence[StructureTable]:
-        plan = None if self.plan is None else self.plan.coordinator
+        plan = None if self.plan is None else self.plan.plan
         return () if plan is None else plan.tables
 
     def save(self, name: SaveName, directory: str) -> SimulatedSave:
@@ -142,7 +142,7 @@ class OurCoordinator:
         watch.start()
         session.agree(lambda: self._local, leads=True)
         watch.lap("own share")
-        writer.kept = plan.rank_plan.kept
+        writer.kept = plan.share.kept
         session.write(_no_data)
         session.commit()
         watch.lap("cache")
@@ -151,5 +151,5 @@ class OurCoordinator:
         made.merging_seconds = channel.merging_seconds
         made.metadata_nbytes = os.path.getsize(os.path.join(directory, METADATA_NAME))
         made.index_nbytes = os.path.getsize(os.path.join(directory, INDEX_NAME))
-        made.n_written = 0 if plan.coordinator is None else sum(map(len, plan.coordinator.kept))
+        made.n_written = 0 if plan.plan is None else sum(map(len, plan.plan.kept))
         return made

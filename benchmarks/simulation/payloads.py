@@ -1,7 +1,7 @@
 """The messages that virtual ranks send before there is a plan. All cores make them before a coordinator is measured.
 
-Owns the folder of one case. ``first`` and ``patch`` are gathers of structures for our coordinator. ``stock`` has the
-pickled local plans for stock's. In ``patch`` only the last rank sends something, because it has one more tensor.
+Owns the folder of one case. ``first`` and ``change`` are gathers of structures for our coordinator. ``stock`` has the
+pickled local plans for stock's. In ``change`` only the last rank sends something, because it has one more tensor.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Payloads:
     n_items: int
 
     def mailbox(self, name: str) -> Mailbox:
-        """One gather. ``first`` and ``patch`` are the gathers of structures."""
+        """One gather. ``first`` and ``change`` are the gathers of structures."""
         return Mailbox(self.directory / name, self.ranks)
 
-    def signatures(self, *, patched: bool) -> list[bytes]:
-        """The signature of each rank. If ``patched``, the last rank has the added tensor."""
+    def signatures(self, *, changed: bool) -> list[bytes]:
+        """The signature of each rank. If ``changed``, the last rank has the added tensor."""
         data = (self.directory / "signatures").read_bytes()
         found = [data[at : at + SIGNATURE_NBYTES] for at in range(0, len(data), SIGNATURE_NBYTES)]
-        return [*found[:-2], found[-1]] if patched else found[:-1]
+        return [*found[:-2], found[-1]] if changed else found[:-1]
 
     def stock_plan(self, rank: int, *, added: bool = False) -> Path:
         """The file of a rank's pickled ``SavePlan``."""
@@ -67,7 +67,7 @@ def prepare(
     """
     payloads = Payloads(directory, kind, ranks, items, n_items=0)
     (directory / "stock").mkdir(parents=True)
-    for name in ("first", "patch"):
+    for name in ("first", "change"):
         payloads.mailbox(name)
     tasks = [(payloads, rank, False, stock) for rank in range(ranks)]
     tasks.append((payloads, ranks - 1, True, stock))
@@ -78,7 +78,7 @@ def prepare(
         with multiprocessing.get_context("spawn").Pool(processes) as pool:
             made = pool.starmap(_make, tasks, chunksize=max(1, min(8, len(tasks) // 4)))
     (directory / "signatures").write_bytes(b"".join(signature for signature, _ in made))
-    for name in ("first", "patch"):
+    for name in ("first", "change"):
         payloads.mailbox(name).merge(StructureMessage)
     return Payloads(directory, kind, ranks, items, n_items=sum(n_items for _, n_items in made[:-1]))
 
@@ -94,7 +94,7 @@ def _make(payloads: Payloads, rank: int, added: bool, stock: bool) -> tuple[byte
     items = items_of(payloads.kind, rank, payloads.ranks, payloads.items, added=added)
     local = local_of(table_of_items(items), payloads.ranks)
     if rank != COORDINATOR:
-        payloads.mailbox("patch" if added else "first").post(rank, local.to_message())
+        payloads.mailbox("change" if added else "first").post(rank, local.to_message())
     if stock:
         payloads.stock_plan(rank, added=added).write_bytes(pickle.dumps(_stock_plan(items)))
     return local.signature.value, len(items)

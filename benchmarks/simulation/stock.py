@@ -13,8 +13,8 @@ and after the network. The steps in order, with their names in the rows:
 * ``finish``: ``FileSystemWriter.finish``: ``.metadata`` pickled, fsynced, renamed.
 * ``broadcast``: the ``Metadata`` pickled once more.
 
-A ``first`` save has a planner without options. ``repeated`` and ``patch`` have ``enable_plan_caching=True`` and follow
-a save that is not measured. In ``repeated`` all ranks send an empty plan. In ``patch`` one rank sends its new plan.
+A ``first`` save has a planner without options. ``repeated`` and ``change`` have ``enable_plan_caching=True`` and follow
+a save that is not measured. In ``repeated`` all ranks send an empty plan. In ``change`` one rank sends its new plan.
 Without caching every save costs as much as the first.
 """
 
@@ -154,7 +154,7 @@ class _FileRanks(_DistWrapper):
     def _plan_file(self, rank: int) -> Path:
         if self._save == "first":
             return self._payloads.stock_plan(rank)
-        if self._save == "patch" and rank == self._payloads.ranks - 1:
+        if self._save == "change" and rank == self._payloads.ranks - 1:
             return self._payloads.stock_plan(rank, added=True)
         unchanged = self._payloads.directory / "stock" / "unchanged"
         unchanged.write_bytes(pickle.dumps(SavePlan([], usable=False)))

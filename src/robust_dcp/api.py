@@ -34,6 +34,7 @@ from robust_dcp.plan.loading.sharing import (
     ranks_share,
     sharing_offer,
 )
+from robust_dcp.plan.loading.unread_keys import AskedKeys, asked_keys, unread_in_words
 from robust_dcp.plan.phases import PhaseClock
 from robust_dcp.plan.stored_plan import LOADED
 from robust_dcp.report import LoadReport, SaveReport, phase_reports
@@ -154,7 +155,8 @@ def load(
     Args:
         state_dict: allocated tensors are read into. Objects are replaced. Modules, optimizers and ``Stateful`` values
             get their saved state when every rank has read everything. An optimizer that has not stepped gets its state
-            too.
+            too. Parameters that have no state in the checkpoint, because they never had a gradient, have none
+            afterwards.
         checkpoint_id: the checkpoint's directory.
         storage_reader: a :class:`RobustReader`, to set its options, or another ``StorageReader``.
         planner: a :class:`RobustLoadPlanner`, to set its options, or another ``LoadPlanner``.
@@ -162,6 +164,8 @@ def load(
         no_dist: load into this process alone although ``torch.distributed`` is initialised.
         timeout_seconds: how long a rank may be silent before the others give up.
         deadline_seconds: how long the whole load may take. With ``None`` it may take as long as there is progress.
+
+    The log says in one line which keys of the checkpoint no rank has asked for.
 
     Raises:
         RobustCheckpointError: or one of its subclasses.
@@ -191,7 +195,8 @@ def load(
         if metadata is None:
             return Offer()
         stand_ins.update(stand_ins_for(state_dict, metadata.state_dict_metadata))
-        values.update(sorted({**state_dict, **{key: each.values for key, each in stand_ins.items()}}.items()))
+        together = {**state_dict, **{key: each.values for key, each in stand_ins.items()}}
+        values.update(sorted(together.items(), key=lambda item: str(item[0])))  # keys need not be text
         plan = _local_load_plan(values, reader, planner, metadata, channel)
         if not isinstance(reader, RobustReader):
             return Offer()
@@ -209,7 +214,7 @@ def load(
             else:
                 reader.read_data(plan, planner).wait()
 
-    def apply() -> None:
+    def apply() -> AskedKeys | None:
         if shared is not None:
             shared.load_objects(planner, checkpoint)
         for key, value in values.items():
@@ -217,6 +222,9 @@ def load(
                 stand_ins[key].put_back(value)
             else:
                 state_dict[key] = value
+        if not isinstance(planner, RobustLoadPlanner) or planner.metadata is None:
+            return None
+        return asked_keys(planner.metadata, planner.state_dict)
 
     def load_all() -> None:
         nonlocal shared, stored
@@ -284,9 +292,13 @@ def load(
         with channel.together(), _held(channel, reader):
             load_one_version(is_last_try=False)
             with clock.phase("apply"):
-                channel.barrier(f"load {checkpoint}: apply", apply)
+                asked = channel.gather(f"load {checkpoint}: apply", apply, AskedKeys)
     if isinstance(reader, RobustReader):
         LOADED.add(reader.path)
+    if asked is not None and isinstance(planner, RobustLoadPlanner) and planner.metadata is not None:
+        unread = unread_in_words(planner.metadata, asked)
+        if unread:
+            logger.warning("%s: %s", checkpoint, unread)
     report = LoadReport(
         checkpoint_id=checkpoint,
         rank=channel.rank,

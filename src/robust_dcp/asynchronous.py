@@ -257,7 +257,6 @@ class _Staged:
                 limit_nbytes=staging_nbytes,
                 when_given_back=self._free,
             )
-            started.session.take_digests()
             started.planner.forget_state_dict()
         except Exception as error:
             self._error = error

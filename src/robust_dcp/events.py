@@ -10,6 +10,7 @@ make a save fail: what it raises is logged once. This module knows no other one,
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from typing import Any, Final, Literal
 __all__ = ["Event", "EventName", "Listening", "is_heard", "on_event", "tell"]
 
 logger = logging.getLogger(__name__)
+
+_LAST_NUMBER: Final = re.compile(r"(\d{1,18})\D*$")
 
 EventName = Literal["started", "phase_started", "progress", "phase_ended", "ended", "failed"]
 
@@ -63,6 +66,37 @@ class Event:
     def checkpoint_id(self) -> str:
         """The checkpoint's directory."""
         return self.operation.partition(" ")[2]
+
+    @property
+    def step(self) -> int | None:
+        """The last number in the name of the checkpoint: 1000 for ``runs/7b/step_1000``; ``None`` if there is none."""
+        found = _LAST_NUMBER.search(self.checkpoint_id.rstrip("/").rpartition("/")[2])
+        return None if found is None else int(found[1])
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The numbers of an ``ended`` or ``failed`` event, for a monitoring system; none of other events.
+
+        Example: ``{"robust_dcp/save/seconds": 1.5, "robust_dcp/save/write_seconds": 1.2, "robust_dcp/save/nbytes":
+        4096.0, "robust_dcp/save/nbytes_per_second": 2730.6, "robust_dcp/save/failures": 0.0}``.
+
+        ``nbytes`` are those of this rank. ``nbytes_per_second`` is their rate over the whole call.
+        """
+        if self.name not in ("ended", "failed"):
+            return {}
+        found = {"seconds": self.seconds or 0.0, "failures": float(self.name == "failed")}
+        report = self.report
+        if report is not None:
+            for phase in report.phases:  # a load that was begun again has some of them twice
+                found[f"{phase.name}_seconds"] = found.get(f"{phase.name}_seconds", 0.0) + phase.seconds
+            found["nbytes"] = float(report.nbytes)
+            if self.seconds:
+                found["nbytes_per_second"] = report.nbytes / self.seconds
+            if getattr(report, "blocked_seconds", None) is not None:
+                found["blocked_seconds"] = report.blocked_seconds
+            if getattr(report, "plan", None) is not None:
+                found["plan_reused"] = float(report.plan == "reused")
+        return {f"robust_dcp/{self.kind}/{name}": value for name, value in found.items()}
 
 
 Listener = Callable[[Event], object]

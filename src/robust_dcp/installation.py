@@ -12,6 +12,7 @@ from importlib import import_module
 
 import torch
 
+from robust_dcp.environment import check, value_of
 from robust_dcp.switch.announcement import announce
 from robust_dcp.switch.dcp_patches import PATCHES, TAKEN_OVER
 from robust_dcp.switch.patching import Patches
@@ -50,9 +51,15 @@ def install() -> None:
     too. Stock code still runs the calls that robust_dcp does not support, such as those with a storage writer of
     another package. Each such case is logged once.
 
+    ``ROBUST_DCP=0`` in the environment wins: then this does nothing, and says so.
+
     Raises:
         ValueError: an environment variable has an invalid value.
     """
+    check()
+    if value_of("ROBUST_DCP") is False:
+        announce(logger, "robust_dcp.install() does nothing, because ROBUST_DCP=0 is in the environment")
+        return
     megatron = import_module(_MEGATRON)
     with _installed.lock:
         if _installed.patches is not None:

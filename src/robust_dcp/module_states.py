@@ -11,6 +11,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as named
 from torch.optim import Optimizer
@@ -86,8 +87,14 @@ class ModuleStates:
 class OptimizerStates:
     """The states and parameter groups of the optimizers under one key of a state dict.
 
-    An optimizer that has not stepped yet is saved without state. ``get_optimizer_state_dict`` makes it step with a
-    learning rate of zero. That state is removed again, or training would go on with a step count of one.
+    A parameter has a state from its first step with a gradient on. So an optimizer may have a state for none of its
+    parameters, or only for some: an expert without tokens has had no gradient. Such states are saved as they are. A
+    load asks for what the checkpoint has, whatever the optimizer has. Parameters without a state there have none
+    afterwards, as in a new optimizer.
+
+    ``get_optimizer_state_dict`` makes an optimizer without state step with a learning rate of zero. States that are
+    made only to be saved or to be read into are taken out of the optimizer at once, or training would go on with a step
+    count of one.
 
     Args:
         key: the prefix of their names in the checkpoint.
@@ -109,56 +116,115 @@ class OptimizerStates:
         self._optimizers = optimizers
         self._options = named.StateDictOptions(flatten_optimizer_state_dict=by_parameter)
         self._is_as_held = False
-        self._is_without_state = False
         self.values: StateDict = {}
+        self._made: list[dict[torch.Tensor, Any]] = []
+        self._without_state: list[tuple[Optimizer, nn.Parameter]] = []
+        self._unstored: StateDict = {}
+        before = [set(optimizer.state) for optimizer, _ in optimizers]
         for optimizer, module in optimizers:
+            if stored is not None:
+                _make_missing_state(optimizer)
             if stored is not None or optimizer.state:
                 own = self._named(optimizer, module)
             else:
                 own = _without_state(self._named(optimizer, module))
-                optimizer.state.clear()
             _merge(self.values, own)
         if stored is not None:
             self._choose_names(key, stored)
+        for (optimizer, _), had in zip(optimizers, before, strict=True):
+            made = [parameter for parameter in optimizer.state if parameter not in had]
+            self._made.append({parameter: optimizer.state.pop(parameter) for parameter in made})
 
     def _named(self, optimizer: Optimizer, module: nn.Module | None) -> StateDict:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        with _gradients_put_aside(optimizer, parameters):
+        with _gradients_put_aside(optimizer):
             if module is not None:
                 return dict(named.get_optimizer_state_dict(module, optimizer, options=self._options))
-            named.get_optimizer_state_dict(nn.ParameterList(parameters), optimizer)  # makes the state if there is none
+            parameters = nn.ParameterList(_parameters(optimizer))
+            named.get_optimizer_state_dict(parameters, optimizer)  # makes the state if there is none
         self._is_as_held = True
         return dict(optimizer.state_dict())
 
     def _choose_names(self, key: str, stored: Container[str]) -> None:
-        """Use the names that the checkpoint has: those of parameters, or numbers, or none if there was no state."""
-        if self._has_stored_state(key, self.values, stored):
-            return
-        as_held = dict(self._optimizers[0][0].state_dict())
-        if self._has_stored_state(key, as_held, stored):  # stock saved {"optimizer": optimizer}
-            self._is_as_held, self.values = True, as_held
-        else:
-            self._is_without_state, self.values = True, _without_state(self.values)
+        """Use the names that the checkpoint has: those of parameters, or numbers. Ask for no state that it lacks."""
+        if not _any_stored(key, _names_of_states(self.values), stored):
+            as_held = dict(self._optimizers[0][0].state_dict())
+            if _any_stored(key, _names_of_states(as_held), stored):  # stock saved {"optimizer": optimizer}
+                self._is_as_held, self.values = True, as_held
+        for optimizer, module in self._optimizers:
+            for name, parameter in self._parameters_by_name(optimizer, module):
+                leaves = [f"state.{name}.{leaf}" for leaf in _leaf_names(optimizer.state.get(parameter, {}))]
+                if leaves and not _any_stored(key, leaves, stored):
+                    self._leave_out(name, leaves)
+                    self._without_state.append((optimizer, parameter))
 
-    def _has_stored_state(self, key: str, values: StateDict, stored: Container[str]) -> bool:
-        return _any_stored(key, (name for name in _leaf_names(values) if name.startswith("state.")), stored)
+    def _parameters_by_name(
+        self, optimizer: Optimizer, module: nn.Module | None
+    ) -> list[tuple[str | int, nn.Parameter]]:
+        """The parameters with the names that their states have in :attr:`values`.
+
+        The list is empty if they cannot be told apart: FSDP1 puts many into one.
+        """
+        parameters = _parameters(optimizer)
+        if module is None or self._is_as_held:
+            return list(enumerate(parameters))
+        groups: Any = named.get_optimizer_state_dict(module, optimizer)["param_groups"]
+        names = [name for group in groups for name in group["params"]]
+        return list(zip(names, parameters, strict=True)) if len(names) == len(parameters) else []
+
+    def _leave_out(self, name: str | int, leaves: list[str]) -> None:
+        """Do not ask for the state of a parameter, and keep it for torch, which sets the states of all parameters."""
+        if "state" in self.values:
+            self.values["state"] = dict(self.values["state"])
+            self._unstored[name] = self.values["state"].pop(name)  # type: ignore[index]
+        else:
+            self._unstored.update({leaf: self.values.pop(leaf) for leaf in leaves})
 
     def put_back(self, loaded: StateDict) -> None:
         """Load the state into the optimizers."""
-        for optimizer, module in self._optimizers:
+        if "state" in self.values:
+            loaded = {**loaded, "state": {**loaded.get("state", {}), **self._unstored}}
+        else:
+            loaded = {**loaded, **self._unstored}
+        for (optimizer, module), made in zip(self._optimizers, self._made, strict=True):
+            optimizer.state.update(made)
             if module is None or self._is_as_held:
                 optimizer.load_state_dict(loaded)
             else:
                 named.set_optimizer_state_dict(module, optimizer, loaded, options=self._options)
-            if self._is_without_state:
-                optimizer.state.clear()
+        for optimizer, parameter in self._without_state:
+            optimizer.state.pop(parameter, None)
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _make_missing_state(optimizer: Optimizer) -> None:
+    """Make states for the parameters that have none, if others have one, as torch makes them if no parameter has one:
+    by a step with gradients of zero and a learning rate of zero."""
+    missing = [each for each in _parameters(optimizer) if each.requires_grad and each not in optimizer.state]
+    if not optimizer.state or not missing:
+        return
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    with _gradients_put_aside(optimizer):
+        for parameter in missing:
+            parameter.grad = torch.zeros_like(parameter)
+        for group in optimizer.param_groups:
+            if "lr" in group:
+                group["lr"] = torch.tensor(0.0) if isinstance(group["lr"], torch.Tensor) else 0.0
+        try:
+            optimizer.step()
+        finally:
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                if "lr" in group:
+                    group["lr"] = rate
 
 
 @contextmanager
-def _gradients_put_aside(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Hide the gradients of an optimizer without state. torch makes no state where it finds gradients, so a load after
-    ``backward()`` would ask for none, and the state in the checkpoint would be dropped."""
-    gradients = [] if optimizer.state else [(each, each.grad) for each in parameters if each.grad is not None]
+def _gradients_put_aside(optimizer: Optimizer) -> Iterator[None]:
+    """Hide the gradients from a step that only makes states. Where torch finds gradients it makes no state, so a load
+    after ``backward()`` would ask for none, and the state in the checkpoint would be dropped."""
+    gradients = [(parameter, parameter.grad) for parameter in _parameters(optimizer)]
     for parameter, _ in gradients:
         parameter.grad = None
     try:
@@ -205,6 +271,10 @@ def _without_state(values: StateDict) -> StateDict:
     if "state" in values:
         return {**values, "state": {}}
     return {name: value for name, value in values.items() if not name.startswith("state.")}
+
+
+def _names_of_states(values: StateDict) -> Iterator[str]:
+    return (name for name in _leaf_names(values) if name.startswith("state."))
 
 
 def _any_stored(key: str, names: Iterable[str], stored: Container[str]) -> bool:

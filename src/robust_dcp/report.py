@@ -14,10 +14,10 @@ from typing import Any, Final
 import msgspec
 from torch.distributed.checkpoint.metadata import Metadata
 
-from robust_dcp.plan.agreement import PlanOutcome
 from robust_dcp.plan.phases import PhaseRecord
-from robust_dcp.plan.report_of_session import bounded_changes
+from robust_dcp.plan.plan import PlanOutcome
 from robust_dcp.plan.structure import StructureDiff
+from robust_dcp.report_file import Changes
 
 __all__ = ["LoadReport", "PhaseReport", "SaveReport", "phase_reports", "sizes_in_words"]
 
@@ -100,12 +100,12 @@ class SaveReport(_Report):
     Attributes:
         blocked_seconds: how long the caller could not do its own work. For a synchronous save this is the whole save;
             for an async save it is the time to agree on a plan and to copy.
-        plan: ``built`` (no such plan was cached), ``reused``, ``patched`` (some ranks changed) or ``rebuilt``
-            (all ranks changed).
+        plan: ``built`` (there was no plan of this kind), ``reused`` or ``rebuilt`` (the plan did not fit any more).
         reason: why, in words.
         changes: the keys of all ranks that differ from the previous plan; ``None`` if there was no previous plan.
-        differing_objects: objects that have one name and different contents on several ranks, with the ranks that
-            hold them. Only the copy of the lowest of these ranks is in the checkpoint.
+        differing_replicas: objects and small tensors that have one name and different contents on several ranks, with
+            the ranks that hold them. Only the copy of the lowest of these ranks is in the checkpoint. They are compared
+            when a plan is made, and the dict is empty in a save that reuses one.
         unloadable_objects: the objects of all ranks that were saved, but that a load would refuse, with the reason.
             Only the coordinator has them; the dict is empty on other ranks.
         total_nbytes: bytes of tensor data that all ranks wrote together; ``None`` on ranks that do not know.
@@ -127,7 +127,7 @@ class SaveReport(_Report):
     plan: PlanOutcome = "built"
     reason: str = ""
     changes: StructureDiff | None = None
-    differing_objects: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    differing_replicas: dict[str, tuple[int, ...]] = field(default_factory=dict)
     unloadable_objects: dict[str, str] = field(default_factory=dict)
     total_nbytes: int | None = None
     digest: str | None = None
@@ -152,7 +152,8 @@ class SaveReport(_Report):
         ``plan`` has the outcome, the reason, and the changes: how many keys, and the first 100 of each kind. The other
         names are those of the attributes.
         """
-        changes = bounded_changes(self.changes)
+        told = self.changes
+        changes = None if told is None else Changes.of(told.added, told.removed, told.changed)
         return self._json(
             "save",
             {
@@ -170,7 +171,7 @@ class SaveReport(_Report):
                 "unchanged_nbytes": self.unchanged_nbytes,
                 "leads_directory": self.leads_directory,
                 "stragglers": self.stragglers,
-                "differing_objects": self.differing_objects,
+                "differing_replicas": self.differing_replicas,
                 "unloadable_objects": self.unloadable_objects,
             },
         )

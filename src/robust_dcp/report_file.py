@@ -6,9 +6,10 @@ This module owns the name of the file, its form, and its limits. The coordinator
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median_low
 from typing import Final
 
@@ -53,6 +54,12 @@ class Phase(msgspec.Struct, frozen=True):
     seconds: float
 
 
+_MOST_KEYS: Final = 100
+"""How many keys of each kind a report names."""
+
+_KEY_LENGTH: Final = 300
+
+
 class Changes(msgspec.Struct, frozen=True):
     """What differs from the structure of the save before.
 
@@ -69,12 +76,29 @@ class Changes(msgspec.Struct, frozen=True):
     removed: tuple[str, ...] = ()
     changed: dict[str, str] = {}
 
+    @classmethod
+    def of(cls, added: Sequence[str], removed: Sequence[str], changed: Mapping[str, str]) -> Changes:
+        """The first keys of each kind, and how many there are."""
+
+        def first(keys: Sequence[str]) -> tuple[str, ...]:
+            return tuple(shortened(key, _KEY_LENGTH) for key in keys[:_MOST_KEYS])
+
+        some = itertools.islice(changed.items(), _MOST_KEYS)
+        return cls(
+            n_added=len(added),
+            n_removed=len(removed),
+            n_changed=len(changed),
+            added=first(added),
+            removed=first(removed),
+            changed={shortened(key, _KEY_LENGTH): shortened(how, _KEY_LENGTH) for key, how in some},
+        )
+
 
 class Plan(msgspec.Struct, frozen=True):
     """How the save came by its plan.
 
     Attributes:
-        outcome: ``built``, ``reused``, ``patched`` or ``rebuilt``; ``foreign`` if another planner made it.
+        outcome: ``built``, ``reused`` or ``rebuilt``; ``foreign`` if another planner made it.
         reason: why, in words.
         changes: ``None`` if there was nothing to compare with.
     """
@@ -96,7 +120,6 @@ class Ranks(msgspec.Struct, frozen=True):
         nbytes, files: what it wrote.
         write_nbytes_per_second: ``nbytes / write_seconds``.
         how: place in ``ways`` of the report.
-        retries: how many messages had to be sent once more to this rank, before it had written.
     """
 
     rank: tuple[int, ...] = ()
@@ -108,7 +131,6 @@ class Ranks(msgspec.Struct, frozen=True):
     files: tuple[int, ...] = ()
     write_nbytes_per_second: tuple[int, ...] = ()
     how: tuple[int, ...] = ()
-    retries: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.rank)

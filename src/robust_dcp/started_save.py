@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from robust_dcp.background import SaveQueue, queue_of
 from robust_dcp.comm import Channel
-from robust_dcp.drain import Drain, check_space, remove_staging, staging_directory
+from robust_dcp.drain import Drain, remove_staging, staging_directory
 from robust_dcp.errors import RobustCheckpointError, StorageError
 from robust_dcp.hooks.progress_bar import watch_in_terminal
 from robust_dcp.plan.checkpoint_name import checkpoint_name
@@ -164,15 +164,8 @@ class StartedSave:
     def write(self, source: Callable[[], ItemSource]) -> None:
         # The rows of the report travel with the exchange of this phase.
         self.session.times.stage_seconds = sum(each.seconds for each in self.clock.records if each.name == "stage")
-
-        def checked_source() -> ItemSource:
-            placements = self.session.plan.rank_plan.placements
-            if self.staged_for is not None and placements is not None:
-                check_space(self.writer.path, sum(placements.file_nbytes))
-            return source()
-
         with self.clock.phase("write"):
-            self.session.write(checked_source)
+            self.session.write(source)
 
     def commit(self) -> None:
         drain = None
@@ -239,16 +232,16 @@ class StartedSave:
             checkpoint_id=self.staged_for or checkpoint_name(path),
             rank=session.rank,
             world_size=session.channel.size,
-            items=len(session.plan.rank_plan.kept),
+            items=len(session.plan.share.kept),
             nbytes=0 if written is None else written.nbytes,
             phases=phase_reports(self.clock.records),
             blocked_seconds=blocked_seconds,
             plan=session.plan.outcome,
             reason=session.plan.reason,
             changes=session.plan.changes,
-            differing_objects=session.plan.differing_objects,
+            differing_replicas=session.plan.differing_replicas,
             unloadable_objects=session.unloadable_objects,
-            total_nbytes=None if session.plan.coordinator is None else session.plan.coordinator.nbytes,
+            total_nbytes=None if session.plan.plan is None else session.plan.plan.nbytes,
             digest=session.digest,
             files=() if written is None else written.names,
             how=(*(() if written is None else written.how), *how, *self.drain_remarks),

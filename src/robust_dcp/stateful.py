@@ -96,7 +96,7 @@ def stand_ins_for(state_dict: Mapping[str, Any], stored: Container[str] | None =
     """
     candidates = {key: value for key, value in state_dict.items() if type(value) not in _TENSORS}
     modules = {key: modules_in(value) for key, value in candidates.items()}
-    all_modules = [module for key in sorted(modules) for module in modules[key]]
+    all_modules = [module for key in sorted(modules, key=str) for module in modules[key]]
     has_stages = any(isinstance(candidates[key], list | tuple) for key in modules if modules[key])
     found: dict[str, StandIn] = {}
     for key, value in candidates.items():

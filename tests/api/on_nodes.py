@@ -155,11 +155,11 @@ class LateDisk(PosixDisk):
         super().__init__()
         self.looks = looks
 
-    def size(self, path: str) -> int:
-        if JOURNAL_PREFIX in path and self.looks:
+    def size(self, file: OpenFile | str) -> int:
+        if isinstance(file, str) and JOURNAL_PREFIX in file and self.looks:
             self.looks -= 1
-            raise StorageError(f"look at {path}", path=path, operation="look at", errno=errno.ENOENT)
-        return super().size(path)
+            raise StorageError(f"look at {file}", path=file, operation="look at", errno=errno.ENOENT)
+        return super().size(file)
 
 
 def save_late(path: str) -> tuple[bool, int]:

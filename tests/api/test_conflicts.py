@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -115,56 +114,7 @@ def test_stock_ends_in_a_bare_assertion_error_or_says_nothing(tmp_path: Path) ->
         assert "'w'" not in message
 
 
-def save_objects_that_differ(directory: str, mode: str) -> tuple[list[Verdict], list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("robust_dcp").addHandler(handler)
-    rank = dist.get_rank()
-    verdicts = []
-    for step, differs in enumerate([False, True, False, True]):
-        state_dict: StateDict = {
-            "iteration": step,
-            "rng": {"state": (rank if differs else 0, step)},
-            "w": torch.ones(2),
-        }
-        planner = RobustPlanner(on_object_mismatch=mode)  # type: ignore[arg-type]
-        path = f"{directory}/{mode}{step}"
-        verdict = verdict_of(
-            lambda p=path, s=state_dict, q=planner: robust_dcp.save(s, checkpoint_id=p, planner=q).differing_objects
-        )
-        verdicts.append(verdict)
-        dist.barrier()
-        if not verdict.type_name:
-            target = {"iteration": -1, "rng": {"state": ()}, "w": torch.zeros(2)}
-            robust_dcp.load(target, checkpoint_id=path)
-            assert target["iteration"] == step and target["rng"] == {"state": (0, step)}
-    return verdicts, lines
-
-
-def test_replicated_objects_that_differ_are_named_once_in_a_warning(tmp_path: Path) -> None:
-    outcomes = values(run_ranks(3, save_objects_that_differ, str(tmp_path), "warn"))
-    for verdicts, _ in outcomes:
-        assert [verdict.value for verdict in verdicts] == [{}, {"rng.state": (0, 1, 2)}] * 2
-    lines = outcomes[0][1]
-    assert len(lines) == 1 and "rng.state" in lines[0]
-    assert outcomes[1][1] == outcomes[2][1] == []
-
-
-def test_replicated_objects_that_differ_are_an_error_on_request(tmp_path: Path) -> None:
-    for verdicts, _ in values(run_ranks(3, save_objects_that_differ, str(tmp_path), "error")):
-        assert [verdict.type_name for verdict in verdicts] == ["", "PlanConflict"] * 2
-        assert verdicts[1].fields == {"key": "rng.state", "ranks": [0, 1, 2]}
-    assert sorted(os.listdir(tmp_path)) == ["error0", "error2"]
-
-
-def test_replicated_objects_that_differ_are_nobodys_business_on_request(tmp_path: Path) -> None:
-    for verdicts, lines in values(run_ranks(3, save_objects_that_differ, str(tmp_path), "ignore")):
-        assert [verdict.type_name for verdict in verdicts] == [""] * 4
-        assert lines == []
-
-
-@pytest.mark.parametrize("wrong", ["on_structure_change", "on_object_mismatch"])
+@pytest.mark.parametrize("wrong", ["on_structure_change", "on_replica_mismatch"])
 def test_an_unknown_option_is_refused_with_those_that_exist(wrong: str) -> None:
     with pytest.raises(ValueError, match='"error"'):
         RobustPlanner(**{wrong: "explode"})  # type: ignore[arg-type]

@@ -49,8 +49,8 @@ class NotingDisk(PosixDisk):
     def exists(self, path: str) -> bool:
         return super().exists(self._of(path))
 
-    def size(self, path: str) -> int:
-        return super().size(self._of(path))
+    def size(self, file: OpenFile | str) -> int:
+        return super().size(self._of(file) if isinstance(file, str) else file)
 
 
 def _state(value: float, placement: Any, n: int = 300) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,18 +27,23 @@ def test_a_repeated_save_sends_the_same_few_bytes_for_10_and_1000_items(
     for outcome, (few, many) in zip(outcomes, values(outcomes), strict=True):
         assert outcome.output == ""
         repeated = [cost for cost in few if cost.save != "first"]
-        assert repeated == [cost for cost in many if cost.save != "first"]
+        of_many = [cost for cost in many if cost.save != "first"]
+        assert [replace(cost, payload_nbytes=0) for cost in repeated] == [
+            replace(cost, payload_nbytes=0) for cost in of_many
+        ]
+        for one, other in zip(repeated, of_many, strict=True):  # a larger number of bytes has more digits
+            assert abs(one.payload_nbytes - other.payload_nbytes) <= 24 * world_size
         assert [cost.phase for cost in repeated] == [*PHASES] * (2 if n_objects else 1)
         for cost in repeated:
             assert cost.exchanges == 1
-            # One frame to each neighbour in the tree. Behind its frame in `write`, a rank sends one payload: what the
-            # report of the save says of it and of the ranks below it.
+            # One frame to each neighbour in the tree. Behind its frame in `write`, a rank sends a payload for it and
+            # for the ranks below it: what the report of the save says of them.
             tree = Tree(cost.rank, world_size)
             neighbours = len(tree.neighbours)
             tells = cost.phase == "write" and cost.rank != 0
             assert (cost.messages, cost.header_nbytes) == (neighbours + tells, 160 * neighbours)
             below = sum(len(tree.places_below(child)) for child in tree.children)
-            assert cost.payload_nbytes <= (150 + 64 * below if tells else 0)
+            assert cost.payload_nbytes <= (550 + 128 * below if tells else 0)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -48,4 +54,4 @@ def test_a_first_save_sends_structures_once_to_the_coordinator(world_size: int, 
             assert (plan.save, plan.phase, plan.exchanges) == ("first", "plan", 3)
             if plan.rank != 0:
                 assert 0 < plan.payload_nbytes < 1000 + 20 * n_items  # a pickled plan has 217 bytes an item
-            assert [cost.exchanges for cost in costs[1:3]] == [1, 1]
+            assert [cost.exchanges for cost in costs[1:3]] == [2, 1]

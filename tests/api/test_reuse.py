@@ -65,7 +65,7 @@ def phases_of_stock_saves(directory: str, no_dist: bool) -> list[list[str]]:
 def test_a_repeated_stock_save_with_our_parts_plans_nothing(no_dist: bool, tmp_path: Path) -> None:
     commit = ["commit"] if no_dist else []  # else the coordinator commits, and stock tells the others
     for first, *repeated in values(run_ranks(2, phases_of_stock_saves, str(tmp_path), no_dist)):
-        assert first == ["agree", "structures", "plan", "write", *commit]
+        assert first == ["agree", "structures", "plan", "compare", "compared", "room", "write", *commit]
         assert repeated == [["agree", "write", *commit]] * 2
 
 
@@ -100,7 +100,7 @@ def change_one_rank(directory: str, changed_rank: int) -> tuple[str, str, int, A
 def test_a_change_on_one_rank_makes_only_that_rank_send_its_structure(changed_rank: int, tmp_path: Path) -> None:
     outcomes = values(run_ranks(3, change_one_rank, str(tmp_path), changed_rank))
     for rank, (plan, reason, sent, changes) in enumerate(outcomes):
-        assert plan == "patched"
+        assert plan == "rebuilt"
         assert "new" in reason and f"rank {changed_rank}" in reason
         assert changes.added == ("new",) and not changes.removed and not changes.changed
         assert (sent > 0) == (rank == changed_rank and rank != 0)  # the coordinator need not send to itself

@@ -291,7 +291,7 @@ def test_a_number_of_ranks_without_meaning_is_an_error_on_all_that_names_rank_an
     robust_dcp.save(full(1), checkpoint_id=tmp_path, no_dist=True)
     for verdict in values(run_ranks(2, load_with_a_number_without_meaning, str(tmp_path))):
         assert verdict.failed_ranks == (1,)
-        assert f"{RANKS_PER_NODE} is 'two'" in verdict.message + verdict.failures
+        assert f"{RANKS_PER_NODE}='two'" in verdict.message + verdict.failures
 
 
 # Failures.

@@ -47,7 +47,7 @@ def save_with_warnings(directory: str, how: str, mode: str) -> list[list[str]]:
     for step in range(2):
         handler = Warnings()
         logging.getLogger("robust_dcp").addHandler(handler)
-        planner = RobustPlanner(on_unloadable_object=mode, on_structure_change="quiet", on_object_mismatch="ignore")  # type: ignore[arg-type]
+        planner = RobustPlanner(on_unloadable_object=mode, on_structure_change="quiet", on_replica_mismatch="ignore")  # type: ignore[arg-type]
         path = f"{directory}/{step}"
         if how == "ours":
             robust_dcp.save(state_dict(dist.get_rank()), checkpoint_id=path, planner=planner)

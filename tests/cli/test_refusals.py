@@ -81,10 +81,14 @@ class TestPrune:
 
     def test_it_says_which_leftovers_it_has_swept(self, run: Path, shell: Shell) -> None:
         (run / "step_9").mkdir()
-        os.utime(run / "step_9", (0, 0))
+        (run / "step_9/.robust_dcp.lock").touch()
+        for each in (run / "step_9/.robust_dcp.lock", run / "step_9"):
+            os.utime(each, (0, 0))
+        (run / "step_8").mkdir()  # nothing says that it is ours
+        os.utime(run / "step_8", (0, 0))
         ended = shell("prune", run, "--keep-last", 2, "--yes")
         assert ended.code == 0 and "step_9 was the leftover of a crashed save" in ended.out + ended.err
-        assert not (run / "step_9").exists()
+        assert not (run / "step_9").exists() and (run / "step_8").exists()
 
     def test_one_that_cannot_be_removed_shows_in_the_exit_code(
         self, run: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch

@@ -3,34 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from robust_dcp.comm import Channel
-from robust_dcp.comm.pipe import Payload, Pipe
+from robust_dcp.comm.connections import _GREETING_TAG, Connections
+from robust_dcp.comm.frames import FRAME_NBYTES
 
 FrameFault = Callable[[bytes], bytes]
 PayloadFault = Callable[[bytearray], bytearray]
-
-
-class FaultyPipe:
-    """``inner``, with what arrives passed through ``frame_fault`` and ``payload_fault``."""
-
-    def __init__(self, inner: Pipe, frame_fault: FrameFault, payload_fault: PayloadFault) -> None:
-        self.inner = inner
-        self.frame_fault = frame_fault
-        self.payload_fault = payload_fault
-
-    def send(self, data: Payload, tag: int) -> object:
-        return self.inner.send(data, tag)
-
-    def next_frame(self) -> bytes:
-        return self.frame_fault(self.inner.next_frame())
-
-    def receive(self, nbytes: int, tag: int) -> bytearray:
-        return self.payload_fault(self.inner.receive(nbytes, tag))
-
-    def close(self) -> None:
-        self.inner.close()
 
 
 def inject(
@@ -40,16 +19,17 @@ def inject(
     frames: FrameFault = lambda frame: frame,
     payload: PayloadFault = lambda payload: payload,
 ) -> None:
-    """Damage what arrives at this rank from ``sender``, from the next connection on."""
-    meeting = channel._link._meeting
-    assert meeting is not None
-    connect = meeting.connect
+    """Damage what arrives at this rank from ``sender``."""
+    assert channel.size > 1
+    receive = Connections.receive
 
-    def connect_faulty(peer: int, generation: int, purpose: str = "exchanges", **how: Any) -> Pipe:
-        pipe = connect(peer, generation, purpose, **how)
-        return FaultyPipe(pipe, frames, payload) if peer == sender and purpose == "exchanges" else pipe
+    def receive_damaged(self: Connections, peer: int, tag: int, nbytes: int, seconds: float | None = None) -> bytearray:
+        data = receive(self, peer, tag, nbytes, seconds)
+        if peer != sender or tag == _GREETING_TAG:
+            return data
+        return bytearray(frames(bytes(data))) if nbytes == FRAME_NBYTES else payload(data)
 
-    meeting.connect = connect_faulty  # type: ignore[method-assign]
+    Connections.receive = receive_damaged  # type: ignore[method-assign]
 
 
 class Damage:

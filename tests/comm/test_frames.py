@@ -31,11 +31,10 @@ frames = st.builds(
     phase=_u32,
     status=st.sampled_from(Status),
     body=st.binary(min_size=BODY_NBYTES, max_size=BODY_NBYTES),
-    serial=_u32,
-    acknowledged=_u32,
     payload_nbytes=st.integers(0, MAX_PAYLOAD_NBYTES),
     payload_crc32=_u32,
     payload_tag=_u32,
+    secret=st.integers(0, 2**64 - 1),
 )
 A_FRAME = Frame(Kind.UP, operation_id("save /ckpt/3"), exchange=7, phase=phase_id("gather 'save 3: plan'"))
 
@@ -54,7 +53,7 @@ def _sealed(content: bytes) -> bytes:
 def test_a_frame_has_160_bytes_and_comes_out_as_it_went_in(frame: Frame) -> None:
     data = frame.encode()
     assert len(data) == FRAME_NBYTES == 160
-    assert Frame.decode(data) == frame
+    assert Frame.decode(data, frame.secret) == frame
 
 
 @given(st.binary(max_size=BODY_NBYTES))
@@ -102,7 +101,7 @@ def test_the_reason_says_what_was_found() -> None:
 def test_another_protocol_version_is_told_from_damage() -> None:
     content = bytearray(A_FRAME.encode()[:-4])
     content[4] = 9
-    assert _reason(_sealed(bytes(content))) == "it is of protocol version 9 instead of 2"
+    assert _reason(_sealed(bytes(content))) == "it is of protocol version 9 instead of 3"
 
 
 @pytest.mark.parametrize("at", [5, 6])

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from functools import partial
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -109,14 +110,14 @@ def _work(channel: Channel, when: str, i: int) -> Note:
 
 def _die_after_header(channel: Channel) -> None:
     """Killed when it has sent its part up the tree, and waits for the verdict."""
-    send = channel._link.send
+    send = channel._operation._send
 
-    def send_and_die(peer: int, frame: Frame, payload: bytes = b"") -> None:
-        send(peer, frame, payload)
+    def send_and_die(exchange: Any, peer: int, frame: Frame, payload: Any) -> None:
+        send(exchange, peer, frame, payload)
         if frame.kind == Kind.UP:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    channel._link.send = send_and_die  # type: ignore[method-assign]
+    channel._operation._send = send_and_die  # type: ignore[method-assign]
 
 
 def _errors_of_survivors(outcomes: list[Outcome], killed: int) -> list[RankError]:
@@ -191,11 +192,11 @@ def _stopped_within() -> float:
     channel = Channel.for_group(timeout_seconds=1.5)
     channel.barrier("connect")
     if channel.rank == 1:
-        send = channel._link.send
+        send = channel._operation._send
         # Its work is done, but it hangs before it says so; its beats go on.
-        channel._link.send = lambda peer, frame, payload=b"": (  # type: ignore[method-assign]
+        channel._operation._send = lambda exchange, peer, frame, payload: (  # type: ignore[method-assign]
             _wait_for("done") if frame.kind == Kind.UP else None,
-            send(peer, frame, payload),
+            send(exchange, peer, frame, payload),
         )
     began = time.monotonic()
     with pytest.raises(ExchangeTimeout) as caught:
@@ -203,7 +204,7 @@ def _stopped_within() -> float:
     _signal("done")
     assert caught.value.missing_ranks == [1]
     if channel.rank == 1:
-        channel._link.send = send  # type: ignore[method-assign]
+        channel._operation._send = send  # type: ignore[method-assign]
     channel.barrier("next")
     return time.monotonic() - began
 

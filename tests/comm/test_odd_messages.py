@@ -12,14 +12,11 @@ import zstandard
 
 from robust_dcp.comm import Channel, Offer, wire
 from robust_dcp.comm.beats import Beat
-from robust_dcp.comm.frames import Frame, Kind
 from robust_dcp.comm.link import Link
 from robust_dcp.comm.operation import Operation
 from robust_dcp.comm.stats import MAX_PHASES, ExchangeStats, PhaseStats
-from robust_dcp.comm.survey import Surveyor, Whereabouts
 from robust_dcp.errors import ExchangeError, RobustCheckpointError
 from tests.comm.messages import Note
-from tests.comm.test_survey import Neighbourhood
 from tests.support.rank_threads import quick, run_threads
 from tests.support.simulated_network import SimulatedNetwork
 
@@ -89,18 +86,6 @@ def test_compressed_data_that_is_damaged_inside_is_refused() -> None:
         with pytest.raises(ExchangeError, match="zstandard"):
             wire.decode(struct.pack("<BQ", 2, len(body)) + damaged, Note)
     assert wire.decode(struct.pack("<BQ", 2, len(body)) + compressed, Note).rank == 1
-
-
-def test_an_answer_that_cannot_be_read_counts_as_none_and_the_others_count() -> None:
-    answer = Whereabouts(doing={"a load": [2]}, inside={}, missing={})
-
-    class Answers(Neighbourhood):
-        def send(self, peer: int, frame: Frame, payload: Any = b"") -> None:
-            said = b"\xff what is this" if peer == 0 else wire.encode(answer)
-            asking.deliver(peer, Frame(Kind.ANSWER, body=frame.body), said)
-
-    asking = Surveyor(Answers())
-    assert asking.ask(0.05).doing == {"a load": [2], "no operation": [1]}
 
 
 @pytest.mark.parametrize("field", ["signature", "plan_id"])

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from robust_dcp.comm import Bucket, Channel, GroupMover, Relay
+from robust_dcp.comm.relay import HostMover
 from robust_dcp.errors import ExchangeError, ExchangeTimeout
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.testing.ranks import errors, run_ranks, values
@@ -87,14 +88,14 @@ def test_every_rank_gets_its_buckets(on_device: bool) -> None:
 def relay_with_damage() -> Any:
     channel = Channel.for_group(operation="test", timeout_seconds=20)
     if channel.rank == 3:
-        move = channel._link.relay_pipes.move
+        move = HostMover.__call__
 
-        def move_and_damage(outgoing: Any, incoming: Any, deadline: Any) -> None:
-            move(outgoing, incoming, deadline)
+        def move_and_damage(self: HostMover, outgoing: Any, incoming: Any, deadline: Any) -> None:
+            move(self, outgoing, incoming, deadline)
             for tensor, _ in incoming[:1]:
                 tensor[len(tensor) // 2] ^= 0x10
 
-        channel._link.relay_pipes.move = move_and_damage  # type: ignore[method-assign]
+        HostMover.__call__ = move_and_damage  # type: ignore[method-assign]
     boxes = Boxes(channel.rank)
     try:
         channel.relay("pass on", Relay(boxes.buckets, boxes, checksum))
@@ -112,6 +113,7 @@ def test_what_arrives_damaged_is_named_on_all_ranks() -> None:
 
 def relay_with_a_death(on_device: bool) -> None:
     channel = Channel.for_group(operation="test", timeout_seconds=10 if on_device else 100)
+    channel.barrier("all are here")
     boxes = Boxes(channel.rank, on_device=on_device, die=channel.rank == 1)
     mover = GroupMover(dist.group.WORLD, "cpu") if on_device else None
     channel.relay("pass on", Relay(boxes.buckets, boxes, checksum, mover))

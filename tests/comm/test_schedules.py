@@ -15,6 +15,6 @@ def test_whatever_goes_wrong_all_survivors_come_to_one_verdict_in_time_and_none_
     assert not {seed: found for seed, found in broken.items() if found}
     n_raised = sum(any(outcome.error is not None for outcome in run.outcomes) for run in runs)
     n_struck = sum(len(run.network.happened) > 0 for run in runs)
-    # The faults did strike; and what one repetition mends was mended.
+    # The faults did strike; and what one repetition or a new connection mends was mended.
     assert n_struck > 20
-    assert n_raised == 0 if kind == "harmless" else n_raised > 10
+    assert n_raised == 0 if kind in ("harmless", "cut") else n_raised > 10

@@ -63,7 +63,7 @@ def test_sockets_bytes_and_the_store_do_not_grow_with_the_group(monkeypatch: pyt
         log2 = (size - 1).bit_length()
         assert row.sockets_mean + 1 <= 4
         assert row.sockets_max + 1 <= 2 * log2 + 2
-        assert row.save_nbytes_a_neighbour <= 1024
+        assert row.save_nbytes_a_neighbour <= 2048
         assert row.store_nbytes <= 2048
 
 

@@ -149,8 +149,9 @@ def programs() -> list[Any]:
         )
         for block, after in itertools.pairwise(blocks):
             if is_program(block):
-                (command,) = (each for each in commands_of(after) if each.endswith(" train.py"))
-                found.append(pytest.param(block.parsed, command, id=f"{page.name}:{block.line}"))
+                # Recipes for monitoring systems are programs that no command of the page starts.
+                commands = [each for each in commands_of(after) if each.endswith(" train.py")]
+                found += [pytest.param(block.parsed, each, id=f"{page.name}:{block.line}") for each in commands]
     return found
 
 

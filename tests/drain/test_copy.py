@@ -18,6 +18,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 import robust_dcp
 from robust_dcp import (
@@ -246,6 +247,28 @@ def test_of_two_copies_to_one_place_at_the_same_time_one_is_found_whole(target: 
     # Which one is found is the last that was committed. If that was in the same instant, the other one says so.
     assert [str(error) for error in errors if "another copy has ended there at the same time" not in str(error)] == []
     assert loaded(url) in (1.0, 2.0)
+
+
+def test_metadata_that_another_copy_replaces_by_a_shorter_one_while_it_is_read_is_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store answers where a file lies and what it holds in two calls, and another copy may commit in between."""
+    robust_dcp.save({f"layer.{number}": torch.ones(4) for number in range(60)}, checkpoint_id=tmp_path / "long")
+    robust_dcp.save(state_dict(1.0), checkpoint_id=tmp_path / "short")
+    copy_checkpoint(tmp_path / "long", "memory://test_copy/replaced")
+    shorter = (tmp_path / "short/.metadata").read_bytes()
+    info, n_replaced = MemoryFileSystem.info, []
+
+    def replaced_meanwhile(self: MemoryFileSystem, path: str, **options: Any) -> Any:
+        answer = info(self, path, **options)
+        if path.endswith("replaced/.metadata") and not n_replaced:
+            n_replaced.append(path)
+            self.pipe_file(path, shorter)
+        return answer
+
+    monkeypatch.setattr(MemoryFileSystem, "info", replaced_meanwhile)
+    copy_checkpoint(tmp_path / "short", "memory://test_copy/replaced", options=IMPATIENT)
+    assert n_replaced and loaded("memory://test_copy/replaced") == 1.0
 
 
 def test_a_copy_is_whole_without_its_report_if_another_copy_has_sent_its_own_meanwhile(

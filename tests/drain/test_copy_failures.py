@@ -92,9 +92,9 @@ class _Acts(PosixDisk):
         self._at("open", path)
         return super().open_read(path, direct=direct)
 
-    def size(self, path: str) -> int:
-        self._at("size", path)
-        return super().size(path)
+    def size(self, file: OpenFile | str) -> int:
+        self._at("size", file.path if isinstance(file, OpenFile) else file)
+        return super().size(file)
 
     def pread_into(self, file: OpenFile, buffer: Any, offset: int) -> int:
         self._at("read", file.path)
@@ -114,10 +114,10 @@ def _refuse(path: str) -> None:
     raise storage_error("use", path, error) from error
 
 
-@pytest.mark.parametrize(("call", "expected"), [("size", "No such file"), ("read", "was cut off or replaced")])
+@pytest.mark.parametrize(("call", "expected"), [("open", "No such file"), ("read", "was cut off or replaced")])
 def test_a_file_that_vanishes_or_shrinks_while_it_is_copied_is_named(call: str, expected: str, tmp_path: Path) -> None:
     save_ours(str(tmp_path / "source"))
-    disk = _Acts(call, "source/__0_0.distcp", os.unlink if call == "size" else lambda path: os.truncate(path, 10))
+    disk = _Acts(call, "source/__0_0.distcp", os.unlink if call == "open" else lambda path: os.truncate(path, 10))
     with pytest.raises(StorageError, match=rf"source/__0_0\.distcp.*{expected}"):
         copy_checkpoint(tmp_path / "source", tmp_path / "target", options=IMPATIENT, disk=disk)
     assert not (tmp_path / "target/.metadata").exists()

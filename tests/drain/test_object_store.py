@@ -17,6 +17,7 @@ import torch.distributed as dist
 import robust_dcp
 from robust_dcp import CopyOptions, RobustReader, RobustWriter, StorageError, copy_checkpoint
 from robust_dcp.report_page import read_reports
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.testing.ranks import run_ranks, values
 from torture.object_store import BUCKET, Fault, FaultyProxy, faulty_proxy, options_for, s3_server
 
@@ -288,6 +289,6 @@ def test_a_save_whose_copy_fails_keeps_the_local_one_and_can_go_on(
 def test_a_staging_directory_without_room_is_named_before_anything_is_written(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10})())
-    with pytest.raises(StorageError, match=r"has no room: expected \d+ bytes .*ROBUST_DCP_STAGING"):
+    monkeypatch.setattr(PosixDisk, "room", lambda self, path: (0, 10))
+    with pytest.raises(StorageError, match=r"has no room.* bytes are needed there for rank 0, 10 are free"):
         robust_dcp.save({"w": torch.ones(3000)}, checkpoint_id=url)

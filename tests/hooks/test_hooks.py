@@ -1,4 +1,4 @@
-"""What a hook makes of the events of a save. Those of other packages: test_monitoring, test_opentelemetry."""
+"""What the log and the progress bar make of the events of a save. ``test_monitoring`` has the recipes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pty
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,11 +18,7 @@ import robust_dcp
 from robust_dcp import Event, on_event
 from robust_dcp.hooks import progress_bar
 from robust_dcp.hooks.logs import LoggingHook
-from robust_dcp.hooks.metrics import metrics_of, step_of
-from robust_dcp.hooks.mlflow import MlflowHook
 from robust_dcp.hooks.progress_bar import ProgressBar
-from robust_dcp.hooks.tensorboard import TensorBoardHook
-from robust_dcp.hooks.wandb import WandbHook
 from robust_dcp.report import LoadReport, PhaseReport
 
 
@@ -49,19 +44,19 @@ def test_a_failed_save_is_logged_as_an_error(tmp_path: Path, caplog: pytest.LogC
     ("path", "step"), [("runs/7b/step_1000", 1000), ("iter_0000020/", 20), ("epoch=3-step=40.ckpt", 40), ("last", None)]
 )
 def test_the_step_is_the_last_number_in_the_name(path: str, step: int | None) -> None:
-    assert step_of(Event("ended", f"save {path}", 0, 1)) == step
+    assert Event("ended", f"save {path}", 0, 1).step == step
 
 
 def test_only_the_end_of_a_call_has_metrics() -> None:
-    assert metrics_of(Event("phase_ended", "save x", 0, 1, seconds=1.0)) == {}
-    failed = metrics_of(Event("failed", "load x", 0, 1, seconds=1.0, error=ValueError()))
+    assert Event("phase_ended", "save x", 0, 1, seconds=1.0).metrics == {}
+    failed = Event("failed", "load x", 0, 1, seconds=1.0, error=ValueError()).metrics
     assert failed == {"robust_dcp/load/seconds": 1.0, "robust_dcp/load/failures": 1.0}
 
 
 def test_a_phase_that_a_load_went_through_twice_counts_twice() -> None:
     phases = [PhaseReport(name, seconds, 0, 0, 0, 0) for name, seconds in (("plan", 1.0), ("plan", 0.5), ("read", 2.0))]
     report = LoadReport("x", rank=0, world_size=1, items=0, nbytes=0, phases=tuple(phases))
-    found = metrics_of(Event("ended", "load x", 0, 1, seconds=4.0, report=report))
+    found = Event("ended", "load x", 0, 1, seconds=4.0, report=report).metrics
     assert found["robust_dcp/load/plan_seconds"] == 1.5 and found["robust_dcp/load/read_seconds"] == 2.0
 
 
@@ -118,71 +113,3 @@ def test_without_a_terminal_nothing_is_shown(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(progress_bar, "on_event", heard.append)
     progress_bar.watch_in_terminal.__wrapped__()
     assert not heard
-
-
-class _Recorder:
-    """Stands for a run of Weights & Biases, the module ``mlflow`` or a ``SummaryWriter``: notes what it is called with.
-
-    What the real ones make of that is in ``test_monitoring``.
-    """
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *words, **options: self.calls.append((name, words, options))
-
-
-SAVED = [
-    Event("ended", "save run/step_7", 0, 2, seconds=2.0),
-    Event("ended", "save run/step_7", 1, 2, seconds=3.0),
-    Event("phase_ended", "save run/step_7", 0, 2, seconds=1.0),
-    Event("failed", "load run/last", 0, 2, seconds=1.0, error=ValueError()),
-]
-"""The first and the last one count: the others are of another rank, or have no numbers."""
-
-
-def test_weights_and_biases_gets_numbers_of_rank_0_on_a_step_of_their_own() -> None:
-    run = _Recorder()
-    hook = WandbHook(run)
-    for event in SAVED:
-        hook(event)
-    defined, logged = run.calls[:2], [words[0] for name, words, _ in run.calls if name == "log"]
-    assert [words[0] for _, words, _ in defined] == ["robust_dcp/step", "robust_dcp/*"]
-    assert defined[1][2] == {"step_metric": "robust_dcp/step"}
-    assert logged == [
-        {"robust_dcp/save/seconds": 2.0, "robust_dcp/save/failures": 0.0, "robust_dcp/step": 7},
-        {"robust_dcp/load/seconds": 1.0, "robust_dcp/load/failures": 1.0},
-    ]
-
-
-def test_mlflow_gets_numbers_of_rank_0_in_the_run_that_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    mlflow = _Recorder()
-    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    hook = MlflowHook("abc")
-    for event in SAVED:
-        hook(event)
-    assert mlflow.calls == [
-        (
-            "log_metrics",
-            ({"robust_dcp/save/seconds": 2.0, "robust_dcp/save/failures": 0.0},),
-            {"step": 7, "run_id": "abc"},
-        ),
-        (
-            "log_metrics",
-            ({"robust_dcp/load/seconds": 1.0, "robust_dcp/load/failures": 1.0},),
-            {"step": None, "run_id": "abc"},
-        ),
-    ]
-
-
-def test_tensorboard_gets_numbers_of_rank_0_at_their_time() -> None:
-    writer: Any = _Recorder()
-    hook = TensorBoardHook(writer)
-    for event in SAVED[:2]:
-        hook(event)
-    assert [(name, words) for name, words, _ in writer.calls] == [
-        ("add_scalar", ("robust_dcp/save/seconds", 2.0)),
-        ("add_scalar", ("robust_dcp/save/failures", 0.0)),
-    ]
-    assert writer.calls[0][2] == {"global_step": 7, "walltime": SAVED[0].at_seconds}

@@ -16,13 +16,12 @@ import torch
 
 import robust_dcp
 from robust_dcp import CheckpointManager, KeepBest, RobustWriter, StorageError
-from robust_dcp.manager.paths import REMOVING_PREFIX
-from robust_dcp.manager.records import RECORD_NAME
-from robust_dcp.manager.removal import remove_checkpoint
-from robust_dcp.manager.states import DirectoryState, state_of_directory
+from robust_dcp.cli.ls import DirectoryState, state_of_directory
+from robust_dcp.manager.retention import remove_checkpoint
+from robust_dcp.manager.series import RECORD_NAME
 from robust_dcp.storage.committing.directory_lock import DirectoryLock
 from robust_dcp.storage.files.disk import OpenFile, storage_error
-from robust_dcp.storage.files.paths import INDEX_NAME, JOURNAL_PREFIX, LOCK_NAME
+from robust_dcp.storage.files.paths import INDEX_NAME, JOURNAL_PREFIX, LOCK_NAME, REMOVING_PREFIX
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.testing import data_files, kill_in, run_ranks
 
@@ -113,12 +112,13 @@ def journal_of(path: Path) -> Path:
 
 class TestRemovals:
     @pytest.mark.parametrize("call", ["exists", "modified"])
-    def test_a_directory_that_may_not_be_looked_into_is_no_checkpoint_and_is_not_touched(
+    def test_a_directory_that_may_not_be_looked_into_may_be_the_latest_and_is_not_touched(
         self, call: str, tmp_path: Path
     ) -> None:
         save_steps(CheckpointManager(tmp_path), 1, 2, 3)
         manager = CheckpointManager(tmp_path, keep_last=1, disk=_Acts(call, "step_1/.metadata", refuse))
-        assert [each.step for each in manager.checkpoints()] == [2, 3]
+        with pytest.raises(StorageError, match="Permission denied"):
+            manager.checkpoints()
         assert manager.prune() == [str(tmp_path / "step_2")]
         assert [each.step for each in CheckpointManager(tmp_path).checkpoints()] == [1, 3]
 

@@ -19,9 +19,9 @@ import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from robust_dcp import CheckpointManager, CorruptCheckpoint, KeepBest, KeepEvery, KeepLast, RobustCheckpointError
-from robust_dcp.manager.latest import LATEST_NAME
-from robust_dcp.manager.records import RECORD_NAME
+from robust_dcp.manager.series import LATEST_NAME, RECORD_NAME
 from robust_dcp.storage.files.being_loaded import needed_for_a_load
+from robust_dcp.storage.files.paths import LOCK_NAME
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.files.what_is_there import TRACKER_NAME
 from robust_dcp.testing import cut_short, data_files, errors, fail_in, run_ranks, values
@@ -309,11 +309,14 @@ def test_what_a_crashed_save_has_left_is_removed_but_for_files_that_are_not_ours
     assert os.listdir(tmp_path / "other" / "step_5") == ["notes.txt"]
 
 
-def test_an_empty_directory_is_removed_once_no_save_can_have_made_it_just_now(tmp_path: Path) -> None:
+def test_a_lock_or_a_name_of_ours_without_a_journal_is_removed_once_no_save_can_have_made_it_just_now(
+    tmp_path: Path,
+) -> None:
     for name in ("step_1", "step_2"):
         (tmp_path / name).mkdir()
+        (tmp_path / name / LOCK_NAME).touch()
     (tmp_path / "latest.0123456789abcdef.tmp").touch()
-    for old in ("step_1", "latest.0123456789abcdef.tmp"):
+    for old in (f"step_1/{LOCK_NAME}", "step_1", "latest.0123456789abcdef.tmp"):
         os.utime(tmp_path / old, (0, 0))
     CheckpointManager(tmp_path, keep_last=1).save(3, state(3))
     assert sorted(os.listdir(tmp_path)) == ["latest", "step_2", "step_3"]

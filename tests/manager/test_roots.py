@@ -17,7 +17,7 @@ import robust_dcp
 from robust_dcp import CheckpointManager, RobustWriter
 from robust_dcp.contents.read import read_contents
 from robust_dcp.drain.record import DrainRecord, write_drain_record
-from robust_dcp.manager.paths import REMOVING_PREFIX
+from robust_dcp.storage.files.paths import REMOVING_PREFIX
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.testing import data_files
 from tests.cli.commands import Shell
@@ -132,7 +132,7 @@ def test_if_the_latest_asks_for_code_an_older_one_is_loaded(damage: Any, tmp_pat
 
 @pytest.mark.parametrize("name", ["checkpoint", "step_{step}_of_run", "run/step_{step}", "{epoch}", "step_{step:s}"])
 def test_a_name_from_which_nobody_can_tell_the_step_is_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="use a name of letters that ends in the step"):
+    with pytest.raises(ValueError, match="use a name that ends in the step"):
         CheckpointManager(tmp_path, name=name)
 
 

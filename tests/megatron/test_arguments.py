@@ -24,7 +24,7 @@ def test_all_arguments_are_accepted() -> None:
     command_line = (
         "--ckpt-planner robust_dcp --ckpt-writer-threads 4 --ckpt-writer-buffer-bytes 1048576 "
         "--ckpt-layout safetensors --ckpt-exchange-timeout-seconds 60 --ckpt-on-structure-change quiet "
-        "--ckpt-save-failure warn --ckpt-verify-replicas sample "
+        "--ckpt-save-failure warn "
         "--ckpt-on-unloadable-object error --ckpt-trusted 1"
     )
     args = add_arguments(_parser()).parse_args(command_line.split())
@@ -36,7 +36,6 @@ def test_all_arguments_are_accepted() -> None:
         "ckpt_exchange_timeout_seconds": 60.0,
         "ckpt_on_structure_change": "quiet",
         "ckpt_save_failure": "warn",
-        "ckpt_verify_replicas": "sample",
         "ckpt_on_unloadable_object": "error",
         "ckpt_trusted": True,
     }

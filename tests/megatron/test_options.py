@@ -38,7 +38,7 @@ def _megatron_has_parsed(monkeypatch: pytest.MonkeyPatch, **arguments: object) -
 
 
 def test_defaults_leave_megatron_to_itself() -> None:
-    assert current_options() == MegatronOptions("default", None, None, "torch", 300.0, "rebuild", "raise", "off")
+    assert current_options() == MegatronOptions("default", None, None, "torch", 300.0, "rebuild", "raise")
 
 
 def test_every_option_has_a_variable() -> None:
@@ -50,12 +50,11 @@ def test_every_option_has_a_variable() -> None:
         "ROBUST_DCP_EXCHANGE_TIMEOUT_SECONDS": "2.5",
         "ROBUST_DCP_ON_STRUCTURE_CHANGE": "error",
         "ROBUST_DCP_SAVE_FAILURE": "warn",
-        "ROBUST_DCP_VERIFY_REPLICAS": "all",
         "ROBUST_DCP_ON_UNLOADABLE_OBJECT": "error",
         "ROBUST_DCP_TRUSTED": "1",
     }
     assert {option.variable for option in OPTIONS} == set(environment)
-    expected = MegatronOptions("robust_dcp", 4, 1048576, "safetensors", 2.5, "error", "warn", "all", "error", True)
+    expected = MegatronOptions("robust_dcp", 4, 1048576, "safetensors", 2.5, "error", "warn", "error", True)
     assert options_from_environment(environment) == expected
 
 
@@ -73,7 +72,7 @@ def test_numbers_come_back_as_they_were_written(threads: int, seconds: float) ->
 @pytest.mark.parametrize(
     ("variable", "value"),
     [
-        ("ROBUST_DCP", "yes"),
+        ("ROBUST_DCP", "ja"),
         ("ROBUST_DCP_WRITER_THREADS", "0"),
         ("ROBUST_DCP_WRITER_THREADS", "many"),
         ("ROBUST_DCP_WRITER_BUFFER_BYTES", "-1"),

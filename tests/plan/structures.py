@@ -131,7 +131,6 @@ def context_of(ranks: Sequence[int] = (0, 1), files: int | None = 2) -> PlanCont
 
 def local_of(
     structure: StructureTable,
-    digests: Sequence[int] | None = None,
     *,
     ranks: Sequence[int] = (0, 1),
     files: int | None = 2,
@@ -139,12 +138,10 @@ def local_of(
 ) -> LocalStructure:
     """What a rank with that table brings to the plan."""
     context = context_of(ranks, files)
-    n_objects = int((structure.kinds == ItemKind.BYTES).sum())
     return LocalStructure(
         table=structure,
         context=context,
         signature=StructureSignature.of(structure, context),
-        object_digests=np.array([0] * n_objects if digests is None else digests, dtype=np.uint64),
         files=files,
         lowest_rank=lowest_rank,
     )

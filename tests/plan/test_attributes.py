@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,7 +43,7 @@ def _shape(*shape: int) -> dict[str, Any]:
 
 
 def _sent(structure: StructureTable) -> StructureMessage:
-    return StructureMessage.of(structure, np.zeros(0, dtype=np.uint64), context_of().encode())
+    return StructureMessage.of(structure, context_of().encode(), bytes(16))
 
 
 @given(_attributes)

@@ -9,18 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from robust_dcp.plan.global_plan import GlobalPlan, make_global_plan
+from robust_dcp.plan.global_plan.differing import SMALL_NBYTES
 from tests.plan.structures import Item, chunk, obj, table, tensor
+
+_LARGE = SMALL_NBYTES + 1
+"""Sizes in these tests are multiples of this, since small chunks are not dealt out."""
 
 
 def _loads(plan: GlobalPlan) -> list[int]:
     columns = plan.columns
-    return [
-        int(columns.nbytes[plan.written[columns.rank[plan.written] == rank]].sum()) for rank in range(len(plan.kept))
-    ]
+    nbytes = columns.nbytes // _LARGE
+    return [int(nbytes[plan.written[columns.rank[plan.written] == rank]].sum()) for rank in range(len(plan.kept))]
 
 
 def _replicated(sizes: list[int], n_ranks: int) -> GlobalPlan:
-    items = [tensor(f"t{n:03}", [size], torch.uint8) for n, size in enumerate(sizes)]
+    items = [tensor(f"t{n:03}", [size * _LARGE], torch.uint8) for n, size in enumerate(sizes)]
     return make_global_plan([table(*items)] * n_ranks)
 
 
@@ -44,32 +47,36 @@ def test_no_share_exceeds_the_mean_by_more_than_one_chunk(sizes: list[int], n_ra
 
 
 def test_what_only_one_rank_holds_counts_before_replicas_are_dealt_out() -> None:
-    own = tensor("own", [1000], torch.uint8)
-    shared = [tensor(f"s{n}", [100], torch.uint8) for n in range(10)]
+    own = tensor("own", [1000 * _LARGE], torch.uint8)
+    shared = [tensor(f"s{n}", [100 * _LARGE], torch.uint8) for n in range(10)]
     plan = make_global_plan([table(own, *shared), table(*shared)])
     assert _loads(plan) == [1000, 1000]
 
 
 def test_chunks_count_and_not_the_tensors_that_they_belong_to() -> None:
-    """A chunk of 10 bytes of a huge tensor weighs 10 bytes."""
-    huge = [chunk("huge", [2000], [0], [10], torch.uint8), chunk("huge", [2000], [10], [1990], torch.uint8)]
-    small = [tensor(f"s{n}", [100], torch.uint8) for n in range(10)]
+    """A chunk of a huge tensor weighs what the chunk has."""
+    begin, rest = 10 * _LARGE, 1990 * _LARGE
+    size = [begin + rest]
+    huge = [chunk("huge", size, [0], [begin], torch.uint8), chunk("huge", size, [begin], [rest], torch.uint8)]
+    small = [tensor(f"s{n}", [100 * _LARGE], torch.uint8) for n in range(10)]
     plan = make_global_plan([table(huge[0], *small), table(huge[0], *small), table(huge[1])])
     assert sorted(_loads(plan)[:2]) == [500, 510]
 
 
 def test_each_pair_of_replicas_shares_its_shard_evenly() -> None:
-    """HSDP: 4 shards, 2 replicas, 20 layers of equal size."""
+    """HSDP: 4 shards, 2 replicas, 20 layers of 8 units."""
 
     def items(shard: int) -> list[Item]:
-        return [chunk(f"layers.{n:02}.w", [8, 16], [2 * shard, 0], [2, 16]) for n in range(20)]
+        return [chunk(f"layers.{n:02}.w", [8, _LARGE], [2 * shard, 0], [2, _LARGE], torch.uint8) for n in range(20)]
 
     loads = _loads(make_global_plan([table(*items(rank % 4)) for rank in range(8)]))
-    assert loads == [20 * 8 * 16 * 4 // 8] * 8
+    assert loads == [20] * 8
 
 
-def test_objects_go_to_the_lowest_rank_that_holds_them() -> None:
-    tables = [table(), table(*(obj(f"o{n}") for n in range(9))), table(*(obj(f"o{n}") for n in range(9)))]
+def test_objects_and_small_tensors_go_to_the_lowest_rank_that_holds_them() -> None:
+    small = [tensor(f"t{n}", [SMALL_NBYTES], torch.uint8) for n in range(5)]
+    held = table(*(obj(f"o{n}") for n in range(4)), *small)
+    tables = [table(), held, held]
     assert [len(kept) for kept in make_global_plan(tables).kept] == [0, 9, 0]
 
 

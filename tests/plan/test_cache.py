@@ -6,25 +6,17 @@ import threading
 
 import numpy as np
 
-from robust_dcp.comm import combined_signature
-from robust_dcp.plan.cache import CachedPlan, CoordinatorPlan, PlanCache
-from robust_dcp.plan.rank_plan import RankPlan
+from robust_dcp.plan.cache import CachedPlan, PlanCache
+from robust_dcp.plan.share import Share, plan_id_of
 from tests.plan.structures import table, tensor
 
 GROUP = (0, 1)
 
 
-def _plan(*signatures: bytes, rank: int = 0, nbytes: int | None = None) -> CachedPlan:
-    """What ``rank`` keeps of a plan for these signatures; the coordinator's part too if it takes ``nbytes``."""
-    none = np.array([], dtype=np.intp)
-    return CachedPlan(
-        plan_id=combined_signature(signatures),
-        signature=signatures[rank],
-        table=table(tensor("w")),
-        rank_plan=RankPlan(none, none, None),
-        variable_places=None,
-        coordinator=None if nbytes is None else CoordinatorPlan((), (), (), (), 0, b"", None, columns_nbytes=nbytes),
-    )
+def _plan(*signatures: bytes, rank: int = 0, nbytes: int = 0) -> CachedPlan:
+    """What ``rank`` keeps of a plan for these signatures, which takes at least ``nbytes``."""
+    share = Share(plan_id_of(signatures, [b""] * len(signatures), None), np.zeros(nbytes // 8, dtype=np.intp), None)
+    return CachedPlan(share, signatures[rank], table(tensor("w")))
 
 
 def test_a_plan_is_found_by_this_ranks_signature() -> None:

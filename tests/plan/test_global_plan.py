@@ -11,8 +11,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from robust_dcp.errors import PlanConflict
-from robust_dcp.plan.global_plan import GlobalPlan, make_global_plan
+from robust_dcp.errors import ExchangeError, PlanConflict
+from robust_dcp.plan.global_plan import GlobalPlan, find_differing, make_global_plan
+from robust_dcp.plan.global_plan.differing import SMALL_NBYTES
 from robust_dcp.plan.structure import ItemKind
 from tests.plan.structures import Box, Item, World, chunk, obj, partitions, table, tensor, worlds, written_items
 
@@ -207,14 +208,20 @@ def test_empty_chunks_of_other_sizes_at_the_same_offsets_do_not_overlap() -> Non
 def test_scalars_and_objects_of_all_ranks_are_written_once() -> None:
     plan = _plan(*[[tensor("step", ()), obj("args")]] * 5)
     assert sum(len(kept) for kept in plan.kept) == 2
-    assert [common.tolist() for common in plan.common_objects] == [[0]] * 5
-    assert plan.kept[0].tolist()[0] == 0  # "args": an object goes to the lowest rank
+    assert plan.kept[0].tolist() == [0, 1]
 
 
-def test_only_objects_that_every_rank_holds_are_common() -> None:
-    plan = _plan([obj("all"), obj("some"), tensor("w")], [obj("all"), obj("some")], [obj("all"), obj("one")])
-    assert [common.tolist() for common in plan.common_objects] == [[0], [0], [0]]
-    assert [common.tolist() for common in _plan([obj("all")]).common_objects] == [[]]
+def test_what_differs_between_ranks_is_found_by_its_digests() -> None:
+    large = tensor("large", [SMALL_NBYTES + 1], torch.uint8)
+    both = [obj("rng"), obj("same"), tensor("seed"), tensor("unknown"), large]
+    plan = _plan([obj("own"), *both], both, [obj("rng")])
+    names = [plan.columns.names[name] for name in plan.columns.name[plan.compared].tolist()]
+    assert names == [*["rng", "same", "seed", "unknown"] * 2, "rng"]
+    digests = [np.array(each, dtype=np.uint64) for each in ([1, 5, 7, 0], [2, 5, 8, 3], [1])]
+    found = find_differing(plan.columns, plan.order, plan.compared, plan.contested, digests)
+    assert [(each.key, each.ranks) for each in found] == [("rng", ((0, 2), (1,))), ("seed", ((0,), (1,)))]
+    with pytest.raises(ExchangeError, match="rank 2 did not send"):
+        find_differing(plan.columns, plan.order, plan.compared, plan.contested, [*digests[:2], digests[0]])
 
 
 def test_one_rank_alone_may_save_its_part_of_a_sharded_tensor() -> None:
@@ -241,9 +248,10 @@ def test_paths_of_all_ranks_are_joined() -> None:
     assert dict(zip(paths.names, paths, strict=True)) == {"a.b": ("a", "b"), "c.0": ("c", 0)}
 
 
-def test_many_small_tensors_sharded_and_replicated_are_shared_evenly() -> None:
+def test_many_tensors_sharded_and_replicated_are_shared_evenly() -> None:
     """16 ranks x 300 tensors, each sharded over 8 ranks and held twice."""
-    ranks = [[chunk(f"layers.{n:05}.w", [8, 4], [rank % 8, 0], [1, 4]) for n in range(300)] for rank in range(16)]
+    n = SMALL_NBYTES
+    ranks = [[chunk(f"layers.{at:05}.w", [8, n], [rank % 8, 0], [1, n]) for at in range(300)] for rank in range(16)]
     tables = [table(*items) for items in ranks]
     plan = make_global_plan(tables)
     assert len(plan.written) == 2400

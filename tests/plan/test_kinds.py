@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from robust_dcp.comm import combined_signature
-from robust_dcp.plan.cache import CachedPlan, CoordinatorPlan, PlanCache
-from robust_dcp.plan.kinds import ChosenBase, choose_base, kind_of, vote
-from robust_dcp.plan.rank_plan import RankPlan
+from robust_dcp.plan.cache import CachedPlan, PlanCache, kind_called
+from robust_dcp.plan.plan import Plan
+from robust_dcp.plan.share import Share, plan_id_of
 from robust_dcp.plan.structure import StructureTable
 from tests.plan.structures import local_of, table, tensor
 
@@ -30,27 +29,23 @@ GROWN = tables("w0 w1 w2 step", "w3 w4 w5 step bias")
 
 
 class Job:
-    """Two ranks and their caches; rank 0 leads."""
+    """The plans of the coordinator of two ranks."""
 
     def __init__(self) -> None:
-        self.caches = [PlanCache(), PlanCache()]
+        self.cache = PlanCache()
 
-    def base(self, state: Tables, kind: str | None = None, caches: list[PlanCache] | None = None) -> ChosenBase | None:
-        caches = self.caches if caches is None else caches
-        votes = [vote(cache, GROUP, kind, part) for cache, part in zip(caches, state, strict=True)]
-        return choose_base(caches[0], GROUP, kind, votes)
+    def base(self, state: Tables, kind: str | None = None) -> CachedPlan | None:
+        return self.cache.last_of_kind(GROUP, kind, state)
 
     def save(self, state: Tables, kind: str | None = None) -> bytes:
         """A save that commits; returns the identity of its plan."""
         signatures = tuple(local_of(part, ranks=GROUP).signature.value for part in state)
-        plan_id = combined_signature(signatures)
-        known = self.caches[0].get(GROUP, plan_id)
-        base = self.base(state, kind)
-        base_kind = known.kind if known is not None else "" if base is None else base.kind
-        for rank, (cache, part) in enumerate(zip(self.caches, state, strict=True)):
-            whole = CoordinatorPlan(state, signatures, (), (), 0, b"", None) if rank == 0 else None
-            plan = CachedPlan(plan_id, signatures[rank], part, RankPlan(NONE, NONE, None), None, whole)
-            cache.put(GROUP, CachedPlan(**{**vars(plan), "kind": kind_of(kind, plan_id, base_kind)}))
+        plan_id = plan_id_of(signatures, [b""] * len(signatures), None)
+        base = self.cache.get(GROUP, plan_id) or self.base(state, kind)
+        base_kind = plan_id.hex() if base is None else base.kind
+        plan = Plan(plan_id, GROUP, state, signatures, (), 0, 0, b"", None, None, False)
+        own_kind = base_kind if kind is None else kind_called(kind)
+        self.cache.put(GROUP, CachedPlan(Share(plan_id, NONE, None), signatures[0], state[0], plan, kind=own_kind))
         return plan_id
 
 
@@ -120,35 +115,3 @@ def test_a_first_named_save_goes_on_from_what_was_saved_without_a_name() -> None
     base = job.base(GROWN, "model")
     assert base is not None and base.plan_id == model
     assert job.base(LOADER, "loader") is None
-
-
-def test_a_plan_that_the_coordinator_has_lost_is_not_chosen() -> None:
-    job = Job()
-    job.save(MODEL)
-    assert job.base(GROWN, caches=[PlanCache(), job.caches[1]]) is None
-    assert job.base(GROWN, caches=[job.caches[0], PlanCache()]) is not None
-
-
-def test_kinds_go_with_their_plans() -> None:
-    cache = PlanCache(max_entries=2)
-    job = Job()
-    job.caches = [cache, PlanCache()]
-    model = job.save(MODEL)
-    for n in range(3):
-        job.save(tables(f"a{n}", f"b{n}"))
-    assert len(cache.last_of_each_kind(GROUP)) == 2
-    assert job.base(GROWN) is None
-    assert job.save(MODEL) == model and job.base(GROWN) is not None
-
-
-def test_a_kind_whose_last_plan_is_forgotten_goes_back_to_the_one_before() -> None:
-    job = Job()
-    model, grown = job.save(MODEL), job.save(GROWN)
-    for cache in job.caches:
-        cache.forget(GROUP, grown)
-    base = job.base(tables("w0 w1", "w3 w4"))
-    assert base is not None and base.plan_id == model
-    for cache in job.caches:
-        cache.forget(GROUP, model)
-    assert job.base(MODEL) is None
-    assert job.caches[0].last_of_each_kind(GROUP) == {}

@@ -90,7 +90,7 @@ def test_the_order_of_keys_makes_no_other_signature() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"dedup_save_to_lowest_rank": True}, {"on_object_mismatch": "error"}, {"flatten_sharded_tensors": False}],
+    [{"dedup_save_to_lowest_rank": True}, {"on_replica_mismatch": "error"}, {"flatten_sharded_tensors": False}],
     ids=str,
 )
 def test_the_same_items_in_another_context_have_another_signature(options: dict[str, Any]) -> None:

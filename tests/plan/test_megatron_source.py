@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 
 from demo import megatron_cpu
 from robust_dcp.megatron.saving.planner import MegatronPlanner
-from robust_dcp.plan.rank_plan import RankPlan
+from robust_dcp.plan.share import Share
 from robust_dcp.plan.state_dict.sources import StateDictSource
 from robust_dcp.plan.structure import Replica
 from robust_dcp.testing.ranks import run_ranks, values
@@ -45,7 +45,7 @@ def _differences() -> list[str]:
     session = planner.open_session("checkpoint", no_dist=True)
     session.plan.local = planner.describe(session.channel)
     places = np.arange(len(session.plan.local.table))
-    session.plan.rank_plan = RankPlan(kept=places, common_objects=places[:0], placements=None)
+    session.plan.share = Share(bytes(16), places, None)
     stock = stock_planner(planner.state_dict, flatten_state_dict=False, flatten_sharded_tensors=False)
     source = planner.source(session)
     differences = [] if isinstance(source, StateDictSource) else [type(source).__name__]

@@ -106,5 +106,5 @@ def test_a_number_of_ranks_without_meaning_is_refused_where_it_is_set(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(RANKS_PER_NODE, text)
-    with pytest.raises(ValueError, match=re.escape(f"{RANKS_PER_NODE} is {text!r}")):
+    with pytest.raises(ValueError, match=re.escape(f"{RANKS_PER_NODE}={text!r}")):
         sharing_offer(None, 0, [], can_share=True)

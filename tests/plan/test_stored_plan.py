@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from robust_dcp.errors import RobustCheckpointError
-from robust_dcp.plan.cache import CoordinatorPlan
 from robust_dcp.plan.local import LocalStructure
-from robust_dcp.plan.stored_plan import LoadedCheckpoints, plan_sections, read_plan
+from robust_dcp.plan.plan import Plan
+from robust_dcp.plan.stored_plan import LoadedCheckpoints, read_plan
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
 from robust_dcp.storage.index.form import SECTIONS
 from tests.plan.structures import World, chunk, local_of, obj, table, tensor, worlds
-from tests.plan.test_planning import first_save, locals_of, metadata_of, plan_of, published
+from tests.plan.test_planning import locals_of, metadata_of, plan_of, published
 from tests.storage.indices import with_fixed_checksums
 
 _WORLD = World(
@@ -29,13 +29,13 @@ _WORLD = World(
 )
 
 
-def _stored(ranks: list[LocalStructure]) -> tuple[CoordinatorPlan, bytes]:
+def _stored(ranks: list[LocalStructure]) -> tuple[Plan, bytes]:
     """A plan, and the index of a checkpoint that was saved by it."""
-    plan, _ = plan_of(ranks, tuple(range(len(ranks))), None)
-    return plan, b"".join(published(plan, plan_sections(tuple(range(len(ranks))), plan)).index)
+    plan, _ = plan_of(ranks)
+    return plan, b"".join(published(plan, is_stored=True).index)
 
 
-def _put(directory: Path, plan: CoordinatorPlan, index: bytes) -> str:
+def _put(directory: Path, plan: Plan, index: bytes) -> str:
     (directory / METADATA_NAME).write_bytes(metadata_of(plan))
     (directory / INDEX_NAME).write_bytes(index)
     return os.fspath(directory)
@@ -48,24 +48,17 @@ def test_every_rank_finds_its_share_and_the_coordinator_all_of_it(
 ) -> None:
     ranks = locals_of(world)
     group = tuple(range(len(ranks)))
-    made = first_save(ranks)
     plan, data = _stored(ranks)
     directory = _put(tmp_path_factory.mktemp("checkpoint"), plan, data)
     for rank, local in enumerate(ranks):
         found = read_plan(directory, group, rank, local, leads=rank == 0)
         assert found is not None
-        assert found.plan_id == made[rank].plan_id
-        assert found.signature == made[rank].signature
-        assert found.rank_plan.kept.tolist() == made[rank].rank_plan.kept.tolist()
-        assert found.rank_plan.common_objects.tolist() == made[rank].rank_plan.common_objects.tolist()
-        assert found.rank_plan.placements is not None
-        assert made[rank].rank_plan.placements is not None
-        assert found.rank_plan.placements.offset.tolist() == made[rank].rank_plan.placements.offset.tolist()
-        assert (found.coordinator is None) == (rank != 0)
-        if found.coordinator is not None:
-            assert metadata_of(found.coordinator) == metadata_of(plan)
-            assert found.coordinator.nbytes == plan.nbytes
-            assert found.coordinator.signatures == plan.signatures
+        assert (found.plan_id, found.signature) == (plan.plan_id, plan.signatures[rank])
+        assert found.share.kept.tolist() == plan.kept[rank].tolist()
+        assert (found.plan is None) == (rank != 0)
+        if found.plan is not None:
+            assert metadata_of(found.plan) == metadata_of(plan)
+            assert (found.plan.nbytes, found.plan.signatures) == (plan.nbytes, plan.signatures)
 
 
 def test_a_plan_for_another_group_or_structure_is_passed_over(tmp_path: Path) -> None:
@@ -111,8 +104,8 @@ def test_a_damaged_plan_is_refused_or_was_not_needed(
             assert at in range(32, 64)  # it does not fit
             refused.append(INDEX_NAME)
             continue
-        if found.coordinator is not None:
-            assert metadata_of(found.coordinator) == metadata_of(plan)
+        if found.plan is not None:
+            assert metadata_of(found.plan) == metadata_of(plan)
     assert refused or damage == "flip"
     assert all(INDEX_NAME in words for words in refused)
 
@@ -149,7 +142,9 @@ def test_a_plan_that_was_never_ours_costs_a_plan_and_no_save(
     ranks = locals_of(_WORLD)
     plan, data = _stored(ranks)
     bad, chance = bytearray(data), random.Random(seed)
-    number = list(SECTIONS).index(chance.choice(["ranks", "signatures", "shares", "share_ends", "structures"]))
+    number = list(SECTIONS).index(
+        chance.choice(["plan_id", "ranks", "signatures", "shares", "share_ends", "structures"])
+    )
     start, nbytes = struct.unpack_from("<QQ", data, 64 + 40 * number + 24)
     for _ in range(chance.randint(1, 3)):
         bad[start + chance.randrange(nbytes)] = chance.choice([0, 1, 127, 128, 255])

@@ -107,9 +107,7 @@ def test_of_very_many_ranks_the_slowest_of_each_few_is_shown() -> None:
     report = msgspec.structs.replace(
         made_report(100, 8),
         world_size=n,
-        ranks=Ranks(
-            tuple(range(n)), whole, (0.1,) * n, (0.0,) * n, seconds, (1 << 30,) * n, (2,) * n, whole, whole, whole
-        ),
+        ranks=Ranks(tuple(range(n)), whole, (0.1,) * n, (0.0,) * n, seconds, (1 << 30,) * n, (2,) * n, whole, whole),
     )
     (save,) = data_of(page := render_page(Reports("/run", (FoundReport("step_1", report),))))["saves"]
     assert len(page) < MOST_NBYTES and save["ranks"]["fold"] == 3

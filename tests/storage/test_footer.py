@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from robust_dcp.storage.layouts.footer import TAIL_NBYTES, FileSums, Footer, SumColumns, Tail, footer_of
+from robust_dcp.storage.layouts.footer import TAIL_NBYTES, FileSums, Footer, SumColumns, Tail, footer_of, item_id
 from robust_dcp.storage.records.block_sums import SUM_NBYTES, BlockSums, block_counts
 
 MARK = "0123456789abcdef"
@@ -37,7 +37,7 @@ def parsed(content: bytes) -> Footer | None:
 
 def file_of(columns: SumColumns) -> bytes:
     end = int((columns.offset + columns.nbytes).max(initial=0))
-    return bytes(end) + footer_of(MARK, end, columns)
+    return bytes(end) + footer_of(MARK, end, columns, range(len(columns.offset)))
 
 
 @given(items, st.randoms())
@@ -99,16 +99,31 @@ def test_checksums_for_data_that_cannot_lie_there_are_refused() -> None:
     two = np.array([7, 7], dtype=np.uint32)
     for offset, nbytes in (([10, 5], [5, 5]), ([0, 3], [5, 5]), ([-1, 6], [5, 5]), ([0, 9], [-5, 5])):
         columns = SumColumns(np.array(offset, dtype=np.int64), np.array(nbytes, dtype=np.int64), two)
-        content = bytes(100) + footer_of(MARK, 100, columns)
+        content = bytes(100) + footer_of(MARK, 100, columns, range(2))
         footer = parsed(content)
         assert footer is not None
         with pytest.raises(ValueError, match="cannot lie there"):
             footer.columns()
     beyond = SumColumns(np.array([99], dtype=np.int64), np.array([5], dtype=np.int64), two[:1])
-    footer = parsed(bytes(100) + footer_of(MARK, 100, beyond))
+    footer = parsed(bytes(100) + footer_of(MARK, 100, beyond, range(1)))
     assert footer is not None
     with pytest.raises(ValueError, match="cannot lie there"):
         footer.columns()
+
+
+@given(items)
+def test_the_item_of_each_record_is_found(described: list[tuple[int, int]]) -> None:
+    columns = columns_of([(nbytes, gap + 1) for nbytes, gap in described])  # a header lies before each
+    footer = forged(columns)
+    assert footer.items_at(columns.offset, columns.offset + 1).tolist() == list(range(len(described)))
+    assert footer.items_at(columns.offset + columns.nbytes, columns.offset + columns.nbytes).tolist() == [-1] * len(
+        described
+    )
+
+
+def test_items_of_other_names_or_offsets_are_others() -> None:
+    ids = [item_id(name, offsets) for name in ("w", "w0") for offsets in ((), (0,), (0, 0), (0, 1), (1, 0))]
+    assert len(set(ids)) == len(ids)
 
 
 def test_more_or_fewer_checksums_than_blocks_are_refused() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
-from robust_dcp import ReadOptions, RobustReader
+from robust_dcp import ReadOptions, RobustReader, RobustWriter, WriteOptions
+from robust_dcp.storage.reading.read_options import ReadKeywords
+from robust_dcp.storage.writing.write_options import WriteKeywords
 
 
 def test_keywords_make_the_options(tmp_path: Path) -> None:
@@ -31,11 +32,12 @@ def test_an_option_that_is_given_twice_and_differs_is_an_error(tmp_path: Path) -
     assert "dataclasses.replace(options, threads=2)" in str(caught.value)
 
 
-def test_reader_takes_each_option_as_a_keyword_with_the_same_default() -> None:
-    keywords = inspect.signature(RobustReader).parameters
-    for field in dataclasses.fields(ReadOptions):
-        assert keywords[field.name].default == field.default, field.name
-        assert keywords[field.name].kind is inspect.Parameter.KEYWORD_ONLY
+def test_reader_and_writer_take_each_option_as_a_keyword(tmp_path: Path) -> None:
+    for keywords, options in ((ReadKeywords, ReadOptions), (WriteKeywords, WriteOptions)):
+        assert list(get_type_hints(keywords)) == [field.name for field in dataclasses.fields(options)]
+    for make in (RobustReader, RobustWriter):
+        with pytest.raises(TypeError, match="other"):
+            make(tmp_path, other=1)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_many_small_items_take_few_reads(checkpoints: dict[str, Path]) -> None:
         disk = WatchedDisk(PosixDisk())
         load(directory, dict(targets), disk=disk)
         reads = [path for operation, path in disk.calls if operation == "pread_into" and path.endswith(".distcp")]
-        assert len(reads) == 1
+        assert len(reads) == 2  # one of them looks for a footer
 
 
 def test_a_large_slice_is_read_in_pieces(tmp_path: Path) -> None:

@@ -118,9 +118,8 @@ def test_an_open_file_keeps_its_size_and_tells_that_it_was_replaced() -> None:
     file, first = disk.open_read(path), disk.fingerprint(path)
     assert disk.is_at(file, path) and disk.fingerprint(path) == first
     store.pipe_file(path, b"afterwards")
-    assert disk.size(path) == len(b"before") and disk.fingerprint(path) != first
+    assert disk.size(file) == len(b"before") and disk.fingerprint(path) != first
     assert not disk.is_at(file, path)
-    disk.close(file)
     assert disk.size(path) == len(b"afterwards")
     store.rm_file(path)
     assert not disk.is_at(file, path)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from robust_dcp.errors import PlanConflict
 from robust_dcp.plan.global_plan import make_global_plan
-from robust_dcp.plan.rank_plan import place_items, place_items_of_all
+from robust_dcp.plan.share import place_items, place_items_of_all
 from robust_dcp.storage.layouts import LAYOUTS, SAFETENSORS, ItemColumns, PlacedTensor
 from robust_dcp.storage.layouts.footer import SumColumns
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, RECORD_ALIGNMENT, Placements

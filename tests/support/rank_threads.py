@@ -19,7 +19,7 @@ __all__ = ["quick", "run_threads"]
 @contextlib.contextmanager
 def quick() -> Iterator[None]:
     """Beats every 50 ms, and all other times in proportion: within the block, for all links of the process."""
-    shorter = {"BEAT": 0.05, "RECONNECT": 0.5, "TICK": 0.01, "SURVEY": 0.25}
+    shorter = {"BEAT": 0.05, "RECONNECT": 0.5, "TICK": 0.01, "ROLL_CALL": 0.25, "TOGETHER": 0.2, "GONE": 0.005}
     with contextlib.ExitStack() as stack:
         for name, seconds in shorter.items():
             stack.enter_context(mock.patch.object(patience, f"{name}_SECONDS", seconds))
@@ -35,7 +35,7 @@ def run_threads(
         AssertionError: a rank that was not killed has not ended within ``timeout_seconds``.
     """
     ranks = tuple(range(network.size))
-    links = [Link(rank=rank, ranks=ranks, meeting=network.meeting(rank)) for rank in ranks]
+    links = [network.link(rank) for rank in ranks]
     results: dict[int, Any] = {}
 
     def be_rank(rank: int) -> None:

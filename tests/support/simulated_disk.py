@@ -225,8 +225,12 @@ class SimulatedDisk:
         directory = self._directories.get(posixpath.dirname(path))
         return path in self._directories or (directory is not None and posixpath.basename(path) in directory.names)
 
-    def size(self, path: str) -> int:
-        return len(self._inode(path, "look at").cached)
+    def size(self, file: OpenFile | str) -> int:
+        inode = self._open[file.fd] if isinstance(file, OpenFile) else self._inode(file, "look at")
+        return len(inode.cached)
+
+    def room(self, path: str) -> tuple[int, int]:
+        return 0, 1 << 62
 
     def modified_seconds(self, path: str) -> float:
         self._inode(path, "look at")

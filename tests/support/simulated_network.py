@@ -1,37 +1,36 @@
-"""A network between ranks that are threads of this process: it loses, damages, delays and reorders what it is told to.
+"""A network between ranks that are threads of this process: it damages, delays and cuts what it is told to.
 
-It stands where gloo and the store stand: :meth:`SimulatedNetwork.meeting` gives a rank its ``MeetingPlace``. Everything
-above it is the real thing. It never decides by itself what goes wrong: the faults are a list that its maker gives it.
+It stands where gloo and the store stand: :meth:`SimulatedNetwork.link` gives a rank its ``Link``. Everything above is
+the real thing. It never decides by itself what goes wrong: the faults are a list that its maker gives it.
 
-    network = SimulatedNetwork(3, [Fault(FaultKind.DROP, sender=1, receiver=0, message=2)])
-    link = Link(rank=1, ranks=(0, 1, 2), meeting=network.meeting(1))
+    network = SimulatedNetwork(3, [Fault(FaultKind.CUT, sender=1, receiver=0, message=2)])
+    channel = Channel(Operation(network.link(1), "save", 30.0), 0)
 """
 
 from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
-from robust_dcp.comm.meeting import StoreLost
-from robust_dcp.comm.pipe import Payload, PipeBroken
+import torch.distributed as dist
+
+from robust_dcp.comm.connections import Broken, Connections, Payload
+from robust_dcp.comm.frames import FRAME_NBYTES
+from robust_dcp.comm.link import Link
+from robust_dcp.comm.notes import Notes
 
 __all__ = ["Fault", "FaultKind", "SimulatedNetwork"]
-
-_FRAME_TAG = 0
 
 
 class FaultKind(Enum):
     """What can happen to a message, or because of it."""
 
-    DELAY = "delay"  # it takes `seconds`
-    DUPLICATE = "duplicate"
-    DROP = "drop"  # its frame is lost; later ones arrive
-    REORDER = "reorder"  # it arrives after the next one
+    DELAY = "delay"  # it takes `seconds`, and so do those behind it
     DAMAGE_FRAME = "damage frame"
     DAMAGE_PAYLOAD = "damage payload"
     CUT = "cut"  # the connection breaks, for both sides
@@ -52,136 +51,66 @@ class Fault:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class _Item:
-    data: bytes
-    due_seconds: float
+class _StoreOfRank:
+    """The store that all ranks share, as one rank reaches it."""
+
+    def __init__(self, network: SimulatedNetwork, rank: int, store: Any, prefix: str = "") -> None:
+        self._network, self._rank, self._store, self._prefix = network, rank, store, prefix
+
+    def under(self, prefix: str) -> _StoreOfRank:
+        return _StoreOfRank(self._network, self._rank, self._store, f"{self._prefix}{prefix}/")
+
+    def _reached(self) -> Any:
+        self._network.await_store(self._rank)
+        return self._store
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._reached().set(self._prefix + key, value)
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._reached().get(self._prefix + key))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._reached().check([self._prefix + key for key in keys]))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._reached().add(self._prefix + key, amount))
+
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        return bytes(self._reached().compare_set(self._prefix + key, expected, desired))
 
 
-class _Sending:
-    """What the sender has to keep until the payload has been received: gloo takes back what nobody keeps."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-
-
-class _OneWay:
-    """What is on its way from one rank to another over one connection."""
-
-    def __init__(self, network: SimulatedNetwork, sender: int, receiver: int) -> None:
-        self.network = network
-        self.sender = sender
-        self.receiver = receiver
-        self.frames: deque[_Item] = deque()
-        self.payloads: weakref.WeakValueDictionary[int, _Sending] = weakref.WeakValueDictionary()
-        self.held_back: _Item | None = None
-        self.fault: Fault | None = None  # of the message whose frame was sent last
-        self.is_broken = False
-        self.changed = threading.Condition(network.lock)
+class _SimulatedNotes(Notes):
+    def under(self, place: str) -> Any:
+        life = self._current()
+        return self._store.under(f"{self._name}/{life}/{place}")
 
 
-class SimulatedPipe:
-    """One end of a connection: a ``Pipe``."""
+class _SimulatedConnections(Connections):
+    """The connections of one rank in one place, without gloo."""
 
-    def __init__(self, network: SimulatedNetwork, outgoing: _OneWay, incoming: _OneWay) -> None:
+    def __init__(self, network: SimulatedNetwork, place: str, store: Any, rank: int) -> None:
+        super().__init__(store, rank, network.size, lambda: (None, True), f"rank {rank} of a simulation", b"hi")
         self._network = network
-        self._outgoing = outgoing
-        self._incoming = incoming
+        self._place = place
+        network.join(place, rank, self)
 
-    def send(self, data: Payload, tag: int) -> object:
-        """Start to send; see ``Pipe``."""
-        network, way = self._network, self._outgoing
-        with network.lock:
-            if way.is_broken:
-                raise PipeBroken("connection reset by peer")
-            content = bytes(data)
-            if tag != _FRAME_TAG:
-                if way.fault is not None and way.fault.kind is FaultKind.DAMAGE_PAYLOAD:
-                    content = _damaged(content)
-                way.payloads[tag] = sending = _Sending(content)
-                way.changed.notify_all()
-                return sending
-            way.fault = fault = network.next_fault(way.sender, way.receiver)
-            self._send_frame(way, content, fault)
-        return None
+    def _make_group(self, look: Callable[[], None]) -> None:
+        """There is none."""
 
-    def _send_frame(self, way: _OneWay, content: bytes, fault: Fault | None) -> None:
-        kind = None if fault is None else fault.kind
-        due = time.monotonic() + (fault.seconds if fault is not None and kind is FaultKind.DELAY else 0.0)
-        item = _Item(_damaged(content) if kind is FaultKind.DAMAGE_FRAME else content, due)
-        held_back, way.held_back = way.held_back, None
-        if kind is FaultKind.REORDER and held_back is None:
-            way.held_back = item
-        elif kind is not FaultKind.DROP:
-            way.frames.append(item)
-        if kind is FaultKind.DUPLICATE:
-            way.frames.append(item)
-        if held_back is not None:
-            way.frames.append(held_back)
-        if fault is not None and kind is FaultKind.CUT:
-            self._network.cut(way.sender, way.receiver)
-        elif fault is not None and kind in (FaultKind.KILL_SENDER, FaultKind.KILL_RECEIVER):
-            self._network.kill(way.sender if kind is FaultKind.KILL_SENDER else way.receiver)
-        elif fault is not None and kind in (FaultKind.FREEZE_SENDER, FaultKind.FREEZE_RECEIVER):
-            rank = way.sender if kind is FaultKind.FREEZE_SENDER else way.receiver
-            self._network.freeze(rank, fault.seconds)
-        way.changed.notify_all()
+    def send(self, peer: int, tag: int, data: Payload) -> Any:
+        self._network.send(self._place, self._rank, peer, tag, bytes(data))
+        return ()
 
-    def next_frame(self) -> bytes:
-        """Wait for the next frame; see ``Pipe``."""
-        way = self._incoming
-        with self._network.lock:
-            while True:
-                pause = self._network.pause_of(way)
-                if way.frames and not pause:
-                    pause = way.frames[0].due_seconds - time.monotonic()
-                    if pause <= 0:
-                        return way.frames.popleft().data
-                elif way.is_broken and not pause:
-                    raise PipeBroken("connection reset by peer")
-                way.changed.wait(pause or None)
+    def receive(self, peer: int, tag: int, nbytes: int, seconds: float | None = None) -> bytearray:
+        return bytearray(self._network.receive(self._place, self._rank, peer, tag, seconds))
 
-    def receive(self, nbytes: int, tag: int) -> bytearray:
-        """Wait for a payload; see ``Pipe``."""
-        way = self._incoming
-        with self._network.lock:
-            while True:
-                pause = self._network.pause_of(way)
-                sending = way.payloads.get(tag)
-                if sending is not None and not pause:
-                    return bytearray(sending.data[:nbytes])
-                if way.is_broken and not pause:
-                    raise PipeBroken("connection reset by peer")
-                way.changed.wait(pause or None)
+    def await_sent(self, sending: Any, seconds: float) -> None:
+        """It has been."""
 
-    def close(self) -> None:
-        """End all waits on both sides; see ``Pipe``."""
-        with self._network.lock:
-            for way in (self._outgoing, self._incoming):
-                _break(way)
-
-
-class _SimulatedMeeting:
-    """Where one rank meets the others: a ``MeetingPlace``."""
-
-    def __init__(self, network: SimulatedNetwork, rank: int) -> None:
-        self.closed = False
-        self._network = network
-        self._rank = rank
-
-    def connect(
-        self, peer: int, generation: int, purpose: str = "exchanges", **called: Callable[..., None]
-    ) -> SimulatedPipe:
-        return self._network.connect(self, self._rank, peer, (generation, purpose))
-
-    def await_announced(self, n_connections: int) -> None:
-        """Here a rank that is gone is known to be."""
-
-    def settle(self, operations: Sequence[str], end_message: bytes) -> bytes:
-        return self._network.settle(self._rank, operations, end_message)
-
-    def end_message_of(self, operation: str) -> bytes | None:
-        return self._network.end_message_of(self._rank, operation)
+    def drop(self) -> None:
+        self.is_dropped = True
+        self._network.leave(self._place, self._rank)
 
 
 class SimulatedNetwork:
@@ -203,60 +132,70 @@ class SimulatedNetwork:
         self.happened: list[Fault] = []
         self.killed: set[int] = set()
         self._faults = {(fault.sender, fault.receiver, fault.message): fault for fault in faults}
+        self._store = dist.HashStore()
         self._store_host = store_host
         self._is_closed = False
         self._n_sent: dict[tuple[int, int], int] = defaultdict(int)
-        self._ways: list[_OneWay] = []
-        self._came: dict[tuple[object, ...], set[int]] = defaultdict(set)
-        self._pipes: dict[tuple[object, ...], dict[int, SimulatedPipe]] = {}
-        self._met = threading.Condition(self.lock)
+        self._damages: set[tuple[str, int, int]] = set()
+        self._changed = threading.Condition(self.lock)
+        self._sent: dict[tuple[str, int, int, int], deque[tuple[float, bytes]]] = defaultdict(deque)
+        self._broken: set[tuple[str, int, int]] = set()
+        self._members: dict[str, dict[int, _SimulatedConnections]] = defaultdict(dict)
         self._thaws: dict[int, float] = {}
-        self._end_messages: dict[str, bytes] = {}
 
-    def meeting(self, rank: int) -> _SimulatedMeeting:
-        """What ``rank`` reaches the others by."""
-        return _SimulatedMeeting(self, rank)
+    def link(self, rank: int) -> Link:
+        """The link of ``rank``."""
+        store = _StoreOfRank(self, rank, self._store)
+        notes = _SimulatedNotes(lambda: store, "robust_dcp/simulation")
+        return Link(
+            rank=rank,
+            ranks=tuple(range(self.size)),
+            notes=notes,
+            make_connections=lambda place: _SimulatedConnections(self, place, notes.under(place), rank),
+            store_host=self._store_host,
+        )
 
-    def connect(self, meeting: _SimulatedMeeting, rank: int, peer: int, which: tuple[object, ...]) -> SimulatedPipe:
-        """Wait until both ranks have come. A rank that has been killed before does not."""
-        pair = (min(rank, peer), max(rank, peer), *which)
+    def join(self, place: str, rank: int, connections: _SimulatedConnections) -> None:
+        """``rank`` may be connected to."""
         with self.lock:
-            came = self._came[pair]
-            came.add(rank)
-            if len(came - self.killed) == 2:
-                there, back = _OneWay(self, rank, peer), _OneWay(self, peer, rank)
-                self._ways += [there, back]
-                self._pipes[pair] = {rank: SimulatedPipe(self, there, back), peer: SimulatedPipe(self, back, there)}
-                self._met.notify_all()
-            self._met.wait_for(lambda: pair in self._pipes or meeting.closed or rank in self.killed or self._is_closed)
-            if pair not in self._pipes:
-                raise PipeBroken("connecting failed: closed while connecting")
-            return self._pipes[pair][rank]
+            self._members[place][rank] = connections
 
-    def settle(self, rank: int, operations: Sequence[str], end_message: bytes) -> bytes:
-        """Keep the first end message of each of ``operations``."""
+    def leave(self, place: str, rank: int) -> None:
+        """The connections of ``rank`` in a place are closed."""
         with self.lock:
-            self._await_store(rank)
-            counts = self._end_messages.setdefault(operations[0], end_message)
-            if counts == end_message:
-                for operation in operations[1:]:
-                    self._end_messages.setdefault(operation, end_message)
-            return counts
+            for peer in range(self.size):
+                self._break(place, rank, peer)
 
-    def end_message_of(self, rank: int, operation: str) -> bytes | None:
-        """What was kept of ``operation``."""
+    def _break(self, place: str, rank: int, peer: int) -> None:
+        self._broken |= {(place, rank, peer), (place, peer, rank)}
+        self._changed.notify_all()
+
+    def send(self, place: str, sender: int, receiver: int, tag: int, data: bytes) -> None:
+        """What ``sender`` sends arrives, as far as no fault strikes."""
         with self.lock:
-            self._await_store(rank)
-            return self._end_messages.get(operation)
+            way = place, sender, receiver
+            if way in self._broken or sender in self.killed:
+                raise Broken("connection reset by peer")
+            seconds = 0.0
+            if len(data) == FRAME_NBYTES:
+                fault = self._next_fault(sender, receiver)
+                kind = None if fault is None else fault.kind
+                self._damages.discard(way)
+                if kind is FaultKind.DAMAGE_FRAME:
+                    data = _damaged(data)
+                if kind is FaultKind.DAMAGE_PAYLOAD:
+                    self._damages.add(way)
+                if fault is not None and kind is FaultKind.DELAY:
+                    seconds = fault.seconds
+                if fault is not None:
+                    self._strike(place, fault)
+            elif way in self._damages:
+                self._damages.discard(way)
+                data = _damaged(data)
+            self._sent[place, sender, receiver, tag].append((time.monotonic() + seconds, data))
+            self._changed.notify_all()
 
-    def _await_store(self, rank: int) -> None:
-        while (pause := self._thaws.get(rank, 0.0) - time.monotonic()) > 0 and rank not in self.killed:
-            self._met.wait(pause)
-        if rank in self.killed or self._store_host in self.killed:
-            raise StoreLost("connection reset by peer")
-
-    def next_fault(self, sender: int, receiver: int) -> Fault | None:
-        """What is to happen to the frame that is being sent. Called with the lock."""
+    def _next_fault(self, sender: int, receiver: int) -> Fault | None:
         number = self._n_sent[sender, receiver]
         self._n_sent[sender, receiver] += 1
         fault = self._faults.get((sender, receiver, number))
@@ -264,33 +203,62 @@ class SimulatedNetwork:
             self.happened.append(fault)
         return fault
 
-    def cut(self, rank: int, peer: int) -> None:
-        """Break what there is between two ranks. They may connect again."""
+    def _strike(self, place: str, fault: Fault) -> None:
+        if fault.kind is FaultKind.CUT:
+            self._break(place, fault.sender, fault.receiver)
+        elif fault.kind in (FaultKind.KILL_SENDER, FaultKind.KILL_RECEIVER):
+            self.kill(fault.sender if fault.kind is FaultKind.KILL_SENDER else fault.receiver)
+        elif fault.kind in (FaultKind.FREEZE_SENDER, FaultKind.FREEZE_RECEIVER):
+            self.freeze(fault.sender if fault.kind is FaultKind.FREEZE_SENDER else fault.receiver, fault.seconds)
+
+    def receive(self, place: str, receiver: int, sender: int, tag: int, seconds: float | None) -> bytes:
+        """Wait for what ``sender`` sends."""
+        until = None if seconds is None else time.monotonic() + seconds
         with self.lock:
-            for way in self._ways:
-                if {way.sender, way.receiver} == {rank, peer}:
-                    _break(way)
+            while True:
+                pause = self._pause(sender, receiver)
+                waiting = self._sent[place, sender, receiver, tag]
+                is_over = (place, sender, receiver) in self._broken or self._is_closed or receiver in self.killed
+                if waiting and not pause:
+                    pause = waiting[0][0] - time.monotonic()
+                    if pause <= 0:
+                        return waiting.popleft()[1]
+                elif is_over and not pause:
+                    raise Broken("connection reset by peer")
+                if until is not None and time.monotonic() > until:
+                    raise Broken("timed out")
+                self._changed.wait(min(pause or 1.0, 1.0))
+
+    def _pause(self, *ranks: int) -> float:
+        if self._is_closed:
+            return 0.0
+        return max(0.0, max(self._thaws.get(rank, 0.0) for rank in ranks) - time.monotonic())
+
+    def await_store(self, rank: int) -> None:
+        """Wait until ``rank`` reaches the store.
+
+        Raises:
+            RuntimeError: the store is gone, or ``rank`` is.
+        """
+        with self.lock:
+            while (pause := self._pause(rank)) > 0 and rank not in self.killed:
+                self._changed.wait(pause)
+            if rank in self.killed or self._store_host in self.killed or self._is_closed:
+                raise RuntimeError("connection reset by peer")
 
     def kill(self, rank: int) -> None:
         """``rank`` is gone, and says nothing any more; its thread finds all its connections broken."""
         with self.lock:
             self.killed.add(rank)
-            for way in self._ways:
-                if rank in (way.sender, way.receiver):
-                    _break(way)
-            self._met.notify_all()
+            for place in self._members:
+                for peer in range(self.size):
+                    self._break(place, rank, peer)
+            self._changed.notify_all()
 
     def freeze(self, rank: int, seconds: float) -> None:
         """Nothing comes to ``rank`` or from it until ``seconds`` have passed."""
         with self.lock:
             self._thaws[rank] = time.monotonic() + seconds
-
-    def pause_of(self, way: _OneWay) -> float:
-        """How long nothing moves on ``way``. Called with the lock."""
-        if self._is_closed:
-            return 0.0
-        thaw = max(self._thaws.get(way.sender, 0.0), self._thaws.get(way.receiver, 0.0))
-        return max(0.0, thaw - time.monotonic())
 
     def heal(self) -> None:
         """No fault strikes any more. What has struck already stays as it is."""
@@ -301,14 +269,7 @@ class SimulatedNetwork:
         """End all waits, for good."""
         with self.lock:
             self._is_closed = True
-            for way in self._ways:
-                _break(way)
-            self._met.notify_all()
-
-
-def _break(way: _OneWay) -> None:
-    way.is_broken = True
-    way.changed.notify_all()
+            self._changed.notify_all()
 
 
 def _damaged(content: bytes) -> bytes:

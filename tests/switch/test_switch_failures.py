@@ -1,4 +1,4 @@
-"""Where the switch cannot work, ``import torch`` works all the same, stock code saves, and people are told."""
+"""The switch leaves Ctrl-C and loaders as they are. ``tests/promises/test_switch.py`` has what ends a process."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 import robust_dcp_autoload
-from robust_dcp_autoload import _ModuleIsComing
-from tests.switch.test_install import is_ours
 
 FINDER = """
     import sys
@@ -39,18 +37,6 @@ def run(script: str, path: Path, error: str) -> subprocess.CompletedProcess[str]
         timeout=120,
         check=False,
     )
-
-
-def test_what_cannot_be_switched_on_is_told_once_and_stock_saves(tmp_path: Path) -> None:
-    script = """
-    import torch.distributed.checkpoint as dcp
-    dcp.save({"w": torch.ones(3)}, checkpoint_id=sys.argv[1])
-    """
-    done = run(script, tmp_path / "saved", "ImportError('half an update')")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("could not be switched on, so stock code saves and loads checkpoints") == 1
-    assert "ImportError: half an update" in done.stderr
-    assert (tmp_path / "saved/.metadata").exists() and not is_ours(tmp_path / "saved")
 
 
 @pytest.mark.parametrize("module", ["torch.distributed.checkpoint", "megatron"])
@@ -83,17 +69,3 @@ def test_who_asks_the_loader_for_more_than_the_module_gets_it(tmp_path: Path) ->
     print("Distributed" in spec.loader.get_source(name) or "import" in spec.loader.get_source(name))
     """
     assert run(script, tmp_path, "ImportError").stdout == "True\n"
-
-
-def test_a_torch_without_checkpoints_is_left_as_it_is() -> None:
-    assert _ModuleIsComing("robust_dcp", True).find_spec("torch.distributed.checkpoint", ["/nowhere"]) is None
-
-
-def test_it_is_switched_on_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed: list[str] = []
-    monkeypatch.setattr("robust_dcp.installation.install", lambda: installed.append("all"))
-    waiting = _ModuleIsComing("robust_dcp", True)
-    monkeypatch.setattr(sys, "meta_path", [waiting, *sys.meta_path])
-    waiting.install()
-    waiting.install()
-    assert installed == ["all"] and waiting not in sys.meta_path

@@ -13,7 +13,7 @@ import pytest
 from robust_dcp.testing.conformance import StorageConformance
 from robust_dcp.testing.file_calls import FileCalls
 from robust_dcp.testing.nodes import become_node, can_become_node
-from robust_dcp.testing.ranks import errors, run_ranks, values
+from robust_dcp.testing.ranks import RanksOverran, errors, run_ranks, values
 
 
 def write_and_rename(path: str, killed_before: int | None) -> list[str]:
@@ -81,10 +81,13 @@ def wait_or_leave(path: str) -> None:
 
 
 def test_ranks_that_take_too_long_are_ended_and_what_became_of_each_is_said(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError) as caught:
-        run_ranks(2, wait_or_leave, str(tmp_path / "there"), init=False, timeout_seconds=15)
-    assert "rank 0" in str(caught.value) and "still running" in str(caught.value)
-    assert "ended with exit code 3" in str(caught.value)
+    for seconds in (2, 8, 32, 128):  # a busy machine may need long to start two ranks, and a rank is late even then
+        with pytest.raises(RanksOverran, match=rf"still running after {seconds} seconds") as caught:
+            run_ranks(2, wait_or_leave, str(tmp_path / "there"), init=False, timeout_seconds=seconds)
+        if "rank 1 still running" not in str(caught.value):
+            break
+    assert "rank 0 still running" in str(caught.value)
+    assert "rank 1 ended with exit code 3" in str(caught.value)
 
 
 def test_a_suite_that_does_not_say_what_it_tries_is_told_which_method_is_missing(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from robust_dcp.report import sizes_in_words
 from robust_dcp.staging import STAGING, StagingBuffer, StagingBuffers, TensorForm, host_address, wait_for_copies
 from robust_dcp.staging.pinning import NOT_PINNED
 from robust_dcp.storage.records.torch_zip import is_fixed_size
+from robust_dcp.storage.writing.append import saved_by_torch
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors
 
 __all__ = ["SharedCopies", "StagedSource"]
@@ -95,7 +96,7 @@ class StagedSource:
             self._data: list[torch.Tensor | io.BytesIO | _Original] = []
             for place in range(len(source)):
                 errors.place = place
-                self._data.append(_copied_or_original(source.resolve(place)))
+                self._data.append(_taken(source.resolve(place)))
         # The copies must come after all work that was queued on the device before this call, on any stream.
         self._stream: torch.cuda.Stream | None = None
         if any(isinstance(data, _Original) and data.tensor.is_cuda for data in self._data):
@@ -252,19 +253,16 @@ def _sizes(tensors: Mapping[int, torch.Tensor], places: Sequence[int]) -> str:
     return sizes_in_words(sum(_nbytes(tensors[place]) for place in places))
 
 
-def _copied_or_original(data: torch.Tensor | io.BytesIO) -> torch.Tensor | io.BytesIO | _Original:
+def _taken(data: torch.Tensor | io.BytesIO) -> io.BytesIO | _Original:
     """Take an item's data when the save begins. A plain tensor is only noted, and copied later.
 
-    Any other tensor is copied at once. It is saved together with all of its storage, so its copy needs its own.
+    Any other tensor is pickled at once, as a save that waits pickles it.
     """
     if not isinstance(data, torch.Tensor):
         return data
     host_address(data)  # raises if its memory was freed
     data = data.detach()
-    if not is_fixed_size(data):
-        data = data.to("cpu", copy=True)
-    # A copy resolves, for example, a pending conjugation. The result is an ordinary tensor.
-    return _Original(data) if is_fixed_size(data) else data
+    return _Original(data) if is_fixed_size(data) else saved_by_torch(data)
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
 from typing import Annotated, Any, Final
 
 import typer
 
 from robust_dcp.cli.checkpoint import age, local_path
 from robust_dcp.cli.output import CommandFailed, Json, Output, number, size
-from robust_dcp.manager.checkpoints import Checkpoint, find_checkpoints, step_of, uncommitted_directories
-from robust_dcp.manager.latest import latest_of
-from robust_dcp.manager.states import directories_being_removed, state_of_directory
-from robust_dcp.storage.files.paths import METADATA_NAME
+from robust_dcp.manager.series import Checkpoint, parse_name, series_in
+from robust_dcp.on_demand import errors
+from robust_dcp.storage.committing.journal import OtherSave, journals_in
+from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.mounts import boot_id
+from robust_dcp.storage.files.paths import METADATA_NAME, REMOVING_PREFIX
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.files.what_is_there import what_is_there
 
-__all__ = ["EXAMPLES", "check_root", "run"]
+__all__ = ["EXAMPLES", "DirectoryState", "check_root", "run", "state_of_directory"]
 
 EXAMPLES: Final = ("robust-dcp ls checkpoints", "robust-dcp ls checkpoints --json | jq '.checkpoints[].step'")
 
 _THREADS: Final = 8  # a network file system answers several at once
+_RECENT_SECONDS: Final = 600.0
 
 
 def run(
@@ -32,45 +37,33 @@ def run(
     ],
     as_json: Json = False,
 ) -> None:
-    """List the checkpoints of a run with step, size, state and age.
+    """List the checkpoints below a directory with step, size, state and age.
 
-    It finds directories like step_1000, iter_0001000, global_step1000 and checkpoint-1000. The newest line is the last.
+    It finds directories like step_1000, iter_0001000, global_step1000 and checkpoint-1000. Those whose names begin
+    alike are a series. Series follow each other, and the newest line of each is its last.
     """
     disk = PosixDisk()
     check_root(root)
-    checkpoints = find_checkpoints(disk, root)
-    uncommitted = uncommitted_directories(disk, root)
-    removals = directories_being_removed(disk, root)
-    Output.note(f"{root}: {number(len(checkpoints), 'checkpoint')}")
-    latest = latest_of(disk, root, checkpoints)
-    metrics = sorted({name for checkpoint in checkpoints for name in checkpoint.metrics})
     now_seconds = time.time()
-
-    def row_of(checkpoint: Checkpoint) -> dict[str, Any]:
-        return {
-            "step": checkpoint.step,
-            "name": checkpoint.name,
-            "path": checkpoint.path,
-            "nbytes": _nbytes_in(checkpoint.path),
-            "saved_seconds": checkpoint.saved_seconds,
-            "state": state_of_directory(disk, checkpoint.path, now_seconds).value,
-            "is_latest": checkpoint == latest,
-            "metrics": dict(checkpoint.metrics),
-            "provenance": dict(checkpoint.provenance),
-        }
-
-    def other(name: str, path: str, state: str) -> dict[str, Any]:
-        return {"step": step_of(name), "name": name, "path": path, "nbytes": _nbytes_in(path), "state": state}
-
-    with ThreadPoolExecutor(_THREADS) as pool:
-        rows = list(pool.map(row_of, checkpoints))
+    removals = [name for name in disk.list_directory(root) if name.startswith(REMOVING_PREFIX)]
     others = [
-        *(other(name, path, "being removed") for name, path in removals),
-        *(
-            other(os.path.basename(path), path, state_of_directory(disk, path, now_seconds).value)
-            for path in uncommitted
-        ),
+        _other(os.path.join(root, name), name.removeprefix(REMOVING_PREFIX), DirectoryState.BEING_REMOVED)
+        for name in removals
     ]
+    checkpoints: list[Checkpoint] = []
+    latest: list[Checkpoint | None] = []
+    for series in series_in(disk, root):
+        committed, _ = series.look()
+        checkpoints += committed
+        latest.append(series.latest_of(committed))
+        uncommitted = sorted(set(series.directories()) - {each.path for each in committed})
+        others += [
+            _other(path, os.path.basename(path), state_of_directory(disk, path, now_seconds)) for path in uncommitted
+        ]
+    Output.note(f"{root}: {number(len(checkpoints), 'checkpoint')}")
+    metrics = sorted({name for each in checkpoints for name in each.metrics})
+    with ThreadPoolExecutor(_THREADS) as pool:
+        rows = list(pool.map(lambda each: _row(disk, each, each in latest, now_seconds), checkpoints))
     Output.put({"root": root, "checkpoints": rows, "uncommitted": others})
     if not rows and not others:
         if disk.exists(os.path.join(root, METADATA_NAME)):
@@ -93,6 +86,25 @@ def run(
         ],
         right=("step", "size", *metrics),
     )
+
+
+def _row(disk: Disk, checkpoint: Checkpoint, is_latest: bool, now_seconds: float) -> dict[str, Any]:
+    return {
+        "step": checkpoint.step,
+        "name": checkpoint.name,
+        "path": checkpoint.path,
+        "nbytes": _nbytes_in(checkpoint.path),
+        "saved_seconds": checkpoint.saved_seconds,
+        "state": state_of_directory(disk, checkpoint.path, now_seconds).value,
+        "is_latest": is_latest,
+        "metrics": dict(checkpoint.metrics),
+        "provenance": dict(checkpoint.provenance),
+    }
+
+
+def _other(path: str, name: str, state: DirectoryState) -> dict[str, Any]:
+    step = (parse_name(name) or ("", None))[1]
+    return {"step": step, "name": name, "path": path, "nbytes": _nbytes_in(path), "state": state.value}
 
 
 def check_root(root: str) -> None:
@@ -122,3 +134,72 @@ def _sizes_in(path: str) -> Iterator[int]:
                     yield entry.stat(follow_symlinks=False).st_size
     except OSError:
         return
+
+
+class DirectoryState(Enum):
+    """The value is what people read."""
+
+    COMMITTED = "committed"
+    SAVING_AGAIN = "committed, saving now"
+    SAVING = "saving now"
+    MAYBE_SAVING = "saving or crashed"
+    CRASHED = "crashed save"
+    COMMITTED_CRASHED = "committed, crashed save"
+    NOT_COMMITTED = "not committed"
+    EMPTY = "empty"
+    BEING_REMOVED = "being removed"
+    GONE = "gone"
+
+
+_BESIDE_A_CHECKPOINT: Final = {
+    DirectoryState.SAVING: DirectoryState.SAVING_AGAIN,
+    DirectoryState.MAYBE_SAVING: DirectoryState.SAVING_AGAIN,
+    DirectoryState.CRASHED: DirectoryState.COMMITTED_CRASHED,
+}
+
+
+def state_of_directory(disk: Disk, path: str, now_seconds: float) -> DirectoryState:
+    """What goes on in ``path``.
+
+    Args:
+        now_seconds: the time, in seconds since 1970.
+    """
+    try:
+        names = disk.list_directory(path)
+    except errors.StorageError:
+        return DirectoryState.GONE
+    states = [_state_of_save(disk, path, name, now_seconds) for name in journals_in(names)]
+    saving = next((state for state in DirectoryState if state in states), None)
+    if METADATA_NAME in names:
+        return DirectoryState.COMMITTED if saving is None else _BESIDE_A_CHECKPOINT.get(saving, saving)
+    if saving is not None:
+        return saving
+    if not names:
+        return DirectoryState.EMPTY
+    is_recent = now_seconds - _last_change(disk, path, names) < _RECENT_SECONDS  # stock keeps no journal
+    return DirectoryState.MAYBE_SAVING if is_recent else DirectoryState.NOT_COMMITTED
+
+
+def _state_of_save(disk: Disk, path: str, journal: str, now_seconds: float) -> DirectoryState:
+    try:
+        record = OtherSave.read(disk, path, journal, now_seconds=now_seconds, is_locked=False).record
+        changed = _last_change(disk, path, disk.list_directory(path))
+    except errors.StorageError:  # the save has ended meanwhile
+        return DirectoryState.COMMITTED
+    if record is None:
+        return DirectoryState.CRASHED  # it was killed while it wrote the journal
+    if record.boot_id == boot_id() and record.host == socket.gethostname():  # containers have names of their own
+        return DirectoryState.SAVING if os.path.exists(f"/proc/{record.pid}") else DirectoryState.CRASHED
+    return DirectoryState.MAYBE_SAVING if now_seconds - changed < _RECENT_SECONDS else DirectoryState.CRASHED
+
+
+def _last_change(disk: Disk, path: str, names: list[str]) -> float:
+    """When a file of the directory was last written."""
+    return max((_changed(disk, os.path.join(path, name)) for name in names), default=0.0)
+
+
+def _changed(disk: Disk, path: str) -> float:
+    try:
+        return disk.modified_seconds(path)
+    except errors.StorageError:  # it has just been removed
+        return 0.0

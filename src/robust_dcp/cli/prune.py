@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import shlex
 import sys
 from dataclasses import asdict
 from typing import Annotated, Any, Final
@@ -12,10 +12,9 @@ import typer
 from robust_dcp.cli.checkpoint import age, local_path
 from robust_dcp.cli.ls import check_root
 from robust_dcp.cli.output import CommandFailed, Json, Output, number, safe_text
-from robust_dcp.drain.record import is_awaited
-from robust_dcp.manager.checkpoints import Checkpoint, find_checkpoints
-from robust_dcp.manager.policies import KeepBest, KeepEvery, KeepLast, KeepPolicy
-from robust_dcp.manager.pruning import prune, unkept
+from robust_dcp.manager.policies import KeepBest, KeepEvery, KeepLast, KeepPolicy, unkept, why_it_stays
+from robust_dcp.manager.series import Checkpoint, Series, is_marked, series_in
+from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.posix_disk import PosixDisk
 
 __all__ = ["EXAMPLES", "run"]
@@ -24,6 +23,7 @@ EXAMPLES: Final = (
     "robust-dcp prune checkpoints --keep-last 3 --dry-run",
     "robust-dcp prune checkpoints --keep-last 3 --keep-every 10000 --yes",
     "robust-dcp prune checkpoints --keep-last 1 --keep-best accuracy --largest",
+    "robust-dcp prune checkpoints --keep-last 1 --name 'critic_{step}'",
 )
 
 _NOT_REMOVED: Final = 2
@@ -37,30 +37,35 @@ def run(
     keep_every: Annotated[int | None, typer.Option(min=1, help="Keep steps that are multiples of this.")] = None,
     keep_best: Annotated[str | None, typer.Option(help="Keep the one with the smallest value of this metric.")] = None,
     largest: Annotated[bool, typer.Option("--largest", help="The largest value of the metric is best.")] = False,
+    name: Annotated[
+        str | None, typer.Option(help="Which series, as CheckpointManager's name: critic_{step}.", show_default=False)
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only show what would be removed.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: Json = False,
 ) -> None:
     """Remove the checkpoints that none of the given rules keeps.
 
-    The latest checkpoint and the one with the highest step always stay, and so does one that is being loaded or saved,
-    or whose copy in durable storage has not arrived. In a terminal it asks first. Elsewhere it removes only with --yes,
-    and otherwise shows what it would remove, with exit code 2. What crashed saves and cut off removals have left goes
-    as well.
+    Checkpoints whose names begin alike are a series. If there are several, --name says which one. The latest checkpoint
+    of the series and the one with the highest step always stay, and so does one that is being loaded or saved, that
+    robust_dcp has not saved, or whose copy in durable storage has not arrived. In a terminal it asks first. Elsewhere
+    it removes only with --yes, and otherwise shows what it would remove, with exit code 2. What crashed saves and cut
+    off removals have left goes as well.
     """
     check_root(root)
     policies = _policies(keep_last, keep_every, keep_best, largest)
     if not policies:
         raise CommandFailed("say what to keep: --keep-last, --keep-every or --keep-best")
     disk = PosixDisk()
-    checkpoints = find_checkpoints(disk, root)
+    series = _series(disk, root, name)
+    checkpoints, _ = series.look()
     _check_metric(checkpoints, keep_best)
-    doomed = unkept(disk, root, policies)
+    doomed = unkept(series, policies)
     doomed_paths = {each.path for each in doomed}
     Output.note(f"{root}: {number(len(checkpoints), 'checkpoint')}, of which {len(doomed)} would be removed")
     Output.table(
         ("step", "name", "age", "what"),
-        [(each.step, each.name, age(each.saved_seconds), _what(disk, each, doomed_paths)) for each in checkpoints],
+        [(each.step, each.name, age(each.saved_seconds), _what(series, each, doomed_paths)) for each in checkpoints],
         right=("step",),
     )
     report: dict[str, Any] = {
@@ -80,7 +85,9 @@ def run(
         Output.note("nothing was removed: pass --yes")
         raise typer.Exit(_NOT_REMOVED)
     # Again by the rules, and only what was shown: a job may have saved while the user was thinking.
-    pruned = prune(disk, root, policies, only=set(map(os.path.normpath, doomed_paths)))
+    from robust_dcp.manager.retention import prune  # imports torch
+
+    pruned = prune(series, policies, only=doomed_paths)
     report.update(asdict(pruned))
     Output.put(report)
     for path in pruned.in_use:
@@ -92,10 +99,36 @@ def run(
         raise typer.Exit(_NOT_REMOVED)
 
 
-def _what(disk: PosixDisk, checkpoint: Checkpoint, doomed_paths: set[str]) -> str:
+def _series(disk: PosixDisk, root: str, name: str | None) -> Series:
+    """The series that is meant: the only one that holds something of ours, or the one that was named."""
+    if name is not None:
+        try:
+            chosen = Series(disk, root, name)
+        except ValueError as error:
+            raise CommandFailed(f"--name: {error}") from None
+        if not chosen.directories():
+            raise CommandFailed(f"{root} holds nothing that is called as --name {name!r} says")
+        return chosen
+    there = series_in(disk, root)
+    ours = [series for series in there if any(not _is_of_others(disk, each.path) for each in series.look()[0])]
+    if len(ours) > 1:
+        options = " or ".join(f"--name {shlex.quote(series.name)}" for series in ours)
+        raise CommandFailed(f"{root} holds {len(ours)} series of checkpoints: say which one with {options}")
+    return next(iter([*ours, *there]), Series(disk, root))
+
+
+def _is_of_others(disk: PosixDisk, path: str) -> bool:
+    try:
+        return not is_marked(disk, path)
+    except errors.StorageError:
+        return False
+
+
+def _what(series: Series, checkpoint: Checkpoint, doomed_paths: set[str]) -> str:
     if checkpoint.path in doomed_paths:
         return "remove"
-    return "keep, its copy has not arrived" if is_awaited(disk, checkpoint.path) else "keep"
+    why = why_it_stays(series, checkpoint)
+    return f"keep, {why}" if why else "keep"
 
 
 def _policies(keep_last: int | None, keep_every: int | None, keep_best: str | None, largest: bool) -> list[KeepPolicy]:

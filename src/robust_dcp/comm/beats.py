@@ -1,18 +1,23 @@
 """Beats: what ranks tell each other while they work.
 
 A beat says which rank has shown no progress for longest, and how far the slowest rank has come. It covers all ranks
-that its receiver hears of only through its sender. It takes a few bytes, however many ranks these are. This module
-holds values only.
+that its receiver hears of only through its sender. It takes a few bytes, however many ranks these are. The root logs
+for which ranks all others wait.
 """
 
 from __future__ import annotations
 
+import logging
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["Beat", "Progress"]
+from robust_dcp.comm import patience
+
+__all__ = ["Beat", "Progress", "Stragglers"]
+
+logger = logging.getLogger(__name__)
 
 _LAYOUT = struct.Struct("<idIiQQd")
 _NOBODY = -1
@@ -137,3 +142,31 @@ class Progress:
             slow_total_nbytes=self.total_nbytes,
             slow_seconds=now - self.began_seconds,
         )
+
+
+class Stragglers:
+    """What the root of one operation logs of ranks that the others wait for.
+
+    Attributes:
+        lines: all lines so far.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._next_seconds = patience.LOG_SECONDS
+
+    def begin_exchange(self) -> None:
+        """Nobody has waited yet."""
+        self._next_seconds = patience.LOG_SECONDS
+
+    def note_wait(self, what: str, seconds: float, slowest: Callable[[], Beat]) -> None:
+        """Log that all have waited for ``seconds``, if a line is due. Each takes twice as long as the one before.
+
+        Args:
+            what: the exchange.
+            slowest: says which rank they wait for.
+        """
+        if seconds >= self._next_seconds:
+            self._next_seconds *= 2
+            self.lines.append(f"{what}: after {seconds:.0f} seconds, {slowest()}")
+            logger.warning("%s", self.lines[-1])

@@ -15,18 +15,14 @@ from typing import TypeVar
 import msgspec
 import torch.distributed as dist
 
-from robust_dcp.comm import process_group as groups
-from robust_dcp.comm import wire
-from robust_dcp.comm.bundle import open_bundles
+from robust_dcp.comm import network, wire
 from robust_dcp.comm.combine import Agreement, Offer, combined_signature
-from robust_dcp.comm.exchange import Contribution, Work
+from robust_dcp.comm.connections import Broken, Connections, Payload
 from robust_dcp.comm.failures import Stopped
-from robust_dcp.comm.messages import Messages
-from robust_dcp.comm.operation import Operation
-from robust_dcp.comm.pipe import Payload, PipeBroken
-from robust_dcp.comm.registry import link_for, local_link
-from robust_dcp.comm.relay import Relay, lost_on_the_way, move_buckets, refuse_damage
-from robust_dcp.comm.shares import Shares
+from robust_dcp.comm.link import link_for, local_link
+from robust_dcp.comm.messages import Messages, Shares
+from robust_dcp.comm.operation import Contribution, Operation, Work
+from robust_dcp.comm.relay import HostMover, Relay, lost_on_the_way, move_buckets, refuse_damage
 from robust_dcp.comm.stats import ExchangeStats, PhaseStats
 from robust_dcp.errors import ExchangeError
 from robust_dcp.events import Event, is_heard, tell
@@ -92,7 +88,7 @@ class Channel:
         for name, seconds in (("timeout_seconds", timeout_seconds), ("deadline_seconds", deadline_seconds)):
             if seconds is not None and not 0 < seconds < math.inf:
                 raise ValueError(f"{name} is {seconds}: it has to be positive and finite")
-        link = local_link() if no_dist or not groups.is_initialised() else link_for(groups.parent_of(process_group))
+        link = local_link() if no_dist or not network.is_initialised() else link_for(network.parent_of(process_group))
         if not 0 <= coordinator_rank < link.size:
             raise ValueError(f"coordinator_rank is {coordinator_rank} in a group of {link.size} ranks")
         return cls(Operation(link, operation, timeout_seconds, deadline_seconds), coordinator_rank)
@@ -177,6 +173,7 @@ class Channel:
         produce: Callable[[], M | None],
         message_type: type[M],
         *,
+        then: Callable[[list[M | None]], None] = lambda messages: None,
         offer: Callable[[M | None], Offer] | None = None,
     ) -> list[M | None] | None:
         """Return every rank's message, in rank order, on the coordinator; ``None`` on the other ranks.
@@ -187,6 +184,7 @@ class Channel:
             phase: the name of the exchange, the same on all ranks.
             produce: makes this rank's message. ``None`` means that there is nothing to say, and costs nothing.
             message_type: the type that messages are decoded as and checked against.
+            then: is called on the coordinator with all messages. If it raises, all ranks raise.
             offer: makes this rank's part of ``last_agreement`` from its message.
 
         Raises:
@@ -207,6 +205,7 @@ class Channel:
             if below:
                 found.update(messages.open(below))
             gathered.extend(found.get(rank) for rank in range(self.size))
+            then(gathered)
             return b""
 
         self._run("gather", phase, Work(contribute, messages.merge, open_all))
@@ -280,7 +279,7 @@ class Channel:
         _, payload = self._run("all_gather", phase, work)
         if self.size == 1:
             return own
-        found = self._decoded(phase, lambda: open_bundles([payload], message_type))
+        found = self._decoded(phase, lambda: messages.open([payload]))
         return [found[rank] for rank in range(self.size)]
 
     def combine(self, phase: str, produce: Callable[[], M], join: Callable[[M, M], M], message_type: type[M]) -> M:
@@ -320,25 +319,26 @@ class Channel:
         Raises:
             RobustCheckpointError: see the class.
         """
-        operation, pipes = self._operation, self._link.relay_pipes
-        cost = PhaseStats()
+        operation, cost = self._operation, PhaseStats()
+
+        def connect() -> Connections:
+            return self._link.connections_for(f"relay {operation.key} {operation.n_exchanges}")
 
         def move() -> None:
             try:
-                damaged = move_buckets(self.rank, relayed, pipes, self.timeout_seconds, cost, operation.note_progress)
-            except PipeBroken as error:
+                damaged = move_buckets(self.rank, relayed, on_host, self.timeout_seconds, cost, operation.note_progress)
+            except Broken as error:
                 self.stop_if_announced()
                 raise lost_on_the_way(self.rank, phase, self.timeout_seconds, error) from None
             refuse_damage(damaged, self.rank, phase)
 
-        operation.interrupt = pipes.interrupt
+        on_host = HostMover(connect, self.stop_if_announced)
+        operation.interrupt = on_host.drop
         try:
             self.barrier(phase, move)
-        except BaseException:
-            pipes.reset()
-            raise
         finally:
             operation.interrupt = None
+            on_host.drop()
             operation.costs.count(phase, cost)
 
     @property

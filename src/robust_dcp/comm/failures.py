@@ -59,6 +59,8 @@ class Problem(Exception):
         missing: ranks that are gone or silent, each with what is known of it.
         damaged_by: the rank that sent messages which arrived damaged.
         is_elsewhere: some ranks are in another operation or phase.
+        is_loss: the connection to the missing ranks broke.
+        may_return: the missing ranks have said nothing in this operation. Their connections may have broken long ago.
     """
 
     def __init__(
@@ -69,6 +71,8 @@ class Problem(Exception):
         missing: dict[int, str] | None = None,
         damaged_by: int | None = None,
         is_elsewhere: bool = False,
+        is_loss: bool = False,
+        may_return: bool = False,
     ) -> None:
         super().__init__(what)
         self.what = what
@@ -76,6 +80,8 @@ class Problem(Exception):
         self.missing = missing or {}
         self.damaged_by = damaged_by
         self.is_elsewhere = is_elsewhere
+        self.is_loss = is_loss
+        self.may_return = may_return
 
     @classmethod
     def of_leaving(cls, rank: int, error: BaseException) -> Problem:
@@ -88,9 +94,9 @@ class Problem(Exception):
         return cls(f"what rank {peer} sent to rank {rank} arrived damaged {detail}", damaged_by=peer)
 
     @classmethod
-    def of_lost(cls, peer: int, text: str) -> Problem:
+    def of_lost(cls, peer: int, text: str, *, may_return: bool = False) -> Problem:
         """The connection to ``peer`` broke; ``text`` says what is known."""
-        return cls("broke off: connection lost", missing={peer: text})
+        return cls("broke off: connection lost", missing={peer: text}, is_loss=True, may_return=may_return)
 
     @classmethod
     def of_silent(cls, rank: int, seconds: float, text: str) -> Problem:

@@ -1,8 +1,7 @@
 """The frame: 160 bytes that begin every message between two ranks.
 
 This module converts frames to bytes and back, and says what makes a frame unacceptable. It never sends anything and
-never decides what to do about a bad frame. A :class:`~robust_dcp.comm.connection.Connection` sends and receives frames;
-an operation reads them.
+never decides what to do about a bad frame: an operation does.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ MAX_PAYLOAD_NBYTES = 8 << 30
 """The largest payload that a rank may announce. A receiver allocates what a frame announces, so it needs a bound."""
 
 MAGIC = b"RDCP"
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
-# The fields in order: magic, version, kind, status, a free byte, serial, acknowledged, operation, occurrence, exchange,
-# phase, payload nbytes, payload CRC-32, payload tag, body. The CRC-32 of all that follows. Magic and CRC have the same
-# place in every version, so that we can tell damage from another version.
-_CONTENT = struct.Struct(f"<4sBBBxIIQIIIQII{BODY_NBYTES}s")
+# The fields in order: magic, version, kind, status, a free byte, secret, operation, occurrence, exchange, phase,
+# payload nbytes, payload CRC-32, payload tag, body. The CRC-32 of all that follows. Magic and CRC have the same place
+# in every version, so that we can tell damage from another version.
+_CONTENT = struct.Struct(f"<4sBBBxQQIIIQII{BODY_NBYTES}s")
 _CRC = struct.Struct("<I")
 
 
@@ -35,15 +34,11 @@ class Kind(IntEnum):
 
     UP = 1  # what a rank and all ranks below it contribute to an exchange
     DOWN = 2  # how that exchange ended, and the part of the reply for this subtree
-    BEAT = 3  # the sender is alive, and its work has come this far
-    STOP = 4  # the current exchange will fail; the payload says why
-    FAIL = 5  # operations ended out of step; the payload names them and holds the exception for all ranks
-    AGAIN = 6  # please send again everything from serial number `exchange` on
-    ASK = 7  # which operations are you in, and which ranks do you miss?
-    ANSWER = 8
-    LEAVE = 9  # the sender reads nothing more from this connection; make a new one
-    GONE = 10  # the process or its group ends; the receiver answers the same, so that nothing sent before is lost
-    HELLO = 11  # the first frame of a connection; the body says which process sends it
+    HEARD = 3  # the answer to DOWN; nothing more comes in this exchange
+    BEAT = 4  # the sender is alive, and its work has come this far
+    STOP = 5  # the current exchange will fail; the payload says why
+    AGAIN = 6  # what came was damaged: please send again
+    GONE = 7  # the sender drops its connections; the store says why
 
 
 class Status(IntEnum):
@@ -69,11 +64,10 @@ class Frame(NamedTuple):
         phase: 32 bits, :func:`phase_id` of the exchange's description.
         status: see :class:`Status`.
         body: at most ``BODY_NBYTES`` bytes, padded with zeros. Their meaning depends on the kind.
-        serial: how many frames the sender sent over this connection before.
-        acknowledged: how many frames the sender has received over this connection.
         payload_nbytes: the length of the payload that follows; 0 for none.
         payload_crc32: the CRC-32 of that payload.
         payload_tag: the gloo tag under which the payload is sent.
+        secret: 64 bits that only ranks of the group know.
     """
 
     kind: Kind
@@ -83,11 +77,10 @@ class Frame(NamedTuple):
     phase: int = 0
     status: Status = Status.OK
     body: bytes = b""
-    serial: int = 0
-    acknowledged: int = 0
     payload_nbytes: int = 0
     payload_crc32: int = 0
     payload_tag: int = 0
+    secret: int = 0
 
     def encode(self) -> bytes:
         """Encode the frame as ``FRAME_NBYTES`` bytes.
@@ -105,8 +98,7 @@ class Frame(NamedTuple):
                 PROTOCOL_VERSION,
                 self.kind,
                 self.status,
-                self.serial,
-                self.acknowledged,
+                self.secret,
                 self.operation,
                 self.occurrence,
                 self.exchange,
@@ -121,8 +113,8 @@ class Frame(NamedTuple):
         return content + _CRC.pack(zlib.crc32(content))
 
     @classmethod
-    def decode(cls, data: bytes) -> Frame:
-        """Decode the frame in ``data``.
+    def decode(cls, data: bytes, secret: int = 0) -> Frame:
+        """Decode the frame in ``data``, which ranks that know ``secret`` send.
 
         Raises:
             FrameError: ``data`` is not a frame. The message says why.
@@ -141,26 +133,17 @@ class Frame(NamedTuple):
             raise FrameError(f"its CRC-32 is {found:#010x}, that of its bytes is {expected:#010x}")
         if fields[1] != PROTOCOL_VERSION:
             raise FrameError(f"it is of protocol version {fields[1]} instead of {PROTOCOL_VERSION}")
-        _, _, kind, status, serial, acknowledged, operation, occurrence, exchange, phase, *payload, body = fields
+        _, _, kind, status, found_secret, operation, occurrence, exchange, phase, *payload, body = fields
+        if found_secret != secret:
+            raise FrameError("it is of another group: it does not carry the secret of this one")
         if payload[0] > MAX_PAYLOAD_NBYTES:
             raise FrameError(f"it announces {payload[0]} bytes, more than {MAX_PAYLOAD_NBYTES}")
         try:
-            return cls(
-                kind=Kind(kind),
-                operation=operation,
-                occurrence=occurrence,
-                exchange=exchange,
-                phase=phase,
-                status=Status(status),
-                body=body,
-                serial=serial,
-                acknowledged=acknowledged,
-                payload_nbytes=payload[0],
-                payload_crc32=payload[1],
-                payload_tag=payload[2],
-            )
+            kind, status = Kind(kind), Status(status)
         except ValueError as error:
             raise FrameError(str(error)) from None
+        nbytes, crc32, tag = payload
+        return cls(kind, operation, occurrence, exchange, phase, status, body, nbytes, crc32, tag, secret)
 
 
 def operation_id(name: str) -> int:

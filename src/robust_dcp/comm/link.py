@@ -1,33 +1,43 @@
 """What a process has of one group: its connections, and the operations that use them.
 
-The link numbers operations, passes each arriving message to its operation, and triggers the beats. It knows nothing of
-what an operation does. All channels of a group share one link.
+Connections come in generations. When something fails that ends an operation on all ranks, the connections are dropped
+too: that is how all ranks hear of it at once. The ranks agree in the store how the generation ended. Then they make the
+next one, and operations that did not end go on over it.
+
+All channels of a group share one link. This module also owns the end of a process: it drops the connections and joins
+their threads before Python ends them in the midst of gloo. In a forked child it leaves everything alone.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
+import logging
+import os
+import socket
 import threading
 import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple
 
-from robust_dcp.comm import patience, wire
-from robust_dcp.comm.connection import Connection
-from robust_dcp.comm.failures import EndMessage
-from robust_dcp.comm.frames import Frame, Kind, operation_id
-from robust_dcp.comm.meeting import StoreLost
-from robust_dcp.comm.open_files import ensure_open_files
-from robust_dcp.comm.pipe import GlooPipe, Payload, Pipe
-from robust_dcp.comm.process_group import Address
-from robust_dcp.comm.relay import RelayPipes
+from robust_dcp.comm import network, patience, wire
+from robust_dcp.comm.connections import Broken, Connections
+from robust_dcp.comm.ending import Answer, end_of_leaving, end_without_store, verdict
+from robust_dcp.comm.failures import EndMessage, Problem
+from robust_dcp.comm.frames import operation_id
+from robust_dcp.comm.notes import STORE_IS_LOST, Notes, StoreLost
 from robust_dcp.comm.stats import ExchangeStats
-from robust_dcp.comm.survey import Surveyor
 from robust_dcp.comm.tree import Tree
 
-__all__ = ["Link", "MeetingPlace", "OperationKey", "RunningOperation"]
+__all__ = ["Link", "OperationKey", "link_for", "local_link"]
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 1.0
+"""How often a rank that waits for another one to come looks whether that has become pointless."""
 
 
 class OperationKey(NamedTuple):
@@ -40,96 +50,58 @@ class OperationKey(NamedTuple):
         return f"{self.operation:016x}/{self.occurrence}"
 
 
-class Message(NamedTuple):
-    """What ``peer`` sent, and when it arrived (``time.monotonic()``)."""
-
-    peer: int
-    frame: Frame
-    payload: Payload
-    seconds: float
-
-    @property
-    def operation(self) -> OperationKey:
-        return OperationKey(self.frame.operation, self.frame.occurrence)
-
-
-class RunningOperation(Protocol):
-    """What a link needs to know of an operation."""
-
-    key: OperationKey
-    what: str
-    phase: str
-    timeout_seconds: float
-
-    @property
-    def neighbours(self) -> Sequence[int]: ...
-
-    def deliver(self, message: Message) -> None: ...
-
-    def lost(self, peer: int, detail: str, *, damaged: bool) -> None: ...
-
-    def end(self, end_message: bytes) -> None: ...
-
-    def beat(self) -> None: ...
-
-    def whereabouts(self) -> str: ...
-
-    def missing(self) -> dict[int, str]: ...
-
-
-class MeetingPlace(Protocol):
-    """How ranks reach each other. It is :class:`robust_dcp.comm.meeting.Meeting`; tests use their own."""
-
-    closed: bool
-
-    def connect(
-        self,
-        peer: int,
-        generation: int,
-        purpose: str = ...,
-        *,
-        met: Callable[[Address], None] = ...,
-        waiting: Callable[[], None] = ...,
-    ) -> Pipe: ...
-
-    def await_announced(self, n_connections: int) -> None: ...
-
-    def settle(self, operations: Sequence[str], end_message: bytes) -> bytes: ...
-
-    def end_message_of(self, operation: str) -> bytes | None: ...
-
-
 class Link:
     """The connections of one rank to other ranks of its group. Each is made when it is first needed.
 
     Args:
         rank: this process's rank in the group.
         ranks: the global rank of each rank of the group.
-        meeting: how this rank finds the others; ``None`` in a group of one.
-        store_host: the rank whose process hosts the store of the meeting; ``None`` if no rank of the group does.
+        notes: what the ranks tell each other in their store; ``None`` in a group of one.
+        make_connections: makes the connections that the ranks meet for under a name.
+        store_host: the rank whose process hosts the store; ``None`` if no rank of the group does.
+
+    Attributes:
+        generation: how many generations of connections have ended.
     """
 
     def __init__(
-        self, *, rank: int, ranks: tuple[int, ...], meeting: MeetingPlace | None, store_host: int | None = None
+        self,
+        *,
+        rank: int,
+        ranks: tuple[int, ...],
+        notes: Notes | None = None,
+        make_connections: Callable[[str], Connections] | None = None,
+        store_host: int | None = None,
     ) -> None:
         self.rank = rank
         self.ranks = ranks
         self.store_host = store_host
         self.stats = ExchangeStats()
-        self.surveyor = Surveyor(self)
-        self.relay_pipes = RelayPipes(self._connect_for_relay)
-        self._meeting = meeting
+        self.generation = 0
+        self._notes = notes
+        self._make_connections = make_connections
         self._lock = threading.RLock()
-        self._connections: dict[int, Connection] = {}
+        self._breaking = threading.Lock()
+        self._making = threading.Lock()
+        self._dropped = -1  # the latest generation that was dropped
+        self._first = 0  # the first generation of this life of the group
+        self._connections: Connections | None = None
+        self._unsettled: tuple[int, bytes] | None = None
         self._trees: dict[int, Tree] = {}
-        self._generations: dict[int, int] = defaultdict(int)
-        self._operations: weakref.WeakValueDictionary[OperationKey, RunningOperation] = weakref.WeakValueDictionary()
+        self._operations: weakref.WeakValueDictionary[OperationKey, Any] = weakref.WeakValueDictionary()
         self._occurrences: dict[int, int] = defaultdict(int)
-        self._early: dict[OperationKey, list[Message]] = defaultdict(list)
+        self._ended_before: dict[OperationKey, bytes] = {}
+        self._is_closed = False
+        self.threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def secret(self) -> int:
+        """64 bits that only ranks of the group know."""
+        return int(self._notes.life or "0", 16) if self._notes is not None else 0
 
     def tree(self, root: int) -> Tree:
         """The tree under ``root``, from this rank's place."""
@@ -137,8 +109,8 @@ class Link:
             self._trees[root] = Tree(self.rank, self.size, root)
         return self._trees[root]
 
-    def begin(self, name: str, operation: RunningOperation) -> None:
-        """Set the ``key`` of ``operation``, and hand it the messages that arrived for it earlier.
+    def begin(self, name: str, operation: Any) -> None:
+        """Number ``operation``. If the others have given up on it already, it is ended at once.
 
         Args:
             name: the name of the operation, the same on all ranks.
@@ -146,231 +118,346 @@ class Link:
         """
         with self._lock:
             number = operation_id(name)
-            operation.key = OperationKey(number, self._occurrences[number])
+            key = OperationKey(number, self._occurrences[number])
             self._occurrences[number] += 1
-            self._operations[operation.key] = operation
-            early = self._early.pop(operation.key, [])
-        for message in early:
-            self._dispatch(message)
-        if self.size > 1:
-            _CLOCK.add(self)
+            operation.key = key
+            end_message = self._ended_before.pop(key, None)
+            if end_message is None:
+                self._operations[key] = operation
+        if end_message is not None:
+            operation.end(end_message)
 
-    def connect(self, peers: Sequence[int]) -> None:
-        """Begin to connect to ``peers``, and tell the store where this process listens.
+    # Connecting.
 
-        After that, ``peers`` notice if this process ends, because nobody listens there any more.
+    def connect(self, peer: int, is_over: Callable[[], bool], announced: Callable[[], None]) -> tuple[int, Connections]:
+        """Connect to ``peer``. Return the generation, and its connections.
+
+        Args:
+            is_over: whether nobody needs the connection any more.
+            announced: is called once ``peer`` can find this rank.
 
         Raises:
-            RobustCheckpointError: the process may not open that many files.
+            Broken: the generation is over, or the store is lost.
         """
-        with self._lock:
-            new = [peer for peer in peers if peer not in self._connections or self._connections[peer].is_over]
-            ensure_open_files(len(new))
-            for peer in new:
-                self.connection(peer)
-            n_connections = sum(self._generations.values())
-        if new and self._meeting is not None:
-            self._meeting.await_announced(n_connections)
+        generation = self.generation
+        try:
+            with self._making:  # without the other lock, since the store may take long to answer
+                self._settle_the_last()
+                if self._is_closed or self._make_connections is None:
+                    raise Broken("the process group was destroyed")
+                generation, connections = self.generation, self._connections
+                if generation == self._dropped:  # the ranks have not agreed yet how it ended
+                    raise Broken("the connections were dropped")
+                if connections is None:
+                    connections = self._make_connections(f"{generation - self._first}")
+                    with self._lock:
+                        if generation != self.generation or generation == self._dropped:
+                            raise Broken("the connections were dropped")
+                        self._connections = connections
+            connections.connect(peer, self._looking(generation, is_over), announced)
+            return generation, connections
+        except (StoreLost, RuntimeError) as error:
+            raise Broken(f"{STORE_IS_LOST} ({error})") from None
 
-    def connection(self, peer: int) -> Connection:
-        """The connection to ``peer``. It is made now if there is none."""
-        with self._lock:
-            found = self._connections.get(peer)
-            if found is None or found.is_over:
-                self._connections[peer] = found = Connection(peer, self._connects(peer), self, previous=found)
-            return found
+    def _looking(self, generation: int, is_over: Callable[[], bool]) -> Callable[[], None]:
+        """A function to call while a rank does not come. It raises ``Broken`` if that has become pointless."""
+        looked_seconds = -_LOOK_SECONDS
 
-    def _connects(self, peer: int) -> Callable[[Callable[[Address], None]], Pipe]:
-        generation = self._generations[peer]
-        self._generations[peer] += 1
-        meeting = self._meeting
-        if meeting is None:
+        def look() -> None:
+            nonlocal looked_seconds
+            if generation != self.generation or self._is_closed or is_over():
+                raise Broken("the connections were dropped")
+            if self._notes is not None and time.monotonic() - looked_seconds > _LOOK_SECONDS:
+                looked_seconds = time.monotonic()
+                if self._notes.is_pointless(generation - self._first):
+                    raise Broken("the others have given up these connections")
+
+        return look
+
+    def connections_for(self, place: str) -> Connections:
+        """Connections that nothing else uses, for the tensors that one operation passes on. Drop them afterwards.
+
+        Raises:
+            ValueError: this is a group of one.
+        """
+        if self._make_connections is None:
             raise ValueError("a group of one has nobody to connect to")
-        return lambda met: meeting.connect(peer, generation, met=met, waiting=self._look_for_ends)
+        return self._make_connections(place)
 
-    def _look_for_ends(self) -> None:
-        """End the operations that another rank has ended. This is called while a rank does not come: some rank may know
-        that it never will, and need not be a neighbour of this one."""
-        for operation in self.operations():
+    def process_of(self, peer: int) -> str:
+        """Host and process id of ``peer``, as far as they are known."""
+        connections = self._connections
+        return connections.peers.get(peer, "") if connections is not None else ""
+
+    def _settle_the_last(self) -> None:
+        """Write the end of the last generation into the store, if the store did not answer when it ended."""
+        if self._unsettled is not None and self._notes is not None:
+            self._notes.settle(*self._unsettled, patient=True)
+            self._unsettled = None
+
+    # Ranks that wait in different operations.
+
+    def say_waiting(self, where: bytes) -> None:
+        """Tell the others where this rank waits; no bytes if it waits no longer. Nobody minds if that fails."""
+        if self._notes is not None:
             with contextlib.suppress(StoreLost):
-                end_message = self.end_message_of(operation.key)
-                if end_message is not None:
-                    self.end_operations(end_message)
+                self._notes.waits(self.rank, where)
 
-    def _connect_for_relay(self, peer: int, generation: int, waiting: Callable[[], None]) -> GlooPipe:
-        if self._meeting is None:
-            raise ValueError("a group of one has nobody to connect to")
-        return cast(GlooPipe, self._meeting.connect(peer, generation, "relay", waiting=waiting))
+    def where_waits(self, peer: int) -> bytes:
+        """What ``peer`` has said by :meth:`say_waiting`."""
+        with contextlib.suppress(StoreLost):
+            return self._notes.where_waits(peer) if self._notes is not None else b""
+        return b""
 
-    def end_message_of(self, operation: OperationKey) -> bytes | None:
-        """The end message on which the ranks agreed for ``operation``: how it ended. ``None`` if there is none yet.
+    # Ending a generation.
 
-        Raises:
-            StoreLost: the store in which ranks agree on it does not answer.
+    def break_up(self, generation: int, problem: Problem, operation: Any) -> None:
+        """End a generation of connections on all ranks, because of ``problem`` in ``operation``.
+
+        Afterwards each operation of this rank has ended, or goes on over the next generation.
         """
-        if self._meeting is None:
-            return None
-        return self._meeting.end_message_of(str(operation))
+        with self._breaking:
+            if self._is_closed:
+                operation.end(end_of_leaving([operation.key]))
+            if self._is_closed or generation != self.generation:
+                return
+            end_message = b""
+            answer = self._answer(problem)
 
-    def settle(self, operations: Sequence[OperationKey], end_message: bytes) -> bytes:
-        """Record ``end_message`` as the end of ``operations``, unless the first of them has one. Return the one that
-        counts.
+            def verdict_on(answers: Sequence[Answer]) -> EndMessage:
+                return verdict(
+                    problem,
+                    operation.key,
+                    operation.what,
+                    operation.phase,
+                    self.size,
+                    operation.timeout_seconds,
+                    answer,
+                    answers,
+                )
 
-        Raises:
-            StoreLost: the store in which ranks agree on it does not answer.
-        """
-        if self._meeting is None:
+            if self._notes is not None and self._notes.has_begun_anew:
+                end_message = wire.encode(EndMessage((), verdict_on([]).error))
+                self._first = generation + 1
+            elif self._notes is not None:
+                try:
+                    end_message = self._agree_on_end(self._notes, problem, answer, verdict_on)
+                except StoreLost as lost:
+                    ended = verdict_on([])
+                    if problem.may_return:
+                        problem.may_return = False
+                        ended = verdict_on([])
+                    ended = end_without_store(ended, operation.what, self.size, str(lost), self.store_host, self.rank)
+                    end_message = wire.encode(ended)
+                    self._unsettled = generation - self._first, end_message
+            else:
+                end_message = wire.encode(verdict_on([]))
+            self._drop(problem)
+            self._apply(end_message)
+            self._stay_until_heard(generation - self._first, end_message)
+
+    def _answer(self, problem: Problem) -> Answer:
+        operations = self.operations()
+        missing = dict(problem.missing)
+        for each in operations:
+            missing.update(each.missing())
+        doing = "; ".join(sorted(each.whereabouts() for each in operations)) or "no operation"
+        return Answer(self.rank, doing, tuple(each.key for each in operations), missing)
+
+    def _agree_on_end(
+        self, notes: Notes, problem: Problem, answer: Answer, verdict_on: Callable[[Sequence[Answer]], EndMessage]
+    ) -> bytes:
+        """The end message that counts for all ranks."""
+        generation = self.generation - self._first
+        end_message = notes.end_of(generation)
+        if end_message:
+            notes.note_heard(generation)
             return end_message
-        return self._meeting.settle([str(operation) for operation in operations], end_message)
+        is_first = notes.call_roll(generation, wire.encode(answer))
+        self._drop(problem)
+        until = time.monotonic() + patience.VERDICT_SECONDS
+        pause_seconds = 0.005
+        while not is_first and time.monotonic() < until:
+            end_message = notes.end_of(generation)
+            if end_message:
+                notes.note_heard(generation)
+                return end_message
+            time.sleep(pause_seconds)
+            pause_seconds = min(0.1, 1.3 * pause_seconds)
+        if problem.is_loss:
+            time.sleep(patience.TOGETHER_SECONDS)
+        elif problem.is_elsewhere or problem.missing:
+            expected = self.size - len(problem.missing)
+            until = time.monotonic() + patience.ROLL_CALL_SECONDS
+            while len(notes.answers(generation)) < expected and time.monotonic() < until:
+                time.sleep(0.02)
+        answers = [wire.decode(each, Answer) for each in notes.answers(generation)]
+        end_message = notes.settle(generation, wire.encode(verdict_on(answers)))
+        notes.note_heard(generation)
+        return end_message
 
-    def has_met(self, peer: int) -> bool:
-        """Whether this rank was ever connected to ``peer``."""
-        return peer in self._connections and self._connections[peer].process != ""
-
-    def peers(self) -> list[int]:
-        """The ranks that this rank is connected to."""
+    def _drop(self, problem: Problem | None = None) -> None:
         with self._lock:
-            return [peer for peer, connection in self._connections.items() if connection.is_open]
+            connections, self._connections = self._connections, None
+            self._dropped = self.generation
+        if connections is not None:
+            for each in self.operations():
+                each.say_gone(list(problem.missing) if problem is not None and not problem.may_return else ())
+            time.sleep(patience.GONE_SECONDS)
+            connections.drop()
 
-    def send(self, peer: int, frame: Frame, payload: Payload = b"") -> None:
-        """Send a message to ``peer``. This never waits."""
-        self.connection(peer).send(frame, payload)
-
-    def deliver(self, peer: int, frame: Frame, payload: Payload) -> None:
-        if frame.kind in (Kind.ASK, Kind.ANSWER):
-            self.surveyor.deliver(peer, frame, payload)
-            return
-        self._dispatch(Message(peer, frame, payload, time.monotonic()))
-
-    def _dispatch(self, message: Message) -> None:
-        with self._lock:
-            operation = self._operations.get(message.operation)
-            if operation is None and self._is_coming(message.operation):
-                self._keep_early(message)
-        if message.frame.kind == Kind.FAIL:
-            self.connection(message.peer).is_excused = True
-            self.end_operations(bytes(message.payload))
-        elif operation is not None:
-            operation.deliver(message)
-
-    def _is_coming(self, key: OperationKey) -> bool:
-        """Whether this rank has not begun the operation ``key`` yet."""
-        return key.occurrence >= self._occurrences.get(key.operation, 0)
-
-    def _keep_early(self, message: Message) -> None:
-        waiting = self._early[message.operation]
-        if message.frame.kind == Kind.BEAT and any(each.peer == message.peer for each in waiting):
-            return
-        waiting.append(message)
-
-    def lost(self, peer: int, detail: str, *, damaged: bool) -> None:
-        for operation in self.operations():
-            operation.lost(peer, detail, damaged=damaged)
-
-    def operations(self) -> list[RunningOperation]:
-        """The operations that this rank is in."""
-        with self._lock:
-            return list(self._operations.values())
-
-    def end_operations(self, end_message: bytes) -> None:
-        """End the operations that ``end_message`` (an :class:`EndMessage`) names, here and on all ranks that can be
-        reached.
+    def _apply(self, end_message: bytes) -> None:
+        """End the operations that ``end_message`` (an :class:`EndMessage`) names. All others go on.
 
         An end message with several operations means that their ranks waited for each other. A rank that is not in one
         of these operations skips it, so that operations have the same numbers on all ranks afterwards.
         """
         keys = [OperationKey(*key) for key in wire.decode(end_message, EndMessage).operations]
         with self._lock:
+            self.generation += 1
             ending = [self._operations.pop(key) for key in keys if key in self._operations]
-            skipped = [key for key in keys if len(keys) > 1 and self._is_coming(key)]
-            for key in skipped:
-                self._early.pop(key, None)
-                self._occurrences[key.operation] = key.occurrence + 1
-        if not ending and not skipped:
-            return
+            for key in keys:
+                if key.occurrence >= self._occurrences[key.operation]:
+                    if len(keys) > 1 and ending:
+                        self._occurrences[key.operation] = key.occurrence + 1
+                    else:
+                        self._ended_before[key] = end_message
+            others = self.operations()
         for operation in ending:
             operation.end(end_message)
-        # Tell all connected ranks, not only neighbours in this tree: a rank that is still in the exchange before may
-        # use another tree. Also tell the rank that sent the end message, so that it knows that it was heard.
-        for peer in {*self.peers(), *(peer for operation in ending for peer in operation.neighbours)}:
-            self.send(peer, Frame(Kind.FAIL, *keys[0]), end_message)
+        for operation in others:
+            operation.resume()
 
-    def await_heard(self) -> None:
-        """Wait briefly until other ranks have heard how an operation ended, because this process may exit next."""
-        with self._lock:
-            connections = list(self._connections.values())
+    def _stay_until_heard(self, generation: int, end_message: bytes) -> None:
+        """Stay until the others have read the end message, if the store is in this process, which may exit next."""
+        if self.store_host != self.rank or self._notes is None:
+            return
+        n_missing = len(wire.decode(end_message, EndMessage).error.to_error().to_fields().get("missing_ranks") or ())
         until = time.monotonic() + patience.HEARD_SECONDS
-        while any(connection.is_telling_an_end for connection in connections) and time.monotonic() < until:
-            time.sleep(0.001)
+        with contextlib.suppress(StoreLost):
+            while self._notes.note_heard(generation, 0) < self.size - n_missing and time.monotonic() < until:
+                time.sleep(0.02)
 
-    def is_elsewhere(self, peer: int, patience_seconds: float) -> bool:
-        """Whether ``peer`` has been for a while in an operation that this rank has not begun."""
-        before = time.monotonic() - min(patience.ELSEWHERE_SECONDS, patience_seconds)
+    def operations(self) -> list[Any]:
+        """The operations that this rank is in."""
         with self._lock:
-            return any(
-                each.peer == peer and each.seconds < before
-                for messages in self._early.values()
-                if not any(each.frame.kind == Kind.FAIL for each in messages)
-                for each in messages
-            )
+            return list(self._operations.values())
 
-    def tick(self) -> None:
-        """Let each operation send its beats, and probe the ranks that this one is still connecting to."""
-        now = time.monotonic()
-        with self._lock:
-            connections = list(self._connections.values())
-        silent = [connection for connection in connections if connection.claim_probe(now)]
-        if silent:
-            threading.Thread(target=_probe, args=(silent,), name="robust_dcp: probe", daemon=True).start()
-        for operation in self.operations():
-            operation.beat()
+    def leave(self) -> None:
+        """The process group is destroyed. Operations that are under way, such as an async save, still go on."""
+        if self._is_closed:
+            return
+        if self._notes is not None:
+            with contextlib.suppress(StoreLost):
+                self._notes.leave()
+        if not self.operations():
+            self.close()
 
     def close(self) -> None:
-        """Close all connections, after waiting a limited time for sent messages to arrive."""
-        if self._meeting is not None:
-            self._meeting.closed = True
-        with self._lock:
-            connections = [each for each in self._connections.values() if each.is_open]
-        for connection in connections:
-            connection.say_goodbye()
-        until = time.monotonic() + patience.GOODBYE_SECONDS
-        while time.monotonic() < until and any(connection.is_open for connection in connections):
-            time.sleep(0.001)
-        with self._lock:
-            remaining, self._connections = self._connections, {}
-        for connection in remaining.values():
-            connection.close()
-        self.relay_pipes.interrupt()
+        """Drop the connections, and end all operations: the process ends, or nothing is under way."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._drop()
+        for operation in self.operations():
+            operation.end(end_of_leaving([operation.key]))
+        self.join()
+        self._notes = self._make_connections = None  # and with them the store
+
+    def join(self) -> None:
+        """Wait a limited time until no thread is in gloo any more."""
+        until = time.monotonic() + patience.EXIT_SECONDS
+        for thread in list(self.threads):
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until - time.monotonic()))
+
+    def abandon(self) -> None:
+        """Leave everything as it is. A forked child calls this: the connections are its parent's."""
+        self._is_closed = True
+        if self._connections is not None:
+            self._connections.abandon()
 
 
-def _probe(connections: Sequence[Connection]) -> None:
-    for connection in connections:
-        connection.probe()
-
-
-class _Clock:
-    """One thread that calls ``tick`` on all links of this process."""
+class _Registry:
+    """The links of this process by group. The references are weak, so a destroyed group takes its link along."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._links: weakref.WeakSet[Link] = weakref.WeakSet()
-        self._thread: threading.Thread | None = None
+        self._links: weakref.WeakKeyDictionary[Any, Link] = weakref.WeakKeyDictionary()
+        self._all: weakref.WeakSet[Link] = weakref.WeakSet()
+        self._of_the_parent: list[Link] = []
 
-    def add(self, link: Link) -> None:
+    def find_or_make(self, parent: Any) -> Link:
+        network.members(parent)  # raises if this process is not in the group: torch then passes a number
         with self._lock:
-            self._links.add(link)
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="robust_dcp: beats", daemon=True)
-                self._thread.start()
+            if parent not in self._links:
+                self._links[parent] = link = _make_link(parent)
+                self._all.add(link)
+                weakref.finalize(parent, _leave, weakref.ref(link)).atexit = False
+            return self._links[parent]
 
-    def _run(self) -> None:
-        while True:
-            time.sleep(patience.TICK_SECONDS)
-            with self._lock:
-                links = list(self._links)
-            for link in links:
-                link.tick()
-            del links
+    def forget_all(self) -> None:
+        """In a forked child: the connections are the parent's, and gloo's threads do not exist here."""
+        self._lock = threading.Lock()
+        for link in list(self._all):
+            link.abandon()
+            self._of_the_parent.append(link)
+        self._links.clear()
+        self._all.clear()
+
+    def close_all(self) -> None:
+        """At the end of the process, before Python ends the threads."""
+        for link in list(self._all):
+            link.close()
 
 
-_CLOCK = _Clock()
+def _leave(link: weakref.ref[Link]) -> None:
+    left = link()
+    if left is not None:
+        left.leave()
+
+
+_registry = _Registry()
+os.register_at_fork(after_in_child=_registry.forget_all)
+atexit.register(_registry.close_all)
+
+
+def link_for(parent: Any) -> Link:
+    """The link among the members of ``parent``.
+
+    Raises:
+        ValueError: this process is not a member of ``parent``.
+    """
+    return _registry.find_or_make(parent)
+
+
+def local_link(global_rank: int = 0) -> Link:
+    """A link for a rank that talks to nobody."""
+    return Link(rank=0, ranks=(global_rank,))
+
+
+def _make_link(parent: Any) -> Link:
+    rank, ranks = network.members(parent)
+    if len(ranks) == 1:
+        return local_link(ranks[0])
+    return make_link(network.store_of(parent), str(parent.group_name), rank, ranks, network.store_host(parent))
+
+
+def make_link(store: Any, name: str, rank: int, ranks: tuple[int, ...], store_host: int | None = None) -> Link:
+    """A link among ``ranks`` that meet in ``store`` under ``name``.
+
+    Raises:
+        RobustCheckpointError: ``GLOO_SOCKET_IFNAME`` names an interface that is not there, or has no address.
+    """
+    notes = Notes(network.store_opener(store), f"robust_dcp/{name}")
+    # Now, so that the caller gets the errors. A tree needs two connections for each of its levels at most.
+    network.ensure_open_files(8 + 2 * len(ranks).bit_length())
+    address = network.listening_address(store)
+
+    def make_connections(place: str) -> Connections:
+        about = f"host {socket.gethostname()[:64]}, pid {os.getpid()}"
+        store_there = notes.under(place)
+        device = functools.partial(network.make_device, address)
+        return Connections(store_there, rank, len(ranks), device, about, notes.life.encode())
+
+    return Link(rank=rank, ranks=ranks, notes=notes, make_connections=make_connections, store_host=store_host)

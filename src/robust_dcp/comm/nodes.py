@@ -13,6 +13,8 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
+from robust_dcp.environment import value_of
+
 __all__ = ["RANKS_PER_NODE", "node_name", "node_of"]
 
 RANKS_PER_NODE = "ROBUST_DCP_RANKS_PER_NODE"
@@ -49,10 +51,5 @@ def node_name(rank: int, environment: Mapping[str, str] = os.environ) -> str:
 
 def _given_node(rank: int, environment: Mapping[str, str]) -> int | None:
     """The number of the node, from 1 on, if nodes are set by hand."""
-    text = environment.get(RANKS_PER_NODE, "")
-    if text:
-        # Check the digits ourselves: int() would also accept " +1_0 " and digits of other scripts.
-        if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0):
-            raise ValueError(f"{RANKS_PER_NODE} is {text!r}: set it to a number of ranks from 1 on")
-        return rank // int(text) + 1
-    return None
+    number = value_of(RANKS_PER_NODE, environment)
+    return None if number is None else rank // int(number) + 1

@@ -15,38 +15,37 @@ LOG_SECONDS = 10.0
 """How long the others wait for a rank before the log names it. The next line comes after twice that time, and so on."""
 
 ANNOUNCE_SECONDS = 2.0
-"""Connecting: how long a rank waits at most until the store has its addresses. Then it begins its own work."""
+"""Connecting: how long a rank waits at most until the others can find it. Then it begins its own work."""
 
-MEETING_SECONDS = 1.0
-"""Connecting: how often a rank that waits for another one checks whether the operation has ended."""
-
-PROBE_SECONDS = 0.5
-"""Connecting: a rank may have said where it listens and then not answer. After this time we check whether it still
-listens, then after twice this time, and so on. gloo itself needs half a minute to notice that nobody does."""
+GREETING_SECONDS = 10.0
+"""Connecting: how long the first frame of a rank may take that says it is connecting."""
 
 RECONNECT_SECONDS = 5.0
-"""How long a rank has to come back after its connection broke between two operations."""
+"""How long a rank has to come back after its connection broke before it said anything in an operation."""
 
 ELSEWHERE_SECONDS = 10.0
-"""How long a rank may be in another operation before we call that a mistake. Its threads may have started both."""
+"""How long a rank may wait in another operation before we call that a mistake. Its threads may have started both."""
 
-TOGETHER_SECONDS = 0.2
+TOGETHER_SECONDS = 0.5
 """At the end: how long a rank that lost another rank waits for more ranks to be lost, before it reports them."""
 
-PARENT_LOST_SECONDS = 0.8
-"""At the end: how long a rank that lost its parent waits for the report of others."""
+ROLL_CALL_SECONDS = 1.0
+"""At the end: how long ranks have to say where they are."""
 
-SURVEY_SECONDS = 1.0
-"""At the end: how long ranks have to answer where they are."""
+VERDICT_SECONDS = 3.0
+"""At the end: how long ranks wait for the verdict of the rank that makes it, before one of them makes it instead."""
 
-HEARD_SECONDS = 0.5
-"""At the end: how long a rank waits at most, before it raises, until others have heard of the end."""
+GONE_SECONDS = 0.05
+"""At the end: how long a rank leaves its connections open after its last word. Otherwise gloo may not hand it over."""
 
-GOODBYE_SECONDS = 1.0
-"""How long other ranks have to answer when this one leaves the group."""
+HEARD_SECONDS = 2.0
+"""At the end: how long the rank that hosts the store stays, so that the others can read the verdict there."""
 
 STORE_ANSWER_SECONDS = 2.0
 """How long the store has to answer a question after a failure."""
 
 STORE_LOST_SECONDS = 5.0
 """How long we do not ask a store again after it did not answer. Ranks should not wait for it each time."""
+
+EXIT_SECONDS = 5.0
+"""How long the process waits at its end for the threads of its connections."""

@@ -11,30 +11,26 @@ no two ranks wait for each other. A rank holds at most the buckets of one round 
 
 from __future__ import annotations
 
-import contextlib
-import threading
+import datetime
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
-from concurrent.futures import TimeoutError as FutureTimeout
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-from robust_dcp.comm.deadline import Deadline
-from robust_dcp.comm.pipe import GlooPipe, PipeBroken
+from robust_dcp.comm.connections import Broken, Connections
 from robust_dcp.comm.stats import PhaseStats
 from robust_dcp.errors import ExchangeError, ExchangeTimeout
 
 __all__ = [
     "Bucket",
     "GroupMover",
+    "HostMover",
     "Move",
     "Relay",
     "RelayContents",
-    "RelayPipes",
     "lost_on_the_way",
     "move_buckets",
     "refuse_damage",
@@ -43,11 +39,33 @@ __all__ = [
 _POLL_SECONDS = 0.0005
 _TAG = 1
 
+
+class Deadline:
+    """The time ``seconds`` from now."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds until the deadline; never below 0."""
+        return max(0.0, self._end - time.monotonic())
+
+    @property
+    def has_passed(self) -> bool:
+        return self.seconds_left == 0.0
+
+    def as_timeout(self) -> datetime.timedelta:
+        """The time left as torch takes it. torch counts milliseconds and reads 0 as "for ever", so this is at least
+        1."""
+        return datetime.timedelta(milliseconds=max(1, round(self.seconds_left * 1000)))
+
+
 Ends = Sequence[tuple[torch.Tensor, int]]
 """Tensors, each with the rank of the group that it is sent to or received from."""
 
 Move = Callable[[Ends, Ends, Deadline], None]
-"""Sends the tensors of its first argument and receives those of its second, all at once. Raises :class:`PipeBroken`."""
+"""Sends the tensors of its first argument and receives those of its second, all at once. Raises :class:`Broken`."""
 
 Checksum = Callable[[torch.Tensor], int]
 
@@ -106,7 +124,7 @@ class GroupMover:
         try:
             dist.all_reduce(token, group=self._group, async_op=True).wait(deadline.as_timeout())
         except RuntimeError as error:
-            raise PipeBroken(f"the group that moves between devices: {error}") from None
+            raise Broken(f"the group that moves between devices: {error}") from None
         _await_stream(token.device, deadline)
 
     def __call__(self, outgoing: Ends, incoming: Ends, deadline: Deadline) -> None:
@@ -118,7 +136,7 @@ class GroupMover:
             for work in dist.batch_isend_irecv(operations):
                 work.wait(deadline.as_timeout())
         except RuntimeError as error:
-            raise PipeBroken(f"rank {peer}: {error}") from None
+            raise Broken(f"rank {peer}: {error}") from None
         # On a device, ``wait`` only makes the current stream wait. So also wait for the stream.
         _await_stream((*outgoing, *incoming)[0][0].device, deadline)
 
@@ -130,7 +148,7 @@ def _await_stream(device: torch.device, deadline: Deadline) -> None:
     done.record()
     while not done.query():
         if deadline.has_passed:
-            raise PipeBroken(f"what moves between devices did not come within the timeout ({device})")
+            raise Broken(f"what moves between devices did not come within the timeout ({device})")
         time.sleep(_POLL_SECONDS)
 
 
@@ -151,90 +169,53 @@ class Relay(NamedTuple):
     move_on_device: GroupMover | None = None
 
 
-class RelayPipes:
-    """Connections between ranks that pass tensors to each other. Each is made at its first use and kept.
-
-    They carry nothing else. So they can be closed to end a wait, without harm to the exchanges.
+class HostMover:
+    """Moves tensors on the CPU over connections that nothing else uses. They can be dropped to end a wait.
 
     Args:
-        connect: connects to a rank (first argument) for the n-th time (second). While it waits for that rank, it calls
-            its third argument now and then.
+        connect: makes the connections.
+        stop_if_announced: raises if another rank has announced a failure.
     """
 
-    def __init__(self, connect: Callable[[int, int, Callable[[], None]], GlooPipe]) -> None:
+    def __init__(self, connect: Callable[[], Connections], stop_if_announced: Callable[[], None]) -> None:
         self._connect = connect
-        self._generation = 0
-        self._pipes: dict[int, Future[GlooPipe]] = {}
-        self._lock = threading.Lock()
+        self._stop_if_announced = stop_if_announced
+        self._connections: Connections | None = None
+        self._is_dropped = False
 
-    def move(self, outgoing: Ends, incoming: Ends, deadline: Deadline) -> None:
+    def __call__(self, outgoing: Ends, incoming: Ends, deadline: Deadline) -> None:
         """See :data:`Move`."""
-        pipes = {peer: self._pipe(peer) for _, peer in (*outgoing, *incoming)}
-        opened = {peer: _result(peer, pipe, deadline) for peer, pipe in pipes.items()}
-        sent = [(opened[peer].send(memoryview(tensor.numpy().data), _TAG), peer) for tensor, peer in outgoing]
-        for tensor, peer in incoming:
-            opened[peer].receive_into(tensor, _TAG, deadline.as_timeout())
-        for sending, peer in sent:
-            opened[peer].await_sent(sending, deadline.as_timeout())
+        if self._connections is None:
+            self._connections = self._connect()
+        connections = self._connections
+        for peer in sorted({peer for _, peer in (*outgoing, *incoming)}):
+            connections.connect(peer, lambda peer=peer: self._look(peer, deadline))  # type: ignore[misc]
+        received = [connections.receive_tensor(peer, _TAG, tensor) for tensor, peer in incoming]
+        sent = [connections.send_tensor(peer, _TAG, tensor) for tensor, peer in outgoing]
+        for work in (*received, *sent):
+            connections.await_work(work, deadline.seconds_left)
 
-    def _pipe(self, peer: int) -> Future[GlooPipe]:
-        with self._lock:
-            if peer not in self._pipes:
-                self._pipes[peer] = found = Future[GlooPipe]()
-                arguments = (found, peer, self._generation)
-                threading.Thread(target=self._open, args=arguments, name="robust_dcp: relay", daemon=True).start()
-            return self._pipes[peer]
+    def _look(self, peer: int, deadline: Deadline) -> None:
+        self._stop_if_announced()
+        if self._is_dropped or deadline.has_passed:
+            raise Broken(f"rank {peer} did not come to connect")
 
-    def _open(self, future: Future[GlooPipe], peer: int, generation: int) -> None:
-        def refuse_to_wait() -> None:
-            if future.done():
-                raise RuntimeError("interrupted while connecting")
-
-        try:
-            pipe = self._connect(peer, generation, refuse_to_wait)
-        except BaseException as error:
-            with contextlib.suppress(InvalidStateError):
-                future.set_exception(error)
-        else:
-            try:
-                future.set_result(pipe)
-            except InvalidStateError:  # interrupt() was called meanwhile
-                pipe.close()
-
-    def interrupt(self) -> None:
-        """End all waits, on this side and on the others. Bytes that were on their way are lost."""
-        with self._lock:
-            pipes = list(self._pipes.items())
-        for peer, pipe in pipes:
-            with contextlib.suppress(InvalidStateError):
-                pipe.set_exception(PipeBroken(f"rank {peer} had not come to connect"))
-            if pipe.exception() is None:
-                pipe.result().close()
-
-    def reset(self) -> None:
-        """Call this after a relay failed on all ranks. It closes the connections, and the next relay makes new ones."""
-        self.interrupt()
-        with self._lock:
-            self._pipes = {}
-            self._generation += 1
-
-
-def _result(peer: int, pipe: Future[GlooPipe], deadline: Deadline) -> GlooPipe:
-    try:
-        return pipe.result(deadline.seconds_left)
-    except FutureTimeout:
-        raise PipeBroken(f"rank {peer} did not come to connect") from None
+    def drop(self) -> None:
+        """End all waits, on this side and on the others."""
+        self._is_dropped = True
+        if self._connections is not None:
+            self._connections.drop()
 
 
 def move_buckets(
-    rank: int, relay: Relay, pipes: RelayPipes, timeout_seconds: float, cost: PhaseStats, progress: Callable[[], None]
+    rank: int, relay: Relay, on_host: Move, timeout_seconds: float, cost: PhaseStats, progress: Callable[[], None]
 ) -> list[int]:
     """Move all buckets of this rank.
 
     Args:
         rank: this process's rank in the group.
         relay: what this rank contributes.
-        pipes: the connections to other ranks.
+        on_host: moves the bytes of buckets that are not on a device.
         timeout_seconds: how long one step may take. If it takes longer, a rank is taken to be lost.
         cost: the statistics to add to.
         progress: is called after each round.
@@ -244,12 +225,12 @@ def move_buckets(
         not checked, as training does not check what it moves there either.
 
     Raises:
-        PipeBroken: a rank is gone or too slow.
+        Broken: a rank is gone or too slow.
     """
     checksums: dict[tuple[int, ...], list[int]] = {}
     if relay.move_on_device is not None:
         relay.move_on_device.connect(Deadline(timeout_seconds))
-    movers: dict[bool, Move] = {False: pipes.move, True: relay.move_on_device or pipes.move}
+    movers: dict[bool, Move] = {False: on_host, True: relay.move_on_device or on_host}
     numbered = list(enumerate(relay.buckets))
     for _, in_round in groupby(numbered, key=lambda pair: pair[1].round):
         _move_round(rank, relay, list(in_round), movers, timeout_seconds, cost, checksums)
@@ -276,7 +257,7 @@ def refuse_damage(senders: Sequence[int], rank: int, phase: str) -> None:
         )
 
 
-def lost_on_the_way(rank: int, phase: str, timeout_seconds: float, error: PipeBroken) -> ExchangeTimeout:
+def lost_on_the_way(rank: int, phase: str, timeout_seconds: float, error: Broken) -> ExchangeTimeout:
     """The error of a rank whose connection to another one broke while tensors went over it."""
     return ExchangeTimeout(
         f"{phase!r}: rank {rank} lost a rank that it passes tensors to or gets them from ({error})",

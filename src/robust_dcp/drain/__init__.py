@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from robust_dcp.drain.one_process import copy_checkpoint
     from robust_dcp.drain.plan import CopyResult
     from robust_dcp.drain.record import awaited_copy, is_awaited
-    from robust_dcp.drain.staging import check_space, remove_staging, staging_directory
+    from robust_dcp.drain.staging import remove_staging, staging_directory
     from robust_dcp.storage.remote.copy_options import CopyOptions
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "CopyResult",
     "Drain",
     "awaited_copy",
-    "check_space",
     "copy_checkpoint",
     "is_awaited",
     "nearest_copy",
@@ -34,7 +33,7 @@ __getattr__, __dir__ = names_from(
         "robust_dcp.drain.one_process": ("copy_checkpoint",),
         "robust_dcp.drain.plan": ("CopyResult",),
         "robust_dcp.drain.record": ("awaited_copy", "is_awaited"),
-        "robust_dcp.drain.staging": ("check_space", "remove_staging", "staging_directory"),
+        "robust_dcp.drain.staging": ("remove_staging", "staging_directory"),
         "robust_dcp.storage.remote.copy_options": ("CopyOptions",),
     },
 )

@@ -15,12 +15,13 @@ from typing import Any, Final
 
 from robust_dcp.drain.record import DRAIN_RECORD_NAME
 from robust_dcp.drain.stores import Store
-from robust_dcp.errors import CorruptCheckpoint, StorageError
+from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.paths import (
     INDEX_NAME,
     JOURNAL_PREFIX,
     LOCK_NAME,
     METADATA_NAME,
+    REMOVING_PREFIX,
     committed_name,
     data_file_name,
     is_data_file,
@@ -42,8 +43,7 @@ COPYING_PREFIX: Final = ".robust_dcp.copying."
 """The mark of a save follows. This file says that a copy of the save has begun and is not over."""
 
 _METADATA_OF_A_RANK: Final = re.compile(r"__\d+\.metadata")
-_NOT_COPIED: Final = (JOURNAL_PREFIX, COPYING_PREFIX, ".robust_dcp.removing.")
-_MOST_METADATA_NBYTES: Final = 16 << 30
+_NOT_COPIED: Final = (JOURNAL_PREFIX, COPYING_PREFIX, REMOVING_PREFIX)
 
 
 @dataclass(frozen=True)
@@ -70,31 +70,11 @@ class Inventory:
 def read_whole(store: Store, name: str) -> bytes | None:
     """The bytes of a small file; ``None`` if it does not exist."""
     try:
-        source = store.open(name)
+        return store.read_whole(name)
     except StorageError as error:
-        if _is_absent(error):
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return None
         raise
-    try:
-        if source.nbytes > _MOST_METADATA_NBYTES:
-            raise CorruptCheckpoint(
-                f"{store.path_of(name)} cannot be used: expected at most {_MOST_METADATA_NBYTES} bytes, found "
-                f"{source.nbytes}; take another checkpoint, or restore the file",
-                file=store.path_of(name),
-                expected=f"at most {_MOST_METADATA_NBYTES} bytes",
-                found=f"{source.nbytes} bytes",
-            )
-        return source.read(0, source.nbytes)
-    except StorageError as error:
-        if _is_absent(error):
-            return None
-        raise
-    finally:
-        source.close()
-
-
-def _is_absent(error: StorageError) -> bool:
-    return error.errno in (errno.ENOENT, errno.ENOTDIR)
 
 
 def mark_of_metadata(metadata: Mapping[str, bytes]) -> str:

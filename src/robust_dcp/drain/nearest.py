@@ -154,7 +154,7 @@ def _whole_copy(place: str) -> _Copy:
     metadata_path = os.path.join(directory, METADATA_NAME)
     file = disk.open_read(metadata_path)
     try:
-        data = bytearray(disk.size(metadata_path))
+        data = bytearray(disk.size(file))
         data = data[: disk.pread_into(file, data, 0)]
     finally:
         disk.close(file)

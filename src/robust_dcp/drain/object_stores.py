@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
 from robust_dcp.drain.content import ContentSums, OpenSource
-from robust_dcp.drain.stores import DirectoryStore, Store, Upload
+from robust_dcp.drain.stores import DirectoryStore, Store, Upload, check_small
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.remote.calls import Calls
@@ -98,6 +98,15 @@ class _FsspecStore:
             data: bytes = self._filesystem.cat_file(self._path(name), start=offset, end=offset + nbytes)
             if len(data) != nbytes:
                 raise ConnectionError(f"expected {nbytes} bytes from byte {offset} on, got {len(data)}")
+            return data
+
+        return self._run("read", name, fetch)
+
+    def read_whole(self, name: str) -> bytes:
+        check_small(self.path_of(name), int(self._info(name).get("size") or 0))
+
+        def fetch() -> bytes:
+            data: bytes = self._filesystem.cat_file(self._path(name))
             return data
 
         return self._run("read", name, fetch)

@@ -49,24 +49,36 @@ class DrainRecord(msgspec.Struct, frozen=True):
 
 
 def read_drain_record(disk: Disk, path: str) -> DrainRecord | None:
-    """The record of a checkpoint; ``None`` if there is none, or none that can be understood."""
+    """The record of a checkpoint; ``None`` if there is none, or none that can be understood.
+
+    Raises:
+        StorageError: it is there, and cannot be read.
+    """
     path = os.path.join(path, DRAIN_RECORD_NAME)
     if not disk.exists(path):  # found out here, because our errors need torch
         return None
     try:
         data = read_whole_file(disk, path, _MAX_NBYTES)
         return None if data is None else msgspec.json.decode(data, type=DrainRecord)
-    except (errors.RobustCheckpointError, msgspec.DecodeError, UnicodeDecodeError):
+    except (errors.CorruptCheckpoint, msgspec.DecodeError, UnicodeDecodeError):
         return None
 
 
 def is_awaited(disk: Disk, path: str) -> bool:
-    """Whether a copy of the checkpoint was begun or promised, and has not arrived yet."""
-    return awaited_copy(disk, path) is not None
+    """Whether a copy of the checkpoint was begun or promised, and has not arrived yet. If that cannot be found out, it
+    is."""
+    try:
+        return awaited_copy(disk, path) is not None
+    except errors.StorageError:
+        return True
 
 
 def awaited_copy(disk: Disk, path: str) -> DrainRecord | None:
-    """The record of a copy that has not arrived yet, if it is of the save that the directory holds now."""
+    """The record of a copy that has not arrived yet, if it is of the save that the directory holds now.
+
+    Raises:
+        StorageError: as :func:`read_drain_record`.
+    """
     record = read_drain_record(disk, path)
     if record is None or record.is_complete or not _is_of_save(disk, path, record.save_id):
         return None
@@ -111,7 +123,7 @@ def _is_of_save(disk: Disk, path: str, save_id: str) -> bool:
     try:
         file = disk.open_read(path)
         try:
-            end = disk.size(path)
+            end = disk.size(file)
             while end > 0:
                 start = max(end - window_nbytes, 0)
                 window = bytearray(end - start)

@@ -8,9 +8,9 @@ import shutil
 import tempfile
 from typing import Final
 
-from robust_dcp.errors import StorageError
+from robust_dcp.environment import value_of
 
-__all__ = ["KEEP_VARIABLE", "STAGING_VARIABLE", "check_space", "remove_staging", "staging_directory"]
+__all__ = ["KEEP_VARIABLE", "STAGING_VARIABLE", "remove_staging", "staging_directory"]
 
 STAGING_VARIABLE: Final = "ROBUST_DCP_STAGING"
 """The environment variable that names the directory below which saves to URLs are made."""
@@ -29,27 +29,8 @@ def staging_directory(url: str) -> str:
     return os.path.join(os.path.abspath(root), f"{_PREFIX}{name}-{digest}")
 
 
-def check_space(path: str, nbytes: int) -> None:
-    """Make sure that a staging directory has room.
-
-    Raises:
-        StorageError: it has not.
-    """
-    parent = path
-    while not os.path.isdir(parent):
-        parent = os.path.dirname(parent)
-    free_nbytes = shutil.disk_usage(parent).free
-    if free_nbytes < nbytes:
-        raise StorageError(
-            f"{path}, where a save to a URL is made before it is copied, has no room: expected {nbytes} bytes for this "
-            f"rank, found {free_nbytes}; set {STAGING_VARIABLE} to a directory on a larger disk",
-            path=path,
-            operation="stage",
-        )
-
-
 def remove_staging(path: str) -> None:
     """Remove a staging directory whose checkpoint has arrived, unless it shall stay."""
-    if os.environ.get(KEEP_VARIABLE) == "1" or not os.path.basename(path).startswith(_PREFIX):
+    if value_of(KEEP_VARIABLE) or not os.path.basename(path).startswith(_PREFIX):
         return
     shutil.rmtree(path, ignore_errors=True)  # other ranks do the same

@@ -14,16 +14,17 @@ from collections.abc import Callable
 from typing import Final, Protocol, TypeVar
 
 from robust_dcp.drain.content import ContentSums, OpenSource
-from robust_dcp.errors import StorageError
+from robust_dcp.errors import CorruptCheckpoint, StorageError
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.paths import is_data_file, locate
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.remote.calls import Calls
 
-__all__ = ["DirectoryStore", "Store", "Upload"]
+__all__ = ["DirectoryStore", "Store", "Upload", "check_small"]
 
 T = TypeVar("T")
 
+_MOST_METADATA_NBYTES: Final = 16 << 30
 _UNFINISHED_SUFFIX: Final = ".copying"
 
 
@@ -62,6 +63,13 @@ class Store(Protocol):
 
     def open(self, name: str) -> OpenSource: ...
 
+    def read_whole(self, name: str) -> bytes:
+        """The bytes of a small file, as it is at one moment: another copy may replace it meanwhile.
+
+        Raises:
+            CorruptCheckpoint: it is larger than any metadata.
+        """
+
     def begin(self, name: str, nbytes: int, part_nbytes: int) -> Upload: ...
 
     def put(self, name: str, data: bytes) -> None:
@@ -80,12 +88,28 @@ class Store(Protocol):
         """Remove what copies of this save have left that were killed. Called when the save is there."""
 
 
+def check_small(path: str, nbytes: int) -> None:
+    """Refuse to read a file as a whole that is larger than any metadata.
+
+    Raises:
+        CorruptCheckpoint: it is.
+    """
+    if nbytes > _MOST_METADATA_NBYTES:
+        raise CorruptCheckpoint(
+            f"{path} cannot be used: expected at most {_MOST_METADATA_NBYTES} bytes, found {nbytes}; take another "
+            "checkpoint, or restore the file",
+            file=path,
+            expected=f"at most {_MOST_METADATA_NBYTES} bytes",
+            found=f"{nbytes} bytes",
+        )
+
+
 class _OpenFile:
     def __init__(self, disk: Disk, path: str) -> None:
         self._disk = disk
         self._file = disk.open_read(path)
         try:
-            self.nbytes = disk.size(path)
+            self.nbytes = disk.size(self._file)
         except BaseException:
             self.close()
             raise
@@ -149,6 +173,14 @@ class DirectoryStore:
     def open(self, name: str) -> OpenSource:
         path = locate(self._disk, self.url, name, file=self.url)
         return self._run("open", name, lambda: _OpenFile(self._disk, path))
+
+    def read_whole(self, name: str) -> bytes:
+        source = self.open(name)
+        try:
+            check_small(self.path_of(name), source.nbytes)
+            return source.read(0, source.nbytes)
+        finally:
+            source.close()
 
     def begin(self, name: str, nbytes: int, part_nbytes: int) -> Upload:
         self._changed.add(os.path.dirname(self.path_of(name)))

@@ -111,9 +111,9 @@ class Transfer:
         sums.add(data)
         self._bandwidth.take(len(data))
         self._target.put(name, data)
-        found = self._read_back(name, sums)
-        if found is not None:
-            raise self._not_as_sent(name, sums, found)
+        found = self._target.read_whole(name)
+        if found != data:
+            raise self._not_as_sent(name, sums, f"{len(found)} bytes with CRC-32 {crc32(found):08x}")
         self._tally.add(files=1, nbytes=len(data), verified_by_reading=1)
 
     def _part_nbytes(self, source: OpenSource) -> int:

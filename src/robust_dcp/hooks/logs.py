@@ -6,7 +6,6 @@ import logging
 from typing import Any, Final
 
 from robust_dcp.events import Event
-from robust_dcp.hooks.metrics import metrics_of
 
 __all__ = ["LoggingHook", "fields_of"]
 
@@ -60,4 +59,4 @@ def fields_of(event: Event) -> dict[str, Any]:
         "error": None if event.error is None else f"{type(event.error).__name__}: {event.error}",
     }
     found = {name: value for name, value in plain.items() if value is not None}
-    return found | {name.rpartition("/")[2]: value for name, value in metrics_of(event).items()}
+    return found | {name.rpartition("/")[2]: value for name, value in event.metrics.items()}

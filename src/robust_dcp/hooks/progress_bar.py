@@ -6,13 +6,13 @@ shows nothing if standard error is no terminal, if the save is async, or with ``
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
 from functools import cache
 from typing import TYPE_CHECKING, Final
 
+from robust_dcp.environment import value_of
 from robust_dcp.events import Event, on_event
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _AFTER_SECONDS: Final = 2.0
 @cache
 def watch_in_terminal() -> None:
     """Show bars from now on, if this process may draw in its terminal. That is decided once."""
-    if sys.stderr is not None and sys.stderr.isatty() and os.environ.get("ROBUST_DCP_PROGRESS") != "0":
+    if sys.stderr is not None and sys.stderr.isatty() and value_of("ROBUST_DCP_PROGRESS") is not False:
         on_event(ProgressBar())
 
 

@@ -2,43 +2,59 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import logging
 import math
 import operator
 import os
+import platform
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
+import torch
 import torch.distributed as dist
 
 from robust_dcp.api import load, save
 from robust_dcp.asynchronous import AsyncSave, async_save
+from robust_dcp.background import queue_of
 from robust_dcp.comm import Channel
-from robust_dcp.drain import CopyOptions
-from robust_dcp.errors import CorruptCheckpoint, StorageError, UnsafeCheckpoint, entry_point
-from robust_dcp.manager.checkpoints import Checkpoint, find_checkpoints, step_of
-from robust_dcp.manager.drains import resume_drains
-from robust_dcp.manager.latest import latest_of, move_latest
+from robust_dcp.drain import CopyOptions, awaited_copy, copy_checkpoint, is_awaited
+from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, UnsafeCheckpoint, entry_point
 from robust_dcp.manager.policies import KeepBest, KeepEvery, KeepLast, KeepPolicy
-from robust_dcp.manager.pruning import prune
-from robust_dcp.manager.records import StepRecord, digest_of, provenance_of, write_record
+from robust_dcp.manager.preemption import Preemption
+from robust_dcp.manager.retention import prune
+from robust_dcp.manager.series import Checkpoint, Series, StepRecord, write_record
 from robust_dcp.report import LoadReport, SaveReport
+from robust_dcp.storage.files.being_loaded import not_being_loaded
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, directory_path
 from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.remote.filesystem import place_of
 from robust_dcp.storage.writer import RobustWriter
+from robust_dcp.version import __version__
 
 __all__ = ["CheckpointManager", "LoadedCheckpoint", "Skipped"]
 
 logger = logging.getLogger(__name__)
 
-_SOME_STEP: Final = 1234567
-_NAME_ADVICE: Final = "use a name of letters that ends in the step, of at most 18 digits, such as 'iter_{step:07d}'"
+T = TypeVar("T")
+
+_WAIT_SECONDS: Final = (0.5, 2.0)
+"""What the file system refuses is tried again after these times."""
+
+_MISSING: Final = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL)
+"""What a file system says where a file is not there, or is no regular file. A flipped bit in a name looks like that."""
+
+_GIT_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True)
@@ -80,9 +96,12 @@ class CheckpointManager:
 
     All methods that save, load or remove are called on all ranks. What is there is decided on the coordinator.
 
+    Its checkpoints are a *series*: the directories below ``root`` whose names begin as ``name`` does and end in a step.
+    It sees no others. So several managers with other names can share a root, and each has its own latest checkpoint and
+    its own retention. Of its series it removes only what robust_dcp has saved.
+
     Args:
-        root: the directory. Checkpoints that stock, Megatron or others have put there under names that end in their
-            step (``iter_0001000``, ``step-1000``) are found as well.
+        root: the directory. Checkpoints that stock or Megatron have put there are found as well if ``name`` fits them.
         keep: policies, see :mod:`robust_dcp.manager.policies`. What one of them keeps stays.
         keep_last: short for :class:`KeepLast`.
         keep_every: short for :class:`KeepEvery`.
@@ -129,7 +148,9 @@ class CheckpointManager:
         process_group: dist.ProcessGroup | None = None,
         disk: Disk | None = None,
     ) -> None:
-        self.root = directory_path(root)
+        self._disk: Disk = PosixDisk() if disk is None else disk
+        self._series = Series(self._disk, directory_path(root), name)
+        self.root = self._series.root
         self.policies: list[KeepPolicy] = _policies(keep)
         if keep_last is not None:
             self.policies.append(KeepLast(keep_last))
@@ -137,16 +158,14 @@ class CheckpointManager:
             self.policies.append(KeepEvery(keep_every))
         if keep_best is not None:
             self.policies.append(KeepBest(keep_best))
-        self._name = name
-        self._config_digest = None if config is None else digest_of(config)
+        self._config_digest = None if config is None else _digest_of(config)
         self._drain_to = None if drain_to is None else place_of(drain_to)
         self._drain_options = drain_options or CopyOptions()
         self._group = process_group
-        self._disk: Disk = PosixDisk() if disk is None else disk
         self._provenance: Mapping[str, Any] | None = None
         self._pruning = threading.Lock()
         self._leads = False
-        self.path_of(_SOME_STEP)  # a name that does not say the step is refused now
+        self._preemption = Preemption(process_group)
 
     def path_of(self, step: int) -> str:
         """The directory of a step.
@@ -154,31 +173,52 @@ class CheckpointManager:
         Raises:
             ValueError: it is no whole number from 0 on, or the ``name`` of the manager does not say it.
         """
-        try:
-            number = operator.index(step)
-        except TypeError:
-            number = -1
-        if number < 0:
-            raise ValueError(f"a step is a whole number from 0 on, got {step!r}")
-        try:
-            name = self._name.format(step=number)
-        except (KeyError, IndexError, ValueError) as error:
-            raise ValueError(f"name={self._name!r} is no format for a step: {error!r}; {_NAME_ADVICE}") from error
-        if step_of(name) != number:
-            raise ValueError(f"a directory {name!r} could not be found again as step {number}; {_NAME_ADVICE}")
-        return os.path.join(self.root, name)
+        return self._series.path_of(step)
 
     def checkpoints(self) -> list[Checkpoint]:
-        """All committed checkpoints, by step. May be called on one rank alone.
+        """The committed checkpoints of the series, by step. May be called on one rank alone.
 
         Raises:
-            StorageError: the root cannot be looked at.
+            StorageError: the root, or the directory of a step, cannot be looked at.
         """
-        return find_checkpoints(self._disk, self.root)
+        return self._series.checkpoints()
 
     def latest(self) -> Checkpoint | None:
-        """The checkpoint that was committed last; ``None`` if there is none. May be called on one rank alone."""
-        return latest_of(self._disk, self.root, self.checkpoints())
+        """The checkpoint of the series that was committed last; ``None`` if there is none. May be called on one rank
+        alone.
+
+        Raises:
+            StorageError: as :meth:`checkpoints`.
+        """
+        return self._series.latest_of(self.checkpoints())
+
+    @entry_point
+    def should_save(self, step: int, *, every: int = 1) -> bool:
+        """Whether the job is about to be ended: true on all ranks at one step, once any has had SIGTERM or SIGUSR1.
+
+        Call it on all ranks, once a step, with the same steps. From the first call on the two signals only ask for a
+        save. After the next save of this manager, also an async one, a process that has had one ends as it would have.
+        A call costs one small exchange.
+
+        Args:
+            step: of training.
+            every: look only at steps that are multiples of this.
+
+        Raises:
+            ValueError: an argument is out of range.
+            ExchangeError: ranks call it for different steps, or a rank is missing.
+            RuntimeError: the first call is not made by the main thread.
+
+        Example:
+            >>> for step in range(first_step, last_step):  # doctest: +SKIP
+            ...     train(step)
+            ...     if step % 1000 == 0 or manager.should_save(step):
+            ...         manager.save(step, state_dict)
+        """
+        self.path_of(step)  # refuses what is no step
+        if every < 1:
+            raise ValueError(f"every must be at least 1, got {every}")
+        return step % every == 0 and self._preemption.is_asked_for(operator.index(step))
 
     @entry_point
     def save(
@@ -199,8 +239,13 @@ class CheckpointManager:
         path, on_commit = self._of_step(step, metrics)
         options = self._with_drain(step, options)
         self._share_with_latest(options.get("storage_writer"))
-        report = save(state_dict, checkpoint_id=path, process_group=self._group, on_commit=on_commit, **options)
-        self._tidy_up(report, on_commit)
+        due, is_saved = self._preemption.begin(), False
+        try:
+            report = save(state_dict, checkpoint_id=path, process_group=self._group, on_commit=on_commit, **options)
+            self._tidy_up(report, on_commit)
+            is_saved = True
+        finally:
+            self._preemption.saved(due, is_saved)
         return report
 
     @entry_point
@@ -212,22 +257,32 @@ class CheckpointManager:
         path, on_commit = self._of_step(step, metrics)
         options = self._with_drain(step, options)
         self._share_with_latest(options.get("storage_writer"))
-        saving: Any = async_save(
-            state_dict, checkpoint_id=path, process_group=self._group, on_commit=on_commit, **options
-        )
+        due = self._preemption.begin()
+        try:
+            saving: Any = async_save(
+                state_dict, checkpoint_id=path, process_group=self._group, on_commit=on_commit, **options
+            )
+        except BaseException:
+            self._preemption.saved(due, False)
+            raise
         future: Future[Any] = saving.upload_completion if isinstance(saving, AsyncSave) else saving
 
         def tidy_up(done: Future[Any]) -> None:
             # By the methods of the base class: nobody is told of an error by this.
-            if Future.exception(done) is None and (report := Future.result(done)) is not None:
+            is_saved = Future.exception(done) is None
+            if is_saved and (report := Future.result(done)) is not None:
                 self._tidy_up(report, on_commit)
+            self._preemption.saved(due, is_saved)
 
         future.add_done_callback(tidy_up)
         return saving  # type: ignore[no-any-return]
 
     @entry_point
     def load_latest(self, state_dict: dict[str, Any], **options: Any) -> LoadedCheckpoint | None:
-        """Load the latest checkpoint. If it is damaged, load the newest one that is whole.
+        """Load the latest checkpoint. If it is damaged, unsafe or gone, load the newest whole one of the series.
+
+        If the file system refuses (a timeout, an I/O error, a permission), that is tried again, and then raised: an
+        older checkpoint is no answer to that.
 
         Args:
             state_dict: as for :func:`robust_dcp.load`. If no checkpoint can be loaded, tensors in it may have changed.
@@ -238,22 +293,25 @@ class CheckpointManager:
 
         Raises:
             CorruptCheckpoint: there are checkpoints, and all are damaged; names each and what is wrong with it.
+            StorageError: a checkpoint cannot be read now, and may be whole.
             RobustCheckpointError: a checkpoint is whole and does not fit the state dict, or ranks have failed.
         """
-        channel = Channel.for_group(self._group, operation=f"look for checkpoints in {self.root}")
-        candidates = channel.broadcast("candidates", self._candidates, _Candidates).checkpoints
-        if not candidates and channel.size > 1:  # the coordinator's node may be a new one that has nothing yet
-            of_all = channel.all_gather("candidates of other nodes", self._candidates, _Candidates)
-            candidates = next((each.checkpoints for each in of_all if each.checkpoints), ())
         skipped: list[Skipped] = []
-        for checkpoint in candidates:
+        for checkpoint in _persistently(f"look for checkpoints in {self.root}", self._agreed_candidates):
+            path = checkpoint.path
+
+            def load_it(path: str = path) -> LoadReport:
+                reader = options.get("storage_reader") or RobustReader(path, disk=self._disk)
+                more = {**options, "storage_reader": reader}
+                return load(state_dict, checkpoint_id=path, process_group=self._group, **more)
+
             try:
-                report = load(state_dict, checkpoint_id=checkpoint.path, process_group=self._group, **options)
-            except (CorruptCheckpoint, StorageError, UnsafeCheckpoint) as error:  # one bit can make any of them
-                logger.warning("%s is skipped: %s", checkpoint.path, error.message)
-                skipped.append(Skipped(checkpoint.path, error.message))
-                continue
-            return LoadedCheckpoint(checkpoint, report, tuple(skipped))
+                return LoadedCheckpoint(checkpoint, _persistently(f"load {path}", load_it), tuple(skipped))
+            except (CorruptCheckpoint, StorageError, UnsafeCheckpoint) as error:
+                if isinstance(error, StorageError) and error.errno not in _MISSING:
+                    raise  # it may be whole
+                logger.warning("%s is skipped: %s", path, error.message)
+                skipped.append(Skipped(path, error.message))
         if not skipped:
             return None
         each = "\n".join(f"  {one.path}: {one.reason}" for one in skipped)
@@ -280,12 +338,42 @@ class CheckpointManager:
         writer.drain_to = os.path.join(self._drain_to, os.path.basename(self.path_of(step)))
         writer.drain_options = self._drain_options
         if self._is_coordinator():
-            resume_drains(self._disk, self.checkpoints(), self._drain_options)
+            self._resume_drains()
         return {**options, "storage_writer": writer}
+
+    def _resume_drains(self) -> None:
+        """Go on in the background with copies that were cut off: their job was killed, or the store failed.
+
+        An error is logged, and the next save tries again: the checkpoint stays until its copy has arrived.
+        """
+        checkpoints, _ = self._series.look()
+        paths = [each.path for each in checkpoints if is_awaited(self._disk, each.path)]
+        queue = queue_of((os.getpid(),), "resumed drain")
+        if paths and not queue.n_under_way:
+            queue.submit(lambda: self._resume_each(paths))
+
+    def _resume_each(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            try:
+                with not_being_loaded(self._disk, path) as is_free:  # a drain holds it as a load does
+                    awaited = awaited_copy(self._disk, path) if is_free else None
+                if awaited is not None:
+                    copied = copy_checkpoint(path, awaited.target, options=self._drain_options, disk=self._disk)
+                    logger.info("%s has arrived at %s, after a drain that was cut off", path, copied.target)
+            except (RobustCheckpointError, ValueError) as error:  # noqa: PERF203 the others go on
+                logger.warning("%s: its copy is still not complete: %s", path, error)
+
+    def _agreed_candidates(self) -> Sequence[Checkpoint]:
+        channel = Channel.for_group(self._group, operation=f"look for checkpoints in {self.root}")
+        candidates = channel.broadcast("candidates", self._candidates, _Candidates).checkpoints
+        if not candidates and channel.size > 1:  # the coordinator's node may be a new one that has nothing yet
+            of_all = channel.all_gather("candidates of other nodes", self._candidates, _Candidates)
+            candidates = next((each.checkpoints for each in of_all if each.checkpoints), ())
+        return candidates
 
     def _candidates(self) -> _Candidates:
         checkpoints = self.checkpoints()
-        latest = latest_of(self._disk, self.root, checkpoints)
+        latest = self._series.latest_of(checkpoints)
         if latest is None:
             return _Candidates(())
         rest = [each for each in reversed(checkpoints) if each != latest]
@@ -299,7 +387,7 @@ class CheckpointManager:
 
         def note() -> None:
             if self._provenance is None:
-                self._provenance = provenance_of(config_digest=self._config_digest, world_size=self._world_size())
+                self._provenance = _provenance_of(self._config_digest, self._world_size())
             try:
                 write_record(self._disk, path, StepRecord(operator.index(step), noted, dict(self._provenance)))
             except StorageError:
@@ -307,7 +395,7 @@ class CheckpointManager:
                     raise
                 logger.warning("%s was removed as soon as it was committed: another manager does not keep it", path)
                 return
-            move_latest(self._disk, self.root, os.path.basename(path))
+            self._series.move_latest(path)
 
         return path, note
 
@@ -340,7 +428,7 @@ class CheckpointManager:
 
     def _prune(self) -> list[str]:
         with self._pruning:  # an async save prunes on a thread of its own
-            pruned = prune(self._disk, self.root, self.policies)
+            pruned = prune(self._series, self.policies)
         return [*pruned.swept, *pruned.removed]
 
     def _is_coordinator(self) -> bool:
@@ -348,6 +436,23 @@ class CheckpointManager:
 
     def _world_size(self) -> int:
         return dist.get_world_size(self._group) if dist.is_initialized() else 1
+
+
+def _persistently(what: str, call: Callable[[], T]) -> T:
+    """Call again if the file system refuses, on all ranks alike: they all get the same error.
+
+    Raises:
+        StorageError: it still refuses, or what is asked for is missing.
+    """
+    for seconds in _WAIT_SECONDS:
+        try:
+            return call()
+        except StorageError as error:
+            if error.errno in _MISSING:
+                raise
+            logger.warning("%s: tried again in %g seconds: %s", what, seconds, error.message)
+        time.sleep(seconds)
+    return call()
 
 
 def _policies(keep: Sequence[KeepPolicy]) -> list[KeepPolicy]:
@@ -374,3 +479,49 @@ def _noted(metrics: Mapping[str, float]) -> dict[str, float]:
         if math.isfinite(number):
             noted[name] = number
     return noted
+
+
+def _provenance_of(config_digest: str | None, world_size: int) -> dict[str, Any]:
+    """The versions, the commit and the configuration that a checkpoint is made with.
+
+    Args:
+        config_digest: by :func:`_digest_of`; ``None`` if there is no configuration.
+        world_size: how many ranks save.
+    """
+    return {
+        "robust_dcp": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "world_size": world_size,
+        "git": _git(),
+        "config_digest": config_digest,
+    }
+
+
+def _digest_of(config: Any) -> str:
+    """SHA-256 of the configuration of a run. The order of keys does not matter. Other objects count as their text.
+
+    Raises:
+        ValueError: it holds itself, or keys or text that JSON cannot hold.
+    """
+    try:
+        plain = msgspec.to_builtins(config, enc_hook=str, str_keys=True, order="deterministic")
+        return hashlib.sha256(msgspec.json.encode(plain, order="deterministic")).hexdigest()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"config has no digest, because JSON cannot hold it: {error}; pass a dict of plain values"
+        ) from error
+
+
+def _git() -> Mapping[str, Any] | None:
+    """The commit of the program that runs, and whether its files were changed since; ``None`` outside of git."""
+    directory = os.path.dirname(os.path.abspath(sys.argv[0])) if sys.argv and sys.argv[0] else os.getcwd()
+
+    def ask(*arguments: str) -> str:
+        command = ("git", "-C", directory, *arguments)
+        return subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=True).stdout.strip()
+
+    try:
+        return {"commit": ask("rev-parse", "HEAD"), "is_changed": bool(ask("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -8,19 +8,22 @@
 
     CheckpointManager(root, keep=[KeepLast(3), KeepFirst()])
 
-A checkpoint stays if at least one policy keeps it. The latest one and the one with the highest step always stay.
+A checkpoint stays if at least one policy keeps it. :func:`unkept` says which others stay, whatever the policies say.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from robust_dcp.manager.checkpoints import Checkpoint
+from robust_dcp.drain.record import is_awaited
+from robust_dcp.manager.series import Checkpoint, Series, is_marked
+from robust_dcp.on_demand import errors
 
-__all__ = ["KeepBest", "KeepEvery", "KeepLast", "KeepPolicy"]
+__all__ = ["KeepBest", "KeepEvery", "KeepLast", "KeepPolicy", "unkept", "why_it_stays"]
 
 
 class KeepPolicy(Protocol):
@@ -91,6 +94,41 @@ class KeepBest:
         rated = [each for each in checkpoints if not math.isnan(each.metrics.get(self.metric, math.nan))]
         rated.sort(key=lambda each: (sign * each.metrics[self.metric], -each.step))
         return rated[: self.number]
+
+
+def unkept(series: Series, policies: Sequence[KeepPolicy]) -> list[Checkpoint]:
+    """The checkpoints of a series that no policy keeps, and that may be removed.
+
+    If the latest checkpoint is not the one with the highest step, the job has gone back to an earlier step. Then each
+    policy is asked twice: for all checkpoints, and for those up to the latest. So what was saved before the job went
+    back takes no place from what it saves now, and is not removed for it.
+
+    The latest and the newest stay whatever the policies say, and so does what :func:`why_it_stays` names.
+
+    Raises:
+        StorageError: the root cannot be looked at.
+    """
+    checkpoints, _ = series.look()
+    latest = series.latest_of(checkpoints)
+    until_latest = [each for each in checkpoints if latest is not None and each.step <= latest.step]
+    asked = [checkpoints] if until_latest == checkpoints else [checkpoints, until_latest]
+    kept = {each.path for policy in policies for among in asked for each in policy.kept(among)}
+    return [
+        each for each in checkpoints[:-1] if each.path not in kept and each != latest and not why_it_stays(series, each)
+    ]
+
+
+def why_it_stays(series: Series, checkpoint: Checkpoint) -> str:
+    """Why a checkpoint may not be removed although no policy keeps it; empty if it may be."""
+    path = checkpoint.path
+    try:
+        if os.path.islink(path):
+            return "somebody has put a link there"
+        if not is_marked(series.disk, path):
+            return "robust_dcp has not saved it"
+        return "its copy has not arrived" if is_awaited(series.disk, path) else ""
+    except errors.StorageError as error:
+        return f"it cannot be read: {error.message}"
 
 
 def _check_number(name: str, value: object) -> None:

@@ -14,8 +14,9 @@ from importlib import import_module, metadata
 
 import torch
 
+from robust_dcp.environment import check, value_of
 from robust_dcp.megatron.hooks.arguments import PATCHES as ARGUMENT_PATCHES
-from robust_dcp.megatron.hooks.options import Planner, choose_planner, options_from_environment
+from robust_dcp.megatron.hooks.options import Planner, choose_planner
 from robust_dcp.switch.announcement import announce
 from robust_dcp.switch.patching import Patch, Patches
 from robust_dcp.switch.stock_paths import forget_said
@@ -61,12 +62,14 @@ def install(planner: Planner = "robust_dcp") -> None:
             ``"default"`` only the arguments are added to Megatron's parser, and no save or load is replaced.
 
     Raises:
-        ValueError: an environment variable has an invalid value (:func:`~.hooks.options.options_from_environment`), or
-            ``planner`` is neither ``"robust_dcp"`` nor ``"default"``.
+        ValueError: an environment variable has an invalid value (:func:`robust_dcp.environment.check`), or ``planner``
+            is neither ``"robust_dcp"`` nor ``"default"``.
     """
     if planner not in ("robust_dcp", "default"):
         raise ValueError(f"install(planner={planner!r}): expected 'robust_dcp' or 'default'")
-    options_from_environment()
+    check()
+    if value_of("ROBUST_DCP") is False:  # it wins over all that asks for robust_dcp
+        planner = "default"
     choose_planner(planner)
     _put_in_place("arguments", ARGUMENT_PATCHES)
     if planner == "robust_dcp":

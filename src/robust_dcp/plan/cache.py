@@ -1,157 +1,72 @@
-"""Plans of committed saves, kept for the next save.
+"""The plans that this process has saved by, kept for the next save.
 
-The cache is bounded, and its keys are group and signature. ``plan.agreed_plan`` puts a plan in after its save was
-committed. A plan is used only if every rank shows in that very save that it still holds (``plan.agreement``).
+A plan counts only after the save that made it has been committed. Inside stock ``save`` only the coordinator learns of
+the commit. The other ranks keep the plan before, but no save uses it unless the coordinator offers the same plan.
+
+A changed structure is compared with the last one of its *kind*. Example: a job saves a model and a data loader in turn.
+They are two kinds. The model has not changed just because the loader was saved in between. Plans are of one kind if the
+caller gave them one name (``kind=``), or if one was made after the other and has most names in common with it. Only the
+coordinator knows kinds.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from torch.distributed.checkpoint.metadata import Metadata
 
-from robust_dcp.plan.global_plan import Shares
-from robust_dcp.plan.rank_plan import Places, RankPlan
+from robust_dcp.plan.plan import Plan
+from robust_dcp.plan.share import Share
 from robust_dcp.plan.structure import StructureTable
-from robust_dcp.storage.index import Section
 from robust_dcp.structure_cache import CACHE, StructureCache, Table
 
-if TYPE_CHECKING:
-    from robust_dcp.plan.metadata import MetadataTemplate
+__all__ = ["PLANS", "CachedPlan", "GroupKey", "PlanCache", "kind_called"]
 
-__all__ = ["PLANS", "CachedPlan", "CoordinatorPlan", "GroupKey", "PlanCache", "nbytes_of_columns"]
+_NAMED = "="
 
 GroupKey = tuple[int, ...]
 """The global ranks of a process group, in group order. A plan depends on nothing else of its group."""
 
 
-class StoredPlan(NamedTuple):
-    """A plan as the index of a checkpoint holds it (:mod:`robust_dcp.plan.stored_plan`).
-
-    Attributes:
-        shares: the encoded share of each rank.
-        structures: bundles of the structures of ranks. If two bundles have a rank, the later one counts.
-        sections: the sections of the index, with all of this and the rest.
-    """
-
-    shares: tuple[bytes, ...]
-    structures: tuple[bytes, ...]
-    sections: Mapping[str, Section]
-
-
-class MadeOnce:
-    """The sections of an index, made at the first request."""
-
-    def __init__(self) -> None:
-        self._value: StoredPlan | None = None
-        self._lock = threading.Lock()
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self._value is None else sum(len(section.data) for section in self._value.sections.values())
-
-    @property
-    def value(self) -> StoredPlan | None:
-        """The sections if they have been made, else ``None``."""
-        return self._value
-
-    def get(self, make: Callable[[], StoredPlan]) -> StoredPlan:
-        with self._lock:
-            if self._value is None:
-                self._value = make()
-            return self._value
-
-
-@dataclass(frozen=True, eq=False)
-class CoordinatorPlan:
-    """What only the coordinator keeps: enough to patch the plan, and to write the metadata of each save.
-
-    Attributes:
-        tables: the structure of each rank.
-        signatures: the signature of each rank's structure, in rank order.
-        kept, common_objects: for each rank, as in :class:`RankPlan`.
-        nbytes: bytes of tensor data that all ranks write together.
-        context: :meth:`PlanContext.encode`, which is the same on all ranks.
-        metadata: makes ``.metadata``; ``None`` if another writer than ours places the items.
-        stock_metadata: DCP's own object for such a writer.
-        variable_places: the places of every rank's items of variable size in the last committed save; ``None`` before
-            the first one.
-        stored: the plan as the index of each checkpoint holds it. ``stored_before``: that of the plan from which this
-            plan was made. ``changed_ranks``: the ranks with another structure or share than there.
-        columns_nbytes: memory of all tables and places.
-        replicated, n_classes: for each rank, as in ``ReplicaChecks``; empty if replicas are not compared.
-        is_contested: whether several ranks claim the main replica of some chunk.
-        shares: what the next plan is made from, if little changes.
-    """
-
-    tables: tuple[StructureTable, ...]
-    signatures: tuple[bytes, ...]
-    kept: tuple[Places, ...]
-    common_objects: tuple[Places, ...]
-    nbytes: int
-    context: bytes
-    metadata: MetadataTemplate | None
-    stock_metadata: Metadata | None = None
-    variable_places: tuple[npt.NDArray[np.int64], ...] | None = None
-    stored: MadeOnce = field(default_factory=MadeOnce)
-    stored_before: MadeOnce | None = None
-    changed_ranks: tuple[int, ...] = ()
-    columns_nbytes: int = 0
-    replicated: tuple[Places, ...] = ()
-    n_classes: int = 1
-    is_contested: bool = False
-    shares: Shares | None = None
-
-    @property
-    def memory_nbytes(self) -> int:
-        """Roughly how much memory this takes."""
-        emitted = 0 if self.metadata is None else self.metadata.nbytes
-        return self.columns_nbytes + emitted + self.stored.nbytes
-
-
-def nbytes_of_columns(tables: Sequence[StructureTable], *others: Sequence[npt.NDArray[np.integer[Any]]]) -> int:
-    """Memory of the columns of all tables, and of other columns of each rank. Columns that ranks share count once."""
-    columns = {id(column): column.nbytes for table in tables for column in table.columns}
-    columns |= {id(column): column.nbytes for of_ranks in others for column in of_ranks}
-    return sum(columns.values())
-
-
 @dataclass(frozen=True, eq=False)
 class CachedPlan:
-    """One rank's share of a plan that was committed.
+    """One rank's share of a plan, and on the coordinator all of it.
 
     Attributes:
-        plan_id: the identity of the global plan, a hash over the signatures of all ranks.
+        share: what this rank writes.
         signature: the signature of this rank's structure.
         table: this rank's structure.
-        rank_plan: what this rank writes.
+        plan: the plan of all ranks, on the coordinator.
         variable_places: int64 ``[v, 2]``, offset and length of this rank's items of variable size in the last save, as
             the coordinator knows them. Places that do not change need not be sent again. ``None`` if this rank cannot
             be sure that the coordinator knows them.
-        coordinator: on the coordinator only.
+        places_of_all: on the coordinator, the places of every rank's items of variable size in the last save.
         loaded_from: the checkpoint in which the plan was found; empty if this process made it.
-        kind: the kind of what is saved (:mod:`robust_dcp.plan.kinds`), the same on all ranks.
+        kind: on the coordinator, the kind of what is saved: the caller's name for it, or the identity of the first plan
+            of this kind.
     """
 
-    plan_id: bytes
+    share: Share
     signature: bytes
     table: StructureTable
-    rank_plan: RankPlan
-    variable_places: npt.NDArray[np.int64] | None
-    coordinator: CoordinatorPlan | None
+    plan: Plan | None = None
+    variable_places: npt.NDArray[np.int64] | None = None
+    places_of_all: tuple[npt.NDArray[np.int64], ...] | None = None
     loaded_from: str = ""
     kind: str = ""
 
     @property
+    def plan_id(self) -> bytes:
+        """The identity of the plan."""
+        return self.share.plan_id
+
+    @property
     def memory_nbytes(self) -> int:
         """Roughly how much memory this takes."""
-        of_all = 0 if self.coordinator is None else self.coordinator.memory_nbytes
-        return nbytes_of_columns([self.table], [self.rank_plan.kept]) + of_all
+        of_all = 0 if self.plan is None else self.plan.memory_nbytes
+        return sum(column.nbytes for column in self.table.columns) + self.share.kept.nbytes + of_all
 
 
 class PlanCache:
@@ -186,12 +101,41 @@ class PlanCache:
         """The plan with that identity."""
         return next((plan for plan in self._of(group) if plan.plan_id == plan_id), None)
 
-    def last_of_each_kind(self, group: GroupKey) -> dict[str, CachedPlan]:
-        """For each kind that ``group`` has saved, the plan that it used last. The kind that was saved last is first."""
-        found: dict[str, CachedPlan] = {}
-        for plan in self._of(group):
-            found.setdefault(plan.kind, plan)
-        return found
+    def of_signatures(self, group: GroupKey, signatures: Sequence[bytes]) -> CachedPlan | None:
+        """On the coordinator, the plan that was made for these structures of all ranks."""
+        wanted = tuple(signatures)
+        return next(
+            (each for each in self._of(group) if each.plan is not None and each.plan.signatures == wanted), None
+        )
+
+    def last_of_kind(self, group: GroupKey, named: str | None, tables: Sequence[StructureTable]) -> CachedPlan | None:
+        """On the coordinator, the last plan of the kind of these structures of all ranks; ``None`` for a new kind.
+
+        Without a name from the caller, it is the plan that has most names in common with the structures. They must be
+        half of the names of the larger of the two, or nearly all of the smaller. So a structure that grew is still of
+        its kind, and one that shares only a step counter is not. A name counts once for each rank that holds it.
+
+        Args:
+            named: the caller's name of the kind.
+        """
+        last: dict[str, CachedPlan] = {}
+        for cached in self._of(group):
+            if cached.plan is not None:
+                last.setdefault(cached.kind, cached)
+        if named is not None and kind_called(named) in last:
+            return last[kind_called(named)]
+        n_now = sum(len(table.names) for table in tables)
+        best, most = None, 0
+        for kind, cached in last.items():
+            if cached.plan is None or kind.startswith(_NAMED):
+                continue
+            before = cached.plan.tables
+            shared = sum(_n_shared(one, other) for one, other in zip(before, tables, strict=True))
+            n_before = sum(len(table.names) for table in before)
+            is_alike = 2 * shared >= max(n_before, n_now) or 10 * shared >= 9 * min(n_before, n_now)
+            if shared > most and is_alike:
+                best, most = cached, shared
+        return best
 
     def _of(self, group: GroupKey) -> list[CachedPlan]:
         # A search is no use of a plan. A plan counts as used when its save is committed and it is put in again.
@@ -209,6 +153,15 @@ class PlanCache:
 
     def clear(self) -> None:
         self._table.clear()
+
+
+def kind_called(name: str) -> str:
+    """The kind that the caller has given ``name``. Other kinds are called by the identity of their first plan."""
+    return f"{_NAMED}{name}"
+
+
+def _n_shared(one: StructureTable, other: StructureTable) -> int:
+    return len(one.names) if one.names is other.names else len(set(one.names).intersection(other.names))
 
 
 PLANS = PlanCache(CACHE)

@@ -7,6 +7,7 @@ calls it, and stock ``torch.distributed.checkpoint.load`` calls its hooks.
 from __future__ import annotations
 
 import io
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, entry_point
 from robust_dcp.plan.loading.load_items import PlannedReads, plan_reads, whole_tensors
 from robust_dcp.plan.loading.missing_keys import near_names, renamed_in_words, what_is_saved
+from robust_dcp.plan.loading.target_memory import local_tensors, overlapping_targets, unusable_targets
 from robust_dcp.plan.state_dict.flatten import flatten
 from robust_dcp.plan.structure.own_chunks import global_size, own_chunks
 from robust_dcp.storage.files.garbage import without_garbage_collection
@@ -29,6 +31,8 @@ from robust_dcp.storage.reading.planned_items import PlannedItems, WholeTensors
 from robust_dcp.storage.records.objects import ObjectBytes, check_object, not_an_object
 
 __all__ = ["RobustLoadPlanner", "check_filled", "local_numel"]
+
+logger = logging.getLogger(__name__)
 
 _SHOWN = 10
 _MISSING = "Missing key in checkpoint: "
@@ -77,6 +81,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         self.on_dtype_mismatch = on_dtype_mismatch
         self.trusted = trusted
         self._whole_keys: frozenset[str] = frozenset()
+        self._spelt: dict[int, dict[str, Any]] = {}
 
     @property
     def missing_keys(self) -> tuple[str, ...]:
@@ -102,6 +107,7 @@ class RobustLoadPlanner(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         self._whole_keys = frozenset()
+        self._spelt = {}
         with without_garbage_collection():
             flat = _flat(state_dict) if self.flatten_state_dict else None
             if flat is None:
@@ -121,6 +127,18 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             self._whole_keys = frozenset(whole.names)
             look_up(self.metadata, self._others())
             planned = self._checked_plan(self.metadata)
+            asked = {key: value for key, value in self._others().items() if key in self._saved}
+            targets = [*zip(whole.names, whole.targets, strict=True), *local_tensors(asked)]
+            if problems := unusable_targets(targets):
+                raise PlanConflict(self._in_words(problems))
+            if shared := overlapping_targets(targets):
+                logger.warning(
+                    "%d pair(s) of tensors that are loaded overlap in memory: %s. Where the checkpoint has other "
+                    "values for one than for the other, the one that is filled last wins: load one of them, or into a "
+                    "copy",
+                    len(shared),
+                    ", ".join(f"{one!r} and {other!r}" for one, other in shared[:_SHOWN]),
+                )
             check_filled(planned.items, _wanted(planned, self._others(), self.metadata))
         if not len(whole):
             return LoadPlan(planned.items)
@@ -234,13 +252,28 @@ class RobustLoadPlanner(DefaultLoadPlanner):
             check_object(value, file=file, item=name)
             value.seek(0)
         try:
-            super().load_bytes(read_item, value)
+            loaded = torch.load(value, weights_only=False)
         except Exception as error:  # torch raises almost anything for bytes that torch.save did not write
             raise not_an_object(error, file=file, item=name) from error
+        # DefaultLoadPlanner does not find keys that are no text, and without flatten_state_dict it puts the object only
+        # into the copy of the state dict that flatten_sharded_tensors made.
         if not self.flatten_state_dict:
-            # DefaultLoadPlanner puts the object only into the copy of the state dict that flatten_sharded_tensors made.
-            key = read_item.dest_index.fqn
-            self.original_state_dict[key] = self.state_dict[key]
+            self.state_dict[name] = self.original_state_dict[name] = loaded
+            return
+        container: Any = self.original_state_dict
+        *parts, last = self.mappings[name]
+        for part in parts:
+            container = container[self._key(container, part)]
+        container[self._key(container, last)] = loaded
+
+    def _key(self, container: Any, part: str | int) -> Any:
+        """The key of a dict, or the index into a list, that is spelt ``part`` in the path of a flattened name."""
+        if not isinstance(container, Mapping) or part in container:
+            return part
+        spelt = self._spelt.get(id(container))
+        if spelt is None:
+            spelt = self._spelt[id(container)] = {str(key): key for key in container}
+        return spelt[str(part)]
 
 
 def _flat(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]] | None:

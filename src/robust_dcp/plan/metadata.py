@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,9 +23,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from robust_dcp.plan.global_plan import GlobalPlan, Patch, plan_of_written
+from robust_dcp.plan.global_plan import GlobalPlan
 from robust_dcp.plan.metadata_columns import metadata_columns
-from robust_dcp.plan.patched_columns import patched_columns
 from robust_dcp.plan.structure import ItemKind
 from robust_dcp.report_file import Modules
 from robust_dcp.storage.committing.commit import MetadataToPublish
@@ -47,12 +45,6 @@ Places = npt.NDArray[np.intp]
 
 logger = logging.getLogger(__name__)
 
-_SPARE_FILES = 64
-"""Room for files that patches add, besides one eighth of all files."""
-
-_NO_FILE = "-"
-"""The name in the index of a file that a patch has made unnecessary."""
-
 
 class MetadataTemplate:
     """The metadata of all checkpoints that one plan writes.
@@ -66,67 +58,16 @@ class MetadataTemplate:
     """
 
     def __init__(self, plan: GlobalPlan, placements: Sequence[Placements], layout: Layout = TORCH) -> None:
-        ends = np.cumsum([placement.n_files for placement in placements]).tolist()
-        self._ranks = [
-            _Files.of(placement, np.arange(end - placement.n_files, end, dtype=np.int32))
-            for placement, end in zip(placements, ends, strict=True)
-        ]
-        self._n_files = ends[-1] if ends else 0
-        self._max_files = self._n_files * 9 // 8 + _SPARE_FILES
+        n_files = [placement.n_files for placement in placements]
+        self._head_nbytes = [placement.head_nbytes for placement in placements]
+        self._n_variable = [len(placement.variable) for placement in placements]
+        self._rank_of_file = np.repeat(np.arange(len(placements)), n_files)
         self._layout = layout
         self._lock = threading.Lock()
         self._compiled: _Compiled | None = None
         self._variable_places: Int64 = np.empty((0, 2), dtype=np.int64)
         self._modules: Modules | None = None
-
-        def compiled() -> tuple[MetadataPickle, MetadataColumns]:
-            numbers = [files.numbers for files in self._ranks]
-            columns = metadata_columns(plan, placements, numbers, self._n_files)
-            return MetadataPickle(columns, max_files=self._max_files), columns
-
-        self._compiler: Callable[[], tuple[MetadataPickle, MetadataColumns]] | None = compiled
-
-    def patched(self, patch: Patch, placements: Mapping[int, Placements]) -> MetadataTemplate | None:
-        """The metadata of a plan that was made from the plan of this metadata.
-
-        Args:
-            patch: the changes.
-            placements: the places of the items of ranks that the patch has moved.
-
-        Returns:
-            ``None`` if the plan has more new files than there is room for.
-        """
-        new = copy(self)
-        new._lock, new._compiled, new._modules, new._ranks = threading.Lock(), None, None, list(self._ranks)
-        for rank, placement in placements.items():
-            numbers = self._ranks[rank].numbers
-            end = new._n_files + max(0, placement.n_files - len(numbers))
-            numbers = np.append(numbers, np.arange(new._n_files, end, dtype=np.int32))
-            new._ranks[rank], new._n_files = _Files.of(placement, numbers), end
-        if new._n_files > self._max_files:
-            return None
-
-        def compiled() -> tuple[MetadataPickle, MetadataColumns]:
-            tables = [
-                patch.shares.tables[rank].taken(patch.shares.kept[rank])
-                if rank in placements
-                else table.taken(patch.changed.kept[rank])
-                for rank, table in enumerate(patch.changed.columns.tables)
-            ]
-            all_placements = [placements.get(rank, _nowhere(len(table))) for rank, table in enumerate(tables)]
-            some = plan_of_written(tables)
-            columns = metadata_columns(some, all_placements, [files.numbers for files in new._ranks], new._n_files)
-            is_stale = np.zeros(new._n_files, dtype=np.bool_)
-            for rank in placements:
-                is_stale[new._ranks[rank].numbers] = True
-            is_new = np.array([name in patch.names for name in columns.names], dtype=np.bool_)
-            gone = patch.names.difference(columns.names)
-            before = self._compile()
-            pickled = before.pickled.patched(columns, is_new, is_stale, gone)
-            return pickled, patched_columns(before.columns, columns, is_new, is_stale, gone)
-
-        new._compiler = compiled
-        return new
+        self._compiler: Callable[[], MetadataColumns] | None = lambda: metadata_columns(plan, placements)
 
     @property
     def nbytes(self) -> int:
@@ -150,26 +91,24 @@ class MetadataTemplate:
         Raises:
             ValueError: there is not one place for each item of variable size.
         """
-        for rank, (files, own) in enumerate(zip(written, self._ranks, strict=True)):
-            if len(files.variable_places) != own.n_variable:
+        for rank, (files, n_variable) in enumerate(zip(written, self._n_variable, strict=True)):
+            if len(files.variable_places) != n_variable:
                 raise ValueError(
-                    f"rank {rank} gave {len(files.variable_places)} places for {own.n_variable} items of variable size"
+                    f"rank {rank} gave {len(files.variable_places)} places for {n_variable} items of variable size"
                 )
         compiled = self._compile()
         places = self._variable_places = np.concatenate([files.variable_places for files in written])
         mark = mark_of(storage_meta.save_id or "")
-        of_files = [
-            self._layout.file_names(rank, own.head_nbytes, mark, plain=files.are_plain)
-            for rank, (files, own) in enumerate(zip(written, self._ranks, strict=True))
+        of_all = [
+            name
+            for rank, (files, heads) in enumerate(zip(written, self._head_nbytes, strict=True))
+            for name in self._layout.file_names(rank, heads, mark, plain=files.are_plain)
         ]
-        names: list[str | None] = [None] * self._n_files
-        for own, some in zip(self._ranks, of_files, strict=True):
-            for number, name in zip(own.numbers.tolist(), some, strict=False):
-                names[number] = name.committed
+        names = [name.committed for name in of_all]
         fragments = compiled.pickled.encode(names, places[compiled.order], storage_meta).fragments
         index = self._index(compiled, fragments, names, places, storage_meta, kept_plan or {})
-        renames = tuple(name for some in of_files for name in some if name.written != name.committed)
-        return MetadataToPublish(fragments, frozenset(name for name in names if name is not None), renames, index)
+        renames = tuple(name for name in of_all if name.written != name.committed)
+        return MetadataToPublish(fragments, frozenset(names), renames, index)
 
     @property
     def module_sizes(self) -> Modules:
@@ -192,7 +131,7 @@ class MetadataTemplate:
         self,
         compiled: _Compiled,
         fragments: Sequence[Fragment],
-        names: Sequence[str | None],
+        names: Sequence[str],
         places: Int64,
         storage_meta: StorageMeta,
         kept_plan: Mapping[str, Section],
@@ -200,10 +139,9 @@ class MetadataTemplate:
         """The index of a checkpoint with this ``.metadata``; empty if there can be none."""
         if compiled.indexed is None:
             return ()
-        used = [name or _NO_FILE for name in names]
         try:
             return compiled.indexed.encode(
-                fragments, used, places[compiled.index_order], storage_meta, FORMAT_VERSION, kept_plan
+                fragments, names, places[compiled.index_order], storage_meta, FORMAT_VERSION, kept_plan
             )
         except ValueError as error:  # UTF-8 cannot encode a path, for example
             _tell_of_no_index(error)
@@ -212,7 +150,8 @@ class MetadataTemplate:
     def _compile(self) -> _Compiled:
         with self._lock:
             if self._compiler is not None:
-                pickled, columns = self._compiler()
+                columns = self._compiler()
+                pickled = MetadataPickle(columns)
                 self._compiled = _Compiled(
                     pickled,
                     self._places_of_variable(pickled.variable_files),
@@ -229,11 +168,8 @@ class MetadataTemplate:
         """For each item of variable size in ``files``, its place in the list of all ranks.
 
         Ranks report these items rank after rank, in plan order. Within one file that is also the order of ``files``."""
-        rank_of = np.empty(self._n_files, dtype=np.intp)
-        for rank, own in enumerate(self._ranks):
-            rank_of[own.numbers] = rank
         places = np.empty(len(files), dtype=np.intp)
-        places[np.argsort(rank_of[files], kind="stable")] = np.arange(len(files))
+        places[np.argsort(self._rank_of_file[files], kind="stable")] = np.arange(len(files))
         return places
 
 
@@ -253,31 +189,6 @@ class _Compiled(NamedTuple):
     columns: MetadataColumns
     indexed: IndexTemplate | None
     index_order: Places
-
-
-class _Files(NamedTuple):
-    """The files of one rank.
-
-    Attributes:
-        numbers: int32, the number of each file among those of all ranks, followed by the numbers of files that the rank
-            used before.
-        head_nbytes: as in :class:`Placements`.
-        n_variable: how many items of variable size are in them.
-    """
-
-    numbers: Int32
-    head_nbytes: Sequence[int]
-    n_variable: int
-
-    @classmethod
-    def of(cls, placement: Placements, numbers: Int32) -> _Files:
-        return cls(numbers, placement.head_nbytes, int((placement.offset < 0).sum()))
-
-
-def _nowhere(n_items: int) -> Placements:
-    """Placements for items of ranks that have not moved. Nothing reads them."""
-    nothing = np.zeros(n_items, dtype=np.int64)
-    return Placements(nothing.astype(np.int32), nothing, nothing, (0,), None)
 
 
 def _index_of(columns: MetadataColumns) -> IndexTemplate | None:

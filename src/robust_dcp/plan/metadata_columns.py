@@ -25,18 +25,14 @@ Int32 = npt.NDArray[np.int32]
 Places = npt.NDArray[np.intp]
 
 
-def metadata_columns(
-    plan: GlobalPlan, placements: Sequence[Placements], files: Sequence[Int32], n_files: int
-) -> MetadataColumns:
+def metadata_columns(plan: GlobalPlan, placements: Sequence[Placements]) -> MetadataColumns:
     """The columns for everything that ``plan`` writes.
 
     Args:
         plan: the plan.
-        placements: for each rank the places of the items that it writes.
-        files: for each rank the number of each of its files among those of all ranks.
-        n_files: how many files all ranks have.
+        placements: for each rank the places of the items that it writes. Files are numbered rank after rank.
     """
-    return _columns_of(plan, _InPlanOrder.of(plan, placements, files), n_files=n_files)
+    return _columns_of(plan, _InPlanOrder.of(plan, placements), n_files=sum(each.n_files for each in placements))
 
 
 class _InPlanOrder(NamedTuple):
@@ -52,12 +48,13 @@ class _InPlanOrder(NamedTuple):
     nbytes: Int64
 
     @classmethod
-    def of(cls, plan: GlobalPlan, placements: Sequence[Placements], files: Sequence[Int32]) -> _InPlanOrder:
+    def of(cls, plan: GlobalPlan, placements: Sequence[Placements]) -> _InPlanOrder:
         # Placements come rank after rank and ascend within a rank. So do the rows of the columns.
         is_written = np.zeros(len(plan.columns), dtype=np.bool_)
         is_written[plan.written] = True
         place = (np.cumsum(is_written) - 1)[plan.written]
-        file = [own[p.file] if len(p.file) else p.file for p, own in zip(placements, files, strict=True)]
+        ends = np.cumsum([p.n_files for p in placements])
+        file = [p.file + np.int32(end - p.n_files) for p, end in zip(placements, ends.tolist(), strict=True)]
         return cls(
             np.concatenate(file)[place],
             np.concatenate([p.offset for p in placements])[place],

@@ -17,24 +17,22 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from robust_dcp.comm import Channel
 from robust_dcp.errors import PlanConflict, RobustCheckpointError, entry_point
-from robust_dcp.plan.agreed_plan import AgreedPlan, OnObjectMismatch, OnStructureChange
+from robust_dcp.plan.agreed_plan import AgreedPlan, OnReplicaMismatch, OnStructureChange
 from robust_dcp.plan.checkpoint_name import checkpoint_name
 from robust_dcp.plan.committed_metadata import PlannedMetadata
-from robust_dcp.plan.global_plan import object_digest
 from robust_dcp.plan.local import LocalStructure
-from robust_dcp.plan.replica_checks import VerifyReplicas
 from robust_dcp.plan.session import SaveSession
+from robust_dcp.plan.state_dict.contents import digest_of
 from robust_dcp.plan.state_dict.describe import DescribedItems, describe_items, holds_shards
-from robust_dcp.plan.state_dict.digests import replica_digest
 from robust_dcp.plan.state_dict.flatten import flatten
 from robust_dcp.plan.state_dict.known import STRUCTURES, KnownStructure
 from robust_dcp.plan.state_dict.sources import StateDictSource
-from robust_dcp.plan.structure import Attributes, ItemKind, PlanContext
+from robust_dcp.plan.structure import Attributes, PlanContext
 from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects
 from robust_dcp.storage.layouts import TORCH
 from robust_dcp.storage.records.objects import Refusal
@@ -61,11 +59,10 @@ class RobustPlanner(DefaultSavePlanner):
         kind: a word for what is saved, for example ``"model"`` or ``"loader"``, if a job saves several state dicts in
             turn. A changed structure is compared with the last save of the same kind. Without it the names decide: two
             state dicts are of one kind if they share half of the names of the larger, or nearly all of the smaller.
-        on_object_mismatch: what to do if an object that several ranks hold differs between them: ``"warn"``,
-            ``"error"`` (raise ``PlanConflict``), ``"ignore"``.
-        verify_replicas: which copies of tensors on several ranks are compared by checksums. A warning names those that
-            differ. ``"off"``: none; ``"sample"``: about 32 in each save, at most 1 MiB of each, and others in a
-            checkpoint of another name; ``"all"``: all bytes of all copies. Only with ``RobustWriter``.
+        on_replica_mismatch: what to do if a value that several ranks hold under one name differs between them. Objects
+            and tensors of at most 64 KiB are compared, when a plan is made. ``"warn"``: one warning with the keys and
+            ranks; ``"error"``: raise ``PlanConflict`` on all ranks and save nothing; ``"ignore"``. The copy of the
+            lowest rank is saved.
         on_unloadable_object: what to do with an object that a load would refuse because it is not known to be plain
             data. ``"warn"``: one warning for the whole save, with key, class and what to do; ``"error"``: raise
             ``UnsafeCheckpoint`` on all ranks and save nothing; ``"ignore"``. Only with ``RobustWriter``.
@@ -93,8 +90,7 @@ class RobustPlanner(DefaultSavePlanner):
         process_group: dist.ProcessGroup | None = None,
         timeout_seconds: float = 300.0,
         on_structure_change: OnStructureChange = "rebuild",
-        on_object_mismatch: OnObjectMismatch = "warn",
-        verify_replicas: VerifyReplicas = "off",
+        on_replica_mismatch: OnReplicaMismatch = "warn",
         on_unloadable_object: OnUnloadableObject = "warn",
         no_dist: bool = False,
         kind: str | None = None,
@@ -105,14 +101,12 @@ class RobustPlanner(DefaultSavePlanner):
             dedup_save_to_lowest_rank=dedup_save_to_lowest_rank,
         )
         _refuse_others("on_structure_change", on_structure_change, OnStructureChange)
-        _refuse_others("on_object_mismatch", on_object_mismatch, OnObjectMismatch)
-        _refuse_others("verify_replicas", verify_replicas, VerifyReplicas)
+        _refuse_others("on_replica_mismatch", on_replica_mismatch, OnReplicaMismatch)
         _refuse_others("on_unloadable_object", on_unloadable_object, OnUnloadableObject)
         self.process_group = process_group
         self.timeout_seconds = timeout_seconds
         self.on_structure_change: OnStructureChange = on_structure_change
-        self.on_object_mismatch: OnObjectMismatch = on_object_mismatch
-        self.verify_replicas: VerifyReplicas = verify_replicas
+        self.on_replica_mismatch: OnReplicaMismatch = on_replica_mismatch
         self.on_unloadable_object: OnUnloadableObject = on_unloadable_object
         self.no_dist = no_dist
         self.kind = kind
@@ -147,13 +141,11 @@ class RobustPlanner(DefaultSavePlanner):
                 channel,
                 checkpoint,
                 self.on_structure_change,
-                self.on_object_mismatch,
+                self.on_replica_mismatch,
                 self.kind if kind is None else kind,
             ),
             writer,
             unloadable=UnloadableObjects(self.on_unloadable_object, self.refused_before()),
-            verify_replicas=self.verify_replicas,
-            digest_items=self._digests_of,
             needs_one_directory=self.needs_one_directory,
         )
 
@@ -186,8 +178,7 @@ class RobustPlanner(DefaultSavePlanner):
                 "flatten_state_dict": self.flatten_state_dict,
                 "flatten_sharded_tensors": self.flatten_sharded_tensors,
                 "dedup_save_to_lowest_rank": self.dedup_save_to_lowest_rank,
-                "on_object_mismatch": self.on_object_mismatch,
-                "verify_replicas": self.verify_replicas,
+                "on_replica_mismatch": self.on_replica_mismatch,
             },
             writer_options={} if writer is None else writer.plan_options,
             versions={"torch": str(torch.__version__), "robust_dcp": __version__, "layout": layout.version},
@@ -196,11 +187,10 @@ class RobustPlanner(DefaultSavePlanner):
             table=structure.table,
             context=context,
             signature=structure.signature(context),
-            object_digests=self._object_digests(structure, alone=channel.size == 1),
             files=None if writer is None else writer.files_per_rank,
             lowest_rank=self.dedup_save_to_lowest_rank,
             layout=layout,
-            verify_replicas=self.verify_replicas,
+            digests_of=self._digests_of,
         )
 
     def items_of_state_dict(self, *, is_coordinator: bool) -> DescribedItems:
@@ -225,10 +215,12 @@ class RobustPlanner(DefaultSavePlanner):
         """
         if any(map(self._overrides, ("lookup_object", "resolve_data", "transform_object"))):
             return WriteItemSource(self.kept_items(session), session.watched(self.resolve_data))
-        kept = session.plan.rank_plan.kept
-        return StateDictSource(
-            self._items, self._described(), kept, self.lookup_object, session.watched(self.resolve_data)
-        )
+        kept = session.plan.share.kept
+
+        def lookup(index: MetadataIndex) -> Any:
+            return session.unloadable.take(index.fqn, self.lookup_object(index))
+
+        return StateDictSource(self._items, self._described(), kept, lookup, session.watched(self.resolve_data))
 
     def forget_state_dict(self) -> None:
         """Drop the state dict after everything to write has been copied, because its memory may be needed."""
@@ -237,37 +229,22 @@ class RobustPlanner(DefaultSavePlanner):
 
     def kept_items(self, session: SaveSession) -> list[WriteItem]:
         """The write items of this rank's share of the plan, in plan order."""
-        return [
-            self._items.write_item(place) for place in self._described().order[session.plan.rank_plan.kept].tolist()
-        ]
+        return [self._items.write_item(place) for place in self._described().order[session.plan.share.kept].tolist()]
 
     def _described(self) -> KnownStructure:
         if self._structure is None:
             raise RobustCheckpointError("describe() must be called before the data of a plan is requested")
         return self._structure
 
-    def _digests_of(self, places: list[int], identities: npt.NDArray[np.uint64], limit: int | None) -> list[int]:
-        """The digests of items of the table, for ``replica_checks``."""
-        known, items = self._described(), self._items
-        # Use all items, because the digests are not only of items that this rank writes.
-        source = StateDictSource(items, known, np.array(places, dtype=np.intp), self.lookup_object, self.resolve_data)
+    def _digests_of(self, places: npt.NDArray[np.intp]) -> npt.NDArray[np.uint64]:
+        """Digests of what would be written for some items of the table. 0 means that it cannot be read."""
+        source = StateDictSource(self._items, self._described(), places, self.lookup_object, self.resolve_data)
         with torch.no_grad():
-            return [
-                replica_digest(source.resolve(number), identity, limit)
-                for number, identity in enumerate(identities.tolist())
-            ]
+            return np.array([digest_of(source.resolve(number)) for number in range(len(places))], dtype=np.uint64)
 
     def _overrides(self, hook: str) -> bool:
         """Whether a subclass overrides this method of :class:`RobustPlanner`."""
         return getattr(getattr(self, hook), "__func__", None) is not getattr(RobustPlanner, hook)
-
-    def _object_digests(self, structure: KnownStructure, *, alone: bool) -> np.ndarray[Any, np.dtype[np.uint64]]:
-        objects = structure.order[structure.table.kinds == ItemKind.BYTES].tolist()
-        if alone or self.on_object_mismatch == "ignore":
-            return np.zeros(len(objects), dtype=np.uint64)
-        return np.array(
-            [object_digest(self.lookup_object(self._items.index(place))) for place in objects], dtype=np.uint64
-        )
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """What is written for a value: for a tensor the tensor itself, for an object its bytes."""
@@ -348,7 +325,7 @@ class RobustPlanner(DefaultSavePlanner):
         if self._writer is not None:
             session.commits_together = len(all_plans) < session.channel.size
             return list(all_plans), PlannedMetadata(session, self._checkpoint)
-        plan = session.plan.coordinator
+        plan = session.plan.plan
         if plan is None:
             raise RobustCheckpointError(
                 "use_collectives=False needs storage_writer=RobustWriter(path): this planner's plan is global, and a "

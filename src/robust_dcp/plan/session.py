@@ -13,22 +13,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Final
 
 import torch
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from robust_dcp.comm import Agreement, Channel
 from robust_dcp.errors import ExchangeError, RobustCheckpointError
 from robust_dcp.plan.agreed_plan import AgreedPlan
-from robust_dcp.plan.cache import CoordinatorPlan
 from robust_dcp.plan.clean_up import clean_up, failed_in_step, nothing_is_committed
 from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.node_commit import commit_on_nodes
-from robust_dcp.plan.rank_plan import RankPlan
-from robust_dcp.plan.replica_checks import Differing, DigestItems, VerifyReplicas, compare_replicas, digest_columns
-from robust_dcp.plan.report_of_session import report_of
-from robust_dcp.plan.session_writer import SessionWriter
-from robust_dcp.plan.stored_plan import plan_sections
+from robust_dcp.plan.plan import Plan
+from robust_dcp.plan.share import Share
 from robust_dcp.plan.unloadable import UnloadableObjects, report_unloadable
 from robust_dcp.plan.written import (
     LEADS_DIRECTORY,
@@ -40,15 +37,22 @@ from robust_dcp.plan.written import (
     written_message,
     written_offer,
 )
+from robust_dcp.report_file import Changes, SavedReport, shortened
+from robust_dcp.report_file import Plan as PlanOfReport
 from robust_dcp.storage.committing.commit import MetadataToPublish
 from robust_dcp.storage.committing.directory_claim import not_one_directory
 from robust_dcp.storage.committing.save_directory import SaveDirectory
 from robust_dcp.storage.index import Section
+from robust_dcp.storage.layouts.places import Placements
+from robust_dcp.storage.writer import RobustWriter
 from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
-from robust_dcp.storage.writing.save_report import SaveTimes, said_of_rank
+from robust_dcp.storage.writing.room import RoomOfRank, refuse_without_room
+from robust_dcp.storage.writing.save_report import SaidOfRank, SaveTimes, make_report, said_of_rank
 
 __all__ = ["SaveSession"]
+
+_REASON_LENGTH: Final = 2000
 
 Data = torch.Tensor | io.BytesIO
 
@@ -65,8 +69,6 @@ class SaveSession:
         unloadable: the objects on this rank that a load would refuse, and what to do about them.
         commits_together: whether all ranks call ``commit``. Inside stock ``save`` with collectives only the
             coordinator does, and stock tells the others.
-        verify_replicas: which replicas are compared with those of other ranks.
-        digest_items: computes the digests of this rank's items; ``None`` if nothing can be compared.
         needs_one_directory: what kind of save this is, if it cannot be made on nodes that do not share the directory,
             for example because one rank writes more files into it.
 
@@ -76,21 +78,17 @@ class SaveSession:
     """
 
     plan: AgreedPlan
-    writer: SessionWriter | None = None
+    writer: RobustWriter | None = None
     unloadable: UnloadableObjects = field(default_factory=UnloadableObjects)
     commits_together: bool = False
-    verify_replicas: VerifyReplicas = "off"
-    digest_items: DigestItems | None = None
     needs_one_directory: str = ""
 
-    differing_replicas: tuple[Differing, ...] = field(default=(), init=False)
     written: WrittenFiles | None = field(default=None, init=False)
     unloadable_objects: dict[str, str] = field(default_factory=dict, init=False)
     digest: str | None = field(default=None, init=False)
     leads_directory: bool = field(default=False, init=False)
     times: SaveTimes = field(default_factory=SaveTimes, init=False)
     messages: Sequence[WrittenMessage | None] = field(default=(), init=False)
-    _digests: bytes | None = field(default=None, init=False)
     _are_plain: Sequence[bool] = field(default=(), init=False)
     _written_agreement: Agreement | None = field(default=None, init=False)
     _written_by_all: tuple[WrittenFiles, ...] = field(default=(), init=False)
@@ -111,7 +109,7 @@ class SaveSession:
         """This process's rank in the group."""
         return self.channel.rank
 
-    def agree(self, describe: Callable[[], LocalStructure], *, leads: bool) -> RankPlan:
+    def agree(self, describe: Callable[[], LocalStructure], *, leads: bool) -> Share:
         """Let the writer begin, agree with all ranks on the plan of this save, and return this rank's share.
 
         Args:
@@ -130,14 +128,18 @@ class SaveSession:
                 self.writer.begin(is_coordinator=leads, ranks=self.channel.size if self.rank == 0 else None)
             return describe()
 
-        with self._cleaned_up_after_failure(), self.times.phase("plan", self.channel):
-            mark = self.plan.agree(begin, leads=leads, mark=0 if self.writer is None else self.writer.mark)
+        with self._cleaned_up_after_failure(), self.times.phase("plan"):
+            if self.writer is None:
+                mark = self.plan.agree(begin, leads=leads)
+            else:
+                own_mark, has_ample_room = self.writer.mark, self.writer.has_ample_room
+                mark = self.plan.agree(begin, leads=leads, mark=own_mark, has_ample_room=has_ample_room)
         if self.writer is not None:
             self.writer.adopt(mark)
             self._announce(self.writer)
-        return self.plan.rank_plan
+        return self.plan.share
 
-    def _announce(self, writer: SessionWriter) -> None:
+    def _announce(self, writer: RobustWriter) -> None:
         """Let the coordinator announce the save. Rank 0 has done so before it agreed; if another rank is the
         coordinator, all ranks wait for it, because they look for the announcement before they write."""
 
@@ -159,25 +161,39 @@ class SaveSession:
                 ranks hear of it while they still write (:meth:`check_stop`), and all ranks raise.
         """
 
-        def write_own() -> WrittenMessage | None:
-            placements = self.plan.rank_plan.placements
+        begun: list[tuple[RobustWriter, Placements]] = []
+
+        def begin_own() -> tuple[RobustWriter, Placements]:
+            placements = self.plan.share.placements
             if self.writer is None or placements is None:
                 raise ValueError("this save was planned for another storage writer")
             if self.channel.size > 1:
                 self.leads_directory = self.writer.join(ranks=self.channel.size)
+            begun.append((self.writer, placements))
+            return begun[0]
+
+        def own_room() -> RoomOfRank:
+            writer, placements = begin_own()
+            return writer.room(self.rank, placements, self.plan.known_places)
+
+        def write_own() -> WrittenMessage | None:
+            writer, placements = begun[0] if begun else begin_own()
             known_places = self.plan.known_places
             with self.times.own_write():
-                self.written = self.writer.write(self.rank, source(), placements, self.check_stop, known_places)
+                self.written = writer.write(self.rank, source(), placements, self.check_stop, known_places)
             self.unloadable.raise_if_forbidden(self.checkpoint)
             return written_message(
                 self.written.variable_places,
                 known_places,
-                self.take_digests(),
                 self.unloadable.found,
-                said_of_rank(self.rank, self.written, self.times) if self.writer.leaves_report else None,
+                said_of_rank(self.rank, self.written, self.times) if writer.leaves_report else None,
             )
 
-        with self._cleaned_up_after_failure(), self.times.phase("write", self.channel):
+        with self._cleaned_up_after_failure(), self.times.phase("write"):
+            if self.plan.checks_room:
+                self.channel.gather(
+                    self.plan.phase("room"), own_room, RoomOfRank, then=partial(refuse_without_room, self.checkpoint)
+                )
             messages = self.channel.gather(
                 self.plan.phase("write"),
                 write_own,
@@ -204,32 +220,25 @@ class SaveSession:
         if what:
             raise not_one_directory(self.checkpoint, f"rank {rank}", what)
 
-    def write_items(self, items: Sequence[WriteItem], resolve: Callable[[WriteItem], Data]) -> None:
+    def write_items(self, items: Sequence[WriteItem], planner: SavePlanner) -> None:
         """Do the same as :meth:`write` when stock ``save`` calls the writer's ``write_data``.
 
         Stock lets each rank commit only with ``no_dist=True``. Otherwise the coordinator alone commits. Then this rank
-        keeps its plan now, but the plan counts only together with the coordinator's, which is kept after the commit.
+        keeps its plan now, but no save uses it unless the coordinator, which knows of the commit, offers it too.
 
         Args:
-            resolve: the planner's ``resolve_data``.
+            items: this rank's share, as stock has it.
+            planner: the planner that made it. ``RobustPlanner`` gives its data by ``source``, and another one, which
+                wraps that, by ``resolve_data``.
         """
-        self.write(lambda: WriteItemSource(items, self.watched(resolve)))
+
+        def source() -> ItemSource:
+            make: Callable[[SaveSession], ItemSource] | None = getattr(planner, "source", None)
+            return WriteItemSource(items, self.watched(planner.resolve_data)) if make is None else make(self)
+
+        self.write(source)
         if not self.channel.is_coordinator and not self.commits_together:
             self._keep_plan(confirmed=False)
-
-    def take_digests(self) -> bytes:
-        """Compute the digests of the chunks that this save compares; no bytes if it compares none.
-
-        The first call reads the data. If the data may change while it is written, call this before."""
-        if self._digests is None:
-            self._digests = b""
-            if self.digest_items is not None and self.channel.size > 1:
-                checks = self.plan.rank_plan.checks
-                self._digests = digest_columns(
-                    *(self.plan.local.table, checks, self.verify_replicas, self.checkpoint, self.digest_items),
-                    is_new=self.plan.outcome != "reused",
-                )
-        return self._digests
 
     def _others_tell(self, error: RobustCheckpointError) -> bool:
         """Whether this rank's error should be short, because stock prints the errors of all ranks.
@@ -259,28 +268,22 @@ class SaveSession:
             raise
 
     def watched(self, resolve: Callable[[WriteItem], Data]) -> Callable[[WriteItem], Data]:
-        """Wrap a planner's ``resolve_data``, so that each object on its way to the writer is checked for a load."""
-
-        def resolved(write_item: WriteItem) -> Data:
-            data = resolve(write_item)
-            if isinstance(data, io.BytesIO):
-                self.unloadable.look_at(write_item.index.fqn, data)
-            return data
-
-        return resolved
+        """Wrap a planner's ``resolve_data``, so that all that is pickled on its way to the writer is checked for a
+        load."""
+        return lambda write_item: self.unloadable.take(write_item.index.fqn, resolve(write_item))
 
     def check_stop(self, done_nbytes: int, total_nbytes: int) -> None:
         """Between blocks of data, report how far this rank is. Raise if another rank announced that the save failed."""
         self.channel.note_progress(done_nbytes, total_nbytes)
         self.channel.stop_if_announced()
 
-    def _publish(self, writer: SessionWriter) -> None:
+    def _publish(self, writer: RobustWriter) -> None:
         """On the coordinator, after :meth:`write`: let the writer commit."""
         writer.publish(self._make_metadata(writer), are_checked=self.commits_together)
 
-    def _make_metadata(self, writer: SessionWriter) -> MetadataToPublish:
+    def _make_metadata(self, writer: RobustWriter) -> MetadataToPublish:
         """On the coordinator, after :meth:`write`: this checkpoint's ``.metadata`` and index."""
-        plan = self.plan.coordinator
+        plan = self.plan.plan
         if plan is None or plan.metadata is None or self._written_agreement is None:
             raise ValueError(
                 "only the coordinator has the metadata, of a plan for RobustWriter, after all have written"
@@ -288,19 +291,19 @@ class SaveSession:
         self._written_by_all = written_by_all(
             self._are_plain,
             self.messages,
-            plan.variable_places,
+            self.plan.places_of_all,
             self._written_agreement.signature,
             self.channel.combined_signature,
         )
         return plan.metadata.encode(self._written_by_all, writer.plain_meta(), self._kept_plan(plan))
 
-    def _kept_plan(self, plan: CoordinatorPlan) -> Mapping[str, Section]:
+    def _kept_plan(self, plan: Plan) -> Mapping[str, Section]:
         """The part of the index that lets a resumed job reuse this plan."""
         # If several ranks claim the main replica, a resumed job must plan anew and warn again.
         if plan.is_contested:
             return {}
         try:
-            return plan_sections(self.channel.ranks, plan)
+            return plan.sections
         except Exception as error:  # the checkpoint is complete without it
             logger.warning(
                 "%s: its plan could not be stored, so a job that resumes from it makes a new plan: %s",
@@ -320,7 +323,7 @@ class SaveSession:
         if writer is None:
             raise ValueError("this save was planned for another storage writer")
         try:
-            with self.times.phase("commit", self.channel):
+            with self.times.phase("commit"):
                 self._commit(writer)
         except BaseException as error:
             self.plan.forget()
@@ -328,14 +331,11 @@ class SaveSession:
             raise
         self._keep_plan(confirmed=self.commits_together)
         if self.channel.is_coordinator:
-            writer.leave_report(partial(report_of, self))
+            writer.leave_report(self._report)
         if self.channel.is_coordinator or self.leads_directory:
             writer.clean_up()
-        if self.channel.is_coordinator and self.plan.coordinator is not None:
-            sent = [b"" if message is None else message.replicas for message in self.messages]
-            self.differing_replicas = compare_replicas(sent, self.plan.coordinator.tables, self.checkpoint)
 
-    def _commit(self, writer: SessionWriter) -> None:
+    def _commit(self, writer: RobustWriter) -> None:
         if self._are_on_nodes:
             agreement = commit_on_nodes(
                 self.channel,
@@ -368,6 +368,33 @@ class SaveSession:
             clean_up(self.channel, self.plan.phase("clean up"), directory, error)
         else:
             directory.claim.release()
+
+    def _report(self, save_id: str, fallbacks: tuple[str, ...]) -> SavedReport:
+        """The report of this save, which is committed, on the coordinator.
+
+        Args:
+            save_id: the id in ``.metadata``.
+            fallbacks: what the commit went without.
+        """
+        plan, changes = self.plan, self.plan.changes
+        metadata = None if plan.plan is None else plan.plan.metadata
+        told = None if changes is None else Changes.of(changes.added, changes.removed, changes.changed)
+        return make_report(
+            [
+                (rank, SaidOfRank(message.row, message.node, message.how))
+                for rank, message in enumerate(self.messages)
+                if message is not None and message.row
+            ],
+            self.times,
+            checkpoint=self.checkpoint,
+            save_id=save_id,
+            world_size=self.channel.size,
+            coordinator_rank=self.rank,
+            plan=PlanOfReport(plan.outcome, shortened(plan.reason, _REASON_LENGTH), told),
+            waits=self.channel.stragglers,
+            fallbacks=fallbacks,
+            modules=None if metadata is None else metadata.module_sizes,
+        )
 
     def _keep_plan(self, *, confirmed: bool) -> None:
         if self.written is not None:

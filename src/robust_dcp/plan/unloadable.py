@@ -1,7 +1,8 @@
-"""Finds objects that are saved but that a load would refuse. It uses the load's rule, and reports them once per save.
+"""Finds what is saved but a load would refuse. It uses the load's rule, and reports it once per save.
 
-This module holds what one rank has found in one save, and words it. ``RobustPlanner`` passes it the bytes of each
-object when they are made. The session brings together what all ranks have found.
+This module holds what one rank has found in one save, and words it. ``RobustPlanner`` passes it the data of each item
+that is pickled: objects, and tensors that are more than their bytes. The session brings together what all ranks have
+found.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
+import torch
+
 from robust_dcp.errors import UnsafeCheckpoint, ranks_in_words
-from robust_dcp.storage.records.objects import Refusal, refusal_of, registered_names
+from robust_dcp.storage.records.objects import Refusal, pickle_of, refusal_of, registered_names
+from robust_dcp.storage.records.torch_zip import is_fixed_size
+from robust_dcp.storage.writing.append import saved_by_torch
 from robust_dcp.structure_cache import CACHE, Table
 
 __all__ = ["OnUnloadableObject", "UnloadableObjects", "report_unloadable"]
@@ -27,7 +32,10 @@ _VERDICT_NBYTES = 500
 
 
 class _Verdicts:
-    """Remembers the result for bytes that were checked before, because most objects are saved again unchanged."""
+    """Remembers the result for each pickle, because most objects are saved again unchanged.
+
+    The values of tensors within an object decide nothing, so they are not looked at again.
+    """
 
     def __init__(self) -> None:
         self._known: Table[bytes, tuple[Refusal | None]] = CACHE.table(
@@ -43,7 +51,7 @@ class _Verdicts:
             self._registered = registered
 
     def of(self, data: bytes) -> Refusal | None:
-        digest = hashlib.blake2b(data, digest_size=16).digest()
+        digest = hashlib.blake2b(pickle_of(data), digest_size=16).digest()
         known = self._known.get(digest)
         if known is None:
             known = (refusal_of(data),)
@@ -67,13 +75,24 @@ class UnloadableObjects:
         _VERDICTS.begin()
         self.found: dict[str, str] = {key: str(refusal) for key, refusal in (known or {}).items()}
 
-    def look_at(self, key: str, data: io.BytesIO) -> None:
-        """Check the bytes of one object."""
-        if self.mode == "ignore":
-            return
-        refusal = _VERDICTS.of(data.getvalue())
-        if refusal is not None:
-            self.found[key] = str(refusal)
+    def take(self, key: str, data: torch.Tensor | io.BytesIO) -> torch.Tensor | io.BytesIO:
+        """Take the data of an item on its way to the writer: check what is pickled.
+
+        A tensor that dtype, shape and bytes do not describe fully, for example a quantized one, is pickled here. So a
+        background save, which takes its data before training goes on, saves the same bytes as a save that waits.
+
+        Returns:
+            The data to write.
+        """
+        if isinstance(data, torch.Tensor):
+            if is_fixed_size(data):
+                return data
+            data = saved_by_torch(data)
+        if self.mode != "ignore":
+            refusal = _VERDICTS.of(data.getvalue())
+            if refusal is not None:
+                self.found[key] = str(refusal)
+        return data
 
     def raise_if_forbidden(self, checkpoint: str) -> None:
         """Raise :class:`UnsafeCheckpoint` if the mode is ``"error"`` and anything was found."""

@@ -47,12 +47,11 @@ class _FileNames(msgspec.Struct, frozen=True):
 
 
 class WrittenMessage(msgspec.Struct, frozen=True):
-    """Places of items of variable size that the coordinator does not know yet, and digests of replicas.
+    """Places of items of variable size that the coordinator does not know yet.
 
     Attributes:
         items: int64 ``[n]``, which of the rank's items of variable size, in plan order.
         places: int64 ``[n, 2]``, offset and length of each.
-        replicas: the digests of chunks that other ranks hold too (``replica_checks.digest_columns``).
         unloadable: objects that a load would refuse, and why, by key.
         row: what the report of the save says of this rank; no bytes if there is to be no report.
         node, how: the name of the rank's node, and how it wrote. They are not in the row, because what many ranks have
@@ -61,7 +60,6 @@ class WrittenMessage(msgspec.Struct, frozen=True):
 
     items: bytes
     places: bytes
-    replicas: bytes = b""
     unloadable: dict[str, str] = {}
     row: bytes = b""
     node: str = ""
@@ -107,7 +105,6 @@ def digest_of(agreement: Agreement) -> str | None:
 def written_message(
     places: Places,
     known: Places | None,
-    replicas: bytes = b"",
     unloadable: Mapping[str, str] | None = None,
     said: SaidOfRank | None = None,
 ) -> WrittenMessage | None:
@@ -115,18 +112,17 @@ def written_message(
 
     Args:
         known: this rank's places in the last committed save with the same plan, as the coordinator has them.
-        replicas, unloadable: as in :class:`WrittenMessage`.
+        unloadable: as in :class:`WrittenMessage`.
         said: this rank's row, node and ways of writing; ``None`` if there is to be no report.
     """
     new = np.arange(len(places))
     if known is not None and len(known) == len(places):
         new = np.flatnonzero((known != places).any(axis=1))
-    if not len(new) and not replicas and not unloadable and said is None:
+    if not len(new) and not unloadable and said is None:
         return None
     return WrittenMessage(
         items=new.astype("<i8").tobytes(),
         places=places[new].astype("<i8").tobytes(),
-        replicas=replicas,
         unloadable=dict(unloadable or {}),
         **({} if said is None else said._asdict()),
     )

@@ -98,7 +98,6 @@ function rankFacts(ranks, row) {
     ["wrote", `${inBytes(ranks.nbytes[row])} in ${counted(ranks.files[row], "file")}`],
     ["rate", inRate(rate)],
     ...(way ? [["how", way]] : []),
-    ...(ranks.retries[row] ? [["retries", String(ranks.retries[row])]] : []),
   ];
 }
 

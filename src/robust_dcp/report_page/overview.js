@@ -31,9 +31,6 @@ function showOverview(save) {
   if (isSlow) notices.push(stragglerNotice(save));
   if (save.waits.length) notices.push(notice("The log said while ranks waited", save.waits));
   if (save.fallbacks.length) notices.push(notice("The save went without", save.fallbacks));
-  if (save.n_retries) {
-    notices.push(notice(`${counted(save.n_retries, "message")} arrived damaged and had to be sent once more`, []));
-  }
   replace(byId("notices"), ...notices);
   showAbout(save);
 }

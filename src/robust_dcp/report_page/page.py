@@ -142,7 +142,6 @@ def _save(found: FoundReport, budget: _Budget) -> dict[str, Any]:
         "reason": _short(report.plan.reason),
         "changes": _changes(report.plan.changes, budget),
         "n_nodes": len(report.nodes),
-        "n_retries": sum(report.ranks.retries),
         "stragglers": [
             [each.rank, _short(each.node), _short(each.phase), each.seconds, each.median_seconds]
             for each in report.stragglers[:_MOST_TEXTS]
@@ -194,7 +193,6 @@ def _ranks(report: SavedReport, budget: _Budget) -> dict[str, Any] | None:
         "files": _taken(ranks.files, rows),
         "how": [ways.get(ranks.how[row], -1) for row in rows],
         "ways": ["; ".join(_texts(report.ways[way])) for way in ways],
-        "retries": _taken(ranks.retries, rows),
     }
 
 

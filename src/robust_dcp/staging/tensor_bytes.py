@@ -17,6 +17,7 @@ from robust_dcp.staging.host import to_host
 __all__ = ["TensorBytes", "host_address", "parts_in_order"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
 
 
 def host_address(tensor: torch.Tensor) -> int | None:
@@ -29,19 +30,19 @@ def host_address(tensor: torch.Tensor) -> int | None:
         RuntimeError: the tensor's memory was freed.
     """
     # A subclass may keep its data anywhere. Lazy conjugation and negation are flags that the bytes do not show.
-    if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.layout != torch.strided:
+    if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.layout is not _STRIDED:
         return None
     is_in_order = tensor.is_contiguous()
-    numel = tensor.numel()
-    if numel:
-        last = numel - 1
+    nbytes = tensor.nbytes
+    if nbytes:
         if not is_in_order:
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        needed = (tensor.storage_offset() + last + 1) * tensor.itemsize
-        if tensor.untyped_storage().nbytes() < needed:  # FSDP resizes the storage to 0, and shape and address stay
+            nbytes = (last + 1) * tensor.itemsize
+        held = tensor.untyped_storage().nbytes()
+        if held < (needed := tensor.storage_offset() * tensor.itemsize + nbytes):
+            # FSDP resizes the storage to 0, and shape and address stay.
             raise RuntimeError(
-                f"its storage holds {tensor.untyped_storage().nbytes()} bytes where its data ends at byte {needed}: "
-                "its memory was freed"
+                f"its storage holds {held} bytes where its data ends at byte {needed}: its memory was freed"
             )
     return tensor.data_ptr() if is_in_order and not tensor.is_neg() and not tensor.is_conj() else None
 

@@ -65,7 +65,8 @@ def consolidate(
 
     Args:
         path: the checkpoint's directory.
-        output: the directory to write to. It is created if it does not exist. It must not hold safetensors files.
+        output: the directory to write to. It is created if it does not exist. It must not hold safetensors files, nor
+            their index.
         max_shard_bytes: most bytes of tensor data in one file. A larger tensor gets a file of its own.
         keys: the tensors to write; ``None`` for all.
         buffer_bytes: limit for data that was read and not yet written.
@@ -74,7 +75,8 @@ def consolidate(
     Raises:
         ValueError: a key is not in the checkpoint, is not a tensor, or has a dtype that safetensors does not know; or a
             path is a URL (``scheme://…``).
-        StorageError: a call to the file system failed, or ``output`` holds safetensors files.
+        StorageError: a call to the file system failed, or ``output`` holds safetensors files or their index. What was
+            there is untouched.
         CorruptCheckpoint: the checkpoint is damaged.
 
     Example:
@@ -93,7 +95,8 @@ def consolidate(
     reader = PieceReader(path, disk=None if is_url(path) else disk, buffer_nbytes=buffer_bytes)
     tensors, skipped = _chosen(reader, keys)
     disk.mkdirs(directory)
-    present = shards_in(disk, directory)
+    index_is_there = disk.exists(os.path.join(directory, INDEX_NAME))
+    present = [*shards_in(disk, directory), *([INDEX_NAME] if index_is_there else [])]
     if present:
         raise StorageError(
             f"{directory} holds {present[0]}: readers of safetensors take every file of a directory; choose another",
@@ -175,6 +178,7 @@ class _Unfinished:
         self._disk = disk
         self._directory = directory
         self._names: list[tuple[str, str]] = []
+        self._made: list[str] = []
         self._open: list[OpenFile] = []
 
     def __enter__(self) -> _Unfinished:
@@ -186,7 +190,7 @@ class _Unfinished:
         for file in self._open:
             with contextlib.suppress(StorageError):
                 self._disk.close(file)
-        for path in (path for names in self._names for path in names):
+        for path in self._made:
             with contextlib.suppress(StorageError):
                 self._disk.unlink(path)
 
@@ -196,6 +200,7 @@ class _Unfinished:
         temporary = f"{path}.{secrets.token_hex(8)}.part"
         file = self._disk.open_new(temporary)
         self._names.append((temporary, path))
+        self._made.append(temporary)
         self._open.append(file)
         return file
 
@@ -205,8 +210,15 @@ class _Unfinished:
         self._disk.close(file)
 
     def publish(self) -> None:
-        """Give all files their final names, in the order in which they were made."""
+        """Give all files their final names, in the order in which they were made. No file is replaced."""
         self._disk.fsync_directory(self._directory)
         for temporary, path in self._names:
+            if self._disk.exists(path):
+                raise StorageError(
+                    f"{path} was made by another program meanwhile: choose another directory, and consolidate again",
+                    path=path,
+                    operation="rename",
+                )
             self._disk.rename(temporary, path)
+            self._made.append(path)
         self._disk.fsync_directory(self._directory)

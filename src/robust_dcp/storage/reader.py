@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,12 +36,14 @@ from robust_dcp.storage.reading.metadata_source import MetadataSource, overwritt
 from robust_dcp.storage.reading.placed_reads import Read, reads_of
 from robust_dcp.storage.reading.plan_reader import read_items
 from robust_dcp.storage.reading.planned_items import PlannedItems
-from robust_dcp.storage.reading.read_options import BLOCK_NBYTES, ReadOptions
+from robust_dcp.storage.reading.read_options import ReadKeywords, ReadOptions
 from robust_dcp.storage.reading.sharable_reads import SharableReads, places_in_files, sharable_reads
-from robust_dcp.storage.reading.verification import Verify
 from robust_dcp.storage.remote.filesystem import filesystem_of, local_path_of, place_of
 from robust_dcp.storage.remote.remote_disk import RemoteDisk
 from robust_dcp.storage.writing.write_options import with_keywords
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["RobustReader"]
 
@@ -81,8 +83,9 @@ class RobustReader(StorageReader):
         path: the checkpoint's directory, or a URL of fsspec (``s3://…``). Of a URL only the bytes that a load needs are
             read.
         options: how to read, see :class:`ReadOptions`. Each option can also be given as a keyword. It is an error to
-            give two different values.
+            give two different values, also if one of them is the default.
         disk: the file system.
+        keywords: the options, one by one.
 
     ``read_data`` calls the planner's ``resolve_tensor``, ``commit_tensor`` and ``load_bytes`` only from the thread that
     called ``read_data``. If a planner has its own ``commit_tensor``, it is called right after the ``resolve_tensor`` of
@@ -106,31 +109,14 @@ class RobustReader(StorageReader):
         path: str | os.PathLike[str],
         *,
         options: ReadOptions | None = None,
-        threads: int | None = None,
-        verify_checksums: Verify = True,
-        trusted: bool = False,
-        buffer_bytes: int = 1 << 30,
-        block_bytes: int = BLOCK_NBYTES,
-        direct: bool | None = None,
-        share_reads: bool | None = None,
-        extension_registry: Any = None,
         disk: Disk | None = None,
+        **keywords: Unpack[ReadKeywords],
     ) -> None:
         super().__init__()
         self._given_disk = disk
         self._go_to(path)
         self._begin()
-        self.options = with_keywords(
-            options or ReadOptions(),
-            threads=threads,
-            verify_checksums=verify_checksums,
-            trusted=trusted,
-            buffer_bytes=buffer_bytes,
-            block_bytes=block_bytes,
-            direct=direct,
-            share_reads=share_reads,
-            extension_registry=extension_registry,
-        )
+        self.options = with_keywords(options or ReadOptions(), keywords)
         self.peak_buffer_nbytes = 0
         self.unverified_nbytes = 0
         self._check_stop: Callable[[int, int], None] = _never_stops

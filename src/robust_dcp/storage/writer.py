@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -21,10 +21,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from robust_dcp.comm import node_of
 from robust_dcp.errors import entry_point
 from robust_dcp.report_file import SavedReport
 from robust_dcp.storage.committing.commit import MetadataToPublish
 from robust_dcp.storage.committing.directory_claim import not_one_directory
+from robust_dcp.storage.committing.journal import identity
 from robust_dcp.storage.committing.save_directory import SaveDirectory
 from robust_dcp.storage.committing.stripes import stripe_directories
 from robust_dcp.storage.files.disk import Disk
@@ -37,8 +39,12 @@ from robust_dcp.storage.remote.filesystem import place_of
 from robust_dcp.storage.writing.engine import WriteFiles, WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource
 from robust_dcp.storage.writing.planned_save import PlannedSave
+from robust_dcp.storage.writing.room import RoomOfRank, room_of_rank
 from robust_dcp.storage.writing.unplanned_save import Share, UnplannedSave, shared
-from robust_dcp.storage.writing.write_options import WriteOptions, with_keywords
+from robust_dcp.storage.writing.write_options import WriteKeywords, WriteOptions, with_keywords
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["RobustWriter", "WriterMeta"]
 
@@ -60,15 +66,17 @@ class RobustWriter(StorageWriter):
     Args:
         path: the checkpoint's directory. It is created if it does not exist.
         options: how to write, see :class:`WriteOptions`. Each option can also be given as a keyword. It is an error to
-            give two different values.
+            give two different values, also if one of them is the default.
         drain_to: a URL of fsspec, or a directory on durable storage. Each save is copied there in the background, after
             its commit. ``robust_dcp.save`` and ``async_save`` do that; stock's ``save`` cannot.
         drain_options: how to copy it there, see :class:`CopyOptions`.
         disk: the file system.
+        keywords: the options, one by one.
 
     Attributes:
         drain_to, drain_options: the same.
         disk: the file system.
+        keywords: the options, one by one.
         last_path: the directory of the last checkpoint, for ``share_unchanged``. A save sets it.
         known_as: the place that the checkpoint and its report name as their own, if they are moved or copied there from
             ``path``.
@@ -85,38 +93,13 @@ class RobustWriter(StorageWriter):
         path: str | os.PathLike[str],
         *,
         options: WriteOptions | None = None,
-        layout: str = "torch",
-        threads: int | None = None,
-        files_per_rank: int | None = None,
-        block_bytes: int | None = None,
-        buffer_bytes: int | None = None,
-        direct: bool | None = None,
-        stripe_paths: Sequence[str | os.PathLike[str]] = (),
-        checksums: bool = True,
-        overwrite: bool = True,
-        share_unchanged: bool = False,
-        previous: str | os.PathLike[str] | None = None,
-        report: bool = True,
         drain_to: str | os.PathLike[str] | None = None,
         drain_options: CopyOptions | None = None,
         disk: Disk | None = None,
+        **keywords: Unpack[WriteKeywords],
     ) -> None:
         super().__init__()
-        self.options = with_keywords(
-            options or WriteOptions(),
-            layout=layout,
-            threads=threads,
-            files_per_rank=files_per_rank,
-            block_bytes=block_bytes,
-            buffer_bytes=buffer_bytes,
-            direct=direct,
-            stripe_paths=stripe_paths,
-            checksums=checksums,
-            overwrite=overwrite,
-            share_unchanged=share_unchanged,
-            previous=previous,
-            report=report,
-        )
+        self.options = with_keywords(options or WriteOptions(), keywords)
         self.last_path: str | None = None
         self.known_as: str | None = None
         self.layout = layout_named(self.options.layout)
@@ -220,6 +203,26 @@ class RobustWriter(StorageWriter):
             rank = self._rank if self._alone else None
             self._directory = SaveDirectory(self.disk, self.path, save_id=self.save_id, layout=self.layout, rank=rank)
         return self._directory
+
+    def has_ample_room(self, nbytes: int) -> bool:
+        """Whether each disk of this save has room for twice ``nbytes`` and a GiB more."""
+        places = (self.path, *stripe_directories(self.disk, self.path, self.options.stripes))
+        return all(self.disk.room(place)[1] > 2 * nbytes + (1 << 30) for place in places)
+
+    def room(self, rank: int, placements: Placements, known_places: npt.NDArray[np.int64] | None) -> RoomOfRank:
+        """How much room this rank needs on which file systems, and how much is free. Called before any rank writes."""
+        if self.options.share_unchanged:  # what the files share with earlier ones needs no room
+            return RoomOfRank()
+        return room_of_rank(
+            self.disk,
+            self.path,
+            rank,
+            placements,
+            known_places,
+            stripes=stripe_directories(self.disk, self.path, self.options.stripes),
+            shared_as="" if self._alone else identity(self.disk, self.path, self.save_id),
+            node=str(node_of(rank)),
+        )
 
     def write(
         self,
@@ -351,7 +354,7 @@ class RobustWriter(StorageWriter):
         results: list[WriteResult] = []
         save = plan.planner_data
         if isinstance(save, PlannedSave):
-            save.write_items(plan.items, planner.resolve_data)
+            save.write_items(plan.items, planner)
         else:
             results = self._write_unplanned(plan, planner)
         future: Future[list[WriteResult]] = Future()

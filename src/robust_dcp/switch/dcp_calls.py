@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from robust_dcp import api
 from robust_dcp.asynchronous import AsyncSave
 from robust_dcp.asynchronous import async_save as robust_async_save
+from robust_dcp.environment import value_of
 from robust_dcp.errors import StorageError
 from robust_dcp.plan.load_planner import RobustLoadPlanner
 from robust_dcp.plan.save_planner import RobustPlanner
@@ -145,7 +146,7 @@ def _save_arguments(given: Arguments) -> Arguments:
 def _load_arguments(given: Arguments) -> Arguments:
     reader, planner = given.pop("storage_reader", None), given.pop("planner", None)
     checkpoint_id = given.pop("checkpoint_id", None)
-    trusted = os.environ.get(TRUSTED) == "1"
+    trusted = bool(value_of(TRUSTED))
     return {
         **_common(given),
         "storage_reader": _reader_for(reader, checkpoint_id, trusted=trusted),

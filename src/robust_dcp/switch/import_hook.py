@@ -16,7 +16,7 @@ from typing import Any
 
 __all__ = ["ImportHook", "is_initialising"]
 
-OnImport = Callable[[ModuleType], None]
+OnImport = Callable[[ModuleType], object]
 
 
 def is_initialising(module: ModuleType) -> bool:
@@ -32,12 +32,23 @@ class ImportHook(MetaPathFinder):
 
     Args:
         names: the full names of the modules.
-        on_import: called while Python holds the module's import lock. It must not raise.
+        on_import: called while Python holds the module's import lock. It must not raise, unless the process is to end.
+        packages: where the first module is about to be imported from one of these, ``on_coming`` is called.
+        on_coming: called once, before the module is looked up.
     """
 
-    def __init__(self, names: Collection[str], on_import: OnImport) -> None:
+    def __init__(
+        self,
+        names: Collection[str],
+        on_import: OnImport,
+        *,
+        packages: Collection[str] = (),
+        on_coming: Callable[[], object] = lambda: None,
+    ) -> None:
         self._names = frozenset(names)
         self._on_import = on_import
+        self._packages = frozenset(packages)
+        self._on_coming = on_coming
         self._looking_up = threading.local()
 
     def start(self) -> None:
@@ -62,6 +73,9 @@ class ImportHook(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """For a named module, the spec of the other finders with a loader that calls back. ``None`` for all others."""
+        if fullname.partition(".")[0] in self._packages:
+            self._packages = frozenset()
+            self._on_coming()
         if fullname not in self._names or fullname in self._under_way():
             return None
         self._under_way().add(fullname)  # finders that ask importlib.util.find_spec come back to this one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 from collections.abc import Iterator
@@ -9,18 +10,12 @@ from importlib import metadata
 from typing import Final
 
 from robust_dcp.cli.doctoring.finding import Finding, ok, problem, warning
-from robust_dcp.megatron.hooks.options import OPTIONS
+from robust_dcp.environment import VARIABLES, value_of
 from robust_dcp.version import __version__
 
 __all__ = ["environment_findings"]
 
 _FRAMEWORKS: Final = ("megatron-core", "torchtitan", "lightning", "accelerate", "transformers", "torchtune", "verl")
-_VARIABLES: Final = frozenset(
-    {
-        *("ROBUST_DCP", "ROBUST_DCP_TRUSTED", "ROBUST_DCP_RANKS_PER_NODE"),
-        *(option.variable for option in OPTIONS),
-    }
-)
 _LEAST_TORCH: Final = (2, 7)
 _ON: Final = "1"
 
@@ -42,14 +37,19 @@ def environment_findings() -> Iterator[Finding]:
             yield ok(name, version)
     yield _taken_over()
     for variable in sorted(os.environ):
-        if variable.startswith("ROBUST_DCP_") and variable not in _VARIABLES:
+        if variable.startswith("ROBUST_DCP_") and variable not in VARIABLES:
             yield warning(
                 variable, "no such option", "look for its right name in docs/clusters.md and docs/megatron.md"
             )
-    if os.environ.get("ROBUST_DCP_TRUSTED", "") == _ON:
-        yield warning(
-            "ROBUST_DCP_TRUSTED", "loads run whatever code a checkpoint names", "unset it, unless you trust the files"
-        )
+    for variable in VARIABLES:
+        try:
+            value = value_of(variable)
+        except ValueError as error:
+            yield problem(variable, str(error), "set it to that, or unset it: a process that imports torch ends")
+            continue
+        if variable == "ROBUST_DCP_TRUSTED" and value:
+            what = "loads run whatever code a checkpoint names"
+            yield warning(variable, what, "unset it, unless you trust the files")
 
 
 def _torch() -> Finding:
@@ -64,8 +64,10 @@ def _torch() -> Finding:
 
 def _taken_over() -> Finding:
     name = "taken over"
-    value = os.environ.get("ROBUST_DCP", "")
-    if value in ("", "0"):
+    is_on = None
+    with contextlib.suppress(ValueError):  # it is told below
+        is_on = value_of("ROBUST_DCP")
+    if not is_on:
         return ok(name, "nothing, unless a program calls robust_dcp or passes --ckpt-planner robust_dcp (ROBUST_DCP=1)")
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", _ON) != _ON:
         return problem(

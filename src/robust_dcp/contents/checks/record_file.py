@@ -11,7 +11,7 @@ from robust_dcp.contents.checks.archives import archive_spans, check_tensor, dty
 from robust_dcp.contents.checks.findings import Findings
 from robust_dcp.contents.checks.spans import READ_NBYTES, Span
 from robust_dcp.contents.items import Chunk, Item
-from robust_dcp.storage.layouts.footer import TAIL_NBYTES, Footer, SumColumns
+from robust_dcp.storage.layouts.footer import TAIL_NBYTES, Footer, SumColumns, item_id
 from robust_dcp.storage.reading.data_file import DataFile
 from robust_dcp.storage.records.block_sums import joined
 from robust_dcp.storage.records.torch_zip import RecordTemplate, record_template, template_of
@@ -39,6 +39,23 @@ def check_footer(file: DataFile, name: str, mark: str, findings: Findings) -> Fo
         findings.broken(name, None, f"a file of save {mark}", f"a file of save {footer.tail.mark}")
         return None
     return footer
+
+
+def check_items(file: DataFile, name: str, records: Sequence[Placed], findings: Findings) -> None:
+    """Compare which items ``.metadata`` places in records with what the footer says, if there is one."""
+    footer = file.footer
+    if footer is None or not footer.tail.n_items:
+        return
+    places = np.array([(each.begin, each.end) for each in records], dtype=np.int64).reshape(-1, 2)
+    try:
+        found = footer.items_at(places[:, 0], places[:, 1]).tolist()
+    except ValueError as error:
+        findings.broken(name, None, "a footer with the checksums of its blocks", str(error))
+        return
+    for each, item in zip(records, found, strict=True):
+        if item != item_id(each.item.name, each.chunk.offsets):
+            expected = f"this item in bytes {each.begin} to {each.end}, where .metadata places it"
+            findings.broken(name, each.item.name, expected, "another item")
 
 
 def spans_of_others(file: DataFile, name: str, records: Sequence[Placed], findings: Findings) -> Iterator[Span]:

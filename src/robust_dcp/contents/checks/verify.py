@@ -11,7 +11,7 @@ from typing import Final
 from robust_dcp.contents.checks.archives import archive_spans
 from robust_dcp.contents.checks.findings import Findings
 from robust_dcp.contents.checks.index_file import check_index
-from robust_dcp.contents.checks.record_file import Placed, check_footer, spans_of_others, spans_of_ours
+from robust_dcp.contents.checks.record_file import Placed, check_footer, check_items, spans_of_others, spans_of_ours
 from robust_dcp.contents.checks.shard_file import check_head, spans_of_shard
 from robust_dcp.contents.checks.spans import Span, Task, run_tasks, tasks_of
 from robust_dcp.contents.items import Chunk, Contents, Item, StoredFile
@@ -109,6 +109,7 @@ def _spans(
     ]
     records.sort(key=lambda each: (each.begin, each.end))
     whole = [each for each in records if each.end <= file.nbytes]
+    check_items(file, stored.name, whole, findings)
     if mark is None:
         return spans_of_others(file, stored.name, whole, findings) if with_data else iter(())
     footer = check_footer(file, stored.name, mark, findings)

@@ -64,7 +64,6 @@ def _call(save: Callable[..., Any], state_dict: dict[str, Any], path: Path, opti
         storage_writer=writer,
         planner=RobustPlanner(
             on_structure_change=options.on_structure_change,
-            verify_replicas=options.verify_replicas,
             on_unloadable_object=options.on_unloadable_object,
         ),
         timeout_seconds=options.exchange_timeout_seconds,

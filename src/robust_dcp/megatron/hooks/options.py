@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from robust_dcp.environment import value_of
+
 __all__ = [
     "OPTIONS",
     "MegatronOptions",
@@ -31,7 +33,6 @@ Layout = Literal["torch", "safetensors"]
 OnStructureChange = Literal["rebuild", "error", "quiet"]
 OnUnloadableObject = Literal["warn", "error", "ignore"]
 SaveFailure = Literal["raise", "warn"]
-VerifyReplicas = Literal["off", "sample", "all"]
 
 
 class Option(NamedTuple):
@@ -143,14 +144,6 @@ OPTIONS: tuple[Option, ...] = (
         str,
         "when a save fails on any rank: raise on all of them, or log why and go on with training",
     ),
-    Option(
-        "verify_replicas",
-        "--ckpt-verify-replicas",
-        "ROBUST_DCP_VERIFY_REPLICAS",
-        ("off", "sample", "all"),
-        str,
-        "whether ranks that hold copies of one tensor compare checksums of them in each save, and name what differs",
-    ),
 )
 
 
@@ -181,7 +174,6 @@ class MegatronOptions:
         on_unloadable_object: what to do if a load would refuse an object: ``"warn"``, ``"error"`` or ``"ignore"``.
         trusted: whether objects may run code when they are loaded.
         save_failure: ``"raise"`` or ``"warn"``. With ``"warn"`` a failed save is logged and training goes on.
-        verify_replicas: which replicas are compared: ``"off"``, ``"sample"`` (some of them in each save) or ``"all"``.
     """
 
     planner: Planner = field(default_factory=default_planner)
@@ -191,7 +183,6 @@ class MegatronOptions:
     exchange_timeout_seconds: float = 300.0
     on_structure_change: OnStructureChange = "rebuild"
     save_failure: SaveFailure = "raise"
-    verify_replicas: VerifyReplicas = "off"
     on_unloadable_object: OnUnloadableObject = "warn"
     trusted: bool = False
 
@@ -202,36 +193,18 @@ def options_from_environment(environment: Mapping[str, str] = os.environ) -> Meg
     Raises:
         ValueError: a variable has an invalid value. The message says which, what is expected and what was found.
     """
-    found = {
-        option.field: _value(option, environment[option.variable])
-        for option in OPTIONS
-        if environment.get(option.variable)
-    }
-    return MegatronOptions(**found)
-
-
-def _value(option: Option, text: str) -> Any:
-    if option.field == "planner":
-        planners = {"1": "robust_dcp", "0": "default"}
-        if text not in planners:
-            raise ValueError(f"{option.variable}={text!r} in the environment: expected 1 (robust_dcp) or 0 (default)")
-        return planners[text]
-    try:
-        value = option.parse(text)
-    except ValueError:
-        expected = "0 or 1" if option.parse is _switch else "a positive number"
-        raise ValueError(f"{option.variable}={text!r} in the environment: expected {expected}") from None
-    if option.choices and value not in option.choices:
-        expected = ", ".join(option.choices)
-        raise ValueError(f"{option.variable}={text!r} in the environment: expected one of {expected}")
-    return value
+    found = {option.field: value_of(option.variable, environment) for option in OPTIONS}
+    if found["planner"] is not None:
+        found["planner"] = "robust_dcp" if found["planner"] else "default"
+    return MegatronOptions(**{name: value for name, value in found.items() if value is not None})
 
 
 def current_options() -> MegatronOptions:
     """The options in force now.
 
-    An option comes from Megatron's parsed arguments. If they do not have it, as with ms-swift or verl, which parse
-    arguments of their own, it comes from the environment. Otherwise it has its default.
+    ``ROBUST_DCP=0`` wins over everything. Else an option comes from Megatron's parsed arguments. If they do not have
+    it, as with ms-swift or verl, which parse arguments of their own, it comes from the environment. Otherwise it has
+    its default.
 
     Raises:
         ValueError: an environment variable has an invalid value, see :func:`options_from_environment`.
@@ -242,7 +215,7 @@ def current_options() -> MegatronOptions:
         return options
     found = {option.field: getattr(arguments, option.dest, None) for option in OPTIONS}
     given = {name: value for name, value in found.items() if value is not None}
-    if given.get("planner", "robust_dcp") != "robust_dcp":
+    if given.get("planner", "robust_dcp") != "robust_dcp" or value_of("ROBUST_DCP") is False:
         given["planner"] = "default"  # a later Megatron's own argument may name other planners, which are Megatron's
     return dataclasses.replace(options, **given)
 

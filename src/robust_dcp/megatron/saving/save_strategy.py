@@ -96,7 +96,6 @@ class ShardedSave:
                     facts=self.facts,
                     refused=self.refused,
                     on_structure_change=options.on_structure_change,
-                    verify_replicas=options.verify_replicas,
                     on_unloadable_object=options.on_unloadable_object,
                 ),
                 process_group=self.process_group,

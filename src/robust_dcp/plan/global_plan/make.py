@@ -1,6 +1,7 @@
 """Makes the global plan on the coordinator: which rank writes which of its items.
 
-Start here to read about planning. ``make_global_plan`` calls the checks of this folder in order.
+Start here to read about planning. ``make_global_plan`` calls the checks of this folder in order. Its result follows
+from the structures of the ranks alone, so that every coordinator makes the same plan of them.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from robust_dcp.plan.global_plan.attributes import merge_attributes
 from robust_dcp.plan.global_plan.columns import GlobalColumns, merge_tables
 from robust_dcp.plan.global_plan.conflicts import refuse_contradictions, refuse_other_paths
 from robust_dcp.plan.global_plan.coverage import check_bounds, check_coverage
+from robust_dcp.plan.global_plan.differing import compared_rows
 from robust_dcp.plan.global_plan.main_replicas import contested_rows, unclaimed_groups
 from robust_dcp.plan.global_plan.order import order_of
-from robust_dcp.plan.global_plan.replicas import Replicas, find_replicas
+from robust_dcp.plan.global_plan.replicas import find_replicas
 from robust_dcp.plan.global_plan.writers import choose_writers
-from robust_dcp.plan.structure import ItemKind, Paths, StructureTable
+from robust_dcp.plan.structure import Paths, StructureTable
 
-__all__ = ["GlobalPlan", "ascending", "make_global_plan", "plan_of_kept", "plan_of_written", "replicated_groups"]
+__all__ = ["GlobalPlan", "ascending", "by_rank", "make_global_plan", "plan_of_kept"]
 
 Places = npt.NDArray[np.intp]
 
@@ -33,26 +35,24 @@ class GlobalPlan:
 
     Attributes:
         columns: the items of all ranks.
-        written: the rows of ``columns`` that are written, sorted by (name, offsets).
+        order: the rows of ``columns`` sorted by (name, offsets, rank).
+        written: the rows that are written, sorted by (name, offsets).
         kept: for each rank the places in its table of the items that it writes, ascending.
-        common_objects: for each rank the places of the objects that every rank of the group holds, ascending.
         paths: for each name its path in the nested state dict (DCP's ``planner_data``); ``None`` if not flattened.
         attributes: what the planners add to ``Metadata``: attribute -> name -> fact.
-        replicated: for each rank the places of the chunks of tensors that other ranks hold too, ascending.
-        n_replicated: how many chunks of tensors several ranks hold.
-        contested: for each rank the places of its main replicas that other ranks claim too, ascending.
+        compared: the rows whose contents are compared with those of other ranks when the plan is made, ascending.
+        contested: those of them that several ranks claim as their main replica.
         unclaimed: names with a chunk that has copies but no main replica.
     """
 
     columns: GlobalColumns
+    order: Places
     written: Places
     kept: tuple[Places, ...]
-    common_objects: tuple[Places, ...]
     paths: Paths | None
     attributes: dict[str, dict[str, Any]]
-    replicated: tuple[Places, ...] = ()
-    n_replicated: int = 0
-    contested: tuple[Places, ...] = ()
+    compared: Places
+    contested: Places
     unclaimed: tuple[str, ...] = ()
 
     @property
@@ -61,15 +61,12 @@ class GlobalPlan:
         return int(self.columns.nbytes[self.written].sum())
 
 
-def make_global_plan(
-    tables: Sequence[StructureTable], *, lowest_rank: bool = False, load: npt.NDArray[np.int64] | None = None
-) -> GlobalPlan:
+def make_global_plan(tables: Sequence[StructureTable], *, lowest_rank: bool = False) -> GlobalPlan:
     """Deduplicate replicas, balance the rest, and check that every tensor is saved exactly once.
 
     Args:
         tables: the structure of each rank, in rank order.
         lowest_rank: give every replica to the lowest rank that holds it (``dedup_save_to_lowest_rank``).
-        load: what each rank writes besides these tables (:func:`~robust_dcp.plan.global_plan.writers.load_of`).
 
     Raises:
         PlanConflict: the ranks contradict each other. The error names the key and the ranks.
@@ -80,29 +77,21 @@ def make_global_plan(
     refuse_contradictions(columns, order)
     paths = refuse_other_paths(columns)
     replicas = find_replicas(columns, order)
-    written = choose_writers(columns, replicas, lowest_rank=lowest_rank, load=load)
+    written = choose_writers(columns, replicas, lowest_rank=lowest_rank)
     check_coverage(columns, written, complete=len(tables) > 1)
-    replicated = replicated_groups(columns, replicas)
+    contested = contested_rows(columns, replicas)
     unclaimed = columns.name[replicas.first[unclaimed_groups(columns, replicas)]]
     return GlobalPlan(
         columns=columns,
+        order=order,
         written=written,
-        kept=_by_rank(columns, written),
-        common_objects=_by_rank(columns, _common_objects(columns)),
+        kept=by_rank(columns, written),
         paths=paths,
         attributes=merge_attributes(tables),
-        replicated=_by_rank(columns, replicas.order[replicated[replicas.of]]),
-        n_replicated=int(replicated.sum()),
-        contested=_by_rank(columns, contested_rows(columns, replicas)),
+        compared=compared_rows(columns, replicas, contested),
+        contested=contested,
         unclaimed=tuple(columns.names[name] for name in np.unique(unclaimed).tolist()),
     )
-
-
-def replicated_groups(columns: GlobalColumns, replicas: Replicas) -> npt.NDArray[np.bool_]:
-    """For each group, whether it is a chunk of a tensor that several ranks hold."""
-    is_replicated: npt.NDArray[np.bool_] = np.diff(replicas.starts) > 1
-    is_replicated &= columns.kind[replicas.first] != ItemKind.BYTES
-    return is_replicated
 
 
 def plan_of_kept(tables: Sequence[StructureTable], kept: Sequence[Places]) -> GlobalPlan:
@@ -124,28 +113,20 @@ def plan_of_kept(tables: Sequence[StructureTable], kept: Sequence[Places]) -> Gl
         is_written[first + places] = True
     written = order[is_written[order]]
     check_coverage(columns, written, complete=len(tables) > 1)
-    replicas = find_replicas(columns, order)
-    replicated = replicated_groups(columns, replicas)
+    nothing: Places = np.empty(0, dtype=np.intp)
     return GlobalPlan(
         columns=columns,
+        order=order,
         written=written,
         kept=tuple(kept),
-        common_objects=_by_rank(columns, _common_objects(columns)),
         paths=refuse_other_paths(columns),
         attributes=merge_attributes(tables),
-        replicated=_by_rank(columns, replicas.order[replicated[replicas.of]]),
-        n_replicated=int(replicated.sum()),
+        compared=nothing,
+        contested=nothing,
     )
 
 
-def plan_of_written(tables: Sequence[StructureTable]) -> GlobalPlan:
-    """A plan for tables that hold only items to write. It has no shares of ranks."""
-    columns = merge_tables(tables)
-    paths = refuse_other_paths(columns)
-    return GlobalPlan(columns, order_of(columns), kept=(), common_objects=(), paths=paths, attributes={})
-
-
-def _by_rank(columns: GlobalColumns, rows: Places) -> tuple[Places, ...]:
+def by_rank(columns: GlobalColumns, rows: Places) -> tuple[Places, ...]:
     """For each rank the places of its items among ``rows``, ascending."""
     rows = ascending(rows, len(columns))  # so that they are rank after rank, each in the order of its table
     ends = np.cumsum(np.bincount(columns.rank[rows], minlength=len(columns.tables)))
@@ -157,11 +138,3 @@ def ascending(rows: Places, n_rows: int) -> Places:
     is_there = np.zeros(n_rows, dtype=np.bool_)
     is_there[rows] = True
     return np.flatnonzero(is_there)
-
-
-def _common_objects(columns: GlobalColumns) -> Places:
-    """The rows of objects that all ranks hold, if there are several ranks."""
-    is_object = columns.kind == ItemKind.BYTES
-    holders = np.bincount(columns.name[is_object], minlength=len(columns.names))
-    common = is_object & (holders[columns.name] == len(columns.tables)) & (len(columns.tables) > 1)
-    return np.flatnonzero(common)

@@ -13,12 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from robust_dcp.plan.global_plan.columns import GlobalColumns
+from robust_dcp.plan.global_plan.differing import SMALL_NBYTES
 from robust_dcp.plan.global_plan.main_replicas import deal_as_megatron, may_write
 from robust_dcp.plan.global_plan.replicas import Replicas
 from robust_dcp.plan.structure import ItemKind
 from robust_dcp.storage.layouts.balance import deal
 
-__all__ = ["by_holders", "choose_writers", "load_of"]
+__all__ = ["by_holders", "choose_writers"]
 
 _OBJECT_WEIGHT = 1
 """How many bytes an object counts for. Its size is not known when the plan is made."""
@@ -26,25 +27,22 @@ _OBJECT_WEIGHT = 1
 Rows = npt.NDArray[np.intp]
 
 
-def choose_writers(
-    columns: GlobalColumns, groups: Replicas, *, lowest_rank: bool, load: npt.NDArray[np.int64] | None = None
-) -> Rows:
+def choose_writers(columns: GlobalColumns, groups: Replicas, *, lowest_rank: bool) -> Rows:
     """The row of each group that is written: int64 ``[G]``, in the order of the groups.
 
-    A chunk goes to one of the least loaded ranks that hold it (in bytes of chunks). An object goes to the lowest rank
-    that holds it, because nobody knows its size yet. With ``lowest_rank`` everything does. Chunks that few ranks hold
-    are assigned first; chunks that many ranks hold then fill the gaps. If the state dicts say which replica counts,
-    Megatron's rule decides (:mod:`~robust_dcp.plan.global_plan.main_replicas`).
-
-    Args:
-        load: what each rank writes besides these groups, see :func:`load_of`.
+    A chunk goes to one of the least loaded ranks that hold it (in bytes of chunks). Objects and small chunks go to the
+    lowest rank that holds them, so that of values that differ between ranks it is known which one is saved. With
+    ``lowest_rank`` everything does. Chunks that few ranks hold are assigned first; chunks that many ranks hold then
+    fill the gaps. If the state dicts say which replica counts, Megatron's rule decides
+    (:mod:`~robust_dcp.plan.global_plan.main_replicas`).
     """
     groups, has_main = may_write(columns, groups)
     chosen = groups.first.copy()
     counts = np.diff(groups.starts)
     is_object = columns.kind[groups.first] == ItemKind.BYTES
-    fixed = (counts == 1) | is_object | lowest_rank
-    load = np.zeros(len(columns.tables), dtype=np.int64) if load is None else load.copy()
+    is_small = is_object | (columns.nbytes[groups.first] <= SMALL_NBYTES)
+    fixed = (counts == 1) | is_small | lowest_rank
+    load = np.zeros(len(columns.tables), dtype=np.int64)
     weight = np.where(is_object, _OBJECT_WEIGHT, columns.nbytes[groups.first])
     if has_main.any() and not lowest_rank:
         dealt = np.flatnonzero(has_main & ~is_object)
@@ -55,14 +53,6 @@ def choose_writers(
         writer, load[ranks] = deal(weight[members], load[ranks])
         chosen[members] = groups.order[groups.starts[members] + writer]
     return chosen
-
-
-def load_of(columns: GlobalColumns, written: Rows) -> npt.NDArray[np.int64]:
-    """int64, for each rank how much it writes: the bytes of its chunks, and a constant for each object."""
-    load = np.zeros(len(columns.tables), dtype=np.int64)
-    is_object = columns.kind[written] == ItemKind.BYTES
-    np.add.at(load, columns.rank[written], np.where(is_object, _OBJECT_WEIGHT, columns.nbytes[written]))
-    return load
 
 
 def by_holders(

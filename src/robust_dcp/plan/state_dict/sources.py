@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from robust_dcp.plan.state_dict.describe import DescribedItems, ItemData
 from robust_dcp.plan.state_dict.known import Expected, KnownStructure
+from robust_dcp.storage.writing.item_source import version_of
 
 __all__ = ["StateDictSource"]
 
@@ -52,6 +53,7 @@ class StateDictSource:
         self._structures = items.structures
         self._data: list[ItemData] = [items.data[place] for place in self._places]
         self._expected: list[Expected | None] = [structure.expected[place] for place in kept.tolist()]
+        self.holds_wrappers = DTensor in set(map(type, self._data))
         self._lookup = lookup
         self._resolve = resolve
 
@@ -77,3 +79,14 @@ class StateDictSource:
             local: torch.Tensor = data.to_local()
             return local
         return data
+
+    def versions(self, places: Sequence[int]) -> list[int]:
+        return [_version_of(self._data[place]) for place in places]
+
+
+def _version_of(data: ItemData) -> int:
+    if type(data) is DTensor:
+        # A change of a DTensor counts there only, and a change of its local tensor only here.
+        local = version_of(data._local_tensor)
+        return -1 if local < 0 else local + data._version
+    return -1 if isinstance(data, MetadataIndex) else version_of(data)

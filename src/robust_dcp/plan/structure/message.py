@@ -27,13 +27,11 @@ T = TypeVar("T")
 
 
 class StructureMessage(msgspec.Struct, frozen=True):
-    """The columns of a :class:`StructureTable`, little-endian, and the digests of its objects.
+    """The columns of a :class:`StructureTable`, little-endian.
 
     ``names``: a msgpack array of strings. It is one column like the others, so it is decoded once for many ranks.
 
     ``path_counts``, ``path_lengths``: int32, from :class:`Paths`; ``None`` for a planner that does not flatten.
-
-    ``object_digests``: uint64, one for each item of kind BYTES in table order; 0 means "not computed".
 
     ``context``: :meth:`PlanContext.encode`. The coordinator compares it with its own.
 
@@ -58,21 +56,14 @@ class StructureMessage(msgspec.Struct, frozen=True):
     shapes: bytes
     offsets: bytes
     sizes: bytes
-    object_digests: bytes
     context: bytes
     attributes: bytes = NO_ATTRIBUTES
     signature: bytes = b""
     peers: tuple[int, ...] = ()
 
     @classmethod
-    def of(
-        cls, table: StructureTable, object_digests: npt.NDArray[np.uint64], context: bytes, signature: bytes = b""
-    ) -> StructureMessage:
-        """The message for ``table``.
-
-        Args:
-            object_digests, context, signature: as above.
-        """
+    def of(cls, table: StructureTable, context: bytes, signature: bytes) -> StructureMessage:
+        """The message for ``table``. The other arguments are the fields of these names."""
         paths = table.paths
         return cls(
             names=msgspec.msgpack.encode(table.names),
@@ -91,15 +82,11 @@ class StructureMessage(msgspec.Struct, frozen=True):
             shapes=_to_bytes(table.shapes, np.int64),
             offsets=_to_bytes(table.offsets, np.int64),
             sizes=_to_bytes(table.sizes, np.int64),
-            object_digests=_to_bytes(object_digests, np.uint64),
             context=context,
             attributes=table.attributes,
             signature=signature,
             peers=table.peers,
         )
-
-    def digests(self) -> npt.NDArray[np.uint64]:
-        return _from_bytes(self.object_digests, np.uint64)
 
 
 class TableDecoder:
@@ -135,8 +122,6 @@ class TableDecoder:
             peers=self._once(("peers", message.peers), lambda: message.peers),
         )
         _check(table)
-        if len(message.digests()) != int((table.kinds == ItemKind.BYTES).sum()):
-            raise _malformed("the number of object digests is not that of the objects")
         return table
 
     def _once(self, key: tuple[object, ...], decode: Callable[[], T]) -> T:

@@ -1,7 +1,7 @@
 """The signature: 128 bits that identify a structure and everything else that a plan depends on.
 
 This module owns the encoding that is hashed. If every rank shows the signature that a cached plan was made for, the
-plan still holds. Every rank computes its signature in every save; ``plan.agreement`` compares them.
+plan still holds. Every rank computes its signature in every save; ``plan.agreed_plan`` compares them.
 """
 
 from __future__ import annotations

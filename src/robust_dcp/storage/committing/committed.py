@@ -74,7 +74,7 @@ def committed_in(disk: Disk, path: str) -> Committed | None:
             return None
         raise
     try:
-        nbytes = disk.size(path)
+        nbytes = disk.size(file)
         tail = bytearray(min(_STAMP_NBYTES, nbytes))
         disk.pread_into(file, tail, nbytes - len(tail))
         known = _COMMITTED.get(os.path.realpath(path))

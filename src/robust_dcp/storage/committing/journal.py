@@ -35,7 +35,16 @@ from robust_dcp.storage.files.paths import (
     writer_of,
 )
 
-__all__ = ["Journal", "JournalRecord", "OtherSave", "SaveState", "await_announced", "is_announced", "journals_in"]
+__all__ = [
+    "Journal",
+    "JournalRecord",
+    "OtherSave",
+    "SaveState",
+    "await_announced",
+    "identity",
+    "is_announced",
+    "journals_in",
+]
 
 _NAME: Final = re.compile(re.escape(JOURNAL_PREFIX) + r"[0-9a-f]{16}")
 
@@ -104,6 +113,19 @@ def is_announced(disk: Disk, directory: str, save_id: str) -> bool:
     if nbytes == 0:
         await_announced(disk, directory, save_id)
     return nbytes is not None
+
+
+def identity(disk: Disk, directory: str, save_id: str) -> str:
+    """A text that all ranks have in common which see the same announcement of a save, and so the same directory.
+
+    It is empty if there is none.
+    """
+    try:
+        return repr(disk.fingerprint(_path_of_journal(directory, save_id)))
+    except errors.StorageError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return ""
+        raise
 
 
 def await_announced(disk: Disk, directory: str, save_id: str) -> None:
@@ -242,7 +264,7 @@ class OtherSave:
         path = os.path.join(directory, name)
         file = disk.open_read(path)
         try:
-            nbytes = min(disk.size(path), _MAX_NBYTES)
+            nbytes = min(disk.size(file), _MAX_NBYTES)
             data = bytearray(nbytes)
             data = data[: disk.pread_into(file, data, 0)]
         finally:

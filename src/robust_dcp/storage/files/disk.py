@@ -159,8 +159,18 @@ class Disk(Protocol):
     def exists(self, path: str) -> bool:
         """Whether ``path`` exists. ``False`` for a symbolic link if its target is missing."""
 
-    def size(self, path: str) -> int:
-        """The size of a file in bytes."""
+    def size(self, file: OpenFile | str) -> int:
+        """The size in bytes of an open file, or of the file at a path.
+
+        Whoever has opened a file asks that file: at its path there may be another one meanwhile.
+        """
+
+    def room(self, path: str) -> tuple[int, int]:
+        """The number of the file system that a directory lies in, and how many bytes are free there for this process.
+
+        If the directory does not exist, its nearest parent counts. A file system that does not say how large it is has
+        room for everything.
+        """
 
     def modified_seconds(self, path: str) -> float:
         """When a file was last written, by the clock of its file system."""

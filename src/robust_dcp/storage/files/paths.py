@@ -21,6 +21,7 @@ __all__ = [
     "LOCK_NAME",
     "METADATA_NAME",
     "NODES_NAME",
+    "REMOVING_PREFIX",
     "SAFETENSORS_SUFFIX",
     "DataFileName",
     "WriterOfFile",
@@ -53,6 +54,9 @@ NODES_NAME: Final = ".robust_dcp.nodes"
 
 JOURNAL_PREFIX: Final = ".robust_dcp.saving."
 """The mark of a save follows. This file says that the save is running, and which files it may make."""
+
+REMOVING_PREFIX: Final = ".robust_dcp.removing."
+"""A checkpoint that is being removed has this before its name, so that nobody takes it for one."""
 
 LOCK_NAME: Final = ".robust_dcp.lock"
 """A save holds a lock on this file as long as it runs."""

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import stat
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
@@ -191,9 +192,17 @@ class PosixDisk:
             raise storage_error("look at", path, error) from error
         return True
 
-    def size(self, path: str) -> int:
-        status: os.stat_result = _call("look at", path, os.stat, path)
+    def size(self, file: OpenFile | str) -> int:
+        path, place = (file.path, file.fd) if isinstance(file, OpenFile) else (file, file)
+        status: os.stat_result = _call("look at", path, os.stat, place)
         return status.st_size
+
+    def room(self, path: str) -> tuple[int, int]:
+        while not os.path.isdir(path) and os.path.dirname(path) != path:
+            path = os.path.dirname(path)
+        status: os.stat_result = _call("look at", path, os.stat, path)
+        room: os.statvfs_result = _call("look at", path, os.statvfs, path)
+        return status.st_dev, room.f_bavail * room.f_frsize if room.f_blocks else sys.maxsize
 
     def modified_seconds(self, path: str) -> float:
         status: os.stat_result = _call("look at", path, os.stat, path)

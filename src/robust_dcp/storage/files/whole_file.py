@@ -27,7 +27,7 @@ def read_whole_file(disk: Disk, path: str, max_nbytes: int) -> bytes | None:
             return None
         raise
     try:
-        nbytes = disk.size(path)
+        nbytes = disk.size(opened)
         if nbytes > max_nbytes:
             raise errors.CorruptCheckpoint(
                 f"{path} cannot be used: expected at most {max_nbytes} bytes, found {nbytes}; take another checkpoint, "

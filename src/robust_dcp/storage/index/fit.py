@@ -37,7 +37,7 @@ def fit_of_file(disk: Disk, path: str) -> bytes:
     """
     file = disk.open_read(path)
     try:
-        nbytes = disk.size(path)
+        nbytes = disk.size(file)
         tail = bytearray(min(nbytes, _TAIL_NBYTES))
         found = disk.pread_into(file, tail, nbytes - len(tail))
     finally:

@@ -69,12 +69,12 @@ SECTIONS: Final[Mapping[str, str]] = {
     "properties": "|u1",
     "meta": "|u1",
     "attributes": "|u1",
+    "plan_id": "|u1",
     "ranks": "<i8",
     "signatures": "|u1",
     "shares": "|u1",
     "share_ends": "<u8",
     "structures": "|u1",
-    "structure_ends": "<u8",
     "checksums": "<u4",
 }
 """The sections of version 1 in their order, and the type of the numbers in each. The last one holds the CRC-32 of each

@@ -52,7 +52,7 @@ class IndexFile:
         self._disk = disk
         self._file = disk.open_read(path)
         weakref.finalize(self, _close, disk, self._file)
-        nbytes = disk.size(path)
+        nbytes = disk.size(self._file)
         self._beginning = b""
         self._beginning = self._read(0, min(_FIRST_READ_NBYTES, nbytes))
         data = self._beginning[: head_nbytes()]

@@ -1,4 +1,4 @@
-"""The footer of a file of records: the mark of its save, and the checksums of all blocks of its items' data.
+"""The footer of a file of records: the mark of its save, which items lie in it, and the checksums of their blocks.
 
 This module owns the format (docs/formats.md) and the checks of it. DCP's readers never see the footer: they read only
 what ``.metadata`` names, and that comes before it. ``writing.steps`` makes it, ``reading.data_file`` reads it.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -19,17 +20,33 @@ import numpy.typing as npt
 from robust_dcp.storage.records.block_sums import SUM_NBYTES, BlockSums, block_counts
 from robust_dcp.storage.records.checksum import crc32
 
-__all__ = ["TAIL_NBYTES", "FileSums", "Footer", "SumColumns", "Tail", "footer_of"]
+__all__ = ["TAIL_NBYTES", "FileSums", "Footer", "SumColumns", "Tail", "footer_of", "item_id", "seed_of"]
 
 Int64 = npt.NDArray[np.int64]
 UInt32 = npt.NDArray[np.uint32]
 
-_MAGIC: Final = b"RDCPEND1"
+_MAGIC: Final = b"RDCPEND2"
 _TAIL: Final = struct.Struct("<8s16sQQQII")
 TAIL_NBYTES: Final = _TAIL.size + 4
 """Magic, mark of the save in hexadecimal digits, length of the file, number of items, number of blocks, bytes of a
 block, CRC-32 of the columns. A CRC-32 of the tail itself follows.
 """
+
+
+def item_id(name: str, offsets: Sequence[int]) -> int:
+    """32 bits that tell an item from others: the CRC-32 of its name, continued from that of its offsets.
+
+    Args:
+        name: the FQN.
+        offsets: where the chunk begins in its tensor; ``()`` for an object.
+    """
+    return crc32(name.encode(errors="surrogatepass"), seed_of(tuple(offsets)))
+
+
+@lru_cache(maxsize=4096)
+def seed_of(offsets: tuple[int, ...]) -> int:
+    """The part of :func:`item_id` that the items of many names share."""
+    return crc32(struct.pack(f"<{len(offsets)}q", *offsets))
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +127,7 @@ class Tail:
     @property
     def columns_nbytes(self) -> int:
         """Length of the columns, which lie right before the tail."""
-        return 16 * self.n_items + 4 * self.n_blocks
+        return 20 * self.n_items + 4 * self.n_blocks
 
     def encode(self) -> bytes:
         """The bytes of the tail."""
@@ -129,9 +146,15 @@ class Tail:
         return tail if magic == _MAGIC and fits else None
 
 
-def footer_of(mark: str, at: int, columns: SumColumns) -> bytes:
-    """The footer of a file with items that end at byte ``at``."""
-    encoded = columns.encode()
+def footer_of(mark: str, at: int, columns: SumColumns, items: Sequence[int]) -> bytes:
+    """The footer of a file with items that end at byte ``at``.
+
+    Args:
+        items: the :func:`item_id` of each item, in the order of the file.
+    """
+    if len(items) != len(columns.offset):
+        raise ValueError(f"a file of {len(items)} items has checksums of {len(columns.offset)}")
+    encoded = columns.encode() + np.array(items, dtype="<u4").tobytes()
     nbytes = at + len(encoded) + TAIL_NBYTES
     tail = Tail(mark, nbytes, len(columns.offset), len(columns.crcs), SUM_NBYTES, crc32(encoded))
     return encoded + tail.encode()
@@ -151,6 +174,25 @@ class Footer:
         self._lock = threading.Lock()
         self._columns: SumColumns | None = None
         self._first: Int64 = np.empty(0, dtype=np.int64)
+        self._items: UInt32 = np.empty(0, dtype=np.uint32)
+
+    def items_at(self, begin: Int64, end: Int64) -> Int64:
+        """The :func:`item_id` of the items in some records; -1 where no item lies.
+
+        Args:
+            begin, end: int64 ``[n]``, where the records begin and end in the file.
+
+        Raises:
+            ValueError: the columns are damaged. The message says how.
+        """
+        offset = self.columns().offset
+        row = np.searchsorted(offset, begin)
+        is_there = row < len(offset)
+        row = np.minimum(row, max(len(offset) - 1, 0))
+        if not len(offset):
+            return np.full(len(begin), -1, dtype=np.int64)
+        is_there &= offset[row] < end
+        return np.where(is_there, self._items[row].astype(np.int64), np.int64(-1))
 
     def find(self, begin: int, end: int, item_offset: int) -> BlockSums | None:
         """The blocks of data that hold bytes ``begin`` to ``end`` of the file; ``None`` if there are none.
@@ -179,12 +221,12 @@ class Footer:
         """
         with self._lock:
             if self._columns is None:
-                self._columns = self._checked()
+                self._columns, self._items = self._checked()
                 counts = block_counts(self._columns.nbytes, self.tail.block_nbytes)
                 self._first = np.concatenate(([0], np.cumsum(counts)))
             return self._columns
 
-    def _checked(self) -> SumColumns:
+    def _checked(self) -> tuple[SumColumns, UInt32]:
         tail = self.tail
         end = tail.file_nbytes - TAIL_NBYTES
         data = self._read(end - tail.columns_nbytes, tail.columns_nbytes)
@@ -193,7 +235,8 @@ class Footer:
         n_items = tail.n_items
         offset = np.frombuffer(data, dtype="<i8", count=n_items).astype(np.int64)
         nbytes = np.frombuffer(data, dtype="<i8", count=n_items, offset=8 * n_items).astype(np.int64)
-        crcs = np.frombuffer(data, dtype="<u4", offset=16 * n_items).astype(np.uint32)
+        crcs = np.frombuffer(data, dtype="<u4", count=tail.n_blocks, offset=16 * n_items).astype(np.uint32)
+        items = np.frombuffer(data, dtype="<u4", offset=16 * n_items + 4 * tail.n_blocks).astype(np.uint32)
         limit = end - tail.columns_nbytes
         if n_items:
             in_file = (offset >= 0) & (nbytes >= 0) & (offset <= limit) & (nbytes <= limit - offset)
@@ -202,4 +245,4 @@ class Footer:
                 raise ValueError("the checksums of its blocks are for data that cannot lie there")
         if int(block_counts(nbytes, tail.block_nbytes).sum()) != tail.n_blocks:
             raise ValueError("the checksums of its blocks are fewer or more than its data has blocks")
-        return SumColumns(offset, nbytes, crcs)
+        return SumColumns(offset, nbytes, crcs), items

@@ -32,7 +32,7 @@ def is_of_save(disk: Disk, path: str, mark: str) -> bool:
             head = bytearray(_HEAD_NBYTES)
             found = _MARK.search(bytes(head[: disk.pread_into(file, head, 0)]))
             return found is not None and found[1] == mark.encode("ascii")
-        tail = read_tail(disk, file, disk.size(path))
+        tail = read_tail(disk, file, disk.size(file))
     finally:
         disk.close(file)
     return tail is not None and tail.mark == mark

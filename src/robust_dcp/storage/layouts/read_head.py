@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Final, TypeGuard
@@ -84,8 +85,8 @@ class FileHead:
     is_of_checkpoint: bool
     mark: str | None = None
 
-    def find(self, name: str, offset: int, nbytes: int, file: str) -> StoredTensor:
-        """The tensor that the metadata of a checkpoint places at ``offset``.
+    def find(self, name: str, chunk_offset: Sequence[int], offset: int, nbytes: int, file: str) -> StoredTensor:
+        """The chunk at ``chunk_offset`` of a tensor, which the metadata of a checkpoint places at ``offset``.
 
         Raises:
             CorruptCheckpoint: no such tensor lies there.
@@ -94,6 +95,9 @@ class FileHead:
         if stored is None or (stored.offset, stored.nbytes) != (offset, nbytes):
             found = "no such tensor" if stored is None else f"{stored.nbytes} bytes at {stored.offset}"
             raise unusable_file(file, f"{nbytes} bytes at {offset} according to its head", found, name)
+        if stored.chunk_offset != tuple(chunk_offset):
+            expected = f"the chunk at {list(chunk_offset)} of its tensor"
+            raise unusable_file(file, expected, f"that at {list(stored.chunk_offset)}", name)
         return stored
 
 
@@ -130,7 +134,7 @@ def read_head(disk: Disk, path: str) -> FileHead:
     """
     file = disk.open_read(path)
     try:
-        file_nbytes = disk.size(path)
+        file_nbytes = disk.size(file)
         length = bytearray(LENGTH_NBYTES)
         found = disk.pread_into(file, length, 0)
         header_nbytes = int.from_bytes(length, "little")

@@ -27,7 +27,7 @@ def stored_sums(disk: Disk, file: OpenFile) -> SumColumns | None:
     """
     if holds_raw_bytes(file.path):
         return _sums_in_head(disk, file.path)
-    tail = read_tail(disk, file, disk.size(file.path))
+    tail = read_tail(disk, file, disk.size(file))
     if tail is None or tail.block_nbytes != SUM_NBYTES:
         return None
 

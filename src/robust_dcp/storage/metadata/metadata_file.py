@@ -60,14 +60,12 @@ def encode_metadata(metadata: Metadata) -> bytes:
     return data + trailer_of(len(data), crc32(data))
 
 
-def decode_metadata(data: bytes, file: str, *, is_checked: bool = False) -> Metadata:
+def decode_metadata(data: bytes, file: str) -> Metadata:
     """Decode a ``.metadata`` file by us, by DCP or by Megatron-Core, from torch 2.0 on.
 
     Args:
         data: the whole file.
         file: its path, for errors.
-        is_checked: whether these bytes have passed :func:`check_metadata` already, on this rank or on the one that read
-            them.
 
     Raises:
         CorruptCheckpoint: the checksum does not match, or this is not the pickle of a ``Metadata`` with usable values.
@@ -81,7 +79,6 @@ def decode_metadata(data: bytes, file: str, *, is_checked: bool = False) -> Meta
         stand_ins=METADATA_STAND_INS,
         registered=registered_by_user(),
         other=_constant,
-        is_checked=is_checked,
     )
     try:
         with without_garbage_collection():

@@ -7,6 +7,7 @@ module imports none.
 from __future__ import annotations
 
 import io
+import pickle
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -14,10 +15,9 @@ from typing import Any, Final
 from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.garbage import without_garbage_collection
 from robust_dcp.storage.records.checksum import crc32
-from robust_dcp.storage.records.data.dry_run import check_shape
 from robust_dcp.storage.records.data.limits import Budget
-from robust_dcp.storage.records.pickle_scan import check_lengths
-from robust_dcp.storage.records.unpickling import ClassName, RestrictedUnpickler
+from robust_dcp.storage.records.pickle_scan import dicts_in
+from robust_dcp.storage.records.unpickling import ClassName, RestrictedUnpickler, attributes_of, plain_dicts
 
 __all__ = [
     "TRAILER_NBYTES",
@@ -34,10 +34,6 @@ _MAGIC_WITHOUT_MARKS: Final = b"\nRDCPMD1"  # written by early versions, whose d
 # This follows the pickle, where pickle.load does not look: magic, length of the pickle, CRC-32 of the pickle.
 _TRAILER: Final = struct.Struct("<8sQI")
 TRAILER_NBYTES: Final = _TRAILER.size
-
-# A file of up to this size is checked by a dry run before it is unpickled, so that its keys are known to be harmless,
-# too. That costs 0.3 s.
-_RUN_TWICE_NBYTES: Final = 1 << 20
 
 _HOW_TO_ALLOW: Final = (
     "if the planner that wrote it keeps objects of that class in planner_data and you trust the file, register the "
@@ -61,7 +57,7 @@ def check_metadata(data: bytes, file: str) -> None:
     Raises:
         CorruptCheckpoint: there is such a thing, or the checksum does not match.
     """
-    _check_pickle(pickle_in(data, file), file)
+    _dicts_in(pickle_in(data, file), file)
 
 
 def pickle_in(data: bytes, file: str) -> bytes:
@@ -92,7 +88,6 @@ def unpickled(
     stand_ins: Mapping[ClassName, Any],
     registered: Mapping[str, Any],
     other: Callable[[str, str], Any],
-    is_checked: bool = False,
 ) -> Any:
     """Unpickle a ``.metadata``.
 
@@ -100,15 +95,14 @@ def unpickled(
         data: the whole file.
         file: its path, for errors.
         allowed, stand_ins, registered, other: as in :class:`RestrictedUnpickler`.
-        is_checked: whether these bytes have passed :func:`check_metadata` already.
 
     Raises:
         CorruptCheckpoint: the checksum does not match, or this is not a pickle, or something follows it.
         UnsafeCheckpoint: the pickle names classes that do not belong into metadata.
     """
-    pickled = pickle_in(data, file)
-    if not is_checked:
-        _check_pickle(pickled, file)
+    pickled = bytearray(pickle_in(data, file))
+    for place in _dicts_in(bytes(pickled), file):
+        pickled[place] = pickle.NEXT_BUFFER[0]  # there the unpickler takes a dict that looks at its keys
     stream = io.BytesIO(pickled)
     unpickler = RestrictedUnpickler(
         stream,
@@ -130,6 +124,10 @@ def unpickled(
     if stream.tell() != len(pickled):
         # Neither DCP nor we write anything here. If our trailer is damaged, this is where it shows.
         raise corrupt(file, "nothing behind the pickle", f"{len(pickled) - stream.tell()} bytes")
+    for name in attributes_of(found):
+        value = getattr(found, name)
+        if isinstance(value, dict):
+            setattr(found, name, plain_dicts(value))
     return found
 
 
@@ -143,12 +141,9 @@ def corrupt(file: str, expected: str, found: str) -> errors.CorruptCheckpoint:
     )
 
 
-def _check_pickle(pickled: bytes, file: str) -> None:
+def _dicts_in(pickled: bytes, file: str) -> list[int]:
     try:
-        check_lengths(pickled)
-        if len(pickled) <= _RUN_TWICE_NBYTES:
-            with without_garbage_collection():
-                check_shape(pickled)
+        return dicts_in(pickled)
     except Exception as error:  # broken pickles raise all kinds of errors
         raise _no_pickle_of_metadata(file, error) from error
 

@@ -61,7 +61,7 @@ class DataFile:
         self._may_be_direct = direct is not False
         self._must_be_direct = direct is True
         self._opened = disk.open_read(path)
-        self.nbytes = disk.size(path)
+        self.nbytes = disk.size(self._opened)
         self.head = LazyHead(disk, path)
         self._opened_direct: OpenFile | None = None
         self._alignment: Alignment = BUFFERED

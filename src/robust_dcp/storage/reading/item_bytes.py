@@ -14,7 +14,7 @@ from robust_dcp.storage.layouts.read_head import StoredTensor
 from robust_dcp.storage.reading.data_file import DataFile
 from robust_dcp.storage.records.block_sums import BlockSums
 
-__all__ = ["ItemBytes", "ItemInFile", "ItemInMemory", "corrupt_item"]
+__all__ = ["ItemBytes", "ItemInFile", "ItemInMemory", "corrupt_item", "damaged_footer"]
 
 
 class ItemBytes(Protocol):
@@ -80,14 +80,7 @@ class ItemInFile:
         try:
             return footer.find(self.offset + begin, self.offset + end, self.offset)
         except ValueError as error:
-            raise CorruptCheckpoint(
-                f"the footer of {self.file} is damaged: {error}; take another checkpoint, restore the file, or load "
-                "with verify_checksums=False, which does not look at it",
-                file=self.file,
-                item=self.item,
-                expected="the footer that was written",
-                found=str(error),
-            ) from error
+            raise damaged_footer(self.file, self.item, error) from error
 
     def check_bounds(self, offset: int, nbytes: int) -> None:
         """Raise unless these bytes lie in the item."""
@@ -147,6 +140,18 @@ def _check_bounds(stored: ItemBytes, offset: int, nbytes: int) -> None:
 
 def _file_ends(stored: ItemBytes, offset: int, nbytes: int, found: int) -> CorruptCheckpoint:
     return corrupt_item(stored, f"{nbytes} bytes at offset {offset}", f"a file that ends after {found} of them")
+
+
+def damaged_footer(file: str, item: str, error: ValueError) -> CorruptCheckpoint:
+    """The error for a footer that is not what was written."""
+    return CorruptCheckpoint(
+        f"the footer of {file} is damaged: {error}; take another checkpoint, restore the file, or load with "
+        "verify_checksums=False, which does not look at it",
+        file=file,
+        item=item,
+        expected="the footer that was written",
+        found=str(error),
+    )
 
 
 def corrupt_item(stored: ItemBytes, expected: str, found: str) -> CorruptCheckpoint:

@@ -114,7 +114,7 @@ class MetadataSource:
             CorruptCheckpoint, UnsafeCheckpoint: as :func:`~robust_dcp.storage.metadata.metadata_file.decode_metadata`.
         """
         self._are_marked = files_are_marked(data)
-        return self._of_this_load(decode_metadata(data, self.path_of_metadata(rank), is_checked=True))
+        return self._of_this_load(decode_metadata(data, self.path_of_metadata(rank)))
 
     def _of_this_load(self, metadata: Metadata) -> Metadata:
         if metadata.storage_meta is None:
@@ -205,7 +205,7 @@ class MetadataSource:
     def _bytes_of(self, path: str, *, last: int | None = None) -> bytes:
         opened = self._disk.open_read(path)
         try:
-            nbytes = self._disk.size(path)
+            nbytes = self._disk.size(opened)
             buffer = bytearray(nbytes if last is None else min(last, nbytes))
             found = self._disk.pread_into(opened, buffer, nbytes - len(buffer))
         finally:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from robust_dcp.errors import CorruptCheckpoint
 from robust_dcp.storage.files.garbage import without_garbage_collection
 from robust_dcp.storage.files.paths import METADATA_NAME
+from robust_dcp.storage.layouts.footer import item_id
 from robust_dcp.storage.layouts.read_head import FileHead, StoredTensor
 from robust_dcp.storage.metadata.metadata_file import StorageInfo
 from robust_dcp.storage.reading.data_file import DataFile
@@ -58,6 +59,11 @@ class Read(NamedTuple):
         return name_of(self.item)
 
     @property
+    def item_id(self) -> int:
+        """Which item it is (:func:`~robust_dcp.storage.layouts.footer.item_id`)."""
+        return item_id(self.item.storage_index.fqn, self.item.storage_index.offset or ())
+
+    @property
     def expected(self) -> tuple[torch.dtype, tuple[int, ...]] | None:
         """Dtype and shape, if both are known."""
         return None if self.dtype is None or self.shape is None else (self.dtype, tuple(self.shape))
@@ -68,7 +74,10 @@ class Read(NamedTuple):
         Raises:
             CorruptCheckpoint: the file has a head, and it has no such entry.
         """
-        return None if head is None else head.find(self.item.storage_index.fqn, self.offset, self.nbytes, file)
+        if head is None:
+            return None
+        index = self.item.storage_index
+        return head.find(index.fqn, index.offset or (), self.offset, self.nbytes, file)
 
     @property
     def is_whole(self) -> bool:
@@ -95,6 +104,7 @@ class PlacedReads(Sequence[Read]):
         start = np.concatenate((whole.start, _column(read.offset for read in others)))
         nbytes = np.concatenate((whole.nbytes, _column(read.nbytes for read in others)))
         order = np.lexsort((start, path_of))
+        self.item_ids: Int64 = np.concatenate((whole.items, _column(read.item_id for read in others)))[order]
         self.order: list[int] = order.tolist()
         self.path_of: list[int] = path_of[order].tolist()
         self.start: list[int] = start[order].tolist()
@@ -149,6 +159,12 @@ class ReadGroup:
     def reads(self) -> list[Read]:
         """The items, one by one."""
         return [self._all[place] for place in self.places]
+
+    def item_ids(self) -> tuple[Int64, Int64, Int64]:
+        """For each item where it begins and ends in the file, and its identity."""
+        begin = np.array([self._all.start[place] for place in self.places], dtype=np.int64)
+        nbytes = np.array([self._all.nbytes[place] for place in self.places], dtype=np.int64)
+        return begin, begin + nbytes, self._all.item_ids[self.places]
 
     def numbers(self) -> Int64:
         """For each item its number among the load's whole tensors. Other items have higher numbers."""

@@ -16,6 +16,7 @@ from errno import ENOENT
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
@@ -27,6 +28,7 @@ from robust_dcp.storage.files.paths import METADATA_NAME, locate
 from robust_dcp.storage.layouts.places import PAGE_NBYTES
 from robust_dcp.storage.reading.block_items import BlockItems, Stretch
 from robust_dcp.storage.reading.data_file import DataFile
+from robust_dcp.storage.reading.item_bytes import damaged_footer
 from robust_dcp.storage.reading.placed_reads import (
     SMALL_NBYTES,
     PlacedReads,
@@ -46,6 +48,8 @@ from robust_dcp.storage.reading.verification import Verification
 from robust_dcp.storage.records.objects import ObjectBytes
 
 __all__ = ["ItemsRead", "read_items"]
+
+Int64 = npt.NDArray[np.int64]
 
 # So many reads per thread are submitted ahead. That keeps a thread busy while the calling thread copies.
 _AHEAD_PER_THREAD: Final = 4
@@ -188,6 +192,7 @@ class _Load:
         if group.end > file.nbytes:
             for read in group.reads:
                 check_end(read, file)
+        self._check_items(file, *group.item_ids(), lambda place: group.reads[place].name)
         block = self._blocks.take()
         targets = self._targets_of(group)
         result = self._tasks.read_group(group, targets, block, file)
@@ -216,6 +221,8 @@ class _Load:
         self._make_room(nbytes)
         file = self._open(read)
         check_end(read, file)
+        begin = np.array([read.offset], dtype=np.int64)
+        self._check_items(file, begin, begin + read.nbytes, np.array([read.item_id]), lambda _: read.name)
         targets = None if target is None else [target]
         self._append(_Pending(read, self._tasks.read_single(read, target, file), nbytes, targets))
 
@@ -294,6 +301,28 @@ class _Load:
             file=file.path,
             expected=f"the mark of save {mark}",
             found=found,
+        )
+
+    def _check_items(
+        self, file: DataFile, begin: Int64, end: Int64, item_ids: Int64, name_of: Callable[[int], str]
+    ) -> None:
+        """Make sure that the items which the metadata places in some records are those that were written there."""
+        if self._options.verify_checksums is False or file.footer is None or not file.footer.tail.n_items:
+            return
+        try:
+            differs = np.flatnonzero(file.footer.items_at(begin, end) != item_ids)
+        except ValueError as error:
+            raise damaged_footer(file.path, name_of(0), error) from error
+        if not len(differs):
+            return
+        name, where = name_of(int(differs[0])), f"bytes {begin[differs[0]]} to {end[differs[0]]}"
+        raise CorruptCheckpoint(
+            f"{METADATA_NAME} says that item {name!r} lies in {where} of {file.path}, and the file says that it does "
+            "not; take another checkpoint, or restore both files",
+            file=file.path,
+            item=name,
+            expected=f"{name!r} in {where}",
+            found="another item",
         )
 
     def _open(self, read: Read | ReadGroup) -> DataFile:

@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from robust_dcp.storage.index import ChunkKind, WholeChunks
+from robust_dcp.storage.layouts.footer import seed_of
+from robust_dcp.storage.records.checksum import crc32
 
 __all__ = ["PlannedItems", "WholeTensors", "whole_item"]
 
@@ -87,6 +89,13 @@ class WholeTensors:
         """Bytes of all tensors."""
         counts = np.bincount(self.kind_of, minlength=len(self.kinds)).tolist()
         return sum(count * kind.nbytes for count, kind in zip(counts, self.kinds, strict=True))
+
+    @property
+    def items(self) -> Int64:
+        """int64: for each tensor the :func:`~robust_dcp.storage.layouts.footer.item_id` of its saved chunk."""
+        seeds = [seed_of(tuple(kind.offsets)) for kind in self.kinds]
+        names = (name.encode(errors="surrogatepass") for name in self.names)
+        return np.fromiter(map(crc32, names, [seeds[kind] for kind in self.kind_of.tolist()]), dtype=np.int64)
 
     def item(self, place: int) -> ReadItem:
         """The tensor at ``place`` as a read item, as DCP's planner makes it."""

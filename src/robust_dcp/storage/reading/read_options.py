@@ -7,12 +7,12 @@ them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 from robust_dcp.storage.reading.verification import Verify
-from robust_dcp.storage.writing.write_options import default_threads
+from robust_dcp.storage.writing.write_options import GivenOptions, default_threads
 
-__all__ = ["BLOCK_NBYTES", "ReadOptions"]
+__all__ = ["BLOCK_NBYTES", "ReadKeywords", "ReadOptions"]
 
 BLOCK_NBYTES: Final = 4 << 20
 """The size of one read: large enough for a device to reach its full speed, and small enough to divide among threads."""
@@ -20,8 +20,21 @@ BLOCK_NBYTES: Final = 4 << 20
 _LEAST_BLOCK_NBYTES: Final = 64 << 10
 
 
+class ReadKeywords(TypedDict, total=False):
+    """:class:`ReadOptions` as keywords of ``RobustReader``."""
+
+    threads: int | None
+    verify_checksums: Verify
+    trusted: bool
+    buffer_bytes: int
+    block_bytes: int
+    direct: bool | None
+    share_reads: bool | None
+    extension_registry: Any
+
+
 @dataclass(frozen=True, kw_only=True)
-class ReadOptions:
+class ReadOptions(GivenOptions):
     """How ``RobustReader`` reads.
 
     Args:

@@ -110,11 +110,11 @@ class SmallTensors:
         whole, tensors = self._whole, head.tensors
         found = [tensors.get(whole.names[number]) for number in numbers.tolist()]
         places = zip(found, whole.start[numbers].tolist(), whole.nbytes[numbers].tolist(), strict=True)
-        wanted = (kind.dtype, kind.lengths, kind.nbytes)
+        wanted = (kind.dtype, kind.lengths, kind.nbytes, tuple(kind.offsets))
         return [
             raw.crc32 or 0
             if raw is not None
-            and (raw.dtype, raw.shape, raw.nbytes) == wanted
+            and (raw.dtype, raw.shape, raw.nbytes, raw.chunk_offset) == wanted
             and (raw.offset, raw.nbytes) == (start, nbytes)
             else None
             for raw, start, nbytes in places

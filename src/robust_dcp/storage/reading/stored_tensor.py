@@ -270,7 +270,7 @@ def _by_torch_load(stored: ItemBytes, verification: Verification, trusted: bool)
     loaded: Any = load_object(data, file=stored.file, item=stored.item, trusted=trusted)
     if not isinstance(loaded, torch.Tensor):
         raise corrupt_item(stored, "a tensor", f"a {type(loaded).__name__}")
-    return loaded.detach()
+    return loaded.detach() if loaded.requires_grad else loaded  # a subclass need not have its own detach
 
 
 def check_members(stored: ItemBytes, data: bytes, verification: Verification) -> None:

@@ -10,6 +10,9 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
+from robust_dcp.errors import PlanConflict
+from robust_dcp.staging import host_address
+
 __all__ = ["is_flat", "is_plain", "may_ask_early", "takes_bytes", "target_of"]
 
 
@@ -49,8 +52,14 @@ def target_of(planner: LoadPlanner, item: ReadItem, *, early: bool) -> torch.Ten
 
     Raises:
         ValueError: the tensor has another size than ``item``.
+        PlanConflict: the tensor's memory was freed.
     """
     target: torch.Tensor = planner.resolve_tensor(item)
+    try:
+        host_address(target)
+    except RuntimeError as error:
+        name = item.dest_index.fqn
+        raise PlanConflict(f"{name!r} cannot be loaded into: {error}", key=name) from error
     if target.requires_grad or not early:  # planners get detached tensors to commit, as from DCP
         target = target.detach()
     if target.size() != item.lengths and target.size() != torch.Size(item.lengths):

@@ -20,7 +20,16 @@ from robust_dcp.storage.records.data.names import registered_by_user
 from robust_dcp.storage.records.pickle_scan import is_inert
 from robust_dcp.storage.records.zip_members import zip_members
 
-__all__ = ["ObjectBytes", "Refusal", "check_object", "load_object", "not_an_object", "refusal_of", "registered_names"]
+__all__ = [
+    "ObjectBytes",
+    "Refusal",
+    "check_object",
+    "load_object",
+    "not_an_object",
+    "pickle_of",
+    "refusal_of",
+    "registered_names",
+]
 
 _HOW_TO_ALLOW: Final = (
     "if you trust it, register the class with torch.serialization.add_safe_globals([...]), or pass trusted=True to "
@@ -105,8 +114,9 @@ def check_object(data: bytes | io.BytesIO, *, file: str, item: str) -> None:
 def refusal_of(data: bytes | io.BytesIO) -> Refusal | None:
     """Why :func:`check_object` would refuse bytes that a pickler has just made; ``None`` if it would not."""
     view = _bytes_of(data)
-    if len(view) > _LARGE_NBYTES and _is_plain(view):
-        return None
+    pickled = pickle_of(view)
+    if len(pickled) < len(view) and is_inert(pickled):
+        return None  # it names no classes or functions, and holds only numbers, text, lists and dicts
     try:
         check_object(data, file="", item="")
     except UnsafeCheckpoint as error:
@@ -117,16 +127,17 @@ def refusal_of(data: bytes | io.BytesIO) -> Refusal | None:
     return None
 
 
-def _is_plain(data: bytes) -> bool:
-    """Whether an archive's pickle names no classes or functions, and holds only numbers, text, lists and dicts.
-
-    This is found without building its value.
+def pickle_of(data: bytes) -> bytes:
+    """The pickle within an archive of ``torch.save``, without the data of tensors; all of ``data`` if it is short or
+    of another format.
     """
+    if len(data) <= _LARGE_NBYTES:
+        return data
     try:
         pickled = zip_members(data)["data.pkl"]
     except (ValueError, KeyError):
-        return False
-    return is_inert(data[pickled.offset : pickled.offset + pickled.nbytes])
+        return data
+    return data[pickled.offset : pickled.offset + pickled.nbytes]
 
 
 def registered_names() -> frozenset[str]:

@@ -12,7 +12,7 @@ import re
 from functools import cache
 from typing import Final, NamedTuple
 
-__all__ = ["check_lengths", "is_inert"]
+__all__ = ["check_lengths", "dicts_in", "is_inert"]
 
 _RUN_LENGTH: Final = 4096
 """So many opcodes are matched at a time. The regular expression engine remembers each of them until the match ends."""
@@ -28,6 +28,8 @@ _ACTIVE: Final = frozenset(
 )
 _STOP: Final = pickle.STOP[0]
 _DUP: Final = pickle.DUP[0]
+_EMPTY_DICT: Final = pickle.EMPTY_DICT[0]
+_HASHES: Final = frozenset(code[0] for code in (pickle.DICT, pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET))
 _FRAME: Final = pickle.FRAME[0]
 _LONG_BINPUT: Final = pickle.LONG_BINPUT[0]
 _PUT: Final = pickle.PUT[0]
@@ -54,6 +56,30 @@ def check_lengths(pickled: bytes) -> None:
         if at < len(pickled) and pickled[at] == _STOP:
             return
         at = _after_other(pickled, at)
+
+
+def dicts_in(pickled: bytes) -> list[int]:
+    """Where a pickle makes dicts: the places of its EMPTY_DICT opcodes.
+
+    Raises:
+        ValueError: as :func:`check_lengths`; or it makes sets, or dicts in the way of protocol 0. No writer of
+            metadata does that, and nobody could look at their keys before they are hashed.
+    """
+    run = _run_of(frozenset({_DUP, _EMPTY_DICT, *_HASHES}))
+    places = []
+    at = 0
+    while True:
+        at = _after_run(run, pickled, at)
+        code = pickled[at] if at < len(pickled) else None
+        if code == _EMPTY_DICT:
+            places.append(at)
+            at += 1
+        elif code == _STOP:
+            return places
+        elif code in _HASHES:
+            raise ValueError(f"byte {at} of a pickle makes a set, or a dict as protocol 0 does")
+        else:
+            at = _after_other(pickled, at)
 
 
 def is_inert(data: bytes) -> bool:

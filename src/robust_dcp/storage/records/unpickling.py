@@ -10,17 +10,18 @@ from __future__ import annotations
 import _compat_pickle
 import enum
 import importlib
+import itertools
 import pickle
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache, partial
 from types import FunctionType, SimpleNamespace
 from typing import IO, Any, Final, cast
 
 from robust_dcp.on_demand import errors
 from robust_dcp.storage.records.data import python_kinds, user_classes
-from robust_dcp.storage.records.data.limits import Budget
+from robust_dcp.storage.records.data.limits import Budget, check_key
 
-__all__ = ["ClassName", "RestrictedUnpickler", "all_of"]
+__all__ = ["CheckedDict", "ClassName", "RestrictedUnpickler", "all_of", "attributes_of", "plain_dicts"]
 
 ClassName = tuple[str, str]
 """Module and qualified name, as a pickle holds them."""
@@ -38,6 +39,58 @@ _PLAIN: Final = all_of(
 ) | all_of("collections", "Counter OrderedDict defaultdict deque")
 
 
+class CheckedDict(dict[Any, Any]):
+    """A dict that looks at each key before it is hashed.
+
+    Python's unpickler would hash a tuple of tuples that all share their parts, and never come to an end.
+    """
+
+    __slots__ = ("_budget",)
+
+    def __init__(self, budget: Budget) -> None:
+        super().__init__()
+        self._budget = budget
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if type(key) is not str:
+            for part in _parts(key):
+                if type(part) is not str:
+                    check_key(part, self._budget, len(self))
+        super().__setitem__(key, value)
+
+    def __reduce__(self) -> Any:
+        return dict, (), None, None, iter(self.items())
+
+
+def _parts(key: Any) -> Iterable[Any]:
+    """What the hash of a key may be made of: the attributes of an object, or else the key itself."""
+    kind: Any = type(key)
+    slots = _slots_of(kind)
+    held = getattr(key, "__dict__", None)
+    if not slots and not isinstance(held, dict):
+        return (key,)
+    return [*(held or {}).values(), *(getattr(key, name, None) for name in slots)]
+
+
+@lru_cache(maxsize=64)
+def _slots_of(kind: type) -> tuple[str, ...]:
+    found = [vars(each).get("__slots__", ()) for each in kind.__mro__]
+    return tuple(name for slots in found for name in ((slots,) if isinstance(slots, str) else slots))
+
+
+def attributes_of(value: Any) -> list[str]:
+    """The names of the attributes that an object has."""
+    kind: Any = type(value)
+    return [*getattr(value, "__dict__", ()), *(name for name in _slots_of(kind) if hasattr(value, name))]
+
+
+def plain_dicts(value: Any, depth: int = 4) -> Any:
+    """``value`` with ordinary dicts in place of those that have checked their keys."""
+    if not isinstance(value, CheckedDict):
+        return value
+    return {key: plain_dicts(each, depth - 1) if depth else each for key, each in value.items()}
+
+
 class _Bounded:
     """Stands for a plain class. It builds its objects as ``data`` does: from exact types and within the budget."""
 
@@ -47,7 +100,12 @@ class _Bounded:
 
     def __call__(self, *arguments: Any) -> Any:
         given = tuple(argument.kind if isinstance(argument, _Bounded) else argument for argument in arguments)
-        return python_kinds.BUILT_BY_CALL[self.kind](given, self._budget)
+        found = python_kinds.BUILT_BY_CALL[self.kind](tuple(map(plain_dicts, given)), self._budget)
+        if not isinstance(found, dict):
+            return found
+        checked = CheckedDict(self._budget)  # more items may follow
+        checked.update(found)
+        return checked
 
 
 _ABSENT: Final = object()
@@ -62,7 +120,8 @@ class RestrictedUnpickler(pickle.Unpickler):
     """Unpickles data that names only classes from ``allowed``.
 
     Args:
-        stream: the pickle. On success the stream is right after it.
+        stream: the pickle, with NEXT_BUFFER in place of each EMPTY_DICT: there Python's unpickler takes what we give,
+            which is a :class:`CheckedDict`. On success the stream is right after the pickle.
         file: the path of the file, for errors.
         allowed: names of classes and functions that may be imported and called, besides Python's plain ones.
         stand_ins: what to use in place of a named class. Such a class is not imported.
@@ -93,7 +152,8 @@ class RestrictedUnpickler(pickle.Unpickler):
         # An object without readinto and peek makes the C unpickler read exactly what it needs. So the stream ends right
         # after the pickle, and a damaged pickle does not confuse the unpickler's own buffer.
         bare = SimpleNamespace(read=stream.read, readline=stream.readline)
-        super().__init__(cast("IO[bytes]", bare), encoding=encoding)
+        dicts = (CheckedDict(budget) for _ in itertools.repeat(None))
+        super().__init__(cast("IO[bytes]", bare), encoding=encoding, buffers=dicts)
         self._file = file
         self._allowed = allowed
         self._stand_ins = stand_ins

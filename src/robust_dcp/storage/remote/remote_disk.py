@@ -64,7 +64,6 @@ class RemoteDisk:
         self._filesystem, _ = filesystem_of(url, storage_options)
         self._calls = calls or Calls()
         self._lock = threading.Lock()
-        self._open: dict[str, _RemoteFile] = {}
 
     def open_read(self, path: str, *, direct: bool = False) -> OpenFile:
         info = self._info(path)
@@ -77,24 +76,19 @@ class RemoteDisk:
         file = _RemoteFile(path, size, _version_of(info), reads_ahead=not is_data_file(path.rpartition("/")[2]))
         if direct:
             file.why_buffered = "it is in a remote store"
-        with self._lock:
-            self._open[path] = file
         return file
 
     def close(self, file: OpenFile) -> None:
-        with self._lock:
-            if self._open.get(file.path) is file:
-                del self._open[file.path]
+        return None
 
     def pread_into(self, file: OpenFile, buffer: Buffer | Sequence[Buffer], offset: int) -> int:
-        if not isinstance(file, _RemoteFile):
-            raise TypeError(f"{file!r} was not opened by this disk")
+        opened = _opened_here(file)
         buffers: Sequence[Any] = buffer if isinstance(buffer, (list, tuple)) else [buffer]
         views = [memoryview(each).cast("B") for each in buffers]
-        end = min(offset + sum(view.nbytes for view in views), file.nbytes)
+        end = min(offset + sum(view.nbytes for view in views), opened.nbytes)
         if end <= offset:
             return 0
-        data = memoryview(self._bytes(file, offset, end))
+        data = memoryview(self._bytes(opened, offset, end))
         done = 0
         for view in views:
             part = data[done : done + view.nbytes]
@@ -152,14 +146,17 @@ class RemoteDisk:
             raise
         return True
 
-    def size(self, path: str) -> int:
-        with self._lock:
-            opened = self._open.get(path)
-        return opened.nbytes if opened is not None else int(self._info(path).get("size") or 0)
+    def size(self, file: OpenFile | str) -> int:
+        if isinstance(file, OpenFile):
+            return _opened_here(file).nbytes
+        return int(self._info(file).get("size") or 0)
 
     def fingerprint(self, path: str) -> tuple[int, int, int]:
         info = self._info(path)
         return 0, int(info.get("size") or 0), _version_of(info)
+
+    def room(self, path: str) -> tuple[int, int]:
+        _refuse("look at", path)
 
     def modified_seconds(self, path: str) -> float:
         modified: Callable[[], float] = lambda: self._filesystem.modified(self._path(path)).timestamp()  # noqa: E731
@@ -240,6 +237,12 @@ class RemoteDisk:
 
     def _path(self, url: str) -> str:
         return str(self._filesystem._strip_protocol(url))
+
+
+def _opened_here(file: OpenFile) -> _RemoteFile:
+    if not isinstance(file, _RemoteFile):
+        raise TypeError(f"{file!r} was not opened by this disk")
+    return file
 
 
 def _version_of(info: Mapping[str, Any]) -> int:

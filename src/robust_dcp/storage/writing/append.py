@@ -16,7 +16,7 @@ from robust_dcp.staging import TensorBytes, on_cpu, to_host
 from robust_dcp.storage.layouts.places import LARGE_NBYTES, RECORD_ALIGNMENT, Slot
 from robust_dcp.storage.records.block_sums import joined
 from robust_dcp.storage.records.torch_zip import RecordTemplate, is_fixed_size, payload_view, record_template
-from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors
+from robust_dcp.storage.writing.item_source import Changes, ItemSource, NamedErrors
 from robust_dcp.storage.writing.large_record import PayloadRange, cut, finish_record
 from robust_dcp.storage.writing.paged_file import FileOutput
 
@@ -62,6 +62,7 @@ def append_items(
     places: Sequence[int],
     slots: dict[int, Slot],
     source: ItemSource,
+    changes: Changes,
     output: FileOutput,
     *,
     after: int,
@@ -84,7 +85,9 @@ def append_items(
         for place in sorted(places, key=lambda place: slots[place].offset) if slots else places:
             slot = slots.get(place)
             with NamedErrors(source, place):
-                record = _record(source.resolve(place), output)
+                data = source.resolve(place)
+                changes.take([place])
+                record = _record(data, output)
                 if slot is not None and record.nbytes > slot.nbytes:
                     too_large.append((place, record))
                     continue

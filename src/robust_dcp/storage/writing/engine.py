@@ -26,7 +26,7 @@ from robust_dcp.storage.layouts import TORCH, Layout
 from robust_dcp.storage.layouts.footer import FileSums
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements, slots_of
 from robust_dcp.storage.writing.data_files import DataFile, create_data_files, discard, take_plain_names
-from robust_dcp.storage.writing.item_source import BorrowingSource, ItemSource, MadeWhenAsked
+from robust_dcp.storage.writing.item_source import BorrowingSource, Changes, ItemSource, MadeWhenAsked
 from robust_dcp.storage.writing.paged_file import FileOutput, PagedFile
 from robust_dcp.storage.writing.sharing import Sharing
 from robust_dcp.storage.writing.steps import FileSteps, Step, StepQueue, WriteContext
@@ -132,7 +132,9 @@ def write_files(
         orders = write_orders(placements, source, block_nbytes, page_nbytes, layout)
         workers = _Workers(check_stop, sum(placements.file_nbytes))
         with POOL.lease(block_nbytes, threads * options.blocks_per_thread) as lease:
-            context = WriteContext(source, slots_of(placements, known_places), workers.stop_if_told, mark)
+            context = WriteContext(
+                source, Changes(source), slots_of(placements, known_places), workers.stop_if_told, mark
+            )
             borrowed = frozenset(source.borrowed if isinstance(source, BorrowingSource) else ())
             steps = []
             if sharing is not None:
@@ -155,6 +157,7 @@ def write_files(
                 workers.run(StepQueue(steps[::-1], only_borrowed=True), threads)
                 source.give_back()
             workers.run(StepQueue(steps[::-1], in_turn=not isinstance(source, MadeWhenAsked)), threads)
+            context.changes.check_taken()
         are_plain = take_plain_names(disk, directory, files, plain)
         for place in (directory, *stripes):
             disk.fsync_directory(place)

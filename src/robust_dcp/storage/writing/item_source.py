@@ -7,6 +7,7 @@ interface; ``engine``, ``pack`` and ``write_order`` call it.
 from __future__ import annotations
 
 import io
+import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Protocol, runtime_checkable
@@ -20,12 +21,16 @@ from robust_dcp.storage.layouts import Frame
 
 __all__ = [
     "BorrowingSource",
+    "Changes",
+    "CountsChanges",
     "ItemSource",
     "MadeWhenAsked",
     "NamedErrors",
     "Resolve",
     "WriteItemSource",
+    "changed",
     "planned_tensor",
+    "version_of",
 ]
 
 Resolve = Callable[[WriteItem], "torch.Tensor | io.BytesIO"]
@@ -72,6 +77,75 @@ class MadeWhenAsked(Protocol):
     is_made_when_asked: bool
 
 
+@runtime_checkable
+class CountsChanges(Protocol):
+    """An :class:`ItemSource` that knows how often its tensors were changed."""
+
+    holds_wrappers: bool
+    """Whether some of its tensors are parts of others, such as DTensors. Changes of these do not count in the parts."""
+
+    def versions(self, places: Sequence[int]) -> list[int]:
+        """For each item a number that grows with each change of its tensor in place; -1 if that is not known."""
+
+
+class Changes:
+    """Notices that somebody changes a tensor while it is saved: a side thread, or a hook.
+
+    Data that is checksummed and then written from the tensor itself would be damaged. Data that is copied would be half
+    old and half new.
+
+    Args:
+        source: the items. If it does not know of changes, none are noticed.
+    """
+
+    def __init__(self, source: ItemSource) -> None:
+        self._source = source
+        self._versions = source.versions if isinstance(source, CountsChanges) else _unknown
+        self._looks_at_small = isinstance(source, CountsChanges) and source.holds_wrappers
+        self._taken: dict[int, int] = {}
+
+    def before(self, places: Sequence[int]) -> list[int]:
+        """The versions of small items that are about to be copied, for :meth:`check`. It is empty if the items' own
+        tensors tell. Asking for each of them here would cost as much as a tenth of the copy.
+        """
+        return self._versions(places) if self._looks_at_small else []
+
+    def check(self, places: Sequence[int], before: Sequence[int]) -> None:
+        """Make sure that the tensors are those of :meth:`before`.
+
+        Raises:
+            PlanConflict: a tensor was changed.
+        """
+        if not before:
+            return
+        for place, earlier, later in zip(places, before, self._versions(places), strict=True):
+            if earlier != later and -1 not in (earlier, later):
+                raise changed(self._source, place)
+
+    def take(self, places: Sequence[int]) -> None:
+        """Note items whose data is read where it lies, from now until :meth:`check_taken`."""
+        for place, version in zip(places, self._versions(places), strict=True):
+            self._taken.setdefault(place, version)
+
+    def check_taken(self) -> None:
+        """Make sure that nobody has changed the tensors that were taken. Raises as :meth:`check`."""
+        self.check(list(self._taken), list(self._taken.values()))
+
+
+def changed(source: ItemSource, place: int) -> PlanConflict:
+    """The error for an item that was changed while it was saved."""
+    name = source.name(place)
+    return PlanConflict(
+        f"{name!r} was changed while it was saved, so what was written is no state that it ever had: a side thread or "
+        "a hook works on it; let that wait until the save has returned, or save a copy",
+        key=name,
+    )
+
+
+def _unknown(places: Sequence[int]) -> list[int]:
+    return [-1] * len(places)
+
+
 class WriteItemSource:
     """:class:`ItemSource` over DCP's write items, as any ``SavePlanner`` gives them.
 
@@ -80,9 +154,14 @@ class WriteItemSource:
         resolve: ``SavePlanner.resolve_data``.
     """
 
+    holds_wrappers = False
+
     def __init__(self, items: Sequence[WriteItem], resolve: Resolve) -> None:
         self._items = items
         self._resolve = resolve
+        self._resolved: dict[
+            int, weakref.ref[torch.Tensor]
+        ] = {}  # a planner's own copies go as soon as they are written
 
     def __len__(self) -> int:
         return len(self._items)
@@ -99,7 +178,19 @@ class WriteItemSource:
         return () if planned is None else tuple(planned.chunk.offsets)
 
     def resolve(self, place: int) -> torch.Tensor | io.BytesIO:
-        return self._resolve(self._items[place])
+        data = self._resolve(self._items[place])
+        if isinstance(data, torch.Tensor):
+            self._resolved[place] = weakref.ref(data)
+        return data
+
+    def versions(self, places: Sequence[int]) -> list[int]:
+        resolved = [self._resolved.get(place) for place in places]
+        return [-1 if found is None else version_of(found()) for found in resolved]
+
+
+def version_of(tensor: torch.Tensor | None) -> int:
+    """How often a tensor was changed in place; -1 if torch does not count that."""
+    return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def planned_tensor(source: ItemSource, place: int, planned: Frame) -> torch.Tensor:

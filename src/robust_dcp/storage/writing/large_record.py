@@ -15,7 +15,7 @@ from robust_dcp.storage.layouts import Frame
 from robust_dcp.storage.records.block_sums import joined, merged
 from robust_dcp.storage.writing.copy_checked import copy_checked
 from robust_dcp.storage.writing.earlier_file import Range
-from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors, planned_tensor
+from robust_dcp.storage.writing.item_source import Changes, ItemSource, NamedErrors, planned_tensor
 from robust_dcp.storage.writing.paged_file import FileOutput
 from robust_dcp.storage.writing.write_order import LargeRecord
 
@@ -146,9 +146,9 @@ class LargePiece:
             self._range.drop()
 
 
-def large_pieces(large: LargeRecord, source: ItemSource, output: FileOutput) -> Iterator[LargePiece]:
+def large_pieces(large: LargeRecord, source: ItemSource, changes: Changes, output: FileOutput) -> Iterator[LargePiece]:
     """The pieces of a record, in order. Several threads may write them."""
-    record = _Record(large, source, output)
+    record = _Record(large, source, changes, output)
     for number, (begin, end) in enumerate(record.ranges):
         yield LargePiece(record, number, begin, end)
 
@@ -177,9 +177,10 @@ def finish_record(
 class _Record:
     """What the pieces of one record share: the data while they are being written, and their checksums."""
 
-    def __init__(self, large: LargeRecord, source: ItemSource, output: FileOutput) -> None:
+    def __init__(self, large: LargeRecord, source: ItemSource, changes: Changes, output: FileOutput) -> None:
         self.place = large.place
         self.source = source
+        self._changes = changes
         self.output = output
         self._large = large
         self.payload_at = large.offset + large.template.header_nbytes
@@ -192,7 +193,9 @@ class _Record:
     def data(self) -> TensorBytes:
         with self._lock:
             if self._data is None:
-                self._data = TensorBytes(planned_tensor(self.source, self.place, self._large.template))
+                tensor = planned_tensor(self.source, self.place, self._large.template)
+                self._changes.take([self.place])
+                self._data = TensorBytes(tensor)
             return self._data
 
     def written(self, number: int, sums: Sequence[int]) -> None:

@@ -34,7 +34,7 @@ from robust_dcp.storage.records.block_sums import SUM_NBYTES, block_counts, join
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.torch_zip import payload_view
 from robust_dcp.storage.writing.copy_checked import copy_checked
-from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors, planned_tensor
+from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors, changed, planned_tensor
 from robust_dcp.storage.writing.paged_file import PagedFile
 
 __all__ = ["Block", "Packing"]
@@ -270,6 +270,10 @@ class Packing:
             tensor = planned_tensor(source, place, template)
             if nbytes == 0:
                 continue
+            try:
+                version = tensor._version
+            except RuntimeError:  # torch does not count the changes of tensors that were made in inference mode
+                version = -1
             found = host_address(tensor)
             if found is None:
                 self._take_scattered(number, begin, tensor)
@@ -277,6 +281,8 @@ class Packing:
                 copy_bytes(address + begin, found, nbytes)
             else:
                 _memmove_holding_gil(address + begin, found, nbytes)
+            if version >= 0 and tensor._version != version:
+                raise changed(source, place)
         return known
 
     def _take_large(self, number: int, begin: int, nbytes: int) -> None:

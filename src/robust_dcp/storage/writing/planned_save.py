@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from torch.distributed.checkpoint.planner import WriteItem
-
-from robust_dcp.storage.writing.item_source import Resolve
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 __all__ = ["PlannedSave"]
 
@@ -20,6 +18,6 @@ class PlannedSave(Protocol):
     instead, the hook lets it go on.
     """
 
-    def write_items(self, items: Sequence[WriteItem], resolve: Resolve) -> None: ...
+    def write_items(self, items: Sequence[WriteItem], planner: SavePlanner) -> None: ...
 
     def commit(self) -> None: ...

@@ -16,14 +16,14 @@ from typing import Final, NamedTuple
 
 import torch
 
-from robust_dcp.comm import Channel, node_name
+from robust_dcp.comm import node_name
 from robust_dcp.report_file import Modules, Phase, Plan, Ranks, SavedReport, find_stragglers, shortened
 from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.version import __version__
 
 __all__ = ["RankRow", "SaidOfRank", "SaveTimes", "make_report", "said_of_rank"]
 
-_ROW: Final = struct.Struct("<fffQII")
+_ROW: Final = struct.Struct("<fffQI")
 _LINE_LENGTH: Final = 300
 _TEXT_LENGTH: Final = 160
 _MOST_TEXTS: Final = 8
@@ -33,10 +33,10 @@ _PATH_LENGTH: Final = 4096
 
 
 class RankRow(NamedTuple):
-    """What a rank tells of its part of a save, in 28 bytes.
+    """What a rank tells of its part of a save, in 24 bytes.
 
     Attributes:
-        plan_seconds, stage_seconds, write_seconds, nbytes, files, retries: as in ``report_file.Ranks``.
+        plan_seconds, stage_seconds, write_seconds, nbytes, files: as in ``report_file.Ranks``.
     """
 
     plan_seconds: float
@@ -44,7 +44,6 @@ class RankRow(NamedTuple):
     write_seconds: float
     nbytes: int
     files: int
-    retries: int
 
     def encode(self) -> bytes:
         """Bytes of a fixed number, so that a save sends as much as the one before."""
@@ -74,7 +73,6 @@ class SaveTimes:
         seconds: each phase, with the wait for other ranks.
         stage_seconds: how long this rank copied what it saves, in an async save.
         own_write_seconds: how long this rank wrote, without the wait for others.
-        retries: how many messages were asked for once more.
         remarks: how the data got to the writer, if there is something to say of that.
         is_async: whether the caller goes on while the save writes.
     """
@@ -83,18 +81,15 @@ class SaveTimes:
     seconds: dict[str, float] = field(default_factory=dict)
     stage_seconds: float = 0.0
     own_write_seconds: float = 0.0
-    retries: int = 0
     remarks: tuple[str, ...] = ()
     is_async: bool = False
 
     @contextmanager
-    def phase(self, name: str, channel: Channel) -> Iterator[None]:
+    def phase(self, name: str) -> Iterator[None]:
         """Time the phase that runs in the block."""
         started = time.perf_counter()
-        with channel.recording() as stats:
-            yield
+        yield
         self.seconds[name] = time.perf_counter() - started
-        self.retries += stats.repeats
 
     def ends(self, name: str) -> None:
         """A phase ends now. It began when the one before ended."""
@@ -116,7 +111,6 @@ def said_of_rank(rank: int, written: WrittenFiles, times: SaveTimes) -> SaidOfRa
         times.own_write_seconds,
         written.nbytes,
         len(written.names),
-        min(times.retries, 0xFFFFFFFF),
     )
     how = tuple(shortened(text, _TEXT_LENGTH) for text in (*written.how, *times.remarks)[:_MOST_TEXTS])
     return SaidOfRank(row.encode(), shortened(node_name(rank), _NODE_LENGTH), how)
@@ -187,5 +181,4 @@ def _columns_of(
         files=tuple(row.files for row in rows),
         write_nbytes_per_second=tuple(int(row.nbytes / max(row.write_seconds, 1e-6)) for row in rows),
         how=tuple(ways.setdefault(each.how, len(ways)) for _, each in said),
-        retries=tuple(row.retries for row in rows),
     )

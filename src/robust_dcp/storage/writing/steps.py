@@ -19,7 +19,7 @@ from robust_dcp.storage.layouts.places import Slot
 from robust_dcp.storage.writing.append import Appended, append_items
 from robust_dcp.storage.writing.data_files import DataFile
 from robust_dcp.storage.writing.earlier_file import Range
-from robust_dcp.storage.writing.item_source import ItemSource
+from robust_dcp.storage.writing.item_source import Changes, ItemSource
 from robust_dcp.storage.writing.large_record import large_pieces
 from robust_dcp.storage.writing.pack import Block, Packing
 from robust_dcp.storage.writing.paged_file import FileOutput
@@ -55,10 +55,12 @@ class WriteContext:
         mark: the mark of the save.
         check_stop: raises if the save has been given up.
         packing: a lock, held by the thread that packs small records.
+        changes: notices tensors that change while they are saved.
         appended: where the items of variable size were written.
     """
 
     source: ItemSource
+    changes: Changes
     slots: dict[int, Slot]
     check_stop: Callable[[], None]
     mark: str
@@ -90,7 +92,8 @@ class FileSteps:
         # Python's garbage collector runs.
         self._borrowed = self._in_order(early, fixed_nbytes, context) if borrowed else iter(())
         self._steps = self._in_order(late, fixed_nbytes, context)
-        self._head = order.head
+        self._order = order
+        self._appended = context.appended
         self._under_way = 0
         self._exhausted = False
         self._lock = threading.Lock()
@@ -101,7 +104,7 @@ class FileSteps:
             if isinstance(piece, Block):
                 yield _PackedBlock(piece, self._output, context)
             else:
-                yield from large_pieces(piece, context.source, self._output)
+                yield from large_pieces(piece, context.source, context.changes, self._output)
         if order.variable:
             yield _Appended(self._file, order.variable, fixed_nbytes, self._output, context)
 
@@ -136,13 +139,20 @@ class FileSteps:
         file, output = self._file, self._output
         sums = FileSums().columns() if output.sums is None else output.sums.columns()
         footer = b""
-        if self._head is not None:
-            output.file.put(0, self._head.encode(self._mark, sums if output.checksums else None))
+        if self._order.head is not None:
+            output.file.put(0, self._order.head.encode(self._mark, sums if output.checksums else None))
         else:
-            footer = footer_of(self._mark, file.nbytes, sums)
+            footer = footer_of(self._mark, file.nbytes, sums, self._items() if output.checksums else ())
             output.file.put(file.nbytes, footer)
         output.file.finish(file.nbytes + len(footer))
         file.digest = sums.digest if output.checksums else None
+
+    def _items(self) -> tuple[int, ...]:
+        """The identities of the file's items, in the order in which they lie there."""
+        order = self._order
+        offset_of = {place: offset for place, offset, _ in self._appended} if order.variable else {}
+        appended = sorted(zip(map(offset_of.__getitem__, order.variable), order.variable_items, strict=True))
+        return (*order.items, *(item for _, item in appended))
 
 
 def _split(order: WriteOrder, borrowed: Collection[int]) -> tuple[WriteOrder, WriteOrder]:
@@ -206,7 +216,12 @@ class _PackedBlock:
         self._packing: Packing | None = None
 
     def prepare(self) -> bool:
-        return bool(self._block.large) and self._begin().begin_copies(self._output.copies)
+        block = self._block
+        if not block.large:
+            return False
+        runs = self._begin().begin_copies(self._output.copies)
+        self._context.changes.take(block.places[list(block.large)].tolist())
+        return runs
 
     def write(self) -> None:
         block, file = self._block, self._output.file
@@ -218,7 +233,10 @@ class _PackedBlock:
         with self._context.packing if is_small else nullcontext():
             # The save may have been given up while this thread waited for its turn.
             self._context.check_stop()
+            places, changes = block.places.tolist(), self._context.changes
+            before = changes.before(places)
             sums = packing.pack()
+            changes.check(places, before)
         unchanged: tuple[Range, ...] = ()
         if self._output.sums is not None:
             at = block.offset + block.payload
@@ -266,6 +284,7 @@ class _Appended:
             self._places,
             context.slots,
             context.source,
+            context.changes,
             self._output,
             after=self._after,
             check_stop=context.check_stop,

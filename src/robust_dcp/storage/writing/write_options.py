@@ -7,17 +7,27 @@ This module owns the options, their checks, and defaults that fit the machine. U
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Final, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypedDict, TypeVar
 
 from robust_dcp.storage.files.paths import directory_path
 from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.layouts.places import PAGE_NBYTES
 
-__all__ = ["WriteOptions", "default_buffer_bytes", "default_threads", "with_keywords"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
-Options = TypeVar("Options", bound=Any)
+__all__ = [
+    "GivenOptions",
+    "WriteKeywords",
+    "WriteOptions",
+    "default_buffer_bytes",
+    "default_threads",
+    "with_keywords",
+]
+
+Options = TypeVar("Options", bound="GivenOptions")
 
 _MIB: Final = 1 << 20
 
@@ -37,7 +47,40 @@ _LEAST: Final = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class WriteOptions:
+class GivenOptions:
+    """Options that know which of them were given. One that was given its default is not one that was not given.
+
+    Attributes:
+        given: their names.
+    """
+
+    given: ClassVar[frozenset[str]]  # of each object, and no field of the dataclasses
+
+    def __new__(cls, **given: Any) -> Self:
+        options = super().__new__(cls)
+        object.__setattr__(options, "given", frozenset(given))
+        return options
+
+
+class WriteKeywords(TypedDict, total=False):
+    """:class:`WriteOptions` as keywords of ``RobustWriter``."""
+
+    layout: str
+    threads: int | None
+    files_per_rank: int | None
+    block_bytes: int | None
+    buffer_bytes: int | None
+    direct: bool | None
+    stripe_paths: Sequence[str | os.PathLike[str]]
+    checksums: bool
+    overwrite: bool
+    share_unchanged: bool
+    previous: str | os.PathLike[str] | None
+    report: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteOptions(GivenOptions):
     """How ``RobustWriter`` writes. An option that is ``None`` is chosen for the machine and the ranks on it.
 
     Args:
@@ -142,28 +185,26 @@ class WriteOptions:
         return threads, max(block_nbytes // page_nbytes, 1) * page_nbytes
 
 
-def with_keywords(options: Options, **keywords: Any) -> Options:
-    """Put those ``keywords`` that differ from their defaults into ``options``.
+def with_keywords(options: Options, keywords: Mapping[str, Any]) -> Options:
+    """Put keywords into options.
 
     Args:
-        options: a frozen dataclass, ``WriteOptions`` or ``ReadOptions``.
+        options: as the user has made them.
+        keywords: only those that the user has given.
 
     Raises:
         ValueError: an option is given both as a keyword and in ``options``, with two different values.
+        TypeError: there is no such option.
     """
     given = type(options)(**keywords)
-    changed = {}
-    for field in fields(options):
-        own, keyword = getattr(options, field.name), getattr(given, field.name)
-        if keyword == field.default:
-            continue
-        if own not in (field.default, keyword):
+    for name in keywords:
+        own, keyword = getattr(options, name), getattr(given, name)
+        if name in options.given and own != keyword:
             raise ValueError(
-                f"{field.name}={keyword!r} contradicts options, which has {field.name}={own!r}: give it once, or "
-                f"pass options=dataclasses.replace(options, {field.name}={keyword!r})"
+                f"{name}={keyword!r} contradicts options, which has {name}={own!r}: give it once, or pass "
+                f"options=dataclasses.replace(options, {name}={keyword!r})"
             )
-        changed[field.name] = keyword
-    return replace(options, **changed)
+    return replace(options, **keywords)
 
 
 def default_threads(*, least: int = 2, most: int = 4) -> int:

@@ -16,6 +16,7 @@ import torch
 
 from robust_dcp.errors import PlanConflict
 from robust_dcp.storage.layouts import TORCH, Frame, Head, Layout, PlacedTensor
+from robust_dcp.storage.layouts.footer import item_id
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements
 from robust_dcp.storage.writing.item_source import ItemSource, NamedErrors
 from robust_dcp.storage.writing.pack import Block
@@ -51,11 +52,15 @@ class WriteOrder:
     Attributes:
         fixed: the records with planned places.
         variable: places in the plan of the items of variable size, ascending. They come after all others.
+        items: the :func:`~robust_dcp.storage.layouts.footer.item_id` of each record with a planned place, in order.
+        variable_items: those of the items of variable size.
         head: the head of the file, which is written last; ``None`` if the file has none.
     """
 
     fixed: tuple[Block | LargeRecord, ...]
     variable: tuple[int, ...]
+    items: tuple[int, ...] = ()
+    variable_items: tuple[int, ...] = ()
     head: Head | None = None
 
 
@@ -117,6 +122,10 @@ def _make(
             WriteOrder(
                 fixed=tuple(_pieces(placements, fixed, frames, block_nbytes, page_nbytes, head_nbytes)),
                 variable=tuple(members[:n_variable].tolist()),
+                items=tuple(item_id(source.name(each), source.chunk_offset(each)) for each in fixed.tolist()),
+                variable_items=tuple(
+                    item_id(source.name(each), source.chunk_offset(each)) for each in members[:n_variable].tolist()
+                ),
                 head=_head(placements, fixed, frames, source, layout, head_nbytes) if head_nbytes else None,
             )
         )

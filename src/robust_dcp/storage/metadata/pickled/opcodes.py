@@ -15,18 +15,14 @@ import pickle
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from robust_dcp.storage.records.checksum import crc32
-
-__all__ = ["REMEMBER", "Frame", "Gap", "Parts", "frame_of", "get", "records", "spliced", "text", "tuple_of"]
+__all__ = ["REMEMBER", "Gap", "Parts", "frame_of", "get", "records", "spliced", "text", "tuple_of"]
 
 Ints = npt.NDArray[np.integer[Any]]
-Int64 = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 
 REMEMBER = pickle.MEMOIZE + pickle.POP
@@ -76,43 +72,12 @@ def tuple_of(members: Sequence[Any]) -> tuple[Any, ...]:
     return (pickle.MARK, *members, pickle.TUPLE)
 
 
-@dataclass(frozen=True, eq=False)
-class Frame:
-    """Whole opcodes that are kept and written as they are. They consist of entries.
-
-    Attributes:
-        data: the opcodes; read-only.
-        keys: the number of the name or file that each entry belongs to; empty in a frame that is never cut.
-        ends: int64, where each entry ends.
-    """
-
-    data: memoryview
-    keys: Ints
-    ends: Int64
-
-    @cached_property
-    def crc(self) -> int:
-        """CRC-32 of ``data``, computed at the first call."""
-        return crc32(self.data)
-
-    def without(self, is_gone: npt.NDArray[np.bool_]) -> Frame:
-        """This frame without the entries whose keys are gone."""
-        cut = is_gone[self.keys]
-        if not cut.any():
-            return self
-        nbytes = np.diff(self.ends, prepend=0)
-        stays = np.concatenate([np.ones(_FRAME.size, dtype=np.bool_), np.repeat(~cut, nbytes)])
-        return _framed(np.frombuffer(self.data, dtype=np.uint8)[stays], self.keys[~cut], nbytes[~cut])
-
-
-def frame_of(entries: Iterable[bytes], keys: Ints | None = None) -> Frame:
+def frame_of(entries: Iterable[bytes]) -> memoryview:
     """A frame of ``entries``. Each consists of whole opcodes."""
-    entries = list(entries)
-    nbytes = np.fromiter(map(len, entries), dtype=np.int64, count=len(entries))
-    return _framed(np.frombuffer(bytearray(b"".join((bytes(_FRAME.size), *entries))), dtype=np.uint8), keys, nbytes)
+    return _framed(np.frombuffer(bytearray(b"".join((bytes(_FRAME.size), *entries))), dtype=np.uint8))
 
 
-def records(templates: Sequence[Parts], which: Ints, columns: Mapping[str, Ints], keys: Ints | None = None) -> Frame:
+def records(templates: Sequence[Parts], which: Ints, columns: Mapping[str, Ints]) -> memoryview:
     """A frame with an entry for each row: the record ``templates[which[row]]``, its gaps filled from ``columns`` of
     that row.
     """
@@ -132,7 +97,7 @@ def records(templates: Sequence[Parts], which: Ints, columns: Mapping[str, Ints]
             # not.
             starts = np.ndarray(len(out) - len(blank) + 1, dtype=whole, buffer=out, strides=(1,))
             starts[ends[rows] - len(blank)] = filled
-    return _framed(data, keys, nbytes)
+    return _framed(data)
 
 
 def _blank(parts: Parts, columns: Mapping[str, Ints], rows: Ints) -> tuple[bytes, np.dtype[np.void]]:
@@ -155,11 +120,7 @@ def _blank(parts: Parts, columns: Mapping[str, Ints], rows: Ints) -> tuple[bytes
     return blank, np.dtype({"names": list(gaps), "formats": formats, "offsets": offsets, "itemsize": len(blank)})
 
 
-def _framed(data: Bytes, keys: Ints | None, nbytes: Int64) -> Frame:
-    """Make a frame of ``data``, which has room for its header."""
+def _framed(data: Bytes) -> memoryview:
+    """Make a frame of ``data``, which has room for its header. It is read-only."""
     data[: _FRAME.size] = np.frombuffer(_FRAME.pack(pickle.FRAME, len(data) - _FRAME.size), dtype=np.uint8)
-    none: Int64 = np.empty(0, dtype=np.int64)
-    if keys is None:
-        return Frame(data.data.toreadonly(), none, none)
-    is_last = np.diff(keys, append=-1) != 0  # entries with the same key stay together
-    return Frame(data.data.toreadonly(), keys[is_last], np.cumsum(nbytes)[is_last])
+    return data.data.toreadonly()

@@ -14,10 +14,10 @@ import fractions
 import pathlib
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
-__all__ = ["MAX_DEPTH", "Budget", "Malformed", "NotData", "Opaque", "check_depth", "check_key", "text_of"]
+__all__ = ["MAX_DEPTH", "Budget", "Malformed", "NotData", "check_depth", "check_key", "text_of"]
 
 MAX_DEPTH: Final = 5_000
 """How deep values may be nested. Python frees nested objects recursively, and the C stack ends at a depth of about
@@ -45,21 +45,6 @@ _HASHED_BY_PYTHON: Final = frozenset(
 def _from(package: str) -> Any:
     """A package, if it has been imported. Where it has not been, there can be no values of its types."""
     return sys.modules.get(package)
-
-
-class Opaque:
-    """Stands for a value that does not matter. Its contents count for the depth of nesting."""
-
-    __slots__ = ("held",)
-
-    def __init__(self) -> None:
-        self.held: list[Any] = []
-
-    def extend(self, values: Iterable[Any]) -> None:
-        self.held.extend(values)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.held.append(value)
 
 
 class NotData(Exception):
@@ -139,10 +124,6 @@ def _hashed_nodes(key: Any, depth: int, nodes: int) -> int:
     kind = type(key)
     if kind in _HASHED_BY_PYTHON or _is_hashed_by_torch(kind):
         return nodes
-    if kind is Opaque:  # it may hash everything that it was given
-        for element in _contents(key.held):
-            nodes = _hashed_nodes(element, depth + 1, nodes)
-        return nodes
     if issubclass(kind, tuple) and kind.__hash__ is tuple.__hash__:
         for element in tuple.__iter__(key):
             nodes = _hashed_nodes(element, depth + 1, nodes)
@@ -163,22 +144,6 @@ def _is_hashed_by_torch(kind: type) -> bool:
     return torch is not None and kind in (torch.Size, torch.device, torch.dtype, torch.layout, torch.memory_format)
 
 
-def _contents(held: Iterable[Any]) -> Iterator[Any]:
-    for value in held:
-        if type(value) is dict:
-            yield from map(_hashable, value.values())
-        else:
-            yield _hashable(value)
-
-
-def _hashable(value: Any) -> Any:
-    """A tuple with the contents of ``value``, if that has no hash itself, so that the walk can go on."""
-    kind = type(value)
-    if kind is dict:
-        return tuple(value.values())
-    return tuple(value) if kind in (list, set, bytearray, collections.deque) else value
-
-
 def check_depth(root: Any) -> None:
     """Raise :class:`Malformed` if ``root`` is nested more than :data:`MAX_DEPTH` deep. Does not recurse itself."""
     depths: dict[int, int] = {}
@@ -191,13 +156,15 @@ def check_depth(root: Any) -> None:
             known = depths.get(id(child))
             if known is None:
                 depths[id(child)] = 0  # set now, in case the child contains itself
+                if len(stack) >= MAX_DEPTH:
+                    raise Malformed(f"its values are nested more than {MAX_DEPTH} deep")
                 stack.append((value, children, depth))
                 stack.append((child, iter(_children(child)), 1))
                 break
             depth = max(depth, known + 1)
         else:
             depths[id(value)] = depth
-            if depth > MAX_DEPTH or len(stack) > MAX_DEPTH:
+            if depth > MAX_DEPTH:
                 raise Malformed(f"its values are nested more than {MAX_DEPTH} deep")
             if stack:
                 parent, rest, of_parent = stack.pop()
@@ -213,12 +180,12 @@ def _children(value: Any) -> Any:
         children: Any = value
     elif isinstance(value, dict):
         children = [*dict.keys(value), *dict.values(value)]
-    elif isinstance(value, Opaque):
-        return value.held
     elif isinstance(value, slice):
         return (value.start, value.stop, value.step)
-    elif isinstance(value, (type, enum.Enum)) or ((torch := _from("torch")) and isinstance(value, torch.Tensor)):
+    elif isinstance(value, (type, enum.Enum)):
         return ()
+    elif (torch := _from("torch")) and isinstance(value, torch.Tensor):
+        children = ()  # its attributes count: a subclass holds other tensors in them
     elif (numpy := _from("numpy")) and isinstance(value, numpy.ndarray):
         return value.ravel().tolist() if value.dtype.hasobject else ()
     else:

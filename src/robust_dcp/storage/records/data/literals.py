@@ -115,7 +115,6 @@ _LITERALS: Final[dict[bytes, Callable[[Cursor], Any]]] = {
     pickle.EMPTY_TUPLE: lambda _: (),
     pickle.EMPTY_LIST: lambda _: [],
     pickle.EMPTY_DICT: lambda _: {},
-    pickle.EMPTY_SET: lambda _: set(),
     pickle.BININT1: _in_1,
     pickle.BININT2: lambda cursor: cursor.number(_UINT16),
     pickle.BININT: _in_4_signed,

@@ -1,7 +1,7 @@
 """What the names in a pickle stand for, and what may be done with them.
 
 A name is looked up in this order: our tables of data; what the user has registered with torch; the program's enums,
-named tuples and dataclasses. Everything else is refused. ``machine`` calls this module.
+named tuples, dataclasses and subclasses of tensors. Everything else is refused. ``machine`` calls this module.
 """
 
 from __future__ import annotations
@@ -62,7 +62,12 @@ class Names:
             return _rebuild_from_type()
         found = tensors.constant(name) if module == "torch" else None
         found = tensors.storage_type(module, name) if found is None else found
-        return user_classes.find_class(module, name) if found is None else found
+        if found is None:
+            found = user_classes.imported_class(module, name)
+            why = tensors.why_not(found) if tensors.is_subclass(found) else user_classes.why_not(found)
+            if why is not None:
+                raise NotData(f"{module}.{name}", why)
+        return found
 
     def is_registered(self, kind: Any) -> bool:
         """Whether the user has registered ``kind``. If so, it may run any code."""

@@ -30,6 +30,7 @@ __all__ = ["BUILT_BY_CALL", "BUILT_BY_NEW", "FACTORIES", "NAMED", "Builder", "ar
 
 Builder = Callable[[tuple[Any, ...], Budget], Any]
 
+_DEQUE_UNITS: Final = 80  # the memory of an empty one, in elements: four bytes of a pickle make it
 _MAX_EXPONENT: Final = 10_000  # of a decimal; nobody saves 10**3000000, and converting it takes long
 _DECIMAL: Final = re.compile(
     r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[Ee]([+-]?\d{1,6}))?|[+-]?(?:Infinity|s?NaN\d*)", re.ASCII
@@ -154,7 +155,7 @@ def _deque(arguments: tuple[Any, ...], budget: Budget) -> Any:
     if maxlen is not None and type(maxlen) is not int:
         raise Malformed("the length of a deque is not a number")
     items = arguments[0] if arguments else ()
-    budget.spend(len(items))
+    budget.spend(_DEQUE_UNITS + len(items))
     return collections.deque(items, maxlen)
 
 

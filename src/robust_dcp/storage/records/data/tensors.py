@@ -1,13 +1,16 @@
 """Rebuilds tensors and torch's constants, with torch's own functions, after a check that sizes fit the storages.
 
 This module decides which of these functions a pickle may call, and with which arguments. ``archives`` gives the
-storages.
+storages. A subclass of the program, such as a quantized tensor, is rebuilt from its attributes: its inner tensors, and
+values that are data. None of its code runs for that.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import OrderedDict
+from types import GetSetDescriptorType
 from typing import Any, Final
 
 import torch
@@ -17,13 +20,23 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from robust_dcp.storage.records.data.limits import Budget, Malformed, NotData
 from robust_dcp.storage.records.data.python_kinds import Builder, arguments_of
+from robust_dcp.storage.records.data.user_classes import set_slot
 
-__all__ = ["BUILT_BY_CALL", "NAMED", "constant", "rebuilt_with_attributes", "storage_type"]
+__all__ = [
+    "BUILT_BY_CALL",
+    "NAMED",
+    "constant",
+    "is_subclass",
+    "rebuilt_with_attributes",
+    "storage_type",
+    "why_not",
+]
 
 _CONSTANT_TYPES: Final = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
 _SPARSE_COMPRESSED: Final = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _MAX_DIMENSIONS: Final = 64
 _MAX_NUMBER: Final = 1 << 62
+_TORCHS: Final = (*torch.Tensor.__mro__, torch.nn.Parameter)
 
 
 def constant(name: str) -> Any:
@@ -146,7 +159,7 @@ def _sparse(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
     layout, parts = arguments
     n_tensors = 2 if layout is torch.sparse_coo else 3
     tensors, size, rest = parts[:n_tensors], parts[n_tensors : n_tensors + 1], parts[n_tensors + 1 :]
-    if not all(isinstance(part, torch.Tensor) for part in tensors) or not (size and _is_sizes(size[0])):
+    if not all(type(part) is torch.Tensor for part in tensors) or not (size and _is_sizes(size[0])):
         raise Malformed("a sparse tensor has no indices, values or size")
     if layout is not torch.sparse_coo and layout not in _SPARSE_COMPRESSED:
         raise NotData("torch._utils._rebuild_sparse_tensor", "with a layout that is not known")
@@ -178,7 +191,7 @@ def _meta(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
 
 def _of_device(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
     """``_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, requires_grad)``. The tensor stays on the CPU."""
-    fits = len(arguments) == 4 and isinstance(arguments[0], torch.Tensor) and isinstance(arguments[1], torch.dtype)
+    fits = len(arguments) == 4 and type(arguments[0]) is torch.Tensor and isinstance(arguments[1], torch.dtype)
     if not fits or type(arguments[3]) is not bool or arguments[0].layout is not torch.strided:
         raise Malformed("the pickle makes a tensor on a device from other arguments than torch.save writes")
     budget.spend(arguments[0].numel())
@@ -188,7 +201,7 @@ def _of_device(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
 
 
 def _parameter(arguments: tuple[Any, ...], budget: Budget) -> torch.nn.Parameter:
-    if len(arguments) != 3 or not isinstance(arguments[0], torch.Tensor) or not _is_plain(*arguments[1:]):
+    if len(arguments) != 3 or type(arguments[0]) is not torch.Tensor or not _is_plain(*arguments[1:]):
         raise Malformed("the pickle makes a parameter from other arguments than torch.save writes")
     found: torch.nn.Parameter = torch_utils._rebuild_parameter(*arguments)
     return found
@@ -202,28 +215,80 @@ def _parameter_with_state(arguments: tuple[Any, ...], budget: Budget) -> torch.n
     return parameter
 
 
+def is_subclass(kind: type) -> bool:
+    """Whether this is a subclass of ``torch.Tensor``. It asks no metaclass."""
+    return torch.Tensor in kind.__mro__
+
+
+def why_not(kind: type) -> str | None:
+    """Why tensors of a subclass cannot be rebuilt from their attributes; ``None`` if they can."""
+    own = [vars(each) for each in kind.__mro__ if each not in _TORCHS]
+    for name in ("__setstate__", "__dict__"):
+        if any(name in each and not isinstance(each[name], GetSetDescriptorType) for each in own):
+            return f"a subclass of torch.Tensor with a {name} of its own"
+    return None
+
+
+def _wrapper(arguments: tuple[Any, ...], budget: Budget) -> torch.Tensor:
+    """``_rebuild_wrapper_subclass(class, dtype, size, strides, offset, layout, device, requires_grad)``
+
+    The tensor has no memory. Its inner tensors come with its attributes. Like these it is on the CPU.
+    """
+    fits = len(arguments) == 8 and isinstance(arguments[0], type) and is_subclass(arguments[0])
+    if not fits or arguments[0] in _TORCHS or not isinstance(arguments[1], torch.dtype):
+        raise Malformed("the pickle makes a tensor that wraps others from other arguments than torch.save writes")
+    kind, dtype, size, stride, offset, layout, _, requires_grad = arguments
+    is_place = _is_sizes(size) and _is_sizes(stride) and len(size) == len(stride) and math.prod(size) < _MAX_NUMBER
+    if not is_place or type(offset) is not int or not 0 <= offset < _MAX_NUMBER:
+        raise Malformed("size, strides and offset of a tensor are not integers of 0 or more")
+    if not isinstance(layout, torch.layout) or type(requires_grad) is not bool:
+        raise Malformed("the pickle makes a tensor that wraps others from other arguments than torch.save writes")
+    found: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+        kind,
+        size,
+        strides=stride,
+        storage_offset=offset,
+        dtype=dtype,
+        layout=layout,
+        device=torch.device("cpu"),
+        requires_grad=requires_grad,
+    )
+    return found
+
+
 def rebuilt_with_attributes(tensor: Any, kind: Any, state: Any) -> Any:
-    """The last step of ``_rebuild_from_type_v2``, for torch's own classes: give a tensor its attributes back."""
-    if not isinstance(tensor, torch.Tensor) or kind not in (torch.Tensor, torch.nn.Parameter):
-        raise NotData(f"{kind.__module__}.{kind.__qualname__}", "a subclass of torch.Tensor")
-    if type(tensor) is not kind:
+    """The last step of ``_rebuild_from_type_v2``: give a tensor its class and its attributes back.
+
+    Args:
+        tensor: what the pickle has made so far.
+        kind: a class of torch, or a subclass for which :func:`why_not` gives no reason.
+        state: the attributes, or a tuple of attributes and slots.
+    """
+    if not isinstance(tensor, torch.Tensor) or not isinstance(kind, type) or not is_subclass(kind):
+        raise Malformed("the pickle gives a class of tensors to something else")
+    found: torch.Tensor = tensor
+    if type(tensor) is torch.Tensor and kind not in _TORCHS:
+        found = tensor.as_subclass(kind)
+    if type(found) is not kind:
         raise Malformed("the pickle gives a tensor another class than it has")
-    _set_attributes(tensor, state)
-    return tensor
+    _set_attributes(found, state)
+    return found
 
 
 def _set_attributes(tensor: torch.Tensor, state: Any) -> None:
-    attributes = state[0] if type(state) is tuple and len(state) == 2 and not state[1] else state
-    if attributes is None:
-        return
-    if type(attributes) is not dict or not all(type(name) is str for name in attributes):
-        raise Malformed("the attributes of a tensor are not a dict")
-    for name in attributes:
-        if hasattr(torch.Tensor, name):
+    kind = type(tensor)
+    attributes, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
+    for values in (attributes, slots):
+        if values is not None and not (type(values) is dict and all(type(name) is str for name in values)):
+            raise Malformed("the attributes of a tensor are not a dict")
+    for name, value in (attributes or {}).items():
+        if hasattr(torch.Tensor, name) or callable(inspect.getattr_static(kind, name, None)):
             raise Malformed(f"{name[:60]!r} is an attribute of a tensor that a checkpoint must not set")
-        if not _is_plain_value(attributes[name]):
+        if kind in _TORCHS and not _is_plain_value(value):
             raise NotData("torch.Tensor", f"with an attribute {name[:60]!r} that is not a plain value")
-    tensor.__dict__.update(attributes)
+    tensor.__dict__.update(attributes or {})
+    for name, value in (slots or {}).items():
+        set_slot(tensor, name, value)
 
 
 def _is_plain_value(value: Any) -> bool:
@@ -265,6 +330,7 @@ _TORCH_UTILS: Final[dict[str, Builder]] = {
     "_rebuild_device_tensor_from_cpu_tensor": _of_device,
     "_rebuild_parameter": _parameter,
     "_rebuild_parameter_with_state": _parameter_with_state,
+    "_rebuild_wrapper_subclass": _wrapper,
 }
 
 BUILT_BY_CALL: Final[dict[Any, Builder]] = {

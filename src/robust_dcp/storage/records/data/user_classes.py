@@ -16,17 +16,26 @@ from typing import Any, Final
 
 from robust_dcp.storage.records.data.limits import Malformed, NotData
 
-__all__ = ["combined_flags", "filled", "find_class", "member_named", "member_of", "new_object", "why_not"]
+__all__ = [
+    "combined_flags",
+    "filled",
+    "imported_class",
+    "member_named",
+    "member_of",
+    "new_object",
+    "set_slot",
+    "why_not",
+]
 
 _NOT_DATA: Final = "which is not known to be plain data"
 _VALUE_TYPES: Final = frozenset({bool, bytes, float, int, str, type(None), tuple})
 
 
-def find_class(module: str, name: str) -> type:
-    """The class of that name, if the program has it and it can be rebuilt as data.
+def imported_class(module: str, name: str) -> type:
+    """The class of that name, if the program has imported its module.
 
     Raises:
-        NotData: there is no such class, or it is of another kind. The message says which.
+        NotData: there is no such class. The message says what there is.
     """
     what = f"{module}.{name}"
     found: Any = sys.modules.get(module)
@@ -37,9 +46,6 @@ def find_class(module: str, name: str) -> type:
         found = getattr(found, "__dict__", {}).get(part) if isinstance(found, (types.ModuleType, type)) else None
     if not isinstance(found, type):
         raise NotData(what, f"{_NOT_DATA} ({'it is a function' if callable(found) else 'it is not a class here'})")
-    why = why_not(found)
-    if why is not None:
-        raise NotData(what, why)
     return found
 
 
@@ -197,7 +203,7 @@ def filled(target: Any, state: Any) -> Any:
             raise Malformed(f"{_name(kind)} has slots and gets attributes")
         target.__dict__.update(attributes)
     for name, value in (slots or {}).items():
-        _set_slot(target, name, value)
+        set_slot(target, name, value)
     return target
 
 
@@ -205,7 +211,8 @@ def _has_generated_state(kind: type) -> bool:
     return any(getattr(vars(each).get("__setstate__"), "__name__", "") in _GENERATED for each in kind.__mro__)
 
 
-def _set_slot(target: Any, name: str, value: Any) -> None:
+def set_slot(target: Any, name: str, value: Any) -> None:
+    """Set an attribute that lies in a slot, without the class's ``__setattr__``."""
     kind = type(target)
     for each in kind.__mro__:
         slot = vars(each).get(name)

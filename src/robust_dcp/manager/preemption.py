@@ -1,0 +1,125 @@
+"""Preemption: a scheduler signals some processes of a job, and all ranks save at the same step before these end.
+
+A signal is only noted when it comes. ``should_save`` asks all ranks whether one has noted any, by one frame up and down
+the tree. After the save the signal is delivered once more, and does what it would have done without us.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from robust_dcp.comm import Channel, Offer
+from robust_dcp.errors import ExchangeError
+
+__all__ = ["Preemption"]
+
+logger = logging.getLogger(__name__)
+
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class _Signals:
+    """The signals that this process has got since somebody watches.
+
+    Attributes:
+        noted: the numbers of those that no save has been agreed for.
+    """
+
+    def __init__(self) -> None:
+        self.noted: list[int] = []
+        self._delivered: list[int] = []
+        self._former: dict[int, Any] = {}
+        self._pid = 0
+
+    def watch(self) -> None:
+        """Note signals from now on, instead of what they would do.
+
+        Raises:
+            RuntimeError: this is not the main thread, and Python lets no other set handlers.
+        """
+        if self._pid == os.getpid() and self._former:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("should_save has to be called from the main thread, which alone can note signals")
+        self._pid = os.getpid()
+        for number in _SIGNALS:
+            # A handler that is not Python's own is given as None, and cannot be put back.
+            self._former[number] = signal.getsignal(number) or signal.SIG_DFL
+            signal.signal(number, self._note)
+
+    def deliver(self, number: int) -> None:
+        """Let a signal do what it would have done. Any thread may call this; handlers run in the main thread."""
+        self._delivered.append(number)
+        os.kill(os.getpid(), number)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        # A forked child, such as a worker of a DataLoader, is ended by SIGTERM as ever.
+        if number not in self._delivered and self._pid == os.getpid():
+            self.noted.append(number)
+            return
+        self._delivered.clear()
+        for each, former in self._former.items():
+            if signal.getsignal(each) == self._note:  # else somebody has put another one there since
+                signal.signal(each, former)
+        self._former.clear()
+        os.kill(os.getpid(), number)
+
+
+_signals = _Signals()
+
+
+class Preemption:
+    """The saves of one manager that signals have asked for.
+
+    Args:
+        group: the ranks that save together; ``None`` for all.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._due: list[int] = []
+
+    def is_asked_for(self, step: int) -> bool:
+        """Whether a rank has got a signal: the same answer on all ranks.
+
+        Raises:
+            ExchangeError: ranks ask for different steps, or a rank is missing.
+            RuntimeError: the first call is not made by the main thread.
+        """
+        _signals.watch()
+        channel = Channel.for_group(self._group, operation="should_save")
+        noted, step_id = next(iter(_signals.noted), 0), step.to_bytes(16, "little")
+        agreed = channel.agree("signals", lambda: Offer(plan_id=step_id, value=int(noted)))
+        if not agreed.same_plan_id:
+            raise ExchangeError(
+                f"should_save was called for step {step} on rank {channel.rank}, and for another step on another rank: "
+                "call it for the same steps on all ranks",
+                phase="signals",
+            )
+        if agreed.highest:
+            self._due += _signals.noted
+            _signals.noted.clear()
+            if channel.is_coordinator:
+                name = signal.Signals(agreed.highest).name
+                logger.warning("rank %d has got %s: all ranks save at step %d", agreed.highest_rank, name, step)
+        return agreed.highest != 0
+
+    def begin(self) -> list[int]:
+        """A save of the manager begins. Returns the signals that it is made for, for :meth:`saved`: an earlier async
+        save that ends meanwhile is made for none of them."""
+        due, self._due = self._due, []
+        return due
+
+    def saved(self, due: list[int], has_succeeded: bool) -> None:
+        """A save has ended: deliver what it was made for. If it has failed, another one is needed."""
+        if not has_succeeded:
+            _signals.noted += due
+        elif due:
+            _signals.deliver(due[0])

@@ -1,0 +1,217 @@
+"""Removes the checkpoints of a series that no policy keeps, and what its crashed saves have left.
+
+Only what carries our mark is removed: a checkpoint whose ``.metadata`` is ours, files that the journal of a crashed
+save names, and directories that an earlier removal has renamed. Whatever else lies below the root stays as it is.
+
+A checkpoint is first renamed to a name that no checkpoint has. Then its files are removed. If the process is killed in
+between, the next removal finds the directory by its name and finishes the work. So at no moment does half a checkpoint
+have its old name. A checkpoint that is being loaded or saved to stays.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from errno import ENOENT
+from typing import Final
+
+from robust_dcp.errors import StorageError
+from robust_dcp.manager.policies import KeepPolicy, unkept
+from robust_dcp.manager.series import Series, is_marked
+from robust_dcp.report_file import REPORT_NAME
+from robust_dcp.storage.committing.directory_lock import DirectoryLock
+from robust_dcp.storage.committing.journal import journals_in
+from robust_dcp.storage.committing.leftovers import find_left_overs
+from robust_dcp.storage.committing.removal import is_gone_or_told, remove_data_files
+from robust_dcp.storage.files.being_loaded import not_being_loaded
+from robust_dcp.storage.files.disk import Disk, storage_error
+from robust_dcp.storage.files.paths import INDEX_NAME, LOCK_NAME, METADATA_NAME, REMOVING_PREFIX, is_data_file
+from robust_dcp.storage.files.what_is_there import TRACKER_NAME
+
+__all__ = ["Pruned", "prune", "remove_checkpoint"]
+
+logger = logging.getLogger(__name__)
+
+_OLD_SECONDS: Final = 60.0
+"""Nothing tells whether the save still runs that has made a name without a journal beside it. One that is older than
+this has lost it."""
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """Paths of directories.
+
+    Attributes:
+        removed: checkpoints that are gone.
+        in_use: checkpoints that stay for now, because they are being loaded or saved.
+        swept: leftovers of crashed saves that are gone.
+        failed: checkpoints that could not be removed. The log says why.
+    """
+
+    removed: tuple[str, ...]
+    in_use: tuple[str, ...]
+    swept: tuple[str, ...]
+    failed: tuple[str, ...] = ()
+
+
+def prune(series: Series, policies: Sequence[KeepPolicy], *, only: Collection[str] | None = None) -> Pruned:
+    """Remove what no policy keeps, and what crashed saves and removals that were cut off have left.
+
+    What cannot be removed is logged, and all else is removed all the same.
+
+    Args:
+        only: paths of checkpoints; no others are removed. ``None`` for no such limit.
+
+    Raises:
+        StorageError: the root cannot be looked at.
+    """
+    if not series.disk.exists(series.root):  # nothing was saved yet
+        return Pruned((), (), ())
+    _finish_removals(series)
+    swept = _sweep_crashed_saves(series)
+    removed: list[str] = []
+    in_use: list[str] = []
+    failed: list[str] = []
+    for path in (each.path for each in (unkept(series, policies) if policies else ())):
+        if only is not None and path not in only:
+            continue
+        try:
+            (removed if remove_checkpoint(series.disk, path) else in_use).append(path)
+        except StorageError as error:
+            logger.warning("%s is not removed: %s", path, error.message)
+            failed.append(path)
+    return Pruned(tuple(removed), tuple(in_use), tuple(swept), tuple(failed))
+
+
+def remove_checkpoint(disk: Disk, path: str) -> bool:
+    """Remove a checkpoint with all that lies in its directory.
+
+    Returns:
+        ``False`` if it is being loaded or saved to, is a symbolic link, or does not carry our mark; then nothing has
+        been touched.
+
+    Raises:
+        StorageError: a call failed. If the checkpoint has lost its name, the next :func:`prune` goes on.
+    """
+    if os.path.islink(path):
+        return False
+    root, name = os.path.split(path)
+    doomed = os.path.join(root, f"{REMOVING_PREFIX}{name}")
+    if disk.exists(doomed):  # an earlier removal of that name was cut off
+        _remove_tree(disk, doomed)
+    try:
+        saving = DirectoryLock.take(disk, path, save_id="removal")
+    except StorageError:
+        return False
+    try:
+        with not_being_loaded(disk, path) as is_free:
+            if not is_free or not is_marked(disk, path):  # stock may have saved over it meanwhile
+                return False
+            disk.rename(path, doomed)
+    finally:
+        saving.release()
+    disk.fsync_directory(root)
+    _remove_tree(disk, doomed)
+    return True
+
+
+def _finish_removals(series: Series) -> None:
+    """Remove what removals have left that were cut off. What cannot be removed is logged, and stays."""
+    for name in series.disk.list_directory(series.root):
+        if name.startswith(REMOVING_PREFIX) and series.step_of(name.removeprefix(REMOVING_PREFIX)) is not None:
+            try:
+                _remove_tree(series.disk, os.path.join(series.root, name))
+            except StorageError as error:
+                logger.warning("%s is not removed: %s", name, error.message)
+
+
+def _sweep_crashed_saves(series: Series) -> list[str]:
+    """Remove what crashed saves have left in directories of the series that hold no checkpoint.
+
+    Returns:
+        The directories that are gone. One into which a save runs stays as it is, and so do files that are not ours, and
+        directories without a trace of us. What cannot be removed is logged, and stays.
+    """
+    disk = series.disk
+    now_seconds = disk.modified_seconds(series.root)
+    # Files and links that were about to become ``latest`` or the tracker when their job was killed.
+    names = [series.latest_name, *([TRACKER_NAME] if series.has_tracker else [])]
+    unfinished = re.compile(rf"(?:{'|'.join(map(re.escape, names))})\.[0-9a-f]{{16}}\.tmp")
+    for path in (os.path.join(series.root, name) for name in disk.list_directory(series.root)):
+        if unfinished.fullmatch(os.path.basename(path)) and _is_old(disk, path, now_seconds):
+            is_gone_or_told(disk.unlink, path)
+    swept: list[str] = []
+    for path in series.directories():
+        try:
+            if not os.path.islink(path) and _sweep(disk, path, now_seconds):
+                swept.append(path)
+        except StorageError as error:  # noqa: PERF203 the others are swept all the same
+            logger.warning("%s: leftovers of a crashed save are not removed: %s", path, error.message)
+    return swept
+
+
+def _is_old(disk: Disk, path: str, now_seconds: float) -> bool:
+    """Whether no job that still runs can have made it just now."""
+    try:
+        changed_seconds = os.lstat(path).st_mtime if os.path.islink(path) else disk.modified_seconds(path)
+    except (OSError, StorageError):  # another manager has just renamed or removed it
+        return False
+    return changed_seconds < now_seconds - _OLD_SECONDS
+
+
+def _sweep(disk: Disk, path: str, now_seconds: float) -> bool:
+    names = disk.list_directory(path)
+    journals = journals_in(names)
+    if METADATA_NAME in names or not (journals or (names == [LOCK_NAME] and _is_old(disk, path, now_seconds))):
+        return False
+    try:
+        lock = DirectoryLock.take(disk, path, save_id="sweep")
+    except StorageError:  # a save runs
+        return False
+    try:
+        found = find_left_overs(disk, path, names, None, now_seconds=now_seconds, is_locked=lock.is_proof)
+        if found.others:
+            return False
+        left = remove_data_files(disk, path, found.files)
+        for name in {INDEX_NAME, REPORT_NAME} & set(names) if journals else ():  # killed right before its commit
+            disk.unlink(os.path.join(path, name))
+        for name in journals:
+            if found.by_journal.get(name, frozenset()).isdisjoint(left):
+                disk.unlink(os.path.join(path, name))
+    finally:
+        lock.release()
+    if set(disk.list_directory(path)) - {LOCK_NAME}:
+        return False
+    if disk.exists(os.path.join(path, LOCK_NAME)):
+        disk.unlink(os.path.join(path, LOCK_NAME))
+    disk.rmdir(path)
+    return True
+
+
+def _remove_tree(disk: Disk, path: str) -> None:
+    """Files on other mounts first, because they are found by their links. Another process may do the same meanwhile.
+
+    A symbolic link is removed, and what it leads to is not.
+    """
+    if os.path.islink(path):
+        is_gone_or_told(disk.unlink, path)
+        return
+    try:
+        names = disk.list_directory(path)
+    except StorageError as error:
+        if error.errno == ENOENT:
+            return
+        raise
+    root, name = os.path.split(path)
+    saved_as = os.path.join(root, name.removeprefix(REMOVING_PREFIX))
+    remove_data_files(disk, path, filter(is_data_file, names), saved_as=saved_as)
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise storage_error("remove", path, error) from error

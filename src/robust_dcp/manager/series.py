@@ -1,0 +1,319 @@
+"""A series: the checkpoints of one name below one directory, such as ``step_10``, ``step_20`` and ``step_30``.
+
+    root/
+      actor_100  actor_200  latest.actor_       the series "actor_{step}"
+      step_100   step_200   latest              the series "step_{step}"
+      iter_0000100  latest.iter_  latest_checkpointed_iteration.txt     "iter_{step:07d}", and Megatron's tracker
+      wandb-2024  base_model_13                 what others have put there
+
+Whatever is listed, loaded as the latest, kept or removed goes through a series, and a series sees nothing but its own
+names. So several jobs can keep their checkpoints in one directory. This module reads names and small files, never data,
+and does without torch.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from errno import EISDIR, ENOENT, ENOTDIR
+from typing import Any, Final
+
+import msgspec
+
+from robust_dcp.on_demand import errors
+from robust_dcp.storage.committing.commit import commit_metadata
+from robust_dcp.storage.committing.journal import journals_in
+from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.paths import METADATA_NAME
+from robust_dcp.storage.files.what_is_there import TRACKER_NAME
+from robust_dcp.storage.files.whole_file import read_whole_file
+from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, files_are_marked
+
+__all__ = [
+    "LATEST_NAME",
+    "RECORD_NAME",
+    "Checkpoint",
+    "Series",
+    "StepRecord",
+    "is_marked",
+    "parse_name",
+    "series_in",
+    "write_record",
+]
+
+_DEFAULT_PREFIX: Final = "step_"
+_MEGATRON_PREFIX: Final = "iter_"
+LATEST_NAME: Final = "latest"
+RECORD_NAME: Final = ".robust_dcp.step.json"
+
+# No hidden name, and no digit right before the step: "run2_10" is step 10 of "run2_", and never step 2.
+_DIRECTORY: Final = re.compile(r"(?!\.)(?P<prefix>(?:[^/]*[^/0-9])?)(?P<step>[0-9]{1,18})")
+_SOME_STEPS: Final = (0, 1234567)
+_NAME_ADVICE: Final = "use a name that ends in the step, of at most 18 digits, such as 'iter_{step:07d}'"
+_MOST_LATEST_NBYTES: Final = 4096
+_MOST_RECORD_NBYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True, order=True)
+class Checkpoint:
+    """A committed checkpoint.
+
+    Attributes:
+        step: the number in its name.
+        path: its directory.
+        saved_seconds: when it was committed, in seconds since 1970, by the clock of the file system.
+        metrics: what the training loop said of it, such as ``{"loss": 2.31}``.
+        provenance: with what it was made: git commit, digest of the configuration, versions, number of ranks.
+    """
+
+    step: int
+    path: str
+    saved_seconds: float = field(compare=False, default=0.0)
+    metrics: Mapping[str, float] = field(compare=False, default_factory=dict)
+    provenance: Mapping[str, Any] = field(compare=False, default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return os.path.basename(self.path)
+
+
+class StepRecord(msgspec.Struct, frozen=True):
+    """What ``.robust_dcp.step.json`` beside ``.metadata`` holds. A checkpoint without that file loads like any other.
+
+    Attributes:
+        step: of training.
+        metrics: numbers by their names.
+        provenance: as of :class:`Checkpoint`.
+    """
+
+    step: int = 0
+    metrics: dict[str, float] = {}
+    provenance: dict[str, Any] = {}
+
+
+class Series:
+    """The checkpoints of one name below one directory.
+
+    Args:
+        disk: the file system.
+        root: the directory.
+        name: the name of a step's directory, as a format: ``"iter_{step:07d}"`` is Megatron's. Zeros before a step do
+            not matter: ``step_7`` and ``step_0007`` are of one series.
+
+    Attributes:
+        prefix: what all its names begin with, up to the step. This is what tells a series from others.
+        latest_name: the file that names its latest checkpoint.
+        has_tracker: whether Megatron's tracker file is of this series, too.
+
+    Raises:
+        ValueError: the name does not end in the step.
+    """
+
+    def __init__(self, disk: Disk, root: str, name: str = "step_{step}") -> None:
+        self.disk = disk
+        self.root = os.path.normpath(root)
+        self.name = name
+        self.prefix, _ = parse_name(self._formatted(0)) or ("", 0)
+        if any(self.step_of(self._formatted(step)) != step for step in _SOME_STEPS):
+            raise ValueError(f"name={name!r} does not say which step a directory is of; {_NAME_ADVICE}")
+        self.latest_name = LATEST_NAME if self.prefix == _DEFAULT_PREFIX else f"{LATEST_NAME}.{self.prefix}"
+        self.has_tracker = self.prefix == _MEGATRON_PREFIX
+
+    def path_of(self, step: int) -> str:
+        """The directory of a step.
+
+        Raises:
+            ValueError: it is no whole number from 0 on, or has more than 18 digits.
+        """
+        try:
+            number = operator.index(step)
+        except TypeError:
+            number = -1
+        if number < 0:
+            raise ValueError(f"a step is a whole number from 0 on, got {step!r}")
+        name = self._formatted(number)
+        if self.step_of(name) != number:
+            raise ValueError(f"a directory {name!r} could not be found again as step {number}; {_NAME_ADVICE}")
+        return os.path.join(self.root, name)
+
+    def step_of(self, name: str) -> int | None:
+        """The step that the name of a directory says; ``None`` if it is not a name of this series."""
+        prefix, step = parse_name(name) or (None, None)
+        return step if prefix == self.prefix else None
+
+    def directories(self) -> list[str]:
+        """The paths of all directories that have a name of this series, whatever they hold, and links to such.
+
+        Raises:
+            StorageError: the root cannot be looked at.
+        """
+        if not self.disk.exists(self.root):
+            return []
+        names = [name for name in self.disk.list_directory(self.root) if self.step_of(name) is not None]
+        return [path for path in (os.path.join(self.root, name) for name in names) if os.path.isdir(path)]
+
+    def look(self) -> tuple[list[Checkpoint], dict[str, errors.StorageError]]:
+        """The committed checkpoints, by step, and the errors of directories that cannot be looked into, by path.
+
+        Raises:
+            StorageError: the root cannot be looked at.
+        """
+        checkpoints: list[Checkpoint] = []
+        unknown: dict[str, errors.StorageError] = {}
+        for path in self.directories():
+            metadata = os.path.join(path, METADATA_NAME)
+            try:
+                if not self.disk.exists(metadata):  # not by an error, because our errors need torch
+                    continue
+                saved_seconds = self.disk.modified_seconds(metadata)
+                record = _read_record(self.disk, path)
+            except errors.StorageError as error:
+                if error.errno not in (ENOENT, ENOTDIR):  # else it was removed meanwhile
+                    unknown[path] = error
+                continue
+            step = self.step_of(os.path.basename(path)) or 0
+            checkpoints.append(Checkpoint(step, path, saved_seconds, record.metrics, record.provenance))
+        return sorted(checkpoints), unknown
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """The committed checkpoints, by step. One that vanishes meanwhile is none.
+
+        Raises:
+            StorageError: the root, or one of its directories, cannot be looked at. It may hold a checkpoint, so nobody
+                knows which one is the latest.
+        """
+        checkpoints, unknown = self.look()
+        for error in unknown.values():
+            raise error
+        return checkpoints
+
+    def latest_of(self, checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
+        """The one that is named as the latest; the one with the highest step if none is named, or it is gone.
+
+        Args:
+            checkpoints: those of the series, by step.
+
+        Raises:
+            StorageError: the file that names it is there and cannot be read.
+        """
+        link = os.path.join(self.root, self.latest_name)
+        if os.path.isdir(link):  # a link to the checkpoint
+            target = os.path.realpath(link)
+            named = [each for each in checkpoints if os.path.realpath(each.path) == target]
+        else:
+            name = self._text(self.latest_name)
+            named = [each for each in checkpoints if each.name == name]
+        if not named and self.has_tracker:
+            iteration = self._text(TRACKER_NAME)
+            named = [each for each in checkpoints if str(each.step) == iteration]
+        return next(iter([*named, *checkpoints[-1:]]), None)
+
+    def move_latest(self, path: str) -> None:
+        """Name another checkpoint, durably. In Megatron's series its tracker is kept up too, where there is one.
+
+        Raises:
+            StorageError: a call failed; the old one is named, or the new one.
+        """
+        latest, name = os.path.join(self.root, self.latest_name), os.path.basename(path)
+        if os.path.islink(latest) and not os.path.isfile(latest):  # somebody wants it to be a link
+            temporary = f"{latest}.{secrets.token_hex(8)}.tmp"
+            self.disk.symlink(name, temporary)
+            try:
+                self.disk.rename(temporary, latest)
+            except errors.StorageError:
+                self.disk.unlink(temporary)
+                raise
+            self.disk.fsync_directory(self.root)
+        else:
+            commit_metadata(self.disk, self.root, name.encode(), name=self.latest_name)
+        if self.has_tracker and self.disk.exists(os.path.join(self.root, TRACKER_NAME)):
+            commit_metadata(self.disk, self.root, str(self.step_of(name)).encode(), name=TRACKER_NAME)
+
+    def _formatted(self, step: int) -> str:
+        try:
+            return self.name.format(step=step)
+        except (KeyError, IndexError, ValueError, AttributeError) as error:
+            raise ValueError(f"name={self.name!r} is no format for a step: {error!r}; {_NAME_ADVICE}") from error
+
+    def _text(self, name: str) -> str | None:
+        path = os.path.join(self.root, name)
+        if not self.disk.exists(path):
+            return None
+        try:
+            data = read_whole_file(self.disk, path, _MOST_LATEST_NBYTES)
+        except errors.CorruptCheckpoint:  # it is too long to be a name
+            return None
+        except errors.StorageError as error:
+            if error.errno == EISDIR:
+                return None
+            raise
+        return None if data is None else data.decode(errors="replace").strip()
+
+
+def parse_name(name: str) -> tuple[str, int] | None:
+    """What the name of a directory begins with, and the step in which it ends; ``None`` if it ends in none."""
+    parts = _DIRECTORY.fullmatch(name)
+    return None if parts is None else (parts["prefix"], int(parts["step"]))
+
+
+def series_in(disk: Disk, root: str) -> list[Series]:
+    """The series below a directory that hold a checkpoint, of whomever, or a save of ours that has not committed.
+
+    Raises:
+        StorageError: the root cannot be looked at.
+    """
+    found: dict[str, Series] = {}
+    for name in disk.list_directory(root):
+        prefix, _ = parse_name(name) or (None, None)
+        path = os.path.join(root, name)
+        if prefix is None or prefix in found or not os.path.isdir(path):
+            continue
+        try:
+            names = disk.list_directory(path)
+        except errors.StorageError:
+            continue
+        if METADATA_NAME in names or journals_in(names):
+            found[prefix] = Series(disk, root, prefix.replace("{", "{{").replace("}", "}}") + "{step}")
+    return list(found.values())
+
+
+def is_marked(disk: Disk, path: str) -> bool:
+    """Whether a checkpoint carries our mark: ``.metadata`` ends as only ours does. Nobody else's is ever removed.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    file = disk.open_read(os.path.join(path, METADATA_NAME))
+    try:
+        nbytes = disk.size(file)
+        tail = bytearray(min(TRAILER_NBYTES, nbytes))
+        disk.pread_into(file, tail, nbytes - len(tail))
+    finally:
+        disk.close(file)
+    return files_are_marked(bytes(tail))
+
+
+def write_record(disk: Disk, path: str, record: StepRecord) -> None:
+    """Write the record of a checkpoint durably, in one step.
+
+    Raises:
+        StorageError: a call failed.
+    """
+    commit_metadata(disk, path, msgspec.json.format(msgspec.json.encode(record)), name=RECORD_NAME)
+
+
+def _read_record(disk: Disk, path: str) -> StepRecord:
+    """The record of a checkpoint; an empty one if there is none, or none that can be understood."""
+    path = os.path.join(path, RECORD_NAME)
+    if not disk.exists(path):
+        return StepRecord()
+    try:
+        data = read_whole_file(disk, path, _MOST_RECORD_NBYTES)
+        return StepRecord() if data is None else msgspec.json.decode(data, type=StepRecord)
+    except (errors.CorruptCheckpoint, msgspec.DecodeError, UnicodeDecodeError):
+        return StepRecord()

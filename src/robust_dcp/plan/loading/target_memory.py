@@ -1,0 +1,142 @@
+"""Finds tensors that a load cannot fill, because their memory was freed or is read-only, and tensors that share memory.
+
+To write into the first two kinds would end the process. Of tensors that share memory the one that is filled last wins.
+That is right for views that were saved together, and for nothing else, so the load says so. The load planner calls this
+module before anything is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+__all__ = ["local_tensors", "overlapping_targets", "unusable_targets"]
+
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+_MAPPING: Final = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) .(.)", re.MULTILINE)
+
+
+def local_tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that this rank holds of the values of a state dict, each with its name."""
+    with torch.no_grad():
+        for name, value in values.items():
+            if isinstance(value, DTensor):
+                yield name, value.to_local()
+            elif isinstance(value, torch.Tensor) and hasattr(value, "local_shards"):
+                yield from ((name, shard.tensor) for shard in value.local_shards())
+            elif isinstance(value, torch.Tensor):
+                yield name, value
+
+
+def unusable_targets(targets: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
+    """Say which tensors cannot be filled, and why: one text for each."""
+    targets = [target for target in targets if _has_memory(target[1])]
+    if not targets:
+        return []
+    # One call for each column: this runs for each tensor of a load.
+    storages = [tensor.untyped_storage() for _, tensor in targets]
+    begins = np.array([tensor.data_ptr() for _, tensor in targets], dtype=np.uint64)
+    ends = begins + np.array([_extent_nbytes(tensor) for _, tensor in targets], dtype=np.uint64)
+    held = np.array([storage.data_ptr() + storage.nbytes() for storage in storages], dtype=np.uint64)
+    freed = [
+        f"{name!r} cannot be loaded into: its storage holds {tensor.untyped_storage().nbytes()} bytes where its data "
+        f"ends at byte {tensor.storage_offset() * tensor.itemsize + _extent_nbytes(tensor)}: its memory was freed"
+        for name, tensor in map(targets.__getitem__, np.flatnonzero((begins == 0) | (ends > held)).tolist())
+    ]
+    return freed or [*_repeating(targets), *_read_only(targets, begins)]
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor lie in memory that torch lets us look at."""
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
+
+
+def _extent_nbytes(tensor: torch.Tensor) -> int:
+    """The bytes from the first element of a tensor to the end of the last one."""
+    if tensor.is_contiguous():
+        return int(tensor.nbytes)
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int((last + 1) * tensor.itemsize)
+
+
+def _repeating(targets: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
+    """Expanded tensors: several of their elements lie in one place."""
+    return [
+        f"{name!r} cannot be loaded into: its own elements share memory (it is expanded)"
+        for name, tensor in targets
+        if not tensor.is_contiguous()
+        and any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    ]
+
+
+def _read_only(targets: Sequence[tuple[str, torch.Tensor]], begins: np.ndarray[Any, np.dtype[np.uint64]]) -> list[str]:
+    """Tensors in memory that may not be written to: of a file that was mapped to be read, for example."""
+    mappings: list[tuple[int, int]] = []
+    with suppress(OSError), open("/proc/self/maps", "rb") as file:  # other systems do not tell
+        for begin, end, may_write in _MAPPING.findall(file.read()):
+            if may_write != b"w":
+                mappings.append((int(begin, 16), int(end, 16)))
+    if not mappings:
+        return []
+    starts, stops = np.array(mappings, dtype=np.uint64).T
+    number = np.searchsorted(starts, begins, side="right")
+    inside = (number > 0) & (begins < stops[number - 1])
+    return [
+        f"{targets[place][0]!r} cannot be loaded into: its memory may not be written to"
+        for place in np.flatnonzero(inside).tolist()
+        if targets[place][1].is_cpu
+    ]
+
+
+def overlapping_targets(targets: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, str]]:
+    """Pairs of tensors that share some of their memory. A tensor that has two names is fine, as with tied weights."""
+    targets = [target for target in targets if _has_memory(target[1])]
+    if not targets:
+        return []
+    begins = np.array([tensor.data_ptr() for _, tensor in targets], dtype=np.uint64)
+    ends = begins + np.array([_extent_nbytes(tensor) for _, tensor in targets], dtype=np.uint64)
+    order = np.argsort(begins, kind="stable")
+    furthest = np.maximum.accumulate(ends[order])
+    found = []
+    for place in (np.flatnonzero(begins[order][1:] < furthest[:-1]) + 1).tolist():
+        name, tensor = targets[order[place]]
+        for before in range(place - 1, -1, -1):
+            if furthest[before] <= begins[order[place]]:
+                break
+            other_name, other = targets[order[before]]
+            if not _are_one(tensor, other) and _share_memory(tensor, other):
+                found.append((other_name, name))
+                break
+    return found
+
+
+def _are_one(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) == (
+        other.data_ptr(),
+        other.dtype,
+        other.shape,
+        other.stride(),
+    )
+
+
+class _Elements:
+    """The elements of a tensor as NumPy sees memory. Nobody reads or writes it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), True),
+            "typestr": f"|V{tensor.itemsize}",
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * tensor.itemsize for stride in tensor.stride()),
+        }
+
+
+def _share_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return np.shares_memory(np.asarray(_Elements(tensor)), np.asarray(_Elements(other)))

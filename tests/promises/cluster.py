@@ -1,0 +1,119 @@
+"""A cluster on one machine: hosts that are network namespaces, with interfaces and names of their own.
+
+    with Cluster(2) as cluster:
+        run_program(script, directory, size=4, command=cluster.commands(ranks_per_host=2), env=cluster.env)
+
+Each host has ``lo``, ``eth0`` in a network that joins all hosts, and ``eth1`` in a network of its own. Its name stands
+for 127.0.1.1, as Debian's installer writes it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import uuid
+from pathlib import Path
+from types import TracebackType
+
+__all__ = ["Cluster", "why_not"]
+
+
+def why_not() -> str:
+    """Why this machine cannot have a cluster; empty if it can."""
+    if os.geteuid() != 0:
+        return "network namespaces take root"
+    missing = [tool for tool in ("ip", "unshare") if shutil.which(tool) is None]
+    if missing:
+        return f"network namespaces take {' and '.join(missing)}"
+    name = f"probe{uuid.uuid4().hex[:6]}"
+    if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:
+        return "this kernel or container makes no network namespaces"
+    subprocess.run(["ip", "netns", "delete", name], check=True)
+    return ""
+
+
+class Cluster:
+    """Hosts 0 to ``n_hosts - 1``. In their network they have the addresses 10.77.0.1 and up.
+
+    Args:
+        ipv6: they have fd77::1 and up instead, and no address of IPv4.
+    """
+
+    def __init__(self, n_hosts: int, *, ipv6: bool = False) -> None:
+        self.n_hosts = n_hosts
+        self._ipv6 = ipv6
+        self._id = uuid.uuid4().hex[:5]
+        self._hosts_file = Path(tempfile.mkdtemp(prefix="cluster")) / "hosts"
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._make()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    def address(self, host: int) -> str:
+        """The address of a host in the network that joins all."""
+        return f"fd77::{host + 1}" if self._ipv6 else f"10.77.0.{host + 1}"
+
+    def _name(self, host: int | str) -> str:
+        return f"c{self._id}{host}"
+
+    def _make(self) -> None:
+        lines = ["127.0.0.1 localhost", "::1 localhost"]
+        lines += [f"127.0.1.1 host{host}" for host in range(self.n_hosts)]
+        self._hosts_file.write_text("\n".join(lines) + "\n")
+        switch = self._name("s")
+        _ip("netns", "add", switch)
+        _ip("-n", switch, "link", "add", "br0", "type", "bridge")
+        _ip("-n", switch, "link", "set", "br0", "up")
+        for host in range(self.n_hosts):
+            name = self._name(host)
+            _ip("netns", "add", name)
+            _ip("-n", name, "link", "set", "lo", "up")
+            ends = ("eth0", "netns", name, "type", "veth", "peer", "name", f"port{host}", "netns", switch)
+            _ip("link", "add", *ends)
+            _ip("-n", switch, "link", "set", f"port{host}", "master", "br0", "up")
+            _ip("-n", name, "link", "add", "eth1", "type", "bridge")
+            if self._ipv6:
+                _ip("-n", name, "address", "add", f"{self.address(host)}/64", "dev", "eth0", "nodad")
+            else:
+                _ip("-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
+                _ip("-n", name, "address", "add", f"192.168.{host}.1/24", "dev", "eth1")
+            _ip("-n", name, "link", "set", "eth0", "up")
+            _ip("-n", name, "link", "set", "eth1", "up")
+
+    def _remove(self) -> None:
+        for host in (*range(self.n_hosts), "s"):
+            subprocess.run(["ip", "netns", "delete", self._name(host)], capture_output=True, check=False)
+        shutil.rmtree(self._hosts_file.parent, ignore_errors=True)
+
+    def commands(self, ranks_per_host: int) -> list[list[str]]:
+        """For each rank what runs a command on its host."""
+        found = []
+        for rank in range(self.n_hosts * ranks_per_host):
+            host = rank // ranks_per_host
+            inside = f'hostname host{host}; mount --bind {self._hosts_file} /etc/hosts; exec "$@"'
+            unshare = ["unshare", "--uts", "--mount", "sh", "-c", inside, "sh"]
+            found.append(["ip", "netns", "exec", self._name(host), *unshare])
+        return found
+
+    def env(self, **more: str) -> dict[str, str]:
+        """What the ranks find in their environment."""
+        return {"MASTER_ADDR": self.address(0), "LOCAL_WORLD_SIZE": "1", **more}
+
+    def plug(self, host: int, *, into_network: bool) -> None:
+        """Plug the cable of a host in, or pull it out."""
+        _ip("-n", self._name("s"), "link", "set", f"port{host}", "up" if into_network else "down")
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)

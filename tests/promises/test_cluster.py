@@ -1,0 +1,161 @@
+"""Several hosts save and load together: whatever their names stand for, and when the network between them fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.promises.cluster import Cluster, why_not
+from tests.promises.programs import run_program
+
+_WHY_NOT = why_not()
+pytestmark = pytest.mark.skipif(_WHY_NOT != "", reason=_WHY_NOT)
+
+_SAVE_AND_LOAD = """
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+robust_dcp.save(state(1), checkpoint_id=f"{path}/1", timeout_seconds=30)
+robust_dcp.async_save(state(2), checkpoint_id=f"{path}/2", timeout_seconds=30).result()
+loaded = {"shared": torch.zeros(1000), f"own{(rank + 1) % size}": torch.zeros(1000)}
+robust_dcp.load(loaded, checkpoint_id=f"{path}/2", timeout_seconds=30)
+assert loaded["shared"][0] == 2 and loaded[f"own{(rank + 1) % size}"][0] == 2 + (rank + 1) % size
+print("all is well", int(total), flush=True)
+"""
+
+# The store alone is used, and no collective of torch, which looks for its own address.
+_WITHOUT_COLLECTIVES = """
+from torch.testing._internal.distributed import fake_pg
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=rank == 0)
+dist.init_process_group("fake", store=store, rank=rank, world_size=size)
+robust_dcp.save(state(1), checkpoint_id=f"{path}/1", timeout_seconds=20)
+print("all is well", flush=True)
+robust_dcp.Channel.for_group(operation="end").barrier("end")
+store.add("done", 1)
+while rank == 0 and store.add("done", 0) < size:
+    time.sleep(0.05)
+"""
+
+
+def test_hosts_whose_names_stand_for_127_0_1_1_save_and_load_over_the_interface_of_the_variable(tmp_path: Path) -> None:
+    with Cluster(2) as cluster:
+        env = cluster.env(GLOO_SOCKET_IFNAME="eth0")
+        ended = run_program(_SAVE_AND_LOAD, tmp_path, size=4, command=cluster.commands(2), env=env)
+    assert all(each.exitcode == 0 and "all is well 4" in each.output for each in ended)
+
+
+def test_hosts_without_the_variable_use_the_address_by_which_they_reach_the_store(tmp_path: Path) -> None:
+    with Cluster(3) as cluster:
+        ended = run_program(_WITHOUT_COLLECTIVES, tmp_path, size=3, command=cluster.commands(1), env=cluster.env())
+    assert all(each.exitcode == 0 and "all is well" in each.output for each in ended)
+
+
+def test_hosts_of_ipv6_only_save_and_load(tmp_path: Path) -> None:
+    with Cluster(2, ipv6=True) as cluster:
+        ended = run_program(_WITHOUT_COLLECTIVES, tmp_path, size=2, command=cluster.commands(1), env=cluster.env())
+    assert all(each.exitcode == 0 and "all is well" in each.output for each in ended)
+
+
+def test_the_first_of_several_interfaces_counts(tmp_path: Path) -> None:
+    with Cluster(2) as cluster:
+        env = cluster.env(GLOO_SOCKET_IFNAME="eth0,eth1")
+        ended = run_program(_WITHOUT_COLLECTIVES, tmp_path, size=2, command=cluster.commands(1), env=env)
+    assert all(each.exitcode == 0 for each in ended)
+
+
+def test_an_interface_that_is_not_there_is_an_error_that_names_those_that_are(tmp_path: Path) -> None:
+    with Cluster(2) as cluster:
+        env = cluster.env(GLOO_SOCKET_IFNAME="ib0")
+        ended = run_program(_WITHOUT_COLLECTIVES, tmp_path, size=2, command=cluster.commands(1), env=env)
+    for each in ended:
+        assert each.exitcode == 1
+        assert "has no interface 'ib0': it has eth0, eth1, lo" in each.output
+
+
+@pytest.mark.parametrize("interface", ["lo", "eth1"])
+def test_an_interface_that_does_not_join_the_hosts_is_named_with_the_variable(tmp_path: Path, interface: str) -> None:
+    with Cluster(2) as cluster:
+        env = cluster.env(GLOO_SOCKET_IFNAME=interface)
+        ended = run_program(_WITHOUT_COLLECTIVES, tmp_path, size=2, command=cluster.commands(1), env=env)
+    for each in ended:
+        assert each.exitcode == 1
+        assert "GLOO_SOCKET_IFNAME" in each.output
+
+
+def test_a_cable_that_is_pulled_out_for_two_seconds_is_waited_for(tmp_path: Path) -> None:
+    script = """
+    dist.init_process_group("gloo")
+    for turn in range(2):
+        robust_dcp.save(state(turn), checkpoint_id=f"{path}/{turn}", timeout_seconds=30)
+    channel = robust_dcp.Channel.for_group(operation="work", timeout_seconds=30)
+    open(f"{path}/ready{rank}", "w").close()
+    def work():
+        while not os.path.exists(f"{path}/again"):
+            channel.note_progress()
+            time.sleep(0.05)
+    channel.barrier("while the cable is out", work)
+    robust_dcp.save(state(7), checkpoint_id=f"{path}/7", timeout_seconds=30)
+    print("all is well", flush=True)
+    """
+    with Cluster(2) as cluster:
+        checkpoints = tmp_path / "checkpoint"
+
+        def pull() -> None:
+            _await(checkpoints / "ready0", checkpoints / "ready1")
+            cluster.plug(1, into_network=False)
+            time.sleep(2)
+            cluster.plug(1, into_network=True)
+            (checkpoints / "again").touch()
+
+        pulling = threading.Thread(target=pull)
+        pulling.start()
+        env = cluster.env(GLOO_SOCKET_IFNAME="eth0")
+        ended = run_program(script, tmp_path, size=2, command=cluster.commands(1), env=env)
+        pulling.join()
+    assert all(each.exitcode == 0 and "all is well" in each.output for each in ended)
+
+
+def test_a_host_that_is_cut_off_is_named_and_its_ranks_save_again_when_it_is_back(tmp_path: Path) -> None:
+    script = """
+    dist.init_process_group("gloo")
+    robust_dcp.save(state(0), checkpoint_id=f"{path}/0", timeout_seconds=30)
+    open(f"{path}/ready{rank}", "w").close()
+    while not os.path.exists(f"{path}/out"):
+        time.sleep(0.05)
+    try:
+        robust_dcp.save(state(1), checkpoint_id=f"{path}/1", timeout_seconds=4)
+    except robust_dcp.ExchangeError as error:
+        print("named", error.ranks, flush=True)
+    open(f"{path}/named{rank}", "w").close()
+    while not os.path.exists(f"{path}/again"):
+        time.sleep(0.05)
+    robust_dcp.save(state(7), checkpoint_id=f"{path}/7", timeout_seconds=60)
+    print("saved again", flush=True)
+    """
+    with Cluster(3) as cluster:
+        checkpoints = tmp_path / "checkpoint"
+
+        def pull() -> None:
+            _await(*(checkpoints / f"ready{rank}" for rank in range(3)))
+            cluster.plug(2, into_network=False)
+            (checkpoints / "out").touch()
+            _await(*(checkpoints / f"named{rank}" for rank in range(3)))
+            cluster.plug(2, into_network=True)
+            (checkpoints / "again").touch()
+
+        pulling = threading.Thread(target=pull)
+        pulling.start()
+        env = cluster.env(GLOO_SOCKET_IFNAME="eth0")
+        ended = run_program(script, tmp_path, size=3, command=cluster.commands(1), env=env, timeout_seconds=200)
+        pulling.join()
+    assert all("named [2]" in each.output for each in ended[:2])
+    assert all(each.exitcode == 0 and "saved again" in each.output for each in ended)
+
+
+def _await(*paths: Path) -> None:
+    until = time.monotonic() + 100
+    while not all(path.exists() for path in paths) and time.monotonic() < until:
+        time.sleep(0.05)

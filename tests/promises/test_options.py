@@ -1,0 +1,55 @@
+"""An option counts as it was given: two different values are an error, whichever of them is the default."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from robust_dcp import ReadOptions, RobustReader, RobustWriter, WriteOptions
+
+OTHER_VALUES: list[tuple[Any, Any, str, Any]] = [
+    (RobustReader, ReadOptions, "trusted", True),
+    (RobustReader, ReadOptions, "verify_checksums", False),
+    (RobustReader, ReadOptions, "verify_checksums", "all"),
+    (RobustReader, ReadOptions, "direct", False),
+    (RobustReader, ReadOptions, "share_reads", True),
+    (RobustReader, ReadOptions, "threads", 3),
+    (RobustWriter, WriteOptions, "overwrite", False),
+    (RobustWriter, WriteOptions, "checksums", False),
+    (RobustWriter, WriteOptions, "layout", "safetensors"),
+    (RobustWriter, WriteOptions, "report", False),
+    (RobustWriter, WriteOptions, "buffer_bytes", 64 << 20),
+]
+
+
+@pytest.mark.parametrize(("made", "kind", "name", "value"), OTHER_VALUES)
+def test_two_different_values_are_an_error_also_if_one_is_the_default(
+    made: Any, kind: Any, name: str, value: Any, tmp_path: Path
+) -> None:
+    default = getattr(kind(), name)
+    for first, second in ((value, default), (default, value)):
+        with pytest.raises(ValueError, match=rf"{name}={second!r} contradicts options, which has {name}={first!r}"):
+            made(tmp_path, options=kind(**{name: first}), **{name: second})
+        assert getattr(made(tmp_path, options=kind(**{name: first}), **{name: first}).options, name) == first
+
+
+@pytest.mark.parametrize(("made", "kind", "name", "value"), OTHER_VALUES)
+def test_what_was_not_given_in_options_is_free_to_be_a_keyword(
+    made: Any, kind: Any, name: str, value: Any, tmp_path: Path
+) -> None:
+    assert getattr(made(tmp_path, options=kind(), **{name: value}).options, name) == value
+    assert getattr(made(tmp_path, options=kind(**{name: value})).options, name) == value
+
+
+def test_options_that_were_copied_replaced_or_pickled_are_the_same(tmp_path: Path) -> None:
+    options = ReadOptions(trusted=False)
+    for same in (copy.copy(options), copy.deepcopy(options), pickle.loads(pickle.dumps(options))):
+        assert same == options
+        with pytest.raises(ValueError, match="contradicts"):
+            RobustReader(tmp_path, options=same, trusted=True)
+    assert RobustReader(tmp_path, options=dataclasses.replace(options, trusted=True)).options.trusted
