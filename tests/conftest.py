@@ -6,16 +6,9 @@ import os
 import signal
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
-from robust_dcp.testing.ranks import preload
-
-pytest.register_assert_rewrite("tests.support")
-# Megatron asks for CUDA devices while it is imported. CUDA cannot be used by a process that was forked after that.
-if not torch.backends.cuda.is_built() or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-    preload("tests.support.preload")
-
+pytest.register_assert_rewrite("tests.harness", "tests.support")
 # A TCPStore looks up the name of each side whenever one connects. On a machine whose name server limits how often it is
 # asked, each such connection costs five seconds else; ranks inherit this.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 import robust_dcp
 from robust_dcp import RobustWriter
-from robust_dcp.testing.ranks import Outcome, RanksOverran, run_ranks
+from tests.harness.ranks import Outcome, RanksOverran, run_ranks
 from tests.support.waiting import wait_until
 from torture.generations import files_not_named, generation_in, make_state, set_generation
 from torture.kill_points import PHASES, KillDisk, Order, arm, is_gone, writer_pids

@@ -28,7 +28,7 @@ import torch.distributed as dist
 import robust_dcp
 from robust_dcp.staging import SHARED_STAGING, STAGING
 from robust_dcp.structure_cache import CACHE
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 from torture.generations import files_not_named
 from torture.kill_points import child_pids
 

@@ -27,7 +27,8 @@ import torch
 import robust_dcp
 from robust_dcp import CopyOptions, RobustReader, copy_checkpoint
 from robust_dcp.storage.remote.remote_disk import RemoteDisk
-from robust_dcp.testing import FileCalls, run_ranks, values
+from tests.harness.file_calls import FileCalls
+from tests.harness.ranks import run_ranks, values
 from torture.campaign import run_campaign
 from torture.object_store import BUCKET, Fault, faulty_proxy, options_for, s3_server
 

@@ -26,7 +26,7 @@ from robust_dcp.comm import Channel, Offer
 from robust_dcp.comm.connections import Connections, Payload
 from robust_dcp.comm.frames import FRAME_NBYTES
 from robust_dcp.errors import ExchangeTimeout
-from robust_dcp.testing.ranks import RanksOverran, run_ranks
+from tests.harness.ranks import RanksOverran, run_ranks
 from torture.survivors import Raised, Result, end_process, judge_survivors, print_table
 
 __all__ = ["WHEN", "Trial", "make_trial", "run_trial"]

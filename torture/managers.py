@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from robust_dcp import CheckpointManager
-from robust_dcp.testing import FileCalls, run_ranks, values
+from tests.harness.file_calls import FileCalls
+from tests.harness.ranks import run_ranks, values
 from torture.campaign import run_campaign
 
 __all__ = ["run_trial"]

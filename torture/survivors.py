@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
-from robust_dcp.testing.ranks import Outcome
+from tests.harness.ranks import Outcome
 
 __all__ = ["LIMIT_SECONDS", "Raised", "Result", "end_process", "judge_survivors", "killed_at_seconds", "print_table"]
 

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import robust_dcp
 from robust_dcp import RobustReader
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 
 __all__ = ["WAYS", "Way", "be_rank", "run_ways"]
 

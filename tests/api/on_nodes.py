@@ -21,9 +21,9 @@ from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import OpenFile
 from robust_dcp.storage.files.paths import JOURNAL_PREFIX
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.testing.faults import kill_in
-from robust_dcp.testing.file_calls import FileCalls
-from robust_dcp.testing.nodes import become_node
+from tests.harness.faults import kill_in
+from tests.harness.file_calls import FileCalls
+from tests.harness.nodes import become_node
 
 ROWS = 24
 

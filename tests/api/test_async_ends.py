@@ -20,10 +20,10 @@ import robust_dcp
 from robust_dcp import RobustWriter, StorageError
 from robust_dcp.background import WRITERS, writer_process
 from robust_dcp.background.save_queue import SaveQueue
-from robust_dcp.testing import disks
-from robust_dcp.testing.ranks import run_ranks, values
 from tests.api.gated_disks import GATES, FullDisk, GatedDisk, make_gates, open_gate, pid_at_gate
 from tests.api.test_async_save import loaded
+from tests.harness import disks
+from tests.harness.ranks import run_ranks, values
 from tests.support.waiting import wait_until
 
 MEGABYTE = 1 << 20

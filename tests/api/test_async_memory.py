@@ -20,9 +20,9 @@ import robust_dcp
 from robust_dcp import RobustCheckpointError, RobustWriter
 from robust_dcp.background import WRITERS, staged_source
 from robust_dcp.staging import SHARED_STAGING, STAGING
-from robust_dcp.testing.disks import GatedDisk
-from robust_dcp.testing.ranks import run_ranks, values
 from tests.api.test_async_save import loaded
+from tests.harness.disks import GatedDisk
+from tests.harness.ranks import run_ranks, values
 
 MEGABYTE = 1 << 20
 

@@ -22,9 +22,9 @@ from robust_dcp import RobustCheckpointError, RobustWriter, StorageError
 from robust_dcp.background import WRITERS
 from robust_dcp.staging import SHARED_STAGING, staging_buffers
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.testing.ranks import run_ranks, values
 from tests.api.gated_disks import GATES, CpusDisk, FullDisk, GatedDisk, make_gates, open_gate, pid_at_gate
 from tests.api.test_async_save import loaded, save_while_all_changes
+from tests.harness.ranks import run_ranks, values
 
 MEGABYTE = 1 << 20
 

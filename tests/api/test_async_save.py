@@ -22,8 +22,8 @@ import robust_dcp
 from robust_dcp import RobustCheckpointError, RobustWriter, StorageError
 from robust_dcp.staging import STAGING
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.testing.disks import FullDisk, GatedDisk
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.disks import FullDisk, GatedDisk
+from tests.harness.ranks import run_ranks, values
 from tests.support.torch_versions import needs_response
 
 MEGABYTE = 1 << 20
@@ -272,7 +272,7 @@ def run_script(path: Path, ending: str) -> subprocess.CompletedProcess[str]:
     script = f"""
         import os, signal, threading, time, torch, robust_dcp
         from robust_dcp import RobustWriter
-        from robust_dcp.testing.disks import GatedDisk
+        from tests.harness.disks import GatedDisk
         disk = GatedDisk()
         robust_dcp.save({{"w": torch.zeros(9)}}, checkpoint_id={str(path)!r})
         robust_dcp.async_save({{"w": torch.ones(9)}}, storage_writer=RobustWriter({str(path)!r}, disk=disk))

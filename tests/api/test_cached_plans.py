@@ -16,11 +16,11 @@ import robust_dcp
 from robust_dcp import RobustPlanner, RobustReader, RobustWriter
 from robust_dcp.plan.cache import PLANS
 from robust_dcp.plan.local import LocalStructure
-from robust_dcp.testing.fingerprints import differences, raw_bytes
-from robust_dcp.testing.ranks import run_ranks, values
-from robust_dcp.testing.state_dicts import DTYPES, pattern
 from tests.api.verdicts import Verdict, verdict_of
 from tests.api.ways import LOADERS, SAVERS
+from tests.harness.fingerprints import differences, raw_bytes
+from tests.harness.ranks import run_ranks, values
+from tests.harness.state_dicts import DTYPES, pattern
 
 StateDict = dict[str, Any]
 

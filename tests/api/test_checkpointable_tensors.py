@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import robust_dcp
-from robust_dcp.testing.ranks import run_ranks, values
 from tests.api.ways import LOADERS, SAVERS
+from tests.harness.ranks import run_ranks, values
 from tests.support.torch_versions import needs_checkpointable_tensor
 
 pytestmark = needs_checkpointable_tensor

@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 import robust_dcp
 from robust_dcp import RobustWriter
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.testing.fingerprints import differences
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.fingerprints import differences
+from tests.harness.ranks import run_ranks, values
 from tests.support.simulated_disk import WatchedDisk
 
 StateDict = dict[str, Any]

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter
-from robust_dcp.testing.ranks import run_ranks, values
 from tests.api.test_cached_plans import check_loads
 from tests.api.verdicts import Verdict, verdict_of
+from tests.harness.ranks import run_ranks, values
 
 StateDict = dict[str, Any]
 

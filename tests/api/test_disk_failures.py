@@ -20,10 +20,10 @@ import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter
 from robust_dcp.storage.committing.commit import BEFORE_RENAME
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.testing.ranks import run_ranks, values
 from tests.api.test_cached_plans import blank, check_loads
 from tests.api.test_failures import BrokenPlanner, shards
 from tests.api.verdicts import Verdict, verdict_of
+from tests.harness.ranks import run_ranks, values
 from tests.support.simulated_disk import WatchedDisk
 
 StateDict = dict[str, Any]

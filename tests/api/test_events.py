@@ -10,7 +10,7 @@ import torch
 
 import robust_dcp
 from robust_dcp import Event, RobustCheckpointError, on_event
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 
 
 def told(run: object) -> list[Event]:

@@ -17,9 +17,9 @@ from robust_dcp import RobustPlanner, RobustWriter
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import storage_error
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.testing.ranks import run_ranks, values
 from tests.api.test_failures import Broken, BrokenPlanner, shards
 from tests.api.verdicts import Verdict, verdict_of
+from tests.harness.ranks import run_ranks, values
 
 
 def fail_in_each_way(directory: str) -> dict[str, tuple[str, list[str]]]:

@@ -22,9 +22,9 @@ from robust_dcp import RobustPlanner, RobustWriter
 from robust_dcp.comm import patience
 from robust_dcp.plan.cache import PLANS
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.testing.ranks import errors, run_ranks, values
 from tests.api.test_cached_plans import check_loads
 from tests.api.verdicts import Verdict, verdict_of
+from tests.harness.ranks import errors, run_ranks, values
 
 StateDict = dict[str, Any]
 

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter, StorageError
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 from tests.support.simulated_disk import WatchedDisk
 from tests.support.torch_versions import needs_use_collectives
 

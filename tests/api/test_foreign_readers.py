@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
 
 import robust_dcp
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 
 
 def _load_torch_save_file(path: str) -> torch.Tensor:

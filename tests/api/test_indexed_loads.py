@@ -20,7 +20,7 @@ import robust_dcp
 from robust_dcp.storage.files.disk import OpenFile
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 
 
 class NotingDisk(PosixDisk):

@@ -14,9 +14,9 @@ import torch.distributed.checkpoint as dcp
 import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter
 from robust_dcp.plan.cache import PLANS
-from robust_dcp.testing.ranks import run_ranks, values
 from tests.api.test_cached_plans import check_loads
 from tests.api.verdicts import verdict_of
+from tests.harness.ranks import run_ranks, values
 
 StateDict = dict[str, Any]
 

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from robust_dcp import RobustReader
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 
 NBYTES = (4 << 30) + (200 << 20) + 7
 MARKS = {0: 1, 1: 2, (1 << 31) - 1: 3, 1 << 31: 4, (1 << 32) - 1: 5, 1 << 32: 6, NBYTES - 1: 7}

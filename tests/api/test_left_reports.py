@@ -21,7 +21,7 @@ from robust_dcp.report_page import read_reports
 from robust_dcp.storage.files.disk import OpenFile
 from robust_dcp.storage.files.paths import JOURNAL_PREFIX
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 
 Saves = dict[str, Any]
 

@@ -19,11 +19,11 @@ from robust_dcp import RobustLoadPlanner, RobustReader
 from robust_dcp.comm import patience
 from robust_dcp.storage.metadata.metadata_file import encode_metadata
 from robust_dcp.storage.records.torch_zip import record_template
-from robust_dcp.testing.fingerprints import fingerprint
-from robust_dcp.testing.ranks import run_ranks, values
 from tests.api.test_cached_plans import blank
 from tests.api.test_failures import Broken
 from tests.api.verdicts import Verdict, verdict_of
+from tests.harness.fingerprints import fingerprint
+from tests.harness.ranks import run_ranks, values
 
 StateDict = dict[str, Any]
 

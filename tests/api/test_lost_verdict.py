@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 import robust_dcp
 from robust_dcp import Channel, ExchangeTimeout
 from robust_dcp.comm.operation import Operation
-from robust_dcp.testing.ranks import run_ranks, values
 from tests.api.verdicts import Verdict, verdict_of
+from tests.harness.ranks import run_ranks, values
 
 
 def _state(value: float) -> dict[str, Any]:

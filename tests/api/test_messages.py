@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.bench_messages import PhaseCost, measure_saves
 from robust_dcp.comm.tree import Tree
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 
 PHASES = ("plan", "write", "commit")
 

@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 import robust_dcp
 from robust_dcp import RobustPlanner
 from robust_dcp.plan.cache import PLANS
-from robust_dcp.testing.ranks import run_ranks, values
 from tests.api.verdicts import verdict_of
+from tests.harness.ranks import run_ranks, values
 
 
 class TellingPlanner(RobustPlanner):

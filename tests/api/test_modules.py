@@ -22,7 +22,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import robust_dcp
 from robust_dcp import RobustCheckpointError
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 
 Wrap = Callable[[nn.Module], nn.Module]
 

@@ -13,9 +13,9 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 
 import robust_dcp
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
-from robust_dcp.testing.nodes import can_become_node
-from robust_dcp.testing.ranks import errors, run_ranks, values
 from tests.api import on_nodes
+from tests.harness.nodes import can_become_node
+from tests.harness.ranks import errors, run_ranks, values
 
 SWAPPED = ("b", "a")
 

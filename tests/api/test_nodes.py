@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from robust_dcp.errors import CorruptCheckpoint, StorageError
-from robust_dcp.testing.nodes import can_become_node
-from robust_dcp.testing.ranks import errors, run_ranks, values
 from tests.api import on_nodes
+from tests.harness.nodes import can_become_node
+from tests.harness.ranks import errors, run_ranks, values
 
 AABB = ("a", "a", "b", "b")
 

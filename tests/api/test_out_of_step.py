@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import robust_dcp
 from robust_dcp.plan.cache import PLANS
-from robust_dcp.testing.ranks import run_ranks, values
 from tests.api.verdicts import Verdict, verdict_of
+from tests.harness.ranks import run_ranks, values
 
 
 def _state(step: int) -> dict[str, object]:

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import robust_dcp
-from robust_dcp.testing.fingerprints import differences
-from robust_dcp.testing.ranks import run_ranks, values
-from robust_dcp.testing.state_dicts import full_tensor
 from tests.api.ways import LOADERS, SAVERS
+from tests.harness.fingerprints import differences
+from tests.harness.ranks import run_ranks, values
+from tests.harness.state_dicts import full_tensor
 
 StateDict = dict[str, Any]
 

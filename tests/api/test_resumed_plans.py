@@ -17,7 +17,7 @@ import robust_dcp
 from robust_dcp.plan.cache import PLANS
 from robust_dcp.plan.stored_plan import LOADED
 from robust_dcp.storage.files.paths import INDEX_NAME
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 
 
 def _state_dict(rank: int, value: float, extra: int = 0) -> dict[str, Any]:

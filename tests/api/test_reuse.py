@@ -16,10 +16,10 @@ import robust_dcp
 from robust_dcp import Channel, RobustPlanner, RobustWriter
 from robust_dcp.plan.cache import PLANS
 from robust_dcp.plan.stored_plan import LOADED
-from robust_dcp.testing.fingerprints import differences
-from robust_dcp.testing.ranks import run_ranks, values
 from tests.api.test_cached_plans import FailsWhenTold, blank, check_loads
 from tests.api.verdicts import Verdict, verdict_of
+from tests.harness.fingerprints import differences
+from tests.harness.ranks import run_ranks, values
 
 StateDict = dict[str, Any]
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from robust_dcp.testing.fingerprints import differences
-from robust_dcp.testing.ranks import run_ranks, values
-from robust_dcp.testing.state_dicts import KINDS
 from tests.api.ways import LOADERS, SAVERS
+from tests.harness.fingerprints import differences
+from tests.harness.ranks import run_ranks, values
+from tests.harness.state_dicts import KINDS
 
 # Who writes the files and who reads them matters for each kind; who calls them only that they fit together.
 READ_BY_ALL = ("ours", "stock")

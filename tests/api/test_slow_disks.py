@@ -14,7 +14,7 @@ import robust_dcp
 from robust_dcp import CorruptCheckpoint, RobustReader, RobustWriter
 from robust_dcp.comm import patience
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 
 N_TENSORS = 12
 MEGABYTE = 1 << 20

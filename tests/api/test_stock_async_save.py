@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 
 STEPS = 3
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_saver import save_state_dict
 
 from robust_dcp import RobustPlanner, RobustWriter
 from robust_dcp.plan.cache import PLANS
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 
 
 def _save_from(path: str, coordinator_rank: int, value: float) -> None:

@@ -21,8 +21,8 @@ from robust_dcp.storage.committing.directory_lock import DirectoryLock
 from robust_dcp.storage.files.disk import OpenFile
 from robust_dcp.storage.files.paths import LOCK_NAME
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.testing.ranks import run_ranks, values
 from tests.api.verdicts import Verdict, verdict_of
+from tests.harness.ranks import run_ranks, values
 
 StateDict = dict[str, Any]
 N = 300_000

@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter
-from robust_dcp.testing.ranks import run_ranks, values
 from tests.api.verdicts import Verdict, verdict_of
+from tests.harness.ranks import run_ranks, values
 
 
 class Own:

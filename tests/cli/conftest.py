@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from robust_dcp.testing.ranks import run_ranks, values
 from tests.cli.checkpoints import make_all
 from tests.cli.commands import Shell
+from tests.harness.ranks import run_ranks, values
 
 
 @pytest.fixture(scope="session")

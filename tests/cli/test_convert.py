@@ -23,9 +23,9 @@ from safetensors import safe_open
 import robust_dcp
 from robust_dcp.conversion.convert import convert
 from robust_dcp.conversion.rules import Rules
-from robust_dcp.testing.fingerprints import differences
 from tests.cli.checkpoints import KINDS
 from tests.cli.commands import Shell
+from tests.harness.fingerprints import differences
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 DTYPES += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.uint16, torch.complex128]

@@ -21,8 +21,8 @@ import robust_dcp
 from robust_dcp.cli.app import app
 from robust_dcp.comparison.tensor_difference import TensorDifference, difference_of
 from robust_dcp.comparison.values import compare_tensors
-from robust_dcp.testing.ranks import run_ranks, values
 from tests.cli.commands import Shell
+from tests.harness.ranks import run_ranks, values
 
 
 def state() -> dict[str, Any]:

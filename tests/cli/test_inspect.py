@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import robust_dcp
-from robust_dcp.testing.ranks import run_ranks, values
 from tests.cli.commands import Shell
+from tests.harness.ranks import run_ranks, values
 
 FILES = {"__0_0.distcp", "__0_1.distcp", "__1_0.distcp"}
 """The tensors of each rank, and the object of rank 0."""

@@ -19,8 +19,8 @@ from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.report_file import REPORT_NAME
 from robust_dcp.storage.files.disk import OpenFile, storage_error
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.testing.damage import data_files
 from tests.cli.commands import Shell
+from tests.harness.damage import data_files
 
 STATE = {
     "weight": torch.arange(6.0).reshape(2, 3) + 1,

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from robust_dcp.report_file import REPORT_NAME
-from robust_dcp.testing.damage import cut_short, data_files, flip_bit
 from tests.cli.checkpoints import KINDS, OURS
 from tests.cli.commands import Shell
+from tests.harness.damage import cut_short, data_files, flip_bit
 
 CopyOf = Callable[[str], Path]
 

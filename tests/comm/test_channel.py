@@ -17,8 +17,8 @@ from robust_dcp.comm.link import _make_link
 from robust_dcp.comm.operation import Operation
 from robust_dcp.comm.tree import Tree
 from robust_dcp.errors import RobustCheckpointError
-from robust_dcp.testing.ranks import run_ranks, values
 from tests.comm.messages import Note
+from tests.harness.ranks import run_ranks, values
 
 
 def _random_bytes(rank: int, nbytes: int) -> bytes:

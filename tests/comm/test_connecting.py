@@ -12,7 +12,7 @@ import torch.distributed as dist
 from robust_dcp.comm import Channel
 from robust_dcp.comm.connections import Connections
 from robust_dcp.errors import ExchangeTimeout
-from robust_dcp.testing.ranks import errors, run_ranks
+from tests.harness.ranks import errors, run_ranks
 
 
 def die(*args: Any) -> None:

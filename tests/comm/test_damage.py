@@ -8,9 +8,9 @@ import pytest
 
 from robust_dcp.comm import Channel, Offer, patience
 from robust_dcp.errors import ExchangeError
-from robust_dcp.testing.ranks import errors, run_ranks, values
 from tests.comm import faults
 from tests.comm.messages import Note, OtherNote
+from tests.harness.ranks import errors, run_ranks, values
 
 Change = Callable[[bytearray], bytearray]
 CHANGES = [faults.zeros, faults.one_bit_flipped, faults.second_half_missing]

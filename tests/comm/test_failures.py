@@ -14,8 +14,8 @@ from robust_dcp.comm import Channel, Offer, Stopped
 from robust_dcp.comm.failures import MAX_FAILURES_TOLD, ErrorMessage, describe
 from robust_dcp.comm.wire import decode
 from robust_dcp.errors import ExchangeError, PlanConflict, RobustCheckpointError, StorageError
-from robust_dcp.testing.ranks import RankError, errors, run_ranks, values
 from tests.comm.messages import Note, OtherNote
+from tests.harness.ranks import RankError, errors, run_ranks, values
 
 
 def _fail_on(ranks: list[int], verb: str) -> None:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from robust_dcp.comm import Channel, Offer
 from robust_dcp.comm.frames import Frame, Kind
 from robust_dcp.errors import ExchangeError, ExchangeTimeout
-from robust_dcp.testing.ranks import Outcome, RankError, errors, run_ranks, values
 from tests.comm.messages import Note
+from tests.harness.ranks import Outcome, RankError, errors, run_ranks, values
 
 
 def _wait_for(key: str) -> None:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from robust_dcp.comm import Channel
 from robust_dcp.errors import ExchangeError, RobustCheckpointError
-from robust_dcp.testing.ranks import run_ranks, values
 from tests.comm.messages import Note
+from tests.harness.ranks import run_ranks, values
 
 
 def at_once(functions: list[Callable[[], Any]]) -> list[Any]:

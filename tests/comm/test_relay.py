@@ -16,7 +16,7 @@ from robust_dcp.comm import Bucket, Channel, GroupMover, Relay
 from robust_dcp.comm.relay import HostMover
 from robust_dcp.errors import ExchangeError, ExchangeTimeout
 from robust_dcp.storage.records.checksum import crc32
-from robust_dcp.testing.ranks import errors, run_ranks, values
+from tests.harness.ranks import errors, run_ranks, values
 
 BUCKETS = (
     Bucket(0, (0, 1, 2, 3), 1000),

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.bench_exchanges import Group, measure, n_sockets
 from robust_dcp.comm import Channel, Offer
-from robust_dcp.testing.ranks import run_ranks, values
 from tests.comm.messages import Note
+from tests.harness.ranks import run_ranks, values
 
 
 def all_verbs(channel: Channel) -> tuple[Any, ...]:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from robust_dcp.comm import Channel
 from robust_dcp.errors import ExchangeError
-from robust_dcp.testing.ranks import RankError, errors, run_ranks, values
 from tests.comm.messages import Note
+from tests.harness.ranks import RankError, errors, run_ranks, values
 
 
 def _free_port() -> str:

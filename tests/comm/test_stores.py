@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import robust_dcp
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 
 
 class OfPython(dist.Store):

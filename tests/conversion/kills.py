@@ -24,7 +24,7 @@ import robust_dcp
 from robust_dcp.conversion import workplace
 from robust_dcp.conversion.convert import convert
 from robust_dcp.storage.pieces import PieceReader, batches_of
-from robust_dcp.testing.file_calls import FileCalls
+from tests.harness.file_calls import FileCalls
 
 STATE = {"a": torch.arange(100.0), "b": torch.ones(7, 5), "c": torch.zeros(3, dtype=torch.int64)}
 

@@ -14,7 +14,7 @@ from robust_dcp.conversion.convert import convert
 from robust_dcp.conversion.rules import Rules
 from robust_dcp.conversion.torch_file import TorchFile
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
-from robust_dcp.testing.fingerprints import differences
+from tests.harness.fingerprints import differences
 
 
 def state() -> dict[str, Any]:

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from sybil import Example
 from sybil.evaluators.python import PythonEvaluator
 
-from robust_dcp.testing import run_ranks, values
 from tests.docs.pages import PAGES, blocks_of
 from tests.docs.reader import names_at_hand
+from tests.harness.ranks import run_ranks, values
 
 N_RANKS = 2
 

@@ -18,7 +18,6 @@ from robust_dcp.drain.plan import CopyPlan
 from robust_dcp.storage.files.disk import OpenFile, storage_error
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.layouts.footer import TAIL_NBYTES
-from robust_dcp.testing.ranks import run_ranks
 from tests.drain.checkpoints import (
     IMPATIENT,
     ONE_THREAD,
@@ -28,6 +27,7 @@ from tests.drain.checkpoints import (
     save_ours,
     state_dict,
 )
+from tests.harness.ranks import run_ranks
 
 
 def test_a_full_disk_ends_the_copy_at_once_and_leaves_room_to_go_on(tmp_path: Path) -> None:

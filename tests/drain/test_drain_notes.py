@@ -25,8 +25,8 @@ from robust_dcp.drain.record import (
 )
 from robust_dcp.storage.files.disk import OpenFile, storage_error
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.testing.ranks import run_ranks, values
 from tests.drain.checkpoints import loaded, save_ours, state_dict
+from tests.harness.ranks import run_ranks, values
 
 
 def save_id_of(path: Path) -> str:

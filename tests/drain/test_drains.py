@@ -29,9 +29,9 @@ from robust_dcp.drain.record import (
 from robust_dcp.storage.files.being_loaded import needed_for_a_load, not_being_loaded
 from robust_dcp.storage.files.disk import OpenFile
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.testing.nodes import can_become_node
-from robust_dcp.testing.ranks import errors, run_ranks, values
 from tests.api import on_nodes
+from tests.harness.nodes import can_become_node
+from tests.harness.ranks import errors, run_ranks, values
 
 StateDict = dict[str, Any]
 

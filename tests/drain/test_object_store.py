@@ -18,7 +18,7 @@ import robust_dcp
 from robust_dcp import CopyOptions, RobustReader, RobustWriter, StorageError, copy_checkpoint
 from robust_dcp.report_page import read_reports
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 from torture.object_store import BUCKET, Fault, FaultyProxy, faulty_proxy, options_for, s3_server
 
 StateDict = dict[str, Any]

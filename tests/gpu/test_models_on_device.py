@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import robust_dcp
-from robust_dcp.testing.ranks import run_ranks, values
 from tests.gpu.device import DEVICE
+from tests.harness.ranks import run_ranks, values
 
 pytestmark = pytest.mark.gpu
 

@@ -23,7 +23,9 @@ from robust_dcp.storage.committing.directory_lock import DirectoryLock
 from robust_dcp.storage.files.disk import OpenFile, storage_error
 from robust_dcp.storage.files.paths import INDEX_NAME, JOURNAL_PREFIX, LOCK_NAME, REMOVING_PREFIX
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.testing import data_files, kill_in, run_ranks
+from tests.harness.damage import data_files
+from tests.harness.faults import kill_in
+from tests.harness.ranks import run_ranks
 
 
 def state(step: int) -> dict[str, Any]:

@@ -24,7 +24,9 @@ from robust_dcp.storage.files.being_loaded import needed_for_a_load
 from robust_dcp.storage.files.paths import LOCK_NAME
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.files.what_is_there import TRACKER_NAME
-from robust_dcp.testing import cut_short, data_files, errors, fail_in, run_ranks, values
+from tests.harness.damage import cut_short, data_files
+from tests.harness.faults import fail_in
+from tests.harness.ranks import errors, run_ranks, values
 
 
 def state(step: int) -> dict[str, Any]:
@@ -292,7 +294,7 @@ def test_what_a_removal_has_left_that_was_cut_off_is_removed_later(tmp_path: Pat
 
 
 def save_and_be_killed(root: str) -> None:
-    from robust_dcp.testing import kill_in
+    from tests.harness.faults import kill_in
 
     with kill_in("commit", rank=0):
         CheckpointManager(root).save(5, state(5))

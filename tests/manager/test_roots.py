@@ -19,8 +19,8 @@ from robust_dcp.contents.read import read_contents
 from robust_dcp.drain.record import DrainRecord, write_drain_record
 from robust_dcp.storage.files.paths import REMOVING_PREFIX
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.testing import data_files
 from tests.cli.commands import Shell
+from tests.harness.damage import data_files
 
 
 def state(step: int) -> dict[str, Any]:

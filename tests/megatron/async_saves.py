@@ -15,7 +15,7 @@ from megatron.core import dist_checkpointing
 
 from robust_dcp.megatron import writing
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.testing.disks import GatedDisk
+from tests.harness.disks import GatedDisk
 from tests.megatron.torch_dist import chosen, cut, queue_option, replicated_object, save
 from tests.megatron.training_job import children
 

@@ -22,7 +22,7 @@ from benchmarks.collectives import counted_collectives
 from demo import megatron_cpu
 from demo.megatron_model import Layout, Trainer
 from demo.megatron_truth import compare, gather_truth
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 from tests.megatron.stock import stock_strategy
 from tests.megatron.torch_dist import chosen, save
 

@@ -22,8 +22,8 @@ from robust_dcp.background.save_queue import SaveFuture
 from robust_dcp.megatron import RobustSaveStrategy
 from robust_dcp.megatron.async_requests import AsyncSaveCaller, BackgroundSave
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.testing.disks import FullDisk, GatedDisk
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.disks import FullDisk, GatedDisk
+from tests.harness.ranks import run_ranks, values
 from tests.megatron.async_saves import expected, loaded, save_beside_training, state, written_on
 from tests.megatron.stock import stock_strategy
 from tests.megatron.torch_dist import Scenarios, chosen, failures_of, made, queue_option, save

@@ -17,8 +17,8 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from demo import megatron_cpu
-from robust_dcp.testing.ranks import run_ranks, values
 from tests.frameworks.jobs import is_ours
+from tests.harness.ranks import run_ranks, values
 from tests.megatron import ms_swift
 from tests.megatron.stock import stock_strategy
 from tests.megatron.whole_training import WholeTraining

@@ -16,8 +16,8 @@ pytest.importorskip("megatron.core")
 
 from demo import megatron_cpu
 from robust_dcp.megatron.formats import dcp_patches
-from robust_dcp.testing.disks import GatedDisk
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.disks import GatedDisk
+from tests.harness.ranks import run_ranks, values
 from tests.megatron.async_saves import expected, save_beside_training, written_on
 from tests.megatron.torch_dist import chosen
 from tests.megatron.training_checkpointing import named

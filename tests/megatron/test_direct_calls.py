@@ -27,8 +27,8 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from demo import megatron_cpu
 from robust_dcp.megatron.saving import async_patches
 from robust_dcp.storage.files.paths import INDEX_NAME
-from robust_dcp.testing.disks import FullDisk
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.disks import FullDisk
+from tests.harness.ranks import run_ranks, values
 from tests.megatron.async_saves import loaded, state, written_on
 from tests.megatron.stock import stock_strategy
 from tests.megatron.torch_dist import Scenarios, chosen, cut, failures_of, made, queue_option, save, warnings_of

@@ -20,7 +20,7 @@ from robust_dcp.megatron.formats import dcp_patches
 from robust_dcp.megatron.hooks.options import choose_planner
 from robust_dcp.megatron.uneven import uneven_dtensor_patches
 from robust_dcp.switch.patching import Patches
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 from tests.megatron import fsdp_model
 from tests.megatron.training_checkpointing import megatron_lm
 

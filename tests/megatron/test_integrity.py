@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from robust_dcp.comm import Channel
 from robust_dcp.megatron.checks.integrity import MANIFEST_FILE, hashes_of, save_manifest, verify_files
-from robust_dcp.testing.ranks import Outcome, errors, run_ranks, values
+from tests.harness.ranks import Outcome, errors, run_ranks, values
 
 NOBODYS = "common.pt"
 """The file that no rank has written in this save."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 from robust_dcp.megatron import RobustSaveStrategy
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 from tests.megatron.torch_dist import Scenarios, chosen, cut, per_rank_object, replicated, save, warnings_of
 
 scenarios = Scenarios()

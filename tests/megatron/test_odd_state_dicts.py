@@ -24,7 +24,7 @@ from robust_dcp.errors import ExchangeError, RankFailure, RobustCheckpointError
 from robust_dcp.megatron.failures import failure_sent_to_all
 from robust_dcp.megatron.loading.load_strategy import RobustLoadStrategy
 from robust_dcp.storage import RobustReader
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 from tests.megatron.stock import stock_strategy
 from tests.megatron.torch_dist import (
     Scenarios,

@@ -19,7 +19,7 @@ from benchmarks.collectives import counted_collectives
 from demo import megatron_cpu
 from robust_dcp.errors import RobustCheckpointError
 from robust_dcp.megatron.loading.load_strategy import RobustLoadStrategy
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 from tests.megatron.stock import stock_strategy
 from tests.megatron.torch_dist import chosen, made
 

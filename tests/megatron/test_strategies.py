@@ -21,7 +21,7 @@ from demo import megatron_cpu
 from robust_dcp import RobustCheckpointError
 from robust_dcp.megatron import RobustSaveStrategy
 from robust_dcp.megatron.translation import translates_flattened_ranges
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 from tests.megatron.stock import stock_strategy
 from tests.megatron.torch_dist import queue_option
 

@@ -21,8 +21,8 @@ from robust_dcp import RobustCheckpointError
 from robust_dcp.megatron.formats import dcp_patches
 from robust_dcp.megatron.hooks.options import choose_planner
 from robust_dcp.switch.patching import Patches
-from robust_dcp.testing.disks import GatedDisk
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.disks import GatedDisk
+from tests.harness.ranks import run_ranks, values
 from tests.megatron.async_saves import written_on
 from tests.megatron.training_checkpointing import megatron_lm
 

@@ -32,7 +32,7 @@ from robust_dcp.megatron import versions
 from robust_dcp.megatron.checks import common_state
 from robust_dcp.megatron.loading.load_strategy import RobustLoadStrategy
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 from tests.megatron.stock import stock_strategy
 from tests.megatron.torch_dist import (
     Scenarios,

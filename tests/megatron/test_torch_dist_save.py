@@ -27,7 +27,7 @@ from benchmarks.collectives import counted_collectives
 from demo import megatron_cpu
 from robust_dcp import PlanConflict
 from robust_dcp.errors import StorageError
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 from tests.megatron.torch_dist import (
     Scenarios,
     chosen,

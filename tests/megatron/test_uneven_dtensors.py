@@ -30,7 +30,7 @@ from robust_dcp.megatron.uneven.uneven_dtensors import (
     spans_the_world,
 )
 from robust_dcp.switch.patching import Patches
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 from tests.megatron.uneven_cases import Meshes, cut, held_by_rank_0, state_dicts, uneven
 
 

@@ -17,8 +17,8 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from demo import megatron_cpu
-from robust_dcp.testing.ranks import run_ranks, values
 from tests.api.verdicts import Verdict, verdict_of
+from tests.harness.ranks import run_ranks, values
 from tests.megatron.torch_dist import chosen, replicated, save
 
 

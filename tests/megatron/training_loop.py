@@ -17,7 +17,7 @@ import torch
 
 from robust_dcp.megatron import writing
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.testing.disks import FullDisk, GatedDisk
+from tests.harness.disks import FullDisk, GatedDisk
 
 __all__ = ["TrainingLoop"]
 

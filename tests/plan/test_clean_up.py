@@ -13,8 +13,8 @@ import torch.distributed as dist
 import robust_dcp
 from robust_dcp.plan import session
 from robust_dcp.storage.committing.save_directory import SaveDirectory
-from robust_dcp.testing import fail_in
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.faults import fail_in
+from tests.harness.ranks import run_ranks, values
 
 
 def state(step: float) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from robust_dcp import PlanConflict, RobustCheckpointError
 from robust_dcp.plan.state_dict.describe import DescribedItems, describe_items
 from robust_dcp.plan.structure import Form, ItemStructure
 from robust_dcp.structure_cache import CACHE
-from robust_dcp.testing.ranks import run_ranks, values
-from robust_dcp.testing.state_dicts import DTYPES, KINDS
+from tests.harness.ranks import run_ranks, values
+from tests.harness.state_dicts import DTYPES, KINDS
 from tests.plan.planner_reference import stock_planner, stock_structures
 
 Described = list[tuple[str, ItemStructure]]

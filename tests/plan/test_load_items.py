@@ -19,8 +19,8 @@ import robust_dcp
 from robust_dcp.plan.loading.load_items import plan_reads
 from robust_dcp.storage.index import stored_items_of
 from robust_dcp.storage.reader import RobustReader
-from robust_dcp.testing.ranks import run_ranks, values
-from robust_dcp.testing.state_dicts import KINDS
+from tests.harness.ranks import run_ranks, values
+from tests.harness.state_dicts import KINDS
 from tests.plan.planner_reference import stock_planner
 
 

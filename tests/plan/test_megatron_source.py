@@ -21,7 +21,7 @@ from robust_dcp.megatron.saving.planner import MegatronPlanner
 from robust_dcp.plan.share import Share
 from robust_dcp.plan.state_dict.sources import StateDictSource
 from robust_dcp.plan.structure import Replica
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 from tests.plan.planner_reference import stock_items, stock_planner, stock_structures
 
 

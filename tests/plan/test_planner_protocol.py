@@ -17,7 +17,7 @@ from robust_dcp import PlanConflict, RobustLoadPlanner, RobustPlanner, RobustRea
 from robust_dcp.plan.committed_metadata import CommittedMetadata
 from robust_dcp.storage.files.paths import INDEX_NAME
 from robust_dcp.storage.index.build import MAX_NAME_NBYTES
-from robust_dcp.testing.ranks import errors, run_ranks, values
+from tests.harness.ranks import errors, run_ranks, values
 from tests.support.torch_versions import needs_use_collectives
 
 

@@ -22,8 +22,8 @@ from robust_dcp.plan.state_dict.sources import StateDictSource
 from robust_dcp.storage.records.torch_zip import is_fixed_size
 from robust_dcp.storage.writing.append import saved_by_torch
 from robust_dcp.storage.writing.item_source import WriteItemSource
-from robust_dcp.testing.ranks import run_ranks, values
-from robust_dcp.testing.state_dicts import KINDS
+from tests.harness.ranks import run_ranks, values
+from tests.harness.state_dicts import KINDS
 from tests.plan.planner_reference import stock_items, stock_planner
 
 StateDict = dict[str, Any]

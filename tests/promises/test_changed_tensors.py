@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 import robust_dcp
 from robust_dcp import PlanConflict, RobustPlanner, RobustWriter
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 
 NUMEL = 2 << 20  # 8 MiB
 

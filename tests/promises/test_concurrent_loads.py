@@ -11,7 +11,7 @@ import torch
 
 import robust_dcp
 from robust_dcp import ReadOptions, RobustReader
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 
 _N_TENSORS = 6
 

@@ -15,7 +15,7 @@ import pytest
 
 import robust_dcp
 from robust_dcp import CorruptCheckpoint, UnsafeCheckpoint
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 
 MIB = 1 << 20
 CPU_SECONDS = 20

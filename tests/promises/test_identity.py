@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import robust_dcp
 from robust_dcp import CorruptCheckpoint, ReadOptions, RobustReader, RobustWriter
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 
 Layout = Literal["torch", "safetensors"]
 

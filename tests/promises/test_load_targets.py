@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import robust_dcp
 from robust_dcp import PlanConflict, RobustLoadPlanner, RobustReader
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 
 
 def load_by_stock(state: dict[Any, Any], path: Path | str) -> None:

@@ -22,10 +22,12 @@ import robust_dcp
 from robust_dcp import CheckpointManager, CorruptCheckpoint, StorageError
 from robust_dcp.storage.files.disk import OpenFile, storage_error
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.testing import FileCalls, data_files, run_ranks
 from tests.cli.commands import Shell
 from tests.cli.conftest import shell
 from tests.drain.checkpoints import IMPATIENT
+from tests.harness.damage import data_files
+from tests.harness.file_calls import FileCalls
+from tests.harness.ranks import run_ranks
 
 __all__ = ["shell"]
 

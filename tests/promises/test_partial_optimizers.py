@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import robust_dcp
 from robust_dcp import RobustLoadPlanner
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 
 
 class Experts(nn.Module):

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 
 _N_TENSORS = 40
 

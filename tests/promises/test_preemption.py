@@ -19,7 +19,8 @@ import robust_dcp
 from robust_dcp import CheckpointManager, RobustWriter
 from robust_dcp.manager.preemption import _signals
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.testing import errors, fail_in, run_ranks, values
+from tests.harness.faults import fail_in
+from tests.harness.ranks import errors, run_ranks, values
 
 LAST_STEP = 10_000
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import robust_dcp
 from robust_dcp import PlanConflict, RobustPlanner
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 
 _SMALL = 64 << 10
 

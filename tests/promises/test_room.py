@@ -17,8 +17,8 @@ import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter, StorageError
 from robust_dcp.storage.files.disk import OpenFile
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.testing.nodes import become_node, can_become_node
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.nodes import become_node, can_become_node
+from tests.harness.ranks import run_ranks, values
 
 MIB = 1 << 20
 

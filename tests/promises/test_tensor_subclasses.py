@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter, UnsafeCheckpoint
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 
 BLOCK = 4
 

@@ -24,8 +24,8 @@ from robust_dcp.storage.files.disk import OpenFile
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.layouts import LAYOUTS
 from robust_dcp.storage.pieces import boxes_of
-from robust_dcp.testing.fingerprints import differences
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.fingerprints import differences
+from tests.harness.ranks import run_ranks, values
 from tests.storage.test_safetensors_judges import blank, floating, sharded, tensors
 from tests.support.simulated_disk import WatchedDisk, runs_with_each_call_failing
 from tests.support.torch_versions import needs_consolidation

@@ -21,7 +21,7 @@ from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.layouts import LAYOUTS, layout_named
 from robust_dcp.storage.metadata.metadata_file import referenced_files
 from robust_dcp.storage.records.block_sums import SUM_NBYTES
-from robust_dcp.testing.fingerprints import differences
+from tests.harness.fingerprints import differences
 from tests.storage.checkpoints import load, read_box
 from tests.storage.test_torch_zip import DTYPES, tensor_of
 

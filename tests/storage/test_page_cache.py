@@ -15,7 +15,7 @@ from robust_dcp.storage.files import page_cache
 from robust_dcp.storage.files.page_cache import cached_nbytes
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.reading.data_file import DataFile
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 from tests.storage.test_data_file import blocks, forget
 from tests.support.simulated_disk import WatchedDisk
 

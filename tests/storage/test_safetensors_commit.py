@@ -17,7 +17,7 @@ import robust_dcp
 from robust_dcp import CorruptCheckpoint, RobustCheckpointError, RobustReader, RobustWriter, StorageError
 from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.testing.fingerprints import differences
+from tests.harness.fingerprints import differences
 from tests.storage.sources import DIRECTORY, content_of
 from tests.support.simulated_disk import SimulatedDisk, WatchedDisk, runs_with_each_call_failing
 from tests.support.torch_versions import needs_safetensors

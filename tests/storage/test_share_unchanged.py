@@ -23,7 +23,8 @@ from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.layouts.footer import FileSums
 from robust_dcp.storage.records.block_sums import SUM_NBYTES, sums_of
 from robust_dcp.storage.writing.earlier_file import EarlierFile
-from robust_dcp.testing import data_files, run_ranks
+from tests.harness.damage import data_files
+from tests.harness.ranks import run_ranks
 from tests.support.sharing_disks import MAKE, CopyingDisk, mounted, shared_nbytes, why_not_mounted
 from tests.support.simulated_disk import WatchedDisk, runs_with_each_call_failing
 

@@ -1,1 +1,1 @@
-"""What the tests share: real ranks (:mod:`robust_dcp.testing.ranks`). Nothing here is part of the package."""
+"""What the tests share: real ranks (:mod:`tests.harness.ranks`). Nothing here is part of the package."""

@@ -198,7 +198,7 @@ def test_programs_that_import_robust_dcp_first_are_switched_on_as_well(tmp_path:
 def test_an_async_save_that_failed_is_told_by_the_next_save_unless_somebody_asked(tmp_path: Path) -> None:
     script = """
         from robust_dcp import RobustWriter
-        from robust_dcp.testing.disks import FullDisk
+        from tests.harness.disks import FullDisk
 
         def fail(name):
             return async_save(state, storage_writer=RobustWriter(f"{path}/{name}", disk=FullDisk()))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import robust_dcp
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 from torture.async_kills import Trial, run_trial
 from torture.back_to_back import Counts, grown, run_way
 from torture.back_to_back import Way as WayOfSaving

@@ -14,7 +14,7 @@ from robust_dcp.events import Event, EventName, is_heard, tell
 __all__ = ["AT_PHASE", "PhaseClock", "PhaseRecord"]
 
 AT_PHASE: list[Callable[[Channel, str], None]] = []
-"""Functions to call when a rank begins a phase, with its name. ``robust_dcp.testing`` injects faults here."""
+"""Functions to call when a rank begins a phase, with its name. Tests inject faults here."""
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from megatron.core.dist_checkpointing.validation import determine_global_metadat
 from demo import megatron_cpu
 from robust_dcp.comm import Channel
 from robust_dcp.errors import ExchangeError
-from robust_dcp.testing.ranks import run_ranks, values
 from tests.comm.faults import Damage, inject, one_bit_flipped, second_half_missing, zeros
+from tests.harness.ranks import run_ranks, values
 from tests.megatron.torch_dist import chosen, cut, failures_of, save
 
 _DAMAGES = (zeros, one_bit_flipped, second_half_missing)

@@ -23,7 +23,7 @@ from robust_dcp import PlanConflict
 from robust_dcp.comm import Channel
 from robust_dcp.megatron.uneven.uneven_dtensor_patches import PATCHES
 from robust_dcp.switch.patching import Patches
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 from tests.megatron.uneven_cases import uneven
 
 _STOCK_WAITS_SECONDS = 3.0

@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 
 from demo import megatron_cpu
 from robust_dcp import PlanConflict
-from robust_dcp.testing.ranks import run_ranks, values
+from tests.harness.ranks import run_ranks, values
 from tests.megatron.torch_dist import chosen, failures_of, save
 
 

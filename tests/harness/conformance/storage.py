@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from robust_dcp.testing.conformance.round_trips import Plugins, load, rows, save, save_and_load_kind, save_and_load_step
-from robust_dcp.testing.ranks import errors, run_ranks, values
-from robust_dcp.testing.state_dicts import KINDS
+from tests.harness.conformance.round_trips import Plugins, load, rows, save, save_and_load_kind, save_and_load_step
+from tests.harness.ranks import errors, run_ranks, values
+from tests.harness.state_dicts import KINDS
 
 __all__ = ["StorageConformance"]
 

@@ -1,5 +1,7 @@
 """Imports modules once in the forkserver, so that a rank starts in milliseconds.
 
+Whether something imports Megatron-Core that should not is tested in fresh interpreters, not in ranks.
+
 It never starts a thread or touches a device, because then the process could not be forked. Only the forkserver imports
 this module.
 """
@@ -9,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import os
 import warnings
 from collections.abc import Iterable
 
-__all__ = ["load_for_ranks"]
+import torch
 
 _OFTEN_NEEDED = (
     "torch",
@@ -33,11 +36,20 @@ _OFTEN_NEEDED = (
     "robust_dcp.api",
     "robust_dcp.asynchronous",
     "robust_dcp.manager",
-    "robust_dcp.testing.state_dicts",
+    "tests.harness.state_dicts",
+    "hypothesis",
+)
+_MEGATRON = (
+    "megatron.core",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel",
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard",
+    "megatron.core.transformer.fsdp_dtensor_checkpoint",
+    "demo.megatron_model",
 )
 
 
-def load_for_ranks(names: Iterable[str]) -> None:
+def _load(names: Iterable[str]) -> None:
     """Import modules in the forkserver.
 
     If a module cannot be imported, the rank that needs it fails with a traceback. An exception here would end the
@@ -52,4 +64,7 @@ def load_for_ranks(names: Iterable[str]) -> None:
     gc.freeze()
 
 
-load_for_ranks(_OFTEN_NEEDED)
+_load(_OFTEN_NEEDED)
+# Megatron asks for CUDA devices while it is imported. CUDA cannot be used by a process that was forked after that.
+if not torch.backends.cuda.is_built() or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+    _load(_MEGATRON)

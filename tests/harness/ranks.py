@@ -1,6 +1,6 @@
 """Real ranks for tests. :func:`run_ranks` starts processes, makes each a rank on gloo, and collects their outcomes.
 
-This module starts, watches and ends the processes. :mod:`robust_dcp.testing.rank_process` runs inside each of them. No
+This module starts, watches and ends the processes. :mod:`tests.harness.rank_process` runs inside each of them. No
 process is left behind, and nobody waits longer than the timeout. If the timeout passes, the test fails with the stacks
 of all ranks.
 
@@ -34,12 +34,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from robust_dcp.testing.rank_process import ALL_STACKS_SIGNAL, STACK_SIGNAL, RankError, RankTask, run_rank
+from tests.harness.rank_process import ALL_STACKS_SIGNAL, STACK_SIGNAL, RankError, RankTask, run_rank
 
-__all__ = ["Outcome", "RankError", "RanksOverran", "errors", "preload", "run_ranks", "values"]
+__all__ = ["Outcome", "RankError", "RanksOverran", "errors", "run_ranks", "values"]
 
 _STACKS_WITHIN_SECONDS = 2.0
-_preloaded: list[str] = []
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -130,15 +129,6 @@ def run_ranks(
         finally:
             for process in ranks:
                 process.end()
-
-
-def preload(*modules: str) -> None:
-    """Import modules once for all ranks, instead of in each rank. Call it before the first :func:`run_ranks`.
-
-    Args:
-        modules: names of modules. Their imports must not start threads or touch a device.
-    """
-    _preloaded.extend(name for name in modules if name not in _preloaded)
 
 
 def values(outcomes: Sequence[Outcome]) -> list[Any]:
@@ -315,7 +305,7 @@ def _store(timeout_seconds: float) -> Iterator[int]:
 def _context() -> Any:
     """The forkserver context. The first call starts the server, with torch loaded and no thread running."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["robust_dcp.testing.preload", *_preloaded])
+    context.set_forkserver_preload(["tests.harness.preload"])
     # The server takes its search path from the environment only, and thread pools that NumPy and torch start when
     # they are imported would not survive a fork.
     with _environment({**_ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from robust_dcp.testing.conformance.round_trips import Plugins, load, rows, save
-from robust_dcp.testing.damage import data_files, flip_bit
-from robust_dcp.testing.file_calls import FileCalls
-from robust_dcp.testing.fingerprints import differences
-from robust_dcp.testing.ranks import errors, run_ranks, values
+from tests.harness.conformance.round_trips import Plugins, load, rows, save
+from tests.harness.damage import data_files, flip_bit
+from tests.harness.file_calls import FileCalls
+from tests.harness.fingerprints import differences
+from tests.harness.ranks import errors, run_ranks, values
 
 __all__ = ["DurabilityConformance"]
 

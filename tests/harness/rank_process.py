@@ -1,6 +1,6 @@
 """The life of one rank: environment, process group, the test's function, its outcome, the exit.
 
-Only :mod:`robust_dcp.testing.ranks` starts it. That module also decides how long to wait and which rank to kill.
+Only :mod:`tests.harness.ranks` starts it. That module also decides how long to wait and which rank to kill.
 """
 
 from __future__ import annotations

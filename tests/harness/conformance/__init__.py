@@ -2,7 +2,7 @@
 
 .. code-block:: python
 
-    from robust_dcp.testing.conformance import StorageConformance
+    from tests.harness.conformance import StorageConformance
 
     class TestMyStorage(StorageConformance):
         def writer(self, path):
@@ -17,8 +17,8 @@ import pytest
 # This comes before the suites are imported, so that a failed assert shows what it compared.
 pytest.register_assert_rewrite(*(f"{__name__}.{suite}" for suite in ("durability", "planning", "storage")))
 
-from robust_dcp.testing.conformance.durability import DurabilityConformance  # noqa: E402
-from robust_dcp.testing.conformance.planning import PlannerConformance  # noqa: E402
-from robust_dcp.testing.conformance.storage import StorageConformance  # noqa: E402
+from tests.harness.conformance.durability import DurabilityConformance  # noqa: E402
+from tests.harness.conformance.planning import PlannerConformance  # noqa: E402
+from tests.harness.conformance.storage import StorageConformance  # noqa: E402
 
 __all__ = ["DurabilityConformance", "PlannerConformance", "StorageConformance"]

@@ -21,6 +21,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 __all__ = ["become_node", "can_become_node"]
 
@@ -30,6 +31,7 @@ _CLONE_NEWUSER = 0x10000000
 _MS_BIND = 0x1000
 _MS_REC = 0x4000
 _MS_PRIVATE = 1 << 18
+_REPOSITORY = Path(__file__).parents[2]
 
 
 def become_node(host: str, path: str | os.PathLike[str], own: str | os.PathLike[str]) -> None:
@@ -62,10 +64,12 @@ def can_become_node() -> bool:
     if sys.platform != "linux":
         return False
     code = (
-        "import tempfile; from robust_dcp.testing.nodes import become_node; "
+        "import tempfile; from tests.harness.nodes import become_node; "
         "become_node('n', tempfile.mkdtemp(), tempfile.mkdtemp())"
     )
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+    return (
+        subprocess.run([sys.executable, "-c", code], cwd=_REPOSITORY, capture_output=True, check=False).returncode == 0
+    )
 
 
 def _check(result: int) -> None:

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from robust_dcp.testing.fingerprints import differences
-from robust_dcp.testing.state_dicts import KINDS, full_tensor
+from tests.harness.fingerprints import differences
+from tests.harness.state_dicts import KINDS, full_tensor
 
 __all__ = ["Plugins", "load", "rows", "save", "save_and_load_kind", "save_and_load_step"]
 

@@ -1,0 +1,1 @@
+"""What tests and torture share: real ranks, faults, disks, damage, pretended nodes, and state dicts of every kind."""
