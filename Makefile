@@ -194,7 +194,7 @@ gpu:
 gpu-wheels: $(INSTALLED)
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
 	  --python-version $(GPU_PYTHON_VERSION) --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 \
-	  --dest .gpu-wheels msgspec isal zstandard megatron-core==0.16.1
+	  --dest .gpu-wheels msgspec isal megatron-core==0.16.1
 
 clean:
 	rm -rf $(VENV) $(COMPAT) .gpu-wheels build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

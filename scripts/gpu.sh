@@ -10,9 +10,9 @@ packages=$PWD/build/gpu-packages
 mkdir -p "$out" "$packages"
 export PYTHONPATH="$PWD/src:$PWD:$packages"
 
-if ! "$python" -c "import msgspec, isal, zstandard, megatron.core" 2>/dev/null; then
+if ! "$python" -c "import msgspec, isal, megatron.core" 2>/dev/null; then
   # This installs one by one. It goes on if the machine has a package already, or if no wheel fits.
-  for name in msgspec isal zstandard megatron-core hypothesis pytest pytest-timeout safetensors; do
+  for name in msgspec isal megatron-core hypothesis pytest pytest-timeout safetensors; do
     "$python" -c "import importlib.metadata as m; m.version('$name')" 2>/dev/null && continue
     "$python" -m pip install --quiet --disable-pip-version-check --no-index --find-links .gpu-wheels \
       --target "$packages" --no-deps "$name" || echo "no wheel of $name in .gpu-wheels fits"

@@ -12,7 +12,7 @@ import struct
 import zipfile
 import zlib
 
-import zstandard
+from isal import isal_zlib
 
 from robust_dcp.storage.files.paths import INDEX_NAME
 from robust_dcp.storage.index.form import Head, Section, encode_sections, head_nbytes
@@ -88,8 +88,8 @@ def metadata_with(value: bytes) -> bytes:
     return framed(named + attribute + value + b"ub")
 
 
-def _zstd_of_zeros(nbytes: int) -> bytes:
-    return struct.pack("<BQ", 2, nbytes) + zstandard.ZstdCompressor(level=3).compress(bytes(nbytes))
+def _deflated_zeros(nbytes: int) -> bytes:
+    return struct.pack("<BQ", 3, nbytes) + bytes(isal_zlib.compress(bytes(nbytes), 3))
 
 
 def put_index_bomb(directory: str, *names: str) -> str:
@@ -98,7 +98,7 @@ def put_index_bomb(directory: str, *names: str) -> str:
     with open(path, "rb") as file:
         data = file.read()
     head = Head.decode(data[: head_nbytes()], len(data), path)
-    bomb = _zstd_of_zeros(1 << 30)
+    bomb = _deflated_zeros(1 << 30)
     sections = {
         name: Section.of(name, bomb if name in names else data[start : start + nbytes])
         for name, (start, nbytes) in head.places.items()

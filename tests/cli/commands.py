@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -14,7 +17,7 @@ import pytest
 
 from robust_dcp.cli.app import main
 
-__all__ = ["Ended", "Shell", "in_a_process"]
+__all__ = ["Ended", "Shell", "in_a_process", "shell"]
 
 
 class Ended(NamedTuple):
@@ -34,20 +37,18 @@ class Ended(NamedTuple):
         return json.loads(self.out)
 
 
-class Shell:
-    """Runs commands in this process, where torch is imported already."""
+def shell(*words: object) -> Ended:
+    """Run a command in this process, where torch is imported already."""
+    out, err = io.StringIO(), io.StringIO()
+    argv = mock.patch.object(sys, "argv", ["robust-dcp", *map(str, words)])
+    with argv, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
+        main()
+    code = ended.value.code
+    assert isinstance(code, int)
+    return Ended(code, out.getvalue(), err.getvalue())
 
-    def __init__(self, captured: pytest.CaptureFixture[str]) -> None:
-        self._captured = captured
 
-    def __call__(self, *words: object) -> Ended:
-        self._captured.readouterr()
-        with mock.patch.object(sys, "argv", ["robust-dcp", *map(str, words)]), pytest.raises(SystemExit) as ended:
-            main()
-        found = self._captured.readouterr()
-        code = ended.value.code
-        assert isinstance(code, int)
-        return Ended(code, found.out, found.err)
+Shell = Callable[..., Ended]
 
 
 def in_a_process(*words: object, **environment: str) -> Ended:

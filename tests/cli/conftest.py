@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.checkpoints import make_all
-from tests.cli.commands import Shell
+from tests.cli.commands import Shell, shell
 from tests.harness.ranks import run_ranks, values
 
 
@@ -30,6 +30,6 @@ def copy_of(originals: Path, tmp_path: Path) -> Callable[[str], Path]:
     return copied
 
 
-@pytest.fixture
-def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
-    return Shell(capsys)
+@pytest.fixture(name="shell")
+def _shell() -> Shell:
+    return shell

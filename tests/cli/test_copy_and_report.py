@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import robust_dcp
-from robust_dcp.cli.copy import nbytes_in
 from robust_dcp.cli.output import CommandFailed
+from robust_dcp.cli.parser import nbytes_in
 from tests.cli.checkpoints import KINDS
 from tests.cli.commands import Shell
 

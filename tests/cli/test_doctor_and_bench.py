@@ -111,4 +111,4 @@ def test_ctrl_c_while_torch_is_imported_ends_a_command_although_imports_catch_it
     path = os.pathsep.join([str(module.parents[1]), *filter(None, sys.path)])
     ended = in_a_process("bench", tmp_path, "--json", PYTHONPATH=path)
     assert (ended.code, ended.err.splitlines()[-1]) == (130, "robust-dcp: stopped")
-    assert ended.json == {"error": "stopped"}
+    assert ended.json == {"version": 1, "error": "stopped"}

@@ -92,13 +92,10 @@ def test_the_root_of_a_run_is_listed_and_pruned_without_them(originals: Path, tm
 
 def test_completion_imports_neither() -> None:
     ran = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "robust_dcp.cli"],
+        [sys.executable, "-X", "importtime", "-m", "robust_dcp.cli", "--show-completion"],
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "_ROBUST_DCP_COMPLETE": "complete_bash",
-            "COMP_WORDS": "robust-dcp convert --",
-            "COMP_CWORD": "2",
             "ROBUST_DCP": "0",
         },
         capture_output=True,
@@ -106,7 +103,7 @@ def test_completion_imports_neither() -> None:
         timeout=60,
     )
     imported = {line.rpartition("|")[2].strip() for line in ran.stderr.splitlines()}
-    assert "--to" in ran.stdout.split() and "typer" in imported
+    assert "--to" in ran.stdout.split() and "argparse" in imported
     assert not imported & {"torch", "numpy", "megatron", "rich"}
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from robust_dcp.cli.checkpoint import age
-from robust_dcp.cli.copy import _options
+from robust_dcp.cli.output import age
+from robust_dcp.cli.parser import store_option
 from tests.cli.commands import Shell
 
 
@@ -43,8 +43,8 @@ def test_bench_needs_a_directory_that_it_may_write_to(tmp_path: Path, denied: se
 
 
 def test_an_option_of_a_store_is_json_or_else_text() -> None:
-    found = _options(["anon=true", "retries=3", "key=abc", "url=http://host:1?a=b", 'config={"a": null}', "empty="])
-    assert found == {
+    words = ["anon=true", "retries=3", "key=abc", "url=http://host:1?a=b", 'config={"a": null}', "empty="]
+    assert dict(map(store_option, words)) == {
         "anon": True,
         "retries": 3,
         "key": "abc",

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-import zstandard
+from isal import isal_zlib
 
 from robust_dcp.comm import Channel, Offer, wire
 from robust_dcp.comm.beats import Beat
@@ -79,13 +79,13 @@ def test_a_message_that_no_receiver_accepts_is_an_error_where_it_is_made(monkeyp
 
 def test_compressed_data_that_is_damaged_inside_is_refused() -> None:
     body = msgspec.msgpack.encode(Note(1, secrets.token_bytes(3000) + bytes(3000)))
-    compressed = bytearray(zstandard.ZstdCompressor(write_checksum=True).compress(body))
+    compressed = bytearray(isal_zlib.compress(body, 1))
     for place in range(len(compressed) // 2, len(compressed), 97):
         damaged = bytearray(compressed)
         damaged[place] ^= 0x55
-        with pytest.raises(ExchangeError, match="zstandard"):
-            wire.decode(struct.pack("<BQ", 2, len(body)) + damaged, Note)
-    assert wire.decode(struct.pack("<BQ", 2, len(body)) + compressed, Note).rank == 1
+        with pytest.raises(ExchangeError, match="deflate"):
+            wire.decode(struct.pack("<BQ", 3, len(body)) + damaged, Note)
+    assert wire.decode(struct.pack("<BQ", 3, len(body)) + compressed, Note).rank == 1
 
 
 @pytest.mark.parametrize("field", ["signature", "plan_id"])

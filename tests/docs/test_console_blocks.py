@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 from sybil import Example
 from torch.distributed.run import get_args_parser
-from typer.main import get_command
 
-from robust_dcp.cli.app import app
+from robust_dcp.cli.parser import parse
 from robust_dcp.comm.nodes import RANKS_PER_NODE
 from robust_dcp.megatron.hooks.options import OPTIONS
 from tests.docs.pages import PAGES, ROOT, blocks_of
@@ -94,12 +93,8 @@ def about_python(words: list[str]) -> str | None:
 
 
 def about_robust_dcp(words: list[str]) -> str | None:
-    group: Any = get_command(app)
-    command = group.commands.get(words[0] if words else "")
-    if command is None:
-        return "--" if words and words[0].startswith("--") else "there is no such command"
     try:
-        command.make_context(words[0], words[1:])
+        parse(words)
     except Exception as error:
         return str(error)
     return None

@@ -1,94 +1,101 @@
-"""``robust-dcp``: its commands, and what all of them do with errors.
+"""``robust-dcp``: runs one command, and says what all commands do with errors and Ctrl-C.
 
 Exit codes: 0, all is well; 1, the command did its work and found a problem, such as a damaged file or a difference; 2,
 it could not do its work; 130, it was stopped by Ctrl-C.
+
+Ctrl-C ends the process at once, wherever it is: in an import of torch, which cannot be broken off in an orderly way, or
+while threads read. Only commands that have something to clean up get ``KeyboardInterrupt``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
+import signal
 import sys
-from typing import Annotated, Any, Final, NoReturn
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, Final, NoReturn
 
-import typer
-
-from robust_dcp.cli import bench, convert, copy, diff, doctor, inspect, ls, prune, report, verify
-from robust_dcp.cli.interrupt import stopped_at_once_in_imports
 from robust_dcp.cli.output import CommandFailed, Output, safe_text
-from robust_dcp.version import __version__
+from robust_dcp.cli.parser import WrongWords, parse
 
-__all__ = ["CANNOT", "app", "main"]
+__all__ = ["CANNOT", "main"]
 
 CANNOT: Final = 2
 """The exit code of a command that could not do its work."""
 
 _STOPPED: Final = 130  # what shells report of a program that SIGINT has ended
-_STOPPED_MESSAGE: Final = "stopped"
-
-app = typer.Typer(
-    name="robust-dcp",
-    help="Look at, check, compare, convert and move PyTorch distributed checkpoints: those of robust_dcp, of stock "
-    "torch.distributed.checkpoint and of Megatron-Core. Nothing in a checkpoint is executed.",
-    epilog="Exit codes: 0 all is well, 1 a problem was found, 2 the command could not do its work.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-)
-for _command in (inspect, verify, diff, convert, copy, report, ls, prune, bench, doctor):
-    _name = _command.__name__.rpartition(".")[2]
-    app.command(_name, epilog="\b\nExamples:\n" + "\n".join(f"  {each}" for each in _command.EXAMPLES))(_command.run)
-
-
-def _show_version(asked: bool) -> None:
-    if asked:
-        typer.echo(f"robust-dcp {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    pass
+_CLEANS_UP: Final = ("convert", "copy", "doctor", "prune")
+_HEAVY: Final = ("numpy", "robust_dcp", "torch")
 
 
 def main() -> NoReturn:
     """Run the command that the process was given, and exit."""
-    code = 0
-    Output.as_json = "--json" in sys.argv  # also for errors in other words, which come before the option is looked at
+    words = sys.argv[1:]
+    Output.as_json = "--json" in words  # also for errors in other words, which come before the option is looked at
     try:
-        with stopped_at_once_in_imports(_stop_at_once):
-            code = app(prog_name="robust-dcp", standalone_mode=False) or 0
+        name, options = parse(words)
+        Output.as_json = options.pop("json")
+        run = importlib.import_module(f"robust_dcp.cli.{name}").run
+        with _stopped_at_once(cleans_up=name in _CLEANS_UP):
+            code = run(**options) or 0
         sys.stdout.flush()
-    except (KeyboardInterrupt, typer.Abort):  # the latter at a question
-        code = _STOPPED
+    except KeyboardInterrupt:
+        _exit(_STOPPED, "stopped")
     except BrokenPipeError:
-        _reader_has_left()
-    except SystemExit as ended:
-        if isinstance(ended.__context__, BrokenPipeError):  # typer's way to handle it, with exit code 1
-            _reader_has_left()
-        raise
+        os._exit(0)  # as of `robust-dcp inspect … | head`. Python would try to flush stdout, and say that it cannot
+    except WrongWords as error:
+        if not Output.as_json:
+            print(error.usage, end="", file=sys.stderr)
+        _exit(CANNOT, str(error))
     except CommandFailed as error:
         _exit(CANNOT, str(error))
     except Exception as error:
-        show = getattr(error, "show", None)  # typer's own errors, about arguments
-        if show is not None and not Output.as_json:
-            show()
-            raise SystemExit(CANNOT) from None
-        if show is None and not _is_expected(error):
+        if not _is_expected(error):
             raise
         _exit(CANNOT, getattr(error, "message", None) or str(error))
-    if code == _STOPPED:
-        _exit(_STOPPED, _STOPPED_MESSAGE)
     raise SystemExit(code)
 
 
-def _reader_has_left() -> NoReturn:
-    """End a command like ``robust-dcp inspect … | head`` without a word."""
-    os._exit(0)  # at once, because Python would try to flush stdout, and say that it cannot
+@contextlib.contextmanager
+def _stopped_at_once(*, cleans_up: bool) -> Iterator[None]:
+    """Let Ctrl-C end the process within the block. A process that ignores it, as one that a shell has put in the
+    background, still ignores it.
+
+    Args:
+        cleans_up: whether the command is to get ``KeyboardInterrupt``, except while it imports: torch and numpy catch
+            it there, or end in other errors, and nothing has been touched by then.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if cleans_up and not _is_importing(frame):
+            signal.default_int_handler(number, frame)
+        _say("stopped")
+        sys.stdout.flush()
+        os._exit(_STOPPED)
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether the body of a module of heavy packages is on the stack."""
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if frame.f_code.co_name == "<module>" and name.partition(".")[0] in _HEAVY:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_expected(error: Exception) -> bool:
@@ -96,12 +103,6 @@ def _is_expected(error: Exception) -> bool:
     ours = sys.modules.get("robust_dcp.errors")
     is_ours: Any = ours is not None and isinstance(error, ours.RobustCheckpointError)
     return bool(is_ours) or isinstance(error, OSError)
-
-
-def _stop_at_once() -> NoReturn:
-    _say(_STOPPED_MESSAGE)
-    sys.stdout.flush()
-    os._exit(_STOPPED)
 
 
 def _exit(code: int, message: str) -> NoReturn:

@@ -3,38 +3,18 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from robust_dcp.cli.checkpoint import local_path
-from robust_dcp.cli.output import CommandFailed, Json, Output, size
+from robust_dcp.cli.output import CommandFailed, Output, size
 
 if TYPE_CHECKING:
     from robust_dcp.storage.tuning.tune import TunedOptions
 
-__all__ = ["EXAMPLES", "run"]
-
-EXAMPLES: Final = ("robust-dcp bench checkpoints", "robust-dcp bench /mnt/nvme --seconds 20 --json")
-
-_MOST_SECONDS: Final = 600.0
+__all__ = ["run"]
 
 
-def run(
-    path: Annotated[
-        str,
-        typer.Argument(help="A directory on the device. It need not exist.", callback=local_path, show_default=False),
-    ],
-    seconds: Annotated[
-        float, typer.Option(min=0.1, max=_MOST_SECONDS, help="About how long to measure, half of it reads.")
-    ] = 8.0,
-    as_json: Json = False,
-) -> None:
-    """Measure how fast a device writes and reads, direct and buffered, and say which options suit it.
-
-    Its files have no names, so nothing stays behind, also after Ctrl-C. It uses at most a quarter of the free space,
-    and 512 MiB at a time. The device should have nothing else to do meanwhile.
-    """
+def run(path: str, *, seconds: float) -> None:
+    """Print how fast a device writes and reads, and which options suit it."""
     directory = _existing(path)
     Output.note(f"{directory}: writes and reads for about {seconds:g} s")
     from robust_dcp.storage.tuning.tune import tune  # only here, because it imports torch

@@ -1,46 +1,17 @@
-"""The checkpoint that a command was given: its path as an argument, and its first line."""
+"""The checkpoint that a command was given: what it holds, and its first line."""
 
 from __future__ import annotations
 
 import os
-import re
-import time
-from typing import Annotated, Any, Final
+from typing import Any
 
-import typer
-
-from robust_dcp.cli.output import CommandFailed, number, size
+from robust_dcp.cli.output import CommandFailed, age, number, size
 from robust_dcp.contents.items import Contents
 from robust_dcp.contents.read import holds_checkpoint, read_contents
-from robust_dcp.storage.files.paths import is_url
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.files.what_is_there import what_is_there
 
-__all__ = ["CheckpointPath", "age", "local_path", "open_checkpoint", "summary", "summary_json"]
-
-_FILE_URL: Final = re.compile(r"file://(?:localhost)?(?=/)", re.IGNORECASE)
-
-
-def local_path(place: str | None) -> str | None:
-    """The path that a command was given. It may be written as ``file:///path``.
-
-    Raises:
-        CommandFailed: it is a place in a store.
-    """
-    if place is None or not is_url(place):
-        return place
-    path = _FILE_URL.sub("", place.strip(), count=1)
-    if is_url(path):
-        raise CommandFailed(
-            f"{place} is a URL, and this command takes directories of mounted file systems: copy the checkpoint to one "
-            "with robust-dcp copy, or from one"
-        )
-    return path
-
-
-CheckpointPath = Annotated[
-    str, typer.Argument(help="The checkpoint's directory.", callback=local_path, show_default=False)
-]
+__all__ = ["open_checkpoint", "summary", "summary_json"]
 
 
 def open_checkpoint(path: str) -> Contents:
@@ -84,12 +55,3 @@ def summary_json(contents: Contents) -> dict[str, Any]:
         "file_nbytes": contents.file_nbytes,
         "unknown_classes": list(contents.unknown_classes),
     }
-
-
-def age(seconds: float) -> str:
-    """How long ago a time was: ``"3 min ago"``."""
-    passed = max(0.0, time.time() - seconds)
-    for limit, unit, divisor in ((120, "s", 1), (7200, "min", 60), (172800, "h", 3600)):
-        if passed < limit:
-            return f"{passed / divisor:.0f} {unit} ago"
-    return f"{passed / 86400:.0f} days ago"

@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Annotated, Final
 
-import typer
-
-from robust_dcp.cli.checkpoint import local_path
 from robust_dcp.cli.doctoring.environment import environment_findings
 from robust_dcp.cli.doctoring.file_system import file_system_findings
 from robust_dcp.cli.doctoring.finding import Finding, State
 from robust_dcp.cli.doctoring.machine import machine_findings
 from robust_dcp.cli.ls import check_root
-from robust_dcp.cli.output import Json, Output, number
+from robust_dcp.cli.output import FOUND, Output, number
 from robust_dcp.version import __version__
 
-__all__ = ["EXAMPLES", "run"]
-
-EXAMPLES: Final = (
-    "robust-dcp doctor",
-    "robust-dcp doctor /mnt/checkpoints",
-    "robust-dcp doctor /mnt/checkpoints --json | jq '.findings[] | select(.state == \"problem\")'",
-)
+__all__ = ["run"]
 
 
-def run(
-    path: Annotated[
-        str | None,
-        typer.Argument(help="The directory that checkpoints go to.", callback=local_path, show_default=False),
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Look at versions, network, limits and the file system, and say what to do about each finding.
-
-    With PATH it makes a few small files there, and removes them. Exit code 1 means that there is a problem.
-    """
+def run(path: str | None) -> int:
+    """Print what may get in the way of checkpoints here."""
     if path is not None:
         check_root(path)
     Output.note(f"robust-dcp {__version__}: versions, network and limits" + (f", and {path}" if path else ""))
@@ -47,5 +28,4 @@ def run(
     rows = ((each.state.value, each.name, each.found, each.advice) for each in findings)
     Output.table(("state", "what", "found", "what to do"), rows)
     Output.note(f"{number(counts[State.PROBLEM], 'problem')}, {number(counts[State.WARNING], 'warning')}")
-    if counts[State.PROBLEM]:
-        raise typer.Exit(1)
+    return FOUND if counts[State.PROBLEM] else 0

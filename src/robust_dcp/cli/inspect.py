@@ -4,41 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Final
+from typing import Any
 
-import typer
-
-from robust_dcp.cli.checkpoint import CheckpointPath, open_checkpoint, summary, summary_json
-from robust_dcp.cli.output import Json, Output, number, size
+from robust_dcp.cli.checkpoint import open_checkpoint, summary, summary_json
+from robust_dcp.cli.output import FOUND, Output, number, size
 from robust_dcp.contents.items import Contents, Item, fits
 from robust_dcp.storage.files.paths import writer_of
 
-__all__ = ["EXAMPLES", "run"]
-
-EXAMPLES: Final = (
-    "robust-dcp inspect checkpoints/step_1000",
-    "robust-dcp inspect checkpoints/step_1000 'model.layers.0.*' --table",
-    "robust-dcp inspect checkpoints/step_1000 --files",
-    "robust-dcp inspect checkpoints/step_1000 --json | jq '.items[].name'",
-)
+__all__ = ["run"]
 
 
-def run(
-    path: CheckpointPath,
-    pattern: Annotated[
-        list[str] | None, typer.Argument(help="Show only items with such names, for example 'model.*.weight'.")
-    ] = None,
-    table: Annotated[bool, typer.Option("--table", help="One line for each item instead of a tree.")] = False,
-    files: Annotated[bool, typer.Option("--files", help="The data files instead of the items.")] = False,
-    ranks: Annotated[bool, typer.Option("--ranks", help="What each rank wrote.")] = False,
-    dtype: Annotated[bool, typer.Option("--dtype", help="How many bytes there are of each dtype.")] = False,
-    depth: Annotated[int, typer.Option(help="How many levels of the tree are shown.", min=1)] = 3,
-    as_json: Json = False,
-) -> None:
-    """Show what a checkpoint holds: names, dtypes, shapes, chunks, and where they lie.
-
-    It reads .metadata only, and the sizes of the files.
-    """
+def run(path: str, pattern: list[str], *, table: bool, files: bool, ranks: bool, dtype: bool, depth: int) -> int:
+    """Print what a checkpoint holds."""
     contents = open_checkpoint(path)
     Output.note(summary(contents))
     if contents.unknown_classes:
@@ -59,7 +36,8 @@ def run(
         _show_tree(items, depth)
     if pattern and not items:
         Output.note(f"No item has such a name: {' '.join(pattern)}")
-        raise typer.Exit(1)
+        return FOUND
+    return 0
 
 
 def _show_table(items: Sequence[Item]) -> None:

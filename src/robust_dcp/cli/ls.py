@@ -8,12 +8,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
-import typer
-
-from robust_dcp.cli.checkpoint import age, local_path
-from robust_dcp.cli.output import CommandFailed, Json, Output, number, size
+from robust_dcp.cli.output import CommandFailed, Output, age, number, size
 from robust_dcp.manager.series import Checkpoint, parse_name, series_in
 from robust_dcp.on_demand import errors
 from robust_dcp.storage.committing.journal import OtherSave, journals_in
@@ -23,25 +20,14 @@ from robust_dcp.storage.files.paths import METADATA_NAME, REMOVING_PREFIX
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.files.what_is_there import what_is_there
 
-__all__ = ["EXAMPLES", "DirectoryState", "check_root", "run", "state_of_directory"]
-
-EXAMPLES: Final = ("robust-dcp ls checkpoints", "robust-dcp ls checkpoints --json | jq '.checkpoints[].step'")
+__all__ = ["DirectoryState", "check_root", "run", "state_of_directory"]
 
 _THREADS: Final = 8  # a network file system answers several at once
 _RECENT_SECONDS: Final = 600.0
 
 
-def run(
-    root: Annotated[
-        str, typer.Argument(help="The directory that holds the checkpoints.", callback=local_path, show_default=False)
-    ],
-    as_json: Json = False,
-) -> None:
-    """List the checkpoints below a directory with step, size, state and age.
-
-    It finds directories like step_1000, iter_0001000, global_step1000 and checkpoint-1000. Those whose names begin
-    alike are a series. Series follow each other, and the newest line of each is its last.
-    """
+def run(root: str) -> None:
+    """Print the checkpoints below a directory."""
     disk = PosixDisk()
     check_root(root)
     now_seconds = time.time()

@@ -1,43 +1,42 @@
 """What commands print: tables for people, lines with tabs for other programs, and JSON on request.
 
 A checkpoint is hostile input. Its names may hold escape sequences that change a terminal's title or hide lines. So
-every text goes through :func:`safe_text`, and none is read as markup.
+every text goes through :func:`safe_text`.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
+import textwrap
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import msgspec
-import typer
 
-__all__ = ["CommandFailed", "Json", "Output", "number", "safe_text", "size"]
+from robust_dcp.hooks.progress_bar import ProgressLine
+
+__all__ = ["FOUND", "CommandFailed", "Output", "age", "number", "safe_text", "size"]
+
+FOUND: Final = 1
+"""The exit code of a command that did its work and found a problem or a difference."""
+
+_JSON_VERSION: Final = 1
+_NARROWEST: Final = 12  # a column of a table in a terminal
 
 
 class ShowProgress(Protocol):
     """Moves a progress bar."""
 
-    def __call__(self, done_nbytes: int, total_nbytes: int | None = None) -> None: ...
+    def __call__(self, done_nbytes: int, known_nbytes: int | None = None, /) -> None: ...
 
 
 class CommandFailed(Exception):
     """A command cannot do its work. The message says why, and what to do. The process exits with 2."""
-
-
-def _ask_for_json(value: bool) -> bool:
-    Output.as_json = value
-    return value
-
-
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object, sizes in bytes.", callback=_ask_for_json, is_eager=True)
-]
-"""The option ``--json`` of every command."""
 
 
 class Output:
@@ -50,10 +49,10 @@ class Output:
     as_json: ClassVar[bool] = False
 
     @classmethod
-    def put(cls, value: Any) -> None:
-        """Print one JSON object, if that was asked for."""
+    def put(cls, value: dict[str, Any]) -> None:
+        """Print one JSON object, if that was asked for. Its ``version`` changes when a field changes its meaning."""
         if cls.as_json:
-            sys.stdout.write(_as_json(msgspec.to_builtins(value, enc_hook=str)) + "\n")
+            sys.stdout.write(_as_json({"version": _JSON_VERSION, **msgspec.to_builtins(value, enc_hook=str)}) + "\n")
             sys.stdout.flush()
 
     @classmethod
@@ -76,30 +75,17 @@ class Output:
         Yields:
             A function that is told how many bytes are done so far, and how many there are if that is known by then.
         """
+        line = None if cls.as_json or not sys.stderr.isatty() else ProgressLine(safe_text(what))
 
-        def ignore(done_nbytes: int, total_nbytes: int | None = None) -> None:
-            pass
+        def show(done_nbytes: int, known_nbytes: int | None = None) -> None:
+            if line is not None:
+                line.show(done_nbytes, total_nbytes if known_nbytes is None else known_nbytes)
 
-        if cls.as_json or not sys.stderr.isatty():
-            yield ignore
-            return
-        from rich import progress
-        from rich.console import Console
-
-        columns = (
-            progress.TextColumn("{task.description}", markup=False),
-            progress.BarColumn(),
-            progress.DownloadColumn(binary_units=True),
-            progress.TransferSpeedColumn(),
-            progress.TimeRemainingColumn(),
-        )
-        with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(safe_text(what), total=total_nbytes)
-
-            def show(done_nbytes: int, total_nbytes: int | None = None) -> None:
-                bar.update(task, completed=done_nbytes, total=total_nbytes)
-
+        try:
             yield show
+        finally:
+            if line is not None:
+                line.clear()
 
     @classmethod
     def table(cls, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[str] = ()) -> None:
@@ -117,17 +103,23 @@ class Output:
             for row in ([*columns], *texts):
                 print("\t".join(row))
             return
-        # Here, because a program that reads our output need not wait for it.
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for column in columns:
-            table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-        for row in texts:
-            table.add_row(*map(Text, row))
-        Console(highlight=False).print(table)
+        lines = [[*columns], *texts]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        room = shutil.get_terminal_size().columns - 2 * (len(columns) - 1)
+        while sum(widths) > room and max(widths) > _NARROWEST:
+            widest = widths.index(max(widths))
+            others = max([width for place, width in enumerate(widths) if place != widest], default=0)
+            needed = max(widths[widest] - (sum(widths) - room), min(others, widths[widest] - 1), _NARROWEST)
+            widths[widest] = needed
+        for line in lines:
+            cells = [textwrap.wrap(text, width) or [""] for text, width in zip(line, widths, strict=True)]
+            for number in range(max(map(len, cells))):
+                parts = (cell[number] if number < len(cell) else "" for cell in cells)
+                aligned = (
+                    part.rjust(width) if column in right else part.ljust(width)
+                    for part, width, column in zip(parts, widths, columns, strict=True)
+                )
+                print("  ".join(aligned).rstrip())
 
 
 def _as_json(value: Any) -> str:
@@ -165,3 +157,12 @@ def size(nbytes: float) -> str:
 def number(value: int, what: str) -> str:
     """``(1, "file")`` -> ``"1 file"``, ``(1200, "file")`` -> ``"1,200 files"``."""
     return f"{value:,} {what}{'' if value == 1 else 's'}"
+
+
+def age(seconds: float) -> str:
+    """How long ago a time was: ``"3 min ago"``."""
+    passed = max(0.0, time.time() - seconds)
+    for limit, unit, divisor in ((120, "s", 1), (7200, "min", 60), (172800, "h", 3600)):
+        if passed < limit:
+            return f"{passed / divisor:.0f} {unit} ago"
+    return f"{passed / 86400:.0f} days ago"

@@ -5,53 +5,32 @@ from __future__ import annotations
 import shlex
 import sys
 from dataclasses import asdict
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
-import typer
-
-from robust_dcp.cli.checkpoint import age, local_path
 from robust_dcp.cli.ls import check_root
-from robust_dcp.cli.output import CommandFailed, Json, Output, number, safe_text
+from robust_dcp.cli.output import CommandFailed, Output, age, number, safe_text
 from robust_dcp.manager.policies import KeepBest, KeepEvery, KeepLast, KeepPolicy, unkept, why_it_stays
 from robust_dcp.manager.series import Checkpoint, Series, is_marked, series_in
 from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.posix_disk import PosixDisk
 
-__all__ = ["EXAMPLES", "run"]
-
-EXAMPLES: Final = (
-    "robust-dcp prune checkpoints --keep-last 3 --dry-run",
-    "robust-dcp prune checkpoints --keep-last 3 --keep-every 10000 --yes",
-    "robust-dcp prune checkpoints --keep-last 1 --keep-best accuracy --largest",
-    "robust-dcp prune checkpoints --keep-last 1 --name 'critic_{step}'",
-)
+__all__ = ["run"]
 
 _NOT_REMOVED: Final = 2
 
 
 def run(
-    root: Annotated[
-        str, typer.Argument(help="The directory that holds the checkpoints.", callback=local_path, show_default=False)
-    ],
-    keep_last: Annotated[int | None, typer.Option(min=1, help="Keep the ones with the highest steps, so many.")] = None,
-    keep_every: Annotated[int | None, typer.Option(min=1, help="Keep steps that are multiples of this.")] = None,
-    keep_best: Annotated[str | None, typer.Option(help="Keep the one with the smallest value of this metric.")] = None,
-    largest: Annotated[bool, typer.Option("--largest", help="The largest value of the metric is best.")] = False,
-    name: Annotated[
-        str | None, typer.Option(help="Which series, as CheckpointManager's name: critic_{step}.", show_default=False)
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only show what would be removed.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Remove the checkpoints that none of the given rules keeps.
-
-    Checkpoints whose names begin alike are a series. If there are several, --name says which one. The latest checkpoint
-    of the series and the one with the highest step always stay, and so does one that is being loaded or saved, that
-    robust_dcp has not saved, or whose copy in durable storage has not arrived. In a terminal it asks first. Elsewhere
-    it removes only with --yes, and otherwise shows what it would remove, with exit code 2. What crashed saves and cut
-    off removals have left goes as well.
-    """
+    root: str,
+    *,
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_best: str | None,
+    largest: bool,
+    name: str | None,
+    dry_run: bool,
+    yes: bool,
+) -> int:
+    """Remove the checkpoints of a series that none of the given rules keeps."""
     check_root(root)
     policies = _policies(keep_last, keep_every, keep_best, largest)
     if not policies:
@@ -79,11 +58,11 @@ def run(
     }
     if dry_run:
         Output.put(report)
-        return
+        return 0
     if not yes and not _is_agreed(doomed):
         Output.put(report)
         Output.note("nothing was removed: pass --yes")
-        raise typer.Exit(_NOT_REMOVED)
+        return _NOT_REMOVED
     # Again by the rules, and only what was shown: a job may have saved while the user was thinking.
     from robust_dcp.manager.retention import prune  # imports torch
 
@@ -95,8 +74,7 @@ def run(
     for path in pruned.swept:
         Output.note(f"{path} was the leftover of a crashed save")
     Output.note(f"{number(len(pruned.removed), 'checkpoint')} removed")
-    if pruned.failed:  # the log has said why
-        raise typer.Exit(_NOT_REMOVED)
+    return _NOT_REMOVED if pruned.failed else 0  # the log has said why
 
 
 def _series(disk: PosixDisk, root: str, name: str | None) -> Series:
@@ -159,4 +137,8 @@ def _is_agreed(doomed: list[Checkpoint]) -> bool:
         return False
     names = ", ".join(safe_text(each.name) for each in doomed[:5])
     more = f" and {len(doomed) - 5} more" if len(doomed) > 5 else ""
-    return typer.confirm(f"Remove {names}{more}?")
+    try:
+        answer = input(f"Remove {names}{more}? [y/N]: ")
+    except EOFError:
+        raise KeyboardInterrupt from None
+    return answer.strip().lower() in ("y", "yes")

@@ -4,38 +4,18 @@ from __future__ import annotations
 
 import os
 import secrets
-from typing import Annotated, Any, Final
+from typing import Any
 
 import msgspec
-import typer
 
-from robust_dcp.cli.checkpoint import age, local_path
-from robust_dcp.cli.output import CommandFailed, Json, Output, size
+from robust_dcp.cli.output import CommandFailed, Output, age, size
 from robust_dcp.report_page import NoReports, Reports, read_reports, render_page
 
-__all__ = ["EXAMPLES", "run"]
-
-EXAMPLES: Final = (
-    "robust-dcp report checkpoints",
-    "robust-dcp report checkpoints/step_1000 --output step_1000.html",
-    "robust-dcp report checkpoints --json | jq '.reports[].seconds'",
-)
+__all__ = ["run"]
 
 
-def run(
-    path: Annotated[
-        str,
-        typer.Argument(
-            help="A checkpoint, or a directory that holds those of a run.", callback=local_path, show_default=False
-        ),
-    ],
-    output: Annotated[str, typer.Option("--output", "-o", help="The page to write.")] = "robust_dcp_report.html",
-    as_json: Json = False,
-) -> None:
-    """Write a page that shows how saves went: phases, ranks and nodes, history, changes, sizes.
-
-    It reads .robust_dcp.report.json, which each save leaves. The page is one file and needs no network.
-    """
+def run(path: str, *, output: str) -> None:
+    """Write the page of the reports that saves have left."""
     try:
         reports = read_reports(path)
     except NoReports as error:

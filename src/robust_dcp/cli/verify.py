@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
-import typer
-
-from robust_dcp.cli.checkpoint import CheckpointPath, open_checkpoint, summary, summary_json
-from robust_dcp.cli.output import CommandFailed, Json, Output, number, size
+from robust_dcp.cli.checkpoint import open_checkpoint, summary, summary_json
+from robust_dcp.cli.output import FOUND, CommandFailed, Output, number, size
 from robust_dcp.contents.checks.findings import Findings
 from robust_dcp.contents.checks.structure import check_structure, unnamed_data_files
 from robust_dcp.contents.items import Contents
@@ -18,30 +16,14 @@ from robust_dcp.storage.files.being_loaded import needed_for_a_load
 from robust_dcp.storage.files.paths import METADATA_NAME
 from robust_dcp.storage.files.posix_disk import PosixDisk
 
-__all__ = ["EXAMPLES", "run"]
-
-EXAMPLES: Final = (
-    "robust-dcp verify checkpoints/step_1000",
-    "robust-dcp verify checkpoints/step_1000 --fast",
-    "robust-dcp verify checkpoints/step_1000 --json | jq '.problems[].item'",
-)
+__all__ = ["run"]
 
 _MOST_JOBS: Final = 16
 _FEWEST_JOBS: Final = 4
 
 
-def run(
-    path: CheckpointPath,
-    jobs: Annotated[
-        int | None, typer.Option("--jobs", "-j", min=1, max=256, help="How many threads read.", show_default="4 to 16")
-    ] = None,
-    fast: Annotated[bool, typer.Option("--fast", help="Do not read data: structure, sizes, marks and index.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Find out whether a checkpoint is whole: structure, sizes, identity, and the checksums of all data.
-
-    Exit code 1 means that something is broken. Data that was written without checksums is counted as not verified.
-    """
+def run(path: str, *, jobs: int | None, fast: bool) -> int:
+    """Print whether a checkpoint is whole."""
     findings = Findings()
     seconds = 0.0
     contents = _read(path, findings)
@@ -55,8 +37,7 @@ def run(
         Output.put(_as_json(path, contents, findings, seconds, with_data=not fast))
     else:
         _show(contents, findings, seconds, with_data=not fast)
-    if findings.n_problems:
-        raise typer.Exit(1)
+    return FOUND if findings.n_problems else 0
 
 
 def _read(path: str, findings: Findings) -> Contents | None:

@@ -10,17 +10,16 @@ import sys
 import threading
 import time
 from functools import cache
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from robust_dcp.environment import value_of
 from robust_dcp.events import Event, on_event
 
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
-__all__ = ["ProgressBar", "watch_in_terminal"]
+__all__ = ["ProgressBar", "ProgressLine", "watch_in_terminal"]
 
 _AFTER_SECONDS: Final = 2.0
+_EVERY_SECONDS: Final = 0.1
+_WIDTH: Final = 30
 
 
 @cache
@@ -38,7 +37,7 @@ class ProgressBar:
         self._lock = threading.Lock()
         self._started: dict[str, float] = {}
         self._phase: dict[str, str] = {}
-        self._drawn: dict[str, Progress] = {}
+        self._drawn: dict[str, ProgressLine] = {}
 
     def __call__(self, event: Event) -> None:
         if event.rank != 0 or event.is_async:
@@ -60,29 +59,48 @@ class ProgressBar:
         started = self._started.get(event.operation)
         if started is None or not event.total_nbytes or time.monotonic() - started < self._after_seconds:
             return
-        progress = self._drawn.get(event.operation)
-        if progress is None:
-            progress = self._drawn[event.operation] = _progress()
-            progress.start()
-            progress.add_task(self._phase.get(event.operation, event.kind), total=event.total_nbytes)
-        progress.update(progress.task_ids[0], completed=event.done_nbytes or 0, total=event.total_nbytes)
+        line = self._drawn.get(event.operation)
+        if line is None:
+            line = self._drawn[event.operation] = ProgressLine(self._phase.get(event.operation, event.kind))
+        line.show(event.done_nbytes or 0, event.total_nbytes)
 
     def _clear(self, operation: str) -> None:
-        progress = self._drawn.pop(operation, None)
-        if progress is not None:
-            progress.stop()
+        line = self._drawn.pop(operation, None)
+        if line is not None:
+            line.clear()
 
 
-def _progress() -> Progress:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+class ProgressLine:
+    """One line of the terminal on standard error, drawn over and over, and removed at the end.
 
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
+    Args:
+        what: its first word.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._started = time.monotonic()
+        self._drawn = 0.0
+
+    def show(self, done_nbytes: int, total_nbytes: int) -> None:
+        """Draw it again, unless that has just been done."""
+        now = time.monotonic()
+        if not total_nbytes or (now - self._drawn < _EVERY_SECONDS and done_nbytes < total_nbytes):
+            return
+        self._drawn = now
+        filled = min(_WIDTH, _WIDTH * done_nbytes // total_nbytes)
+        rate = done_nbytes / max(now - self._started, 1e-9)
+        left = f", {(total_nbytes - done_nbytes) / rate:.0f} s left" if 0 < done_nbytes < total_nbytes else ""
+        self._write(
+            f"{self._what} [{'#' * filled}{' ' * (_WIDTH - filled)}] {done_nbytes / (1 << 20):.1f}"
+            f"/{total_nbytes / (1 << 20):.1f} MiB, {rate / (1 << 20):.1f} MiB/s{left}"
+        )
+
+    def clear(self) -> None:
+        """Remove it."""
+        if self._drawn:
+            self._write("")
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write(f"\r\x1b[K{text}")
+        sys.stderr.flush()

@@ -25,7 +25,7 @@ def environment_findings() -> Iterator[Finding]:
     yield ok("python", platform.python_version())
     yield ok("robust_dcp", __version__)
     yield _torch()
-    for name in ("numpy", "msgspec", "isal", "zstandard"):
+    for name in ("numpy", "msgspec", "isal"):
         version = _version(name)
         if version is None:
             yield problem(name, "is not installed", "install robust-dcp with pip, which brings it along")
