@@ -114,8 +114,6 @@ class SaveReport(_Report):
         files: the files that this rank wrote.
         how: how this rank wrote its files: ``direct``, or ``buffered`` and why. For an async save it also says what
             was written while training waited, and why.
-        unchanged_nbytes: the part of ``nbytes`` that was not written again, because this rank's files share it with an
-            earlier checkpoint (``share_unchanged``).
         peak_buffer_nbytes: the most memory that this rank's data took in buffers at any time.
         stragglers: on the coordinator, the log lines that say which ranks all others waited for, and how far those
             ranks were.
@@ -134,7 +132,6 @@ class SaveReport(_Report):
     files: tuple[str, ...] = ()
     how: tuple[str, ...] = ()
     peak_buffer_nbytes: int = 0
-    unchanged_nbytes: int = 0
     stragglers: tuple[str, ...] = ()
     leads_directory: bool = False
     _read_metadata: Callable[[], Metadata] | None = field(default=None, repr=False, compare=False)
@@ -168,7 +165,6 @@ class SaveReport(_Report):
                 "files": self.files,
                 "how": self.how,
                 "peak_buffer_nbytes": self.peak_buffer_nbytes,
-                "unchanged_nbytes": self.unchanged_nbytes,
                 "leads_directory": self.leads_directory,
                 "stragglers": self.stragglers,
                 "differing_replicas": self.differing_replicas,
@@ -183,7 +179,6 @@ class SaveReport(_Report):
         return self._lines(
             f"saved {self.checkpoint_id} (rank {self.rank} of {self.world_size}): {self.items} items, "
             f"{sizes_in_words(self.nbytes)} in {self.seconds:.3f} s"
-            f"{f', {sizes_in_words(self.unchanged_nbytes)} of it unchanged' if self.unchanged_nbytes else ''}"
             f"{''.join(f', {how}' for how in self.how)}; plan {self.plan}: {self.reason}",
             self.stragglers,
         )

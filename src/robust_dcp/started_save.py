@@ -246,7 +246,6 @@ class StartedSave:
             files=() if written is None else written.names,
             how=(*(() if written is None else written.how), *how, *self.drain_remarks),
             peak_buffer_nbytes=0 if written is None else written.peak_buffer_nbytes,
-            unchanged_nbytes=0 if written is None else written.unchanged_nbytes,
             stragglers=session.channel.stragglers,
             leads_directory=session.leads_directory,
             _read_metadata=lambda: RobustReader(path).read_metadata(),

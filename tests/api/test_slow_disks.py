@@ -44,12 +44,12 @@ def own_disk(slow_rank: int) -> PosixDisk:
 
 
 def reader_of(directory: str, slow_rank: int) -> RobustReader:
-    return RobustReader(directory, threads=1, block_bytes=MEGABYTE, disk=own_disk(slow_rank))
+    return RobustReader(directory, threads=1, buffer_bytes=4 * MEGABYTE, disk=own_disk(slow_rank))
 
 
 def save_and_load_slowly(directory: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     patience.LOG_SECONDS = 0.5
-    writer = RobustWriter(directory, threads=1, block_bytes=MEGABYTE, disk=own_disk(1))
+    writer = RobustWriter(directory, threads=1, buffer_bytes=2 * MEGABYTE, disk=own_disk(1))
     saved = robust_dcp.save(own_tensors(1.0), storage_writer=writer, timeout_seconds=1.2)
     target = own_tensors(0.0)
     loaded = robust_dcp.load(target, storage_reader=reader_of(directory, 1), timeout_seconds=1.2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,13 +17,11 @@ from robust_dcp.storage.layouts.places import Placements, place_records
 from robust_dcp.storage.records.torch_zip import record_template
 from robust_dcp.storage.writing.engine import WrittenFiles, write_files
 from robust_dcp.storage.writing.item_source import ItemSource
-from robust_dcp.storage.writing.write_options import WriteOptions
+from robust_dcp.storage.writing.write_options import BLOCKS_PER_THREAD, WriteOptions
 from tests.storage.test_torch_zip import record_of
 from tests.support.simulated_disk import SimulatedDisk
 
 DIRECTORY = "/checkpoint"
-MARK = "0123456789abcdef"
-
 
 class ListSource:
     """Items of a list: tensors, or bytes for an object. ``given`` is what :meth:`resolve` gives where that is not what
@@ -91,8 +90,12 @@ def write(
     known_places: npt.NDArray[np.int64] | None = None,
     **options: Any,
 ) -> WrittenFiles:
-    """``options`` are those of :class:`WriteOptions`."""
+    """``options`` are those of :class:`WriteOptions`, or ``block_bytes``: buffers for blocks of that size."""
     disk = SimulatedDisk() if disk is None else disk
+    if "block_bytes" in options:
+        block_nbytes = max(options.pop("block_bytes"), 4096)
+        options = {"threads": 2, **options}
+        options["buffer_bytes"] = options["threads"] * BLOCKS_PER_THREAD * block_nbytes
     disk.mkdirs(directory)
     return write_files(
         disk,
@@ -100,7 +103,7 @@ def write(
         0,
         source,
         placements,
-        mark=MARK,
+        mark=secrets.token_hex(8),
         options=WriteOptions(**options),
         check_stop=check_stop,
         known_places=known_places,

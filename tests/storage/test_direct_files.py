@@ -121,7 +121,7 @@ def test_a_file_whose_direct_writes_are_refused_goes_on_buffered(n: int) -> None
 
 
 def test_a_refused_write_is_an_error_where_direct_io_is_insisted_on() -> None:
-    disk = RefusesDirectWrites(3)
+    disk = RefusesDirectWrites(1)
     with pytest.raises(StorageError, match="EINVAL"):
         written_to("/checkpoint", MIX, disk=disk, direct=True)
     assert disk.list_directory("/checkpoint") == []
@@ -168,11 +168,3 @@ def test_copies_that_run_while_earlier_blocks_are_written(
     )
     assert contents[:2] == framed_one_by_one(MIX, placed(MIX, files=2))
     assert contents[2] == b"object"
-
-
-def test_records_without_checksums_hold_0_as_torch_writes_it() -> None:
-    _, with_checksums = written_to("/a", MIX, disk=SimulatedDisk())
-    _, without = written_to("/b", MIX, disk=SimulatedDisk(), checksums=False)
-    for one, other in zip(with_checksums, without, strict=True):
-        differing = sum(a != b for a, b in zip(one, other, strict=True))
-        assert 0 < differing <= 8 * len(MIX)

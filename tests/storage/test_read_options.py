@@ -22,8 +22,8 @@ def test_keywords_make_the_options(tmp_path: Path) -> None:
 def test_keywords_are_added_to_options(tmp_path: Path) -> None:
     options = ReadOptions(threads=3, trusted=True)
     assert RobustReader(tmp_path, options=options).options == options
-    found = RobustReader(tmp_path, options=options, block_bytes=1 << 20, threads=3).options
-    assert found == dataclasses.replace(options, block_bytes=1 << 20)
+    found = RobustReader(tmp_path, options=options, buffer_bytes=1 << 20, threads=3).options
+    assert found == dataclasses.replace(options, buffer_bytes=1 << 20)
 
 
 def test_an_option_that_is_given_twice_and_differs_is_an_error(tmp_path: Path) -> None:
@@ -45,7 +45,6 @@ def test_reader_and_writer_take_each_option_as_a_keyword(tmp_path: Path) -> None
     [
         ({"threads": 0}, "threads must be positive, got 0"),
         ({"buffer_bytes": -1}, "buffer_bytes must be positive, got -1"),
-        ({"block_bytes": 0}, "block_bytes must be positive, got 0"),
         ({"verify_checksums": "some"}, "verify_checksums is True, False or \"all\", not 'some'"),
     ],
 )

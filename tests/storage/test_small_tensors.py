@@ -96,14 +96,13 @@ def told(items: Any) -> list[str]:
     return sorted(f"{item} {item.storage_index.index} {item.dest_index.index}" for item in items)
 
 
-@pytest.mark.parametrize("checksums", [True, False])
 @pytest.mark.parametrize("layout", ["torch", "safetensors"])
-def test_tensors_of_many_kinds_come_back_and_are_counted(layout: str, checksums: bool, tmp_path: Path) -> None:
+def test_tensors_of_many_kinds_come_back_and_are_counted(layout: str, tmp_path: Path) -> None:
     expected = state_dict_of()
     if layout == "safetensors":
         for layer in [value for value in expected.values() if isinstance(value, dict)]:
             del layer["complex"]
-    robust_dcp.save(expected, storage_writer=RobustWriter(tmp_path, layout=layout, checksums=checksums), no_dist=True)
+    robust_dcp.save(expected, storage_writer=RobustWriter(tmp_path, layout=layout), no_dist=True)
     found = state_dict_of(0)
     report = load(tmp_path, found, RobustLoadPlanner(allow_partial_load=True))
     assert_same(found, expected)
@@ -112,7 +111,7 @@ def test_tensors_of_many_kinds_come_back_and_are_counted(layout: str, checksums:
     nbytes = sum(v.nbytes for layer in expected.values() if isinstance(layer, dict) for v in layer.values())
     assert report.nbytes == nbytes + 7 * 4
     # Objects have checksums of their own.
-    assert report.unverified_nbytes == 0 if checksums else report.unverified_nbytes >= report.nbytes
+    assert report.unverified_nbytes == 0
 
 
 def test_no_object_is_made_for_a_tensor_that_is_read_as_it_was_saved(tmp_path: Path) -> None:
@@ -247,15 +246,6 @@ def test_a_file_that_ends_too_early_is_named_with_the_item(tmp_path: Path) -> No
     with pytest.raises(CorruptCheckpoint, match=r"'w0.*is damaged") as caught:
         load(tmp_path, zeros_like(expected), verify_checksums=False)  # which does not ask for the mark at its end
     assert caught.value.item is not None
-
-
-def test_small_tensors_without_checksums_are_refused_if_all_must_be_verified(tmp_path: Path) -> None:
-    expected = numbered()
-    save(tmp_path, expected, checksums=False)
-    with pytest.raises(CorruptCheckpoint, match="cannot be verified"):
-        load(tmp_path, zeros_like(expected), verify_checksums="all")
-    report = load(tmp_path, zeros_like(expected))
-    assert report.unverified_nbytes == report.nbytes
 
 
 def test_what_does_not_fit_is_named_among_all_that_does(tmp_path: Path) -> None:

@@ -14,14 +14,10 @@ _OTHERS: dict[str, Any] = {
     "layout": "safetensors",
     "threads": 3,
     "files_per_rank": 5,
-    "block_bytes": 1 << 20,
     "buffer_bytes": 1 << 24,
     "direct": False,
     "stripe_paths": ["/mnt/other"],
-    "checksums": False,
     "overwrite": False,
-    "share_unchanged": True,
-    "previous": "/mnt/previous",
     "report": False,
 }
 

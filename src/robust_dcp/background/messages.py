@@ -151,7 +151,6 @@ class Written(msgspec.Struct, frozen=True, tag=True):
     peak_buffer_nbytes: int
     uncommitted_names: tuple[str, ...]
     digest: bytes
-    unchanged_nbytes: int
 
     @classmethod
     def of(cls, files: WrittenFiles) -> Written:
@@ -198,7 +197,7 @@ def form_of(message: Form) -> TensorForm:
 
 
 def options_message(options: WriteOptions) -> dict[str, Any]:
-    return asdict(replace(options, stripe_paths=options.stripes, previous=options.previous_path))
+    return asdict(replace(options, stripe_paths=options.stripes))
 
 
 def name_of_disk(disk: Disk) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from robust_dcp.cli.output import CommandFailed, Output, size
 
 if TYPE_CHECKING:
-    from robust_dcp.storage.tuning.tune import TunedOptions
+    from robust_dcp.storage.tuning import TunedOptions
 
 __all__ = ["run"]
 
@@ -17,7 +17,7 @@ def run(path: str, *, seconds: float) -> None:
     """Print how fast a device writes and reads, and which options suit it."""
     directory = _existing(path)
     Output.note(f"{directory}: writes and reads for about {seconds:g} s")
-    from robust_dcp.storage.tuning.tune import tune  # only here, because it imports torch
+    from robust_dcp.storage.tuning import tune  # only here, because it imports torch
 
     tuned = tune(directory, seconds=seconds)
     if Output.as_json:
@@ -26,7 +26,6 @@ def run(path: str, *, seconds: float) -> None:
     rows = [
         (
             *(what, "direct" if row.setting.direct else "buffered", row.setting.depth),
-            size(row.setting.block_nbytes),
             f"{size(row.nbytes_per_second)}/s",
             f"{row.cpu_seconds / row.nbytes * (1 << 30):.2f}",
             "chosen" if row.setting == chosen else "",
@@ -34,8 +33,8 @@ def run(path: str, *, seconds: float) -> None:
         for what, table, chosen in (("write", tuned.table, tuned.writing), ("read", tuned.read_table, tuned.reading))
         for row in table
     ]
-    columns = ("what", "I/O", "threads", "block", "rate", "CPU s/GiB", "choice")
-    Output.table(columns, rows, right=("threads", "block", "rate", "CPU s/GiB"))
+    columns = ("what", "I/O", "threads", "rate", "CPU s/GiB", "choice")
+    Output.table(columns, rows, right=("threads", "rate", "CPU s/GiB"))
     if tuned.direct_refused:
         Output.note(f"direct I/O was not measured: {tuned.direct_refused}")
     Output.note(f"WriteOptions({_arguments(tuned.writer_options)})")
@@ -71,7 +70,6 @@ def _as_json(directory: str, tuned: TunedOptions) -> dict[str, Any]:
                 "what": what,
                 "direct": row.setting.direct,
                 "threads": row.setting.depth,
-                "block_nbytes": row.setting.block_nbytes,
                 "nbytes": row.nbytes,
                 "seconds": row.seconds,
                 "cpu_seconds": row.cpu_seconds,

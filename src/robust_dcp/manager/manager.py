@@ -238,7 +238,6 @@ class CheckpointManager:
         """
         path, on_commit = self._of_step(step, metrics)
         options = self._with_drain(step, options)
-        self._share_with_latest(options.get("storage_writer"))
         due, is_saved = self._preemption.begin(), False
         try:
             report = save(state_dict, checkpoint_id=path, process_group=self._group, on_commit=on_commit, **options)
@@ -256,7 +255,6 @@ class CheckpointManager:
         those of :func:`robust_dcp.async_save`."""
         path, on_commit = self._of_step(step, metrics)
         options = self._with_drain(step, options)
-        self._share_with_latest(options.get("storage_writer"))
         due = self._preemption.begin()
         try:
             saving: Any = async_save(
@@ -398,17 +396,6 @@ class CheckpointManager:
             self._series.move_latest(path)
 
         return path, note
-
-    def _share_with_latest(self, writer: Any) -> None:
-        """Tell a writer that shares what is unchanged which checkpoint was saved last, maybe by another process."""
-        if isinstance(writer, RobustWriter) and writer.options.share_unchanged:
-            try:
-                latest = self.latest()
-            except StorageError as error:
-                logger.warning("%s: nothing is shared with the latest checkpoint: %s", self.root, error)
-                return
-            if latest is not None:
-                writer.last_path = latest.path
 
     def _tidy_up(self, report: SaveReport, note: Callable[[], None]) -> None:
         """A save is committed: what goes wrong from here on costs space, and is no failure of it.

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from robust_dcp.storage.consolidation import consolidate
     from robust_dcp.storage.reader import RobustReader
     from robust_dcp.storage.reading.read_options import ReadOptions
-    from robust_dcp.storage.tuning.tune import tune
+    from robust_dcp.storage.tuning import tune
     from robust_dcp.storage.writer import RobustWriter
     from robust_dcp.storage.writing.write_options import WriteOptions
 
@@ -20,7 +20,7 @@ __getattr__, __dir__ = names_from(
         "robust_dcp.storage.consolidation": ("consolidate",),
         "robust_dcp.storage.reader": ("RobustReader",),
         "robust_dcp.storage.reading.read_options": ("ReadOptions",),
-        "robust_dcp.storage.tuning.tune": ("tune",),
+        "robust_dcp.storage.tuning": ("tune",),
         "robust_dcp.storage.writer": ("RobustWriter",),
         "robust_dcp.storage.writing.write_options": ("WriteOptions",),
     },

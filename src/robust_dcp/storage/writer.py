@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -77,7 +77,6 @@ class RobustWriter(StorageWriter):
         drain_to, drain_options: the same.
         disk: the file system.
         keywords: the options, one by one.
-        last_path: the directory of the last checkpoint, for ``share_unchanged``. A save sets it.
         known_as: the place that the checkpoint and its report name as their own, if they are moved or copied there from
             ``path``.
         write_files: writes this rank's files. A save may replace it with a function that has another process write
@@ -100,7 +99,6 @@ class RobustWriter(StorageWriter):
     ) -> None:
         super().__init__()
         self.options = with_keywords(options or WriteOptions(), keywords)
-        self.last_path: str | None = None
         self.known_as: str | None = None
         self.layout = layout_named(self.options.layout)
         self.path = directory_path(path)
@@ -211,8 +209,6 @@ class RobustWriter(StorageWriter):
 
     def room(self, rank: int, placements: Placements, known_places: npt.NDArray[np.int64] | None) -> RoomOfRank:
         """How much room this rank needs on which file systems, and how much is free. Called before any rank writes."""
-        if self.options.share_unchanged:  # what the files share with earlier ones needs no room
-            return RoomOfRank()
         return room_of_rank(
             self.disk,
             self.path,
@@ -247,7 +243,7 @@ class RobustWriter(StorageWriter):
             source,
             placements,
             mark=mark_of(self.save_id),
-            options=replace(self.options, previous=self.options.previous_path or self.last_path),
+            options=self.options,
             check_stop=check_stop,
             known_places=known_places,
             layout=self.layout,
@@ -264,7 +260,6 @@ class RobustWriter(StorageWriter):
             StorageError: somebody has touched one.
         """
         self.directory.check_own(self._uncommitted_names)
-        self.last_path = self.path
 
     def publish(self, metadata: MetadataToPublish, *, are_checked: bool) -> None:
         """Commit, on the coordinator.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import tempfile
 import time
@@ -18,7 +16,6 @@ from robust_dcp.storage.files.posix_disk import PosixDisk
 
 __all__ = ["file_system_findings"]
 
-_FICLONE: Final = 0x40049409
 _BLOCK_NBYTES: Final = 1 << 20
 _LEAST_FREE_NBYTES: Final = 10 << 30
 _FEWEST_INODES: Final = 10_000
@@ -153,28 +150,6 @@ def _commit(name: str, directory: str) -> Finding:
     return ok(name, f"yes, fsync and rename took {seconds * 1000:.0f} ms")
 
 
-def _links(name: str, directory: str) -> Finding:
-    source = os.path.join(directory, "linked")
-    _write(source)
-    try:
-        os.link(source, source + "2")
-    except OSError as error:
-        return warning(name, str(error.strerror), "nothing to do: data files keep the mark of the save in their names")
-    return ok(name, "yes")
-
-
-def _reflinks(name: str, directory: str) -> Finding:
-    source = os.path.join(directory, "extents")
-    _write(source)
-    with open(source, "rb") as first, open(source + "2", "wb") as second:
-        try:
-            fcntl.ioctl(second.fileno(), _FICLONE, first.fileno())
-        except OSError as error:
-            known = {errno.EOPNOTSUPP: "not on this file system", errno.ENOTTY: "not on this file system"}
-            return ok(name, f"no: {known.get(error.errno or 0, error.strerror)}")
-    return ok(name, "yes")
-
-
 def _clock(name: str, directory: str) -> Finding:
     path = os.path.join(directory, "clock")
     before = time.time()
@@ -193,8 +168,6 @@ _CHECKS: Final[dict[str, Callable[[str, str], Finding]]] = {
     "preallocation": _preallocation,
     "locks": _locks,
     "commit": _commit,
-    "hard links": _links,
-    "shared extents": _reflinks,
     "clock": _clock,
 }
 

@@ -110,15 +110,6 @@ class Disk(Protocol):
         do that.
         """
 
-    def share_extents(self, source: OpenFile, target: OpenFile, offset: int, nbytes: int) -> tuple[int, int]:
-        """Let ``target`` share a range of ``source`` on the device, at the same offset in both. No bytes are copied.
-
-        A later write to one of the files, or its removal, does not change the other.
-
-        Returns:
-            The range that they share now: the whole blocks of the file system in the range that was asked for.
-        """
-
     def truncate(self, file: OpenFile, nbytes: int) -> None:
         """Set the file's size."""
 

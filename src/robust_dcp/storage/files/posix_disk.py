@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Final
 from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.alignment import alignment_of
 from robust_dcp.storage.files.disk import OpenFile, storage_error
-from robust_dcp.storage.files.extents import clone_range
 from robust_dcp.storage.files.mounts import is_of_this_machine
 from robust_dcp.storage.files.page_cache import cached_nbytes
 
@@ -104,10 +103,6 @@ class PosixDisk:
             if code in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
                 return False
             raise storage_error("preallocate", file.path, OSError(code, os.strerror(code)))
-
-    def share_extents(self, source: OpenFile, target: OpenFile, offset: int, nbytes: int) -> tuple[int, int]:
-        shared: tuple[int, int] = _call("share", target.path, clone_range, source.fd, target.fd, offset, nbytes)
-        return shared
 
     def truncate(self, file: OpenFile, nbytes: int) -> None:
         _call("truncate", file.path, os.ftruncate, file.fd, nbytes)

@@ -27,7 +27,6 @@ class ReadKeywords(TypedDict, total=False):
     verify_checksums: Verify
     trusted: bool
     buffer_bytes: int
-    block_bytes: int
     direct: bool | None
     share_reads: bool | None
     extension_registry: Any
@@ -47,7 +46,6 @@ class ReadOptions(GivenOptions):
             is left of a damaged checkpoint.
         trusted: allow items that are not tensors to run code when they are loaded, as DCP does.
         buffer_bytes: limit for bytes that were read and not yet handed over. A single item may exceed it.
-        block_bytes: size of one read. Reads get smaller where that is needed to keep ``buffer_bytes``.
         direct: whether to read past the page cache (``O_DIRECT``). ``None``: do so where the file system can, the bytes
             are not in the cache, and no other rank of the node reads the same. Each large read asks the cache first;
             asking does not change it. ``True``: always; a file system that cannot is an error. ``False``: never. Small
@@ -76,7 +74,6 @@ class ReadOptions(GivenOptions):
     verify_checksums: Verify = True
     trusted: bool = False
     buffer_bytes: int = 1 << 30
-    block_bytes: int = BLOCK_NBYTES
     direct: bool | None = None
     share_reads: bool | None = None
     extension_registry: Any = None
@@ -84,7 +81,7 @@ class ReadOptions(GivenOptions):
     def __post_init__(self) -> None:
         if self.verify_checksums not in (True, False, "all"):
             raise ValueError(f'verify_checksums is True, False or "all", not {self.verify_checksums!r}')
-        for name in ("threads", "buffer_bytes", "block_bytes"):
+        for name in ("threads", "buffer_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be positive, got {value}")
@@ -100,4 +97,4 @@ class ReadOptions(GivenOptions):
 
         Each thread may use one block, and as many more may hold groups of items.
         """
-        return min(self.block_bytes, max(_LEAST_BLOCK_NBYTES, self.buffer_bytes // (4 * self.n_threads)))
+        return min(BLOCK_NBYTES, max(_LEAST_BLOCK_NBYTES, self.buffer_bytes // (4 * self.n_threads)))

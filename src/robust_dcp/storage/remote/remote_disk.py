@@ -197,9 +197,6 @@ class RemoteDisk:
     def preallocate(self, file: OpenFile, nbytes: int) -> bool:
         _refuse("preallocate", file.path)
 
-    def share_extents(self, source: OpenFile, target: OpenFile, offset: int, nbytes: int) -> tuple[int, int]:
-        _refuse("share", target.path)
-
     def truncate(self, file: OpenFile, nbytes: int) -> None:
         _refuse("truncate", file.path)
 

@@ -40,7 +40,8 @@ class DataFile:
         file: the file, open for writing.
         link: the path of the symbolic link to it in the checkpoint's directory; ``None`` if the file itself lies there.
         nbytes: its length once it has been written, without the footer.
-        digest: 16 bytes over the checksums of its items; ``None`` without checksums.
+        digest: 16 bytes over the checksums of its items.
+        how: ``direct``, or ``buffered`` with the reason.
     """
 
     number: int
@@ -48,12 +49,20 @@ class DataFile:
     file: OpenFile
     link: str | None = None
     nbytes: int = 0
-    digest: bytes | None = None
+    digest: bytes = b""
+    how: str = ""
 
     @property
     def name(self) -> str:
         """Its current name, relative to the checkpoint's directory."""
         return os.path.basename(self.file.path)
+
+    def note_how(self) -> None:
+        """Note for the report how its blocks were written."""
+        if self.file.alignment is not None:
+            self.how = "direct"
+        else:
+            self.how = f"buffered: {self.file.why_buffered}" if self.file.why_buffered else "buffered"
 
 
 def create_data_files(

@@ -1,7 +1,7 @@
 """Writes the files of one rank with a few threads: every record goes to its place and is checksummed on the way.
 
 This module owns the threads, their memory, and the handling of their errors. It does not decide places (``layouts``
-does) or pieces (``write_order`` does), and does not make a checkpoint visible (``commit`` does). ``writer`` calls it.
+does), cut files (``blocks`` does), or make a checkpoint visible (``commit`` does).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,15 +24,12 @@ from robust_dcp.staging import POOL, DeviceCopies
 from robust_dcp.storage.committing.stripes import stripe_directories
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.layouts import TORCH, Layout
-from robust_dcp.storage.layouts.footer import FileSums
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements, slots_of
+from robust_dcp.storage.writing.blocks import file_orders
 from robust_dcp.storage.writing.data_files import DataFile, create_data_files, discard, take_plain_names
+from robust_dcp.storage.writing.emit import Emission, FileEmitter, WriteContext
 from robust_dcp.storage.writing.item_source import BorrowingSource, Changes, ItemSource, MadeWhenAsked
-from robust_dcp.storage.writing.paged_file import FileOutput, PagedFile
-from robust_dcp.storage.writing.sharing import Sharing
-from robust_dcp.storage.writing.steps import FileSteps, Step, StepQueue, WriteContext
-from robust_dcp.storage.writing.write_options import WriteOptions
-from robust_dcp.storage.writing.write_order import write_orders
+from robust_dcp.storage.writing.write_options import BLOCKS_PER_THREAD, WriteOptions
 
 __all__ = ["WriteFiles", "WrittenFiles", "write_files"]
 
@@ -46,10 +44,8 @@ class WrittenFiles:
         variable_places: int64 ``[v, 2]``, offset and length of each item of variable size, in the order of the plan.
         names: the names of the files after the commit, relative to the directory.
         uncommitted_names: the names of the same files before the commit.
-        digest: 16 bytes over the checksums of all items; empty without checksums.
+        digest: 16 bytes over the checksums of all items.
         nbytes: length of the files, without footers.
-        unchanged_nbytes: how many of these bytes were not written, because the files share them with an earlier
-            checkpoint.
         how: ``direct``, or ``buffered`` with the reason; one for each way in which a file was written.
         peak_buffer_nbytes: the most memory that was in use for bytes on their way at any time.
     """
@@ -62,7 +58,6 @@ class WrittenFiles:
     peak_buffer_nbytes: int = 0
     uncommitted_names: tuple[str, ...] = ()
     digest: bytes = b""
-    unchanged_nbytes: int = 0
 
 
 class WriteFiles(Protocol):
@@ -103,7 +98,7 @@ def write_files(
 
     Args:
         directory: the checkpoint's directory. It exists already, and so do those on the stripes.
-        mark: the mark of the save. It is written into the files, and into their names where the plain names are taken.
+        mark: the mark of the save. It is in the files and in their names.
         source: the items, in the order of ``placements``. Several threads ask it for data. The borrowed items of a
             ``BorrowingSource`` are written first.
         check_stop: called between blocks, from several threads, with two numbers: the bytes written so far, and the
@@ -124,67 +119,54 @@ def write_files(
     files = create_data_files(
         disk, directory, rank, placements, layout, mark=mark, direct=direct, stripes=stripes, not_removed=not_removed
     )
-    plain = layout.file_names(rank, placements.head_nbytes, mark, plain=True)
-    sharing = Sharing(disk, options.previous_path or directory) if options.share_unchanged else None
     try:
         page_nbytes = _page_nbytes(files, options)
         threads, block_nbytes = options.fitted(page_nbytes)
-        orders = write_orders(placements, source, block_nbytes, page_nbytes, layout)
+        orders = file_orders(placements, source, block_nbytes, page_nbytes, layout)
         workers = _Workers(check_stop, sum(placements.file_nbytes))
-        with POOL.lease(block_nbytes, threads * options.blocks_per_thread) as lease:
+        with POOL.lease(block_nbytes, threads * BLOCKS_PER_THREAD) as lease:
             context = WriteContext(
-                source, Changes(source), slots_of(placements, known_places), workers.stop_if_told, mark
+                disk=disk,
+                source=source,
+                changes=Changes(source),
+                slots=slots_of(placements, known_places),
+                lease=lease,
+                copies=workers.copies,
+                page_nbytes=page_nbytes,
+                must_be_direct=options.direct is True,
+                mark=mark,
+                check_stop=workers.stop_if_told,
+                wrote=workers.wrote,
             )
             borrowed = frozenset(source.borrowed if isinstance(source, BorrowingSource) else ())
-            steps = []
-            if sharing is not None:
-                sharing.begin(rank, [file.file for file in files], plain, mark, lease)
-            for number, (file, order, nbytes) in enumerate(zip(files, orders, placements.file_nbytes, strict=True)):
-                shared = None if sharing is None else sharing.of_file(number)
-                room_nbytes = -(-nbytes // page_nbytes) * page_nbytes
-                if shared is None:
-                    disk.preallocate(file.file, room_nbytes)
-                else:
-                    disk.truncate(file.file, room_nbytes)  # there need not be room for what is shared
-                must_be_direct = options.direct is True
-                paged = PagedFile(
-                    disk, file.file, page_nbytes, workers.wrote, shared=shared, must_be_direct=must_be_direct
-                )
-                output = FileOutput(paged, lease, workers.copies, FileSums() if options.checksums else None)
-                steps.append(FileSteps(file, order, nbytes, output, context, borrowed))
-            # Only one thread can write the items of variable size, and the last file may hold them. So it comes first.
+            emitters = []
+            for file, order, nbytes in zip(files, orders, placements.file_nbytes, strict=True):
+                disk.preallocate(file.file, -(-nbytes // page_nbytes) * page_nbytes)
+                emitters.append(FileEmitter(file, order, nbytes, context, borrowed))
+            emitters.reverse()  # the last file may hold the items of variable size, which one thread at a time asks for
             if isinstance(source, BorrowingSource) and borrowed:
-                workers.run(StepQueue(steps[::-1], only_borrowed=True), threads)
+                workers.run(_Queue(emitters, only_borrowed=True), threads)
                 source.give_back()
-            workers.run(StepQueue(steps[::-1], in_turn=not isinstance(source, MadeWhenAsked)), threads)
+            workers.run(_Queue(emitters, in_turn=not isinstance(source, MadeWhenAsked)), threads)
             context.changes.check_taken()
-        are_plain = take_plain_names(disk, directory, files, plain)
+        are_plain = take_plain_names(
+            disk, directory, files, layout.file_names(rank, placements.head_nbytes, mark, plain=True)
+        )
         for place in (directory, *stripes):
             disk.fsync_directory(place)
     except BaseException:
         not_removed += discard(disk, files)
         raise
-    finally:
-        if sharing is not None:
-            sharing.close()
     return WrittenFiles(
         are_plain=are_plain,
         variable_places=np.array([place[1:] for place in sorted(context.appended)], dtype=np.int64).reshape(-1, 2),
         names=tuple(file.committed_name for file in files),
         nbytes=sum(file.nbytes for file in files),
-        how=(*sorted({_how(file) for file in files}), *workers.copies.how, *(() if sharing is None else sharing.how)),
+        how=(*sorted({file.how for file in files}), *workers.copies.how),
         peak_buffer_nbytes=lease.used_nbytes,
         uncommitted_names=tuple(file.name for file in files),
-        digest=_digest(files),
-        unchanged_nbytes=0 if sharing is None else sharing.nbytes,
+        digest=hashlib.blake2b(b"".join(file.digest for file in files), digest_size=16, person=b"rdcp-rank").digest(),
     )
-
-
-def _digest(files: Sequence[DataFile]) -> bytes:
-    digests = [file.digest for file in files if file.digest is not None]
-    if len(digests) < len(files):
-        return b""
-    return hashlib.blake2b(b"".join(digests), digest_size=16, person=b"rdcp-rank").digest()
 
 
 def _page_nbytes(files: Sequence[DataFile], options: WriteOptions) -> int:
@@ -201,10 +183,35 @@ def _page_nbytes(files: Sequence[DataFile], options: WriteOptions) -> int:
     return max([PAGE_NBYTES, *(file.file.alignment.offset for file in files if file.file.alignment is not None)])
 
 
-def _how(file: DataFile) -> str:
-    if file.file.alignment is not None:
-        return "direct"
-    return f"buffered: {file.file.why_buffered}" if file.file.why_buffered else "buffered"
+class _Queue:
+    """The blocks of all files. It takes one block of each file in turn.
+
+    Args:
+        only_borrowed: as for :meth:`FileEmitter.take`.
+        in_turn: ``False``: take all blocks of a file before those of the next one.
+    """
+
+    def __init__(self, files: Sequence[FileEmitter], *, only_borrowed: bool = False, in_turn: bool = True) -> None:
+        self._only_borrowed = only_borrowed
+        self._in_turn = in_turn
+        self._files = deque(files)
+        self._lock = threading.Lock()
+
+    def take(self) -> Emission | None:
+        """The next block; ``None`` when none is left."""
+        while True:
+            with self._lock:
+                if not self._files:
+                    return None
+                file = self._files[0]
+                if self._in_turn:
+                    self._files.rotate(-1)
+            block = file.take(only_borrowed=self._only_borrowed)
+            if block is not None:
+                return block
+            with self._lock:
+                if file in self._files:
+                    self._files.remove(file)
 
 
 class _SiblingFailed(Exception):
@@ -222,8 +229,8 @@ class _Workers:
         self._failed = threading.Event()
         self.copies = DeviceCopies()
 
-    def run(self, queue: StepQueue, threads: int) -> None:
-        """Do all steps. If a step fails, raise its error and not the "stopped" of the other threads."""
+    def run(self, queue: _Queue, threads: int) -> None:
+        """Write all blocks. If one fails, raise its error and not the "stopped" of the other threads."""
         with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="robust_dcp-write") as pool:
             try:
                 tasks = [pool.submit(self._work, queue) for _ in range(threads)]
@@ -244,7 +251,7 @@ class _Workers:
             self._written_nbytes += nbytes
         self.stop_if_told()
 
-    def _work(self, queue: StepQueue) -> None:
+    def _work(self, queue: _Queue) -> None:
         try:
             # Each thread has its own grad mode and its own stream.
             with torch.no_grad(), self.copies.in_this_thread():
@@ -253,41 +260,39 @@ class _Workers:
             self._failed.set()
             raise
 
-    def _work_off(self, queue: StepQueue) -> None:
-        """Do step after step. While a step that begins with a copy from a device is written, the copy of the next one
-        runs.
-        """
-        copying: tuple[FileSteps, Step] | None = None
+    def _work_off(self, queue: _Queue) -> None:
+        """Write block after block. While a block is written, the copy from a device into the next one runs."""
+        copying: Emission | None = None
         try:
             while True:
                 self.stop_if_told()
-                taken = queue.take()
-                goes_on = taken is not None and _prepare(taken[1])
+                block = queue.take()
+                goes_on = block is not None and _prepare(block)
                 if copying is not None:
                     before, copying = copying, None
-                    _write(*before)
-                if taken is None:
+                    _write(before)
+                if block is None:
                     return
                 if goes_on:
-                    copying = taken
+                    copying = block
                 else:
-                    _write(*taken)
+                    _write(block)
         finally:
             if copying is not None:
-                copying[1].drop()
+                copying.drop()
 
 
-def _prepare(step: Step) -> bool:
+def _prepare(block: Emission) -> bool:
     try:
-        return step.prepare()
+        return block.prepare()
     except BaseException:
-        step.drop()
+        block.drop()
         raise
 
 
-def _write(file: FileSteps, step: Step) -> None:
+def _write(block: Emission) -> None:
     try:
-        step.write()
+        block.write()
     finally:
-        step.drop()
-    file.done()
+        block.drop()
+    block.file.done()

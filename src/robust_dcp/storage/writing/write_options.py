@@ -41,7 +41,6 @@ _FILES_PER_RANK: Final = 2
 _LEAST: Final = {
     "threads": 1,
     "files_per_rank": 1,
-    "block_bytes": PAGE_NBYTES,
     "buffer_bytes": BLOCKS_PER_THREAD * PAGE_NBYTES,
 }
 
@@ -68,14 +67,10 @@ class WriteKeywords(TypedDict, total=False):
     layout: str
     threads: int | None
     files_per_rank: int | None
-    block_bytes: int | None
     buffer_bytes: int | None
     direct: bool | None
     stripe_paths: Sequence[str | os.PathLike[str]]
-    checksums: bool
     overwrite: bool
-    share_unchanged: bool
-    previous: str | os.PathLike[str] | None
     report: bool
 
 
@@ -93,25 +88,15 @@ class WriteOptions(GivenOptions):
             ranks of the node.
         files_per_rank: how many files hold a rank's tensors; the same on all ranks. The default is ``threads`` if that
             is given, else 2.
-        block_bytes: size of one write. The default is 8 MiB.
         buffer_bytes: limit for the memory of each rank that data passes through, whatever the sizes of tensors. The
-            default is 1/64 of the node's memory, divided among its ranks. Blocks get smaller, and threads fewer, to
-            keep it.
+            default is 1/64 of the node's memory, divided among its ranks. Blocks, which have 8 MiB, get smaller, and
+            threads fewer, to keep it.
         direct: ``None``: use direct I/O where the file system has it. ``True``: always; a file system without it is a
-            ``StorageError``. ``False``: use the page cache.
+            ``StorageError``. ``False``: use the page cache. The last few bytes of each file always go through it.
         stripe_paths: directories on other mounts. The files of a rank are spread over them. The checkpoint's directory
             then holds symbolic links, which all readers follow. To delete such a checkpoint by hand, delete the files
             on the other mounts as well.
-        checksums: whether records get a CRC-32, which ``RobustReader`` verifies. Without it the field holds 0, as
-            ``torch.save`` writes it after ``torch.serialization.set_crc32_options(False)``, and a damaged checkpoint
-            loads without an error.
         overwrite: whether a committed checkpoint in the directory may be replaced.
-        share_unchanged: whether bytes that ``previous`` holds as well are not written again. The two files then share
-            them on the device, where the file system can do that (XFS, Btrfs, NFS 4.2 and a few more). Each such byte
-            is read back and compared. Where nothing can be shared everything is written, and the report says why.
-            Needs ``checksums``.
-        previous: the checkpoint to share with. The default is the one that the same writer has written before, or that
-            a ``CheckpointManager`` has saved last, or else the one in the directory itself.
         report: whether each save leaves ``.robust_dcp.report.json`` beside the checkpoint: how long each rank took, how
             it wrote, how the plan was made, and how large the modules are.
 
@@ -131,14 +116,10 @@ class WriteOptions(GivenOptions):
     layout: str = "torch"
     threads: int | None = None
     files_per_rank: int | None = None
-    block_bytes: int | None = None
     buffer_bytes: int | None = None
     direct: bool | None = None
     stripe_paths: Sequence[str | os.PathLike[str]] = ()
-    checksums: bool = True
     overwrite: bool = True
-    share_unchanged: bool = False
-    previous: str | os.PathLike[str] | None = None
     report: bool = True
 
     def __post_init__(self) -> None:
@@ -147,9 +128,7 @@ class WriteOptions(GivenOptions):
             value = getattr(self, name)
             if value is not None and value < at_least:
                 raise ValueError(f"{name} must be at least {at_least}, got {value}")
-        if self.share_unchanged and not self.checksums:
-            raise ValueError("share_unchanged=True needs checksums=True: checksums say which bytes may be unchanged")
-        self.stripes, self.previous_path  # noqa: B018 a URL is refused now, not when the save begins
+        self.stripes  # noqa: B018 a URL is refused now, not when the save begins
 
     @property
     def n_files(self) -> int:
@@ -165,23 +144,12 @@ class WriteOptions(GivenOptions):
         """``stripe_paths`` as absolute paths."""
         return tuple(map(directory_path, self.stripe_paths))
 
-    @property
-    def previous_path(self) -> str | None:
-        """``previous`` as a string."""
-        return None if self.previous is None else directory_path(self.previous)
-
-    @property
-    def blocks_per_thread(self) -> int:
-        """How many blocks of memory a thread uses at a time. One more takes what is read back."""
-        return BLOCKS_PER_THREAD + self.share_unchanged
-
     def fitted(self, page_nbytes: int) -> tuple[int, int]:
         """(threads, bytes of a block) that together stay within ``buffer_bytes``. Blocks are whole pages."""
         buffer_bytes = default_buffer_bytes() if self.buffer_bytes is None else self.buffer_bytes
         threads = default_threads() if self.threads is None else self.threads
-        threads = min(threads, max(buffer_bytes // (self.blocks_per_thread * page_nbytes), 1))
-        block_nbytes = BLOCK_NBYTES if self.block_bytes is None else self.block_bytes
-        block_nbytes = min(block_nbytes, buffer_bytes // (self.blocks_per_thread * threads))
+        threads = min(threads, max(buffer_bytes // (BLOCKS_PER_THREAD * page_nbytes), 1))
+        block_nbytes = min(BLOCK_NBYTES, buffer_bytes // (BLOCKS_PER_THREAD * threads))
         return threads, max(block_nbytes // page_nbytes, 1) * page_nbytes
 
 

@@ -1,1 +1,0 @@
-"""Measures which options suit a device."""
