@@ -4,7 +4,7 @@
 
 All contenders take part in one run, one after the other in each round. Each save and load has its own process
 (``drive.measurement`` says what counts). ``benchmarks/fastdisk.sh`` makes a drive that is faster than this machine's.
-``--tune`` first prints what ``robust_dcp.storage.tuning.tune`` finds on the drive.
+``--tune`` first prints what ``robust_dcp.storage.tune`` finds on the drive.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shapes", default=",".join(SHAPE_NAMES), help="default: %(default)s")
     parser.add_argument("--who", help="a part of the names of those to measure; several with commas (default: all)")
     parser.add_argument("--saves-only", action="store_true", help="no loads")
-    parser.add_argument("--tune", action="store_true", help="print what robust_dcp.storage.tuning.tune finds, first")
+    parser.add_argument("--tune", action="store_true", help="print what robust_dcp.storage.tune finds, first")
     parser.add_argument("--json", help="write all figures there as well")
     parser.add_argument("--plot", help="draw the rates there (.svg or .png)")
     options = parser.parse_args(arguments)

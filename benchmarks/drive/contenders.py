@@ -183,7 +183,6 @@ WRITERS: dict[str, Writer] = {
     f"{OURS}, repeated save": Writer(
         _ours(), prepare=_before(_ours()), note="of the structure of an earlier save", takes_ranks=True
     ),
-    f"{OURS}, no checksums": Writer(_ours(checksums=False), takes_ranks=True),
     f"{OURS}, safetensors": Writer(
         _ours(layout="safetensors"), (OURS, "torch HuggingFaceStorageReader"), takes_ranks=True
     ),

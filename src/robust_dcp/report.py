@@ -110,7 +110,7 @@ class SaveReport(_Report):
             Only the coordinator has them; the dict is empty on other ranks.
         total_nbytes: bytes of tensor data that all ranks wrote together; ``None`` on ranks that do not know.
         digest: a hash over the checksums of all data of all ranks, in hexadecimal digits. It is the same on all ranks,
-            and the same in two saves of the same data by the same ranks. ``None`` with ``checksums=False``.
+            and the same in two saves of the same data by the same ranks.
         files: the files that this rank wrote.
         how: how this rank wrote its files: ``direct``, or ``buffered`` and why. For an async save it also says what
             was written while training waited, and why.

@@ -127,20 +127,6 @@ def test_a_torn_index_and_one_of_another_save_are_found(copy_of: CopyOf, origina
     assert ended.code == 1 and "another .metadata" in ended.rows[0][3]
 
 
-def test_data_without_checksums_is_said_to_be_not_verified(tmp_path: Path, shell: Shell) -> None:
-    import torch
-
-    import robust_dcp
-
-    writer = robust_dcp.RobustWriter(tmp_path, options=robust_dcp.WriteOptions(checksums=False))
-    robust_dcp.save({"weight": torch.ones(1000)}, storage_writer=writer)
-    ended = shell("verify", tmp_path, "--json")
-    assert ended.code == 0
-    ((found),) = ended.json["not_verified"]
-    assert (found["items"], found["nbytes"]) == (1, 4000)
-    assert "not all could be verified" in shell("verify", tmp_path).err
-
-
 def test_a_leftover_beside_a_checkpoint_is_noted_and_is_no_damage(copy_of: CopyOf, shell: Shell) -> None:
     path = copy_of("ours")
     (path / "__77_0.distcp").write_bytes(b"left")

@@ -245,18 +245,6 @@ class TestLatest:
         assert (tmp_path / "latest").read_text() == "step_5"
 
 
-def test_without_a_look_at_the_root_a_save_shares_nothing_and_is_whole(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    save_steps(CheckpointManager(tmp_path), 1)
-    manager = CheckpointManager(tmp_path, disk=_Acts("list", tmp_path.name, refuse))
-    manager.save(2, state(2), storage_writer=RobustWriter(tmp_path / "step_2", share_unchanged=True))
-    assert "nothing is shared with the latest checkpoint" in caplog.text
-    found = state(0)
-    robust_dcp.load(found, checkpoint_id=tmp_path / "step_2")
-    assert found["step"] == 2
-
-
 @pytest.mark.parametrize("best", ["lowest", "", None])
 def test_a_best_that_is_neither_end_is_refused_at_once(best: Any) -> None:
     with pytest.raises(ValueError, match="best is 'smallest' or 'largest', not"):

@@ -23,6 +23,7 @@ from tests.support.simulated_disk import SimulatedDisk
 
 DIRECTORY = "/checkpoint"
 
+
 class ListSource:
     """Items of a list: tensors, or bytes for an object. ``given`` is what :meth:`resolve` gives where that is not what
     the plan expects: another value, or an exception to raise."""

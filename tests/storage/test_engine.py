@@ -144,7 +144,7 @@ def test_tensors_of_some_mib_share_writes_wherever_they_lie_in_memory(page_offse
         if any(begin <= address and address + nbytes <= end for begin, end in of_tensors)
     )
     total = sum(value.nbytes for value in values)
-    # Of tensors that lie where their place in the file does, all but the pages at both ends, and the short pieces of one
+    # Of tensors that lie where their place in the file does, all but the pages at both ends, and short pieces of one
     # that is cut; of others nothing.
     assert in_place >= total - 2 * 4096 * len(values) - 2 * LARGE_NBYTES if page_offset == 64 else in_place == 0
 

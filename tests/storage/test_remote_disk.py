@@ -152,7 +152,6 @@ WRITES: dict[str, Callable[[Disk, Any], Any]] = {
     "open_lock": lambda disk, _: disk.open_lock(PATH),
     "pwrite": lambda disk, file: disk.pwrite(file, b"x", 0),
     "preallocate": lambda disk, file: disk.preallocate(file, 1),
-    "share_extents": lambda disk, file: disk.share_extents(file, file, 0, 1),
     "truncate": lambda disk, file: disk.truncate(file, 0),
     "fsync": lambda disk, file: disk.fsync(file),
     "fsync_directory": lambda disk, _: disk.fsync_directory(URL),

@@ -73,13 +73,14 @@ class ComparesPayload(SimulatedDisk):
         super().__init__()
         self._rows, self._period = memoryview(row * 10), len(row)
         self._begin, self._end = begin, end
+        self._left_out_nbytes = (end - begin) // MIB * MIB - 32 * MIB
         self._adding = threading.Lock()
         self.n_compared = 0
 
     def pwrite(self, file: OpenFile, data: Any, offset: int) -> None:
         view = memoryview(data)
         if offset < self._begin or offset + view.nbytes > self._end:
-            super().pwrite(file, view, 0 if offset < self._begin else (self._begin // 4096 + 1) * 4096)
+            super().pwrite(file, view, offset if offset < self._begin else offset - self._left_out_nbytes)
             return
         at = (offset - self._begin) % self._period
         assert np.array_equal(np.frombuffer(view, np.uint8), np.frombuffer(self._rows[at : at + view.nbytes], np.uint8))
