@@ -20,7 +20,7 @@ OTHER_VALUES: list[tuple[Any, Any, str, Any]] = [
     (RobustReader, ReadOptions, "share_reads", True),
     (RobustReader, ReadOptions, "threads", 3),
     (RobustWriter, WriteOptions, "overwrite", False),
-    (RobustWriter, WriteOptions, "checksums", False),
+    (RobustWriter, WriteOptions, "report", False),
     (RobustWriter, WriteOptions, "layout", "safetensors"),
     (RobustWriter, WriteOptions, "report", False),
     (RobustWriter, WriteOptions, "buffer_bytes", 64 << 20),

@@ -325,8 +325,9 @@ class FileEmitter:
         file.note_how()
         if file.file.alignment is not None:
             disk.use_page_cache(file.file, "")  # these bytes are few, and not whole pages
-        for offset_of, data in sorted(late):
-            disk.pwrite(file.file, data, offset_of)
+        for at, data in sorted(late):
+            disk.pwrite(file.file, data, at)
+            context.wrote(len(data))
         disk.truncate(file.file, max(file.nbytes, late[-1][0] + len(late[-1][1])))  # the last page was written whole
         disk.fsync(file.file)
         disk.close(file.file)
