@@ -31,12 +31,13 @@ _WITHOUT_COLLECTIVES = """
 from torch.testing._internal.distributed import fake_pg
 store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=rank == 0)
 dist.init_process_group("fake", store=store, rank=rank, world_size=size)
-robust_dcp.save(state(1), checkpoint_id=f"{path}/1", timeout_seconds=20)
-print("all is well", flush=True)
-robust_dcp.Channel.for_group(operation="end").barrier("end")
-store.add("done", 1)
-while rank == 0 and store.add("done", 0) < size:
-    time.sleep(0.05)
+try:
+    robust_dcp.save(state(1), checkpoint_id=f"{path}/1", timeout_seconds=20)
+    print("all is well", flush=True)
+finally:  # rank 0 hosts the store, and stays until nobody needs it
+    store.add("done", 1)
+    while rank == 0 and store.add("done", 0) < size:
+        time.sleep(0.05)
 """
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from robust_dcp.comm.connections import Broken, Connections, Payload
+from robust_dcp.comm.connections import Broken, Connections, Payload, Whereabouts
 from robust_dcp.comm.frames import FRAME_NBYTES
 from robust_dcp.comm.link import Link
 from robust_dcp.comm.notes import Notes
@@ -90,7 +90,8 @@ class _SimulatedConnections(Connections):
     """The connections of one rank in one place, without gloo."""
 
     def __init__(self, network: SimulatedNetwork, place: str, store: Any, rank: int) -> None:
-        super().__init__(store, rank, network.size, lambda: (None, True), f"rank {rank} of a simulation", b"hi")
+        here = Whereabouts(f"rank {rank} of a simulation", "", "")
+        super().__init__(store, rank, network.size, lambda: (None, True), here, b"hi")
         self._network = network
         self._place = place
         network.join(place, rank, self)

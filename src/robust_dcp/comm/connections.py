@@ -18,15 +18,16 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from robust_dcp.comm import patience
+from robust_dcp.comm import network, patience
+from robust_dcp.errors import RobustCheckpointError
 
-__all__ = ["CHUNK_NBYTES", "CONNECTING_FAILED", "Broken", "Connections", "Payload", "short"]
+__all__ = ["CHUNK_NBYTES", "CONNECTING_FAILED", "Broken", "Connections", "Payload", "Whereabouts", "short"]
 
 Payload = bytes | bytearray | memoryview
 
@@ -48,6 +49,33 @@ _FOR_EVER = datetime.timedelta(days=3650)
 _AT_ONCE = datetime.timedelta(milliseconds=1)
 
 
+class Whereabouts(NamedTuple):
+    """Where a process can be reached, as it tells the other ranks in the store.
+
+    Attributes:
+        process: host and process id, for people.
+        address: where it listens.
+        network: identifies the network that it sees. Processes with the same one reach each other's loopback address.
+    """
+
+    process: str
+    address: str
+    network: str
+
+    def refuse_loopback(self, others: Whereabouts) -> None:
+        """Raise if this process listens at an address that another one does not reach.
+
+        Raises:
+            RobustCheckpointError: says what to set.
+        """
+        if network.is_loopback(self.address) and self.network != others.network:
+            raise RobustCheckpointError(
+                f"the process at {self.process} listens at {self.address}, which is its loopback address, and the one "
+                f"at {others.process} is on another host: set {network.INTERFACE} on each host to the interface of the "
+                "network that joins the hosts"
+            )
+
+
 class Broken(Exception):
     """The other rank is gone, or the connections were dropped. This is internal to :mod:`robust_dcp.comm`."""
 
@@ -60,12 +88,13 @@ class Connections:
         rank: this process's rank in the group.
         size: how many ranks the group has.
         make_device: makes what listens on the network, ``lazy_init`` or not.
-        about: what other ranks learn of this process, for people.
+        here: what other ranks learn of this process.
         greeting: bytes that only ranks of the group know.
 
     Attributes:
         is_dropped: nothing comes any more.
         peers: for each connected rank what it said about its process.
+        lost: the ranks that closed their connections before this one did, each with what is known of it.
         kept: what may never be read, and must not be freed before the connections.
     """
 
@@ -75,14 +104,14 @@ class Connections:
         rank: int,
         size: int,
         make_device: Callable[[], tuple[Any, bool]],
-        about: str,
+        here: Whereabouts,
         greeting: bytes,
     ) -> None:
         self._store = store
         self._rank = rank
         self._size = size
         self._make_device = make_device
-        self._about = about
+        self._here = here
         self._greeting = greeting
         self._turns: dict[int, threading.Lock] = {}
         self._lock = threading.Lock()
@@ -90,6 +119,7 @@ class Connections:
         self._tags = itertools.count(_PAYLOAD_TAGS)
         self.is_dropped = False
         self.peers: dict[int, str] = {}
+        self.lost: dict[int, str] = {}
         self.kept: list[Any] = []
         self._connected: set[int] = set()
 
@@ -102,6 +132,7 @@ class Connections:
 
         Raises:
             Broken: the connections were dropped, or cannot be made.
+            RobustCheckpointError: one of the two listens where the other one cannot reach it.
             RuntimeError: the store is lost.
         """
         with self._lock:
@@ -111,18 +142,20 @@ class Connections:
                 return
             look()
             self._make_group(look)
-            self._store.set(f"{self._rank} to {peer}", self._about)
+            self._store.set(f"{self._rank} to {peer}", "\t".join(self._here))
             announced()
             self._await([f"{peer} to {self._rank}"], look)
-            about = self._store.get(f"{peer} to {self._rank}").decode(errors="replace")
+            there = Whereabouts(*self._store.get(f"{peer} to {self._rank}").decode(errors="replace").split("\t"))
+            self._here.refuse_loopback(there)
+            there.refuse_loopback(self._here)
             try:
                 self.kept.append(self.send(peer, _GREETING_TAG, self._greeting))
                 answer = self.receive(peer, _GREETING_TAG, len(self._greeting), patience.GREETING_SECONDS)
             except Broken as error:
-                raise Broken(f"{CONNECTING_FAILED}: {about}: {error}") from None
+                raise Broken(f"{CONNECTING_FAILED}: {there.process}: {error}") from None
             if answer != self._greeting:
-                raise Broken(f"{CONNECTING_FAILED}: whoever answered is not {about}")
-            self.peers[peer] = about
+                raise Broken(f"{CONNECTING_FAILED}: whoever answered is not {there.process}")
+            self.peers[peer] = there.process
 
     def _make_group(self, look: Callable[[], None]) -> None:
         """Make the gloo group. Without ``lazy_init`` that connects each rank to each other one, so all must be here."""

@@ -33,12 +33,14 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
         doing: what it is doing, for people.
         inside: the keys of the operations that it is in.
         missing: ranks that it lost or does not hear, each with what it knows of it.
+        lost: ranks that took part in its operations, and closed their connections to it.
     """
 
     rank: int
     doing: str
     inside: tuple[tuple[int, int], ...]
     missing: dict[int, str]
+    lost: dict[int, str]
 
 
 def verdict(
@@ -60,27 +62,29 @@ def verdict(
         own: the answer of this rank.
         answers: those of all ranks that have answered.
     """
-    answers = sorted({answer.rank: answer for answer in (*answers, own)}.values(), key=lambda answer: answer.rank)
+    answers = sorted({answer.rank: answer for answer in (own, *answers)}.values(), key=lambda answer: answer.rank)
+    alive = {answer.rank for answer in answers}  # of a rank that answers, only the connection broke
     inside = {each for answer in answers for each in answer.inside}
+    dead = {rank: text for answer in answers for rank, text in answer.lost.items() if rank not in alive}
     ending = {key}
     error: RobustCheckpointError
-    if problem.may_return or (problem.is_loss and {answer.rank for answer in answers}.issuperset(problem.missing)):
-        # A rank that answers is alive, so only its connection broke.
-        ending = set()
-        error = ExchangeError("the ranks connect again")
-    elif problem.cause is not None:
+    if problem.cause is not None:
         failures = [failure_of(own.rank, problem.cause)]
         error = ExchangeError(f"{what} {problem.what}", failures=failures, phase=phase, ranks=[own.rank])
     elif problem.damaged_by is not None:
         error = ExchangeError(f"{what}: {problem.what}", phase=phase, ranks=[problem.damaged_by])
+    elif dead:
+        ending |= inside
+        error = _missing_ranks_error(Problem.of_lost(dead), what, phase, size, timeout_seconds, answers)
+    elif problem.is_loss:
+        ending = set()
+        error = ExchangeError("the ranks connect again")
     elif problem.is_elsewhere:
         error = _different_operations_error(phase, answers, own.rank)
         here = {answer.rank for answer in answers if key in answer.inside}
         # The operations that share no rank with this one: their ranks wait for those of this one, and vice versa.
         ending |= {each for each in inside if not any(each in a.inside for a in answers if a.rank in here)}
     else:
-        if problem.is_loss:
-            ending |= inside
         error = _missing_ranks_error(problem, what, phase, size, timeout_seconds, answers)
     return EndMessage(tuple(sorted(ending)), ErrorMessage.of(error))
 
@@ -105,7 +109,7 @@ def _missing_ranks_error(
 ) -> ExchangeTimeout:
     doing = {answer.rank: answer.doing for answer in answers}
     missing = dict(problem.missing)
-    for answer in answers:
+    for answer in answers if not problem.is_loss else ():
         missing = {**{rank: text for rank, text in answer.missing.items() if rank not in doing}, **missing}
     for rank, text in problem.missing.items():
         # A rank that answers is alive: only its work does not advance.

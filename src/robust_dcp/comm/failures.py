@@ -24,6 +24,7 @@ from robust_dcp.errors import (
 )
 
 __all__ = [
+    "LOST",
     "MAX_FAILURES_TOLD",
     "EndMessage",
     "ErrorMessage",
@@ -40,6 +41,8 @@ MAX_FAILURES_TOLD = 16
 _MAX_MESSAGE_CHARS = 16 << 10
 _MAX_TRACEBACK_CHARS = 32 << 10
 _MAX_FIELDS_NBYTES = 256 << 10
+
+LOST = "broke off: connection lost"
 
 
 class Stopped(Exception):
@@ -59,8 +62,8 @@ class Problem(Exception):
         missing: ranks that are gone or silent, each with what is known of it.
         damaged_by: the rank that sent messages which arrived damaged.
         is_elsewhere: some ranks are in another operation or phase.
-        is_loss: the connection to the missing ranks broke.
-        may_return: the missing ranks have said nothing in this operation. Their connections may have broken long ago.
+        is_loss: the connection to the missing ranks broke. They may be alive.
+        may_return: the missing ranks have said nothing in this operation, or it was this rank that closed.
     """
 
     def __init__(
@@ -94,9 +97,9 @@ class Problem(Exception):
         return cls(f"what rank {peer} sent to rank {rank} arrived damaged {detail}", damaged_by=peer)
 
     @classmethod
-    def of_lost(cls, peer: int, text: str, *, may_return: bool = False) -> Problem:
-        """The connection to ``peer`` broke; ``text`` says what is known."""
-        return cls("broke off: connection lost", missing={peer: text}, is_loss=True, may_return=may_return)
+    def of_lost(cls, lost: dict[int, str], *, may_return: bool = False) -> Problem:
+        """The connections to the ranks in ``lost`` broke. The texts say what is known."""
+        return cls(LOST, missing=lost, is_loss=True, may_return=may_return)
 
     @classmethod
     def of_silent(cls, rank: int, seconds: float, text: str) -> Problem:

@@ -24,13 +24,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from robust_dcp.comm import network, patience, wire
-from robust_dcp.comm.connections import Broken, Connections
+from robust_dcp.comm.connections import Broken, Connections, Whereabouts
 from robust_dcp.comm.ending import Answer, end_of_leaving, end_without_store, verdict
 from robust_dcp.comm.failures import EndMessage, Problem
 from robust_dcp.comm.frames import operation_id
 from robust_dcp.comm.notes import STORE_IS_LOST, Notes, StoreLost
 from robust_dcp.comm.stats import ExchangeStats
 from robust_dcp.comm.tree import Tree
+from robust_dcp.errors import RobustCheckpointError
 
 __all__ = ["Link", "OperationKey", "link_for", "local_link"]
 
@@ -138,6 +139,7 @@ class Link:
 
         Raises:
             Broken: the generation is over, or the store is lost.
+            RobustCheckpointError: this rank, or ``peer``, listens where the other one cannot reach it.
         """
         generation = self.generation
         try:
@@ -156,6 +158,8 @@ class Link:
                         self._connections = connections
             connections.connect(peer, self._looking(generation, is_over), announced)
             return generation, connections
+        except RobustCheckpointError:
+            raise
         except (StoreLost, RuntimeError) as error:
             raise Broken(f"{STORE_IS_LOST} ({error})") from None
 
@@ -221,8 +225,6 @@ class Link:
                 operation.end(end_of_leaving([operation.key]))
             if self._is_closed or generation != self.generation:
                 return
-            end_message = b""
-            answer = self._answer(problem)
 
             def verdict_on(answers: Sequence[Answer]) -> EndMessage:
                 return verdict(
@@ -232,7 +234,7 @@ class Link:
                     operation.phase,
                     self.size,
                     operation.timeout_seconds,
-                    answer,
+                    self._answer(problem),
                     answers,
                 )
 
@@ -241,13 +243,12 @@ class Link:
                 self._first = generation + 1
             elif self._notes is not None:
                 try:
-                    end_message = self._agree_on_end(self._notes, problem, answer, verdict_on)
+                    end_message = self._agree_on_end(self._notes, problem, verdict_on)
                 except StoreLost as lost:
-                    ended = verdict_on([])
-                    if problem.may_return:
-                        problem.may_return = False
-                        ended = verdict_on([])
-                    ended = end_without_store(ended, operation.what, self.size, str(lost), self.store_host, self.rank)
+                    problem.is_loss = False  # the lost ranks cannot say that they are alive
+                    ended = end_without_store(
+                        verdict_on([]), operation.what, self.size, str(lost), self.store_host, self.rank
+                    )
                     end_message = wire.encode(ended)
                     self._unsettled = generation - self._first, end_message
             else:
@@ -256,16 +257,17 @@ class Link:
             self._apply(end_message)
             self._stay_until_heard(generation - self._first, end_message)
 
-    def _answer(self, problem: Problem) -> Answer:
+    def _answer(self, problem: Problem, connections: Connections | None = None) -> Answer:
         operations = self.operations()
         missing = dict(problem.missing)
         for each in operations:
             missing.update(each.missing())
         doing = "; ".join(sorted(each.whereabouts() for each in operations)) or "no operation"
-        return Answer(self.rank, doing, tuple(each.key for each in operations), missing)
+        lost = dict(connections.lost) if connections is not None else {}
+        return Answer(self.rank, doing, tuple(each.key for each in operations), missing, lost)
 
     def _agree_on_end(
-        self, notes: Notes, problem: Problem, answer: Answer, verdict_on: Callable[[Sequence[Answer]], EndMessage]
+        self, notes: Notes, problem: Problem, verdict_on: Callable[[Sequence[Answer]], EndMessage]
     ) -> bytes:
         """The end message that counts for all ranks."""
         generation = self.generation - self._first
@@ -273,8 +275,12 @@ class Link:
         if end_message:
             notes.note_heard(generation)
             return end_message
+        connections = self._say_gone(problem)  # other neighbours that have ended are found meanwhile
+        # Answer before the connections close: whoever has closed them, and does not answer, is dead.
+        answer = self._answer(problem, connections)
         is_first = notes.call_roll(generation, wire.encode(answer))
-        self._drop(problem)
+        if connections is not None:
+            connections.drop()
         until = time.monotonic() + patience.VERDICT_SECONDS
         pause_seconds = 0.005
         while not is_first and time.monotonic() < until:
@@ -284,10 +290,8 @@ class Link:
                 return end_message
             time.sleep(pause_seconds)
             pause_seconds = min(0.1, 1.3 * pause_seconds)
-        if problem.is_loss:
-            time.sleep(patience.TOGETHER_SECONDS)
-        elif problem.is_elsewhere or problem.missing:
-            expected = self.size - len(problem.missing)
+        if problem.is_elsewhere or problem.missing:
+            expected = self.size - (0 if problem.is_loss else len(problem.missing))  # who is lost may be alive
             until = time.monotonic() + patience.ROLL_CALL_SECONDS
             while len(notes.answers(generation)) < expected and time.monotonic() < until:
                 time.sleep(0.02)
@@ -296,7 +300,8 @@ class Link:
         notes.note_heard(generation)
         return end_message
 
-    def _drop(self, problem: Problem | None = None) -> None:
+    def _say_gone(self, problem: Problem | None = None) -> Connections | None:
+        """Tell the neighbours that the connections will be dropped, and return these. Nobody connects any more."""
         with self._lock:
             connections, self._connections = self._connections, None
             self._dropped = self.generation
@@ -304,6 +309,11 @@ class Link:
             for each in self.operations():
                 each.say_gone(list(problem.missing) if problem is not None and not problem.may_return else ())
             time.sleep(patience.GONE_SECONDS)
+        return connections
+
+    def _drop(self, problem: Problem | None = None) -> None:
+        connections = self._say_gone(problem)
+        if connections is not None:
             connections.drop()
 
     def _apply(self, end_message: bytes) -> None:
@@ -455,9 +465,9 @@ def make_link(store: Any, name: str, rank: int, ranks: tuple[int, ...], store_ho
     address = network.listening_address(store)
 
     def make_connections(place: str) -> Connections:
-        about = f"host {socket.gethostname()[:64]}, pid {os.getpid()}"
+        here = Whereabouts(f"host {socket.gethostname()[:64]}, pid {os.getpid()}", address, network.network_id())
         store_there = notes.under(place)
         device = functools.partial(network.make_device, address)
-        return Connections(store_there, rank, len(ranks), device, about, notes.life.encode())
+        return Connections(store_there, rank, len(ranks), device, here, notes.life.encode())
 
     return Link(rank=rank, ranks=ranks, notes=notes, make_connections=make_connections, store_host=store_host)

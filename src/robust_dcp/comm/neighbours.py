@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from robust_dcp.comm import patience
 from robust_dcp.comm.beats import Beat, Progress
 from robust_dcp.comm.connections import CONNECTING_FAILED
-from robust_dcp.comm.failures import Problem
+from robust_dcp.comm.failures import LOST, Problem
 from robust_dcp.comm.network import INTERFACE
 from robust_dcp.comm.notes import STORE_IS_LOST
 from robust_dcp.comm.tree import Tree
@@ -21,6 +21,9 @@ __all__ = ["Neighbours"]
 
 _MISSED_AFTER = 0.7
 """A rank that was silent for this part of the timeout is reported as missing when others ask."""
+
+_MAX_RECONNECTS = 8
+"""In one exchange. So many other operations do not fail while one exchange runs."""
 
 
 class Neighbours:
@@ -49,10 +52,18 @@ class Neighbours:
         self._process_of = process_of
         self._beats: dict[int, Beat] = {}
         self._catches_up_until = 0.0
+        self._n_reconnects = 0
         self.waiting_since = self._began = self._last_look = time.monotonic()
 
     def count_from_now(self) -> None:
-        """Ignore silence and standstills before this moment, because this rank was connecting."""
+        """Ignore silence, standstills and beats before this moment, because this rank was connecting.
+
+        After some times silence counts after all, so that ranks which lose each other again and again come to an end.
+        """
+        self._n_reconnects += 1
+        if self._n_reconnects > _MAX_RECONNECTS:
+            return
+        self._beats.clear()
         self.waiting_since = self._began = self._last_look = time.monotonic()
 
     def note_heard(self, peer: int, beat: Beat | None = None) -> None:
@@ -109,7 +120,7 @@ class Neighbours:
 
     def _refuse_gone(self, peer: int, now: float) -> None:
         if peer in self.came_apart and peer not in self.heard and now > self._began + patience.RECONNECT_SECONDS:
-            raise Problem.of_lost(peer, self.words_for_lost(peer, self.came_apart[peer]))
+            raise Problem(LOST, missing={peer: self.words_for_lost(peer, self.came_apart[peer])})
 
     def seconds_to_wait(self, timeout_seconds: float) -> float:
         """How long to wait before looking at the absent neighbours again.

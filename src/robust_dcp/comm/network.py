@@ -23,9 +23,19 @@ from typing import Any
 
 import torch.distributed as dist
 
+from robust_dcp.comm.nodes import BOOT_ID
 from robust_dcp.errors import RobustCheckpointError
 
-__all__ = ["INTERFACE", "is_initialised", "is_loopback", "listening_address", "make_device", "members", "parent_of"]
+__all__ = [
+    "INTERFACE",
+    "is_initialised",
+    "is_loopback",
+    "listening_address",
+    "make_device",
+    "members",
+    "network_id",
+    "parent_of",
+]
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -213,3 +223,10 @@ def _addresses_of(interface: str) -> list[str]:
 def is_loopback(address: str) -> bool:
     """Whether only processes of the same host can reach ``address``."""
     return address.startswith("127.") or address == "::1"
+
+
+def network_id() -> str:
+    """Identifies the network that this process sees: the same for two processes if they share a loopback address."""
+    with contextlib.suppress(OSError):  # elsewhere than on Linux
+        return f"{BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/net')}"
+    return socket.gethostname()

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from robust_dcp.environment import value_of
 
-__all__ = ["RANKS_PER_NODE", "node_name", "node_of"]
+__all__ = ["BOOT_ID", "RANKS_PER_NODE", "node_name", "node_of"]
 
 RANKS_PER_NODE = "ROBUST_DCP_RANKS_PER_NODE"
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def node_of(rank: int, environment: Mapping[str, str] = os.environ) -> int:
@@ -33,7 +33,7 @@ def node_of(rank: int, environment: Mapping[str, str] = os.environ) -> int:
         return number
     boot = ""
     with contextlib.suppress(OSError):  # there is none outside Linux
-        boot = _BOOT_ID.read_text().strip()
+        boot = BOOT_ID.read_text().strip()
     # Use both. Containers on different machines may share a name; so may machines on different networks.
     name = f"host {socket.gethostname()} boot {boot}"
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1 | 1

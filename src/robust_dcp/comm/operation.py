@@ -40,7 +40,7 @@ import msgspec
 from robust_dcp.comm import patience, wire
 from robust_dcp.comm.beats import Beat, Progress, Stragglers
 from robust_dcp.comm.combine import Agreement, Offer
-from robust_dcp.comm.connections import Broken, Connections, Payload
+from robust_dcp.comm.connections import CONNECTING_FAILED, Broken, Connections, Payload
 from robust_dcp.comm.ending import as_told_to
 from robust_dcp.comm.failures import EndMessage, ErrorMessage, FailuresBelow, Problem, Stopped
 from robust_dcp.comm.frames import BODY_NBYTES, FRAME_NBYTES, Frame, FrameError, Kind, Status, phase_id
@@ -430,7 +430,7 @@ class Operation:
         if silent:  # its thread must not read what belongs to the next exchange
             peer = absent[0]
             words = exchange.neighbours.words_for_silent(peer, self.timeout_seconds)
-            self.link.break_up(generation, Problem.of_lost(peer, words, may_return=True), self)
+            self.link.break_up(generation, Problem.of_lost({peer: words}, may_return=True), self)
 
     # Sending.
 
@@ -516,12 +516,14 @@ class Operation:
     def _read(self, exchange: _Exchange, peer: int) -> None:
         """Take what ``peer`` sends in this exchange. A thread of its own runs this."""
         generation = self.link.generation
+        connections: Connections | None = None
         try:
             generation, connections = self.link.connect(
                 peer, lambda: self._exchange is not exchange, lambda: self._note_announced(exchange, peer)
             )
             with self._changed:
-                if self._exchange is not exchange or generation != self.link.generation:
+                is_old = self._exchange is not exchange or generation != self.link.generation
+                if is_old or exchange.open.get(peer) is connections:  # then another thread reads from there already
                     return
                 exchange.open[peer] = connections
                 if exchange.number == 0 and peer not in exchange.closed:  # so that the others know that this rank came
@@ -532,11 +534,13 @@ class Operation:
                 pass
         except Problem as problem:
             self.link.break_up(generation, problem, self)
+        except RobustCheckpointError as error:
+            self.link.break_up(generation, Problem.of_leaving(self.link.rank, error), self)
         except Broken as error:
-            self._lose(exchange, peer, generation, str(error))
+            self._lose(exchange, peer, generation, connections, str(error))
         except Exception as error:
             logger.exception("reading from rank %d fails", peer)
-            self._lose(exchange, peer, generation, f"{type(error).__name__}: {error}")
+            self._lose(exchange, peer, generation, connections, f"{type(error).__name__}: {error}")
 
     def _note_announced(self, exchange: _Exchange, peer: int) -> None:
         with self._changed:
@@ -613,7 +617,7 @@ class Operation:
             if not missing:
                 raise Broken("it dropped its connections")
             words = {rank: exchange.neighbours.words_for_lost(rank, f"rank {peer} says so") for rank in missing}
-            raise Problem("broke off: connection lost", missing=words, is_loss=True)
+            raise Problem.of_lost(words)
         if frame.phase != exchange.phase_id:
             raise Problem("in different operations", is_elsewhere=True)
         if frame.kind == Kind.AGAIN:
@@ -657,24 +661,29 @@ class Operation:
             self._post(exchange, peer, again)
         return False
 
-    def _lose(self, exchange: _Exchange, peer: int, generation: int, detail: str) -> None:
+    def _lose(
+        self, exchange: _Exchange, peer: int, generation: int, connections: Connections | None, detail: str
+    ) -> None:
         """The connection to ``peer`` broke, or could not be made."""
         with self._changed:
             if self._exchange is not exchange or peer in exchange.done or generation != self.link.generation:
                 return
             neighbours = exchange.neighbours
             neighbours.seconds_to_catch_up(time.monotonic(), self.timeout_seconds)
+            is_closed_there = connections is not None and not connections.is_dropped
+            may_return = not is_closed_there or peer not in self._heard or peer in exchange.closed
+            words = neighbours.words_for_lost(peer, detail)
+            problem = Problem.of_lost({peer: words}, may_return=may_return)
+            if connections is not None and not may_return:
+                connections.lost.update(problem.missing)
+            elif is_closed_there or detail.startswith(CONNECTING_FAILED):
+                neighbours.came_apart.setdefault(peer, detail)
             if neighbours.stood_still_seconds > self.timeout_seconds / 2:
                 rank, seconds = self.link.rank, neighbours.stood_still_seconds
                 problem = Problem(
                     f"did not finish: no progress for {self.timeout_seconds:g} seconds",
                     missing={rank: f"rank {rank} stood still for {seconds:.1f} seconds"},
                 )
-            else:
-                words = neighbours.words_for_lost(peer, detail)
-                problem = Problem.of_lost(peer, words, may_return=peer not in self._heard or peer in exchange.closed)
-            if problem.may_return:
-                neighbours.came_apart.setdefault(peer, detail)
         self.link.break_up(generation, problem, self)
 
     def resume(self) -> None:
@@ -682,7 +691,6 @@ class Operation:
         with self._changed:
             exchange = self._exchange
             if exchange is not None and self._end_message is None:
-                exchange.open = {}
                 exchange.neighbours.count_from_now()
                 self._read_from_all(exchange)
                 self._changed.notify_all()

@@ -26,9 +26,6 @@ RECONNECT_SECONDS = 5.0
 ELSEWHERE_SECONDS = 10.0
 """How long a rank may wait in another operation before we call that a mistake. Its threads may have started both."""
 
-TOGETHER_SECONDS = 0.5
-"""At the end: how long a rank that lost another rank waits for more ranks to be lost, before it reports them."""
-
 ROLL_CALL_SECONDS = 1.0
 """At the end: how long ranks have to say where they are."""
 
