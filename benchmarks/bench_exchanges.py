@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from robust_dcp.comm import Channel, Offer
-from robust_dcp.comm.connections import Connections, Payload
+from robust_dcp.comm.connections import Connections, Payload, Whereabouts
 from robust_dcp.comm.link import Link
 from robust_dcp.comm.network import make_device
 from robust_dcp.comm.notes import Notes
@@ -164,9 +164,8 @@ class Group:
 
         def make_connections(place: str) -> Connections:
             store, nbytes = notes.under(place), self._nbytes[rank]
-            return _CountingConnections(
-                nbytes, store, rank, self.size, lambda: make_device("127.0.0.1"), "bench", b"hi"
-            )
+            here = Whereabouts("bench", "127.0.0.1", "this host")
+            return _CountingConnections(nbytes, store, rank, self.size, lambda: make_device(here.address), here, b"hi")
 
         return Link(rank=rank, ranks=tuple(range(self.size)), notes=notes, make_connections=make_connections)
 
