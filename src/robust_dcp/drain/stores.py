@@ -10,12 +10,13 @@ import contextlib
 import errno
 import os
 import secrets
+import stat
 from collections.abc import Callable
 from typing import Final, Protocol, TypeVar
 
 from robust_dcp.drain.content import ContentSums, OpenSource
 from robust_dcp.errors import CorruptCheckpoint, StorageError
-from robust_dcp.storage.files.disk import Disk, OpenFile
+from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
 from robust_dcp.storage.files.paths import is_data_file, locate
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.remote.calls import Calls
@@ -163,12 +164,17 @@ class DirectoryStore:
             is_link = os.path.islink(path)
             if is_link and not is_data_file(name):
                 continue
-            if os.path.isdir(path):
+            try:
+                status = os.stat(path)
+            except FileNotFoundError:  # it was removed meanwhile, or the link leads nowhere
+                continue
+            except OSError as error:
+                raise storage_error("look at", path, error) from error
+            if stat.S_ISDIR(status.st_mode):
                 if not is_link:  # it may lead to a directory around this one, and so on without end
                     self._look(relative, found)
-            elif not name.endswith(_UNFINISHED_SUFFIX) and os.path.isfile(path):
-                with contextlib.suppress(FileNotFoundError):
-                    found[relative] = os.stat(path).st_size
+            elif not name.endswith(_UNFINISHED_SUFFIX) and stat.S_ISREG(status.st_mode):
+                found[relative] = status.st_size
 
     def open(self, name: str) -> OpenSource:
         path = locate(self._disk, self.url, name, file=self.url)

@@ -165,12 +165,20 @@ class StagingBuffers:
         for buffer in dropped:
             buffer.release()
 
+    def forget_all(self) -> None:
+        """Drop the buffers in a forked process, which does not have their memory."""
+        self._lock = threading.Lock()
+        self._free = []
+
 
 STAGING = StagingBuffers()
 """The buffers of this process."""
 
 SHARED_STAGING = StagingBuffers(are_shared=True)
 """The buffers of this process that its writer process maps as well."""
+
+os.register_at_fork(after_in_child=STAGING.forget_all)
+os.register_at_fork(after_in_child=SHARED_STAGING.forget_all)
 
 
 def _shared_buffer(nbytes: int, cpus: frozenset[int]) -> StagingBuffer:

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 _RENAME_DATA: Final = "give data files their names"
 _FSYNC_NAMES: Final = "make the names of data files durable"
 CHECK: Final = "look before the commit"
+_FSYNC_COMMIT: Final = "make the commit durable"
 BEFORE_RENAME: Final = frozenset({"create", "write", "fsync", "close", _RENAME_DATA, _FSYNC_NAMES, CHECK})
 """Operations of a ``StorageError``. If one of these fails in :func:`commit_metadata`, only the old checkpoint exists.
 
@@ -170,7 +171,8 @@ class PreparedCommit:
         except BaseException:
             self._undo()
             raise
-        disk.fsync_directory(directory)
+        with _as_operation(_FSYNC_COMMIT):  # also if it was its close that failed
+            disk.fsync_directory(directory)
         if self._index_path and not has_index:
             is_gone_or_told(disk.unlink, self._index_path)
         return has_index

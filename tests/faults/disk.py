@@ -1,0 +1,533 @@
+"""One scripted disk: it sees each call that this process makes to the files below a directory, and lets some fail.
+
+.. code-block:: python
+
+    with FaultDisk(path, on={"rename:.metadata": kill, "read:*.distcp#3": OSError(errno.EIO, "")}) as disk:
+        robust_dcp.load(state_dict, checkpoint_id=path)
+    assert disk.names("fsync") == [...]
+
+It replaces functions of :mod:`os`, so it needs nothing from the code under test, and works for stock's code, too. Only
+calls from Python are seen, not those of C++ code (``torch.load`` of a path).
+
+The operations are ``create``, ``open``, ``read``, ``write``, ``truncate``, ``allocate``, ``fsync``, ``close``,
+``rename``, ``link``, ``symlink``, ``unlink``, ``mkdir``, ``rmdir``, ``list``, ``stat``, ``room`` and ``lock``.
+"""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import ctypes
+import errno
+import fcntl
+import fnmatch
+import functools
+import io
+import os
+import random
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+__all__ = [
+    "CHANGES",
+    "Call",
+    "Fault",
+    "FaultDisk",
+    "Full",
+    "chosen",
+    "count_calls",
+    "each_call",
+    "each_kill",
+    "kill",
+    "short",
+]
+
+CHANGES: Final = frozenset(
+    {"create", "write", "truncate", "allocate", "fsync", "rename", "link", "symlink", "unlink", "mkdir", "rmdir"}
+)
+"""The operations that change what is there, or make it durable. Between two of them a kill leaves the same files."""
+
+_real: Final = {name: getattr(os, name) for name in dir(os) if callable(getattr(os, name))}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call to the file system.
+
+    Attributes:
+        operation: see the module.
+        path: absolute; of a rename or link the new name.
+        source: of a rename or link the name that was there before.
+        offset: of a write, in bytes.
+        data: of a write: what was written. Only if the disk records.
+        is_done: whether it succeeded. Only if the disk records.
+        nbytes: of a read, write, truncation or allocation.
+    """
+
+    operation: str
+    path: str
+    source: str = ""
+    offset: int = 0
+    nbytes: int = 0
+    data: bytes = b""
+    is_done: bool = False
+
+
+Fault = BaseException | Callable[[Call], object]
+"""What happens instead of a call or before it: an error that is raised, or a function that is called first. If the
+function returns a number of bytes, a read or write is cut to it."""
+
+
+def kill(call: Call) -> None:
+    """Kill this process by ``SIGKILL`` before the call."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def short(call: Call) -> int:
+    """Let a read or a write do about half of what it is asked for."""
+    return max(call.nbytes // 2, min(call.nbytes, 1))
+
+
+class Full:
+    """A disk that has room for so many bytes, in whichever files."""
+
+    def __init__(self, room_nbytes: int) -> None:
+        self.room_nbytes = room_nbytes
+        self._lock = threading.Lock()
+
+    def __call__(self, call: Call) -> None:
+        with self._lock:
+            self.room_nbytes -= call.nbytes
+            if self.room_nbytes < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), call.path)
+
+
+class FaultDisk:
+    """See the module. As a context manager it ends with the block; :meth:`install` is for a process of its own.
+
+    Args:
+        directory: calls to files outside are not seen.
+        on: what happens at which calls. A key is an operation, or ``operation:pattern`` with a pattern of
+            :mod:`fnmatch` for the path below ``directory`` or for the name of the file, or ``*``. With ``#3`` behind
+            it only the third such call is meant. ``"write|allocate"`` means either.
+        counted: operations that ``at`` counts.
+        at: the number of a counted call, from 0 on, and what happens there.
+        record: whether calls keep the data that is written.
+
+    Attributes:
+        calls: every call that was made, in order. One that was refused is among them.
+        struck: whether ``at`` was reached.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        on: Mapping[str, Fault] | None = None,
+        *,
+        counted: Collection[str] = CHANGES,
+        at: tuple[int, Fault] | None = None,
+        record: bool = False,
+    ) -> None:
+        self.directory = os.path.abspath(directory)
+        self.calls: list[Call] = []
+        self.struck = False
+        self._rules = [_Rule(key, fault) for key, fault in (on or {}).items()]
+        self._counted = counted
+        self._at = at
+        self._n_counted = 0
+        self._record = record
+        # A recording is only of use if its order is that of the calls.
+        self._one_at_a_time = threading.RLock()
+        self._counting = threading.RLock()  # the garbage collector may close a file meanwhile
+
+    @property
+    def n_counted(self) -> int:
+        """How many calls were made that ``at`` counts."""
+        return self._n_counted
+
+    def names(self, *operations: str) -> list[str]:
+        """The paths, below the directory, of all calls of these operations, in order."""
+        calls = [call for call in self.calls if not operations or call.operation in operations]
+        return [os.path.relpath(call.path, self.directory) for call in calls]
+
+    def install(self) -> FaultDisk:
+        """See each call from now on."""
+        _disks.append(self)
+        _replace()
+        return self
+
+    def __enter__(self) -> FaultDisk:
+        return self.install()
+
+    def __exit__(self, *error: object) -> None:
+        _disks.remove(self)
+        if not _disks:
+            _restore()
+
+    def do(self, call: Call, data: Callable[[], bytes], function: Callable[[int | None], Any]) -> Any:
+        """Make a call, or let it fail. ``function`` is given the bytes that a read or write is cut to."""
+        if not self._record:
+            return function(self._before(call))
+        with self._one_at_a_time:
+            cut = self._before(call)
+            place = len(self.calls) - 1
+            done = function(cut)
+            written = data()[:done] if call.operation == "write" else b""
+            nbytes = len(written) or call.nbytes
+            self.calls[place] = replace(call, nbytes=nbytes, data=written, is_done=done != -1)
+            return done
+
+    def sees(self, path: str) -> bool:
+        """Whether a path is in the directory, or the directory itself."""
+        return path == self.directory or path.startswith(self.directory + os.sep)
+
+    def _before(self, call: Call) -> int | None:
+        with self._counting:
+            self.calls.append(call)
+            faults = [rule.fault for rule in self._rules if rule.is_met(call, self.directory)]
+            if call.operation in self._counted:
+                if self._at is not None and self._at[0] == self._n_counted:
+                    self.struck = True
+                    faults.append(self._at[1])
+                self._n_counted += 1
+        cut = None
+        for fault in faults:
+            if isinstance(fault, OSError):
+                raise OSError(fault.errno, os.strerror(fault.errno or 0), call.path)
+            if isinstance(fault, BaseException):
+                raise copy.copy(fault)
+            answer = fault(call)
+            cut = answer if isinstance(answer, int) else cut
+        return cut
+
+
+class _Rule:
+    """What a key of ``on`` means, and how often it was met."""
+
+    def __init__(self, key: str, fault: Fault) -> None:
+        key, _, number = key.partition("#")
+        operations, _, self._pattern = key.partition(":")
+        self._operations = operations.split("|")
+        self._number = int(number or 0)
+        self._n_met = 0
+        self.fault = fault
+
+    def is_met(self, call: Call, directory: str) -> bool:
+        if self._operations != ["*"] and call.operation not in self._operations:
+            return False
+        names = (os.path.relpath(call.path, directory), os.path.basename(call.path))
+        if self._pattern and not any(fnmatch.fnmatchcase(name, self._pattern) for name in names):
+            return False
+        self._n_met += 1
+        return self._number in (0, self._n_met)
+
+
+# --- the loop over n-th calls -----------------------------------------------------------------------------------------
+
+
+def count_calls(
+    scenario: Callable[[], object], directory: str | os.PathLike[str], counted: Collection[str] = CHANGES
+) -> int:
+    """How many calls a clean run makes."""
+    with FaultDisk(directory, counted=counted) as disk:
+        scenario()
+    return disk.n_counted
+
+
+def chosen(n_calls: int, every: int = 1, seed: int | None = None) -> list[int]:
+    """The numbers of the calls to try: each ``every``-th one, from a place that ``seed`` draws and prints."""
+    if every == 1:
+        return list(range(n_calls))
+    seed = random.randrange(1 << 30) if seed is None else seed
+    print(f"every {every}-th of {n_calls} calls, seed {seed}")
+    return list(range(random.Random(seed).randrange(every), n_calls, every))
+
+
+def each_call(
+    scenario: Callable[[str], object],
+    root: str | os.PathLike[str],
+    *,
+    prepare: Callable[[str], object] = lambda directory: None,
+    fault: Callable[[int], Fault],
+    counted: Collection[str] = CHANGES,
+    every: int = 1,
+    seed: int | None = None,
+) -> Iterator[tuple[int, Call, str, BaseException | None]]:
+    """Run a scenario once for each call that it makes, with a fault at that call. First it is run without one.
+
+    Args:
+        scenario: is given a directory of its own below ``root``.
+        prepare: makes what is there before, without faults.
+        fault: what happens at the call of a number.
+        counted: which operations count.
+        every: try each so many-th call only.
+        seed: draws which; printed.
+
+    Yields:
+        the number of the call, the call, the directory as it was left, and what the scenario raised.
+    """
+    root = os.fspath(root)
+    clean = os.path.join(root, "clean")
+    prepare(clean)
+    n_calls = count_calls(lambda: scenario(clean), clean, counted)
+    assert n_calls > 0, "the scenario makes no call that counts"
+    for number in chosen(n_calls, every, seed):
+        directory = os.path.join(root, f"call-{number}")
+        prepare(directory)
+        raised: BaseException | None = None
+        with FaultDisk(directory, counted=counted, at=(number, fault(number))) as disk:
+            try:
+                scenario(directory)
+            except BaseException as error:  # the CheckpointException of torch is no Exception
+                raised = error
+        if disk.struck:  # threads may make a call less
+            at = [call for call in disk.calls if call.operation in counted][number]
+            yield number, at, directory, raised
+
+
+def each_kill(
+    act: Callable[[str], object],
+    root: str | os.PathLike[str],
+    *,
+    prepare: Callable[[str], object],
+    counted: Collection[str] = CHANGES,
+    every: int = 1,
+    seed: int | None = None,
+) -> Iterator[tuple[int, str]]:
+    """Kill a process that acts before each call that counts. Call it in a process of one thread: it forks.
+
+    Yields:
+        the number of the call, and the directory as it was left.
+    """
+    root = os.fspath(root)
+    clean = os.path.join(root, "clean")
+    prepare(clean)
+    n_calls = count_calls(lambda: act(clean), clean, counted)
+    for number in chosen(n_calls, every, seed):
+        directory = os.path.join(root, f"call-{number}")
+        prepare(directory)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                with FaultDisk(directory, counted=counted, at=(number, kill)):
+                    act(directory)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        assert code in (0, -signal.SIGKILL), f"call {number}: ended with {code}"
+        if code:  # threads may make a call less
+            yield number, directory
+
+
+# --- functions in place of those of os --------------------------------------------------------------------------------
+
+_disks: list[FaultDisk] = []
+
+
+def _absolute(path: Any) -> str | None:
+    """The path that a call means, by name or by descriptor; ``None`` if it has none."""
+    if isinstance(path, int):
+        try:
+            return str(_real["readlink"](f"/proc/self/fd/{path}")).removesuffix(" (deleted)")
+        except OSError:
+            return None
+    try:
+        return os.path.abspath(os.fsdecode(path))
+    except TypeError:
+        return None
+
+
+def _seen(
+    operation: str,
+    path: Any,
+    function: Callable[[int | None], Any],
+    *,
+    source: Any = None,
+    offset: int = 0,
+    nbytes: int = 0,
+    data: Callable[[], bytes] = lambda: b"",
+) -> Any:
+    """Make the call through every disk that sees it, the newest first."""
+    if not _disks:
+        return function(None)
+    absolute = _absolute(path)
+    for disk in reversed(_disks):
+        if absolute is not None and disk.sees(absolute):
+            before = "" if source is None else _absolute(source) or ""
+            call = Call(operation, absolute, before, offset, nbytes)
+            return disk.do(call, data, function)
+    return function(None)
+
+
+def _by_path(operation: str, name: str) -> Callable[..., Any]:
+    real = _real[name]
+
+    @functools.wraps(real)
+    def call(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+        return _seen(operation, path, lambda cut: real(path, *args, **kwargs))
+
+    return call
+
+
+def _by_two_paths(operation: str, name: str) -> Callable[..., Any]:
+    real = _real[name]
+
+    @functools.wraps(real)
+    def call(source: Any, target: Any, **kwargs: Any) -> Any:
+        return _seen(operation, target, lambda cut: real(source, target, **kwargs), source=source)
+
+    return call
+
+
+def _is_there(path: Any) -> bool:
+    try:
+        _real["lstat"](path)
+    except OSError:
+        return False
+    return True
+
+
+def _open(path: Any, flags: int, mode: int = 0o777, **kwargs: Any) -> int:
+    creates = flags & os.O_CREAT and not _is_there(path)
+    operation = "create" if creates else "open"
+    return int(_seen(operation, path, lambda cut: _real["open"](path, flags, mode, **kwargs)))
+
+
+def _io_open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+    if isinstance(file, int):
+        return _real_io_open(file, mode, *args, **kwargs)
+    operation = "create" if set(mode) & set("wxa") else "open"
+    return _seen(operation, file, lambda cut: _real_io_open(file, mode, *args, **kwargs))
+
+
+def _views(buffers: Any) -> list[memoryview]:
+    return [memoryview(each).cast("B") for each in buffers]
+
+
+def _cut(views: Sequence[memoryview], nbytes: int | None) -> list[memoryview]:
+    kept: list[memoryview] = []
+    for view in views:
+        kept.append(view if nbytes is None else view[:nbytes])
+        nbytes = None if nbytes is None else max(nbytes - view.nbytes, 0)
+    return [view for view in kept if view.nbytes]
+
+
+def _pwritev(fd: int, buffers: Any, offset: int, *flags: int) -> int:
+    views = _views(buffers)
+    nbytes = sum(view.nbytes for view in views)
+    return int(
+        _seen(
+            "write",
+            fd,
+            lambda cut: _real["pwritev"](fd, _cut(views, cut), offset, *flags),
+            offset=offset,
+            nbytes=nbytes,
+            data=lambda: b"".join(views),
+        )
+    )
+
+
+def _preadv(fd: int, buffers: Any, offset: int, *flags: int) -> int:
+    views = _views(buffers)
+    nbytes = sum(view.nbytes for view in views)
+    call = _real["preadv"]
+    return int(_seen("read", fd, lambda cut: call(fd, _cut(views, cut), offset, *flags), offset=offset, nbytes=nbytes))
+
+
+def _pwrite(fd: int, data: Any, offset: int) -> int:
+    return _pwritev(fd, [data], offset)
+
+
+def _pread(fd: int, nbytes: int, offset: int) -> Any:
+    call = _real["pread"]
+    return _seen("read", fd, lambda cut: call(fd, nbytes if cut is None else cut, offset), offset=offset, nbytes=nbytes)
+
+
+def _ftruncate(fd: int, length: int) -> None:
+    _seen("truncate", fd, lambda cut: _real["ftruncate"](fd, length), nbytes=length)
+
+
+def _flock(file: Any, operation: int) -> None:
+    fd = file if isinstance(file, int) else file.fileno()
+    _seen("lock", fd, lambda cut: _real_flock(file, operation))
+
+
+def _stat(path: Any, **kwargs: Any) -> Any:
+    return _seen("stat", path, lambda cut: _real["stat"](path, **kwargs))
+
+
+class _Fallocate:
+    """``fallocate`` of the C library, which Python does not have."""
+
+    _function: Any
+
+    def __init__(self, real: Any) -> None:
+        object.__setattr__(self, "_function", real)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._function, name, value)
+
+    def __call__(self, fd: int, mode: int, offset: int, nbytes: int) -> int:
+        try:
+            function = self._function
+            return int(_seen("allocate", fd, lambda cut: function(fd, mode, offset, nbytes), nbytes=offset + nbytes))
+        except OSError as error:
+            ctypes.set_errno(error.errno or 0)
+            return -1
+
+
+def _library_function(self: Any, name: str) -> Any:
+    function: Any = _real_library_function(self, name)
+    if name == "fallocate":
+        function = _Fallocate(function)
+        setattr(self, name, function)
+    return function
+
+
+_real_io_open: Final = io.open
+_real_flock: Final = fcntl.flock
+_real_library_function: Final = ctypes.CDLL.__getattr__
+# Code that looks up `fallocate` keeps what it has found. So this is there before any disk is.
+ctypes.CDLL.__getattr__ = _library_function  # type: ignore[method-assign]
+
+_REPLACED: Final[dict[str, Callable[..., Any]]] = {
+    "open": _open,
+    "pwritev": _pwritev,
+    "pwrite": _pwrite,
+    "preadv": _preadv,
+    "pread": _pread,
+    "ftruncate": _ftruncate,
+    "stat": _stat,
+    **{name: _by_path(name, name) for name in ("close", "fsync", "unlink", "mkdir", "rmdir")},
+    "fdatasync": _by_path("fsync", "fdatasync"),
+    "remove": _by_path("unlink", "remove"),
+    "listdir": _by_path("list", "listdir"),
+    "scandir": _by_path("list", "scandir"),
+    "lstat": _by_path("stat", "lstat"),
+    "fstat": _by_path("stat", "fstat"),
+    "statvfs": _by_path("room", "statvfs"),
+    "rename": _by_two_paths("rename", "rename"),
+    "replace": _by_two_paths("rename", "replace"),
+    "link": _by_two_paths("link", "link"),
+    "symlink": _by_two_paths("symlink", "symlink"),
+}
+
+
+def _replace() -> None:
+    for name, function in _REPLACED.items():
+        setattr(os, name, function)
+    io.open = builtins.open = _io_open
+    fcntl.flock = _flock
+
+
+def _restore() -> None:
+    for name in _REPLACED:
+        setattr(os, name, _real[name])
+    io.open = builtins.open = _real_io_open
+    fcntl.flock = _real_flock

@@ -1,0 +1,92 @@
+"""A file system that refuses a call, or does half of it, costs a save and nothing else, and an error says which."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+
+from robust_dcp import StorageError
+from tests.faults.disk import CHANGES, Fault, FaultDisk, Full, each_call, short
+from tests.promises.scenarios import SAVES, SCENARIOS, Scenario, generation, save, where
+
+REFUSALS = ("ENOSPC", "EIO", "EDQUOT", "EROFS", "EACCES", "EPERM", "ESTALE", "EMFILE", "ETIMEDOUT", "ENOTCONN")
+EVERYTHING = CHANGES | {"open", "read", "close", "list", "stat", "room", "lock"}
+EVERY = {"overwrite": 3, "load": 2, "manager": 20, "copy": 15, "convert-dcp": 40, "convert-torch": 40}
+"""Each so many-th call is tried, from a place that is drawn; of other scenarios each tenth."""
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def test_a_refused_call_ends_in_an_error_that_names_the_path_and_loses_nothing(
+    scenario: Scenario, memory_path: Path
+) -> None:
+    names = itertools.cycle(REFUSALS)
+    codes: dict[int, int] = {}
+
+    def refuse(number: int) -> Fault:
+        codes[number] = getattr(errno, next(names))
+        return OSError(codes[number], "")
+
+    for number, call, directory, raised in each_call(
+        scenario.act,
+        memory_path,
+        prepare=scenario.prepare,
+        fault=refuse,
+        counted=EVERYTHING,
+        every=EVERY.get(scenario.name, 10),
+    ):
+        what = f"call {number}, {call.operation} {call.path}, {errno.errorcode[codes[number]]}: {raised!r}"
+        with where(what):
+            left = scenario.check(directory)
+            if raised is None:  # it was possible without
+                assert left == scenario.may_leave[-1]
+            elif not scenario.name.startswith("convert"):  # a command says it by its exit code
+                assert isinstance(raised, StorageError)
+                assert raised.errno == codes[number]
+                assert raised.path is not None and os.path.dirname(call.path) in str(raised)
+            scenario.check_next(directory)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def test_reads_and_writes_that_do_half_of_it_go_on(scenario: Scenario, memory_path: Path) -> None:
+    directory = str(memory_path / "d")
+    scenario.prepare(directory)
+    with FaultDisk(directory, on={"read|write": short}) as disk:
+        scenario.act(directory)
+        assert scenario.check(directory) == scenario.may_leave[-1]
+    assert {call.operation for call in disk.calls} & {"read", "write"}
+
+
+@pytest.mark.parametrize("scenario", SAVES, ids=str)
+@pytest.mark.parametrize("operation", ["write", "write|allocate"])
+def test_a_disk_that_fills_up_anywhere_costs_only_that_save(
+    scenario: Scenario, operation: str, memory_path: Path
+) -> None:
+    for room_nbytes in (0, 100, 4_000, 9_000, 17_000):
+        directory = str(memory_path / str(room_nbytes))
+        scenario.prepare(directory)
+        with FaultDisk(directory, on={operation: Full(room_nbytes)}), pytest.raises(StorageError) as raised:
+            scenario.act(directory)
+        assert raised.value.errno == errno.ENOSPC
+        assert "full" in str(raised.value)
+        assert scenario.check(directory) == scenario.may_leave[0]
+        rest = [path.name for path in Path(directory).rglob("*") if path.name.startswith(("__", "shard-"))]
+        assert rest == [] or scenario.may_leave[0] is not None, "a failed save takes its files with it"
+        scenario.check_next(directory)
+
+
+def test_a_file_system_without_locks_links_or_preallocation_is_good_enough(memory_path: Path) -> None:
+    path = str(memory_path / "c")
+    lacks: dict[str, Fault] = {
+        "lock": OSError(errno.ENOLCK, ""),
+        "link": OSError(errno.EPERM, ""),
+        "allocate": OSError(errno.EOPNOTSUPP, ""),
+        "fsync:c": OSError(errno.EINVAL, ""),
+    }
+    with FaultDisk(memory_path, on=lacks):
+        for value in (1, 2):
+            save(path, value)
+            assert generation(path) == value
