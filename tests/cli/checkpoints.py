@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import collections
+import inspect
+import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import robust_dcp
+from robust_dcp.storage.metadata.metadata_file import decode_metadata
 
 __all__ = ["KINDS", "OURS", "make_all"]
 
@@ -24,6 +28,15 @@ def make_all(root: str) -> None:
     writer = robust_dcp.RobustWriter(f"{root}/safetensors", options=robust_dcp.WriteOptions(layout="safetensors"))
     robust_dcp.save(state_dict, storage_writer=writer)
     dcp.save(state_dict, checkpoint_id=f"{root}/stock")
+    if "use_collectives" in inspect.signature(dcp.save).parameters:  # not before torch 2.8
+        dcp.save(state_dict, checkpoint_id=f"{root}/by_ranks", use_collectives=False)
+        more = f"{root}/by_ranks/__1"  # as a second rank would have saved the same for itself
+        shutil.copy(f"{root}/by_ranks/__0_0.distcp", f"{more}_0.distcp")
+        metadata = decode_metadata(Path(f"{root}/by_ranks/__0.metadata").read_bytes(), "")
+        for info in metadata.storage_data.values():
+            info.relative_path = "__1_0.distcp"
+        with open(f"{more}.metadata", "wb") as file:
+            pickle.dump(metadata, file)
     _make_megatron(Path(root) / "megatron")
 
 

@@ -55,12 +55,8 @@ def test_help_listings_and_the_doctor_never_import_torch_or_numpy(originals: Pat
         ["--help"],
         ["--version"],
         ["ls", str(originals)],
-        ["inspect", str(originals / "ours")],
-        ["inspect", str(originals / "stock"), "--table"],
-        ["inspect", str(originals / "megatron"), "--json"],
         ["doctor", str(originals)],
         ["prune", str(originals), "--keep-last", "1", "--dry-run"],
-        ["diff", str(originals / "ours"), str(originals / "stock")],
         ["report", str(originals), "--json"],
     ]
     for command, (code, first, end) in zip(commands, watched(*commands), strict=True):
@@ -111,12 +107,10 @@ def test_an_error_about_a_path_imports_neither(tmp_path: Path) -> None:
     nowhere, file = str(tmp_path / "nowhere"), tmp_path / "file"
     file.write_bytes(b"x")
     commands = [
-        *([name, path] for name in ("ls", "inspect", "verify", "doctor", "report") for path in (nowhere, str(file))),
+        *([name, path] for name in ("ls", "verify", "doctor", "report") for path in (nowhere, str(file))),
         *(["prune", path, "--keep-last", "1"] for path in (nowhere, str(file))),
         ["verify", str(tmp_path)],
-        ["inspect", str(tmp_path)],
         ["bench", str(file)],
-        ["diff", nowhere, str(file)],
         ["copy", nowhere, str(file), "--limit", "fast"],
         ["no-such-command"],
         ["verify"],
@@ -125,7 +119,7 @@ def test_an_error_about_a_path_imports_neither(tmp_path: Path) -> None:
         assert (code, first, end) == (2, [], []), command
 
 
-@pytest.mark.parametrize("command", [["verify", "ours"], ["bench", "", "--seconds", "0.1"], ["copy", "ours", "copied"]])
+@pytest.mark.parametrize("command", [["bench", "", "--seconds", "0.1"], ["copy", "ours", "copied"]])
 def test_the_first_line_of_a_command_that_needs_torch_comes_before_it(
     originals: Path, tmp_path: Path, command: list[str]
 ) -> None:

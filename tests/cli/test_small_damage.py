@@ -12,9 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 
 import robust_dcp
-from robust_dcp.contents.checks.findings import Findings
-from robust_dcp.contents.checks.verify import verify_files
 from robust_dcp.contents.read import read_contents
+from robust_dcp.contents.verify import Findings, verify
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.report_file import REPORT_NAME
 from robust_dcp.storage.files.disk import OpenFile, storage_error
@@ -44,7 +43,7 @@ def problems(path: Path, disk: PosixDisk | None = None) -> list[str]:
     findings = Findings()
     disk = disk or PosixDisk()
     try:
-        verify_files(disk, read_contents(disk, str(path)), findings, jobs=1, with_data=True)
+        verify(disk, read_contents(disk, str(path)), findings, jobs=1, with_data=True)
     except (CorruptCheckpoint, UnsafeCheckpoint) as error:
         return [error.message]
     return [f"{each.file}: {each.item}: {each.expected}: {each.found}" for each in findings.problems]

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from robust_dcp.contents.checks.findings import Findings
-from robust_dcp.contents.checks.structure import check_structure
-from robust_dcp.contents.items import Chunk, Contents, Item, StoredFile
+from robust_dcp.contents.read import Chunk, Contents, Item, StoredFile
+from robust_dcp.contents.verify import Findings, _check_structure
 
 
 def problems_of(*items: Item, nbytes: int = 10_000) -> list[tuple[str | None, str]]:
     findings = Findings()
     files = (StoredFile("__0_0.distcp", nbytes, 0, 1),)
-    check_structure(Contents("/c", "torch", "torch", 0.0, None, items, files), findings)
+    held = {"__0_0.distcp": [(item, chunk) for item in items for chunk in item.chunks if chunk.file]}
+    _check_structure(Contents("/c", "torch", 0.0, None, items, held, files), findings)
     return [(each.item, each.found) for each in findings.problems]
 
 
 def tensor(*chunks: tuple[tuple[int, ...], tuple[int, ...]], shape: tuple[int, ...] = (4, 4)) -> Item:
     places = [Chunk(o, s, "__0_0.distcp", 1000 * n, 900) for n, (o, s) in enumerate(chunks)]
-    return Item("w", None, "float32", shape, tuple(places))
+    return Item("w", None, "float32", 4, shape, tuple(places))
 
 
 @pytest.mark.parametrize(
@@ -51,11 +51,11 @@ def test_gaps_overlaps_and_chunks_outside_of_the_tensor_are_named(
 
 def test_two_items_in_the_same_bytes_of_a_file_are_named() -> None:
     first = tensor(((0, 0), (4, 4)))
-    second = Item("x", None, "float32", (4, 4), (Chunk((0, 0), (4, 4), "__0_0.distcp", 500, 900),))
+    second = Item("x", None, "float32", 4, (4, 4), (Chunk((0, 0), (4, 4), "__0_0.distcp", 500, 900),))
     assert problems_of(first, second) == [("x", "bytes up to 900 are of 'w'")]
 
 
 def test_an_item_without_a_place_and_one_with_too_few_bytes_are_named() -> None:
-    nowhere = Item("a", None, None, (), (Chunk((), (), None, None, None),))
-    short = Item("b", None, "float32", (100,), (Chunk((0,), (100,), "__0_0.distcp", 0, 399),))
+    nowhere = Item("a", None, None, 1, (), (Chunk((), ()),))
+    short = Item("b", None, "float32", 4, (100,), (Chunk((0,), (100,), "__0_0.distcp", 0, 399),))
     assert problems_of(nowhere, short) == [("a", "none"), ("b", "399 bytes in __0_0.distcp")]

@@ -5,11 +5,17 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import fsspec
 import pytest
+import torch
 
+import robust_dcp
 from robust_dcp.report_file import REPORT_NAME
 from tests.cli.checkpoints import KINDS, OURS
 from tests.cli.commands import Shell
@@ -91,10 +97,6 @@ def test_a_file_that_is_cut_short_or_missing_is_found_without_reading_data(
 def test_a_file_of_another_save_is_found_though_it_has_the_same_structure(
     kind: str, shell: Shell, tmp_path: Path
 ) -> None:
-    import torch
-
-    import robust_dcp
-
     paths = [tmp_path / "first", tmp_path / "second"]
     for path in paths:
         writer = robust_dcp.RobustWriter(path, options=robust_dcp.WriteOptions(layout=_layout(kind)))
@@ -142,3 +144,65 @@ def test_a_link_out_of_the_checkpoint_is_not_followed(copy_of: CopyOf, shell: Sh
     file.symlink_to(tmp_path / "secret")
     ended = shell("verify", path)
     assert ended.code == 1 and "symbolic link out of the directory" in ended.out
+
+
+def test_what_each_rank_has_saved_for_itself_is_listed_inspected_and_verified(
+    originals: Path, copy_of: CopyOf, shell: Shell
+) -> None:
+    if not (originals / "by_ranks").exists():
+        pytest.skip("this torch always saves together")
+    path = copy_of("by_ranks")
+    stock = shell("inspect", originals / "stock", "--json").json
+    found = shell("inspect", path, "--json").json
+    assert [each["name"] for each in found["items"]] == [each["name"] for each in stock["items"]]
+    assert [each["name"] for each in found["data_files"]] == ["__0_0.distcp", "__1_0.distcp"]
+    assert shell("verify", path).code == 0
+    flip_bit(path / "__1_0.distcp", (path / "__1_0.distcp").read_bytes().index(b"data/0") + 200)
+    ended = shell("verify", path)
+    assert ended.code == 1 and {row[0] for row in ended.rows} == {"__1_0.distcp"}
+    path.rename(path.parent / "step_7")
+    (row,) = shell("ls", path.parent, "--json").json["checkpoints"]
+    assert (row["step"], row["state"], row["is_latest"]) == (7, "committed", True)
+
+
+def test_all_checkpoints_of_a_run_are_verified_and_the_broken_one_is_named(
+    originals: Path, tmp_path: Path, shell: Shell
+) -> None:
+    for number, kind in enumerate(("ours", "stock", "safetensors")):
+        shutil.copytree(originals / kind, tmp_path / f"step_{number}")
+    assert shell("verify", tmp_path).code == 0
+    cut_short(max(data_files(tmp_path / "step_1"), key=os.path.getsize), 100)
+    ended = shell("verify", tmp_path, "--json")
+    assert ended.code == 1
+    assert [each["is_whole"] for each in ended.json["checkpoints"]] == [True, False, True]
+    assert "1 of 3 checkpoints is broken" in shell("verify", tmp_path).err
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_a_checkpoint_in_a_store_is_inspected_and_verified(kind: str, originals: Path, shell: Shell) -> None:
+    url = f"memory://verified/{kind}"
+    assert shell("copy", originals / kind, url).code == 0
+    here, there = (shell("inspect", each, "--json").json for each in (originals / kind, url))
+    assert (here["items"], here["data_files"]) == (there["items"], there["data_files"])
+    ended = shell("verify", url, "--json")
+    assert ended.code == 0 and ended.json["is_whole"] and ended.json["verified_nbytes"] > 0
+    name = max(here["data_files"], key=lambda each: each["nbytes"])["name"]
+    store = fsspec.filesystem("memory")
+    data = bytearray(store.cat(f"/verified/{kind}/{name}"))
+    data[len(data) // 2] ^= 1
+    store.pipe(f"/verified/{kind}/{name}", bytes(data))
+    ended = shell("verify", url)
+    assert ended.code == 1 and [row[0] for row in ended.rows] == [name]
+
+
+def test_ctrl_c_ends_verify_at_once(tmp_path: Path) -> None:
+    robust_dcp.save({f"l.{n}": torch.ones(8) for n in range(20_000)}, checkpoint_id=tmp_path / "many")
+    program = (sys.executable, "-m", "robust_dcp.cli", "verify", str(tmp_path / "many"), "--jobs", "1")
+    path = os.pathsep.join(filter(None, sys.path))
+    with subprocess.Popen(
+        program, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+    ) as process:
+        assert process.stderr is not None and "20,000 tensors" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+        assert (process.returncode, said) == (130, "robust-dcp: stopped\n")

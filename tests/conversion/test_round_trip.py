@@ -12,13 +12,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import robust_dcp
 from robust_dcp.conversion.convert import convert
 from robust_dcp.conversion.outline import filled, outline_of, outline_of_paths, with_items
 from robust_dcp.conversion.rules import Rules
-from robust_dcp.storage.reader import RobustReader
 
 
 def adam() -> dict[str, Any]:
@@ -113,15 +111,3 @@ def test_what_a_list_has_lost_is_seen() -> None:
     assert outline == {"a": ["a.0", "a.1"], "b": "b"}
     assert with_items(outline, {"a.1", "b"}, ["new"]) == {"a": {1: "a.1"}, "b": "b", "new": "new"}
     assert with_items(outline, {"b"}, []) == {"b": "b"}
-
-
-def test_a_large_tensor_gets_chunks_that_readers_put_together(tmp_path: Path) -> None:
-    whole = {"w": torch.randn(64, 100), "v": torch.randn(3), "step": 3}
-    torch.save(whole, tmp_path / "file.pt")
-    convert(tmp_path / "file.pt", tmp_path / "made", form="dcp", layout="safetensors", buffer_nbytes=4000)
-    entry = RobustReader(tmp_path / "made").read_metadata().state_dict_metadata["w"]
-    assert isinstance(entry, TensorStorageMetadata) and len(entry.chunks) > 10
-    assert len(list((tmp_path / "made").glob("*.safetensors"))) == len(entry.chunks)
-    found = {"w": torch.zeros(64, 100), "v": torch.zeros(3), "step": 0}
-    robust_dcp.load(found, checkpoint_id=tmp_path / "made")
-    assert same(found, whole)

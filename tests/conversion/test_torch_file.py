@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from robust_dcp.conversion.convert import convert
-from robust_dcp.conversion.rules import Rules
-from robust_dcp.conversion.torch_file import TorchFile
+from robust_dcp.conversion.sources import open_source
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from tests.harness.fingerprints import differences
 
@@ -74,34 +73,9 @@ def test_a_flipped_bit_in_any_record_is_found_and_the_record_named(form: str, tm
     for record in records:
         path.write_bytes(original)
         flip(path, record)
-        # Some versions of torch notice first that indices of the sparse tensor make no sense.
-        with pytest.raises(CorruptCheckpoint, match=rf"{record} has the CRC-32|inconsistent with indices"):
+        with pytest.raises(CorruptCheckpoint, match=record):
             convert(path, tmp_path / "made", form=form, buffer_nbytes=2000)  # type: ignore[arg-type]
         assert {each.name for each in tmp_path.iterdir()} <= {"file.pt", "made.converting"}
-
-
-def test_damage_in_what_is_left_out_does_no_harm(tmp_path: Path) -> None:
-    path = tmp_path / "file.pt"
-    torch.save({"a": torch.ones(9), "b": torch.zeros(7)}, path)
-    says_places = bool(TorchFile(str(path))._places)
-    flip(path, "data/1")
-    if says_places:  # otherwise all records are compared
-        convert(path, tmp_path / "made", form="torch", rules=Rules(select=("a",)))
-    with pytest.raises(CorruptCheckpoint, match="data/1"):
-        convert(path, tmp_path / "all", form="torch")
-
-
-def test_a_torch_that_does_not_say_where_data_lies_gives_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(TorchFile, "_offsets_of_storages", lambda self: {})
-    path = tmp_path / "file.pt"
-    torch.save({"a": torch.arange(9.0), "b": torch.zeros(7)}, path)
-    convert(path, tmp_path / "made", form="torch")
-    assert differences(torch.load(path), torch.load(tmp_path / "made")) == []
-    flip(path, "data/1")
-    with pytest.raises(CorruptCheckpoint, match="data/1"):
-        convert(path, tmp_path / "all", form="torch")
 
 
 def test_a_file_that_was_saved_without_checksums_is_taken(tmp_path: Path) -> None:
@@ -139,7 +113,7 @@ class _AsksForCode:
 def test_the_class_that_a_file_may_not_ask_for_is_named(value: Any, named: str, is_zip: bool, tmp_path: Path) -> None:
     torch.save({"a": value}, tmp_path / "file", _use_new_zipfile_serialization=is_zip)
     with pytest.raises(UnsafeCheckpoint, match="is not plain data") as refused:
-        TorchFile(str(tmp_path / "file"))
+        open_source(str(tmp_path / "file"), 0)
     assert named in refused.value.message
     assert "weights_only` set to `False`" not in refused.value.message  # no advice to read it with less care
 
@@ -148,4 +122,4 @@ def test_the_class_that_a_file_may_not_ask_for_is_named(value: Any, named: str, 
 def test_a_file_of_another_kind_is_none_of_torch_save(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(CorruptCheckpoint, match=r"expected a file of torch\.save"):
-        TorchFile(str(tmp_path / "file"))
+        open_source(str(tmp_path / "file"), 0)

@@ -1,5 +1,11 @@
 """Commands may be called in tests of managers, too."""
 
-from tests.cli.conftest import shell
+import pytest
 
-__all__ = ["shell"]
+from tests.cli.commands import Shell
+from tests.cli.commands import shell as run_command
+
+
+@pytest.fixture
+def shell() -> Shell:
+    return run_command

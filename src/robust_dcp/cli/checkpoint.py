@@ -3,15 +3,50 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from robust_dcp.cli.output import CommandFailed, age, number, size
-from robust_dcp.contents.items import Contents
-from robust_dcp.contents.read import holds_checkpoint, read_contents
+from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, is_url
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.files.what_is_there import what_is_there
 
-__all__ = ["open_checkpoint", "summary", "summary_json"]
+if TYPE_CHECKING:
+    from robust_dcp.contents.read import Contents
+    from robust_dcp.storage.files.disk import Disk
+
+__all__ = ["check_is_there", "disk_of", "holds_checkpoint", "open_checkpoint", "summary", "summary_json"]
+
+
+def disk_of(path: str) -> Disk:
+    """The file system of a path, or the store of a URL."""
+    if not is_url(path):
+        return PosixDisk()
+    from robust_dcp.storage.remote.remote_disk import RemoteDisk
+
+    try:
+        return RemoteDisk(path)
+    except ValueError as error:
+        raise CommandFailed(str(error)) from error
+
+
+def holds_checkpoint(path: str) -> bool:
+    """Whether a directory has a ``.metadata``, those of ranks that saved for themselves, or safetensors files."""
+    ends = (METADATA_NAME, SAFETENSORS_SUFFIX)
+    return os.path.isdir(path) and any(name.endswith(ends) for name in PosixDisk().list_directory(path))
+
+
+def check_is_there(path: str) -> None:
+    """Refuse what is no checkpoint, before torch is imported.
+
+    Raises:
+        CommandFailed: there is no checkpoint.
+    """
+    if is_url(path):
+        return
+    if os.path.isdir(path) and not os.access(path, os.R_OK | os.X_OK):
+        raise CommandFailed(f"{path} cannot be read: check who owns the directory and with which mode")
+    if not holds_checkpoint(path):
+        raise CommandFailed(f"{path} holds no checkpoint: {what_is_there(PosixDisk(), path)}")
 
 
 def open_checkpoint(path: str) -> Contents:
@@ -19,14 +54,12 @@ def open_checkpoint(path: str) -> Contents:
 
     Raises:
         CommandFailed: there is no checkpoint.
-        StorageError, CorruptCheckpoint, UnsafeCheckpoint: as :func:`read_contents`.
+        StorageError, CorruptCheckpoint, UnsafeCheckpoint: as ``read_contents``.
     """
-    disk = PosixDisk()
-    if os.path.isdir(path) and not os.access(path, os.R_OK | os.X_OK):
-        raise CommandFailed(f"{path} cannot be read: check who owns the directory and with which mode")
-    if not holds_checkpoint(disk, path):  # found out here, because our errors need torch
-        raise CommandFailed(f"{path} holds no checkpoint: {what_is_there(disk, path)}")
-    return read_contents(disk, path)
+    check_is_there(path)
+    from robust_dcp.contents.read import read_contents
+
+    return read_contents(disk_of(path), path)
 
 
 def summary(contents: Contents) -> str:
@@ -53,5 +86,4 @@ def summary_json(contents: Contents) -> dict[str, Any]:
         "nbytes": contents.nbytes,
         "files": len(contents.files),
         "file_nbytes": contents.file_nbytes,
-        "unknown_classes": list(contents.unknown_classes),
     }

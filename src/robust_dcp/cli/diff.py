@@ -9,7 +9,7 @@ from typing import Any, Final
 from robust_dcp.cli.checkpoint import open_checkpoint, summary, summary_json
 from robust_dcp.cli.output import FOUND, CommandFailed, Output, number
 from robust_dcp.comparison.structures import StructureDifference, compare_structures
-from robust_dcp.contents.items import Contents, fits
+from robust_dcp.contents.read import Contents, fits
 
 __all__ = ["run"]
 

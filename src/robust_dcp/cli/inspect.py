@@ -8,7 +8,7 @@ from typing import Any
 
 from robust_dcp.cli.checkpoint import open_checkpoint, summary, summary_json
 from robust_dcp.cli.output import FOUND, Output, number, size
-from robust_dcp.contents.items import Contents, Item, fits
+from robust_dcp.contents.read import Contents, Item, fits
 from robust_dcp.storage.files.paths import writer_of
 
 __all__ = ["run"]
@@ -18,9 +18,6 @@ def run(path: str, pattern: list[str], *, table: bool, files: bool, ranks: bool,
     """Print what a checkpoint holds."""
     contents = open_checkpoint(path)
     Output.note(summary(contents))
-    if contents.unknown_classes:
-        names = ", ".join(contents.unknown_classes)
-        Output.note(f"It names classes that a load refuses unless you register them: {names}")
     items = [item for item in contents if not pattern or fits(item.name, pattern)]
     if Output.as_json:
         Output.put(_as_json(contents, items))

@@ -11,12 +11,12 @@ from enum import Enum
 from typing import Any, Final
 
 from robust_dcp.cli.output import CommandFailed, Output, age, number, size
-from robust_dcp.manager.series import Checkpoint, parse_name, series_in
+from robust_dcp.manager.series import Checkpoint, Series, parse_name, series_in
 from robust_dcp.on_demand import errors
 from robust_dcp.storage.committing.journal import OtherSave, journals_in
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.mounts import boot_id
-from robust_dcp.storage.files.paths import METADATA_NAME, REMOVING_PREFIX
+from robust_dcp.storage.files.paths import METADATA_NAME, REMOVING_PREFIX, metadata_name
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.files.what_is_there import what_is_there
 
@@ -40,6 +40,8 @@ def run(root: str) -> None:
     latest: list[Checkpoint | None] = []
     for series in series_in(disk, root):
         committed, _ = series.look()
+        known = {each.path for each in committed}
+        committed = sorted([*committed, *_saved_by_each_rank(disk, series, known)])
         checkpoints += committed
         latest.append(series.latest_of(committed))
         uncommitted = sorted(set(series.directories()) - {each.path for each in committed})
@@ -72,6 +74,15 @@ def run(root: str) -> None:
         ],
         right=("step", "size", *metrics),
     )
+
+
+def _saved_by_each_rank(disk: Disk, series: Series, known: set[str]) -> Iterator[Checkpoint]:
+    """The checkpoints that DCP has saved with ``use_collectives=False``: each rank has left a file of its own."""
+    for path in series.directories():
+        metadata = os.path.join(path, metadata_name(0))
+        if path not in known and disk.exists(metadata):
+            step = series.step_of(os.path.basename(path)) or 0
+            yield Checkpoint(step, path, disk.modified_seconds(metadata))
 
 
 def _row(disk: Disk, checkpoint: Checkpoint, is_latest: bool, now_seconds: float) -> dict[str, Any]:
@@ -156,7 +167,7 @@ def state_of_directory(disk: Disk, path: str, now_seconds: float) -> DirectorySt
         return DirectoryState.GONE
     states = [_state_of_save(disk, path, name, now_seconds) for name in journals_in(names)]
     saving = next((state for state in DirectoryState if state in states), None)
-    if METADATA_NAME in names:
+    if METADATA_NAME in names or metadata_name(0) in names:
         return DirectoryState.COMMITTED if saving is None else _BESIDE_A_CHECKPOINT.get(saving, saving)
     if saving is not None:
         return saving

@@ -120,7 +120,7 @@ def _flag(*names: str, help: str) -> Argument:
 
 
 _JSON: Final = _flag("--json", help="Print one JSON object, sizes in bytes.")
-_CHECKPOINT: Final = _argument("path", type=local_path, help="The checkpoint's directory.")
+_CHECKPOINT: Final = _argument("path", type=place, help="The checkpoint's directory, or its URL.")
 _ROOT: Final = _argument("root", type=local_path, help="The directory that holds the checkpoints.")
 _FORMS: Final = ("dcp", "safetensors", "torch")
 
@@ -146,15 +146,17 @@ COMMANDS: Final = {
     ),
     "verify": Command(
         "Find out whether a checkpoint is whole: structure, sizes, identity, and the checksums of all data.",
-        "Exit code 1 means that something is broken. Data that was written without checksums is counted as not "
+        "Of a directory that holds the checkpoints of a run it verifies each. Exit code 1 means that something is "
+        "broken. Data that was written without checksums is counted as not "
         "verified.",
         (
             "robust-dcp verify checkpoints/step_1000",
-            "robust-dcp verify checkpoints/step_1000 --fast",
+            "robust-dcp verify checkpoints",
+            "robust-dcp verify s3://bucket/run_7/step_1000 --fast",
             "robust-dcp verify checkpoints/step_1000 --json | jq '.problems[].item'",
         ),
         (
-            _CHECKPOINT,
+            _argument("path", type=place, help="A checkpoint, its URL, or a directory that holds those of a run."),
             _argument("-j", "--jobs", type=number_in(int, 1, 256), help="How many threads read. Default: 4 to 16."),
             _flag("--fast", help="Do not read data: structure, sizes, marks and index."),
         ),
@@ -215,6 +217,11 @@ COMMANDS: Final = {
                 type=nbytes_in,
                 default="5GiB",
                 help="safetensors: the most bytes of tensors in a file.",
+            ),
+            _argument(
+                "--config",
+                type=local_path,
+                help="safetensors: a directory whose config.json and tokenizer are copied.",
             ),
             _argument(
                 "--layout", default="torch", help="dcp: of the data files, torch or safetensors. Default: torch."

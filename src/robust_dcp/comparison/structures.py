@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from robust_dcp.contents.items import Contents, Item
+from robust_dcp.contents.read import Contents, Item
 
 __all__ = ["ChangedItem", "StructureDifference", "compare_structures"]
 

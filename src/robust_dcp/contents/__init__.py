@@ -1,1 +1,1 @@
-"""What a checkpoint holds, read without torch and without running or importing anything that it names."""
+"""What a checkpoint holds, and whether it is whole: by the code that loads, without a target."""

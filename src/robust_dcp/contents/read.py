@@ -1,33 +1,169 @@
-"""Reads what a checkpoint holds: from ``.metadata``, or from the headers of safetensors files where there is none."""
+"""What a checkpoint holds, as plain values: its items, their chunks, and the files that these lie in.
+
+It is read as a load reads it: from ``.metadata``, from the ``__0.metadata``, ``__1.metadata``, … that DCP writes with
+``use_collectives=False``, or from the heads of safetensors files where there is neither.
+"""
 
 from __future__ import annotations
 
+import fnmatch
+import math
 import os
-from collections import Counter, defaultdict
-from typing import Any, Final
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Final, NamedTuple
 
-from robust_dcp.contents.items import Chunk, Contents, Item, StoredFile, natural
-from robust_dcp.contents.stand_ins import Names, Unknown
-from robust_dcp.on_demand import errors
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, check_relative_path
-from robust_dcp.storage.files.what_is_there import what_is_there
-from robust_dcp.storage.files.whole_file import read_whole_file
-from robust_dcp.storage.metadata.stored_pickle import corrupt, files_are_marked, unpickled
+from robust_dcp.storage.files.paths import METADATA_NAME, SAFETENSORS_SUFFIX, metadata_name
+from robust_dcp.storage.reading.metadata_source import MetadataSource
 
-__all__ = ["METADATA_MAX_NBYTES", "holds_checkpoint", "read_contents"]
+__all__ = ["Chunk", "Contents", "Item", "StoredFile", "fits", "natural", "read_contents"]
 
-METADATA_MAX_NBYTES: Final = 16 << 30
-_MAX_DIMENSIONS: Final = 64
-_NOWHERE: Final = (None, None, None)
-
-Places = dict[tuple[str, tuple[int, ...] | None], tuple[str, int | None, int | None, tuple[str, ...]]]
-"""File, first byte, length and transforms of a chunk, by the name and the offsets of the chunk."""
+_NUMBER: Final = re.compile(r"([0-9]{1,18})")
 
 
-def holds_checkpoint(disk: Disk, path: str) -> bool:
-    """Whether there is a ``.metadata`` in ``path``, or a safetensors file."""
-    return disk.exists(os.path.join(path, METADATA_NAME)) or bool(_safetensors_in(disk, path))
+def fits(name: str, globs: Iterable[str]) -> bool:
+    """Whether one of the patterns fits the name, with upper and lower case told apart."""
+    return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """A key to sort names by, so that ``layers.2`` comes before ``layers.10``."""
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in _NUMBER.split(name)]
+
+
+class Chunk(NamedTuple):
+    """A part of a tensor, or a whole object.
+
+    Attributes:
+        offsets: where the chunk begins in its tensor; empty for an object.
+        sizes: its shape; empty for an object.
+        file: the data file that holds it, relative to the checkpoint; ``None`` if no file is named.
+        start: its first byte in the file.
+        stored_nbytes: how many bytes it takes in the file.
+        transforms: what was done to its bytes, such as compression, in the order of the writer.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str | None = None
+    start: int = 0
+    stored_nbytes: int = 0
+    transforms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor or an object of the state dict.
+
+    Attributes:
+        name: its FQN.
+        path: its keys in the nested state dict, where the checkpoint says them.
+        dtype: for example ``"bfloat16"``; ``None`` for an object.
+        itemsize: bytes of an element of the tensor.
+        shape: of the whole tensor; empty for an object.
+        chunks: in the order of the ``.metadata``.
+    """
+
+    name: str
+    path: tuple[str | int, ...] | None
+    dtype: str | None
+    itemsize: int
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is a tensor; an object otherwise."""
+        return self.dtype is not None
+
+    @property
+    def words(self) -> str:
+        """What it is, for people: ``"float32 [4, 3]"``, or ``"object"``."""
+        return f"{self.dtype} {list(self.shape)}" if self.is_tensor else "object"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor's elements, or of the pickled object."""
+        if self.is_tensor:
+            return math.prod(self.shape) * self.itemsize
+        return sum(chunk.stored_nbytes for chunk in self.chunks)
+
+
+class StoredFile(NamedTuple):
+    """A file of a checkpoint.
+
+    Attributes:
+        name: its path relative to the checkpoint.
+        nbytes: its size; ``None`` if there is no such file.
+        needed_nbytes: how long it must be to hold what ``.metadata`` says it holds.
+        n_chunks: how many chunks and objects it holds.
+    """
+
+    name: str
+    nbytes: int | None
+    needed_nbytes: int
+    n_chunks: int
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with it, as far as its size says."""
+        if self.nbytes is None:
+            return "is missing"
+        if self.nbytes < self.needed_nbytes:
+            return f"has {self.nbytes} bytes and needs {self.needed_nbytes}"
+        return None
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds.
+
+    Attributes:
+        path: the checkpoint's directory, or its URL.
+        written_by: ``robust_dcp``, ``torch``, or ``safetensors`` where there is no ``.metadata``.
+        saved_seconds: when it was committed, in seconds since 1970.
+        save_id: the id of the save; ``None`` if it has none.
+        items: sorted by name, with numbers in names by their value.
+        held: the items of each file with their chunks. What several ranks have written for themselves is in several.
+        files: the files of ``held``, sorted by name.
+    """
+
+    path: str
+    written_by: str
+    saved_seconds: float
+    save_id: str | None
+    items: tuple[Item, ...]
+    held: dict[str, list[tuple[Item, Chunk]]]
+    files: tuple[StoredFile, ...]
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self.items)
+
+    @cached_property
+    def by_name(self) -> dict[str, Item]:
+        """The items by their names."""
+        return {item.name: item for item in self.items}
+
+    @property
+    def layout(self) -> str:
+        """``torch`` or ``safetensors``."""
+        return "safetensors" if any(file.name.endswith(SAFETENSORS_SUFFIX) for file in self.files) else "torch"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all items."""
+        return sum(item.nbytes for item in self.items)
+
+    @property
+    def file_nbytes(self) -> int:
+        """Bytes of all data files that are there."""
+        return sum(file.nbytes or 0 for file in self.files)
 
 
 def read_contents(disk: Disk, path: str) -> Contents:
@@ -36,152 +172,79 @@ def read_contents(disk: Disk, path: str) -> Contents:
     Raises:
         StorageError: there is no checkpoint, or it cannot be read.
         CorruptCheckpoint: its ``.metadata`` is not what a writer made, or makes no sense.
-        UnsafeCheckpoint: it names files outside of the checkpoint, or was made to change this program.
+        UnsafeCheckpoint: it names files outside of the checkpoint, or classes that do not belong into it.
     """
-    metadata_path = os.path.join(path, METADATA_NAME)
-    data = read_whole_file(disk, metadata_path, METADATA_MAX_NBYTES)
-    if data is None:
-        return _of_safetensors(disk, path)
-    names = Names()
-    metadata = unpickled(
-        data, metadata_path, allowed=frozenset(), stand_ins=names.classes, registered={}, other=names.other
-    )
-    if not isinstance(metadata, names["Metadata"]):
-        found = f"a {type(metadata).__name__}"
-        if isinstance(metadata, Unknown):
-            found = f"what {', '.join(names.unknown)} would make, which was not called"
-        raise corrupt(metadata_path, "the pickle of a Metadata", found)
-    try:
-        places = _places(metadata.storage_data, names, metadata_path)
-        items = _items(metadata, names, places)
-    except errors.RobustCheckpointError:
-        raise
-    except Exception as error:  # values of other types than writers give them
-        raise corrupt(metadata_path, "usable values", f"{type(error).__name__}: {error!s:.300}") from error
-    files = _stored_files(disk, path, items)
-    save_id = getattr(metadata.storage_meta, "save_id", None)
+    source = MetadataSource(disk, path, load_id="")
+    has_metadata = disk.exists(source.path_of_metadata())
+    names = [] if has_metadata or not disk.exists(path) else disk.list_directory(path)
+    numbers = [name.removeprefix("__").removesuffix(METADATA_NAME) for name in names]
+    ranks = sorted(int(each) for each in numbers if each.isdecimal() and metadata_name(int(each)) in names)
+    sources: list[int | None] = [*ranks] or [None]
+    whole = [source.decode_metadata(source.metadata_bytes(rank), rank) for rank in sources]
+    items: dict[str, Item] = {}
+    held: dict[str, list[tuple[Item, Chunk]]] = defaultdict(list)
+    for metadata in whole:
+        for item in _items(metadata):
+            known = items.setdefault(item.name, item)
+            if known is not item:
+                there = {chunk.offsets for chunk in known.chunks}
+                more = tuple(chunk for chunk in item.chunks if chunk.offsets not in there)
+                items[item.name] = replace(known, chunks=known.chunks + more)
+            for chunk in item.chunks:
+                if chunk.file is not None:
+                    held[chunk.file].append((item, chunk))
+    files = tuple(_stored_file(disk, path, name, held[name]) for name in sorted(held))
+    dated = [source.path_of_metadata(rank) for rank in sources]
+    if not has_metadata and not ranks:
+        dated = [os.path.join(path, file.name) for file in files]
+    save_id = getattr(whole[0].storage_meta, "save_id", None)
+    written_by = "robust_dcp" if has_metadata and source.files_are_marked() else "torch"
     return Contents(
         path=path,
-        layout="safetensors" if any(file.name.endswith(SAFETENSORS_SUFFIX) for file in files) else "torch",
-        written_by="robust_dcp" if files_are_marked(data) else "torch",
-        saved_seconds=disk.modified_seconds(metadata_path),
+        written_by=written_by if has_metadata or ranks else "safetensors",
+        saved_seconds=max((disk.modified_seconds(each) for each in dated), default=0.0),
         save_id=save_id if isinstance(save_id, str) else None,
-        items=items,
+        items=tuple(sorted(items.values(), key=lambda item: natural(item.name))),
+        held=dict(held),
         files=files,
-        unknown_classes=names.unknown,
     )
 
 
-def _stored_files(disk: Disk, path: str, items: tuple[Item, ...]) -> tuple[StoredFile, ...]:
-    """The files that hold these items, with the sizes that they have.
+def _items(metadata: Metadata) -> Iterator[Item]:
+    places = {
+        (index.fqn, None if index.offset is None else tuple(index.offset)): (
+            info.relative_path,
+            info.offset,
+            info.length,
+            tuple(each[:60] for each in getattr(info, "transform_descriptors", None) or ()),
+        )
+        for index, info in (metadata.storage_data or {}).items()
+    }
+    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    nowhere: tuple[Any, ...] = ()
+    for name, entry in metadata.state_dict_metadata.items():
+        keys = paths.get(name)
+        is_path = isinstance(keys, tuple) and keys and all(isinstance(key, (str, int)) for key in keys)
+        path = keys if is_path else None
+        whole = places.get((name, None), nowhere)
+        if isinstance(entry, TensorStorageMetadata):
+            dtype = entry.properties.dtype
+            chunks = tuple(
+                Chunk(tuple(c.offsets), tuple(c.sizes), *places.get((name, tuple(c.offsets)), whole))
+                for c in entry.chunks
+            )
+            text = str(dtype).removeprefix("torch.")
+            yield Item(name, path, text, dtype.itemsize, tuple(entry.size), chunks)
+        else:
+            yield Item(name, path, None, 1, (), (Chunk((), (), *whole),))
+
+
+def _stored_file(disk: Disk, path: str, name: str, held: list[tuple[Item, Chunk]]) -> StoredFile:
+    """A file with the size that it has.
 
     Raises:
-        StorageError: a file cannot be looked at.
+        StorageError: it cannot be looked at.
     """
-    needed: dict[str, int] = defaultdict(int)
-    held: Counter[str] = Counter()
-    for item in items:
-        for chunk in item.chunks:
-            if chunk.file is not None:
-                held[chunk.file] += 1
-                needed[chunk.file] = max(needed[chunk.file], (chunk.start or 0) + (chunk.stored_nbytes or 0))
-    return tuple(
-        StoredFile(name, _size_of(disk, os.path.join(path, name)), needed[name], held[name]) for name in sorted(held)
-    )
-
-
-def _size_of(disk: Disk, path: str) -> int | None:
-    return disk.size(path) if disk.exists(path) else None
-
-
-def _of_safetensors(disk: Disk, path: str) -> Contents:
-    shards = _safetensors_in(disk, path)
-    if not shards:
-        raise errors.StorageError(
-            f"{path} holds no checkpoint, because there is no {METADATA_NAME}: {what_is_there(disk, path)}",
-            path=path,
-            operation="open",
-        )
-    # The check of such files needs torch's dtypes. They are rare, so a second for the import of torch does no harm.
-    from robust_dcp.storage.metadata.shard_metadata import metadata_of_shards
-
-    metadata = metadata_of_shards(disk, path, shards)
-    places: Places = {
-        (index.fqn, tuple(index.offset or ())): (info.relative_path, info.offset, info.length, ())
-        for index, info in metadata.storage_data.items()
-    }
-    tensors: dict[str, Any] = dict(metadata.state_dict_metadata)
-    items = tuple(
-        Item(
-            name,
-            None,
-            str(tensor.properties.dtype).removeprefix("torch."),
-            tuple(tensor.size),
-            tuple(_chunk(name, tuple(chunk.offsets), tuple(chunk.sizes), places) for chunk in tensor.chunks),
-        )
-        for name, tensor in sorted(tensors.items(), key=lambda entry: natural(entry[0]))
-    )
-    return Contents(
-        path=path,
-        layout="safetensors",
-        written_by="safetensors",
-        saved_seconds=max(disk.modified_seconds(os.path.join(path, name)) for name in shards),
-        save_id=None,
-        items=items,
-        files=_stored_files(disk, path, items),
-    )
-
-
-def _safetensors_in(disk: Disk, path: str) -> list[str]:
-    if not os.path.isdir(path):
-        return []
-    return sorted(name for name in disk.list_directory(path) if name.endswith(SAFETENSORS_SUFFIX))
-
-
-def _places(storage_data: Any, names: Names, file: str) -> Places:
-    places: Places = {}
-    for index, info in (storage_data or {}).items():
-        if not isinstance(index, names["MetadataIndex"]) or not isinstance(index.fqn, str):
-            raise corrupt(file, "a MetadataIndex", type(index).__name__)
-        start, nbytes = getattr(info, "offset", None), getattr(info, "length", None)
-        if any(number is not None and (type(number) is not int or number < 0) for number in (start, nbytes)):
-            raise corrupt(file, f"offset and length of {index.fqn}", f"{start!s:.60} and {nbytes!s:.60}")
-        transforms = tuple(str(each)[:60] for each in getattr(info, "transform_descriptors", None) or ())
-        name = check_relative_path(getattr(info, "relative_path", None), file=file)
-        places[index.fqn, None if index.offset is None else _numbers(index.offset)] = (name, start, nbytes, transforms)
-    return places
-
-
-def _items(metadata: Any, names: Names, places: Places) -> tuple[Item, ...]:
-    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-    found = []
-    for name, entry in metadata.state_dict_metadata.items():
-        if not isinstance(name, str):
-            raise TypeError(f"a name is a {type(name).__name__}")
-        path = _path_of(paths.get(name))
-        if isinstance(entry, names["TensorStorageMetadata"]):
-            chunks = tuple(_chunk(name, _numbers(c.offsets), _numbers(c.sizes), places) for c in entry.chunks)
-            found.append(Item(name, path, str(entry.properties.dtype), _numbers(entry.size), chunks))
-        elif isinstance(entry, names["BytesStorageMetadata"]):
-            found.append(Item(name, path, None, (), (Chunk((), (), *places.get((name, None), _NOWHERE)),)))
-        else:
-            raise TypeError(f"{name} is a {type(entry).__name__}")
-    return tuple(sorted(found, key=lambda item: natural(item.name)))
-
-
-def _chunk(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], places: Places) -> Chunk:
-    place = places.get((name, offsets)) or places.get((name, None)) or _NOWHERE
-    return Chunk(offsets, sizes, *place)
-
-
-def _numbers(values: Any) -> tuple[int, ...]:
-    found = tuple(values)
-    if len(found) > _MAX_DIMENSIONS or any(type(value) is not int or value < 0 for value in found):
-        raise ValueError(f"{found!s:.60} are no sizes")
-    return found
-
-
-def _path_of(keys: Any) -> tuple[str | int, ...] | None:
-    if isinstance(keys, tuple) and keys and all(isinstance(key, (str, int)) for key in keys):
-        return keys
-    return None
+    file = os.path.join(path, name)
+    needed = max(chunk.start + chunk.stored_nbytes for _, chunk in held)
+    return StoredFile(name, disk.size(file) if disk.exists(file) else None, needed, len(held))

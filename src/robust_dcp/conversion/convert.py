@@ -1,35 +1,56 @@
 """``convert``: a checkpoint, or a file of ``torch.save``, in another form. It appears as a whole or not at all.
 
-The target is made in a directory beside it (``workplace``), with a note of what is being made. If the process is
-killed, the next one with the same arguments goes on with the finished files of safetensors, and makes other forms anew.
+torch reads and writes files of ``torch.save``, ``robust_dcp.save`` writes checkpoints, and the files of a Hugging Face
+model are filled piece by piece. The target is made in a directory beside it (``workplace``), with a note of what is
+being made. If the process is killed, the next one with the same arguments goes on with the finished files of
+safetensors, and makes other forms anew.
 """
 
 from __future__ import annotations
 
+import fnmatch
+import io
 import json
 import os
+import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Final, Literal
 
-from robust_dcp.conversion.plan import ConversionPlan, plan_conversion
+import torch
+
+import robust_dcp
+from robust_dcp.conversion.outline import Outline, Path, filled, outline_of_paths, with_items
 from robust_dcp.conversion.rules import Rules
-from robust_dcp.conversion.sources import open_source
-from robust_dcp.conversion.to_dcp import write_dcp
-from robust_dcp.conversion.to_safetensors import write_safetensors
-from robust_dcp.conversion.to_torch import write_torch_file
+from robust_dcp.conversion.sources import OUTLINE_ATTRIBUTE, Source, open_source
 from robust_dcp.conversion.workplace import workplace_of
 from robust_dcp.errors import StorageError, entry_point
-from robust_dcp.storage.consolidation import check_dtypes
-from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.consolidation import INDEX_NAME, check_dtypes, in_shards, index_of
+from robust_dcp.storage.files.disk import Disk, storage_error
 from robust_dcp.storage.files.paths import directory_path
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.layouts import layout_named
+from robust_dcp.storage.model_file import write_model_file
+from robust_dcp.storage.pieces import NamedTensor, Piece, batches_of
 
 __all__ = ["ConversionReport", "Form", "convert"]
 
 Form = Literal["dcp", "safetensors", "torch"]
+
+_OF_A_MODEL: Final = (
+    "*config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+)
+"""What lies beside the weights of a Hugging Face model, and is copied with ``config``."""
+
+_SMALL_NBYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -65,6 +86,7 @@ def convert(
     layout: str = "torch",
     files: int = 1,
     max_shard_nbytes: int = 5 << 30,
+    config: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     buffer_nbytes: int = 128 << 20,
     progress: Callable[[int, int], object] = lambda done, total: None,
@@ -82,6 +104,7 @@ def convert(
         layout: for ``dcp``: the layout of the data files, as for ``RobustWriter``.
         files: for ``dcp``: how many data files.
         max_shard_nbytes: for ``safetensors``: most bytes of tensors in one file.
+        config: for ``safetensors``: a directory whose ``config.json`` and tokenizer are copied into the target.
         overwrite: whether to replace a target that exists. It stays until the new one is whole.
         buffer_nbytes: about how much data is in memory at a time.
         progress: called with the bytes of tensors that were written, and of all.
@@ -96,46 +119,33 @@ def convert(
     disk = PosixDisk() if disk is None else disk
     path = os.path.abspath(directory_path(target))
     rules = rules or Rules()
-    plan = plan_conversion(open_source(os.fspath(source), buffer_nbytes // 2), rules)
+    plan = _planned(open_source(os.fspath(source), buffer_nbytes // 2), rules)
     if form == "safetensors":
         check_dtypes(plan.tensors, "leave it out with --exclude")
-    note = {
-        "source": _identity(os.path.abspath(source)),
-        "form": form,
-        "rules": asdict(rules),
-        "shard": max_shard_nbytes,
-    }
+    beside = _beside(config, form)
     n_there = 0
-    piece_nbytes = max(buffer_nbytes // 8, 1)  # a piece is read, cast and written, and the next one is there by then
-
-    def show(done: int) -> None:
-        progress(done, plan.nbytes)
-
     with workplace_of(disk, path) as place:
         _check_target(path, form, overwrite=overwrite)
         if form == "safetensors":
+            note = {"source": _identity(os.path.abspath(source)), "rules": asdict(rules), "shard": max_shard_nbytes}
             place.begin(json.dumps(note, sort_keys=True).encode())
             disk.mkdirs(place.made)
             _check_room(path, plan.nbytes - sum(each.stat().st_size for each in os.scandir(place.made)))
-            n_there = write_safetensors(
-                plan, place.made, disk, max_shard_nbytes=max_shard_nbytes, buffer_nbytes=piece_nbytes, progress=show
-            )
+            # A piece is read, cast and written, and the next one is there by then.
+            n_there = _write_model(plan, place.made, disk, max_shard_nbytes, max(buffer_nbytes // 8, 1), progress)
+            for each in beside:
+                shutil.copy(each, place.made)
         else:
             place.clear()
-            _check_room(path, plan.nbytes)
+            _check_room(path, plan.nbytes + plan.scratch_nbytes)
+            values = _Values(plan, place.directory, max(buffer_nbytes // 4, 1), progress)
             if form == "dcp":
-                write_dcp(
-                    plan,
-                    place.made,
-                    disk,
-                    target=path,
-                    layout=layout,
-                    files=files,
-                    buffer_nbytes=buffer_nbytes,
-                    progress=show,
-                )
+                _write_checkpoint(plan, values, place.made, disk, path, layout, files, buffer_nbytes)
             else:
-                _write_file(disk, place.made, plan, flat=flat, buffer_nbytes=piece_nbytes, show=show)
+                names = [*(tensor.name for tensor in plan.tensors), *plan.objects]
+                outline = {name: name for name in names} if flat else plan.outline()
+                _write_file(filled(outline, values.of), place.made)
+            progress(plan.nbytes, plan.nbytes)
         place.publish()
     return ConversionReport(
         target=os.fspath(target),
@@ -144,8 +154,242 @@ def convert(
         nbytes=plan.nbytes,
         left_out=plan.objects if form == "safetensors" else (),
         files_there=n_there,
-        unused=plan.unused,
+        unused=tuple(rules.unused(plan.names)),
     )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The items of the target.
+
+    Attributes:
+        source: where the data comes from.
+        names: the old names by the new ones.
+        tensors: with new names and dtypes, in the order of the source.
+        objects: new names of other items.
+    """
+
+    source: Source
+    names: dict[str, str]
+    tensors: tuple[NamedTensor, ...]
+    objects: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """Bytes of the tensors that have to be read before they can be written as a whole."""
+        return sum(tensor.nbytes for tensor in self.tensors if self.mapped(tensor) is None)
+
+    def mapped(self, tensor: NamedTensor) -> torch.Tensor | None:
+        """A tensor of the target that is there already, in a mapped file."""
+        value = self.source.mapped.get(self.names[tensor.name])
+        return value if value is not None and value.dtype == tensor.dtype else None
+
+    def outline(self) -> Outline:
+        """How the items are nested. An item with a new name stands at the top, under that name.
+
+        Raises:
+            ValueError: two items are in each other's way.
+        """
+        paths = self.source.paths
+        if self.source.outline is None:
+            kept: dict[str, Path] = {new: paths.get(old, (new,)) for new, old in self.names.items() if new == old}
+            return outline_of_paths({new: kept.get(new, (new,)) for new in self.names})
+        in_place = {new for new, old in self.names.items() if new == old}
+        return with_items(self.source.outline, in_place, (new for new in self.names if new not in in_place))
+
+    def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        """The data of pieces of :attr:`tensors`, contiguous and cast."""
+        asked = [piece._replace(tensor=self.source.tensors[self.names[piece.tensor.name]]) for piece in pieces]
+        values = self.source.read(asked)
+        return [value.to(piece.tensor.dtype).contiguous() for value, piece in zip(values, pieces, strict=True)]
+
+
+def _planned(source: Source, rules: Rules) -> _Plan:
+    """Apply the rules.
+
+    Raises:
+        ValueError: two items would get one name, or a dtype is unknown, or nothing is left.
+    """
+    names = rules.names([*source.tensors, *source.objects])
+    for _, dtype in rules.dtypes:
+        _dtype_named(dtype)
+    if not names:
+        raise ValueError("no item has a name that --select and --exclude let through")
+    tensors = []
+    for new, old in names.items():
+        tensor = source.tensors.get(old)
+        if tensor is not None:
+            wanted = rules.dtype(new) if tensor.dtype.is_floating_point else None
+            tensors.append(NamedTensor(new, _dtype_named(wanted) if wanted else tensor.dtype, tensor.shape))
+    return _Plan(source, names, tuple(tensors), tuple(new for new, old in names.items() if old not in source.tensors))
+
+
+def _dtype_named(name: str) -> torch.dtype:
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"{name!r} is no floating dtype of torch, such as bfloat16, float32 or float8_e4m3fn")
+    return dtype
+
+
+def _beside(config: str | os.PathLike[str] | None, form: Form) -> list[str]:
+    """The files to copy from the directory of a Hugging Face model."""
+    if config is None:
+        return []
+    if form != "safetensors":
+        raise ValueError("--config is for --to safetensors: only a Hugging Face model has a config.json")
+    names = sorted(os.listdir(config)) if os.path.isdir(config) else []
+    if "config.json" not in names:
+        raise ValueError(f"--config {os.fspath(config)}: there is no config.json")
+    fit = [name for name in names if any(fnmatch.fnmatch(name, glob) for glob in _OF_A_MODEL)]
+    return [path for path in (os.path.join(config, name) for name in fit) if os.path.isfile(path)]
+
+
+class _Values:
+    """The items of the target as whole values, which take little memory.
+
+    Large tensors that are not mapped already are read piece by piece into files that nobody else sees, and are mapped.
+    """
+
+    def __init__(self, plan: _Plan, directory: str, buffer_nbytes: int, progress: Callable[[int, int], object]) -> None:
+        self._plan = plan
+        self._directory = directory
+        self._buffer_nbytes = buffer_nbytes
+        self._progress = progress
+        self._tensors = {tensor.name: tensor for tensor in plan.tensors}
+        self._done_nbytes = 0
+
+    def of(self, name: str) -> Any:
+        """The value of an item, by its new name."""
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            return self._plan.source.load(self._plan.names[name])
+        value = self._plan.mapped(tensor)
+        if value is not None:
+            # Its own elements only: torch.save would write all of the storage that a slice is of.
+            is_whole = value.untyped_storage().nbytes() == value.nbytes and value.is_contiguous()
+            return value if is_whole else value.clone(memory_format=torch.contiguous_format)
+        value = self._empty(tensor)
+        for batch in batches_of([tensor], self._buffer_nbytes):
+            for piece, data in zip(batch, self._plan.read(batch), strict=True):
+                target = value
+                for dimension, (offset, length) in enumerate(zip(piece.offsets, piece.lengths, strict=True)):
+                    target = target.narrow(dimension, offset, length)
+                target.copy_(data)
+            self._done_nbytes += sum(piece.nbytes for piece in batch)
+            self._progress(self._done_nbytes // 2, self._plan.nbytes)
+        return value
+
+    def _empty(self, tensor: NamedTensor) -> torch.Tensor:
+        if tensor.nbytes < _SMALL_NBYTES:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        path = os.path.join(self._directory, f"scratch-{secrets.token_hex(8)}")
+        try:
+            with open(path, "xb") as file:
+                os.posix_fallocate(file.fileno(), 0, tensor.nbytes)  # a full disk is an error now, and no signal later
+            storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=tensor.nbytes)
+        except OSError as error:
+            raise storage_error("make", path, error) from error
+        finally:
+            with suppress(OSError):
+                os.unlink(path)
+        memory: Any = storage
+        return torch.empty(0, dtype=tensor.dtype).set_(memory).view(tensor.shape)
+
+
+class _Planner(robust_dcp.RobustPlanner):
+    """Leaves the outline of the source in the ``Metadata``."""
+
+    def __init__(self, outline: Outline | None) -> None:
+        super().__init__(on_structure_change="quiet")
+        self._outline = io.BytesIO()
+        if outline is not None:
+            torch.save(outline, self._outline)
+
+    def metadata_attributes(self) -> dict[str, dict[str, Any]]:
+        outline = self._outline.getvalue()
+        return {OUTLINE_ATTRIBUTE: {"": outline}} if outline else {}
+
+
+def _write_checkpoint(
+    plan: _Plan, values: _Values, made: str, disk: Disk, target: str, layout: str, files: int, buffer_nbytes: int
+) -> None:
+    outline = plan.outline()
+    writer = robust_dcp.RobustWriter(
+        made,
+        layout=layout,
+        files_per_rank=files,
+        buffer_bytes=max(buffer_nbytes // 2, 1 << 20),
+        report=False,
+        disk=disk,
+    )
+    writer.known_as = target
+    planner = _Planner(None if plan.source.outline is None else outline)
+    robust_dcp.save(filled(outline, values.of), storage_writer=writer, planner=planner)
+
+
+def _write_file(state_dict: Any, path: str) -> None:
+    try:
+        with open(path, "xb") as file:
+            torch.save(state_dict, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise storage_error("write", path, error) from error
+
+
+def _write_model(
+    plan: _Plan,
+    directory: str,
+    disk: Disk,
+    max_shard_nbytes: int,
+    buffer_nbytes: int,
+    progress: Callable[[int, int], object],
+) -> int:
+    """Write the files of a Hugging Face model that are not in ``directory`` yet, and their index. Each gets its name
+    when it is durable. Returns how many files were there already.
+    """
+    shards = in_shards(plan.tensors, max_shard_nbytes)
+    done = n_there = 0
+
+    def read(pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        nonlocal done
+        progress(done, plan.nbytes)  # what was read before is written by now, or just being written
+        done += sum(piece.nbytes for piece in pieces)
+        return plan.read(pieces)
+
+    for name, shard in shards.items():
+        path = os.path.join(directory, name)
+        if disk.exists(path):
+            n_there += 1
+            done += sum(tensor.nbytes for tensor in shard)
+            continue
+        _finish(disk, path, partial(write_model_file, disk, tensors=shard, read=read, buffer_nbytes=buffer_nbytes))
+        progress(done, plan.nbytes)
+    _finish(disk, os.path.join(directory, INDEX_NAME), lambda file: disk.pwrite(file, index_of(shards), 0))
+    return n_there
+
+
+def _finish(disk: Disk, path: str, write: Callable[..., object]) -> None:
+    """Write a file under another name, make it durable, and give it its own."""
+    temporary = f"{path}.part"
+    if disk.exists(temporary):
+        disk.unlink(temporary)
+    file = disk.open_new(temporary)
+    try:
+        write(file)
+        disk.fsync(file)
+        disk.rename(temporary, path)
+    except BaseException:
+        with suppress(StorageError):
+            disk.unlink(temporary)
+        raise
+    finally:
+        disk.close(file)
 
 
 def _check_target(path: str, form: Form, *, overwrite: bool) -> None:
@@ -187,14 +431,3 @@ def _identity(path: str) -> list[Any]:
 def _stamp(file: str) -> tuple[int, int]:
     status = os.stat(file)
     return status.st_size, status.st_mtime_ns
-
-
-def _write_file(
-    disk: Disk, path: str, plan: ConversionPlan, *, flat: bool, buffer_nbytes: int, show: Callable[[int], object]
-) -> None:
-    file = disk.open_new(path)
-    try:
-        write_torch_file(plan, disk, file, flat=flat, buffer_nbytes=buffer_nbytes, progress=show)
-        disk.fsync(file)
-    finally:
-        disk.close(file)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from robust_dcp.contents.items import fits
+from robust_dcp.contents.read import fits
 
 __all__ = ["Rules"]
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Sequence
-from typing import Any, Final, Protocol
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import TensorProperties
 
-from robust_dcp.conversion.outline import Outline, Path
-from robust_dcp.conversion.torch_file import TorchFile
+from robust_dcp.conversion.outline import Outline, Path, outline_of
+from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
 from robust_dcp.storage.pieces import NamedTensor, Piece, PieceReader
 from robust_dcp.storage.records.objects import load_object
 
@@ -18,8 +23,11 @@ __all__ = ["OUTLINE_ATTRIBUTE", "Source", "open_source"]
 OUTLINE_ATTRIBUTE: Final = "robust_dcp_outline"
 """The attribute of a checkpoint's ``Metadata`` that holds an outline, as the bytes of ``torch.save``."""
 
+_BLOCK_NBYTES: Final = 8 << 20
 
-class Source(Protocol):
+
+@dataclass(frozen=True)
+class Source:
     """What is converted.
 
     Attributes:
@@ -27,18 +35,18 @@ class Source(Protocol):
         objects: the names of other items.
         paths: the keys of items in the nested state dict, where they are known.
         outline: how items are nested, where more is known of it than the paths.
+        read: the data of pieces of tensors.
+        load: an object, by its name.
+        mapped: the tensors that lie in a mapped file, so that they take no memory before they are used.
     """
 
     tensors: dict[str, NamedTensor]
     objects: tuple[str, ...]
     paths: dict[str, Path]
     outline: Outline | None
-
-    def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """The data of pieces. Their tensors have the names, dtypes and shapes of :attr:`tensors`."""
-
-    def load(self, name: str) -> Any:
-        """An object."""
+    read: Callable[[Sequence[Piece]], list[torch.Tensor]]
+    load: Callable[[str], Any]
+    mapped: dict[str, torch.Tensor]
 
 
 def open_source(path: str, buffer_nbytes: int) -> Source:
@@ -47,23 +55,101 @@ def open_source(path: str, buffer_nbytes: int) -> Source:
     Raises:
         StorageError, CorruptCheckpoint, UnsafeCheckpoint: it cannot be read, or is no data.
     """
-    return TorchFile(path) if os.path.isfile(path) else _Checkpoint(path, buffer_nbytes)
+    return _file_of_torch_save(path) if os.path.isfile(path) else _checkpoint(path, buffer_nbytes)
 
 
-class _Checkpoint:
-    def __init__(self, path: str, buffer_nbytes: int) -> None:
-        self._path = path
-        self._reader = PieceReader(path, buffer_nbytes=buffer_nbytes)
-        metadata = self._reader.metadata
-        self.tensors = self._reader.tensors
-        self.objects = tuple(name for name in metadata.state_dict_metadata if name not in self.tensors)
-        paths = metadata.planner_data or {}  # a dict, or an index, which looks paths up one by one
-        self.paths = {name: paths[name] for name in metadata.state_dict_metadata if name in paths}
-        outline = getattr(metadata, OUTLINE_ATTRIBUTE, None)
-        self.outline = load_object(outline, file=path, item=OUTLINE_ATTRIBUTE) if outline else None
+def _checkpoint(path: str, buffer_nbytes: int) -> Source:
+    reader = PieceReader(path, buffer_nbytes=buffer_nbytes)
+    entries: dict[str, Any] = reader.metadata.state_dict_metadata
+    tensors = {name: tensor for name, tensor in reader.tensors.items() if _is_plain(entries[name].properties)}
+    paths = reader.metadata.planner_data or {}  # a dict, or an index, which looks paths up one by one
+    outline = getattr(reader.metadata, OUTLINE_ATTRIBUTE, None)
+    if isinstance(outline, dict):
+        outline = outline.get("")
+    return Source(
+        tensors=tensors,
+        objects=tuple(name for name in entries if name not in tensors),
+        paths={name: paths[name] for name in entries if name in paths},
+        outline=load_object(outline, file=path, item=OUTLINE_ATTRIBUTE) if outline else None,
+        read=reader.read,
+        load=lambda name: load_object(reader.object_bytes(name), file=path, item=name),
+        mapped={},
+    )
 
-    def read(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        return self._reader.read(pieces)
 
-    def load(self, name: str) -> Any:
-        return load_object(self._reader.object_bytes(name), file=self._path, item=name)
+def _is_plain(tensor: torch.Tensor | TensorProperties) -> bool:
+    """Whether it can be cut into pieces. Sparse and quantized tensors are taken as objects."""
+    return tensor.layout is torch.strided and not str(tensor.dtype).startswith(("torch.qint", "torch.quint"))
+
+
+def _file_of_torch_save(path: str) -> Source:
+    loaded = _loaded(path)
+    if not isinstance(loaded, dict):
+        raise CorruptCheckpoint(
+            f"{path} holds a {type(loaded).__name__}: expected a dict, as state_dict() gives it", file=path
+        )
+    flat, paths = flatten_state_dict(loaded)
+    values = {
+        name: value.detach().resolve_conj().resolve_neg() if isinstance(value, torch.Tensor) else value
+        for name, value in flat.items()
+    }
+    mapped = {name: value for name, value in values.items() if isinstance(value, torch.Tensor) and _is_plain(value)}
+
+    def read(pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        values = []
+        for piece in pieces:
+            value = mapped[piece.tensor.name]
+            for dimension, (offset, length) in enumerate(zip(piece.offsets, piece.lengths, strict=True)):
+                value = value.narrow(dimension, offset, length)
+            values.append(value)
+        return values
+
+    return Source(
+        tensors={name: NamedTensor(name, value.dtype, tuple(value.shape)) for name, value in mapped.items()},
+        objects=tuple(name for name in values if name not in mapped),
+        paths=dict(paths),
+        outline=outline_of(loaded, flat, dict(paths)),
+        read=read,
+        load=values.__getitem__,
+        mapped=mapped,
+    )
+
+
+def _loaded(path: str) -> Any:
+    """What a file of ``torch.save`` holds, its tensors mapped. torch compares no checksums, so that is done here."""
+    try:
+        is_zip = zipfile.is_zipfile(path)  # the format of before torch 1.6 is none, and cannot be mapped
+        if is_zip:
+            with zipfile.ZipFile(path) as archive:
+                for info in archive.infolist():
+                    _compare(archive, info, path)
+        return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
+    except CorruptCheckpoint:
+        raise
+    except Exception as error:
+        # What torch says of the file, without the advice around it, which is to load it with less care.
+        text = str(error).rpartition("WeightsUnpickler error:")[2].rpartition("trusted source.")[2].strip()
+        reason = text.partition("\n")[0]
+        is_refused = "weights_only" in str(error).lower() or "Unsupported" in reason
+        if is_refused and "Unsupported operand" not in reason:
+            raise UnsafeCheckpoint(
+                f"{path} asks for a class that is not plain data, and is refused: {reason:.300}", file=path
+            ) from error
+        raise CorruptCheckpoint(
+            f"{path} cannot be used: expected a file of torch.save, found {type(error).__name__}: {reason:.300}",
+            file=path,
+        ) from error
+
+
+def _compare(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: str) -> None:
+    """Read a record to its end, which compares it. It has 0 after ``torch.serialization.set_crc32_options(False)``."""
+    try:
+        with archive.open(info) as record:
+            while info.CRC and record.read(_BLOCK_NBYTES):
+                pass
+    except (zipfile.BadZipFile, EOFError, io.UnsupportedOperation) as error:
+        raise CorruptCheckpoint(
+            f"{path} is damaged: {info.filename} is not what was written ({error}); take another file",
+            file=path,
+            found=str(error),
+        ) from error

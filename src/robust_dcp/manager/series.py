@@ -277,7 +277,7 @@ def series_in(disk: Disk, root: str) -> list[Series]:
             names = disk.list_directory(path)
         except errors.StorageError:
             continue
-        if METADATA_NAME in names or journals_in(names):
+        if any(each.endswith(METADATA_NAME) for each in names) or journals_in(names):
             found[prefix] = Series(disk, root, prefix.replace("{", "{{").replace("}", "}}") + "{step}")
     return list(found.values())
 

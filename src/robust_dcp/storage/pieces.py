@@ -166,8 +166,10 @@ class PieceReader:
         return targets
 
     def object_bytes(self, name: str) -> bytes:
-        """The bytes of an object, as ``torch.save`` wrote them."""
-        index, nothing = MetadataIndex(name), torch.Size((0,))
+        """The bytes of an object, or of a tensor that is one record, as ``torch.save`` wrote them."""
+        entry, nothing = self.metadata.state_dict_metadata[name], torch.Size((0,))
+        offsets = torch.Size([0] * len(entry.size)) if isinstance(entry, TensorStorageMetadata) else None
+        index = MetadataIndex(name, offsets)
         planner = _Into(())
         item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
         self._reader.read_data(LoadPlan([item]), planner).wait()

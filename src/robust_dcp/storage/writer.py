@@ -311,7 +311,7 @@ class RobustWriter(StorageWriter):
         self.write_files = write_files
 
     def storage_meta(self) -> WriterMeta:
-        return WriterMeta(checkpoint_id=self.path, save_id=self.save_id, writer=self)
+        return WriterMeta(checkpoint_id=self.known_as or self.path, save_id=self.save_id, writer=self)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if self.drain_to is not None:

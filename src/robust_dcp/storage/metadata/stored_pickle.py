@@ -1,7 +1,7 @@
 """The pickle in ``.metadata`` and the checksum behind it: checked, and unpickled with the classes that a caller gives.
 
-``metadata_file`` makes DCP's ``Metadata`` of it. ``contents`` makes plain records of it and does without torch, so this
-module imports none.
+``metadata_file`` makes DCP's ``Metadata`` of it. ``robust-dcp ls`` only wants to know whose it is, and does without
+torch, so this module imports none.
 """
 
 from __future__ import annotations
