@@ -1,18 +1,58 @@
-"""``robust-dcp doctor``: what in this environment may get in the way of checkpoints, and what to do."""
+"""``robust-dcp doctor``: what a job would trip over here, and what to do. It imports no torch."""
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
+import os
+import platform
+import resource
+import shutil
+import socket
+import tempfile
+import threading
+import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from typing import Final, NamedTuple
 
-from robust_dcp.cli.doctoring.environment import environment_findings
-from robust_dcp.cli.doctoring.file_system import file_system_findings
-from robust_dcp.cli.doctoring.finding import Finding, State
-from robust_dcp.cli.doctoring.machine import machine_findings
 from robust_dcp.cli.ls import check_root
-from robust_dcp.cli.output import FOUND, Output, number
+from robust_dcp.cli.output import FOUND, Output, number, size
+from robust_dcp.environment import VARIABLES, value_of
+from robust_dcp.on_demand import errors
+from robust_dcp.storage.files.mounts import is_of_this_machine, mount_of
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.version import __version__
 
 __all__ = ["run"]
+
+_PACKAGES: Final = ("torch", "numpy", "msgspec", "isal")
+_LEAST_TORCH: Final = (2, 7)
+_LOOKUP_SECONDS: Final = 5.0
+_FEWEST_FILES: Final = 1024
+_LEAST_MEMORY_NBYTES: Final = 2 << 30
+_LEAST_SHM_NBYTES: Final = 64 << 20
+_LEAST_FREE_NBYTES: Final = 10 << 30
+_FEWEST_INODES: Final = 10_000
+_MOST_CACHED_SECONDS: Final = 60
+
+
+class Finding(NamedTuple):
+    """What was looked at.
+
+    Attributes:
+        state: ``ok``; ``warning``: it works, and may surprise; ``problem``: a save or a load will fail, or its promises
+            do not hold.
+        name: what was looked at.
+        found: what it is like.
+        advice: what to do; empty if nothing.
+    """
+
+    state: str
+    name: str
+    found: str
+    advice: str = ""
 
 
 def run(path: str | None) -> int:
@@ -20,12 +60,250 @@ def run(path: str | None) -> int:
     if path is not None:
         check_root(path)
     Output.note(f"robust-dcp {__version__}: versions, network and limits" + (f", and {path}" if path else ""))
-    findings: list[Finding] = [*environment_findings(), *machine_findings()]
+    findings = [*_versions(), *_variables(), _gloo(), _open_files(), _memory(), _shared_memory()]
     if path is not None:
-        findings += file_system_findings(path)
+        findings += _file_system(path)
     counts = Counter(each.state for each in findings)
-    Output.put({"path": path, "findings": [each._asdict() for each in findings], "problems": counts[State.PROBLEM]})
-    rows = ((each.state.value, each.name, each.found, each.advice) for each in findings)
-    Output.table(("state", "what", "found", "what to do"), rows)
-    Output.note(f"{number(counts[State.PROBLEM], 'problem')}, {number(counts[State.WARNING], 'warning')}")
-    return FOUND if counts[State.PROBLEM] else 0
+    Output.put({"path": path, "findings": [each._asdict() for each in findings], "problems": counts["problem"]})
+    Output.table(("state", "what", "found", "what to do"), findings)
+    Output.note(f"{number(counts['problem'], 'problem')}, {number(counts['warning'], 'warning')}")
+    return FOUND if counts["problem"] else 0
+
+
+def _versions() -> Iterator[Finding]:
+    """Looks at what pip has noted, and imports none of the packages."""
+    yield Finding("ok", "python", platform.python_version())
+    for name in _PACKAGES:
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield Finding("problem", name, "is not installed", "pip install robust-dcp brings it along")
+            continue
+        numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal())
+        if name == "torch" and numbers < _LEAST_TORCH:
+            yield Finding("problem", name, version, "robust_dcp needs PyTorch 2.7 or newer")
+        else:
+            yield Finding("ok", name, version)
+
+
+def _variables() -> Iterator[Finding]:
+    """The environment variables of robust_dcp, and whether the switch works."""
+    name = "taken over"
+    is_on = False
+    with contextlib.suppress(ValueError):  # it is told below
+        is_on = bool(value_of("ROBUST_DCP"))
+    if not is_on:
+        yield Finding("ok", name, "nothing, unless a program calls robust_dcp or passes --ckpt-planner (ROBUST_DCP=1)")
+    elif os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        advice = "unset it, or call robust_dcp.install() yourself"
+        yield Finding("problem", name, "nothing: TORCH_DEVICE_BACKEND_AUTOLOAD is off", advice)
+    elif not [each for each in metadata.entry_points(group="torch.backends") if each.name == "robust_dcp"]:
+        advice = "install robust-dcp with pip; a source tree on PYTHONPATH has no entry points"
+        yield Finding("problem", name, "nothing: the entry point of group torch.backends is missing", advice)
+    else:
+        yield Finding("ok", name, "torch.distributed.checkpoint and Megatron's checkpoints, because ROBUST_DCP is set")
+    for variable in sorted({each for each in os.environ if each.startswith("ROBUST_DCP_")} | VARIABLES.keys()):
+        try:
+            value = value_of(variable) if variable in VARIABLES else None
+        except ValueError as error:
+            advice = "set it to that, or unset it: a process that imports torch ends"
+            yield Finding("problem", variable, str(error), advice)
+            continue
+        if variable not in VARIABLES:
+            advice = "look for its right name in docs/clusters.md and docs/megatron.md"
+            yield Finding("warning", variable, "no such option", advice)
+        elif variable == "ROBUST_DCP_TRUSTED" and value:
+            what = "loads run whatever code a checkpoint names"
+            yield Finding("warning", variable, what, "unset it, unless you trust the files")
+
+
+def _gloo() -> Finding:
+    """The address that ranks give each other, and whether a port of it can be reached."""
+    name, interface = "gloo", os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface:
+        there = [each for _, each in socket.if_nameindex()]
+        missing = [each for each in interface.split(",") if each not in there]
+        if missing:
+            advice = f"set GLOO_SOCKET_IFNAME to one of {', '.join(there)}"
+            return Finding("problem", name, f"GLOO_SOCKET_IFNAME={interface}, and there is no {missing[0]}", advice)
+        return Finding("ok", name, f"GLOO_SOCKET_IFNAME={interface}")
+    host = socket.gethostname()
+    answers: list[list[str]] = []
+
+    def look_up() -> None:
+        try:
+            infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            answers.append([str(info[4][0]).partition("%")[0] for info in infos])
+        except OSError:
+            answers.append([])
+
+    thread = threading.Thread(target=look_up, daemon=True)  # a resolver may wait for minutes
+    thread.start()
+    thread.join(_LOOKUP_SECONDS)
+    advice = "for several nodes set GLOO_SOCKET_IFNAME to the interface that they share, or mend /etc/hosts"
+    if not answers:
+        advice = f"look at DNS; {advice}"
+        return Finding("warning", name, f"{host} was not looked up within {_LOOKUP_SECONDS:g} s", advice)
+    if not answers[0]:
+        return Finding("warning", name, f"{host} has no address", advice)
+    address = answers[0][0]
+    if ipaddress.ip_address(address).is_loopback:
+        return Finding("warning", name, f"{host} is {address}, which other nodes cannot reach", advice)
+    try:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.create_server((address, 0), family=family) as server:
+            socket.create_connection(server.getsockname()[:2], timeout=_LOOKUP_SECONDS).close()
+    except OSError as error:
+        found = f"{host} is {address}, where no port can be opened: {error.strerror or error}"
+        return Finding("problem", name, found, "mend /etc/hosts, and let the firewall allow the nodes' ports")
+    return Finding("ok", name, f"{host} is {address}, and its ports can be reached")
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
+    if soft != resource.RLIM_INFINITY and soft < _FEWEST_FILES:
+        advice = f"ulimit -n {_FEWEST_FILES} (the most that is allowed here: {hard})"
+        return Finding("warning", "open files", text, advice)
+    return Finding("ok", "open files", text)
+
+
+def _memory() -> Finding:
+    """The lowest limit of this process's cgroup and those above it."""
+    limits = []
+    for line in _text("/proc/self/cgroup").splitlines():
+        _, _, path = line.partition("::")
+        parts = path.strip("/").split("/")
+        for depth in range(len(parts) + 1):
+            text = _text(os.path.join("/sys/fs/cgroup", *parts[:depth], "memory.max"))
+            limits += [int(text)] if text.isdigit() else []
+    limit = min(limits, default=None)
+    if limit is None:
+        return Finding("ok", "memory", "no limit by a cgroup")
+    if limit < _LEAST_MEMORY_NBYTES:
+        advice = (
+            "importing torch takes 0.3 GiB for each rank; set buffer_bytes of writer and reader, or raise the limit"
+        )
+        return Finding("warning", "memory", f"the cgroup allows {size(limit)}", advice)
+    return Finding("ok", "memory", f"the cgroup allows {size(limit)}")
+
+
+def _shared_memory() -> Finding:
+    name = "/dev/shm"
+    try:
+        free = shutil.disk_usage(name).free
+    except OSError as error:
+        advice = "mount a tmpfs there: async saves in a process share buffers by it"
+        return Finding("warning", name, str(error.strerror), advice)
+    if free < _LEAST_SHM_NBYTES:
+        advice = "give the container more, for example docker run --shm-size=8g"
+        return Finding("warning", name, f"{size(free)} free", advice)
+    return Finding("ok", name, f"{size(free)} free")
+
+
+def _file_system(path: str) -> Iterator[Finding]:
+    """What the file system of ``path`` is and has, found out with small files that are removed again."""
+    yield _mount(path)
+    status = os.statvfs(path)
+    free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+    few = free < _LEAST_FREE_NBYTES
+    advice = "a save needs room for the new checkpoint beside the old one" if few else ""
+    yield Finding("warning" if few else "ok", "space", f"{size(free)} of {size(total)} are free", advice)
+    if status.f_files and status.f_favail < _FEWEST_INODES:
+        advice = "each rank of a save makes some files: remove others"
+        yield Finding("warning", "inodes", f"{status.f_favail:,} are free", advice)
+    try:
+        directory = tempfile.mkdtemp(prefix=".robust_dcp.doctor-", dir=path)
+    except OSError as error:
+        yield Finding("problem", "writing", f"{error.strerror}", f"make {path} writable for the user of the job")
+        return
+    try:
+        yield _tried("direct I/O", _direct, directory)
+        yield _tried("locks", _locks, directory)
+        yield _tried("commit", _commit, directory)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _tried(name: str, check: Callable[[str], Finding], directory: str) -> Finding:
+    try:
+        return check(directory)
+    except errors.StorageError as error:
+        return Finding("problem", name, error.message, "look at the kernel's log, and at quotas")
+
+
+def _mount(path: str) -> Finding:
+    name, mount = "file system", mount_of(path)
+    if mount is None:
+        return Finding("warning", name, "unknown", "doctor reads /proc/self/mountinfo")
+    found = f"{mount.type} on {mount.place}"
+    if mount.type in ("tmpfs", "ramfs"):
+        return Finding("warning", name, found, "it is memory: a checkpoint there is gone after a reboot")
+    if mount.type == "overlay":
+        return Finding("warning", name, found, "it is the container's own layer, and goes with it: mount a volume")
+    if is_of_this_machine(path):
+        advice = "several nodes need a file system that they share"
+        return Finding("warning", name, f"{found}, of this machine alone", advice)
+    options = dict(option.partition("=")[::2] for option in mount.options)
+    if "nolock" in options or options.get("local_lock", "none") in ("all", "flock"):
+        advice = "mount without nolock and local_lock: two saves into one directory do not see each other's lock"
+        return Finding("warning", name, f"{found}; locks are of this machine only", advice)
+    cached = options.get("acdirmax", "60") if mount.type.startswith("nfs") and "noac" not in options else "0"
+    if cached.isdigit() and int(cached) > _MOST_CACHED_SECONDS:
+        return Finding("warning", name, f"{found}; names are cached for up to {cached} s", "mount with acdirmax=60")
+    return Finding("ok", name, found)
+
+
+def _direct(directory: str) -> Finding:
+    disk = PosixDisk()
+    file = disk.open_new(os.path.join(directory, "direct"), direct=True)
+    try:
+        if file.alignment is None:
+            advice = "saves go through the page cache, which costs memory and processor time"
+            return Finding("warning", "direct I/O", file.why_buffered or "it is refused", advice)
+        return Finding("ok", "direct I/O", f"yes, aligned to {file.alignment.offset} bytes")
+    finally:
+        disk.close(file)
+
+
+def _locks(directory: str) -> Finding:
+    disk, path = PosixDisk(), os.path.join(directory, "lock")
+    first, second = disk.open_lock(path), disk.open_lock(path)
+    try:
+        taken, again = disk.lock(first), disk.lock(second)
+        if taken and again is False:
+            return Finding("ok", "locks", "yes")
+        advice = "mount with flock: otherwise two saves find each other only before the commit"
+        found = "no flock" if taken is None else "a lock does not keep others out"
+        return Finding("warning", "locks", found, advice)
+    finally:
+        for file in (first, second):
+            disk.close(file)
+
+
+def _commit(directory: str) -> Finding:
+    """What the commit of a save needs: fsync of a file and of its directory, and a rename in between."""
+    disk = PosixDisk()
+    source, target = os.path.join(directory, "new"), os.path.join(directory, "committed")
+    started = time.perf_counter()
+    file = disk.open_new(source)
+    try:
+        disk.pwrite(file, b"x" * 4096, 0)
+        disk.fsync(file)
+    finally:
+        disk.close(file)
+    disk.rename(source, target)
+    disk.fsync_directory(directory)
+    seconds = time.perf_counter() - started
+    if disk.exists(source) or disk.size(target) != 4096:
+        advice = "do not keep checkpoints on this file system"
+        return Finding("problem", "commit", "a renamed file is not what it was", advice)
+    return Finding("ok", "commit", f"yes, fsync and rename took {seconds * 1000:.0f} ms")
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return ""

@@ -1,1 +1,0 @@
-"""What ``robust-dcp doctor`` looks at. Nothing here imports torch."""
