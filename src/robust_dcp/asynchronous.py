@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, overload
 
 import msgspec
 import torch
@@ -27,7 +27,10 @@ from robust_dcp.report import SaveReport
 from robust_dcp.staging import SHARED_STAGING, STAGING
 from robust_dcp.started_save import CheckpointId, StartedSave
 
-__all__ = ["AsyncSave", "Executor", "Staging", "WhenBusy", "async_save", "finish_async_saves"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["AsyncSave", "AsyncSaveOptions", "Executor", "Staging", "WhenBusy", "async_save", "finish_async_saves"]
 
 Staging = Literal["full", "lazy"]
 WhenBusy = Literal["wait", "skip", "raise"]
@@ -83,6 +86,66 @@ class _Room(msgspec.Struct, frozen=True):
     """Whether some rank already has as many saves under way as it may."""
 
     is_full: bool
+
+
+class AsyncSaveOptions(TypedDict, total=False):
+    """The arguments of :func:`async_save` that do not change what it returns."""
+
+    checkpoint_id: CheckpointId | None
+    storage_writer: StorageWriter | None
+    planner: SavePlanner | None
+    process_group: dist.ProcessGroup | None
+    async_checkpointer_type: Any
+    async_stager: Any
+    no_dist: bool
+    use_collectives: bool
+    staging_nbytes: int | None
+    executor: Executor
+    max_in_flight: int
+    timeout_seconds: float | None
+    deadline_seconds: float | None
+    kind: str | None
+    on_commit: Callable[[], object] | None
+
+
+@overload
+def async_save(
+    state_dict: dict[str, Any],
+    *,
+    staging: Literal["full"] = "full",
+    when_busy: Literal["wait", "raise"] = "wait",
+    **options: Unpack[AsyncSaveOptions],
+) -> Future[SaveReport]: ...
+
+
+@overload
+def async_save(
+    state_dict: dict[str, Any],
+    *,
+    staging: Literal["full"] = "full",
+    when_busy: Literal["skip"],
+    **options: Unpack[AsyncSaveOptions],
+) -> Future[SaveReport] | Future[SaveReport | None]: ...
+
+
+@overload
+def async_save(
+    state_dict: dict[str, Any],
+    *,
+    staging: Literal["lazy"],
+    when_busy: Literal["wait", "raise"] = "wait",
+    **options: Unpack[AsyncSaveOptions],
+) -> AsyncSave: ...
+
+
+@overload
+def async_save(
+    state_dict: dict[str, Any],
+    *,
+    staging: Literal["lazy"],
+    when_busy: Literal["skip"],
+    **options: Unpack[AsyncSaveOptions],
+) -> Future[SaveReport | None] | AsyncSave: ...
 
 
 @entry_point

@@ -77,7 +77,7 @@ class StartedSave:
         staged_for = _url_of(checkpoint_id)
         writer = _robust_writer(storage_writer, staging_directory(staged_for) if staged_for else checkpoint_id)
         own_planner = _robust_planner(planner)
-        writer.known_as = staged_for
+        writer.known_as = staged_for or writer.known_as
         session = own_planner.open_session(
             checkpoint_name(writer.path),
             writer,

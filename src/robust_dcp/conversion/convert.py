@@ -22,12 +22,13 @@ from typing import Any, Final, Literal
 
 import torch
 
-import robust_dcp
+from robust_dcp.api import save
 from robust_dcp.conversion.outline import Outline, Path, filled, outline_of_paths, with_items
 from robust_dcp.conversion.rules import Rules
 from robust_dcp.conversion.sources import OUTLINE_ATTRIBUTE, Source, open_source
 from robust_dcp.conversion.workplace import workplace_of
 from robust_dcp.errors import StorageError, entry_point
+from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.storage.consolidation import INDEX_NAME, check_dtypes, in_shards, index_of
 from robust_dcp.storage.files.disk import Disk, storage_error
 from robust_dcp.storage.files.paths import directory_path
@@ -35,6 +36,7 @@ from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.layouts import layout_named
 from robust_dcp.storage.model_file import write_model_file
 from robust_dcp.storage.pieces import NamedTensor, Piece, batches_of
+from robust_dcp.storage.writer import RobustWriter
 
 __all__ = ["ConversionReport", "Form", "convert"]
 
@@ -301,7 +303,7 @@ class _Values:
         return torch.empty(0, dtype=tensor.dtype).set_(memory).view(tensor.shape)
 
 
-class _Planner(robust_dcp.RobustPlanner):
+class _Planner(RobustPlanner):
     """Leaves the outline of the source in the ``Metadata``."""
 
     def __init__(self, outline: Outline | None) -> None:
@@ -319,7 +321,7 @@ def _write_checkpoint(
     plan: _Plan, values: _Values, made: str, disk: Disk, target: str, layout: str, files: int, buffer_nbytes: int
 ) -> None:
     outline = plan.outline()
-    writer = robust_dcp.RobustWriter(
+    writer = RobustWriter(
         made,
         layout=layout,
         files_per_rank=files,
@@ -329,7 +331,7 @@ def _write_checkpoint(
     )
     writer.known_as = target
     planner = _Planner(None if plan.source.outline is None else outline)
-    robust_dcp.save(filled(outline, values.of), storage_writer=writer, planner=planner)
+    save(filled(outline, values.of), storage_writer=writer, planner=planner)
 
 
 def _write_file(state_dict: Any, path: str) -> None:

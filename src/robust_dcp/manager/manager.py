@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar, overload
 
 import msgspec
 import torch
@@ -246,6 +246,41 @@ class CheckpointManager:
         finally:
             self._preemption.saved(due, is_saved)
         return report
+
+    @overload
+    def async_save(
+        self,
+        step: int,
+        state_dict: dict[str, Any],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        staging: Literal["full"] = "full",
+        when_busy: Literal["wait", "raise"] = "wait",
+        **options: Any,
+    ) -> Future[SaveReport]: ...
+
+    @overload
+    def async_save(
+        self,
+        step: int,
+        state_dict: dict[str, Any],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        staging: Literal["lazy"],
+        when_busy: Literal["wait", "raise"] = "wait",
+        **options: Any,
+    ) -> AsyncSave: ...
+
+    @overload
+    def async_save(
+        self,
+        step: int,
+        state_dict: dict[str, Any],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        when_busy: Literal["skip"],
+        **options: Any,
+    ) -> Future[SaveReport] | Future[SaveReport | None] | AsyncSave: ...
 
     @entry_point
     def async_save(
