@@ -1,9 +1,9 @@
 """Kills copies of checkpoints and lets them go on: ``python -m torture.drains --trials 100 --seed 1``.
 
-In each trial a place holds a checkpoint, and another one is copied there. Before a random call to a file, or a random
-request to the store, the process is killed. What is at the place must then load as the old checkpoint or as the new
-one. The copy is started again, and may be killed once more. In the end the new checkpoint must be there, and nothing
-that the killed copies have left.
+In each trial a checkpoint is copied to a place. Before a random call to a file, or a random request to the store, the
+process is killed. At the place there must then be no checkpoint, or the whole one. The copy is started again, and may
+be killed once more. In every second trial another save has replaced the source then. In the end the checkpoint must be
+there, and nothing that the killed copies have left. Another checkpoint cannot be copied there.
 
 Two trials of three copy to a directory. The third copies to an S3 server on this machine, by a proxy that also cuts
 connections and answers with errors now and then.
@@ -25,7 +25,7 @@ import fsspec
 import torch
 
 import robust_dcp
-from robust_dcp import CopyOptions, RobustReader, copy_checkpoint
+from robust_dcp import CopyOptions, RobustReader, StorageError, copy_checkpoint
 from robust_dcp.storage.remote.remote_disk import RemoteDisk
 from tests.harness.file_calls import FileCalls
 from tests.harness.ranks import run_ranks, values
@@ -104,10 +104,9 @@ def run_trial(seed: int) -> list[str]:
     endpoint = server_of_this_process() if to_store else ""
     n_items = _N_ITEMS if to_store else 5000
     with tempfile.TemporaryDirectory() as root:
-        for name, value in (("old", 1.0), ("new", 2.0)):
+        for name, value in (("new", 1.0), ("other", 3.0)):
             robust_dcp.save(_state(value, n_items), checkpoint_id=f"{root}/{name}")
         target = f"s3://{BUCKET}/trial_{seed}_{os.getpid()}" if to_store else f"{root}/target"
-        had_old = draw.random() < 0.75
 
         def attempt(place: str, killed_before: int | None) -> Any:
             if to_store:
@@ -116,39 +115,38 @@ def run_trial(seed: int) -> list[str]:
             return run_ranks(1, _copy_to_directory, f"{root}/new", place, killed_before, init=False)
 
         counted = values(attempt(f"{target}_counted", None))[0]
-        if had_old:
-            copy_checkpoint(
-                f"{root}/old", target, options=CopyOptions(target_options=options_for(endpoint) if to_store else {})
-            )
         wrong: list[str] = []
         killed: list[int] = []
+        expected = 1.0
         for _ in range(draw.choice((1, 1, 2))):
             killed.append(draw.randrange(counted))
             (outcome,) = attempt(target, killed[-1])
             if outcome.exitcode not in (0, -signal.SIGKILL):
                 wrong.append(f"it failed: {outcome}")
-            wrong += _wrong_with(target, endpoint, n_items, allowed=(1.0, 2.0), may_be_absent=not had_old)
+            is_there = ".metadata" in _names_at(target, endpoint)
+            wrong += _wrong_with(target, endpoint, n_items, expected) if is_there else []
+            if not is_there and draw.random() < 0.5:
+                expected += 1.0
+                robust_dcp.save(_state(expected, n_items), checkpoint_id=f"{root}/new")
         values(attempt(target, None))
-        wrong += _wrong_with(target, endpoint, n_items, allowed=(2.0,), may_be_absent=False)
-        names = _names_at(target, endpoint)
-        n_data = len([name for name in names if name.endswith(".distcp")])
-        if n_data != 2 or names - {".metadata", ".robust_dcp.index", ".robust_dcp.report.json"} != {
-            n for n in names if n.endswith(".distcp")
-        }:
-            wrong.append(f"left at the target: {sorted(names)}")
+        wrong += _wrong_with(target, endpoint, n_items, expected)
+        if _names_at(target, endpoint) != _names_at(f"{root}/new", "") - {".robust_dcp.lock"}:
+            wrong.append(f"left at the target: {sorted(_names_at(target, endpoint))}")
+        try:
+            store = options_for(endpoint) if to_store else {}
+            copy_checkpoint(f"{root}/other", target, options=CopyOptions(target_options=store))
+            wrong.append("another checkpoint was copied over it")
+        except StorageError:
+            wrong += _wrong_with(target, endpoint, n_items, expected)
         return [f"killed before {killed} of {counted} calls: {each}" for each in wrong]
 
 
-def _wrong_with(
-    target: str, endpoint: str, n_items: int, *, allowed: tuple[float, ...], may_be_absent: bool
-) -> list[str]:
-    if may_be_absent and ".metadata" not in _names_at(target, endpoint):
-        return []
+def _wrong_with(target: str, endpoint: str, n_items: int, expected: float) -> list[str]:
     try:
         found = _loaded(target, endpoint, n_items)
     except Exception as error:
         return [f"it does not load: {error}"]
-    return [] if len(found) == 1 and found[0] in allowed else [f"it holds {found}, and not one of {allowed}"]
+    return [] if found == [expected] else [f"it holds {found}, and not {expected}"]
 
 
 if __name__ == "__main__":

@@ -9,9 +9,8 @@ if TYPE_CHECKING:
     from robust_dcp.api import load, save
     from robust_dcp.asynchronous import AsyncSave, async_save, finish_async_saves
     from robust_dcp.comm.channel import Channel
+    from robust_dcp.drain.copy import CopyResult, copy_checkpoint
     from robust_dcp.drain.nearest import nearest_copy
-    from robust_dcp.drain.one_process import copy_checkpoint
-    from robust_dcp.drain.plan import CopyResult
     from robust_dcp.errors import (
         CorruptCheckpoint,
         ExchangeError,
@@ -84,9 +83,8 @@ __getattr__, __dir__ = names_from(
         "robust_dcp.api": ("load", "save"),
         "robust_dcp.asynchronous": ("AsyncSave", "async_save", "finish_async_saves"),
         "robust_dcp.comm.channel": ("Channel",),
+        "robust_dcp.drain.copy": ("CopyResult", "copy_checkpoint"),
         "robust_dcp.drain.nearest": ("nearest_copy",),
-        "robust_dcp.drain.one_process": ("copy_checkpoint",),
-        "robust_dcp.drain.plan": ("CopyResult",),
         "robust_dcp.errors": (
             "CorruptCheckpoint",
             "ExchangeError",

@@ -184,11 +184,10 @@ class StartedSave:
             return
         with self.clock.phase("drain"):
             copied = drain.run()
-            if copied is not None:
-                self.drain_remarks = (f"copied {copied.nbytes} bytes to {copied.target} in {copied.seconds:.1f} s",)
-                # In an exchange: a rank that is late must not remove what the next save of another makes there.
-                phase = f"save {self.session.checkpoint}: remove the staged copy"
-                self.session.channel.barrier(phase, lambda: remove_staging(self.writer.path))
+            self.drain_remarks = (f"copied {copied.nbytes} bytes to {copied.target} in {copied.seconds:.1f} s",)
+            # In an exchange: a rank that is late must not remove what the next save of another makes there.
+            phase = f"save {self.session.checkpoint}: remove the staged copy"
+            self.session.channel.barrier(phase, lambda: remove_staging(self.writer.path))
             if self.on_commit is not None:
                 self._tell_of_commit(self.on_commit)
 
@@ -199,7 +198,6 @@ class StartedSave:
         return Drain(
             writer.path,
             target,
-            save_id=writer.save_id,
             names=() if written is None else written.names,
             options=writer.drain_options,
             open_channel=lambda: self.open_channel(f"drain {checkpoint_name(writer.path)}", least_timeout_seconds),

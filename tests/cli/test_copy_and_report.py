@@ -26,18 +26,6 @@ def test_a_copy_of_any_checkpoint_is_equal_and_made_once(
     assert shell("copy", originals / kind, tmp_path / "copied", "--json").json["files"] == 0
 
 
-@pytest.mark.parametrize("kind", ["ours", "stock", "megatron"])
-def test_a_copy_that_replaces_a_checkpoint_with_files_of_the_same_names_is_whole(
-    kind: str, originals: Path, tmp_path: Path, shell: Shell
-) -> None:
-    shell("copy", originals / ("stock" if kind == "ours" else "ours"), tmp_path / "there")
-    ended = shell("copy", originals / kind, tmp_path / "there", "--json")
-    assert ended.code == 0 and "__0_0.distcp" in ended.json["renamed"]
-    assert shell("diff", originals / kind, tmp_path / "there", "--values").code == 0
-    assert shell("verify", tmp_path / "there").code == 0
-    assert shell("copy", originals / kind, tmp_path / "there", "--json").json["files"] == 0
-
-
 @pytest.mark.parametrize(
     ("target", "said"), [("there/inside", "to a place in itself"), ("nosuch://x/y", "Protocol not known: nosuch")]
 )
@@ -61,10 +49,10 @@ def test_a_damaged_checkpoint_is_not_copied(copy_of: Callable[[str], Path], tmp_
     assert not (tmp_path / "copied" / ".metadata").exists()
 
 
-def test_what_is_at_the_target_stays_if_the_user_says_so(originals: Path, tmp_path: Path, shell: Shell) -> None:
+def test_another_checkpoint_at_the_target_stays(originals: Path, tmp_path: Path, shell: Shell) -> None:
     robust_dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "there")
-    ended = shell("copy", originals / "ours", tmp_path / "there", "--no-overwrite")
-    assert ended.code == 2 and "there" in ended.err
+    ended = shell("copy", originals / "ours", tmp_path / "there")
+    assert ended.code == 2 and "there is another checkpoint at" in ended.err
     assert shell("inspect", tmp_path / "there", "--json").json["tensors"] == 1
 
 

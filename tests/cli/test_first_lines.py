@@ -73,7 +73,7 @@ def test_the_root_of_a_run_is_listed_and_pruned_without_them(originals: Path, tm
     (tmp_path / "step_10").symlink_to("nowhere")
     (tmp_path / "latest").symlink_to("step_2")
     (tmp_path / "step_0/.robust_dcp.drain.json").write_text(
-        '{"target": "s3://bucket/step_0", "save_id": "another", "is_complete": false}'
+        '{"target": "s3://bucket/step_0", "digest": "another", "is_complete": false}'
     )
     commands = [
         ["ls", str(tmp_path)],

@@ -15,8 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from robust_dcp import CheckpointManager, RobustWriter
-from robust_dcp.contents.read import read_contents
-from robust_dcp.drain.record import DrainRecord, write_drain_record
+from robust_dcp.drain.record import DrainRecord, digest_at, write_drain_record
 from robust_dcp.storage.files.paths import REMOVING_PREFIX
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from tests.cli.commands import Shell
@@ -177,8 +176,7 @@ def test_what_is_no_policy_is_refused_at_once(keep: Any, tmp_path: Path) -> None
 def test_the_command_keeps_a_checkpoint_whose_copy_has_not_arrived(tmp_path: Path, shell: Shell) -> None:
     save_steps(CheckpointManager(tmp_path), 1, 2, 3)
     path = str(tmp_path / "step_1")
-    save_id = read_contents(PosixDisk(), path).save_id or ""
-    write_drain_record(PosixDisk(), path, DrainRecord("s3://bucket/step_1", save_id, False))
+    write_drain_record(PosixDisk(), path, DrainRecord("s3://bucket/step_1", digest_at(PosixDisk(), path)))
     ended = shell("prune", tmp_path, "--keep-last", 1, "--yes")
     assert ended.code == 0 and ended.rows[0][3] == "keep, its copy has not arrived"
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_1", "step_3"]

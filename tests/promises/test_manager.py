@@ -24,7 +24,7 @@ from robust_dcp.storage.files.disk import OpenFile, storage_error
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from tests.cli.commands import Shell
 from tests.cli.conftest import shell
-from tests.drain.checkpoints import IMPATIENT
+from tests.drain.checkpoints import ONE_THREAD
 from tests.harness.damage import data_files
 from tests.harness.file_calls import FileCalls
 from tests.harness.ranks import run_ranks
@@ -224,7 +224,7 @@ class TestErrorsThatPass:
 
     def test_a_note_of_a_copy_that_cannot_be_read_now_keeps_its_checkpoint(self, tmp_path: Path) -> None:
         """The copy may not have arrived. Here the bucket never answers, so it has not."""
-        manager = CheckpointManager(tmp_path / "root", drain_to=tmp_path / "file" / "copies", drain_options=IMPATIENT)
+        manager = CheckpointManager(tmp_path / "root", drain_to=tmp_path / "file" / "copies", drain_options=ONE_THREAD)
         (tmp_path / "file").write_text("no directory can be made below it")
         with contextlib.suppress(StorageError):  # of the copy, now or when it is waited for: the save is committed
             save_steps(manager, 1)

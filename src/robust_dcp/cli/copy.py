@@ -17,14 +17,13 @@ def run(
     threads: int,
     retries: int,
     read_back: bool,
-    overwrite: bool,
     source_option: list[tuple[str, Any]],
     target_option: list[tuple[str, Any]],
 ) -> None:
     """Copy a checkpoint."""
     Output.say(f"Copying {source} to {target}")
 
-    from robust_dcp.drain.one_process import copy_checkpoint
+    from robust_dcp.drain.copy import copy_checkpoint
     from robust_dcp.errors import RobustCheckpointError
     from robust_dcp.storage.remote.copy_options import CopyOptions
 
@@ -33,7 +32,6 @@ def run(
         retries=retries,
         limit_bytes_per_second=limit,
         verify="read" if read_back else "store",
-        overwrite=overwrite,
         source_options=dict(source_option),
         target_options=dict(target_option),
     )
@@ -56,8 +54,6 @@ def run(
             "retries": copied.retries,
             "verified_by_store": copied.verified_by_store,
             "verified_by_reading": copied.verified_by_reading,
-            "renamed": dict(copied.renamed),
-            "removed": list(copied.removed),
         }
     )
     rate = size(copied.nbytes / max(copied.seconds, 1e-9))

@@ -249,12 +249,6 @@ COMMANDS: Final = {
             ),
             _flag("--read-back", help="Read each file back instead of taking the store's checksum."),
             _argument(
-                "--overwrite",
-                action=argparse.BooleanOptionalAction,
-                default=True,
-                help="Whether to replace a checkpoint at the target.",
-            ),
-            _argument(
                 "--source-option",
                 action="append",
                 default=[],

@@ -5,16 +5,12 @@ from typing import TYPE_CHECKING
 from robust_dcp.on_demand import names_from
 
 if TYPE_CHECKING:
-    from robust_dcp.drain.drain import Drain
+    from robust_dcp.drain.copy import CopyResult, copy_checkpoint
+    from robust_dcp.drain.drain import Drain, remove_staging, staging_directory
     from robust_dcp.drain.nearest import nearest_copy
-    from robust_dcp.drain.one_process import copy_checkpoint
-    from robust_dcp.drain.plan import CopyResult
     from robust_dcp.drain.record import awaited_copy, is_awaited
-    from robust_dcp.drain.staging import remove_staging, staging_directory
-    from robust_dcp.storage.remote.copy_options import CopyOptions
 
 __all__ = [
-    "CopyOptions",
     "CopyResult",
     "Drain",
     "awaited_copy",
@@ -28,12 +24,9 @@ __all__ = [
 __getattr__, __dir__ = names_from(
     __name__,
     {
-        "robust_dcp.drain.drain": ("Drain",),
+        "robust_dcp.drain.copy": ("CopyResult", "copy_checkpoint"),
+        "robust_dcp.drain.drain": ("Drain", "remove_staging", "staging_directory"),
         "robust_dcp.drain.nearest": ("nearest_copy",),
-        "robust_dcp.drain.one_process": ("copy_checkpoint",),
-        "robust_dcp.drain.plan": ("CopyResult",),
         "robust_dcp.drain.record": ("awaited_copy", "is_awaited"),
-        "robust_dcp.drain.staging": ("remove_staging", "staging_directory"),
-        "robust_dcp.storage.remote.copy_options": ("CopyOptions",),
     },
 )

@@ -1,137 +1,110 @@
-"""The content of one file while it is copied: read in parts, in order, and checked on the way.
-
-This module computes checksums of what is sent, and compares what is read with the checksums that the save has left in
-the file. ``transfer`` calls it.
-"""
+"""The content of one file of the source: read in parts, in order, checked and summed up on the way."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Final, Protocol
+from collections.abc import Callable, Iterator
+from typing import Final
 
 import numpy as np
 
+from robust_dcp.drain.places import PlaceFile
 from robust_dcp.errors import CorruptCheckpoint
 from robust_dcp.storage.files.paths import holds_raw_bytes
 from robust_dcp.storage.layouts.footer import TAIL_NBYTES, Footer, Tail
 from robust_dcp.storage.records.block_sums import block_counts
 from robust_dcp.storage.records.checksum import crc32
 
-__all__ = ["ContentSums", "OpenSource", "StoredSums", "part_nbytes_of", "parts_of"]
+__all__ = ["Content"]
 
 _MOST_PARTS: Final = 9_000
+"""S3 takes at most 10,000 parts of a file."""
 
 
-class OpenSource(Protocol):
-    """A file that is read."""
+class Content:
+    """The content of a file.
 
-    nbytes: int
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Exactly these bytes.
-
-        Raises:
-            StorageError: they cannot be read, or the file is shorter.
-        """
-
-    def close(self) -> None: ...
-
-
-@dataclass
-class ContentSums:
-    """Checksums of a file, of the parts that were added so far.
+    Args:
+        file: the file.
+        part_nbytes: the size of a part. A file of very many parts gets larger ones.
+        wants_md5: whether to compute MD5s too.
+        note: called with the length of each part that was read.
 
     Attributes:
-        nbytes: how many bytes.
-        crc32: of all of them.
-        part_md5s: the MD5 of each part; none if nobody wants them.
+        crc32: of what :meth:`parts` has given.
     """
 
-    wants_md5: bool = False
-    nbytes: int = 0
-    crc32: int = 0
-    part_md5s: list[bytes] = field(default_factory=list)
+    def __init__(
+        self,
+        file: PlaceFile,
+        part_nbytes: int,
+        *,
+        wants_md5: bool = False,
+        note: Callable[[int], None] = lambda n: None,
+    ) -> None:
+        self.file = file
+        self.nbytes = file.nbytes
+        self.part_nbytes = max(part_nbytes, -(-file.nbytes // _MOST_PARTS))
+        self.crc32 = 0
+        self._wants_md5 = wants_md5
+        self._note = note
+        self._md5s: list[bytes] = []
 
-    def add(self, data: bytes) -> None:
-        """Add the next part."""
-        self.nbytes += len(data)
-        self.crc32 = crc32(data, self.crc32)
-        if self.wants_md5:
-            self.part_md5s.append(hashlib.md5(data, usedforsecurity=False).digest())
+    def parts(self) -> Iterator[bytes]:
+        """The bytes in parts, from the start; one empty part if there are none.
+
+        Raises:
+            StorageError: the file cannot be read.
+            CorruptCheckpoint: the bytes are not those that were saved.
+        """
+        blocks = _StoredBlocks(self.file)
+        self.crc32, self._md5s = 0, []
+        offset = 0
+        while True:
+            data = self.file.read(offset, min(self.part_nbytes, self.nbytes - offset))
+            blocks.check(offset, data)
+            self.crc32 = crc32(data, self.crc32)
+            if self._wants_md5:
+                self._md5s.append(hashlib.md5(data, usedforsecurity=False).digest())
+            self._note(len(data))
+            yield data
+            offset += len(data)
+            if offset >= self.nbytes:
+                return
 
     @property
     def etag(self) -> str:
         """The ETag that S3 gives: the MD5 of one part, or that of the MD5s of several, and their number."""
-        if len(self.part_md5s) == 1:
-            return self.part_md5s[0].hex()
-        md5_of_md5s = hashlib.md5(b"".join(self.part_md5s), usedforsecurity=False).hexdigest()
-        return f"{md5_of_md5s}-{len(self.part_md5s)}"
+        if len(self._md5s) == 1:
+            return self._md5s[0].hex()
+        return f"{hashlib.md5(b''.join(self._md5s), usedforsecurity=False).hexdigest()}-{len(self._md5s)}"
 
 
-def part_nbytes_of(nbytes: int, part_nbytes: int) -> int:
-    """The size of the parts of a file, such that there are not too many."""
-    return max(part_nbytes, -(-nbytes // _MOST_PARTS))
+class _StoredBlocks:
+    """The checksums of blocks that a save of ours has left in a file of records; none in a file without such."""
 
-
-def parts_of(source: OpenSource, path: str, part_nbytes: int) -> Iterator[bytes]:
-    """The bytes of a file in parts; one empty part if there are none. What the save has left checksums of is checked.
-
-    Raises:
-        StorageError: the file cannot be read.
-        CorruptCheckpoint: the bytes are not those that were saved.
-    """
-    stored = StoredSums.of(source, path)
-    offset = 0
-    while True:
-        data = source.read(offset, min(part_nbytes, source.nbytes - offset))
-        if stored is not None:
-            stored.check(offset, data)
-        yield data
-        offset += len(data)
-        if offset >= source.nbytes:
-            return
-
-
-class StoredSums:
-    """The checksums of blocks that a save of ours has written into a file of records.
-
-    Args:
-        path: of the file, for errors.
-        begins, ends: where each block begins and ends in the file.
-        crcs: of each block.
-    """
-
-    def __init__(self, path: str, begins: Sequence[int], ends: Sequence[int], crcs: Sequence[int]) -> None:
-        self._path = path
-        self._begins = begins
-        self._ends = ends
-        self._crcs = crcs
+    def __init__(self, file: PlaceFile) -> None:
+        self._path = file.path
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+        self._crcs: list[int] = []
         self._next = 0
         self._crc = 0
-
-    @classmethod
-    def of(cls, source: OpenSource, path: str) -> StoredSums | None:
-        """Those of a file; ``None`` if it has none: another program has written it, or it is no file of records.
-
-        Raises:
-            CorruptCheckpoint: it has some, and they are damaged.
-        """
-        if holds_raw_bytes(path) or source.nbytes < TAIL_NBYTES:
-            return None
-        tail = Tail.decode(source.read(source.nbytes - TAIL_NBYTES, TAIL_NBYTES), source.nbytes)
+        if holds_raw_bytes(file.path) or file.nbytes < TAIL_NBYTES:
+            return
+        tail = Tail.decode(file.read(file.nbytes - TAIL_NBYTES, TAIL_NBYTES), file.nbytes)
         if tail is None:
-            return None
+            return
         try:
-            columns = Footer(tail, source.read).columns()
+            columns = Footer(tail, file.read).columns()
         except ValueError as error:
-            raise _damaged(path, "checksums of its blocks as they were saved", str(error)) from error
+            raise self._damaged("checksums of its blocks as they were saved", str(error)) from error
         counts = block_counts(columns.nbytes, tail.block_nbytes)
         within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
         begins = np.repeat(columns.offset, counts) + within * tail.block_nbytes
-        ends = np.minimum(begins + tail.block_nbytes, np.repeat(columns.offset + columns.nbytes, counts))
-        return cls(path, begins.tolist(), ends.tolist(), columns.crcs.tolist())
+        self._begins = begins.tolist()
+        self._ends = np.minimum(begins + tail.block_nbytes, np.repeat(columns.offset + columns.nbytes, counts)).tolist()
+        self._crcs = columns.crcs.tolist()
 
     def check(self, offset: int, data: bytes) -> None:
         """Check the next bytes of the file.
@@ -147,18 +120,16 @@ class StoredSums:
             if last > end:
                 return
             if self._crc != self._crcs[self._next]:
-                where = f"bytes {first} to {last}"
-                expected = f"{where} with CRC-32 {self._crcs[self._next]:08x}"
-                raise _damaged(self._path, expected, f"CRC-32 {self._crc:08x}")
+                expected = f"bytes {first} to {last} with CRC-32 {self._crcs[self._next]:08x}"
+                raise self._damaged(expected, f"CRC-32 {self._crc:08x}")
             self._crc = 0
             self._next += 1
 
-
-def _damaged(path: str, expected: str, found: str) -> CorruptCheckpoint:
-    return CorruptCheckpoint(
-        f"{path} is damaged, and is not copied: expected {expected}, found {found}; restore the file from another "
-        "copy, or copy another checkpoint",
-        file=path,
-        expected=expected,
-        found=found,
-    )
+    def _damaged(self, expected: str, found: str) -> CorruptCheckpoint:
+        return CorruptCheckpoint(
+            f"{self._path} is damaged, and is not copied: expected {expected}, found {found}; restore the file from "
+            "another copy, or copy another checkpoint",
+            file=self._path,
+            expected=expected,
+            found=found,
+        )

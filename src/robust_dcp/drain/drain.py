@@ -1,48 +1,47 @@
 """The copy of a checkpoint by the ranks that have saved it: each sends its own files, and the coordinator commits.
 
-This module owns the exchanges of such a copy. ``started_save`` calls it: at once for a save to a URL, and on a thread
-beside training for ``RobustWriter(path, drain_to=…)``.
+``started_save`` calls it: at once for a save to a URL, which is made in a local directory first, and on a thread beside
+training for ``RobustWriter(path, drain_to=…)``.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
+from typing import Final
 
 import msgspec
 
 from robust_dcp.comm import Channel
-from robust_dcp.drain.copy import Copy
-from robust_dcp.drain.plan import CopyPlan, CopyResult
-from robust_dcp.drain.record import DrainRecord, note_arrival, write_drain_record
+from robust_dcp.drain.copy import Copy, CopyResult
+from robust_dcp.drain.record import DrainRecord, digest_at, note_arrival, write_drain_record
+from robust_dcp.environment import value_of
 from robust_dcp.errors import CorruptCheckpoint, StorageError
 from robust_dcp.storage.files.being_loaded import needed_for_a_load
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import is_url, mark_of
+from robust_dcp.storage.files.paths import is_url
 from robust_dcp.storage.remote.copy_options import CopyOptions
 
-__all__ = ["Drain"]
+__all__ = ["Drain", "remove_staging", "staging_directory"]
 
 logger = logging.getLogger(__name__)
 
+_STAGING_PREFIX: Final = "robust_dcp-"
+
 
 class _Begun(msgspec.Struct, frozen=True):
-    """The plan of the coordinator; ``None`` if the directory holds a later save by now."""
+    """What ``Copy.follow`` takes; nothing if the directory holds a later save by now."""
 
-    plan: CopyPlan | None
-
-
-class _Sent(msgspec.Struct, frozen=True):
-    """Names and sizes of the files that a rank has sent."""
-
-    files: dict[str, int]
+    mark: str = ""
+    there: dict[str, int] = {}
 
 
 class _Replaced(msgspec.Struct, frozen=True):
-    """Whether a later save has replaced the checkpoint."""
-
     is_so: bool
 
 
@@ -51,7 +50,6 @@ class Drain:
 
     Args:
         path, target: from where, and to where.
-        save_id: of the save that is copied.
         names: the data files that this rank has written.
         options: how to copy.
         open_channel: makes the channel for it, when its turn has come.
@@ -64,7 +62,6 @@ class Drain:
         path: str,
         target: str,
         *,
-        save_id: str,
         names: Collection[str],
         options: CopyOptions,
         open_channel: Callable[[], Channel],
@@ -73,14 +70,12 @@ class Drain:
     ) -> None:
         self._path = path
         self._target = target
-        self._save_id = save_id
         self._names = names
         self._options = options
         self._open_channel = open_channel
         self._is_coordinator = is_coordinator
         self._disk = disk
-        # Another process may read the record, in another working directory.
-        self._record = DrainRecord(target if is_url(target) else os.path.abspath(target), save_id, is_complete=False)
+        self._record = DrainRecord("", "")
         self._held = ExitStack()
 
     def announce(self) -> None:
@@ -88,15 +83,23 @@ class Drain:
 
         Called right after the commit, on all ranks.
         """
-        if self._is_coordinator:
-            self._held.enter_context(needed_for_a_load(self._disk, self._path))
-            self._noted("nobody will know where its copy is", write_drain_record)
+        if not self._is_coordinator:
+            return
+        self._held.enter_context(needed_for_a_load(self._disk, self._path))
+        # Another process may read the record, in another working directory.
+        target = self._target if is_url(self._target) else os.path.abspath(self._target)
+        try:
+            self._record = DrainRecord(target, digest_at(self._disk, self._path))
+            write_drain_record(self._disk, self._path, self._record)
+        except StorageError as error:
+            logger.warning("%s: nobody will know where its copy is: %s", self._path, error.message)
 
-    def run(self) -> CopyResult | None:
+    def run(self) -> CopyResult:
         """Copy it. Called on all ranks.
 
         Returns:
-            What this rank has sent; ``None`` if a later save has replaced the checkpoint, which its own drain copies.
+            What this rank has sent. Nothing arrives if a later save has replaced the checkpoint, which its own drain
+            copies.
 
         Raises:
             RobustCheckpointError: the same on all ranks. The local checkpoint is untouched, and stays noted as one
@@ -107,38 +110,14 @@ class Drain:
             with channel.together():
                 copy = self._copy(channel)
                 try:
-                    return self._run(channel, copy)
+                    self._run(channel, copy)
                 except (CorruptCheckpoint, StorageError):
-                    phase = f"{self._name}: has it been replaced"
-                    if channel.broadcast(phase, lambda: _Replaced(copy.is_source_replaced()), _Replaced).is_so:
-                        if self._is_coordinator:
-                            copy.withdraw()
-                        self._say_replaced()
-                        return None
-                    raise
-
-    def _run(self, channel: Channel, copy: Copy) -> CopyResult | None:
-        begun = channel.broadcast(f"{self._name}: plan", lambda: self._begin(copy), _Begun)
-        if begun.plan is None:
-            self._say_replaced()
-            return None
-        copy.follow(begun.plan)
-        sent = channel.gather(f"{self._name}: send", lambda: _Sent(copy.send_data(self._names)), _Sent)
-        results = [copy.result()]
-
-        def commit() -> None:
-            results[0] = copy.commit({name: size for each in sent or () if each for name, size in each.files.items()})
-
-        # As the coordinator's own work, not after the others': they then hear of its progress.
-        channel.barrier(f"{self._name}: commit", commit if self._is_coordinator else lambda: None)
-        if self._is_coordinator:
-            self._noted("nobody will know that its copy is complete", note_arrival)
-            logger.info("%s has arrived at %s in %.1f s", self._path, self._target, results[0].seconds)
-        return results[0]
-
-    @property
-    def _name(self) -> str:
-        return f"drain {self._path}"
+                    phase = f"drain {self._path}: has it been replaced"
+                    if not channel.broadcast(phase, lambda: _Replaced(self._is_replaced()), _Replaced).is_so:
+                        raise
+                    if self._is_coordinator:
+                        copy.withdraw()
+                return copy.result
 
     def _copy(self, channel: Channel) -> Copy:
         def check_stop() -> None:
@@ -155,17 +134,45 @@ class Drain:
             disk=self._disk,
         )
 
+    def _run(self, channel: Channel, copy: Copy) -> None:
+        name = f"drain {self._path}"
+        begun = channel.broadcast(f"{name}: begin", lambda: self._begin(copy), _Begun)
+        if not begun.mark:
+            logger.info("%s was replaced before it was copied to %s", self._path, self._target)
+            return
+        copy.follow(begun.mark, begun.there)
+        channel.barrier(f"{name}: send", lambda: copy.send_data(self._names))
+        # As the coordinator's own work, not after the others': they then hear of its progress.
+        channel.barrier(f"{name}: commit", lambda: self._commit(copy) if self._is_coordinator else None)
+
     def _begin(self, copy: Copy) -> _Begun:
-        save_ids = copy.look().save_ids
-        if mark_of(self._save_id) not in {mark_of(each) for each in save_ids}:
-            return _Begun(None)
-        return _Begun(copy.begin())
+        return _Begun() if self._is_replaced() else _Begun(*copy.begin())
 
-    def _say_replaced(self) -> None:
-        logger.info("%s was replaced before it was copied to %s: the later save is copied", self._path, self._target)
-
-    def _noted(self, otherwise: str, note: Callable[[Disk, str, DrainRecord], None]) -> None:
+    def _is_replaced(self) -> bool:
+        """Whether the directory holds a later save by now. If it was removed, it does not."""
         try:
-            note(self._disk, self._path, self._record)
-        except StorageError as error:
-            logger.warning("%s: %s: %s", self._path, otherwise, error.message)
+            return self._record.digest not in ("", digest_at(self._disk, self._path))
+        except StorageError:
+            return False
+
+    def _commit(self, copy: Copy) -> None:
+        copy.commit()
+        note_arrival(self._disk, self._path, self._record)
+        logger.info("%s has arrived at %s in %.1f s", self._path, self._target, copy.result.seconds)
+
+
+def staging_directory(url: str) -> str:
+    """Where a save to ``url`` is made. It depends on the URL only, so all ranks find the same."""
+    root = os.environ.get("ROBUST_DCP_STAGING") or os.path.join(
+        tempfile.gettempdir(), f"{_STAGING_PREFIX}staging-{os.getuid()}"
+    )
+    name = url.rstrip("/").rpartition("/")[2]
+    digest = hashlib.blake2b(url.encode(), digest_size=8).hexdigest()
+    return os.path.join(os.path.abspath(root), f"{_STAGING_PREFIX}{name}-{digest}")
+
+
+def remove_staging(path: str) -> None:
+    """Remove a staging directory whose checkpoint has arrived, unless it shall stay."""
+    if value_of("ROBUST_DCP_KEEP_STAGING") or not os.path.basename(path).startswith(_STAGING_PREFIX):
+        return
+    shutil.rmtree(path, ignore_errors=True)  # other ranks do the same

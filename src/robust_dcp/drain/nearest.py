@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 import torch.distributed as dist
 
 from robust_dcp.comm import Channel
-from robust_dcp.drain.record import read_drain_record
-from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
+from robust_dcp.drain.record import is_awaited
+from robust_dcp.errors import RobustCheckpointError, StorageError, entry_point
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, locate, mark_of
 from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.files.whole_file import read_whole_file
 from robust_dcp.storage.layouts.marks import is_of_save
 from robust_dcp.storage.metadata.metadata_file import decode_metadata
 from robust_dcp.storage.metadata.stored_pickle import files_are_marked
@@ -22,9 +24,11 @@ from robust_dcp.storage.remote.remote_disk import RemoteDisk
 
 __all__ = ["nearest_copy"]
 
+_MOST_METADATA_NBYTES: Final = 16 << 30
+
 
 class _Copy(msgspec.Struct, frozen=True):
-    """What one place holds, as seen by all ranks.
+    """What one place holds, as seen by some ranks.
 
     Attributes:
         save_id: of the checkpoint; empty if its writer gave none.
@@ -136,53 +140,26 @@ def _joined(one: _Copy, other: _Copy) -> _Copy:
 
 
 def _look_at(place: str) -> _Copy:
+    """What a place holds: whether all files that ``.metadata`` names are there, long enough and of its save."""
     try:
-        return _whole_copy(place)
+        directory = local_path_of(place)
+        disk: Disk = RemoteDisk(place) if directory is None else PosixDisk()
+        metadata_path = os.path.join(directory or place, METADATA_NAME)
+        data = read_whole_file(disk, metadata_path, _MOST_METADATA_NBYTES)
+        if data is None:
+            return _Copy(problem=f"no {METADATA_NAME} is there")
+        metadata = decode_metadata(data, metadata_path)
+        save_id = getattr(metadata.storage_meta, "save_id", None) or ""
+        ends: dict[str, int] = {}
+        for info in (metadata.storage_data or {}).values():
+            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        for name, end in ends.items():
+            path = locate(disk, directory or place, name, file=metadata_path)
+            nbytes = disk.size(path)
+            if nbytes < end:
+                return _Copy(problem=f"{path} has {nbytes} bytes, and {METADATA_NAME} names {end}")
+            if save_id and files_are_marked(data) and not is_of_save(disk, path, mark_of(save_id)):
+                return _Copy(problem=f"{path} is of another save than {METADATA_NAME}")
+        return _Copy(save_id, is_awaited=directory is not None and is_awaited(disk, directory))
     except (RobustCheckpointError, ValueError) as error:
         return _Copy(problem=error.message if isinstance(error, RobustCheckpointError) else str(error))
-
-
-def _whole_copy(place: str) -> _Copy:
-    """What a place holds.
-
-    Raises:
-        RobustCheckpointError: it is not whole.
-    """
-    path = local_path_of(place)
-    directory = place if path is None else path
-    disk: Disk = RemoteDisk(place) if path is None else PosixDisk()
-    metadata_path = os.path.join(directory, METADATA_NAME)
-    file = disk.open_read(metadata_path)
-    try:
-        data = bytearray(disk.size(file))
-        data = data[: disk.pread_into(file, data, 0)]
-    finally:
-        disk.close(file)
-    metadata = decode_metadata(bytes(data), metadata_path)
-    ends: dict[str, int] = {}
-    for info in (metadata.storage_data or {}).values():
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    save_id = getattr(metadata.storage_meta, "save_id", None)
-    mark = mark_of(save_id) if isinstance(save_id, str) and files_are_marked(bytes(data)) else None
-    for name, end in ends.items():
-        _check_file(disk, locate(disk, directory, name, file=metadata_path), end, mark)
-    record = None if path is None else read_drain_record(disk, directory)
-    is_awaited = record is not None and record.save_id == save_id and not record.is_complete
-    return _Copy(save_id if isinstance(save_id, str) else "", is_awaited=is_awaited)
-
-
-def _check_file(disk: Disk, path: str, end: int, mark: str | None) -> None:
-    nbytes = disk.size(path)
-    if nbytes < end:
-        raise _not_whole(path, f"at least {end} bytes", f"{nbytes} bytes")
-    if mark is not None and not is_of_save(disk, path, mark):
-        raise _not_whole(path, f"the mark of save {mark}", "another, or none")
-
-
-def _not_whole(path: str, expected: str, found: str) -> CorruptCheckpoint:
-    return CorruptCheckpoint(
-        f"{path} is not what .metadata beside it names: expected {expected}, found {found}; copy the checkpoint again",
-        file=path,
-        expected=expected,
-        found=found,
-    )

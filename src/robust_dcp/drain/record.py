@@ -1,12 +1,14 @@
 """The note in a local checkpoint that says where it is copied to, and whether all of it has arrived.
 
-The note is the file ``.robust_dcp.drain.json`` beside ``.metadata``. It counts for the save that it names, and for no
-other: where a later save has replaced that one, nothing is awaited. Without the note a checkpoint loads as well; only
-nobody knows of its copy. ``robust-dcp prune`` reads it without torch.
+The note is the file ``.robust_dcp.drain.json`` beside ``.metadata``. It counts for the ``.metadata`` that it was
+written for: where a later save has replaced that one, nothing is awaited. Without the note a checkpoint loads as well;
+only nobody knows of its copy. ``robust-dcp prune`` reads it without torch.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
 from typing import Final
 
@@ -22,16 +24,18 @@ __all__ = [
     "DRAIN_RECORD_NAME",
     "DrainRecord",
     "awaited_copy",
+    "digest_at",
     "is_awaited",
     "note_arrival",
-    "read_drain_record",
     "write_drain_record",
 ]
+
+logger = logging.getLogger(__name__)
 
 DRAIN_RECORD_NAME: Final = ".robust_dcp.drain.json"
 
 _MAX_NBYTES: Final = 1 << 20
-_WINDOW_NBYTES: Final = 1 << 20
+_TAIL_NBYTES: Final = 4096
 
 
 class DrainRecord(msgspec.Struct, frozen=True):
@@ -39,60 +43,65 @@ class DrainRecord(msgspec.Struct, frozen=True):
 
     Attributes:
         target: where the copy is.
-        save_id: of the save that is copied.
+        digest: :func:`digest_at` of the checkpoint that is copied.
         is_complete: whether all of it has arrived.
     """
 
     target: str
-    save_id: str
-    is_complete: bool
+    digest: str
+    is_complete: bool = False
 
 
-def read_drain_record(disk: Disk, path: str) -> DrainRecord | None:
-    """The record of a checkpoint; ``None`` if there is none, or none that can be understood.
+def digest_at(disk: Disk, path: str) -> str:
+    """16 hexadecimal digits that tell the checkpoint in a directory from others.
+
+    They are a digest of the length and the end of ``.metadata``, which holds the id of the save.
 
     Raises:
-        StorageError: it is there, and cannot be read.
+        StorageError: it cannot be read.
     """
-    path = os.path.join(path, DRAIN_RECORD_NAME)
-    if not disk.exists(path):  # found out here, because our errors need torch
+    file = disk.open_read(os.path.join(path, METADATA_NAME))
+    try:
+        nbytes = disk.size(file)
+        tail = bytearray(min(nbytes, _TAIL_NBYTES))
+        disk.pread_into(file, tail, nbytes - len(tail))
+    finally:
+        disk.close(file)
+    return hashlib.blake2b(nbytes.to_bytes(8, "little") + tail, digest_size=8).hexdigest()
+
+
+def awaited_copy(disk: Disk, path: str) -> DrainRecord | None:
+    """The record of a copy that was promised or begun, and has not arrived yet; ``None`` if there is none.
+
+    Raises:
+        StorageError: that cannot be read.
+    """
+    record_path = os.path.join(path, DRAIN_RECORD_NAME)
+    if not disk.exists(record_path):  # found out here, because our errors need torch
         return None
     try:
-        data = read_whole_file(disk, path, _MAX_NBYTES)
-        return None if data is None else msgspec.json.decode(data, type=DrainRecord)
+        data = read_whole_file(disk, record_path, _MAX_NBYTES)
+        record = None if data is None else msgspec.json.decode(data, type=DrainRecord)
     except (errors.CorruptCheckpoint, msgspec.DecodeError, UnicodeDecodeError):
         return None
+    return None if record is None or record.is_complete or record.digest != digest_at(disk, path) else record
 
 
 def is_awaited(disk: Disk, path: str) -> bool:
-    """Whether a copy of the checkpoint was begun or promised, and has not arrived yet. If that cannot be found out, it
-    is."""
+    """Whether a copy of the checkpoint has not arrived yet. If that cannot be found out, it has not."""
     try:
         return awaited_copy(disk, path) is not None
     except errors.StorageError:
         return True
 
 
-def awaited_copy(disk: Disk, path: str) -> DrainRecord | None:
-    """The record of a copy that has not arrived yet, if it is of the save that the directory holds now.
-
-    Raises:
-        StorageError: as :func:`read_drain_record`.
-    """
-    record = read_drain_record(disk, path)
-    if record is None or record.is_complete or not _is_of_save(disk, path, record.save_id):
-        return None
-    return record
-
-
 def note_arrival(disk: Disk, path: str, record: DrainRecord) -> None:
-    """Note that the copy of a record is complete. The record of a later save stays as it is.
-
-    Raises:
-        StorageError: as :func:`write_drain_record`.
-    """
-    if read_drain_record(disk, path) == record:
-        write_drain_record(disk, path, msgspec.structs.replace(record, is_complete=True))
+    """Note that the copy of a record has arrived, if it is awaited. If that cannot be noted, it is logged."""
+    try:
+        if awaited_copy(disk, path) == record:
+            write_drain_record(disk, path, msgspec.structs.replace(record, is_complete=True))
+    except errors.StorageError as error:
+        logger.warning("%s has arrived at %s, and that cannot be noted: %s", path, record.target, error.message)
 
 
 def write_drain_record(disk: Disk, path: str, record: DrainRecord) -> None:
@@ -110,29 +119,3 @@ def write_drain_record(disk: Disk, path: str, record: DrainRecord) -> None:
             operation="write",
         ) from error
     commit_metadata(disk, path, data, name=DRAIN_RECORD_NAME)
-
-
-def _is_of_save(disk: Disk, path: str, save_id: str) -> bool:
-    """Whether the save of this id is what a directory holds. ``True`` if that cannot be found out.
-
-    ``.metadata`` has the id as text, near its end. Nothing is decoded, because it may be large, and torch is not here.
-    """
-    path = os.path.join(path, METADATA_NAME)
-    text = save_id.encode()
-    window_nbytes = max(_WINDOW_NBYTES, 2 * len(text))
-    try:
-        file = disk.open_read(path)
-        try:
-            end = disk.size(file)
-            while end > 0:
-                start = max(end - window_nbytes, 0)
-                window = bytearray(end - start)
-                disk.pread_into(file, window, start)
-                if text in window:
-                    return True
-                end = start + len(text) - 1 if start else 0
-        finally:
-            disk.close(file)
-    except errors.StorageError:
-        return True
-    return False

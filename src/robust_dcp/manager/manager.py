@@ -26,7 +26,7 @@ from robust_dcp.api import load, save
 from robust_dcp.asynchronous import AsyncSave, async_save
 from robust_dcp.background import queue_of
 from robust_dcp.comm import Channel
-from robust_dcp.drain import CopyOptions, awaited_copy, copy_checkpoint, is_awaited
+from robust_dcp.drain import awaited_copy, copy_checkpoint, is_awaited
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, UnsafeCheckpoint, entry_point
 from robust_dcp.manager.policies import KeepBest, KeepEvery, KeepLast, KeepPolicy
 from robust_dcp.manager.preemption import Preemption
@@ -38,6 +38,7 @@ from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, directory_path
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.reader import RobustReader
+from robust_dcp.storage.remote.copy_options import CopyOptions
 from robust_dcp.storage.remote.filesystem import place_of
 from robust_dcp.storage.writer import RobustWriter
 from robust_dcp.version import __version__

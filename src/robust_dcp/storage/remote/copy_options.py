@@ -28,7 +28,6 @@ class CopyOptions:
         call_timeout_seconds: how long one call may take.
         verify: ``"store"``: take the store's own checksum where it is provably one of the whole content (S3's ETag, if
             it is the MD5 of what was sent), and read the file back where there is none. ``"read"``: always read back.
-        overwrite: whether a checkpoint that is at the target already may be replaced.
         source_options, target_options: what fsspec passes to the store, such as ``{"endpoint_url": …}``.
 
     Raises:
@@ -41,7 +40,6 @@ class CopyOptions:
     retries: int = 5
     call_timeout_seconds: float = 120.0
     verify: VerifyCopy = "store"
-    overwrite: bool = True
     source_options: Mapping[str, Any] = field(default_factory=dict)
     target_options: Mapping[str, Any] = field(default_factory=dict)
 

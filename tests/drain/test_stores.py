@@ -1,0 +1,376 @@
+"""Copies to and from stores: S3 (moto, through a proxy that fails) and others of fsspec; saves and loads by URL."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import s3fs
+import torch
+import torch.distributed as dist
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+
+import robust_dcp
+from robust_dcp import CopyOptions, CorruptCheckpoint, RobustReader, RobustWriter, StorageError, copy_checkpoint
+from robust_dcp.report_page import read_reports
+from robust_dcp.storage.files.posix_disk import PosixDisk
+from tests.drain.checkpoints import data_files, loaded, save, state_dict
+from tests.harness.ranks import run_ranks, values
+from torture.object_store import BUCKET, Fault, FaultyProxy, faulty_proxy, options_for, s3_server
+
+PART_NBYTES = 5 << 20
+N_ITEMS = 4_000_000  # more than one part in each of two files, as float32
+IN_MEMORY = "memory://failing/step_1"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with s3_server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def proxy(server: str) -> Iterator[FaultyProxy]:
+    with faulty_proxy(server) as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with files of several parts."""
+    path = tmp_path_factory.mktemp("source") / "step_1"
+    robust_dcp.save(large_state_dict(1.0), checkpoint_id=path)
+    return path
+
+
+@pytest.fixture
+def url(request: pytest.FixtureRequest) -> str:
+    name = "".join(letter if letter.isalnum() else "_" for letter in request.node.name)
+    return f"s3://{BUCKET}/{name}/step_1"
+
+
+@pytest.fixture
+def environment(proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What a job has in its environment for such a store."""
+    s3fs.S3FileSystem.clear_instance_cache()  # one that another test has made would go on to talk to its proxy
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+    monkeypatch.setenv("ROBUST_DCP_STAGING", str(tmp_path / "staging"))
+
+
+def large_state_dict(value: float) -> dict[str, Any]:
+    return {"one": torch.full((N_ITEMS // 2,), value), "two": torch.full((N_ITEMS // 2,), value)}
+
+
+def options(proxy: FaultyProxy, **more: Any) -> CopyOptions:
+    store = options_for(proxy.endpoint)
+    return CopyOptions(part_bytes=PART_NBYTES, source_options=store, target_options=store, **more)
+
+
+def loaded_back(url: str, proxy: FaultyProxy, directory: Path) -> float:
+    """Copied from the store and loaded: each byte is verified on the way."""
+    copy_checkpoint(url, directory, options=options(proxy))
+    found = large_state_dict(-1.0)
+    robust_dcp.load(found, checkpoint_id=directory)
+    (value,) = torch.cat([found["one"], found["two"]]).unique().tolist()
+    return float(value)
+
+
+def _copy_until_killed(source: str, url: str, endpoint: str) -> None:
+    """Killed when all parts of the second file have arrived, and its upload is not over."""
+    with faulty_proxy(endpoint) as proxy:
+
+        def kill(method: str, path: str) -> None:
+            if method == "POST" and "uploadId" in path and "__0_1" in path:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        proxy.fault = kill
+        copy_checkpoint(source, url, options=options(proxy, threads=1))
+
+
+class TestS3:
+    @pytest.mark.parametrize(
+        ("fault", "method", "part"),
+        [
+            ("cut request", "PUT", "partNumber=1"),
+            ("503", "POST", "uploads"),
+            ("cut answer", "POST", "uploadId"),
+            ("500", "PUT", ".metadata"),
+        ],
+    )
+    def test_what_passes_by_itself_is_tried_again_until_all_has_arrived(
+        self, fault: Fault, method: str, part: str, large: Path, url: str, proxy: FaultyProxy, tmp_path: Path
+    ) -> None:
+        proxy.fail(fault, method, part, times=2)
+        copied = copy_checkpoint(large, url, options=options(proxy, threads=2))
+        assert proxy.n_faults == 2
+        assert (copied.files, copied.verified_by_reading) == (5, 1)  # .metadata; the others by the ETag that S3 gives
+        assert loaded_back(url, proxy, tmp_path / "back") == 1.0
+
+    @pytest.mark.parametrize("part", ["", "partNumber=2"])
+    def test_what_is_denied_is_not_tried_again(self, part: str, large: Path, url: str, proxy: FaultyProxy) -> None:
+        proxy.fail("403", "PUT", part, times=1000)
+        with pytest.raises(StorageError, match=r"s3://.*PermissionError.*check the credentials.*not tried again"):
+            copy_checkpoint(large, url, options=options(proxy, threads=1))
+        assert proxy.n_faults == 1
+
+    def test_a_store_that_never_answers_ends_the_copy(self, large: Path, url: str, proxy: FaultyProxy) -> None:
+        proxy.fail("slow", "PUT", "", times=1000)
+        with pytest.raises(StorageError, match=r"no answer within 0\.2 seconds.* after 2 tries"):
+            copy_checkpoint(large, url, options=options(proxy, retries=1, call_timeout_seconds=0.2))
+
+    def test_a_bucket_that_is_not_there_is_named(self, large: Path, proxy: FaultyProxy) -> None:
+        with pytest.raises(StorageError, match=r"s3://nowhere/step_1.*check the URL"):
+            copy_checkpoint(large, "s3://nowhere/step_1", options=options(proxy))
+
+    def test_a_copy_that_was_killed_goes_on_with_the_files_that_have_not_arrived(
+        self, large: Path, url: str, server: str, proxy: FaultyProxy, tmp_path: Path
+    ) -> None:
+        (killed,) = run_ranks(1, _copy_until_killed, str(large), url, server, init=False)
+        assert killed.exitcode == -signal.SIGKILL
+        filesystem, root = fsspec.url_to_fs(url, **options_for(server))
+        assert not filesystem.exists(f"{root}/.metadata")
+        assert copy_checkpoint(large, url, options=options(proxy, threads=1)).skipped_files == 1
+        assert not [path for method, path in proxy.requests if method == "PUT" and "__0_0" in path]
+        assert loaded_back(url, proxy, tmp_path / "back") == 1.0
+
+    @pytest.mark.parametrize("what", ["finished by another copy", "removed"])
+    def test_a_file_whose_upload_is_gone_arrives_all_the_same(
+        self, what: str, large: Path, url: str, server: str, proxy: FaultyProxy, tmp_path: Path
+    ) -> None:
+        gone: list[str] = []
+
+        def before_the_end(method: str, path: str) -> Fault | None:
+            if method != "POST" or "uploadId=" not in path or gone:
+                return None
+            gone.append(path)
+            if what == "finished by another copy":
+                direct = CopyOptions(part_bytes=PART_NBYTES, target_options=options_for(server))
+                copy_checkpoint(large, url, options=direct)
+            return "404"  # as S3 says of an upload that is not there
+
+        proxy.fault = before_the_end
+        copied = copy_checkpoint(large, url, options=options(proxy, threads=1))
+        n_sent = len([path for method, path in proxy.requests if "partNumber=1" in path])
+        assert (len(gone), n_sent, copied.files) == (1, 2 if what != "removed" else 3, copied.files)
+        assert loaded_back(url, proxy, tmp_path / "back") == 1.0
+
+    def test_a_byte_that_is_flipped_in_the_store_is_found_and_sent_again(
+        self, large: Path, url: str, proxy: FaultyProxy, tmp_path: Path
+    ) -> None:
+        copy_checkpoint(large, url, options=options(proxy))
+        filesystem, root = fsspec.url_to_fs(url, **options_for(proxy.endpoint))
+        name = f"{root}/{data_files(large)[1]}"
+        data = bytearray(filesystem.cat_file(name))
+        data[len(data) // 2] ^= 1
+        filesystem.pipe_file(name, bytes(data))
+        for verify in ("store", "read"):
+            again = copy_checkpoint(large, url, options=options(proxy, verify=verify))
+            assert again.files == (1 if verify == "store" else 0)
+        assert loaded_back(url, proxy, tmp_path / "back") == 1.0
+
+
+@pytest.mark.usefixtures("environment")
+class TestSavesAndLoads:
+    def test_a_load_by_url_reads_only_what_it_needs(self, large: Path, url: str, proxy: FaultyProxy) -> None:
+        copy_checkpoint(large, url)
+        proxy.requests.clear()
+        found = {"two": torch.zeros(N_ITEMS // 2)}
+        report = robust_dcp.load(found, checkpoint_id=url)
+        assert bool((found["two"] == 1.0).all()) and report.unverified_nbytes == 0
+        read = {path.partition("?")[0] for method, path in proxy.requests if "distcp" in path and method == "GET"}
+        assert len(read) == 1
+
+    def test_of_a_url_without_a_checkpoint_the_error_says_so(self, url: str) -> None:
+        with pytest.raises(StorageError, match=r"(?s)no \.metadata in s3://.*nothing whose name begins with that"):
+            robust_dcp.load(state_dict(0.0), checkpoint_id=url)
+
+    def test_ranks_save_to_a_url_and_load_from_it(self, url: str) -> None:
+        outcome = values(run_ranks(2, _save_and_load, url, timeout_seconds=120))
+        assert outcome == [(f"{url}_async", 2 * (1000.0 + 3), []), (f"{url}_async", 2 * (2000.0 + 3), [])]
+
+    def test_what_was_saved_to_a_url_names_that_url(self, url: str, tmp_path: Path) -> None:
+        writer = RobustWriter(tmp_path / "elsewhere")
+        robust_dcp.save({"w": torch.ones(3)}, checkpoint_id=url, storage_writer=writer)
+        meta = RobustReader(url).read_metadata().storage_meta
+        assert meta is not None and meta.checkpoint_id == url
+        copy_checkpoint(url, tmp_path / "copied")
+        (found,) = read_reports(tmp_path / "copied").found
+        assert found.report.checkpoint == url
+
+    def test_a_save_whose_copy_fails_keeps_the_local_one_and_can_go_on(
+        self, url: str, proxy: FaultyProxy, tmp_path: Path
+    ) -> None:
+        proxy.fail("403", "PUT", ".metadata", times=1)
+        with pytest.raises(StorageError, match=r"send s3://.*\.metadata"):
+            robust_dcp.save({"w": torch.ones(3)}, checkpoint_id=url)
+        (staged,) = (tmp_path / "staging").iterdir()
+        copy_checkpoint(staged, url)
+        found = {"w": torch.zeros(3)}
+        robust_dcp.load(found, storage_reader=RobustReader(url))
+        assert found["w"].tolist() == [1.0] * 3
+
+    def test_a_save_whose_copy_has_failed_can_be_made_again(self, url: str, proxy: FaultyProxy) -> None:
+        proxy.fail("403", "PUT", ".metadata", times=1)
+        with pytest.raises(StorageError, match=r"\.metadata"):
+            robust_dcp.save({"w": torch.ones(3)}, checkpoint_id=url)
+        robust_dcp.save({"w": torch.full((3,), 2.0)}, checkpoint_id=url)
+        found = {"w": torch.zeros(3)}
+        robust_dcp.load(found, checkpoint_id=url)
+        assert found["w"].tolist() == [2.0] * 3
+        with pytest.raises(StorageError, match="there is another checkpoint at s3://"):
+            robust_dcp.save({"w": torch.ones(3)}, checkpoint_id=url)
+
+    def test_a_staging_directory_without_room_is_named_before_anything_is_written(
+        self, url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(PosixDisk, "room", lambda self, path: (0, 10))
+        with pytest.raises(StorageError, match=r"has no room.* bytes are needed there for rank 0, 10 are free"):
+            robust_dcp.save({"w": torch.ones(3000)}, checkpoint_id=url)
+
+    def test_the_staged_checkpoint_stays_if_that_is_asked_for(
+        self, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("ROBUST_DCP_KEEP_STAGING", "1")
+        robust_dcp.save(state_dict(), checkpoint_id=url)
+        (staged,) = (tmp_path / "staging").iterdir()
+        assert loaded(staged) == loaded(url) == 1.0
+
+
+def _save_and_load(url: str) -> tuple[str, float, list[str]]:
+    rank = dist.get_rank()
+    mine = {f"of_{rank}": torch.full((1000,), float(rank + 1)), "all": torch.ones(3)}
+    robust_dcp.save(mine, checkpoint_id=url)
+    report = robust_dcp.async_save(mine, checkpoint_id=f"{url}_async").result()
+    total = 0.0
+    for place in (url, f"{url}_async"):
+        found = {name: torch.zeros_like(each) for name, each in mine.items()}
+        robust_dcp.load(found, checkpoint_id=place)
+        total += float(sum(each.sum() for each in found.values()))
+    return report.checkpoint_id, total, os.listdir(os.environ["ROBUST_DCP_STAGING"])
+
+
+class TestAnyStore:
+    """By the memory file system of fsspec, whose calls cut off, change what they get, or lose what they have."""
+
+    @pytest.fixture(autouse=True)
+    def empty_store(self) -> Iterator[None]:
+        MemoryFileSystem.store.clear()
+        yield
+        MemoryFileSystem.store.clear()
+
+    def disturb(
+        self, monkeypatch: pytest.MonkeyPatch, call: str, part: str, act: Callable[[Any], Any], times: int
+    ) -> list[str]:
+        """Let ``act`` happen to what is written, or instead of a call. Returns the list that the paths go to."""
+        kind = MemoryFile if call in ("write", "close") else MemoryFileSystem
+        works, done = getattr(kind, call), []
+
+        def disturbed(self: Any, *arguments: Any, **options: Any) -> Any:
+            path = str(self.path if kind is MemoryFile else arguments[0])
+            if part not in path or len(done) == times:
+                return works(self, *arguments, **options)
+            done.append(path)
+            if call == "pipe_file":
+                return works(self, path, act(arguments[1]), **options)
+            if call == "cat_file":
+                return act(works(self, *arguments, **options))
+            return act(None)
+
+        monkeypatch.setattr(kind, call, disturbed)
+        return done
+
+    @pytest.mark.parametrize(
+        ("change", "found"),
+        [
+            (lambda data: data[:2000] + bytes([data[2000] ^ 1]) + data[2001:], "with CRC-32"),
+            (lambda data: data[: len(data) // 2], r"\d+ bytes"),
+        ],
+        ids=["flipped", "half"],
+    )
+    def test_a_file_that_arrives_otherwise_than_it_was_sent_is_sent_once_more_and_then_named(
+        self, change: Callable[[bytes], bytes], found: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        source = save(tmp_path / "source")
+        with monkeypatch.context() as within:
+            changed = self.disturb(within, "pipe_file", "__0_0", change, times=2)
+            expected = (
+                rf"\.distcp is not as it was sent: expected \d+ bytes with CRC-32 .*, found .*{found}.*; it was sent"
+            )
+            with pytest.raises(CorruptCheckpoint, match=expected):
+                copy_checkpoint(source, IN_MEMORY)
+            assert len(changed) == 2
+        changed = self.disturb(monkeypatch, "pipe_file", "__0_0", change, times=1)
+        copy_checkpoint(source, IN_MEMORY)
+        assert len(changed) == 1 and loaded(IN_MEMORY) == 1.0
+
+    def test_an_index_that_never_arrives_whole_is_left_out(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        self.disturb(monkeypatch, "pipe_file", ".robust_dcp.index", lambda data: data[:-1] + b"x", times=2)
+        copy_checkpoint(save(tmp_path / "source"), IN_MEMORY)
+        assert loaded(IN_MEMORY) == 1.0 and "index has not arrived" in caplog.text
+        assert not fsspec.filesystem("memory").exists("/failing/step_1/.robust_dcp.index")
+
+    def test_metadata_that_arrives_damaged_is_named_and_the_copy_can_be_made_again(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        source = save(tmp_path / "source")
+        self.disturb(monkeypatch, "pipe_file", "/.metadata", lambda data: data[: len(data) // 2], times=1)
+        with pytest.raises(CorruptCheckpoint, match=r"\.metadata is not as it was sent: expected \d+ bytes"):
+            copy_checkpoint(source, IN_MEMORY)
+        copy_checkpoint(source, IN_MEMORY)
+        assert loaded(IN_MEMORY) == 1.0
+
+    @pytest.mark.parametrize("call", ["write", "close"])
+    def test_a_file_of_several_parts_is_sent_again_as_a_whole(
+        self, call: str, monkeypatch: pytest.MonkeyPatch, large: Path
+    ) -> None:
+        def cut(_: None) -> None:
+            raise ConnectionError("the store has hung up")
+
+        with monkeypatch.context() as within:
+            done = self.disturb(within, call, "/step_1/_", cut, times=2)
+            copied = copy_checkpoint(large, IN_MEMORY, options=CopyOptions(part_bytes=PART_NBYTES))
+            assert len(done) == copied.retries == 2
+        found = large_state_dict(0.0)
+        robust_dcp.load(found, checkpoint_id=IN_MEMORY)
+        assert bool((found["one"] == 1.0).all())
+
+        self.disturb(monkeypatch, call, "/step_1b/_", cut, times=1000)
+        with pytest.raises(StorageError, match=r"send memory://failing/\S+\.distcp: the store has hung up"):
+            copy_checkpoint(large, f"{IN_MEMORY}b", options=CopyOptions(part_bytes=PART_NBYTES, retries=1))
+
+    def test_a_part_that_comes_back_too_short_is_asked_for_again(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        copy_checkpoint(save(tmp_path / "source"), IN_MEMORY)
+        done = self.disturb(monkeypatch, "cat_file", ".distcp", lambda data: data[: len(data) // 2], times=2)
+        assert copy_checkpoint(IN_MEMORY, tmp_path / "back").retries == len(done) == 2
+        assert loaded(tmp_path / "back") == 1.0
+
+    def test_what_a_claim_names_is_removed_below_the_target_only(self, tmp_path: Path) -> None:
+        """A claim that somebody has forged."""
+        source = save(tmp_path / "source")
+        filesystem = fsspec.filesystem("memory")
+        filesystem.pipe_file("/failing/precious", b"1")
+        copy_checkpoint(source, IN_MEMORY)
+        forged = b'{"host":"%s","source":"%s","names":["../precious"]}' % (
+            os.uname().nodename.encode(),
+            os.path.realpath(source).encode(),
+        )
+        filesystem.pipe_file("/failing/step_1/.robust_dcp.copying.0123456789abcdef", forged)
+        copy_checkpoint(source, IN_MEMORY)
+        assert filesystem.exists("/failing/precious")
+        assert not filesystem.exists("/failing/step_1/.robust_dcp.copying.0123456789abcdef")
+
+
+def test_a_store_whose_package_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Protocol not known: nothing"):
+        copy_checkpoint(save(tmp_path / "source"), "nothing://x/y")
