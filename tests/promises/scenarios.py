@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -16,12 +17,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
 import robust_dcp
-from robust_dcp import CheckpointManager, CopyOptions, RobustWriter
+from robust_dcp import CheckpointManager, CopyOptions, RobustWriter, StorageError
 from robust_dcp.cli.app import main
 from tests.faults.disk import CHANGES
 
@@ -255,9 +257,16 @@ def _copy(directory: str) -> None:
     robust_dcp.copy_checkpoint(_checkpoint(directory), f"{directory}/copy", options=_AT_ONCE)
 
 
-def _copy_another(directory: str) -> None:
-    save(f"{directory}/other", 9)
-    robust_dcp.copy_checkpoint(f"{directory}/other", f"{directory}/copy", options=_AT_ONCE)
+def _copy_the_next(directory: str) -> None:
+    """Half a copy whose source was saved over is replaced. A whole one is not, and has to be removed first."""
+    save(_checkpoint(directory), 9)
+    if generation(f"{directory}/copy") is not None:
+        with pytest.raises(StorageError, match="there is another checkpoint at"):
+            _copy(directory)
+        shutil.rmtree(f"{directory}/copy")
+    _copy(directory)
+    names = [each.name for each in Path(directory, "copy").rglob("*.copying")]
+    assert names == [], f"killed copies have left {names}"
 
 
 _COPY = Scenario(
@@ -265,7 +274,7 @@ _COPY = Scenario(
     _prepare_load,
     _copy,
     lambda directory: generation(f"{directory}/copy"),
-    _copy_another,
+    _copy_the_next,
     (None, 1),
     untouched=True,
 )

@@ -283,7 +283,11 @@ class Copy:
             else:
                 self._committed(there)
             names = set(self._claim.names) - _WITHOUT - {METADATA_NAME}
-            others = [name for name, other in self._other_claims(there).items() if names & set(other.names)]
+            others = [
+                name
+                for name, other in self._other_claims(there).items()
+                if not self._is_over(other) and names & set(other.names)
+            ]
             if not others:
                 return there
             if is_new:
@@ -341,6 +345,10 @@ class Copy:
                         claims[name] = Claim("", "", tuple(self.manifest.names))  # nobody knows what it puts there
         return claims
 
+    def _is_over(self, claim: Claim) -> bool:
+        """Whether another copy cannot go on, because a later save has replaced its source, which is ours now."""
+        return (claim.host, claim.source) == (self._claim.host, self._claim.source)
+
     def _clean_up(self, there: Collection[str]) -> None:
         """Remove the claim, and what earlier copies from the same directory have left, which cannot go on: another save
         has replaced their source. The checkpoint has arrived, so an error costs space only."""
@@ -348,7 +356,7 @@ class Copy:
         try:
             target.remove_unfinished()
             for name, claim in self._other_claims(there).items():
-                if (claim.host, claim.source) == (self._claim.host, self._claim.source):
+                if self._is_over(claim):
                     self._discard(name, set(claim.names) & set(there) - own)
             target.remove(CLAIM_PREFIX + self.manifest.mark)
             target.sync()
