@@ -13,7 +13,8 @@ import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from robust_dcp import RobustReader, RobustWriter
-from robust_dcp.storage import consolidate, tune
+from robust_dcp.conversion import convert
+from robust_dcp.storage import tune
 
 URLS: list[Any] = [
     "s3://bucket/step_1",
@@ -61,11 +62,11 @@ def test_a_url_of_an_unknown_kind_is_refused_before_anything_is_made(
     assert os.listdir(tmp_path) == []
 
 
-def test_a_model_is_not_consolidated_into_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_not_made_in_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     robust_dcp.save(state_dict(), checkpoint_id="checkpoint")
     with pytest.raises(ValueError, match="'gs://bucket/model' is a URL"):
-        consolidate("checkpoint", "gs://bucket/model")
+        convert("checkpoint", "gs://bucket/model", form="safetensors")
     assert os.listdir(tmp_path) == ["checkpoint"]
 
 

@@ -193,8 +193,8 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path, shell: Shell) -> 
 
 
 KILLED = """
-import os, signal, sys
-from robust_dcp.conversion import convert
+import importlib, os, signal, sys
+convert = importlib.import_module("robust_dcp.conversion.convert")
 writes = []
 write = convert._finish
 def killed(disk, path, *rest):

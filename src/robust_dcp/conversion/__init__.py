@@ -1,1 +1,6 @@
-"""Turns a checkpoint, or a file of `torch.save`, into another form, a few pieces of tensors at a time."""
+"""Turns a checkpoint, or a file of `torch.save`, into another form."""
+
+from robust_dcp.conversion.convert import ConversionReport, convert
+from robust_dcp.conversion.rules import Rules
+
+__all__ = ["ConversionReport", "Rules", "convert"]

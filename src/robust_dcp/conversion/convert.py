@@ -29,12 +29,11 @@ from robust_dcp.conversion.sources import OUTLINE_ATTRIBUTE, Source, open_source
 from robust_dcp.conversion.workplace import workplace_of
 from robust_dcp.errors import StorageError, entry_point
 from robust_dcp.plan.save_planner import RobustPlanner
-from robust_dcp.storage.consolidation import INDEX_NAME, check_dtypes, in_shards, index_of
 from robust_dcp.storage.files.disk import Disk, storage_error
 from robust_dcp.storage.files.paths import directory_path
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.layouts import layout_named
-from robust_dcp.storage.model_file import write_model_file
+from robust_dcp.storage.model_file import INDEX_NAME, check_dtypes, in_shards, index_of, write_model_file
 from robust_dcp.storage.pieces import NamedTensor, Piece, batches_of
 from robust_dcp.storage.writer import RobustWriter
 

@@ -5,19 +5,17 @@ from typing import TYPE_CHECKING
 from robust_dcp.on_demand import names_from
 
 if TYPE_CHECKING:
-    from robust_dcp.storage.consolidation import consolidate
     from robust_dcp.storage.reader import RobustReader
     from robust_dcp.storage.reading.read_options import ReadOptions
     from robust_dcp.storage.tuning import tune
     from robust_dcp.storage.writer import RobustWriter
     from robust_dcp.storage.writing.write_options import WriteOptions
 
-__all__ = ["ReadOptions", "RobustReader", "RobustWriter", "WriteOptions", "consolidate", "tune"]
+__all__ = ["ReadOptions", "RobustReader", "RobustWriter", "WriteOptions", "tune"]
 
 __getattr__, __dir__ = names_from(
     __name__,
     {
-        "robust_dcp.storage.consolidation": ("consolidate",),
         "robust_dcp.storage.reader": ("RobustReader",),
         "robust_dcp.storage.reading.read_options": ("ReadOptions",),
         "robust_dcp.storage.tuning": ("tune",),

@@ -1,24 +1,65 @@
-"""Fills one file of a Hugging Face model from a checkpoint, a few pieces at a time.
+"""The files of a Hugging Face model: which tensor goes into which, their index, and how one is filled.
 
-Memory stays bounded whatever the sizes of tensors. ``consolidate`` and ``conversion`` call it.
+It is filled a few pieces at a time, so memory stays bounded whatever the sizes of tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import numpy as np
 import torch
 
 from robust_dcp.storage.files.disk import Disk, OpenFile
+from robust_dcp.storage.files.paths import SAFETENSORS_SUFFIX
 from robust_dcp.storage.layouts.footer import FileSums, SumColumns
 from robust_dcp.storage.layouts.protocol import ItemColumns, PlacedTensor
-from robust_dcp.storage.layouts.safetensors_head import ShardHead, entry_nbytes, head_nbytes_for
+from robust_dcp.storage.layouts.safetensors_head import DTYPES, METADATA_KEY, ShardHead, entry_nbytes, head_nbytes_for
 from robust_dcp.storage.pieces import NamedTensor, Piece, batches_of, read_ahead
 from robust_dcp.storage.records.block_sums import merged, sums_of
 from robust_dcp.storage.records.torch_zip import payload_view
 
-__all__ = ["write_model_file"]
+__all__ = ["INDEX_NAME", "check_dtypes", "in_shards", "index_of", "write_model_file"]
+
+INDEX_NAME: Final = "model.safetensors.index.json"
+
+
+def check_dtypes(tensors: Sequence[NamedTensor], what_to_do: str) -> None:
+    """Find a tensor that safetensors cannot hold.
+
+    Raises:
+        ValueError: there is one. The message ends with ``what_to_do``.
+    """
+    for tensor in tensors:
+        if str(tensor.dtype).removeprefix("torch.") not in DTYPES or tensor.name == METADATA_KEY:
+            raise ValueError(f"safetensors cannot hold {tensor.name!r}, a tensor of {tensor.dtype}; {what_to_do}")
+
+
+def in_shards(tensors: Sequence[NamedTensor], max_nbytes: int) -> dict[str, list[NamedTensor]]:
+    """Divide the tensors among files, in order, by the names that Hugging Face gives these.
+
+    Each file has at least one tensor, and there is at least one file.
+    """
+    shards: list[list[NamedTensor]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        if shards[-1] and filled + tensor.nbytes > max_nbytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled += tensor.nbytes
+    return {
+        f"model-{number:05d}-of-{len(shards):05d}{SAFETENSORS_SUFFIX}": shard for number, shard in enumerate(shards, 1)
+    }
+
+
+def index_of(shards: Mapping[str, Sequence[NamedTensor]]) -> bytes:
+    """The bytes of ``model.safetensors.index.json``."""
+    total = sum(tensor.nbytes for shard in shards.values() for tensor in shard)
+    weight_map = {tensor.name: name for name, shard in shards.items() for tensor in shard}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2).encode()
 
 
 def write_model_file(

@@ -2,7 +2,7 @@
 
 A safetensors file holds 8 bytes with the length of the header, little-endian; the header, a JSON object padded with
 spaces; and the tensors' bytes without gaps. This module owns the header's text and the bound of its length, which must
-fit each other. The layout ``safetensors`` and ``consolidate`` call it; ``read_head`` reads such heads.
+fit each other. The layout ``safetensors`` and ``model_file`` call it; ``read_head`` reads such heads.
 """
 
 from __future__ import annotations
