@@ -10,18 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
 import robust_dcp
 from robust_dcp import CheckpointManager, KeepBest, RobustWriter, StorageError
 from robust_dcp.cli.ls import DirectoryState, state_of_directory
-from robust_dcp.manager.retention import remove_checkpoint
 from robust_dcp.manager.series import RECORD_NAME
-from robust_dcp.storage.committing.directory_lock import DirectoryLock
 from robust_dcp.storage.files.disk import OpenFile, storage_error
-from robust_dcp.storage.files.paths import INDEX_NAME, JOURNAL_PREFIX, LOCK_NAME, REMOVING_PREFIX
+from robust_dcp.storage.files.paths import JOURNAL_PREFIX, REMOVING_PREFIX
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from tests.harness.damage import data_files
 from tests.harness.faults import kill_in
@@ -79,13 +76,6 @@ class _Acts(PosixDisk):
     def unlink(self, path: str) -> None:
         self._at("unlink", path)
         super().unlink(path)
-
-
-class _OfAnotherMachine(PosixDisk):
-    """A network file system: locks of other machines may not be seen here."""
-
-    def is_of_this_machine(self, path: str) -> bool:
-        return False
 
 
 def _save_and_be_killed(root: str) -> None:
@@ -163,20 +153,8 @@ class TestRemovals:
         CheckpointManager(tmp_path, keep_last=1, disk=disk).prune()
         assert disk.n_acted == 1 and caplog.text == ""
 
-    def test_one_that_has_become_a_link_meanwhile_is_not_removed(self, tmp_path: Path) -> None:
-        save_steps(CheckpointManager(tmp_path), 1)
-        (tmp_path / "step_1").rename(tmp_path / "kept for good")
-        (tmp_path / "step_1").symlink_to("kept for good")
-        assert not remove_checkpoint(PosixDisk(), str(tmp_path / "step_1"))
-        assert (tmp_path / "step_1").is_symlink() and (tmp_path / "step_1/.metadata").exists()
-
 
 class TestCrashedSaves:
-    def test_an_index_without_its_metadata_goes_with_the_save_that_was_killed(self, crashed: Path) -> None:
-        (crashed / INDEX_NAME).write_bytes(b"of the save that was killed")
-        assert CheckpointManager(crashed.parent, keep_last=1).prune() == [str(crashed)]
-        assert not crashed.exists()
-
     def test_what_cannot_be_removed_now_is_still_known_later(
         self, crashed: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -192,26 +170,6 @@ class TestCrashedSaves:
         disk = _Acts("unlink", journal_of(crashed).name, refuse)
         assert save_steps(CheckpointManager(crashed.parent, keep_last=1, disk=disk), 2) == [2]
         assert "step_1: leftovers of a crashed save are not removed: " in caplog.text
-
-    def test_one_of_another_machine_may_still_run_and_keeps_its_files_for_a_day(self, crashed: Path) -> None:
-        journal = journal_of(crashed)
-        record = msgspec.json.decode(journal.read_bytes())
-        journal.write_bytes(msgspec.json.encode({**record, "host": "another", "boot_id": "another"}))
-        manager = CheckpointManager(crashed.parent, keep_last=1, disk=_OfAnotherMachine())
-        assert manager.prune() == [] and data_files(crashed)
-        os.utime(journal, (0, 0))
-        assert manager.prune() == [str(crashed)]
-
-    def test_the_lock_of_a_machine_that_has_crashed_goes_with_what_it_locks(self, crashed: Path) -> None:
-        held = DirectoryLock.take(PosixDisk(), str(crashed), save_id="somebody")
-        holder = msgspec.json.decode((crashed / LOCK_NAME).read_bytes())
-        (crashed / LOCK_NAME).write_bytes(msgspec.json.encode({**holder, "boot_id": "another"}))
-        journal = journal_of(crashed)
-        record = msgspec.json.decode(journal.read_bytes())
-        journal.write_bytes(msgspec.json.encode({**record, "boot_id": "another"}))
-        os.utime(journal, (0, 0))
-        assert CheckpointManager(crashed.parent, keep_last=1, disk=_OfAnotherMachine()).prune() == [str(crashed)]
-        held.release()
 
 
 class TestLatest:
@@ -271,10 +229,6 @@ class TestWhatLsSees:
         assert self.look(crashed, PosixDisk()) is DirectoryState.CRASHED
         (crashed / ".metadata").touch()
         assert self.look(crashed, _Acts("open", journal.name, os.unlink)) is DirectoryState.COMMITTED
-
-    def test_a_save_that_was_killed_while_it_wrote_its_journal(self, crashed: Path) -> None:
-        journal_of(crashed).write_bytes(b"")
-        assert self.look(crashed, PosixDisk()) is DirectoryState.CRASHED
 
     def test_a_file_that_is_removed(self, tmp_path: Path) -> None:
         path = tmp_path / "step_1"

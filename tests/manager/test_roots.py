@@ -238,18 +238,11 @@ def test_a_link_to_a_checkpoint_is_in_the_report_and_a_checkpoint_is_there_once(
 class TestAfterAStepBack:
     """A job saves steps 50, 100 and 150, goes back to 100, and saves 101 and so on."""
 
-    @pytest.mark.parametrize(
-        ("number", "kept"),
-        [
-            # What the job saves now is kept as if 150 were not there, and 150 stays until the job has come past it.
-            (1, [[101, 150], [102, 150], [103, 150], [150], [151]]),
-            (2, [[100, 101, 150], [101, 102, 150], [102, 103, 150], [103, 150], [150, 151]]),
-            (3, [[50, 100, 101, 150], [100, 101, 102, 150], [101, 102, 103, 150], [102, 103, 150], [103, 150, 151]]),
-        ],
-    )
-    def test_the_last_ones_that_were_saved_stay(self, number: int, kept: list[list[int]], tmp_path: Path) -> None:
+    def test_the_last_ones_that_were_saved_stay(self, tmp_path: Path) -> None:
         save_steps(CheckpointManager(tmp_path), 50, 100, 150)
-        manager = CheckpointManager(tmp_path, keep_last=number)
+        manager = CheckpointManager(tmp_path, keep_last=2)
+        # What the job saves now is kept as if 150 were not there, and 150 stays until the job has come past it.
+        kept = [[100, 101, 150], [101, 102, 150], [102, 103, 150], [103, 150], [150, 151]]
         assert [save_steps(manager, step) for step in (101, 102, 103, 150, 151)] == kept
 
     def test_the_command_keeps_the_same(self, tmp_path: Path, shell: Shell) -> None:

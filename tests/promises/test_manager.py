@@ -23,13 +23,17 @@ from robust_dcp import CheckpointManager, CorruptCheckpoint, StorageError
 from robust_dcp.storage.files.disk import OpenFile, storage_error
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from tests.cli.commands import Shell
-from tests.cli.conftest import shell
+from tests.cli.commands import shell as run_command
 from tests.drain.checkpoints import ONE_THREAD
 from tests.harness.damage import data_files
 from tests.harness.file_calls import FileCalls
 from tests.harness.ranks import run_ranks
 
-__all__ = ["shell"]
+
+@pytest.fixture
+def shell() -> Shell:
+    return run_command
+
 
 TRACKER = "latest_checkpointed_iteration.txt"
 

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from robust_dcp.cli.ls import check_root
 from robust_dcp.cli.output import CommandFailed, Output, age, number, safe_text
-from robust_dcp.manager.policies import KeepBest, KeepEvery, KeepLast, KeepPolicy, unkept, why_it_stays
-from robust_dcp.manager.series import Checkpoint, Series, is_marked, series_in
+from robust_dcp.manager.policies import Checkpoint, KeepBest, KeepEvery, KeepLast, KeepPolicy
+from robust_dcp.manager.series import Series, is_marked, series_in
 from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.posix_disk import PosixDisk
 
@@ -39,7 +39,7 @@ def run(
     series = _series(disk, root, name)
     checkpoints, _ = series.look()
     _check_metric(checkpoints, keep_best)
-    doomed = unkept(series, policies)
+    doomed = series.unkept(policies)
     doomed_paths = {each.path for each in doomed}
     Output.note(f"{root}: {number(len(checkpoints), 'checkpoint')}, of which {len(doomed)} would be removed")
     Output.table(
@@ -105,7 +105,7 @@ def _is_of_others(disk: PosixDisk, path: str) -> bool:
 def _what(series: Series, checkpoint: Checkpoint, doomed_paths: set[str]) -> str:
     if checkpoint.path in doomed_paths:
         return "remove"
-    why = why_it_stays(series, checkpoint)
+    why = series.why_it_stays(checkpoint)
     return f"keep, {why}" if why else "keep"
 
 

@@ -6,8 +6,7 @@ from robust_dcp.on_demand import names_from
 
 if TYPE_CHECKING:
     from robust_dcp.manager.manager import CheckpointManager, LoadedCheckpoint, Skipped
-    from robust_dcp.manager.policies import KeepBest, KeepEvery, KeepLast, KeepPolicy
-    from robust_dcp.manager.series import Checkpoint
+    from robust_dcp.manager.policies import Checkpoint, KeepBest, KeepEvery, KeepLast, KeepPolicy
 
 __all__ = [
     "Checkpoint",
@@ -23,8 +22,7 @@ __all__ = [
 __getattr__, __dir__ = names_from(
     __name__,
     {
-        "robust_dcp.manager.series": ("Checkpoint",),
         "robust_dcp.manager.manager": ("CheckpointManager", "LoadedCheckpoint", "Skipped"),
-        "robust_dcp.manager.policies": ("KeepBest", "KeepEvery", "KeepLast", "KeepPolicy"),
+        "robust_dcp.manager.policies": ("Checkpoint", "KeepBest", "KeepEvery", "KeepLast", "KeepPolicy"),
     },
 )

@@ -28,10 +28,10 @@ from robust_dcp.background import queue_of
 from robust_dcp.comm import Channel
 from robust_dcp.drain import awaited_copy, copy_checkpoint, is_awaited
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, UnsafeCheckpoint, entry_point
-from robust_dcp.manager.policies import KeepBest, KeepEvery, KeepLast, KeepPolicy
+from robust_dcp.manager.policies import Checkpoint, KeepBest, KeepEvery, KeepLast, KeepPolicy
 from robust_dcp.manager.preemption import Preemption
 from robust_dcp.manager.retention import prune
-from robust_dcp.manager.series import Checkpoint, Series, StepRecord, write_record
+from robust_dcp.manager.series import Series, StepRecord, write_record
 from robust_dcp.report import LoadReport, SaveReport
 from robust_dcp.storage.files.being_loaded import not_being_loaded
 from robust_dcp.storage.files.disk import Disk
@@ -152,13 +152,16 @@ class CheckpointManager:
         self._disk: Disk = PosixDisk() if disk is None else disk
         self._series = Series(self._disk, directory_path(root), name)
         self.root = self._series.root
-        self.policies: list[KeepPolicy] = _policies(keep)
+        self.policies: list[KeepPolicy] = list(keep)
         if keep_last is not None:
             self.policies.append(KeepLast(keep_last))
         if keep_every is not None:
             self.policies.append(KeepEvery(keep_every))
         if keep_best is not None:
             self.policies.append(KeepBest(keep_best))
+        for each in self.policies:
+            if not callable(getattr(each, "kept", None)):
+                raise TypeError(f"keep is a list of policies, such as [KeepLast(3)], and {each!r} has no method kept")
         self._config_digest = None if config is None else _digest_of(config)
         self._drain_to = None if drain_to is None else place_of(drain_to)
         self._drain_options = drain_options or CopyOptions()
@@ -237,12 +240,11 @@ class CheckpointManager:
         Raises:
             RobustCheckpointError: as :func:`robust_dcp.save` does.
         """
-        path, on_commit = self._of_step(step, metrics)
-        options = self._with_drain(step, options)
+        options = self._options_of(step, metrics, options)
         due, is_saved = self._preemption.begin(), False
         try:
-            report = save(state_dict, checkpoint_id=path, process_group=self._group, on_commit=on_commit, **options)
-            self._tidy_up(report, on_commit)
+            report = save(state_dict, **options)
+            self._tidy_up(report, options["on_commit"])
             is_saved = True
         finally:
             self._preemption.saved(due, is_saved)
@@ -289,13 +291,10 @@ class CheckpointManager:
     ) -> Future[SaveReport] | Future[SaveReport | None] | AsyncSave:
         """Save a step while training goes on. The arguments are those of :meth:`save`, and the options and results
         those of :func:`robust_dcp.async_save`."""
-        path, on_commit = self._of_step(step, metrics)
-        options = self._with_drain(step, options)
+        options = self._options_of(step, metrics, options)
         due = self._preemption.begin()
         try:
-            saving: Any = async_save(
-                state_dict, checkpoint_id=path, process_group=self._group, on_commit=on_commit, **options
-            )
+            saving: Any = async_save(state_dict, **options)
         except BaseException:
             self._preemption.saved(due, False)
             raise
@@ -305,7 +304,7 @@ class CheckpointManager:
             # By the methods of the base class: nobody is told of an error by this.
             is_saved = Future.exception(done) is None
             if is_saved and (report := Future.result(done)) is not None:
-                self._tidy_up(report, on_commit)
+                self._tidy_up(report, options["on_commit"])
             self._preemption.saved(due, is_saved)
 
         future.add_done_callback(tidy_up)
@@ -362,18 +361,42 @@ class CheckpointManager:
             On the coordinator the directories that are gone; on other ranks nothing, except on the rank that does this
             on a node with a root of its own. One that is being loaded stays.
         """
-        return self._prune() if self._is_coordinator() or self._leads else []
+        if not (self._is_coordinator() or self._leads):
+            return []
+        with self._pruning:  # an async save prunes on a thread of its own
+            pruned = prune(self._series, self.policies)
+        return [*pruned.swept, *pruned.removed]
 
-    def _with_drain(self, step: int, options: dict[str, Any]) -> dict[str, Any]:
-        """The options of a save, with a writer that copies what it has saved. Earlier copies go on."""
-        if self._drain_to is None:
-            return options
-        writer = options.get("storage_writer") or RobustWriter(self.path_of(step), disk=self._disk)
-        writer.drain_to = os.path.join(self._drain_to, os.path.basename(self.path_of(step)))
-        writer.drain_options = self._drain_options
-        if self._is_coordinator():
-            self._resume_drains()
-        return {**options, "storage_writer": writer}
+    def _options_of(self, step: int, metrics: Mapping[str, float] | None, options: dict[str, Any]) -> dict[str, Any]:
+        """The options of the save of a step: it is noted and named as the latest when it is committed, and copied.
+
+        Earlier copies that were cut off go on.
+        """
+        path, noted = self.path_of(step), _noted(metrics or {})
+
+        def note() -> None:
+            if self._provenance is None:
+                self._provenance = _provenance_of(
+                    self._config_digest, dist.get_world_size(self._group) if dist.is_initialized() else 1
+                )
+            try:
+                write_record(self._disk, path, StepRecord(operator.index(step), noted, dict(self._provenance)))
+            except StorageError:
+                if self._disk.exists(os.path.join(path, METADATA_NAME)):
+                    raise
+                logger.warning("%s was removed as soon as it was committed: another manager does not keep it", path)
+                return
+            self._series.move_latest(path)
+
+        options = dict(checkpoint_id=path, process_group=self._group, on_commit=note, **options)
+        if self._drain_to is not None:
+            writer = options.get("storage_writer") or RobustWriter(path, disk=self._disk)
+            writer.drain_to = os.path.join(self._drain_to, os.path.basename(path))
+            writer.drain_options = self._drain_options
+            options["storage_writer"] = writer
+            if self._is_coordinator():
+                self._resume_drains()
+        return options
 
     def _resume_drains(self) -> None:
         """Go on in the background with copies that were cut off: their job was killed, or the store failed.
@@ -415,24 +438,6 @@ class CheckpointManager:
         rest.sort(key=lambda each: each.step > latest.step and each.saved_seconds < latest.saved_seconds)
         return _Candidates((latest, *rest))
 
-    def _of_step(self, step: int, metrics: Mapping[str, float] | None) -> tuple[str, Callable[[], None]]:
-        path = self.path_of(step)
-        noted = _noted(metrics or {})
-
-        def note() -> None:
-            if self._provenance is None:
-                self._provenance = _provenance_of(self._config_digest, self._world_size())
-            try:
-                write_record(self._disk, path, StepRecord(operator.index(step), noted, dict(self._provenance)))
-            except StorageError:
-                if self._disk.exists(os.path.join(path, METADATA_NAME)):
-                    raise
-                logger.warning("%s was removed as soon as it was committed: another manager does not keep it", path)
-                return
-            self._series.move_latest(path)
-
-        return path, note
-
     def _tidy_up(self, report: SaveReport, note: Callable[[], None]) -> None:
         """A save is committed: what goes wrong from here on costs space, and is no failure of it.
 
@@ -445,20 +450,12 @@ class CheckpointManager:
             if report.leads_directory:
                 note()
             if self.policies:
-                self._prune()
+                self.prune()
         except Exception as error:  # also of a policy: the other ranks go on, and so does this one
             logger.warning("%s: old checkpoints are not removed: %s", self.root, error, exc_info=error)
 
-    def _prune(self) -> list[str]:
-        with self._pruning:  # an async save prunes on a thread of its own
-            pruned = prune(self._series, self.policies)
-        return [*pruned.swept, *pruned.removed]
-
     def _is_coordinator(self) -> bool:
         return not dist.is_initialized() or dist.get_rank(self._group) == 0
-
-    def _world_size(self) -> int:
-        return dist.get_world_size(self._group) if dist.is_initialized() else 1
 
 
 def _persistently(what: str, call: Callable[[], T]) -> T:
@@ -476,14 +473,6 @@ def _persistently(what: str, call: Callable[[], T]) -> T:
             logger.warning("%s: tried again in %g seconds: %s", what, seconds, error.message)
         time.sleep(seconds)
     return call()
-
-
-def _policies(keep: Sequence[KeepPolicy]) -> list[KeepPolicy]:
-    policies = list(keep)
-    for each in policies:
-        if not callable(getattr(each, "kept", None)):
-            raise TypeError(f"keep is a list of policies, such as [KeepLast(3)], and {each!r} has no method kept")
-    return policies
 
 
 def _noted(metrics: Mapping[str, float]) -> dict[str, float]:

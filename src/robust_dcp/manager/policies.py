@@ -8,22 +8,42 @@
 
     CheckpointManager(root, keep=[KeepLast(3), KeepFirst()])
 
-A checkpoint stays if at least one policy keeps it. :func:`unkept` says which others stay, whatever the policies say.
+A checkpoint stays if at least one policy keeps it. ``Series.unkept`` says which others stay, whatever the policies say.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
-from robust_dcp.drain.record import is_awaited
-from robust_dcp.manager.series import Checkpoint, Series, is_marked
-from robust_dcp.on_demand import errors
+__all__ = ["Checkpoint", "KeepBest", "KeepEvery", "KeepLast", "KeepPolicy"]
 
-__all__ = ["KeepBest", "KeepEvery", "KeepLast", "KeepPolicy", "unkept", "why_it_stays"]
+
+@dataclass(frozen=True, order=True)
+class Checkpoint:
+    """A committed checkpoint.
+
+    Attributes:
+        step: the number in its name.
+        path: its directory.
+        saved_seconds: when it was committed, in seconds since 1970, by the clock of the file system.
+        metrics: what the training loop said of it, such as ``{"loss": 2.31}``.
+        provenance: with what it was made: git commit, digest of the configuration, versions, number of ranks.
+    """
+
+    step: int
+    path: str
+    saved_seconds: float = field(compare=False, default=0.0)
+    metrics: Mapping[str, float] = field(compare=False, default_factory=dict)
+    provenance: Mapping[str, Any] = field(compare=False, default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return os.path.basename(self.path)
 
 
 class KeepPolicy(Protocol):
@@ -94,41 +114,6 @@ class KeepBest:
         rated = [each for each in checkpoints if not math.isnan(each.metrics.get(self.metric, math.nan))]
         rated.sort(key=lambda each: (sign * each.metrics[self.metric], -each.step))
         return rated[: self.number]
-
-
-def unkept(series: Series, policies: Sequence[KeepPolicy]) -> list[Checkpoint]:
-    """The checkpoints of a series that no policy keeps, and that may be removed.
-
-    If the latest checkpoint is not the one with the highest step, the job has gone back to an earlier step. Then each
-    policy is asked twice: for all checkpoints, and for those up to the latest. So what was saved before the job went
-    back takes no place from what it saves now, and is not removed for it.
-
-    The latest and the newest stay whatever the policies say, and so does what :func:`why_it_stays` names.
-
-    Raises:
-        StorageError: the root cannot be looked at.
-    """
-    checkpoints, _ = series.look()
-    latest = series.latest_of(checkpoints)
-    until_latest = [each for each in checkpoints if latest is not None and each.step <= latest.step]
-    asked = [checkpoints] if until_latest == checkpoints else [checkpoints, until_latest]
-    kept = {each.path for policy in policies for among in asked for each in policy.kept(among)}
-    return [
-        each for each in checkpoints[:-1] if each.path not in kept and each != latest and not why_it_stays(series, each)
-    ]
-
-
-def why_it_stays(series: Series, checkpoint: Checkpoint) -> str:
-    """Why a checkpoint may not be removed although no policy keeps it; empty if it may be."""
-    path = checkpoint.path
-    try:
-        if os.path.islink(path):
-            return "somebody has put a link there"
-        if not is_marked(series.disk, path):
-            return "robust_dcp has not saved it"
-        return "its copy has not arrived" if is_awaited(series.disk, path) else ""
-    except errors.StorageError as error:
-        return f"it cannot be read: {error.message}"
 
 
 def _check_number(name: str, value: object) -> None:

@@ -20,7 +20,7 @@ from errno import ENOENT
 from typing import Final
 
 from robust_dcp.errors import StorageError
-from robust_dcp.manager.policies import KeepPolicy, unkept
+from robust_dcp.manager.policies import KeepPolicy
 from robust_dcp.manager.series import Series, is_marked
 from robust_dcp.report_file import REPORT_NAME
 from robust_dcp.storage.committing.directory_lock import DirectoryLock
@@ -30,7 +30,6 @@ from robust_dcp.storage.committing.removal import is_gone_or_told, remove_data_f
 from robust_dcp.storage.files.being_loaded import not_being_loaded
 from robust_dcp.storage.files.disk import Disk, storage_error
 from robust_dcp.storage.files.paths import INDEX_NAME, LOCK_NAME, METADATA_NAME, REMOVING_PREFIX, is_data_file
-from robust_dcp.storage.files.what_is_there import TRACKER_NAME
 
 __all__ = ["Pruned", "prune", "remove_checkpoint"]
 
@@ -76,7 +75,7 @@ def prune(series: Series, policies: Sequence[KeepPolicy], *, only: Collection[st
     removed: list[str] = []
     in_use: list[str] = []
     failed: list[str] = []
-    for path in (each.path for each in (unkept(series, policies) if policies else ())):
+    for path in (each.path for each in (series.unkept(policies) if policies else ())):
         if only is not None and path not in only:
             continue
         try:
@@ -139,8 +138,8 @@ def _sweep_crashed_saves(series: Series) -> list[str]:
     disk = series.disk
     now_seconds = disk.modified_seconds(series.root)
     # Files and links that were about to become ``latest`` or the tracker when their job was killed.
-    names = [series.latest_name, *([TRACKER_NAME] if series.has_tracker else [])]
-    unfinished = re.compile(rf"(?:{'|'.join(map(re.escape, names))})\.[0-9a-f]{{16}}\.tmp")
+    names = map(re.escape, filter(None, (series.latest_name, series.tracker_name)))
+    unfinished = re.compile(rf"(?:{'|'.join(names)})\.[0-9a-f]{{16}}\.tmp")
     for path in (os.path.join(series.root, name) for name in disk.list_directory(series.root)):
         if unfinished.fullmatch(os.path.basename(path)) and _is_old(disk, path, now_seconds):
             is_gone_or_told(disk.unlink, path)

@@ -17,13 +17,14 @@ import operator
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from errno import EISDIR, ENOENT, ENOTDIR
 from typing import Any, Final
 
 import msgspec
 
+from robust_dcp.drain.record import is_awaited
+from robust_dcp.manager.policies import Checkpoint, KeepPolicy
 from robust_dcp.on_demand import errors
 from robust_dcp.storage.committing.commit import commit_metadata
 from robust_dcp.storage.committing.journal import journals_in
@@ -36,7 +37,6 @@ from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, files_are_
 __all__ = [
     "LATEST_NAME",
     "RECORD_NAME",
-    "Checkpoint",
     "Series",
     "StepRecord",
     "is_marked",
@@ -45,41 +45,13 @@ __all__ = [
     "write_record",
 ]
 
-_DEFAULT_PREFIX: Final = "step_"
-_MEGATRON_PREFIX: Final = "iter_"
-LATEST_NAME: Final = "latest"
-RECORD_NAME: Final = ".robust_dcp.step.json"
-
 # No hidden name, and no digit right before the step: "run2_10" is step 10 of "run2_", and never step 2.
 _DIRECTORY: Final = re.compile(r"(?!\.)(?P<prefix>(?:[^/]*[^/0-9])?)(?P<step>[0-9]{1,18})")
-_SOME_STEPS: Final = (0, 1234567)
+LATEST_NAME: Final = "latest"
+RECORD_NAME: Final = ".robust_dcp.step.json"
 _NAME_ADVICE: Final = "use a name that ends in the step, of at most 18 digits, such as 'iter_{step:07d}'"
 _MOST_LATEST_NBYTES: Final = 4096
 _MOST_RECORD_NBYTES: Final = 1 << 20
-
-
-@dataclass(frozen=True, order=True)
-class Checkpoint:
-    """A committed checkpoint.
-
-    Attributes:
-        step: the number in its name.
-        path: its directory.
-        saved_seconds: when it was committed, in seconds since 1970, by the clock of the file system.
-        metrics: what the training loop said of it, such as ``{"loss": 2.31}``.
-        provenance: with what it was made: git commit, digest of the configuration, versions, number of ranks.
-    """
-
-    step: int
-    path: str
-    saved_seconds: float = field(compare=False, default=0.0)
-    metrics: Mapping[str, float] = field(compare=False, default_factory=dict)
-    provenance: Mapping[str, Any] = field(compare=False, default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """The last part of its path."""
-        return os.path.basename(self.path)
 
 
 class StepRecord(msgspec.Struct, frozen=True):
@@ -108,7 +80,7 @@ class Series:
     Attributes:
         prefix: what all its names begin with, up to the step. This is what tells a series from others.
         latest_name: the file that names its latest checkpoint.
-        has_tracker: whether Megatron's tracker file is of this series, too.
+        tracker_name: Megatron's tracker file if it is of this series, too.
 
     Raises:
         ValueError: the name does not end in the step.
@@ -119,10 +91,10 @@ class Series:
         self.root = os.path.normpath(root)
         self.name = name
         self.prefix, _ = parse_name(self._formatted(0)) or ("", 0)
-        if any(self.step_of(self._formatted(step)) != step for step in _SOME_STEPS):
+        if any(self.step_of(self._formatted(step)) != step for step in (0, 1234567)):
             raise ValueError(f"name={name!r} does not say which step a directory is of; {_NAME_ADVICE}")
-        self.latest_name = LATEST_NAME if self.prefix == _DEFAULT_PREFIX else f"{LATEST_NAME}.{self.prefix}"
-        self.has_tracker = self.prefix == _MEGATRON_PREFIX
+        self.latest_name = LATEST_NAME if self.prefix == "step_" else f"{LATEST_NAME}.{self.prefix}"
+        self.tracker_name = TRACKER_NAME if self.prefix == "iter_" else None
 
     def path_of(self, step: int) -> str:
         """The directory of a step.
@@ -192,6 +164,41 @@ class Series:
             raise error
         return checkpoints
 
+    def unkept(self, policies: Sequence[KeepPolicy]) -> list[Checkpoint]:
+        """The checkpoints that no policy keeps, and that may be removed.
+
+        If the latest checkpoint is not the one with the highest step, the job has gone back to an earlier step. Then
+        each policy is asked twice: for all checkpoints, and for those up to the latest. So what was saved before the
+        job went back takes no place from what it saves now, and is not removed for it.
+
+        The latest and the newest stay whatever the policies say, and so does what :meth:`why_it_stays` names.
+
+        Raises:
+            StorageError: the root cannot be looked at.
+        """
+        checkpoints, _ = self.look()
+        latest = self.latest_of(checkpoints)
+        until_latest = [each for each in checkpoints if latest is not None and each.step <= latest.step]
+        asked = [checkpoints] if until_latest == checkpoints else [checkpoints, until_latest]
+        kept = {each.path for policy in policies for among in asked for each in policy.kept(among)}
+        return [
+            each
+            for each in checkpoints[:-1]
+            if each.path not in kept and each != latest and not self.why_it_stays(each)
+        ]
+
+    def why_it_stays(self, checkpoint: Checkpoint) -> str:
+        """Why a checkpoint may not be removed although no policy keeps it; empty if it may be."""
+        path = checkpoint.path
+        try:
+            if os.path.islink(path):
+                return "somebody has put a link there"
+            if not is_marked(self.disk, path):
+                return "robust_dcp has not saved it"
+            return "its copy has not arrived" if is_awaited(self.disk, path) else ""
+        except errors.StorageError as error:
+            return f"it cannot be read: {error.message}"
+
     def latest_of(self, checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
         """The one that is named as the latest; the one with the highest step if none is named, or it is gone.
 
@@ -208,8 +215,8 @@ class Series:
         else:
             name = self._text(self.latest_name)
             named = [each for each in checkpoints if each.name == name]
-        if not named and self.has_tracker:
-            iteration = self._text(TRACKER_NAME)
+        if not named and self.tracker_name:
+            iteration = self._text(self.tracker_name)
             named = [each for each in checkpoints if str(each.step) == iteration]
         return next(iter([*named, *checkpoints[-1:]]), None)
 
@@ -231,8 +238,8 @@ class Series:
             self.disk.fsync_directory(self.root)
         else:
             commit_metadata(self.disk, self.root, name.encode(), name=self.latest_name)
-        if self.has_tracker and self.disk.exists(os.path.join(self.root, TRACKER_NAME)):
-            commit_metadata(self.disk, self.root, str(self.step_of(name)).encode(), name=TRACKER_NAME)
+        if self.tracker_name and self.disk.exists(os.path.join(self.root, self.tracker_name)):
+            commit_metadata(self.disk, self.root, str(self.step_of(name)).encode(), name=self.tracker_name)
 
     def _formatted(self, step: int) -> str:
         try:
