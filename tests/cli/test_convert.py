@@ -333,3 +333,28 @@ def test_a_pattern_that_no_item_fits_is_told(source: Path, tmp_path: Path, shell
 def test_a_dtype_that_does_not_exist_is_refused_even_if_no_item_would_get_it(source: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'floaty' is no floating dtype"):
         convert(source, tmp_path / "target", form="dcp", rules=Rules(dtypes=(("nothing", "floaty"),)))
+
+
+def test_config_and_tokenizer_are_copied_beside_the_weights(source: Path, tmp_path: Path, shell: Shell) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "model-00009-of-00009.safetensors",
+        "x.bin",
+    ):
+        (base / name).write_text(name)
+    words = ["--to", "safetensors", "--exclude", "*complex*"]
+    assert shell("convert", source, tmp_path / "model", *words, "--config", base).code == 0
+    names = {path.name for path in (tmp_path / "model").iterdir()}
+    assert names == {
+        *("config.json", "generation_config.json", "tokenizer.json"),
+        *("model-00001-of-00001.safetensors", "model.safetensors.index.json"),
+    }
+    for wrong in (tmp_path / "nowhere", source):
+        ended = shell("convert", source, tmp_path / "other", *words, "--config", wrong)
+        assert ended.code == 2 and "there is no config.json" in ended.err
+    ended = shell("convert", source, tmp_path / "other.pt", "--to", "torch", "--config", base)
+    assert ended.code == 2 and "--config is for --to safetensors" in ended.err

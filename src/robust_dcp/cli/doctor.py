@@ -31,11 +31,8 @@ _PACKAGES: Final = ("torch", "numpy", "msgspec", "isal")
 _LEAST_TORCH: Final = (2, 7)
 _LOOKUP_SECONDS: Final = 5.0
 _FEWEST_FILES: Final = 1024
-_LEAST_MEMORY_NBYTES: Final = 2 << 30
-_LEAST_SHM_NBYTES: Final = 64 << 20
 _LEAST_FREE_NBYTES: Final = 10 << 30
 _FEWEST_INODES: Final = 10_000
-_MOST_CACHED_SECONDS: Final = 60
 
 
 class Finding(NamedTuple):
@@ -60,7 +57,7 @@ def run(path: str | None) -> int:
     if path is not None:
         check_root(path)
     Output.note(f"robust-dcp {__version__}: versions, network and limits" + (f", and {path}" if path else ""))
-    findings = [*_versions(), *_variables(), _gloo(), _open_files(), _memory(), _shared_memory()]
+    findings = [*_versions(), *_variables(), _gloo(), _open_files()]
     if path is not None:
         findings += _file_system(path)
     counts = Counter(each.state for each in findings)
@@ -168,39 +165,6 @@ def _open_files() -> Finding:
     return Finding("ok", "open files", text)
 
 
-def _memory() -> Finding:
-    """The lowest limit of this process's cgroup and those above it."""
-    limits = []
-    for line in _text("/proc/self/cgroup").splitlines():
-        _, _, path = line.partition("::")
-        parts = path.strip("/").split("/")
-        for depth in range(len(parts) + 1):
-            text = _text(os.path.join("/sys/fs/cgroup", *parts[:depth], "memory.max"))
-            limits += [int(text)] if text.isdigit() else []
-    limit = min(limits, default=None)
-    if limit is None:
-        return Finding("ok", "memory", "no limit by a cgroup")
-    if limit < _LEAST_MEMORY_NBYTES:
-        advice = (
-            "importing torch takes 0.3 GiB for each rank; set buffer_bytes of writer and reader, or raise the limit"
-        )
-        return Finding("warning", "memory", f"the cgroup allows {size(limit)}", advice)
-    return Finding("ok", "memory", f"the cgroup allows {size(limit)}")
-
-
-def _shared_memory() -> Finding:
-    name = "/dev/shm"
-    try:
-        free = shutil.disk_usage(name).free
-    except OSError as error:
-        advice = "mount a tmpfs there: async saves in a process share buffers by it"
-        return Finding("warning", name, str(error.strerror), advice)
-    if free < _LEAST_SHM_NBYTES:
-        advice = "give the container more, for example docker run --shm-size=8g"
-        return Finding("warning", name, f"{size(free)} free", advice)
-    return Finding("ok", name, f"{size(free)} free")
-
-
 def _file_system(path: str) -> Iterator[Finding]:
     """What the file system of ``path`` is and has, found out with small files that are removed again."""
     yield _mount(path)
@@ -248,9 +212,6 @@ def _mount(path: str) -> Finding:
     if "nolock" in options or options.get("local_lock", "none") in ("all", "flock"):
         advice = "mount without nolock and local_lock: two saves into one directory do not see each other's lock"
         return Finding("warning", name, f"{found}; locks are of this machine only", advice)
-    cached = options.get("acdirmax", "60") if mount.type.startswith("nfs") and "noac" not in options else "0"
-    if cached.isdigit() and int(cached) > _MOST_CACHED_SECONDS:
-        return Finding("warning", name, f"{found}; names are cached for up to {cached} s", "mount with acdirmax=60")
     return Finding("ok", name, found)
 
 
@@ -299,11 +260,3 @@ def _commit(directory: str) -> Finding:
         advice = "do not keep checkpoints on this file system"
         return Finding("problem", "commit", "a renamed file is not what it was", advice)
     return Finding("ok", "commit", f"yes, fsync and rename took {seconds * 1000:.0f} ms")
-
-
-def _text(path: str) -> str:
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            return file.read().strip()
-    except OSError:
-        return ""

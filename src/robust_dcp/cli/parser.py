@@ -115,6 +115,10 @@ def _argument(*names: str, **how: Any) -> Argument:
     return names, how
 
 
+def _many(name: str, kind: Callable[[str], Any], help: str) -> Argument:
+    return (name,), {"action": "append", "default": [], "type": kind, "help": help}
+
+
 def _flag(*names: str, help: str) -> Argument:
     return names, {"action": "store_true", "help": help}
 
@@ -174,12 +178,7 @@ COMMANDS: Final = {
             _argument("second", type=local_path, help="Another one's."),
             _argument("pattern", nargs="*", help="Compare only items with such names, for example 'model.*'."),
             _flag("--values", help="Compare the values, too."),
-            _argument(
-                "--tolerance",
-                type=number_in(float, 0),
-                default=0.0,
-                help="With --values: differences up to this count as equal.",
-            ),
+            _argument("--tolerance", type=number_in(float, 0), default=0.0, help="Smaller differences count as equal."),
             _flag("--chunks", help="Compare also how tensors are cut into chunks."),
         ),
     ),
@@ -196,36 +195,17 @@ COMMANDS: Final = {
             _argument("source", type=local_path, help="A checkpoint, or a file of torch.save."),
             _argument("target", type=local_path, help="A directory; with --to torch a file."),
             _argument("--to", choices=_FORMS, required=True, help="What to make."),
-            _argument("--select", action="append", default=[], help="Only items with such names."),
-            _argument("--exclude", action="append", default=[], help="No items with such names."),
-            _argument(
-                "--rename",
-                action="append",
-                default=[],
-                type=pair,
-                help="New names: 'model.*=*'. What * stood for is put in. The first that fits counts.",
+            _many("--select", str, "Only items with such names."),
+            _many("--exclude", str, "No items with such names."),
+            _many("--rename", pair, "New names: 'model.*=*'. What * stood for is put in. The first that fits counts."),
+            _many(
+                "--dtype", cast, "Cast floating tensors: bfloat16, or 'lm_head.*=float32'. The last that fits counts."
             ),
             _argument(
-                "--dtype",
-                action="append",
-                default=[],
-                type=cast,
-                help="Cast floating tensors: bfloat16, or 'lm_head.*=float32'. The last that fits counts.",
+                "--max-shard-size", type=nbytes_in, default="5GiB", help="safetensors: the most bytes in a file."
             ),
-            _argument(
-                "--max-shard-size",
-                type=nbytes_in,
-                default="5GiB",
-                help="safetensors: the most bytes of tensors in a file.",
-            ),
-            _argument(
-                "--config",
-                type=local_path,
-                help="safetensors: a directory whose config.json and tokenizer are copied.",
-            ),
-            _argument(
-                "--layout", default="torch", help="dcp: of the data files, torch or safetensors. Default: torch."
-            ),
+            _argument("--config", type=local_path, help="safetensors: copy config.json and the tokenizer from here."),
+            _argument("--layout", default="torch", help="dcp: of the data files, torch (default) or safetensors."),
             _argument("--files", type=number_in(int, 1), default=1, help="dcp: how many data files."),
             _flag("--flat", help="torch: one dict by names instead of a nested one."),
             _flag("--force", help="Replace a target that exists."),
@@ -244,24 +224,10 @@ COMMANDS: Final = {
             _argument("target", help="Where to: a directory or a URL of fsspec."),
             _argument("--limit", type=nbytes_in, help="The most bytes to send in a second, for example 500MB."),
             _argument("--threads", type=number_in(int, 1), default=8, help="How many files are sent at once."),
-            _argument(
-                "--retries", type=number_in(int, 0), default=5, help="How often a call that failed is made once more."
-            ),
+            _argument("--retries", type=number_in(int, 0), default=5, help="How often a failed call is made again."),
             _flag("--read-back", help="Read each file back instead of taking the store's checksum."),
-            _argument(
-                "--source-option",
-                action="append",
-                default=[],
-                type=store_option,
-                help="What fsspec passes to the source's store: key=value.",
-            ),
-            _argument(
-                "--target-option",
-                action="append",
-                default=[],
-                type=store_option,
-                help="What fsspec passes to the target's store: key=value.",
-            ),
+            _many("--source-option", store_option, "What fsspec passes to the source's store: key=value."),
+            _many("--target-option", store_option, "What fsspec passes to the target's store: key=value."),
         ),
     ),
     "report": Command(
@@ -315,12 +281,7 @@ COMMANDS: Final = {
         ("robust-dcp bench checkpoints", "robust-dcp bench /mnt/nvme --seconds 20 --json"),
         (
             _argument("path", type=local_path, help="A directory on the device. It need not exist."),
-            _argument(
-                "--seconds",
-                type=number_in(float, 0.1, 600),
-                default=8.0,
-                help="About how long to measure, half of it reads.",
-            ),
+            _argument("--seconds", type=number_in(float, 0.1, 600), default=8.0, help="About how long to measure."),
         ),
     ),
     "doctor": Command(
