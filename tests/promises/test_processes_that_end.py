@@ -169,6 +169,51 @@ def test_an_async_save_is_finished_though_the_group_is_destroyed_and_main_ends(t
     assert loaded["shared"][-1] == 3 and loaded["own1"][-1] == 4
 
 
+@pytest.mark.parametrize("asked", ["0", "1"])
+def test_an_async_save_that_fails_after_the_group_is_destroyed_ends_the_process_with_the_error(
+    tmp_path: Path, asked: str
+) -> None:
+    script = """
+    dist.init_process_group("gloo")
+    class Fails:
+        def __reduce__(self):
+            raise OSError("this object cannot be saved")
+    objects = {"object": Fails()} if rank == 1 else {}
+    future = robust_dcp.async_save({**state(3), **objects}, checkpoint_id=path, timeout_seconds=60)
+    dist.destroy_process_group()
+    if os.environ["ASKED"] == "1":
+        assert future.exception() is not None
+    """
+    for each in run_program(script, tmp_path, size=2, env={"ASKED": asked}):
+        assert each.exitcode == (0 if asked == "1" else 1)
+        assert ("Error: " in each.output and "this object cannot be saved" in each.output) or asked == "1"
+
+
+def test_a_child_that_is_forked_within_a_save_leaves_the_lock_of_its_parent(tmp_path: Path) -> None:
+    script = """
+    import atexit
+    lock = os.path.join(path, ".robust_dcp.lock")
+    found = []
+
+    def fork(event):
+        if found or not os.path.exists(lock):
+            return
+        child = os.fork()
+        if child == 0:
+            atexit._run_exitfuncs()  # as at the end of Python; an exception would fail the save in the child
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        found.append(os.path.exists(lock))
+
+    robust_dcp.on_event(fork)
+    robust_dcp.save(state(1), checkpoint_id=path)
+    print("the lock is there:", found, flush=True)
+    """
+    (ended,) = run_program(script, tmp_path, size=1)
+    assert ended.exitcode == 0
+    assert "the lock is there: [True]" in ended.output
+
+
 def test_ranks_that_end_right_after_the_verdict_of_a_failed_load_all_get_it(tmp_path: Path) -> None:
     script = """
     dist.init_process_group("gloo")

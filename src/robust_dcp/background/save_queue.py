@@ -7,9 +7,12 @@ turn.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -141,11 +144,17 @@ class SaveQueue:
 
     def raise_unreported(self) -> None:
         """Raise the error of an earlier save, if nobody has asked for its outcome."""
+        for error in self.take_unreported()[:1]:
+            raise error
+
+    def take_unreported(self) -> list[BaseException]:
+        """The errors of earlier saves, if nobody has asked for their outcomes. The log says which follow the first."""
         with self._changed:
             failed, self._failed = self._failed, []
-        for future in failed:
-            if not future.was_told:
-                future.result()
+        errors = [error for future in failed if not future.was_told and (error := future.exception()) is not None]
+        for error in errors[1:]:
+            logger.error("another %s failed before: %s", self._what, error)
+        return errors
 
     def forget_unreported(self) -> None:
         """Forget earlier errors. All ranks know them, because one rank has raised them in an exchange."""
@@ -249,6 +258,20 @@ def _finish_at_exit() -> None:
         queue.wait_for_callbacks()
 
 
+def _end_with_unreported() -> None:
+    """If a save has failed and nobody has asked for its outcome, end the process as an uncaught exception does."""
+    errors = [error for queue in _QUEUES.all() for error in queue.take_unreported()]
+    if not errors:
+        return
+    for error in errors:
+        sys.excepthook(type(error), error, error.__traceback__)
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(1)  # nothing else sets the exit code once main has returned
+
+
 def _end_well_on_sigterm() -> None:
     """Handle SIGTERM, unless somebody does already: running saves may end before the process does."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -272,6 +295,8 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+# It is registered first of all that this package registers, so that it runs last.
+atexit.register(_end_with_unreported)
 # A running save may still need to start threads, so this must run before concurrent.futures shuts down. `atexit` would
 # run after it, and there is no public way to run before it. Functions that are registered later run earlier.
 threading._register_atexit(_finish_at_exit)  # type: ignore[attr-defined]

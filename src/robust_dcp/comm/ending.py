@@ -33,13 +33,15 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
         doing: what it is doing, for people.
         inside: the keys of the operations that it is in.
         missing: ranks that it lost or does not hear, each with what it knows of it.
-        lost: ranks that took part in its operations, and closed their connections to it.
+        closed: ranks that closed their connections to it.
+        lost: those of them that took part in its operations, each with what it knows of it.
     """
 
     rank: int
     doing: str
     inside: tuple[tuple[int, int], ...]
     missing: dict[int, str]
+    closed: tuple[int, ...]
     lost: dict[int, str]
 
 
@@ -86,7 +88,8 @@ def verdict(
         ending |= {each for each in inside if not any(each in a.inside for a in answers if a.rank in here)}
     else:
         error = _missing_ranks_error(problem, what, phase, size, timeout_seconds, answers)
-    return EndMessage(tuple(sorted(ending)), ErrorMessage.of(error))
+    gone = {rank for answer in answers for rank in answer.closed} - alive
+    return EndMessage(tuple(sorted(ending)), ErrorMessage.of(error), tuple(sorted(gone)))
 
 
 def _different_operations_error(phase: str, answers: Sequence[Answer], rank: int) -> ExchangeError:

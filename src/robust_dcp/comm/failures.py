@@ -159,10 +159,12 @@ class EndMessage(msgspec.Struct, array_like=True, frozen=True):
         operations: the operations that end, as ``OperationKey``. There are several if their ranks waited for each
             other.
         error: the exception that all ranks in these operations raise.
+        gone: ranks that closed their connections and did not answer the roll call.
     """
 
     operations: tuple[tuple[int, int], ...]
     error: ErrorMessage
+    gone: tuple[int, ...] = ()
 
 
 def describe(rank: int, error: BaseException) -> bytes:

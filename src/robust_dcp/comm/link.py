@@ -63,6 +63,7 @@ class Link:
 
     Attributes:
         generation: how many generations of connections have ended.
+        gone: ranks that seem to have ended, each with the reason. They are named soon unless they connect again.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Link:
         self.store_host = store_host
         self.stats = ExchangeStats()
         self.generation = 0
+        self.gone: dict[int, str] = {}
         self._notes = notes
         self._make_connections = make_connections
         self._lock = threading.RLock()
@@ -157,6 +159,7 @@ class Link:
                             raise Broken("the connections were dropped")
                         self._connections = connections
             connections.connect(peer, self._looking(generation, is_over), announced)
+            self.gone.pop(peer, None)
             return generation, connections
         except RobustCheckpointError:
             raise
@@ -263,8 +266,9 @@ class Link:
         for each in operations:
             missing.update(each.missing())
         doing = "; ".join(sorted(each.whereabouts() for each in operations)) or "no operation"
-        lost = dict(connections.lost) if connections is not None else {}
-        return Answer(self.rank, doing, tuple(each.key for each in operations), missing, lost)
+        closed = () if connections is None else tuple(connections.closed)
+        lost = {} if connections is None else dict(connections.lost)
+        return Answer(self.rank, doing, tuple(each.key for each in operations), missing, closed, lost)
 
     def _agree_on_end(
         self, notes: Notes, problem: Problem, verdict_on: Callable[[Sequence[Answer]], EndMessage]
@@ -322,8 +326,10 @@ class Link:
         An end message with several operations means that their ranks waited for each other. A rank that is not in one
         of these operations skips it, so that operations have the same numbers on all ranks afterwards.
         """
-        keys = [OperationKey(*key) for key in wire.decode(end_message, EndMessage).operations]
+        ended = wire.decode(end_message, EndMessage)
+        keys = [OperationKey(*key) for key in ended.operations]
         with self._lock:
+            self.gone.update(dict.fromkeys(ended.gone, "and it does not answer"))
             self.generation += 1
             ending = [self._operations.pop(key) for key in keys if key in self._operations]
             for key in keys:

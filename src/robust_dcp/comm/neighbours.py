@@ -7,7 +7,7 @@ a rank, and words the reason. It never sends anything. It belongs to one operati
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from robust_dcp.comm import patience
 from robust_dcp.comm.beats import Beat, Progress
@@ -33,23 +33,23 @@ class Neighbours:
         what: the exchange.
         tree: its tree.
         process_of: returns host and process id of a rank, as far as they are known.
+        gone: ranks that seem to have ended, each with the reason.
 
     Attributes:
         absent: the neighbours that this rank waits for.
         waiting_since: silence before this time does not count (``time.monotonic()``).
         heard: the neighbours that have sent something, each with the time of the latest.
-        came_apart: neighbours whose connection broke before they said anything, each with the reason.
         stood_still_seconds: for how long this process stood still in this exchange.
     """
 
-    def __init__(self, what: str, tree: Tree, process_of: Callable[[int], str]) -> None:
+    def __init__(self, what: str, tree: Tree, process_of: Callable[[int], str], gone: Mapping[int, str]) -> None:
         self.tree = tree
         self.absent: tuple[int, ...] = ()
         self.heard: dict[int, float] = {}
-        self.came_apart: dict[int, str] = {}
         self.stood_still_seconds = 0.0
         self._what = what
         self._process_of = process_of
+        self._gone = gone
         self._beats: dict[int, Beat] = {}
         self._catches_up_until = 0.0
         self._n_reconnects = 0
@@ -119,8 +119,9 @@ class Neighbours:
                 raise Problem.of_silent(peer, timeout_seconds, self.words_for_silent(peer, silence))
 
     def _refuse_gone(self, peer: int, now: float) -> None:
-        if peer in self.came_apart and peer not in self.heard and now > self._began + patience.RECONNECT_SECONDS:
-            raise Problem(LOST, missing={peer: self.words_for_lost(peer, self.came_apart[peer])})
+        detail = self._gone.get(peer)
+        if detail is not None and peer not in self.heard and now > self._began + patience.RECONNECT_SECONDS:
+            raise Problem(LOST, missing={peer: self.words_for_lost(peer, detail)})
 
     def seconds_to_wait(self, timeout_seconds: float) -> float:
         """How long to wait before looking at the absent neighbours again.

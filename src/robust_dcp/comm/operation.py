@@ -129,12 +129,12 @@ class _Exchange:
         kept: what gloo is sending. It must not be freed before it has arrived.
     """
 
-    def __init__(self, number: int, what: str, tree: Tree, process_of: Callable[[int], str]) -> None:
+    def __init__(self, number: int, what: str, tree: Tree, link: Link) -> None:
         self.number = number
         self.what = what
         self.phase_id = phase_id(what)
         self.tree = tree
-        self.neighbours = Neighbours(what, tree, process_of)
+        self.neighbours = Neighbours(what, tree, link.process_of, link.gone)
         self.arrived: dict[tuple[int, Kind], Message] = {}
         self.done: set[int] = set()
         self.open: dict[int, Connections] = {}
@@ -320,7 +320,7 @@ class Operation:
             self.link.begin(self.name, self)
             if self._is_untold:
                 raise _Ended
-        exchange = _Exchange(self._n_exchanges, self.what, self.link.tree(root), self.link.process_of)
+        exchange = _Exchange(self._n_exchanges, self.what, self.link.tree(root), self.link)
         with self._changed:
             self.stragglers.begin_exchange()
             self._last_beat = time.monotonic()
@@ -416,7 +416,7 @@ class Operation:
             exchange.neighbours.waiting_since = time.monotonic()
             generation = self.link.generation
             until = time.monotonic() + self.timeout_seconds
-            while self._end_message is None and (absent := exchange.absent(children, Kind.HEARD)):
+            while self._end_message is None and (absent := self._not_heard_of(exchange, children)):
                 if generation != self.link.generation:  # those that have not got the result connect again soon
                     generation = self.link.generation
                     until = min(until, time.monotonic() + patience.RECONNECT_SECONDS)
@@ -431,6 +431,10 @@ class Operation:
             peer = absent[0]
             words = exchange.neighbours.words_for_silent(peer, self.timeout_seconds)
             self.link.break_up(generation, Problem.of_lost({peer: words}, may_return=True), self)
+
+    def _not_heard_of(self, exchange: _Exchange, children: Sequence[int]) -> tuple[int, ...]:
+        """The children that have not said that they have heard the result, and may still say so."""
+        return tuple(peer for peer in exchange.absent(children, Kind.HEARD) if peer not in self.link.gone)
 
     # Sending.
 
@@ -496,7 +500,7 @@ class Operation:
         with self._changed:
             exchange = self._exchange
             if exchange is None and self._last is not None:  # the others may have begun the next one
-                exchange = _Exchange(self._n_exchanges, "", self._last.tree, self.link.process_of)
+                exchange = _Exchange(self._n_exchanges, "", self._last.tree, self.link)
                 exchange.open = self._last.open
             for peer in exchange.tree.neighbours if exchange is not None else ():
                 if exchange is not None and peer not in exchange.closed:
@@ -674,10 +678,12 @@ class Operation:
             may_return = not is_closed_there or peer not in self._heard or peer in exchange.closed
             words = neighbours.words_for_lost(peer, detail)
             problem = Problem.of_lost({peer: words}, may_return=may_return)
-            if connections is not None and not may_return:
-                connections.lost.update(problem.missing)
-            elif is_closed_there or detail.startswith(CONNECTING_FAILED):
-                neighbours.came_apart.setdefault(peer, detail)
+            if connections is not None and is_closed_there:
+                connections.closed.add(peer)
+                if not may_return:
+                    connections.lost.update(problem.missing)
+            elif detail.startswith(CONNECTING_FAILED):
+                self.link.gone[peer] = detail
             if neighbours.stood_still_seconds > self.timeout_seconds / 2:
                 rank, seconds = self.link.rank, neighbours.stood_still_seconds
                 problem = Problem(

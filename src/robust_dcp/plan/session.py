@@ -208,7 +208,8 @@ class SaveSession:
             told = [(rank, message.unloadable) for rank, message in enumerate(self.messages) if message is not None]
             self.unloadable_objects = report_unloadable(self.checkpoint, told)
         self._written_agreement = self.channel.last_agreement
-        self._are_plain = are_named_plainly(self.channel, self.plan.phase("file names"), self.written)
+        with self._cleaned_up_after_failure():
+            self._are_plain = are_named_plainly(self.channel, self.plan.phase("file names"), self.written)
 
     def _refuse_nodes(self, rank: int | None) -> None:
         """Raise if this save cannot be made on nodes that do not share its directory."""

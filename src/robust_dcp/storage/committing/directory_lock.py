@@ -50,7 +50,7 @@ class DirectoryLock:
         self.is_proof = file is not None
         self._disk = disk
         self._path = path
-        self._finalizer = weakref.finalize(self, _release, disk, path, file)
+        self._finalizer = weakref.finalize(self, _release_in, os.getpid(), disk, path, file)
 
     @classmethod
     def take(cls, disk: Disk, directory: str, *, save_id: str, shared: bool = False) -> DirectoryLock:
@@ -99,6 +99,11 @@ class DirectoryLock:
     def release(self) -> None:
         """Give up the lock: the next save may begin."""
         self._finalizer()
+
+
+def _release_in(pid: int, disk: Disk, path: str, file: OpenFile | None) -> None:
+    if os.getpid() == pid:  # a forked child runs this at its end too, and the lock is its parent's
+        _release(disk, path, file)
 
 
 def _release(disk: Disk, path: str, file: OpenFile | None) -> None:
