@@ -116,6 +116,7 @@ class Connections:
         self._greeting = greeting
         self._turns: dict[int, threading.Lock] = {}
         self._lock = threading.Lock()
+        self._making = threading.Lock()
         self._group: Any = None
         self._tags = itertools.count(_PAYLOAD_TAGS)
         self.is_dropped = False
@@ -124,6 +125,7 @@ class Connections:
         self.lost: dict[int, str] = {}
         self.kept: list[Any] = []
         self._connected: set[int] = set()
+        self._awaits_all = False
 
     def connect(self, peer: int, look: Callable[[], None], announced: Callable[[], None] = lambda: None) -> None:
         """Wait until ``peer`` has come, however long that takes, and make sure that it is a rank of the group.
@@ -161,11 +163,9 @@ class Connections:
 
     def _make_group(self, look: Callable[[], None]) -> None:
         """Make the gloo group. Without ``lazy_init`` that connects each rank to each other one, so all must be here."""
-        with self._lock:
+        with self._making:  # and without the other lock, so that a drop ends the wait for the ranks
             if self._group is not None:
                 return
-            if self.is_dropped:
-                raise Broken("the connections were dropped")
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             device, is_lazy = self._make_device()
             options._devices = [device]
@@ -173,9 +173,20 @@ class Connections:
             options._threads = 1
             if not is_lazy:
                 self._store.set(f"{self._rank} is here", "")
+                self._awaits_all = True
                 self._await([f"{rank} is here" for rank in range(self._size)], look)
+                self._awaits_all = False
             store = dist.PrefixStore("gloo", self._store)
-            self._group = _call(dist.ProcessGroupGloo, store, self._rank, self._size, options)
+            group = _call(dist.ProcessGroupGloo, store, self._rank, self._size, options)
+            with self._lock:
+                if self.is_dropped:
+                    raise Broken("the connections were dropped")
+                self._group = group
+
+    def awaited(self) -> list[int]:
+        """The ranks without which nobody can connect. It asks the store."""
+        ranks = range(self._size) if self._awaits_all else ()
+        return [rank for rank in ranks if not self._store.check([f"{rank} is here"])]
 
     def _await(self, keys: list[str], look: Callable[[], None]) -> None:
         pause_seconds = _FIRST_POLL_SECONDS

@@ -23,6 +23,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from robust_dcp.comm import network, patience, wire
 from robust_dcp.comm.connections import Broken, Connections, Whereabouts
 from robust_dcp.comm.ending import Answer, end_of_leaving, end_without_store, verdict
@@ -279,9 +281,15 @@ class Link:
         if end_message:
             notes.note_heard(generation)
             return end_message
+        awaited: list[int] = []
+        if self._connections is not None and problem.missing and not problem.is_loss:
+            awaited = notes.ask(self._connections.awaited)
         connections = self._say_gone(problem)  # other neighbours that have ended are found meanwhile
         # Answer before the connections close: whoever has closed them, and does not answer, is dead.
         answer = self._answer(problem, connections)
+        if awaited:  # the others have come, and cannot connect either
+            problem.missing = {rank: f"rank {rank} has not come" for rank in awaited}
+            answer = msgspec.structs.replace(answer, missing=problem.missing)
         is_first = notes.call_roll(generation, wire.encode(answer))
         if connections is not None:
             connections.drop()
