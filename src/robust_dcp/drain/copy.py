@@ -252,8 +252,7 @@ class Copy:
                 operation="copy",
             )
         for name, data in manifest.metadata.items() if not committed else ():
-            target.write(name, lambda data=data: [data], len(data), len(data))  # type: ignore[misc]
-            target.sync()
+            target.put(name, data)
             found = target.read(name) or b""
             if found != data:
                 raise self._not_as_sent(
@@ -276,9 +275,7 @@ class Copy:
             if is_new:
                 if not self._committed(there):
                     self._refuse_strangers(there)
-                data = msgspec.json.encode(self._claim)
-                target.write(claim_name, lambda data=data: [data], len(data), len(data))  # type: ignore[misc]
-                target.sync()
+                target.put(claim_name, msgspec.json.encode(self._claim))
                 there = target.files()
             else:
                 self._committed(there)
@@ -367,6 +364,8 @@ class Copy:
     def withdraw(self) -> None:
         """Remove what was sent: another save has replaced the source, so nobody can go on with this copy. Called when
         no rank sends any more."""
+        if self._manifest is None:  # nothing was sent
+            return
         try:
             there = self._target.files()
             self._target.remove_unfinished()

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Final
 
 import msgspec
 import torch.distributed as dist
 
 from robust_dcp.comm import Channel
+from robust_dcp.drain.places import open_place
 from robust_dcp.drain.record import is_awaited
 from robust_dcp.errors import RobustCheckpointError, StorageError, entry_point
-from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.paths import METADATA_NAME, locate, mark_of
-from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.storage.files.whole_file import read_whole_file
+from robust_dcp.storage.files.paths import METADATA_NAME, is_url, locate, mark_of
 from robust_dcp.storage.layouts.marks import is_of_save
 from robust_dcp.storage.metadata.metadata_file import decode_metadata
 from robust_dcp.storage.metadata.stored_pickle import files_are_marked
+from robust_dcp.storage.remote.calls import Calls
 from robust_dcp.storage.remote.filesystem import local_path_of, place_of
-from robust_dcp.storage.remote.remote_disk import RemoteDisk
 
 __all__ = ["nearest_copy"]
-
-_MOST_METADATA_NBYTES: Final = 16 << 30
 
 
 class _Copy(msgspec.Struct, frozen=True):
@@ -142,10 +137,8 @@ def _joined(one: _Copy, other: _Copy) -> _Copy:
 def _look_at(place: str) -> _Copy:
     """What a place holds: whether all files that ``.metadata`` names are there, long enough and of its save."""
     try:
-        directory = local_path_of(place)
-        disk: Disk = RemoteDisk(place) if directory is None else PosixDisk()
-        metadata_path = os.path.join(directory or place, METADATA_NAME)
-        data = read_whole_file(disk, metadata_path, _MOST_METADATA_NBYTES)
+        end = open_place(place, Calls())
+        data, metadata_path = end.read(METADATA_NAME), end.path_of(METADATA_NAME)
         if data is None:
             return _Copy(problem=f"no {METADATA_NAME} is there")
         metadata = decode_metadata(data, metadata_path)
@@ -153,13 +146,13 @@ def _look_at(place: str) -> _Copy:
         ends: dict[str, int] = {}
         for info in (metadata.storage_data or {}).values():
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-        for name, end in ends.items():
-            path = locate(disk, directory or place, name, file=metadata_path)
-            nbytes = disk.size(path)
-            if nbytes < end:
-                return _Copy(problem=f"{path} has {nbytes} bytes, and {METADATA_NAME} names {end}")
-            if save_id and files_are_marked(data) and not is_of_save(disk, path, mark_of(save_id)):
+        for name, named_nbytes in ends.items():
+            path = locate(end.disk, end.url, name, file=metadata_path)
+            nbytes = end.disk.size(path)
+            if nbytes < named_nbytes:
+                return _Copy(problem=f"{path} has {nbytes} bytes, and {METADATA_NAME} names {named_nbytes}")
+            if save_id and files_are_marked(data) and not is_of_save(end.disk, path, mark_of(save_id)):
                 return _Copy(problem=f"{path} is of another save than {METADATA_NAME}")
-        return _Copy(save_id, is_awaited=directory is not None and is_awaited(disk, directory))
+        return _Copy(save_id, is_awaited=not is_url(end.url) and is_awaited(end.disk, end.url))
     except (RobustCheckpointError, ValueError) as error:
         return _Copy(problem=error.message if isinstance(error, RobustCheckpointError) else str(error))

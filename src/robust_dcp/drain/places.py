@@ -96,6 +96,7 @@ class Place(ABC):
     Attributes:
         url: the place of the checkpoint, for errors and for people.
         gives_etags: whether :meth:`etag` can prove what a file holds.
+        disk: reads it.
         mark: of the checkpoint that is sent here.
     """
 
@@ -104,19 +105,19 @@ class Place(ABC):
     def __init__(self, url: str, disk: Disk, calls: Calls) -> None:
         self.url = url
         self.mark = ""
-        self._disk = disk
+        self.disk = disk
         self._calls = calls
 
     def path_of(self, name: str) -> str:
         return os.path.join(self.url, name)
 
     def open(self, name: str) -> PlaceFile:
-        path = locate(self._disk, self.url, name, file=self.url)
-        return self._calls.run("open", path, lambda: PlaceFile(self._disk, path))
+        path = locate(self.disk, self.url, name, file=self.url)
+        return self._calls.run("open", path, lambda: PlaceFile(self.disk, path))
 
     def read(self, name: str) -> bytes | None:
         """The bytes of a small file; ``None`` if it does not exist."""
-        return read_whole_file(self._disk, self.path_of(name), _MOST_METADATA_NBYTES)
+        return read_whole_file(self.disk, self.path_of(name), _MOST_METADATA_NBYTES)
 
     def write(self, name: str, parts: Parts, nbytes: int, part_nbytes: int) -> None:
         """Write a file in parts of ``part_nbytes``. It gets its name when all of it is there."""
@@ -130,6 +131,11 @@ class Place(ABC):
                 if not is_taken and not self._calls.may_try_again("send", self.path_of(name), error, n_tries):
                     raise
                 n_tries += 1
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file, durably."""
+        self.write(name, lambda: [data], len(data), len(data))
+        self.sync()
 
     def remove(self, name: str) -> None:
         """Remove a file. One that is gone already is no error."""
@@ -171,9 +177,9 @@ class _Directory(Place):
 
     def files(self) -> dict[str, int]:
         sizes: dict[str, int] = {}
-        directories = [""] if self._disk.exists(self.url) else []
+        directories = [""] if self.disk.exists(self.url) else []
         for directory in directories:  # grows
-            for name in self._disk.list_directory(self.path_of(directory)):
+            for name in self.disk.list_directory(self.path_of(directory)):
                 path = self.path_of(os.path.join(directory, name))
                 # The files of a checkpoint on other mounts are links; any other link leads to what is not its own.
                 is_link = os.path.islink(path)
@@ -197,47 +203,47 @@ class _Directory(Place):
         self._changed.add(os.path.dirname(path))
 
         def create() -> OpenFile:
-            self._disk.mkdirs(os.path.dirname(path))
-            return self._disk.open_new(unfinished)
+            self.disk.mkdirs(os.path.dirname(path))
+            return self.disk.open_new(unfinished)
 
         file = self._calls.run("create", path, create)
         try:
-            self._disk.lock(file)  # so that another copy of this checkpoint does not take it for a leftover
+            self.disk.lock(file)  # so that another copy of this checkpoint does not take it for a leftover
             offset = 0
             for part in parts():
-                self._disk.pwrite(file, part, offset)
+                self.disk.pwrite(file, part, offset)
                 offset += len(part)
-            self._disk.fsync(file)
+            self.disk.fsync(file)
             if hasattr(os, "posix_fadvise") and file.fd >= 0:
                 with contextlib.suppress(OSError):  # what is read back shall come from the device, not from memory
                     os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            self._calls.run("rename", path, lambda: self._disk.rename(unfinished, path))
+            self._calls.run("rename", path, lambda: self.disk.rename(unfinished, path))
         except BaseException:
             with contextlib.suppress(StorageError):
-                self._disk.unlink(unfinished)
+                self.disk.unlink(unfinished)
             raise
         finally:
-            self._disk.close(file)
+            self.disk.close(file)
 
     def _remove(self, name: str) -> None:
-        self._disk.unlink(self.path_of(name))
+        self.disk.unlink(self.path_of(name))
 
     def sync(self) -> None:
         for directory in sorted(self._changed):  # a copy of those that other threads may add to
-            if self._disk.exists(directory):
-                self._calls.run("fsync directory", directory, lambda path=directory: self._disk.fsync_directory(path))  # type: ignore[misc]
+            if self.disk.exists(directory):
+                self._calls.run("fsync directory", directory, lambda path=directory: self.disk.fsync_directory(path))  # type: ignore[misc]
 
     def remove_unfinished(self) -> None:
         for directory, _, names in os.walk(self.url):
             for path in (os.path.join(directory, name) for name in names if _is_unfinished(name)):
                 with contextlib.suppress(StorageError):
-                    file = self._disk.open_read(path)
+                    file = self.disk.open_read(path)
                     try:
-                        is_free = self._disk.lock(file)  # None: the file system has no locks
+                        is_free = self.disk.lock(file)  # None: the file system has no locks
                         if is_free or (is_free is None and f".{self.mark}-" in path):
-                            self._disk.unlink(path)
+                            self.disk.unlink(path)
                     finally:
-                        self._disk.close(file)
+                        self.disk.close(file)
 
 
 def _is_unfinished(name: str) -> bool:
