@@ -80,6 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=2000, help="at least so many, with every forged pickle in them")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--every", type=int, default=1, help="only each so many-th forged pickle, as the seed draws")
     parser.add_argument("--only", default="", help="a regular expression: only inputs of the groups that it matches")
     parser.add_argument("--json", help="write rows, and the trials that were lost, to this file")
     given = parser.parse_args(arguments)
@@ -87,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as root:
         make_samples(root)
-        forged = list(all_forged())
+        forged = list(all_forged())[given.seed % given.every :: given.every]
         inputs = [*forged, *random_inputs(random.Random(given.seed), max(0, given.trials - len(forged)))]
         outcomes = run((each for each in inputs if re.search(given.only, each.group)), root)
     rows = _table(outcomes)
