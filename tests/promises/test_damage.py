@@ -191,7 +191,7 @@ def records(path: Path) -> Iterator[tuple[Path, int, int]]:
 def test_a_record_of_another_item_is_found(checkpoints: tuple[Path, Path], memory_path: Path) -> None:
     """Both are whole, of the same save, dtype and shape; only their places are exchanged.
 
-    ``verify`` compares a record of the torch layout with the footer. A load trusts the CRC-32 that came with the record.
+    ``verify`` compares a record of the torch layout with the footer. A load trusts the CRC-32 in the record.
     """
     path = memory_path / "c"
     shutil.copytree(checkpoints[0], path)

@@ -8,10 +8,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch.distributed.checkpoint as dcp
 
 from robust_dcp import StorageError
-from tests.faults.disk import CHANGES, Fault, FaultDisk, Full, each_call, short
-from tests.promises.scenarios import SAVES, SCENARIOS, Scenario, generation, save, where
+from tests.faults.disk import CHANGES, Call, Fault, FaultDisk, Full, each_call, short
+from tests.promises.scenarios import SAVES, SCENARIOS, Scenario, generation, save, state, where
 
 REFUSALS = ("ENOSPC", "EIO", "EDQUOT", "EROFS", "EACCES", "EPERM", "ESTALE", "EMFILE", "ETIMEDOUT", "ENOTCONN")
 EVERYTHING = CHANGES | {"open", "read", "close", "list", "stat", "room", "lock"}
@@ -90,3 +91,24 @@ def test_a_file_system_without_locks_links_or_preallocation_is_good_enough(memor
         for value in (1, 2):
             save(path, value)
             assert generation(path) == value
+
+
+@pytest.mark.parametrize("moment", ["create:__*", "create:.metadata.*", "rename:.robust_dcp.index"])
+def test_a_save_gives_way_to_another_program_that_has_saved_meanwhile(moment: str, memory_path: Path) -> None:
+    """Stock knows no locks. Its checkpoint is whole, and nobody has replaced it knowingly."""
+    path = str(memory_path / "c")
+    save(path, 1)
+
+    def save_by_stock(call: Call) -> None:
+        dcp.save(state(7), storage_writer=dcp.FileSystemWriter(path, single_file_per_rank=False), no_dist=True)
+
+    if moment.startswith("rename"):  # the last look is behind; what was overwritten is overwritten as a whole
+        with FaultDisk(memory_path, on={f"{moment}#1": save_by_stock}):
+            save(path, 2)
+        assert generation(path) == 2
+        return
+    with FaultDisk(memory_path, on={f"{moment}#1": save_by_stock}), pytest.raises(StorageError, match=r"\.metadata"):
+        save(path, 2)
+    assert generation(path) == 7
+    save(path, 9)
+    assert generation(path) == 9
