@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
 import robust_dcp
-from robust_dcp import CheckpointManager, CopyOptions, RobustWriter, StorageError
+from robust_dcp import CheckpointManager, CopyOptions, CorruptCheckpoint, RobustWriter, StorageError
 from robust_dcp.cli.app import main
 from tests.faults.disk import CHANGES
 
@@ -49,8 +49,10 @@ def save(path: str, value: int, *, layout: str = "torch", more: bool = False, **
 
 
 def generation(path: str) -> int | None:
-    """Which generation both readers find, whole; ``None`` if there is no checkpoint."""
+    """Which generation both readers find, whole; ``None`` if there is no checkpoint, and a load says so."""
     if not os.path.exists(os.path.join(path, ".metadata")):
+        with pytest.raises((StorageError, CorruptCheckpoint)):
+            robust_dcp.load(state(-1), checkpoint_id=path, no_dist=True)
         return None
     metadata = FileSystemReader(path).read_metadata()
     more = "more" in metadata.state_dict_metadata

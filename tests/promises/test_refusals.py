@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,20 @@ from tests.promises.scenarios import SAVES, SCENARIOS, Scenario, generation, sav
 
 REFUSALS = ("ENOSPC", "EIO", "EDQUOT", "EROFS", "EACCES", "EPERM", "ESTALE", "EMFILE", "ETIMEDOUT", "ENOTCONN")
 EVERYTHING = CHANGES | {"open", "read", "close", "list", "stat", "room", "lock"}
-EVERY = {"overwrite": 3, "load": 2, "manager": 20, "copy": 15, "convert-dcp": 40, "convert-torch": 40}
+EVERY = {"overwrite": 4, "load": 2, "manager": 20, "copy": 15, "convert-dcp": 40, "convert-torch": 40}
 """Each so many-th call is tried, from a place that is drawn; of other scenarios each tenth."""
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+AROUND_THE_COMMIT = {"fsync", "close", "rename"}
+
+
+@pytest.mark.parametrize(
+    ("scenario", "counted"),
+    [*((scenario, EVERYTHING) for scenario in SCENARIOS), *((scenario, AROUND_THE_COMMIT) for scenario in SAVES[:2])],
+    ids=lambda value: str(value) if isinstance(value, Scenario) else "all" if value is EVERYTHING else "commit",
+)
 def test_a_refused_call_ends_in_an_error_that_names_the_path_and_loses_nothing(
-    scenario: Scenario, memory_path: Path
+    scenario: Scenario, counted: Collection[str], memory_path: Path
 ) -> None:
     names = itertools.cycle(REFUSALS)
     codes: dict[int, int] = {}
@@ -36,8 +44,8 @@ def test_a_refused_call_ends_in_an_error_that_names_the_path_and_loses_nothing(
         memory_path,
         prepare=scenario.prepare,
         fault=refuse,
-        counted=EVERYTHING,
-        every=EVERY.get(scenario.name, 10),
+        counted=counted,
+        every=EVERY.get(scenario.name, 10) if counted is EVERYTHING else 1,
     ):
         what = f"call {number}, {call.operation} {call.path}, {errno.errorcode[codes[number]]}: {raised!r}"
         with where(what):
