@@ -16,9 +16,10 @@
 #   make dist    the sdist and the wheel in dist/, checked for PyPI
 #   make format  repairs what ruff can repair of the complaints of `check`
 #   make bench   the benchmarks
-#   make torture thousands of faults between ranks, 300 kills, 300 pairs of jobs that save into one directory, 200 kills
-#                of jobs with a manager, TRIALS=2000 hostile checkpoints; of async saves 200 kills, 1000 while training
-#                overwrites all tensors, and 300 back to back for each way of saving; SEED=1 (some hours)
+#   make torture thousands of faults between ranks, 300 kills, 300 pairs of jobs that save into one directory, kills,
+#                power cuts and refusals at each call to files, TRIALS=2000 hostile checkpoints; of async saves 200
+#                kills, 1000 while training overwrites all tensors, and 300 back to back for each way of saving; SEED=1
+#                (some hours)
 #   make gpu     tests and benchmark for a CUDA device, without network. GPU_PYTHON=python3 must have torch with CUDA. The
 #                other packages come from .gpu-wheels. Run `make gpu-wheels` on a machine with a network to fill it
 #   make clean   remove everything that make has made
@@ -179,7 +180,7 @@ torture: $(INSTALLED)
 	$(BIN)/python -m torture.exchanges --trials 3000 --seed $(SEED)
 	$(BIN)/python -m torture.kills --trials 300 --seed $(SEED)
 	$(BIN)/python -m torture.savers --rounds 300 --seed $(SEED)
-	$(BIN)/python -m torture.managers --trials 200 --seed $(SEED)
+	$(BIN)/python -m torture.disk --seed $(SEED)
 	$(BIN)/python -m torture.drains --trials 100 --seed $(SEED)
 	$(BIN)/python -m torture.hostile --trials $(TRIALS) --seed $(SEED)
 	$(BIN)/python -m torture.async_kills --trials 200 --seed $(SEED)

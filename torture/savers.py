@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import logging
 import multiprocessing
 import os
@@ -28,13 +29,12 @@ import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from robust_dcp import RobustCheckpointError, RobustReader, RobustWriter
-from robust_dcp.storage.files.disk import OpenFile
-from robust_dcp.storage.files.posix_disk import PosixDisk
-from tests.support.simulated_disk import WatchedDisk
+from tests.faults.disk import CHANGES, Call, FaultDisk
 
 __all__ = ["HOW", "Round", "make_round", "run_round"]
 
 HOW = ("ours", "ours without locks", "stock")
+_COUNTED = CHANGES | {"open", "lock", "read"}
 _MOST_CALLS = 60
 _LIMIT_SECONDS = 60.0
 _NUMELS = (10, 300_000, 700_000)
@@ -56,11 +56,6 @@ class Round:
     exists: bool
     jobs: tuple[str, str]
     stop_at: int | None
-
-
-class _WithoutLocks(PosixDisk):
-    def lock(self, file: OpenFile, *, shared: bool = False) -> bool | None:
-        return None
 
 
 def make_round(seed: int) -> Round:
@@ -136,18 +131,21 @@ def _heard(process: Any, hears: Connection) -> str:
 
 
 def _job(how: str, step: int, path: str, stop_at: int | None, tells: Connection) -> None:
-    def stop(number: int) -> None:
-        if number == stop_at:
-            os.kill(os.getpid(), signal.SIGSTOP)
+    def stop(call: Call) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
 
     torch.set_num_threads(1)
     try:
         if how == "stock":
             dcp.save(_state(step), checkpoint_id=path, no_dist=True)
         else:
-            disk: Any = WatchedDisk(PosixDisk() if how == "ours" else _WithoutLocks(), before=stop)
-            writer = RobustWriter(path, disk=disk, threads=1)
-            robust_dcp.save(_state(step), storage_writer=writer, no_dist=True)
+            FaultDisk(
+                path,
+                on={"lock": OSError(errno.ENOLCK, "")} if how == "ours without locks" else {},
+                counted=_COUNTED,
+                at=None if stop_at is None else (stop_at, stop),
+            ).install()
+            robust_dcp.save(_state(step), storage_writer=RobustWriter(path, threads=1), no_dist=True)
         tells.send("saved")
     except RobustCheckpointError as error:
         tells.send(f"refused: {error.message}")

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 import robust_dcp
-from robust_dcp import CorruptCheckpoint, RobustWriter, StorageError, UnsafeCheckpoint
+from robust_dcp import CorruptCheckpoint, RobustReader, RobustWriter, StorageError, UnsafeCheckpoint
 from tests.promises.scenarios import command, where
 
 ROWS = slice(120, 170)
@@ -53,11 +53,16 @@ class SomeRows(DefaultLoadPlanner):
         return LoadPlan(items)
 
 
-def load_whole(path: Path) -> None:
+def load_whole(path: Path, **options: Any) -> None:
     found = {key: torch.full_like(value, -1) if key != "text" else "" for key, value in saved(0).items()}
-    robust_dcp.load(found, checkpoint_id=path, no_dist=True)
+    robust_dcp.load(found, storage_reader=RobustReader(path, **options), no_dist=True)
     for key, value in saved(1).items():
         assert torch.equal(found[key], value) if isinstance(value, torch.Tensor) else found[key] == value, key
+
+
+def load_in_pieces(path: Path) -> None:
+    """As tensors are read that are larger than a block: each by several threads."""
+    load_whole(path, buffer_bytes=1 << 18, threads=2)
 
 
 def load_sliced(path: Path) -> None:
@@ -123,7 +128,7 @@ def files_of(path: Path) -> list[Path]:
 
 def check(path: Path, *, has_harm: bool = True) -> None:
     """That no load is wrong, and that ``verify`` finds it."""
-    found = [is_found(load, path) for load in (load_whole, load_sliced)]
+    found = [is_found(load, path) for load in (load_whole, load_in_pieces, load_sliced)]
     code = command("verify", path)
     assert code in (1, 2) if has_harm else code == 0, f"verify ends with {code}, and the loads: {found}"
 
