@@ -109,8 +109,8 @@ def main() -> int:
     for name in CAMPAIGNS:
         for scenario in SCENARIOS:
             title = f"{name}: {scenario}"
-            if not re.search(given.only, title) or (name, scenario.name) == ("power cuts", "convert-dcp"):
-                continue  # that exchanges directories by a call that Python does not have
+            if not re.search(given.only, title) or title.startswith("power cuts: convert"):
+                continue  # these make calls that Python code does not see
             n_trials, broken = run(name, scenario, given.seed)
             n_broken += len(broken)
             print(f"{title:34} {n_trials} trials, {len(broken)} broke a promise", *broken, sep="\n  ", flush=True)
