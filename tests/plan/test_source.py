@@ -20,7 +20,7 @@ from robust_dcp.plan.session import SaveSession
 from robust_dcp.plan.share import Share
 from robust_dcp.plan.state_dict.sources import StateDictSource
 from robust_dcp.storage.records.torch_zip import is_fixed_size
-from robust_dcp.storage.writing.append import saved_by_torch
+from robust_dcp.storage.writing.emit import saved_by_torch
 from robust_dcp.storage.writing.item_source import WriteItemSource
 from tests.harness.ranks import run_ranks, values
 from tests.harness.state_dicts import KINDS
