@@ -21,7 +21,7 @@ from robust_dcp import CorruptCheckpoint, RobustReader, RobustWriter, StorageErr
 from tests.promises.scenarios import command, where
 
 ROWS = slice(120, 170)
-PLACES = 5
+PLACES = 4
 """So many places of each file are tried for each kind of damage to bytes."""
 
 
