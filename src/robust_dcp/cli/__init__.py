@@ -1,1 +1,1 @@
-"""The command line ``robust-dcp``: one file for each command. None imports torch before its first line is out."""
+"""The command line ``robust-dcp``: its words (``parser``), and one file for each command, imported when it runs."""
