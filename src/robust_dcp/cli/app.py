@@ -77,6 +77,8 @@ def _stopped_at_once(*, cleans_up: bool) -> Iterator[None]:
     def handle(number: int, frame: FrameType | None) -> None:
         if cleans_up and not _is_importing(frame):
             signal.default_int_handler(number, frame)
+        if sys.stderr.isatty():
+            sys.stderr.write("\r\x1b[K")  # the line of a progress bar
         _say("stopped")
         sys.stdout.flush()
         os._exit(_STOPPED)

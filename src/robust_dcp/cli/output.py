@@ -112,7 +112,10 @@ class Output:
             needed = max(widths[widest] - (sum(widths) - room), min(others, widths[widest] - 1), _NARROWEST)
             widths[widest] = needed
         for line in lines:
-            cells = [textwrap.wrap(text, width) or [""] for text, width in zip(line, widths, strict=True)]
+            cells = [
+                [text] if len(text) <= width else textwrap.wrap(text, width)
+                for text, width in zip(line, widths, strict=True)
+            ]
             for number in range(max(map(len, cells))):
                 parts = (cell[number] if number < len(cell) else "" for cell in cells)
                 aligned = (
