@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import robust_dcp
 from robust_dcp import PlanConflict, RobustPlanner, RobustWriter
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from tests.faults.disk import FaultDisk
 from tests.harness.ranks import run_ranks, values
 
 NUMEL = 2 << 20  # 8 MiB
@@ -88,32 +88,17 @@ def test_a_side_thread_that_changes_a_tensor_fails_the_save_on_all_ranks(kind: s
         assert before_stays
 
 
-class ChangingDisk(PosixDisk):
-    """Changes a tensor each time when data is written, as a hook might that somebody calls between two writes."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__()
-        self.tensor = tensor
-        self.is_on = False
-
-    def pwrite(self, file: Any, data: Any, offset: int) -> None:
-        if self.is_on and file.path.endswith(".distcp"):
-            self.tensor.add_(1)
-        super().pwrite(file, data, offset)
-
-
 def test_a_change_between_two_writes_fails_the_save(tmp_path: Path) -> None:
+    """As by a hook that somebody calls between two writes."""
     tensor = torch.zeros(NUMEL)
-    disk = ChangingDisk(tensor)
 
     def save() -> None:
-        robust_dcp.save({"w": tensor}, storage_writer=RobustWriter(tmp_path, disk=disk))
+        robust_dcp.save({"w": tensor}, checkpoint_id=tmp_path)
 
     save()
-    disk.is_on = True
-    with pytest.raises(PlanConflict, match="'w' was changed while it was saved"):
+    changing = FaultDisk(tmp_path, on={"write:*.distcp": lambda call: tensor.add_(1)})
+    with changing, pytest.raises(PlanConflict, match="'w' was changed while it was saved"):
         save()
-    disk.is_on = False
     found = {"w": torch.ones(NUMEL)}
     robust_dcp.load(found, checkpoint_id=tmp_path)
     assert not found["w"].any() and tensor.any()

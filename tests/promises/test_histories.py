@@ -24,7 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from tests.faults.disk import Fault, FaultDisk
 from tests.promises.jobs import Job
 
 N_RANKS = 2
@@ -65,21 +65,10 @@ def _wrong_keys(path: Path, structure: Structure, value: float) -> list[str]:
     return sorted(wrong)
 
 
-class _Refusing(PosixDisk):
-    """A disk that refuses to rename ``.metadata``, or to write data."""
-
-    def __init__(self, operation: str) -> None:
-        self._operation = operation
-
-    def rename(self, source: str, target: str) -> None:
-        if self._operation == "commit" and target.endswith(".metadata"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), target)
-        super().rename(source, target)
-
-    def preallocate(self, file: Any, nbytes: int) -> None:
-        if self._operation == "write":
-            raise OSError(errno.EIO, os.strerror(errno.EIO), file.path)
-        super().preallocate(file, nbytes)
+_REFUSED: dict[str, dict[str, Fault]] = {
+    "commit": {"rename:.metadata": OSError(errno.ENOSPC, "")},
+    "write": {"allocate": OSError(errno.EIO, "")},
+}
 
 
 def save(path: Path, structure: Structure, value: float, way: str) -> list[str]:
@@ -97,10 +86,13 @@ def save(path: Path, structure: Structure, value: float, way: str) -> list[str]:
 
 def save_and_fail(path: Path, structure: Structure, value: float, way: str, rank: int, operation: str) -> None:
     """A save that fails on one rank: while it writes, or at the commit, which is the coordinator's."""
-    disk = _Refusing(operation) if dist.get_rank() == (0 if operation == "commit" else rank) else None
+    is_refused = dist.get_rank() == (0 if operation == "commit" else rank)
     call = robust_dcp.save if way == "ours" else dcp.save
-    with pytest.raises(dcp.api.CheckpointException):
-        call(_state(structure, value), storage_writer=RobustWriter(path, disk=disk), planner=RobustPlanner())
+    with (
+        FaultDisk(path, on=_REFUSED[operation] if is_refused else {}),
+        pytest.raises(dcp.api.CheckpointException),
+    ):
+        call(_state(structure, value), storage_writer=RobustWriter(path), planner=RobustPlanner())
     dist.barrier()
 
 

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from tests.faults.disk import FaultDisk
 from tests.harness.ranks import run_ranks, values
 
 _N_TENSORS = 40
@@ -61,25 +61,17 @@ def test_ranks_that_resume_from_different_checkpoints_of_one_structure_save_what
     assert values(run_ranks(2, _resume_from_different_checkpoints, tmp_path)) == [("reused", [])] * 2
 
 
-class _FullDisk(PosixDisk):
-    """A disk that refuses to rename ``.metadata``."""
-
-    def rename(self, source: str, target: str) -> None:
-        if target.endswith(".metadata"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), target)
-        super().rename(source, target)
-
-
 def _go_back_after_a_failed_commit(directory: Path) -> list[list[str]]:
     """Stock's ``save`` calls only the coordinator's commit."""
 
-    def save(name: str, value: float, *, n_more: int = 0, disk: PosixDisk | None = None) -> None:
-        writer = RobustWriter(directory / name, disk=disk)
+    def save(name: str, value: float, *, n_more: int = 0) -> None:
+        writer = RobustWriter(directory / name)
         dcp.save(_state(value, n_more=n_more), storage_writer=writer, planner=RobustPlanner())
 
     save("changed", 2.0, n_more=1)
-    with pytest.raises(dcp.api.CheckpointException):
-        save("refused", 3.0, disk=_FullDisk())
+    full = FaultDisk(directory, on={"rename:.metadata": OSError(errno.ENOSPC, "")})
+    with full, pytest.raises(dcp.api.CheckpointException):
+        save("refused", 3.0)
     robust_dcp.load(_state(0.0), checkpoint_id=directory / "first")
     save("after", 4.0)
     save("repeated", 5.0)
