@@ -68,25 +68,6 @@ def check_old_or_new(directory: str, world: int) -> int:
     return ours
 
 
-def test_killed_before_any_call_to_the_disk_one_process_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
-    fresh, old = str(tmp_path / "fresh"), str(tmp_path / "old")
-    values(run_ranks(1, save_and_be_killed, old, 1, 1, 0, None, init=False))
-    shutil.copytree(old, fresh)
-    (n_calls,) = values(run_ranks(1, save_and_be_killed, fresh, 2, 1, 0, None, init=False))
-    assert check_old_or_new(fresh, 1) == 2
-    steps, directory = [], fresh
-    for number in range(n_calls):
-        directory = str(tmp_path / str(number))
-        shutil.copytree(old, directory)
-        (outcome,) = run_ranks(1, save_and_be_killed, directory, 2, 1, 0, number, init=False)
-        assert outcome.exitcode == -signal.SIGKILL
-        steps.append(check_old_or_new(directory, 1))
-    assert steps == sorted(steps) and set(steps) == {1, 2}
-    # A save after the kill works, and clears what it left.
-    values(run_ranks(1, save_and_be_killed, directory, 2, 1, 0, None, init=False))
-    assert check_old_or_new(directory, 1) == 2
-
-
 @pytest.mark.parametrize("kill_rank", [0, 1])
 def test_one_of_two_ranks_may_be_killed_at_any_call(kill_rank: int, tmp_path: Path) -> None:
     old, whole = str(tmp_path / "old"), str(tmp_path / "whole")

@@ -5,11 +5,10 @@ Never used with real files, but for :meth:`SimulatedDisk.copy_to`, which lets st
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import posixpath
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import Enum
@@ -324,16 +323,3 @@ class WatchedDisk:
             return method(*args, **kwargs)
 
         return call
-
-
-def runs_with_each_call_failing(run: Callable[[WatchedDisk], Any], disk: Callable[[], Disk]) -> Sequence[WatchedDisk]:
-    """Do ``run`` on a fresh disk once for each call that it makes, with that call failing; the disks, in that order."""
-    watched = WatchedDisk(disk())
-    run(watched)
-    disks = []
-    for number in range(len(watched.calls)):
-        failing = WatchedDisk(disk(), fail_at=number)
-        with contextlib.suppress(OSError):
-            run(failing)
-        disks.append(failing)
-    return disks
