@@ -11,9 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import robust_dcp
-from robust_dcp import RobustCheckpointError, StorageError
+from robust_dcp import RobustCheckpointError
 from robust_dcp.events import Event, on_event
-from robust_dcp.report import sizes_in_words
 
 
 def test_a_report_that_was_sent_to_another_process_has_all_but_the_metadata(tmp_path: Path) -> None:
@@ -27,18 +26,6 @@ def test_a_report_without_access_to_the_metadata_says_so(tmp_path: Path) -> None
     sent = pickle.loads(pickle.dumps(robust_dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "saved")))
     with pytest.raises(ValueError, match="made without access to the checkpoint's metadata"):
         _ = sent.metadata
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"), [(7, "7 B"), (1536, "1.5 KiB"), (5 << 30, "5.0 GiB"), (3 << 40, "3.0 TiB")]
-)
-def test_a_size_is_told_in_words(nbytes: int, text: str) -> None:
-    assert sizes_in_words(nbytes) == text
-
-
-def test_an_error_takes_no_field_that_nobody_would_find() -> None:
-    with pytest.raises(TypeError, match=r"StorageError has no fields \['pth'\]"):
-        StorageError("x", pth="/data")
 
 
 def test_a_load_from_nowhere_is_refused() -> None:

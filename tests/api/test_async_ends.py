@@ -23,7 +23,7 @@ from robust_dcp.background.save_queue import SaveQueue
 from tests.api.gated_disks import GATES, FullDisk, GatedDisk, make_gates, open_gate, pid_at_gate
 from tests.api.test_async_save import loaded
 from tests.harness import disks
-from tests.harness.ranks import run_ranks, values
+from tests.harness.ranks import in_ranks, values
 from tests.support.waiting import wait_until
 
 MEGABYTE = 1 << 20
@@ -208,14 +208,14 @@ def hang_in_the_disk_of_one_writer(directory: str, can_be_killed: bool) -> tuple
 
 
 def test_a_writer_that_does_not_stop_is_killed_and_costs_its_save_alone(tmp_path: Path) -> None:
-    told = values(run_ranks(2, hang_in_the_disk_of_one_writer, str(tmp_path), True, timeout_seconds=120))
+    told = values(in_ranks(2, hang_in_the_disk_of_one_writer, str(tmp_path), True, timeout_seconds=120))
     assert all("rank 1" in words for words, _, _ in told)
     assert [left for _, left, _ in told] == [[], []]
     assert [was_killed for _, _, was_killed in told] == [True, False]
 
 
 def test_a_writer_that_cannot_even_be_killed_does_not_hold_up_its_rank(tmp_path: Path) -> None:
-    told = values(run_ranks(2, hang_in_the_disk_of_one_writer, str(tmp_path), False, timeout_seconds=120))
+    told = values(in_ranks(2, hang_in_the_disk_of_one_writer, str(tmp_path), False, timeout_seconds=120))
     assert all("rank 1" in words for words, _, _ in told)
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
-import resource
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,12 +15,11 @@ import torch
 import torch.distributed as dist
 
 import robust_dcp
-from robust_dcp import RobustCheckpointError, RobustWriter
-from robust_dcp.background import WRITERS, staged_source
+from robust_dcp import RobustWriter
 from robust_dcp.staging import SHARED_STAGING, STAGING
 from tests.api.test_async_save import loaded
 from tests.harness.disks import GatedDisk
-from tests.harness.ranks import run_ranks, values
+from tests.harness.ranks import in_ranks, values
 
 MEGABYTE = 1 << 20
 
@@ -96,7 +93,7 @@ def test_with_room_for_all_nobody_waits_for_a_disk(tmp_path: Path) -> None:
 
 
 def test_each_rank_has_its_own_limit(tmp_path: Path) -> None:
-    for how in values(run_ranks(2, limited_by_rank, str(tmp_path))):
+    for how in values(in_ranks(2, limited_by_rank, str(tmp_path))):
         assert "waited" in how[-1]
 
 
@@ -107,43 +104,6 @@ def limited_by_rank(directory: str) -> tuple[str, ...]:
 def test_the_thread_writes_what_the_process_cannot_have(tmp_path: Path) -> None:
     how = save_and_overwrite(str(tmp_path), "full", 10 * MEGABYTE, "process")
     assert "while training waited" in how[-1]
-
-
-@contextmanager
-def no_more_memory() -> Iterator[None]:
-    """The system refuses a mapping of 256 MiB, also if this process gives 128 MiB back meanwhile."""
-    used_nbytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used_nbytes + (128 << 20), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-@pytest.mark.parametrize("executor", ["thread", "process"])
-def test_without_memory_for_copies_a_save_is_written_while_training_waits(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, executor: Any
-) -> None:
-    staged_source._LOGGED.clear()
-    STAGING.release()
-    SHARED_STAGING.release()
-    if executor == "process":
-        WRITERS.prepare()
-    state = {"large": torch.arange(64.0 * MEGABYTE), "small": torch.ones(3)}
-    held = {name: tensor.clone() for name, tensor in state.items()}
-    with caplog.at_level(logging.WARNING, logger="robust_dcp.background.staged_source"):
-        for step in range(2):
-            with no_more_memory(), overwriting(state) as overwrite:
-                saving = robust_dcp.async_save(state, checkpoint_id=str(tmp_path / str(step)), executor=executor)
-                overwrite()
-                report = saving.result(timeout=120)
-            assert "while training waited: there is no memory for copies of 256.0 MiB" in report.how[-1]
-            got = loaded(str(tmp_path / str(step)), held)
-            assert all(torch.equal(got[name], tensor) for name, tensor in held.items())
-            for name, tensor in held.items():
-                state[name].copy_(tensor)
-    assert sum("there is no memory for copies" in record.message for record in caplog.records) == 1
 
 
 def test_a_negative_limit_is_refused(tmp_path: Path) -> None:
@@ -169,45 +129,3 @@ def test_a_save_that_is_interrupted_while_it_copies_keeps_no_memory(
     gc.collect()  # the exception holds the copies
     files = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
     assert not any("robust_dcp-staging" in each for each in files)
-
-
-def test_large_tensors_are_copied_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staged_source, "_BATCH_NBYTES", 4 * MEGABYTE)
-    copy, batches = torch._foreach_copy_, []
-
-    def noted(copies: Any, originals: Any, **options: Any) -> None:
-        batches.append(sum(each.nbytes for each in originals))
-        copy(copies, originals, **options)
-
-    monkeypatch.setattr(torch, "_foreach_copy_", noted)
-    state = {f"w{n}": torch.full((MEGABYTE // 2,), float(n)) for n in range(5)}
-    robust_dcp.async_save(state, checkpoint_id=tmp_path / "saved").result()  # type: ignore[union-attr]
-    assert batches == [4 * MEGABYTE, 4 * MEGABYTE, 2 * MEGABYTE]  # after each the others hear that it goes on
-    found = loaded(str(tmp_path / "saved"), state)
-    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
-
-
-def test_tensors_that_cannot_be_copied_together_are_copied_one_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise NotImplementedError("not for these kinds together")
-
-    monkeypatch.setattr(torch, "_foreach_copy_", refuse)
-    state = {"a": torch.arange(9.0), "b": torch.arange(7)}
-    robust_dcp.async_save(state, checkpoint_id=tmp_path / "saved").result()  # type: ignore[union-attr]
-    found = loaded(str(tmp_path / "saved"), state)
-    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
-
-    copy = torch.Tensor.copy_
-
-    def fail(tensor: torch.Tensor, other: torch.Tensor, *more: Any) -> torch.Tensor:
-        if other.shape == (7,):
-            raise RuntimeError("the device is gone")
-        return copy(tensor, other, *more)
-
-    with monkeypatch.context() as changed:
-        changed.setattr(torch.Tensor, "copy_", fail)
-        with pytest.raises(RobustCheckpointError, match=r"cannot save 'b': .*the device is gone"):
-            robust_dcp.async_save(state, checkpoint_id=tmp_path / "failed").result()  # type: ignore[union-attr]
-    assert not (tmp_path / "failed/.metadata").exists()

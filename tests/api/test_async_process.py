@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import robust_dcp
 from robust_dcp import RobustCheckpointError, RobustWriter, StorageError
 from robust_dcp.background import WRITERS
-from robust_dcp.staging import SHARED_STAGING, staging_buffers
+from robust_dcp.staging import SHARED_STAGING
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from tests.api.gated_disks import GATES, CpusDisk, FullDisk, GatedDisk, make_gates, open_gate, pid_at_gate
+from tests.api.gated_disks import GATES, FullDisk, GatedDisk, make_gates, open_gate, pid_at_gate
 from tests.api.test_async_save import loaded, save_while_all_changes
-from tests.harness.ranks import run_ranks, values
+from tests.harness.ranks import in_ranks, values
 
 MEGABYTE = 1 << 20
 
@@ -34,7 +34,7 @@ def save(state: dict[str, Any], path: Any, **options: Any) -> Any:
 
 
 def test_what_is_saved_is_what_the_state_dict_held_at_the_call(tmp_path: Path) -> None:
-    for outcomes in values(run_ranks(2, save_by_process, str(tmp_path), timeout_seconds=120)):
+    for outcomes in values(in_ranks(2, save_by_process, str(tmp_path), timeout_seconds=120)):
         assert outcomes == [["built", "reused", "reused"], ["reused", "reused", "reused"]]
 
 
@@ -73,53 +73,7 @@ def save_while_one_is_written(directory: str) -> None:
 
 
 def test_a_save_that_is_asked_for_while_another_is_written_starts_no_second_process(tmp_path: Path) -> None:
-    values(run_ranks(1, save_while_one_is_written, str(tmp_path)))
-
-
-def test_the_process_has_no_megatron_and_no_memory_with_a_name(tmp_path: Path) -> None:
-    before = set(os.listdir("/dev/shm"))
-    save({"w": torch.ones(MEGABYTE)}, tmp_path).result(timeout=60)
-    (pid,) = WRITERS.pids
-    assert set(os.listdir("/dev/shm")) == before
-    maps = Path(f"/proc/{pid}/maps").read_text()
-    assert "torch" in maps and "megatron" not in maps and "robust_dcp-staging" not in maps  # given back after the save
-    environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    assert b"CUDA_VISIBLE_DEVICES=" in environment
-
-
-@pytest.mark.parametrize("layout", ["torch", "safetensors"])
-def test_it_writes_the_same_bytes_as_a_thread(tmp_path: Path, layout: str) -> None:
-    state = {
-        "sparse": torch.eye(5).to_sparse(),
-        "conjugate": torch.ones(3, dtype=torch.complex64).conj(),
-        "empty": torch.ones(0, 4),
-        "scalar": torch.tensor(3, dtype=torch.int16),
-        "large": torch.arange(3.0 * MEGABYTE),
-        "object": {"a": [1, 2], "b": "words"},
-        "many": {f"{n}": torch.full((n,), n, dtype=torch.uint8) for n in range(100)},
-    }
-    reports = [
-        robust_dcp.async_save(
-            state,
-            storage_writer=RobustWriter(tmp_path / executor, layout=layout, files_per_rank=3),
-            executor=executor,
-        ).result(timeout=60)
-        for executor in ("thread", "process")
-    ]
-    assert len({report.digest for report in reports}) == 1
-    assert len({report.nbytes for report in reports}) == 1
-    got = {**state, "large": torch.zeros(3 * MEGABYTE), "object": {"a": [0, 0], "b": ""}}
-    robust_dcp.load(got, storage_reader=robust_dcp.RobustReader(tmp_path / "process", trusted=True))
-    assert torch.equal(got["large"], state["large"]) and got["object"] == state["object"]
-
-
-def test_it_runs_on_the_processors_near_the_memory_for_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    near = max(os.sched_getaffinity(0))
-    monkeypatch.setattr(staging_buffers, "cpus_near", lambda address: frozenset({near}))
-    SHARED_STAGING.release()
-    save({"w": torch.ones(MEGABYTE)}, tmp_path / "checkpoint", disk=CpusDisk()).result(timeout=60)
-    assert (tmp_path / "cpus").read_text() == str(near)
-    SHARED_STAGING.release()
+    values(in_ranks(1, save_while_one_is_written, str(tmp_path)))
 
 
 def kill_the_writer(directory: str) -> list[str]:
@@ -149,7 +103,7 @@ def kill_the_writer(directory: str) -> list[str]:
 
 
 def test_a_writer_that_is_killed_costs_its_save_alone(tmp_path: Path) -> None:
-    for told in values(run_ranks(2, kill_the_writer, str(tmp_path), timeout_seconds=120)):
+    for told in values(in_ranks(2, kill_the_writer, str(tmp_path), timeout_seconds=120)):
         assert "the writer process of rank 1" in told[0] and "killed by SIGKILL" in told[0], told
 
 
@@ -171,7 +125,7 @@ def fail_on_one_rank(directory: str) -> str:
 
 
 def test_an_error_on_one_rank_stops_the_writers_of_all_which_remove_what_they_wrote(tmp_path: Path) -> None:
-    for told in values(run_ranks(2, fail_on_one_rank, str(tmp_path), timeout_seconds=120)):
+    for told in values(in_ranks(2, fail_on_one_rank, str(tmp_path), timeout_seconds=120)):
         assert "rank 1" in told
     assert not (tmp_path / "checkpoint").exists()
 

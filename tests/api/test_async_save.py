@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +18,9 @@ from torch.distributed.checkpoint import state_dict_saver
 
 import robust_dcp
 from robust_dcp import RobustCheckpointError, RobustWriter, StorageError
-from robust_dcp.staging import STAGING
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from tests.harness.disks import FullDisk, GatedDisk
-from tests.harness.ranks import run_ranks, values
+from tests.harness.ranks import in_ranks, values
 from tests.support.torch_versions import needs_response
 
 MEGABYTE = 1 << 20
@@ -80,7 +77,7 @@ def save_while_all_changes(directory: str, staging: Any, **more: Any) -> list[st
 
 @pytest.mark.parametrize("staging", ["full", "lazy"])
 def test_what_is_saved_is_what_the_state_dict_held_at_the_call(tmp_path: Path, staging: str) -> None:
-    outcomes = values(run_ranks(2, save_while_all_changes, str(tmp_path), staging))
+    outcomes = values(in_ranks(2, save_while_all_changes, str(tmp_path), staging))
     assert outcomes == [["built", "reused", "reused"]] * 2
 
 
@@ -141,41 +138,6 @@ def test_a_lazy_save_has_what_stock_calls_an_async_save_response(tmp_path: Path)
         assert getattr(saving, name).result(timeout=60) is not NotImplemented
 
 
-def copy_only_what_is_written(directory: str) -> tuple[int, int]:
-    STAGING.release()
-    replicated = {f"w{n}": torch.zeros(MEGABYTE) for n in range(16)}  # 64 MiB, on both ranks
-    report = robust_dcp.async_save(replicated, checkpoint_id=directory).result(timeout=60)
-    return report.nbytes, STAGING.kept_nbytes
-
-
-def test_a_rank_copies_what_it_writes_and_no_more(tmp_path: Path) -> None:
-    for nbytes, copied_nbytes in values(run_ranks(2, copy_only_what_is_written, str(tmp_path / "checkpoint"))):
-        assert nbytes <= copied_nbytes + MEGABYTE <= 32 * MEGABYTE + 4 * MEGABYTE
-
-
-def test_repeated_saves_copy_into_the_same_tensors(tmp_path: Path) -> None:
-    STAGING.release()
-    state = {f"w{n}": torch.zeros(100 + n) for n in range(50)}
-    kept = []
-    for step in range(3):
-        robust_dcp.async_save(state, checkpoint_id=str(tmp_path / str(step))).result(timeout=60)
-        (buffer,) = STAGING._free
-        kept.append((buffer, buffer._tensors))
-    assert all(buffer is kept[0][0] and tensors is kept[0][1] for buffer, tensors in kept)
-
-
-def test_tensors_are_let_go_once_they_have_been_copied(tmp_path: Path) -> None:
-    disk = GatedDisk()
-    state = {"w": torch.ones(MEGABYTE)}
-    seen = weakref.ref(state["w"].untyped_storage())
-    saving = robust_dcp.async_save(state, storage_writer=RobustWriter(tmp_path, disk=disk))
-    del state
-    gc.collect()
-    assert seen() is None
-    disk.gate.set()
-    saving.result(timeout=60)
-
-
 def test_a_second_save_waits_for_room_and_is_committed_after_the_first(tmp_path: Path) -> None:
     disk, order = GatedDisk(), []
     first = robust_dcp.async_save({"w": torch.ones(9)}, storage_writer=RobustWriter(tmp_path / "1", disk=disk))
@@ -207,7 +169,7 @@ def skip_on_all_ranks(directory: str) -> list[bool]:
 
 
 def test_a_save_is_skipped_or_refused_on_all_ranks_or_on_none(tmp_path: Path) -> None:
-    assert values(run_ranks(2, skip_on_all_ranks, str(tmp_path))) == [[True, True]] * 2
+    assert values(in_ranks(2, skip_on_all_ranks, str(tmp_path))) == [[True, True]] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "4"]
 
 
@@ -231,7 +193,7 @@ def fail_and_ask_on_one_rank(directory: str) -> list[str]:
 
 
 def test_the_error_of_a_save_is_raised_by_result_and_by_the_next_save_on_all_ranks(tmp_path: Path) -> None:
-    told = values(run_ranks(2, fail_and_ask_on_one_rank, str(tmp_path)))
+    told = values(in_ranks(2, fail_and_ask_on_one_rank, str(tmp_path)))
     assert len(told[0]) == 2 and len(told[1]) == 1
     assert all("No space left on device" in each for rank in told for each in rank)
     assert (tmp_path / "3" / ".metadata").exists() and not (tmp_path / "1" / ".metadata").exists()
@@ -248,7 +210,7 @@ def fail_to_resolve_on_one_rank(directory: str) -> str:
 
 
 def test_a_tensor_that_cannot_be_copied_is_named_on_all_ranks(tmp_path: Path) -> None:
-    for told in values(run_ranks(2, fail_to_resolve_on_one_rank, str(tmp_path / "checkpoint"))):
+    for told in values(in_ranks(2, fail_to_resolve_on_one_rank, str(tmp_path / "checkpoint"))):
         assert "cannot save 'w1'" in told and "its memory was freed" in told and "rank 1" in told
 
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import robust_dcp
-from tests.api.ways import LOADERS, SAVERS
-from tests.harness.ranks import run_ranks, values
+from tests.harness.ranks import in_ranks, values
+from tests.harness.ways import LOADERS, SAVERS
 from tests.support.torch_versions import needs_checkpointable_tensor
 
 pytestmark = needs_checkpointable_tensor
@@ -55,7 +55,7 @@ def save_and_load(directory: str) -> list[str]:
 
 
 def test_their_shards_are_saved_and_loaded_as_stock_does(tmp_path: Path) -> None:
-    assert values(run_ranks(2, save_and_load, str(tmp_path), timeout_seconds=120)) == [[], []]
+    assert values(in_ranks(2, save_and_load, str(tmp_path), timeout_seconds=120)) == [[], []]
     for directory in ("ours", "ours/again", "stock + both", "async"):
         for load in (robust_dcp.load, dcp.load):
             found = {"w": torch.zeros(8, 3)}

@@ -20,7 +20,7 @@ import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter
 from tests.api.test_cached_plans import check_loads
 from tests.api.verdicts import Verdict, verdict_of
-from tests.harness.ranks import run_ranks, values
+from tests.harness.ranks import in_ranks, values
 
 StateDict = dict[str, Any]
 
@@ -83,7 +83,7 @@ def run_into_conflicts(directory: str) -> list[tuple[str, Verdict]]:
 
 
 def test_contradictions_name_the_key_and_the_ranks_on_all_ranks(tmp_path: Path) -> None:
-    outcomes = values(run_ranks(3, run_into_conflicts, str(tmp_path / "checkpoint")))
+    outcomes = values(in_ranks(3, run_into_conflicts, str(tmp_path / "checkpoint")))
     for cases in zip(*outcomes, strict=True):
         assert all(case == cases[0] for case in cases)
         case, verdict = cases[0]
@@ -91,27 +91,6 @@ def test_contradictions_name_the_key_and_the_ranks_on_all_ranks(tmp_path: Path) 
         assert all(word in verdict.message + verdict.failures for word in words), (case, verdict)
         if key is not None:
             assert (verdict.type_name, verdict.fields["key"]) == ("PlanConflict", key), (case, verdict)
-
-
-def stock_keeps_one_silently(directory: str) -> float:
-    state_dict = {"w": torch.full((2 + dist.get_rank(),), float(dist.get_rank()))}
-    dcp.save(state_dict, checkpoint_id=directory)
-    metadata: Any = dcp.FileSystemReader(directory).read_metadata()
-    return float(metadata.state_dict_metadata["w"].size[0])
-
-
-def test_stock_keeps_one_of_two_tensors_of_a_name_silently(tmp_path: Path) -> None:
-    assert values(run_ranks(2, stock_keeps_one_silently, str(tmp_path))) in ([2.0, 2.0], [3.0, 3.0])
-
-
-def stock_asserts(directory: str) -> str:
-    state_dict: StateDict = {"w": torch.ones(2) if dist.get_rank() else "text"}
-    return verdict_of(dcp.save, state_dict, checkpoint_id=directory).message
-
-
-def test_stock_ends_in_a_bare_assertion_error_or_says_nothing(tmp_path: Path) -> None:
-    for message in values(run_ranks(2, stock_asserts, str(tmp_path))):
-        assert "'w'" not in message
 
 
 @pytest.mark.parametrize("wrong", ["on_structure_change", "on_replica_mismatch"])

@@ -10,7 +10,7 @@ import torch
 
 import robust_dcp
 from robust_dcp import Event, RobustCheckpointError, on_event
-from tests.harness.ranks import run_ranks, values
+from tests.harness.ranks import in_ranks, values
 
 
 def told(run: object) -> list[Event]:
@@ -82,7 +82,7 @@ def failed_on_both(path: str) -> list[tuple[str, int]]:
 
 
 def test_all_ranks_tell_of_a_failure_that_one_of_them_finds(tmp_path: Path) -> None:
-    found = values(run_ranks(2, failed_on_both, str(tmp_path)))
+    found = values(in_ranks(2, failed_on_both, str(tmp_path)))
     assert found == [[("started", rank), ("failed", rank)] for rank in (0, 1)]
 
 

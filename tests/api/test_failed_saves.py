@@ -19,7 +19,7 @@ from robust_dcp.storage.files.disk import storage_error
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from tests.api.test_failures import Broken, BrokenPlanner, shards
 from tests.api.verdicts import Verdict, verdict_of
-from tests.harness.ranks import run_ranks, values
+from tests.harness.ranks import in_ranks, values
 
 
 def fail_in_each_way(directory: str) -> dict[str, tuple[str, list[str]]]:
@@ -72,7 +72,7 @@ def fail_in_each_way(directory: str) -> dict[str, tuple[str, list[str]]]:
 
 
 def test_a_failed_save_leaves_no_file_and_no_directory_that_was_not_there_before(tmp_path: Path) -> None:
-    for cases in values(run_ranks(2, fail_in_each_way, str(tmp_path), timeout_seconds=120)):
+    for cases in values(in_ranks(2, fail_in_each_way, str(tmp_path), timeout_seconds=120)):
         assert len(cases) == 18
         for case, (type_name, left) in cases.items():
             assert type_name, case
@@ -103,7 +103,7 @@ def fail_to_remove(directory: str) -> tuple[Verdict, list[str]]:
 
 def test_what_cannot_be_removed_is_named_on_all_ranks_and_removed_by_the_next_save(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoint"
-    for verdict, left in values(run_ranks(2, fail_to_remove, str(directory))):
+    for verdict, left in values(in_ranks(2, fail_to_remove, str(directory))):
         assert verdict.type_name == "StorageError" and verdict.fields["errno"] == errno.EIO
         (stuck,) = [name for name in left if name.endswith(".distcp")]
         assert stuck.startswith("__1_0.")

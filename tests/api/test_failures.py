@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,11 +19,9 @@ from torch.distributed.checkpoint.planner import WriteItem
 import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter
 from robust_dcp.comm import patience
-from robust_dcp.plan.cache import PLANS
-from robust_dcp.storage.files.posix_disk import PosixDisk
 from tests.api.test_cached_plans import check_loads
 from tests.api.verdicts import Verdict, verdict_of
-from tests.harness.ranks import errors, run_ranks, values
+from tests.harness.ranks import errors, in_ranks, run_ranks, values
 
 StateDict = dict[str, Any]
 
@@ -40,22 +37,6 @@ def shards(step: int) -> StateDict:
 
 
 # Stock: what happens today.
-
-
-def stock_saves_to_two_places(directory: str) -> list[str]:
-    path = f"{directory}/{dist.get_rank()}"
-    os.makedirs(path)
-    dcp.save(shards(1), checkpoint_id=path)
-    return sorted(os.listdir(path))
-
-
-def test_stock_saves_half_of_the_files_to_each_of_two_directories(tmp_path: Path) -> None:
-    first, second = values(run_ranks(2, stock_saves_to_two_places, str(tmp_path)))
-    assert first == [".metadata", "__0_0.distcp"] and second == ["__1_0.distcp"]
-
-
-def test_stock_raises_what_except_exception_does_not_catch() -> None:
-    assert not issubclass(CheckpointException, Exception)
 
 
 # Ours.
@@ -103,48 +84,6 @@ class BrokenPlanner(RobustPlanner):
         return super().resolve_data(write_item)
 
 
-class DoesNotPickle:
-    def __reduce__(self) -> Any:
-        raise LookupError("this does not pickle")
-
-
-def break_hooks(directory: str) -> list[tuple[str, Verdict, float]]:
-    robust_dcp.save(shards(0), checkpoint_id=directory)
-    dist.barrier()  # the coordinator has tidied up
-    files = sorted(os.listdir(directory))
-    dist.barrier()
-    found = []
-
-    def attempt(case: str, state_dict: StateDict, **kwargs: Any) -> None:
-        began = time.monotonic()
-        verdict = verdict_of(robust_dcp.save, state_dict, checkpoint_id=directory, **kwargs)
-        found.append((case, verdict, time.monotonic() - began))
-        dist.barrier()
-        assert sorted(os.listdir(directory)) == files, case
-        check_loads(shards(0), directory, "ours")
-
-    for rank in (0, 1):
-        attempt(f"Stateful on rank {rank}", {"broken": Broken(rank), "w": torch.ones(1)})
-    for hook in ("set_up_planner", "describe", "resolve_data"):
-        attempt(hook, shards(1), planner=BrokenPlanner(hook))
-    state_dict = shards(1)
-    if dist.get_rank() == 1:
-        state_dict["odd"] = DoesNotPickle()
-    attempt("an object", state_dict)
-    return found
-
-
-def test_an_exception_of_one_rank_is_raised_on_all_at_once(tmp_path: Path) -> None:
-    outcomes = values(run_ranks(3, break_hooks, str(tmp_path / "checkpoint")))
-    for cases in zip(*outcomes, strict=True):
-        for case, verdict, seconds in cases:
-            culprit = (0,) if case.endswith("rank 0") else (1,)
-            assert (verdict.type_name, verdict.failed_ranks) == ("RobustCheckpointError", culprit), (case, verdict)
-            assert verdict.message == cases[0][1].message
-            assert "LookupError" in verdict.message + verdict.failures
-            assert seconds < 20
-
-
 def break_a_hook_in_stock(directory: str, no_dist: bool) -> Verdict:
     writer, planner = RobustWriter(directory), BrokenPlanner("resolve_data")
     return verdict_of(dcp.save, shards(1), storage_writer=writer, planner=planner, no_dist=no_dist)
@@ -152,7 +91,7 @@ def break_a_hook_in_stock(directory: str, no_dist: bool) -> Verdict:
 
 @pytest.mark.parametrize("no_dist", [False, True])
 def test_an_exception_of_one_rank_in_stock_save_is_raised_on_all(no_dist: bool, tmp_path: Path) -> None:
-    for verdict in values(run_ranks(3, break_a_hook_in_stock, str(tmp_path), no_dist)):
+    for verdict in values(in_ranks(3, break_a_hook_in_stock, str(tmp_path), no_dist)):
         assert verdict.type_name == "CheckpointException" and "broken resolve_data" in verdict.message
     assert os.listdir(tmp_path) == []
 
@@ -171,7 +110,7 @@ def caught_as(kind: type[BaseException], call: Callable[[], Any]) -> str:
 
 
 def test_what_we_raise_is_caught_as_exception_and_as_checkpoint_exception(tmp_path: Path) -> None:
-    for caught in values(run_ranks(2, raise_to_each_kind_of_caller, str(tmp_path))):
+    for caught in values(in_ranks(2, raise_to_each_kind_of_caller, str(tmp_path))):
         assert caught == ["Exception", "CheckpointException", "RuntimeError"]
 
 
@@ -188,48 +127,10 @@ def save_to_two_places(directory: str, how: str) -> tuple[Verdict, list[str]]:
 
 @pytest.mark.parametrize("how", ["ours", "stock no_dist"])
 def test_ranks_that_save_to_different_places_are_told(how: str, tmp_path: Path) -> None:
-    for verdict, files in values(run_ranks(2, save_to_two_places, str(tmp_path), how)):
+    for verdict, files in values(in_ranks(2, save_to_two_places, str(tmp_path), how)):
         assert verdict.type_name == ("ExchangeError" if how == "ours" else "CheckpointException")
         assert f"{tmp_path}/0" in verdict.message and f"{tmp_path}/1" in verdict.message
         assert files == []
-
-
-def die_while_saving(directory: str, victim: int, phase: str) -> tuple[Verdict, float]:
-    robust_dcp.save(shards(0), checkpoint_id=directory)
-    rank = dist.get_rank()
-
-    class Deadly(PosixDisk):
-        def open_new(self, path: str, *, direct: bool = False) -> Any:
-            if rank == victim and path.endswith(".tmp") == (phase == "commit"):
-                os.kill(os.getpid(), signal.SIGKILL)
-            return super().open_new(path, direct=direct)
-
-    class DeadlyPlanner(RobustPlanner):
-        def describe(self, *args: Any, **kwargs: Any) -> Any:
-            if rank == victim and phase == "plan":
-                os.kill(os.getpid(), signal.SIGKILL)
-            return super().describe(*args, **kwargs)
-
-    began = time.monotonic()
-    writer = RobustWriter(directory, disk=Deadly())
-    verdict = verdict_of(robust_dcp.save, shards(1), storage_writer=writer, planner=DeadlyPlanner(), timeout_seconds=20)
-    return verdict, time.monotonic() - began
-
-
-@pytest.mark.parametrize(("victim", "phase"), [(2, "plan"), (0, "plan"), (1, "write"), (0, "write"), (0, "commit")])
-def test_a_rank_that_is_killed_is_named_and_the_old_checkpoint_loads(victim: int, phase: str, tmp_path: Path) -> None:
-    directory = str(tmp_path / "checkpoint")
-    outcomes = run_ranks(3, die_while_saving, directory, victim, phase)
-    assert outcomes[victim].exitcode == -signal.SIGKILL
-    for outcome in outcomes:
-        if outcome.rank != victim:
-            verdict, seconds = values([outcome])[0]
-            assert verdict.type_name == "ExchangeTimeout"
-            assert verdict.fields["missing_ranks"] == [victim]
-            assert seconds < 25
-    target = {"shared": torch.zeros(300_000), "w1": torch.zeros(400_000)}
-    robust_dcp.load(target, checkpoint_id=directory)
-    assert target["shared"].eq(0).all() and target["w1"].eq(1).all()
 
 
 def come_late(directory: str) -> Verdict:
@@ -244,7 +145,7 @@ def come_late(directory: str) -> Verdict:
 
 
 def test_a_rank_that_comes_too_late_is_named_on_both_sides_and_the_next_save_works(tmp_path: Path) -> None:
-    early, late = values(run_ranks(2, come_late, str(tmp_path / "checkpoint")))
+    early, late = values(in_ranks(2, come_late, str(tmp_path / "checkpoint")))
     assert early.type_name == late.type_name == "ExchangeTimeout"
     assert early.fields["missing_ranks"] == [1]
     assert "2" in early.message
@@ -267,7 +168,7 @@ def pass_what_is_no_dict(directory: str) -> list[list[str]]:
 def test_what_is_no_dict_is_refused_on_all_ranks_with_what_to_pass(tmp_path: Path) -> None:
     directory = str(tmp_path / "checkpoint")
     values(run_ranks(1, save_a_module, directory, init=False))
-    first, second = values(run_ranks(2, pass_what_is_no_dict, directory))
+    first, second = values(in_ranks(2, pass_what_is_no_dict, directory))
     assert first == second
     for _, kind, type_name, message in first:
         assert type_name == "RobustCheckpointError" and f"a {kind} was passed" in message
@@ -295,7 +196,7 @@ def interrupt_one_rank(directory: str) -> tuple[str, str]:
 
 
 def test_ctrl_c_on_one_rank_ends_the_save_on_all(tmp_path: Path) -> None:
-    other, interrupted = values(run_ranks(2, interrupt_one_rank, str(tmp_path)))
+    other, interrupted = values(in_ranks(2, interrupt_one_rank, str(tmp_path)))
     assert interrupted[0] == "KeyboardInterrupt"
     assert other[0] == "RobustCheckpointError" and "KeyboardInterrupt" in other[1]
     assert os.listdir(tmp_path) == []
@@ -331,14 +232,3 @@ def test_a_save_that_cannot_work_says_what_to_pass(
 ) -> None:
     (error,) = errors(run_ranks(1, fail_to_be_set_up, str(tmp_path / "checkpoint"), how, init=False))
     assert error.is_a(expected) and words in error.message
-
-
-def save_once(directory: str) -> int:
-    robust_dcp.save(shards(0), checkpoint_id=directory)
-    return len(PLANS)
-
-
-def test_the_cache_of_this_process_is_not_touched_by_tests_in_ranks(tmp_path: Path) -> None:
-    before = len(PLANS)
-    assert values(run_ranks(2, save_once, str(tmp_path))) == [1, 1]
-    assert len(PLANS) == before

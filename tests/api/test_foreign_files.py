@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter, StorageError
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from tests.harness.ranks import run_ranks, values
+from tests.harness.ranks import in_ranks, run_ranks, values
 from tests.support.simulated_disk import WatchedDisk
 from tests.support.torch_versions import needs_use_collectives
 
@@ -196,7 +196,7 @@ def save_alone(directory: str, step: int) -> None:
 
 @needs_use_collectives
 def test_a_stock_checkpoint_without_collectives_never_dangles(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    values(run_ranks(2, save_alone, str(tmp_path), 1))
+    values(in_ranks(2, save_alone, str(tmp_path), 1))
     before = sorted(os.listdir(tmp_path))
     stock = contents(tmp_path, before)
     assert "__0.metadata" in before and "__1.metadata" in before

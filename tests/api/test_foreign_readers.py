@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner
 
 import robust_dcp
-from tests.harness.ranks import run_ranks, values
+from tests.harness.ranks import in_ranks, values
 
 
 def _load_torch_save_file(path: str) -> torch.Tensor:
@@ -22,7 +22,7 @@ def _load_torch_save_file(path: str) -> torch.Tensor:
 
 def test_a_reader_that_takes_no_more_than_the_first_torch_asked_for_is_used(tmp_path: Path) -> None:
     torch.save({"w": torch.arange(4.0)}, tmp_path / "model.pt")
-    for loaded in values(run_ranks(2, _load_torch_save_file, str(tmp_path / "model.pt"))):
+    for loaded in values(in_ranks(2, _load_torch_save_file, str(tmp_path / "model.pt"))):
         assert torch.equal(loaded, torch.arange(4.0))
 
 

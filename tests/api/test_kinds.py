@@ -13,10 +13,9 @@ import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter
-from robust_dcp.plan.cache import PLANS
 from tests.api.test_cached_plans import check_loads
 from tests.api.verdicts import verdict_of
-from tests.harness.ranks import run_ranks, values
+from tests.harness.ranks import in_ranks, values
 
 StateDict = dict[str, Any]
 
@@ -76,7 +75,7 @@ def save_in_turn(directory: str, way: str, named: bool) -> tuple[list[str], list
 def test_a_model_and_a_loader_in_turn_never_look_like_a_change_of_each_other(
     way: str, named: bool, tmp_path: Path
 ) -> None:
-    for outcomes, lines in values(run_ranks(3, save_in_turn, str(tmp_path), way, named)):
+    for outcomes, lines in values(in_ranks(3, save_in_turn, str(tmp_path), way, named)):
         assert outcomes[0::2] == ["m built", "m reused", "m reused", "m reused"]
         assert outcomes[1] == "l built" and "l reused" not in outcomes
         assert lines == []
@@ -107,7 +106,7 @@ def change_of_each_kind(directory: str, named: bool) -> list[Any]:
 
 @pytest.mark.parametrize("named", [False, True])
 def test_a_change_is_told_against_the_last_save_of_the_same_kind(named: bool, tmp_path: Path) -> None:
-    outcomes = values(run_ranks(2, change_of_each_kind, str(tmp_path), named))
+    outcomes = values(in_ranks(2, change_of_each_kind, str(tmp_path), named))
     assert outcomes[0] == outcomes[1]
     first, loader_first, grown, loader_again, back, again, refused = outcomes[0]
     assert first == loader_first == ("built", None)
@@ -127,7 +126,7 @@ def same_names(directory: str) -> list[str]:
 
 
 def test_kinds_of_the_same_names_are_told_apart_by_the_callers_word(tmp_path: Path) -> None:
-    for outcomes in values(run_ranks(2, same_names, str(tmp_path))):
+    for outcomes in values(in_ranks(2, same_names, str(tmp_path))):
         assert outcomes == ["built", "built", *["reused"] * 4]
 
 
@@ -143,41 +142,5 @@ def one_rank_alike(directory: str, alike: int) -> list[str]:
 
 @pytest.mark.parametrize("alike", [0, 1, 2])
 def test_a_rank_that_holds_nothing_goes_with_the_others(alike: int, tmp_path: Path) -> None:
-    for outcomes in values(run_ranks(3, one_rank_alike, str(tmp_path), alike)):
+    for outcomes in values(in_ranks(3, one_rank_alike, str(tmp_path), alike)):
         assert outcomes == ["built", "built", *["reused"] * 4]
-
-
-def come_back_after_eviction(directory: str) -> list[str]:
-    outcomes = [save(model(0), f"{directory}/model0", "ours", None)[0]]
-    # As many as the cache keeps.
-    outcomes += [save({f"{n}": torch.ones(n + 1)}, f"{directory}/other{n}", "ours", None)[0] for n in range(8)]
-    assert len(PLANS) == 8
-    outcomes.append(save(model(1, more=1), f"{directory}/model1", "ours", None)[0])
-    outcomes.append(save(model(2, more=1), f"{directory}/model2", "ours", None)[0])
-    return outcomes
-
-
-def test_a_kind_that_the_cache_has_dropped_is_built_anew_and_no_change(tmp_path: Path) -> None:
-    for outcomes in values(run_ranks(2, come_back_after_eviction, str(tmp_path))):
-        assert outcomes == ["built"] * 10 + ["reused"]
-
-
-def lose_caches(directory: str, losers: tuple[int, ...]) -> list[tuple[str, str]]:
-    """Some ranks start again and have no plans: all decide alike all the same."""
-    outcomes = []
-    for step in range(2):
-        outcomes.append(save(model(step), f"{directory}/m{step}", "ours", None, "quiet"))
-        outcomes.append(save(loader(step), f"{directory}/l{step}", "ours", None, "quiet"))
-    if rank() in losers:
-        PLANS.clear()
-    outcomes.append(save(model(3, more=1), f"{directory}/m3", "ours", None, "quiet"))
-    outcomes.append(save(model(4, more=1), f"{directory}/m4", "ours", None, "error"))
-    return outcomes
-
-
-@pytest.mark.parametrize("losers", [(0,), (1,), (1, 2)])
-def test_ranks_that_have_lost_their_plans_decide_as_the_others_do(losers: tuple[int, ...], tmp_path: Path) -> None:
-    outcomes = values(run_ranks(3, lose_caches, str(tmp_path), losers))
-    assert outcomes[0] == outcomes[1] == outcomes[2]
-    assert outcomes[0][-2][0] == ("built" if 0 in losers else "rebuilt")
-    assert outcomes[0][-1][0] == "reused"

@@ -23,7 +23,7 @@ from tests.api.test_cached_plans import blank
 from tests.api.test_failures import Broken
 from tests.api.verdicts import Verdict, verdict_of
 from tests.harness.fingerprints import fingerprint
-from tests.harness.ranks import run_ranks, values
+from tests.harness.ranks import in_ranks, run_ranks, values
 
 StateDict = dict[str, Any]
 
@@ -91,7 +91,7 @@ def load_what_does_not_fit(directory: str) -> list[tuple[str, Verdict]]:
 
 
 def test_what_does_not_fit_is_one_error_on_all_ranks_and_nothing_is_modified(tmp_path: Path) -> None:
-    outcomes = values(run_ranks(3, load_what_does_not_fit, str(tmp_path / "checkpoint")))
+    outcomes = values(in_ranks(3, load_what_does_not_fit, str(tmp_path / "checkpoint")))
     assert outcomes[0] == outcomes[1] == outcomes[2]
     words = {misfit.__name__: each for misfit, each in MISFITS.items()}
     for misfit, verdict in outcomes[0]:
@@ -113,7 +113,7 @@ def load_with_options(directory: str) -> None:
 
 
 def test_casts_and_partial_loads_are_done_on_request(tmp_path: Path) -> None:
-    values(run_ranks(2, load_with_options, str(tmp_path / "checkpoint")))
+    values(in_ranks(2, load_with_options, str(tmp_path / "checkpoint")))
 
 
 def load_broken_stateful(directory: str) -> list[Verdict]:
@@ -127,7 +127,7 @@ def load_broken_stateful(directory: str) -> list[Verdict]:
 
 
 def test_a_stateful_that_raises_on_one_rank_raises_on_all(tmp_path: Path) -> None:
-    outcomes = values(run_ranks(2, load_broken_stateful, str(tmp_path / "checkpoint")))
+    outcomes = values(in_ranks(2, load_broken_stateful, str(tmp_path / "checkpoint")))
     assert outcomes[0] == outcomes[1]
     for rank, verdict in enumerate(outcomes[0]):
         assert verdict.type_name == "RobustCheckpointError" and verdict.failed_ranks == (rank,)
@@ -182,32 +182,17 @@ def place_of(directory: str, fqn: str) -> tuple[str, int, int]:
 
 def test_a_flipped_byte_of_one_ranks_data_is_corrupt_on_all_ranks(tmp_path: Path) -> None:
     directory = str(tmp_path / "checkpoint")
-    values(run_ranks(2, save_here, directory))
+    values(in_ranks(2, save_here, directory))
     file, offset, length = place_of(directory, "own1")
     template = record_template(torch.float32, (100,))
     assert template is not None and template.nbytes == length
     flip(file, offset + template.header_nbytes + 10)
-    for verdict in values(run_ranks(2, load_here, directory, [])):
+    for verdict in values(in_ranks(2, load_here, directory, [])):
         assert verdict.type_name == "CorruptCheckpoint" and verdict.failed_ranks == (1,)
         assert verdict.fields["item"].startswith("own1") and verdict.fields["file"] == file
     # What is not damaged still loads.
-    for verdict in values(run_ranks(2, load_here, directory, ["weight", "nested", "text"])):
+    for verdict in values(in_ranks(2, load_here, directory, ["weight", "nested", "text"])):
         assert verdict.type_name == ""
-
-
-def stock_saves_here(directory: str) -> None:
-    dcp.save(saved_state(), checkpoint_id=directory)
-
-
-def test_stock_loads_a_flipped_byte_and_we_do_not(tmp_path: Path) -> None:
-    directory = str(tmp_path / "checkpoint")
-    values(run_ranks(1, stock_saves_here, directory, init=False))
-    file, offset, length = place_of(directory, "weight")
-    flip(file, offset + length // 2)
-    (stock,) = values(run_ranks(1, load_here, directory, ["weight"], "stock", init=False))
-    assert stock.type_name == "" and not torch.equal(stock.value["weight"], saved_state()["weight"])
-    (ours,) = values(run_ranks(1, load_here, directory, ["weight"], init=False))
-    assert ours.type_name == "CorruptCheckpoint" and ours.fields["item"].startswith("weight")
 
 
 def change_metadata(directory: str, change: Any) -> None:
@@ -248,22 +233,14 @@ def point_elsewhere(metadata: Any) -> None:
 )
 def test_metadata_that_lies_is_refused_on_all_ranks(change: Any, type_name: str, words: str, tmp_path: Path) -> None:
     directory = str(tmp_path / "checkpoint")
-    values(run_ranks(2, save_here, directory))
+    values(in_ranks(2, save_here, directory))
     # The metadata of a path that climbs out cannot even be decoded, so it is made with the real files in that place.
     os.rename(directory, tmp_path / "elsewhere")
     directory = str(tmp_path / "elsewhere")
     change_metadata(directory, change)
-    for verdict in values(run_ranks(2, load_here, directory, [])):
+    for verdict in values(in_ranks(2, load_here, directory, [])):
         assert verdict.type_name == type_name, verdict
         assert words in verdict.message
-
-
-def test_stock_follows_a_path_out_of_the_directory(tmp_path: Path) -> None:
-    directory = str(tmp_path / "elsewhere")
-    values(run_ranks(1, save_here, directory, init=False))
-    change_metadata(directory, climb_out)
-    (verdict,) = values(run_ranks(1, load_here, directory, ["weight"], "stock", init=False))
-    assert verdict.type_name == "" and torch.equal(verdict.value["weight"], saved_state()["weight"])
 
 
 class Payload:
@@ -296,7 +273,7 @@ def test_a_payload_runs_in_stock_and_never_in_ours(where: str, tmp_path: Path) -
     if where == "metadata":
         Path(directory, ".metadata").write_bytes(pickle.dumps(Payload(mark)))
     for loader in ("ours", "stock + reader"):
-        for verdict in values(run_ranks(2, load_the_payload, directory, loader)):
+        for verdict in values(in_ranks(2, load_the_payload, directory, loader)):
             assert "UnsafeCheckpoint" in verdict.type_name + verdict.message, verdict
             assert "add_safe_globals" in verdict.message
         assert not os.path.exists(mark)
@@ -305,7 +282,7 @@ def test_a_payload_runs_in_stock_and_never_in_ours(where: str, tmp_path: Path) -
 
 
 def test_a_directory_without_a_checkpoint_is_one_error_on_all_ranks(tmp_path: Path) -> None:
-    for verdict in values(run_ranks(2, load_here, str(tmp_path), [])):
+    for verdict in values(in_ranks(2, load_here, str(tmp_path), [])):
         assert verdict.type_name == "StorageError" and "no checkpoint was committed" in verdict.message
 
 
@@ -317,6 +294,6 @@ def load_from_two_places(directory: str) -> Verdict:
 
 
 def test_ranks_that_load_from_different_places_are_told(tmp_path: Path) -> None:
-    for verdict in values(run_ranks(2, load_from_two_places, str(tmp_path))):
+    for verdict in values(in_ranks(2, load_from_two_places, str(tmp_path))):
         assert verdict.type_name == "ExchangeError"
         assert f"{tmp_path}/0" in verdict.message and f"{tmp_path}/1" in verdict.message

@@ -14,7 +14,7 @@ import robust_dcp
 from robust_dcp import Channel, ExchangeTimeout
 from robust_dcp.comm.operation import Operation
 from tests.api.verdicts import Verdict, verdict_of
-from tests.harness.ranks import run_ranks, values
+from tests.harness.ranks import in_ranks, values
 
 
 def _state(value: float) -> dict[str, Any]:
@@ -44,6 +44,6 @@ def _lose_the_verdict(directory: str) -> tuple[Verdict, str]:
 
 
 def test_when_a_rank_loses_the_others_nothing_is_committed_and_the_old_checkpoint_is_whole(tmp_path: Path) -> None:
-    for verdict, again in values(run_ranks(2, _lose_the_verdict, str(tmp_path))):
+    for verdict, again in values(in_ranks(2, _lose_the_verdict, str(tmp_path))):
         assert verdict.type_name == "ExchangeTimeout"
         assert again in {"built", "rebuilt"}

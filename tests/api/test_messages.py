@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.bench_messages import PhaseCost, measure_saves
 from robust_dcp.comm.tree import Tree
-from tests.harness.ranks import run_ranks, values
+from tests.harness.ranks import in_ranks, values
 
 PHASES = ("plan", "write", "commit")
 
@@ -23,7 +23,7 @@ def measure_10_and_1000_items(directory: str, n_objects: int) -> tuple[list[Phas
 def test_a_repeated_save_sends_the_same_few_bytes_for_10_and_1000_items(
     world_size: int, n_objects: int, tmp_path: Path
 ) -> None:
-    outcomes = run_ranks(world_size, measure_10_and_1000_items, str(tmp_path), n_objects)
+    outcomes = in_ranks(world_size, measure_10_and_1000_items, str(tmp_path), n_objects)
     for outcome, (few, many) in zip(outcomes, values(outcomes), strict=True):
         assert outcome.output == ""
         repeated = [cost for cost in few if cost.save != "first"]
@@ -48,7 +48,7 @@ def test_a_repeated_save_sends_the_same_few_bytes_for_10_and_1000_items(
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_first_save_sends_structures_once_to_the_coordinator(world_size: int, tmp_path: Path) -> None:
-    for few, many in values(run_ranks(world_size, measure_10_and_1000_items, str(tmp_path), 0)):
+    for few, many in values(in_ranks(world_size, measure_10_and_1000_items, str(tmp_path), 0)):
         for costs, n_items in ((few, 10), (many, 1000)):
             plan = costs[0]
             assert (plan.save, plan.phase, plan.exchanges) == ("first", "plan", 3)

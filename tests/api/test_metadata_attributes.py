@@ -14,7 +14,7 @@ import robust_dcp
 from robust_dcp import RobustPlanner
 from robust_dcp.plan.cache import PLANS
 from tests.api.verdicts import verdict_of
-from tests.harness.ranks import run_ranks, values
+from tests.harness.ranks import in_ranks, run_ranks, values
 
 
 class TellingPlanner(RobustPlanner):
@@ -63,7 +63,7 @@ def test_all_ranks_facts_are_in_the_metadata_of_every_save(tmp_path: Path) -> No
     names = ("w", "own.0", "own.1")
     told, changed = ({name: {"of": fact} for name in names} for fact in ((4, 2), "other"))
     plans = ["built", "reused", "rebuilt", "reused", ""]
-    for found in values(run_ranks(2, save_again_and_again, os.fspath(tmp_path))):
+    for found in values(in_ranks(2, save_again_and_again, os.fspath(tmp_path))):
         assert [plan for plan, _ in found] == plans
         assert [facts for _, facts in found] == [told, told, changed, told, told]
 
@@ -102,7 +102,7 @@ def contradict(directory: str) -> Any:
 
 
 def test_a_contradiction_is_one_error_on_all_ranks(tmp_path: Path) -> None:
-    for verdict in values(run_ranks(2, contradict, os.fspath(tmp_path / "checkpoint"))):
+    for verdict in values(in_ranks(2, contradict, os.fspath(tmp_path / "checkpoint"))):
         assert verdict.type_name == "PlanConflict"
         assert "facts['w'] of the metadata is {'of': (0, 2)} on rank 0 and {'of': (1, 2)} on rank 1" in verdict.message
 
@@ -113,6 +113,6 @@ def tell_what_cannot_be_told(directory: str) -> Any:
 
 
 def test_a_fact_that_is_no_plain_value_is_one_error_on_all_ranks(tmp_path: Path) -> None:
-    for verdict in values(run_ranks(2, tell_what_cannot_be_told, os.fspath(tmp_path / "checkpoint"))):
+    for verdict in values(in_ranks(2, tell_what_cannot_be_told, os.fspath(tmp_path / "checkpoint"))):
         assert verdict.type_name == "RobustCheckpointError"
         assert "failed on rank 1: TypeError: " in verdict.message

@@ -22,7 +22,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import robust_dcp
 from robust_dcp import RobustCheckpointError
-from tests.harness.ranks import run_ranks, values
+from tests.harness.ranks import in_ranks, values
 
 Wrap = Callable[[nn.Module], nn.Module]
 
@@ -100,7 +100,7 @@ def save_and_load(path: str, saved_by: str) -> list[str]:
 
 @pytest.mark.parametrize("saved_by", WRAPS)
 def test_what_is_saved_under_one_way_to_distribute_is_loaded_under_every_other(saved_by: str, tmp_path: Path) -> None:
-    for wrong in values(run_ranks(2, save_and_load, str(tmp_path), saved_by, timeout_seconds=150)):
+    for wrong in values(in_ranks(2, save_and_load, str(tmp_path), saved_by, timeout_seconds=150)):
         assert wrong == []
 
 
@@ -120,7 +120,7 @@ def exchange_with_the_tutorial(path: str) -> bool:
 
 
 def test_names_are_those_of_pytorchs_own_recipe(tmp_path: Path) -> None:
-    assert values(run_ranks(2, exchange_with_the_tutorial, str(tmp_path))) == [True, True]
+    assert values(in_ranks(2, exchange_with_the_tutorial, str(tmp_path))) == [True, True]
 
 
 def load_what_stock_named(path: str, wrap: str) -> bool:
@@ -134,7 +134,7 @@ def load_what_stock_named(path: str, wrap: str) -> bool:
 
 @pytest.mark.parametrize("wrap", ["plain", "compiled", "DDP", "FSDP2"])
 def test_modules_and_optimizers_that_stock_has_saved_are_loaded_under_its_names(wrap: str, tmp_path: Path) -> None:
-    assert values(run_ranks(2, load_what_stock_named, str(tmp_path), wrap)) == [True, True]
+    assert values(in_ranks(2, load_what_stock_named, str(tmp_path), wrap)) == [True, True]
 
 
 def pipeline(seed: int, steps: int = 1) -> tuple[list[nn.Module], list[Optimizer]]:
@@ -170,7 +170,7 @@ def save_and_load_stages(path: str) -> tuple[bool, set[str]]:
 
 
 def test_stages_of_a_pipeline_are_a_list_and_their_optimizers_are_named_by_parameter(tmp_path: Path) -> None:
-    for is_equal, names in values(run_ranks(2, save_and_load_stages, str(tmp_path))):
+    for is_equal, names in values(in_ranks(2, save_and_load_stages, str(tmp_path))):
         assert is_equal
         assert {f"model.layer{number}.weight" for number in range(4)} <= names
         assert {f"optimizer.param_groups.layer{number}.weight.lr" for number in range(4)} <= names
@@ -269,4 +269,4 @@ def save_behind_training(path: str) -> bool:
 
 
 def test_async_saves_take_modules_and_optimizers_too(tmp_path: Path) -> None:
-    assert values(run_ranks(2, save_behind_training, str(tmp_path))) == [True, True]
+    assert values(in_ranks(2, save_behind_training, str(tmp_path))) == [True, True]

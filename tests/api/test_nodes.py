@@ -9,7 +9,7 @@ import pytest
 from robust_dcp.errors import CorruptCheckpoint, StorageError
 from tests.api import on_nodes
 from tests.harness.nodes import can_become_node
-from tests.harness.ranks import errors, run_ranks, values
+from tests.harness.ranks import errors, in_ranks, run_ranks, values
 
 AABB = ("a", "a", "b", "b")
 
@@ -128,7 +128,7 @@ def test_a_failure_on_one_node_is_raised_on_all_ranks_and_loses_nothing(
 
 
 def test_a_shared_directory_that_is_seen_late_is_not_taken_for_another_one(tmp_path: Path) -> None:
-    assert values(run_ranks(2, on_nodes.save_late, str(tmp_path / "ckpt"))) == [(False, 0), (False, 0)]
+    assert values(in_ranks(2, on_nodes.save_late, str(tmp_path / "ckpt"))) == [(False, 0), (False, 0)]
     assert not (tmp_path / "ckpt" / ".robust_dcp.nodes").exists()
 
 

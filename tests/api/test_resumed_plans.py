@@ -17,7 +17,7 @@ import robust_dcp
 from robust_dcp.plan.cache import PLANS
 from robust_dcp.plan.stored_plan import LOADED
 from robust_dcp.storage.files.paths import INDEX_NAME
-from tests.harness.ranks import run_ranks, values
+from tests.harness.ranks import in_ranks, values
 
 
 def _state_dict(rank: int, value: float, extra: int = 0) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def resume_without_the_plan_on_the_coordinator(path: str) -> Any:
 
 
 def test_the_first_save_after_a_load_reuses_the_plan_of_the_checkpoint(tmp_path: Path) -> None:
-    found = values(run_ranks(2, resume, os.fspath(tmp_path)))
+    found = values(in_ranks(2, resume, os.fspath(tmp_path)))
     assert [(plan, nbytes, same) for plan, _, nbytes, same in found] == [("reused", 0, True)] * 2
     assert all(reason.endswith(f"since {tmp_path}/1") for _, reason, _, _ in found)
     assert (tmp_path / "2" / INDEX_NAME).exists()
@@ -90,7 +90,7 @@ def test_the_first_save_after_a_load_reuses_the_plan_of_the_checkpoint(tmp_path:
 def test_a_plan_that_is_not_everywhere_or_no_longer_holds_is_made_again(
     tmp_path: Path, resumed: Any, outcome: str
 ) -> None:
-    found = values(run_ranks(2, resumed, os.fspath(tmp_path)))
+    found = values(in_ranks(2, resumed, os.fspath(tmp_path)))
     assert [(plan, same) for plan, _, _, same in found] == [(outcome, True)] * 2
 
 
@@ -112,7 +112,7 @@ def damaged(path: str) -> Any:
 
 
 def test_a_damaged_plan_costs_a_plan_and_nothing_else(tmp_path: Path) -> None:
-    found = values(run_ranks(2, damaged, os.fspath(tmp_path)))
+    found = values(in_ranks(2, damaged, os.fspath(tmp_path)))
     assert found[0] == found[1]
     assert found[0] in ("built", "rebuilt")
 

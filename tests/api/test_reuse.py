@@ -19,7 +19,7 @@ from robust_dcp.plan.stored_plan import LOADED
 from tests.api.test_cached_plans import FailsWhenTold, blank, check_loads
 from tests.api.verdicts import Verdict, verdict_of
 from tests.harness.fingerprints import differences
-from tests.harness.ranks import run_ranks, values
+from tests.harness.ranks import in_ranks, run_ranks, values
 
 StateDict = dict[str, Any]
 
@@ -46,7 +46,7 @@ def save_repeatedly(directory: str) -> list[str]:
 
 
 def test_a_repeated_save_reuses_the_plan_also_with_a_new_planner(tmp_path: Path) -> None:
-    for outcomes in values(run_ranks(2, save_repeatedly, str(tmp_path))):
+    for outcomes in values(in_ranks(2, save_repeatedly, str(tmp_path))):
         assert outcomes == ["built", "reused", "reused", "reused"]
 
 
@@ -64,7 +64,7 @@ def phases_of_stock_saves(directory: str, no_dist: bool) -> list[list[str]]:
 @pytest.mark.parametrize("no_dist", [False, True])
 def test_a_repeated_stock_save_with_our_parts_plans_nothing(no_dist: bool, tmp_path: Path) -> None:
     commit = ["commit"] if no_dist else []  # else the coordinator commits, and stock tells the others
-    for first, *repeated in values(run_ranks(2, phases_of_stock_saves, str(tmp_path), no_dist)):
+    for first, *repeated in values(in_ranks(2, phases_of_stock_saves, str(tmp_path), no_dist)):
         assert first == ["agree", "structures", "plan", "compare", "compared", "room", "write", *commit]
         assert repeated == [["agree", "write", *commit]] * 2
 
@@ -80,7 +80,7 @@ def alternate(directory: str) -> list[str]:
 
 
 def test_a_model_and_its_ema_that_are_saved_in_turn_are_both_reused(tmp_path: Path) -> None:
-    for outcomes in values(run_ranks(2, alternate, str(tmp_path))):
+    for outcomes in values(in_ranks(2, alternate, str(tmp_path))):
         assert outcomes == ["built", "built", "reused", "reused", "reused", "reused"]
 
 
@@ -98,7 +98,7 @@ def change_one_rank(directory: str, changed_rank: int) -> tuple[str, str, int, A
 
 @pytest.mark.parametrize("changed_rank", [0, 2])
 def test_a_change_on_one_rank_makes_only_that_rank_send_its_structure(changed_rank: int, tmp_path: Path) -> None:
-    outcomes = values(run_ranks(3, change_one_rank, str(tmp_path), changed_rank))
+    outcomes = values(in_ranks(3, change_one_rank, str(tmp_path), changed_rank))
     for rank, (plan, reason, sent, changes) in enumerate(outcomes):
         assert plan == "rebuilt"
         assert "new" in reason and f"rank {changed_rank}" in reason
@@ -128,7 +128,7 @@ def refuse_changes(directory: str) -> tuple[Verdict, str, list[str], int]:
 
 
 def test_a_refused_change_is_the_same_error_everywhere_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
-    outcomes = values(run_ranks(2, refuse_changes, str(tmp_path / "checkpoint")))
+    outcomes = values(in_ranks(2, refuse_changes, str(tmp_path / "checkpoint")))
     for refused, again, _, n_plans in outcomes:
         assert refused.type_name == "StructureChanged"
         assert refused.fields == {"added": ["added"], "removed": ["own 1"], "changed": ["layer0"]}
@@ -185,7 +185,7 @@ class FailingWriter(RobustWriter):
 
 
 def test_a_failed_save_leaves_no_plan_on_any_rank(tmp_path: Path) -> None:
-    for found in values(run_ranks(2, fail_in_every_phase, str(tmp_path))):
+    for found in values(in_ranks(2, fail_in_every_phase, str(tmp_path))):
         assert found == [("RobustCheckpointError", 0)] * 5
 
 
@@ -206,7 +206,7 @@ def reuse_after_failures(directory: str) -> list[str]:
 
 def test_reuse_after_a_failure_loads_what_was_saved(tmp_path: Path) -> None:
     error = "RobustCheckpointError"
-    for outcomes in values(run_ranks(2, reuse_after_failures, str(tmp_path))):
+    for outcomes in values(in_ranks(2, reuse_after_failures, str(tmp_path))):
         # After a commit that failed ranks may not know the same, and forget; the plan of what they loaded last holds.
         assert outcomes == ["built", error, "reused", error, "reused", "reused", error, "reused"]
 
@@ -228,14 +228,14 @@ def log_of_changes(directory: str, mode: str) -> list[str]:
 
 
 def test_a_change_is_logged_in_one_line_that_names_the_keys(tmp_path: Path) -> None:
-    coordinator, other = values(run_ranks(2, log_of_changes, str(tmp_path), "rebuild"))
+    coordinator, other = values(in_ranks(2, log_of_changes, str(tmp_path), "rebuild"))
     assert len(coordinator) == 1 and "\n" not in coordinator[0]
     assert all(word in coordinator[0] for word in ("a.new.key", "layer0", "layer1", "float64"))
     assert other == []
 
 
 def test_a_change_is_not_logged_if_nobody_wants_to_know(tmp_path: Path) -> None:
-    assert values(run_ranks(2, log_of_changes, str(tmp_path), "quiet")) == [[], []]
+    assert values(in_ranks(2, log_of_changes, str(tmp_path), "quiet")) == [[], []]
 
 
 def save_where_a_checkpoint_lies(directory: str) -> list[str]:
@@ -250,7 +250,7 @@ def save_where_a_checkpoint_lies(directory: str) -> list[str]:
 
 
 def test_reused_plans_work_in_a_directory_that_is_saved_to_again(tmp_path: Path) -> None:
-    for files in values(run_ranks(2, save_where_a_checkpoint_lies, str(tmp_path / "checkpoint"))):
+    for files in values(in_ranks(2, save_where_a_checkpoint_lies, str(tmp_path / "checkpoint"))):
         assert ".metadata" in files and not any(name.endswith(".tmp") for name in files)
         # Files of one save: nothing is left of the checkpoints that were replaced.
         assert len({name.split(".", 1)[1] for name in files if name.startswith("__0")}) == 1

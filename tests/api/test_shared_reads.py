@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from robust_dcp.storage.files.disk import OpenFile
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from tests.api.verdicts import Verdict, verdict_of
-from tests.harness.ranks import run_ranks, values
+from tests.harness.ranks import in_ranks, values
 
 StateDict = dict[str, Any]
 
@@ -96,7 +95,7 @@ def load_replicas(directory: str) -> dict[bool, tuple[int, LoadReport]]:
 def test_of_replicas_each_byte_is_read_once(layout: str, tmp_path: Path) -> None:
     robust_dcp.save({**full(1), "step": 7}, storage_writer=RobustWriter(tmp_path, layout=layout), no_dist=True)
     nbytes = sum(value.nbytes for value in full(1).values())
-    outcomes = values(run_ranks(4, load_replicas, str(tmp_path)))
+    outcomes = values(in_ranks(4, load_replicas, str(tmp_path)))
     alone = [outcome[False][0] for outcome in outcomes]
     shared = [outcome[True][0] for outcome in outcomes]
     assert min(alone) > nbytes
@@ -148,7 +147,7 @@ def load_in_all_cuts(directory: str, layout: str) -> list[tuple[str, str, int]]:
 
 @BOTH_LAYOUTS
 def test_however_tensors_are_cut_what_is_loaded_is_what_was_saved(layout: str, tmp_path: Path) -> None:
-    outcomes = values(run_ranks(4, load_in_all_cuts, str(tmp_path), layout))
+    outcomes = values(in_ranks(4, load_in_all_cuts, str(tmp_path), layout))
     for cases in zip(*outcomes, strict=True):
         (saved, wanted, _), shared = cases[0], sum(nbytes for _, _, nbytes in cases)
         # Half of what HSDP's ranks need comes from others, three quarters of whole copies, nothing of shards. What was
@@ -172,7 +171,7 @@ def load_into_odd_targets(directory: str) -> tuple[int, int]:
 
 def test_ranks_share_what_is_converted_to_one_dtype_and_whatever_strides_it_goes_into(tmp_path: Path) -> None:
     robust_dcp.save(full(1), checkpoint_id=tmp_path, no_dist=True)
-    shared, read = zip(*values(run_ranks(5, load_into_odd_targets, str(tmp_path))), strict=True)
+    shared, read = zip(*values(in_ranks(5, load_into_odd_targets, str(tmp_path))), strict=True)
     nbytes = sum(value.nbytes for value in full(1).values())
     assert (shared[0] + shared[2] + shared[3], shared[1] + shared[4]) == (2 * nbytes, nbytes)
     assert 2 * nbytes < sum(read) < 2.3 * nbytes
@@ -189,7 +188,7 @@ def load_a_matrix_in_columns(directory: str) -> int:
 
 
 def test_a_large_tensor_passes_in_pieces_into_memory_of_any_strides(tmp_path: Path) -> None:
-    shared = values(run_ranks(3, load_a_matrix_in_columns, str(tmp_path)))
+    shared = values(in_ranks(3, load_a_matrix_in_columns, str(tmp_path)))
     assert sum(shared) == 2 * 6 * 7 * (1 << 17) * 4 > 2 * BUCKET_NBYTES
 
 
@@ -217,9 +216,9 @@ def load_objects(directory: str, trusted_rank: int | None) -> tuple[int, int]:
 
 def test_an_object_is_read_once_for_all_ranks_with_the_same_trust(tmp_path: Path) -> None:
     robust_dcp.save({f"object.{n}": list(range(1000 * n)) for n in range(8)}, checkpoint_id=tmp_path, no_dist=True)
-    alone, n_objects = values(run_ranks(1, load_objects, str(tmp_path), None))[0]
+    alone, n_objects = values(in_ranks(1, load_objects, str(tmp_path), None))[0]
     for trusted_rank, readers in ((None, 1), (2, 2)):
-        read, handed = zip(*values(run_ranks(3, load_objects, str(tmp_path), trusted_rank)), strict=True)
+        read, handed = zip(*values(in_ranks(3, load_objects, str(tmp_path), trusted_rank)), strict=True)
         assert readers * alone <= sum(read) < (readers + 0.9) * alone
         assert set(handed) == {n_objects}
 
@@ -240,12 +239,12 @@ def load_with_a_planner_that_commits(directory: str) -> int:
 
 def test_a_planner_that_hears_of_each_tensor_has_all_of_them_read(tmp_path: Path) -> None:
     robust_dcp.save(full(1), checkpoint_id=tmp_path, no_dist=True)
-    assert values(run_ranks(2, load_with_a_planner_that_commits, str(tmp_path))) == [0, 0]
+    assert values(in_ranks(2, load_with_a_planner_that_commits, str(tmp_path))) == [0, 0]
 
 
 def test_what_stock_saved_is_shared_as_well(tmp_path: Path) -> None:
     dcp.save({**full(1), "step": 7}, checkpoint_id=tmp_path, no_dist=True)
-    for outcome in values(run_ranks(2, load_replicas, str(tmp_path))):
+    for outcome in values(in_ranks(2, load_replicas, str(tmp_path))):
         assert outcome[True][1].shared_nbytes > 0
 
 
@@ -259,7 +258,7 @@ def load_with_the_default(directory: str) -> list[int]:
 @pytest.mark.parametrize(("ranks_per_node", "shares"), [("1", True), ("2", False)])
 def test_by_default_reads_are_shared_between_nodes(ranks_per_node: str, shares: bool, tmp_path: Path) -> None:
     robust_dcp.save(full(1), checkpoint_id=tmp_path, no_dist=True)
-    outcomes = run_ranks(2, load_with_the_default, str(tmp_path), env={RANKS_PER_NODE: ranks_per_node})
+    outcomes = in_ranks(2, load_with_the_default, str(tmp_path), env={RANKS_PER_NODE: ranks_per_node})
     for by_default, off, on in values(outcomes):
         assert off == 0 < on
         assert by_default == (on if shares else 0)
@@ -275,7 +274,7 @@ def load_with_other_switches(directory: str) -> Verdict:
 
 def test_ranks_with_another_switch_than_the_coordinator_are_named(tmp_path: Path) -> None:
     robust_dcp.save(full(1), checkpoint_id=tmp_path, no_dist=True)
-    for verdict in values(run_ranks(4, load_with_other_switches, str(tmp_path))):
+    for verdict in values(in_ranks(4, load_with_other_switches, str(tmp_path))):
         assert verdict.type_name == "PlanConflict"
         assert verdict.fields == {"key": "share_reads", "ranks": [0, 1, 3]}
         assert "share_reads is None on rank 0, True on rank 1, False on rank 3" in verdict.message
@@ -289,7 +288,7 @@ def load_with_a_number_without_meaning(directory: str) -> Verdict:
 
 def test_a_number_of_ranks_without_meaning_is_an_error_on_all_that_names_rank_and_variable(tmp_path: Path) -> None:
     robust_dcp.save(full(1), checkpoint_id=tmp_path, no_dist=True)
-    for verdict in values(run_ranks(2, load_with_a_number_without_meaning, str(tmp_path))):
+    for verdict in values(in_ranks(2, load_with_a_number_without_meaning, str(tmp_path))):
         assert verdict.failed_ranks == (1,)
         assert f"{RANKS_PER_NODE}='two'" in verdict.message + verdict.failures
 
@@ -308,35 +307,9 @@ def test_damage_is_the_same_error_on_all_ranks(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[data.index(marked)] ^= 1
     path.write_bytes(data)
-    verdicts = [verdict for verdict, _ in values(run_ranks(4, load_what_is_damaged, str(tmp_path)))]
+    verdicts = [verdict for verdict, _ in values(in_ranks(4, load_what_is_damaged, str(tmp_path)))]
     for verdict in verdicts:
         assert verdict.type_name == "CorruptCheckpoint"
         assert verdict.fields["file"] == str(path) and verdict.fields["item"] == "odd at [0]"
         assert len(verdict.failed_ranks) == 1  # the rank that was to read it
         assert verdict.message == verdicts[0].message
-
-
-def die_while_others_load(directory: str, victim: int, phase: str) -> Verdict:
-    reader = RobustReader(directory, share_reads=True, disk=CountingDisk())
-    if dist.get_rank() == victim and phase == "read":
-        reader = RobustReader(directory, share_reads=True, disk=CountingDisk(die_at=1))
-    elif dist.get_rank() == victim:
-        before: Callable[..., Any] = robust_dcp.api.SharedReads.outgoing
-
-        def die(*_: Any) -> Any:
-            os.kill(os.getpid(), signal.SIGKILL)
-            return before(*_)
-
-        robust_dcp.api.SharedReads.outgoing = die  # type: ignore[method-assign]
-    return verdict_of(robust_dcp.load, like(full(1)), storage_reader=reader, timeout_seconds=100)
-
-
-@pytest.mark.parametrize(("victim", "phase"), [(2, "read"), (1, "share"), (0, "share")])
-def test_a_rank_that_is_killed_is_named(victim: int, phase: str, tmp_path: Path) -> None:
-    robust_dcp.save(full(1), checkpoint_id=tmp_path, no_dist=True)
-    outcomes = run_ranks(3, die_while_others_load, str(tmp_path), victim, phase)
-    assert outcomes[victim].exitcode == -signal.SIGKILL
-    for verdict in values([outcome for outcome in outcomes if outcome.rank != victim]):
-        assert verdict.type_name == "ExchangeTimeout"
-        assert verdict.fields["missing_ranks"] == [victim]
-        assert phase in verdict.message

@@ -14,7 +14,7 @@ import robust_dcp
 from robust_dcp import CorruptCheckpoint, RobustReader, RobustWriter
 from robust_dcp.comm import patience
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from tests.harness.ranks import run_ranks, values
+from tests.harness.ranks import in_ranks, values
 
 N_TENSORS = 12
 MEGABYTE = 1 << 20
@@ -58,7 +58,7 @@ def save_and_load_slowly(directory: str) -> tuple[tuple[str, ...], tuple[str, ..
 
 
 def test_a_rank_that_writes_or_reads_slowly_is_waited_for_and_named(tmp_path: Path) -> None:
-    outcomes = values(run_ranks(3, save_and_load_slowly, str(tmp_path / "checkpoint")))
+    outcomes = values(in_ranks(3, save_and_load_slowly, str(tmp_path / "checkpoint")))
     for stragglers in outcomes[0]:
         assert stragglers and all("the slowest is rank 1: " in each for each in stragglers)
         assert " % of 0.01 GiB, " in stragglers[-1] and stragglers[-1].endswith("MiB/s")
@@ -78,5 +78,5 @@ def load_damaged(directory: str) -> int:
 
 
 def test_a_rank_that_reads_stops_when_the_load_has_failed_on_another(tmp_path: Path) -> None:
-    _, n_reads, _ = values(run_ranks(3, load_damaged, str(tmp_path / "checkpoint")))
+    _, n_reads, _ = values(in_ranks(3, load_damaged, str(tmp_path / "checkpoint")))
     assert n_reads < N_TENSORS

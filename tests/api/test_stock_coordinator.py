@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_saver import save_state_dict
 
 from robust_dcp import RobustPlanner, RobustWriter
 from robust_dcp.plan.cache import PLANS
-from tests.harness.ranks import run_ranks, values
+from tests.harness.ranks import in_ranks, values
 
 
 def _save_from(path: str, coordinator_rank: int, value: float) -> None:
@@ -36,4 +36,4 @@ def _save_with_changing_coordinators(path: str) -> list[bool]:
 
 
 def test_a_save_whose_coordinator_is_not_rank_0_is_committed_and_so_is_the_next_with_another(tmp_path: Path) -> None:
-    assert values(run_ranks(3, _save_with_changing_coordinators, str(tmp_path))) == [[True] * 4] * 3
+    assert values(in_ranks(3, _save_with_changing_coordinators, str(tmp_path))) == [[True] * 4] * 3

@@ -22,7 +22,7 @@ from robust_dcp.storage.files.disk import OpenFile
 from robust_dcp.storage.files.paths import LOCK_NAME
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from tests.api.verdicts import Verdict, verdict_of
-from tests.harness.ranks import run_ranks, values
+from tests.harness.ranks import in_ranks, run_ranks, values
 
 StateDict = dict[str, Any]
 N = 300_000
@@ -118,7 +118,7 @@ def test_a_save_that_was_paused_commits_nothing_over_what_others_did_meanwhile(
     tmp_path: Path, what: str, exists: bool
 ) -> None:
     directory = str(tmp_path / "checkpoint")
-    outcomes = values(run_ranks(2, be_paused, directory, what, exists))
+    outcomes = values(in_ranks(2, be_paused, directory, what, exists))
     for verdict, _, _ in outcomes:
         assert verdict.type_name == "StorageError" and "nothing is committed" in verdict.message
     left = outcomes[0][2]
@@ -129,7 +129,7 @@ def test_a_save_that_was_paused_commits_nothing_over_what_others_did_meanwhile(
             load(found, checkpoint_id=directory, no_dist=True)
             assert step_of(found) == 7
     elif exists and what == "somebody writes .metadata":
-        assert values(run_ranks(2, loaded_step, directory)) == [1, 1]
+        assert values(in_ranks(2, loaded_step, directory)) == [1, 1]
     if what == "somebody writes a data file":  # it may be another's by now
         assert any(name.startswith("__1_") for name in left)
 
@@ -160,7 +160,7 @@ def save_twice_at_once(directory: str, locks: bool) -> tuple[list[str], int]:
 
 @pytest.mark.parametrize("locks", [True, False])
 def test_of_two_jobs_that_save_at_once_each_is_told_the_truth(tmp_path: Path, locks: bool) -> None:
-    one, other = (verdicts for verdicts, _ in values(run_ranks(2, save_twice_at_once, str(tmp_path / "c"), locks)))
+    one, other = (verdicts for verdicts, _ in values(in_ranks(2, save_twice_at_once, str(tmp_path / "c"), locks)))
     for verdicts in zip(one, other, strict=True):
         assert "" in verdicts  # what is there is what one of them was told that it has saved
 
@@ -265,12 +265,12 @@ def load_while_it_is_overwritten(directory: str, saves: int) -> tuple[Verdict, i
 
 
 def test_a_load_whose_files_are_replaced_starts_over_and_gets_the_new_ones(tmp_path: Path) -> None:
-    for verdict, step in values(run_ranks(2, load_while_it_is_overwritten, str(tmp_path / "c"), 1)):
+    for verdict, step in values(in_ranks(2, load_while_it_is_overwritten, str(tmp_path / "c"), 1)):
         assert (verdict.type_name, step) == ("", 50)
 
 
 def test_a_load_that_is_overwritten_again_and_again_says_so(tmp_path: Path) -> None:
-    for verdict, _ in values(run_ranks(2, load_while_it_is_overwritten, str(tmp_path / "c"), 2)):
+    for verdict, _ in values(in_ranks(2, load_while_it_is_overwritten, str(tmp_path / "c"), 2)):
         assert verdict.type_name == "StorageError" and "was overwritten while it was loaded" in verdict.message
 
 

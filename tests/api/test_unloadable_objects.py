@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter
 from tests.api.verdicts import Verdict, verdict_of
-from tests.harness.ranks import run_ranks, values
+from tests.harness.ranks import in_ranks, values
 
 
 class Own:
@@ -60,7 +60,7 @@ def save_with_warnings(directory: str, how: str, mode: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("how", ["ours", "stock"])
 def test_one_warning_a_save_names_key_class_rank_and_what_to_do(how: str, tmp_path: Path) -> None:
-    first, second = values(run_ranks(2, save_with_warnings, str(tmp_path), how, "warn"))
+    first, second = values(in_ranks(2, save_with_warnings, str(tmp_path), how, "warn"))
     assert second == [[], []]
     for messages in first:  # the plan of the second save is reused
         (message,) = messages
@@ -70,7 +70,7 @@ def test_one_warning_a_save_names_key_class_rank_and_what_to_do(how: str, tmp_pa
 
 
 def test_nothing_is_said_if_that_is_asked_for(tmp_path: Path) -> None:
-    assert values(run_ranks(2, save_with_warnings, str(tmp_path), "ours", "ignore")) == [[[], []]] * 2
+    assert values(in_ranks(2, save_with_warnings, str(tmp_path), "ours", "ignore")) == [[[], []]] * 2
 
 
 def refuse_to_save(directory: str) -> tuple[Verdict | None, list[str]]:
@@ -82,7 +82,7 @@ def refuse_to_save(directory: str) -> tuple[Verdict | None, list[str]]:
 
 
 def test_as_an_error_it_is_the_same_on_all_ranks_and_nothing_is_left(tmp_path: Path) -> None:
-    (one, left), (other, _) = values(run_ranks(2, refuse_to_save, str(tmp_path / "c")))
+    (one, left), (other, _) = values(in_ranks(2, refuse_to_save, str(tmp_path / "c")))
     assert one == other and one is not None and left == []
     assert "UnsafeCheckpoint" in str(one) and "'own'" in str(one) and "Own" in str(one)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pty
-import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from robust_dcp.cli.output import size
 from robust_dcp.cli.parser import COMMANDS
 from tests.cli.commands import Shell
 
@@ -144,57 +142,3 @@ def test_names_of_files_that_are_no_text_are_shown_and_can_be_used(
     words = ["--to", "safetensors", "--exclude", "*complex"]
     assert shell("convert", path, root / "converted", *words, "--json").json["target"] == str(root / "converted")
     assert shell("diff", path, root / "converted", "model.weight", "--values", "--json").json["are_equal"]
-
-
-def test_bash_completes_what_is_typed_once_completion_is_installed(tmp_path: Path) -> None:
-    program = """
-    robust-dcp --install-completion > /dev/null
-    . ~/.bashrc
-    for words in "prune --keep-" "convert a b --to " "inspect --ran" "ver"; do
-        COMP_WORDS=(robust-dcp ${words% } $([[ $words == *" " ]] && echo "''")) COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
-        _robust_dcp_completion robust-dcp
-        echo ${COMPREPLY[@]}
-    done
-    """
-    ran = subprocess.run(
-        ["bash", "-c", program],
-        env={
-            **os.environ,
-            "HOME": str(tmp_path),
-            "SHELL": "/bin/bash",
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        },
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    found = [set(line.split()) for line in ran.stdout.splitlines()]
-    assert found == [
-        {"--keep-last", "--keep-every", "--keep-best"},
-        {"dcp", "safetensors", "torch"},
-        {"--ranks"},
-        {"verify"},
-    ], ran
-
-
-def test_a_terminal_shows_how_far_a_long_command_is(originals: Path) -> None:
-    said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", in_a_terminal("verify", originals / "ours", COLUMNS="120"))
-    assert re.search(r"verify \[#+ *\] \d\.\d/0\.6 MiB", said)
-    quiet = in_a_terminal("verify", originals / "ours", "--json", COLUMNS="120")
-    assert "/s" not in quiet and quiet.lstrip().startswith("{")
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1536, "1.5 KiB"),
-        (3 << 30, "3.0 GiB"),
-        (5 << 40, "5.0 TiB"),
-        (5 << 50, "5120.0 TiB"),
-    ],
-)
-def test_a_size_is_told_in_the_largest_unit_that_is_not_too_large(nbytes: int, text: str) -> None:
-    assert size(nbytes) == text

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from robust_dcp.cli.output import age
 from robust_dcp.cli.parser import store_option
 from tests.cli.commands import Shell
 
@@ -59,13 +57,6 @@ def test_options_reach_the_store_and_a_copy_says_how_much_it_has_sent(originals:
     assert ended.code == 0 and "0 files, 0 B were there already" in ended.out
     again = shell("copy", originals / "ours", "memory://cli/step_1")
     assert again.code == 0 and "Sent 0 files" in again.out
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(3, "3 s"), (600, "10 min"), (3 * 3600, "3 h"), (5 * 86400, "5 days"), (-60, "0 s")]
-)
-def test_an_age_is_told_in_the_unit_that_people_would_take(seconds: float, text: str) -> None:
-    assert age(time.time() - seconds) == f"{text} ago"
 
 
 class TestPrune:

@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 import robust_dcp
 from robust_dcp import RobustReader, RobustWriter
-from tests.api.test_reshard import laid_out
 from tests.gpu.device import on_device
 from tests.harness.fingerprints import differences
 from tests.harness.ranks import run_ranks, values
 from tests.harness.state_dicts import KINDS
+from tests.promises.test_round_trips import laid_out
 
 pytestmark = pytest.mark.gpu
 

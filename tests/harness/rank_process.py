@@ -1,4 +1,4 @@
-"""The life of one rank: environment, process group, the test's function, its outcome, the exit.
+"""The life of a process of ranks: environment, process group, the test's function, its outcome; the next; the exit.
 
 Only :mod:`tests.harness.ranks` starts it. That module also decides how long to wait and which rank to kill.
 """
@@ -22,7 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["ALL_STACKS_SIGNAL", "STACK_SIGNAL", "RankError", "RankTask", "run_rank"]
+from tests.harness.leftovers import Leftovers
+
+__all__ = ["ALL_STACKS_SIGNAL", "STACK_SIGNAL", "RankError", "RankTask", "serve"]
 
 STACK_SIGNAL = signal.SIGUSR2
 """On this signal a rank writes the stack of its main thread to its output, even if it is stuck in C code."""
@@ -73,38 +75,49 @@ class RankTask:
     output_path: str
     init: bool
     group_timeout_seconds: float
+    comes_back: bool
 
 
-def run_rank(task: RankTask, parent: Connection) -> None:
-    """Run ``task``, send ``pickle((value, RankError | None))`` to ``parent``, and exit when ``parent`` closes.
+def serve(parent: Connection) -> None:
+    """Run the tasks that ``parent`` sends, and exit when it closes the connection.
 
-    A rank that is done stays until the parent closes the connection, as a training process goes on after a save. If it
-    exited at once, the ranks that still work would see its connections close.
+    The answer to a task is ``pickle((value, RankError | None))``. The rank stays in its group until the parent asks it
+    to leave, as a training process goes on after a save. If it left at once, the ranks that still work would see its
+    connections close. To that it answers whether it is again as it was, so that it can be another rank.
     """
-    _become_a_rank(task)
-    value: Any = None
+    os.setpgid(0, 0)  # the parent kills a rank together with the processes that it started
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a rank must not outlive an interrupted pytest
+    torch.set_num_threads(1)
     error: RankError | None = None
-    try:
-        function, args = pickle.loads(task.call)
-        if task.init:
-            timeout = datetime.timedelta(seconds=task.group_timeout_seconds)
-            dist.init_process_group("gloo", timeout=timeout)
-        value = function(*args)
-    except BaseException as caught:  # CheckpointException does not derive from Exception
-        error = _describe(caught)
-    parent.send_bytes(_encode(value, error))
     with contextlib.suppress(EOFError, OSError):
-        parent.recv_bytes()
+        while True:
+            task: RankTask = pickle.loads(parent.recv_bytes())
+            before = Leftovers() if task.comes_back else None
+            _become_a_rank(task)
+            value, error = _run(task)
+            parent.send_bytes(_encode(value, error))
+            parent.recv_bytes()
+            assert before is not None
+            parent.send_bytes(pickle.dumps(before.clear_away()))
     sys.stdout.flush()
     sys.stderr.flush()
     # This skips the interpreter's shutdown, which would wait for threads that a test has blocked on purpose.
     os._exit(0 if error is None else 1)
 
 
+def _run(task: RankTask) -> tuple[Any, RankError | None]:
+    try:
+        function, args = pickle.loads(task.call)
+        if task.init:
+            timeout = datetime.timedelta(seconds=task.group_timeout_seconds)
+            dist.init_process_group("gloo", timeout=timeout)
+        return function(*args), None
+    except BaseException as caught:  # CheckpointException does not derive from Exception
+        return None, _describe(caught)
+
+
 def _become_a_rank(task: RankTask) -> None:
-    os.setpgid(0, 0)  # the parent kills a rank together with the processes that it started
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a rank must not outlive an interrupted pytest
     output = os.open(task.output_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -118,7 +131,6 @@ def _become_a_rank(task: RankTask) -> None:
     os.environ.clear()
     os.environ.update(task.env)
     os.chdir(task.directory)
-    torch.set_num_threads(1)
 
 
 def _describe(error: BaseException) -> RankError:

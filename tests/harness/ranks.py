@@ -14,6 +14,7 @@ of all ranks.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import functools
@@ -34,11 +35,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.harness.rank_process import ALL_STACKS_SIGNAL, STACK_SIGNAL, RankError, RankTask, run_rank
+from tests.harness.rank_process import ALL_STACKS_SIGNAL, STACK_SIGNAL, RankError, RankTask, serve
 
-__all__ = ["Outcome", "RankError", "RanksOverran", "errors", "run_ranks", "values"]
+__all__ = ["Outcome", "RankError", "RanksOverran", "errors", "in_ranks", "run_ranks", "values"]
 
 _STACKS_WITHIN_SECONDS = 2.0
+_GONE_WITHIN_SECONDS = 10.0
+_BACK_WITHIN_SECONDS = 20.0
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -84,7 +87,7 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     failed_ranks_stay_seconds: float = 1.0,
 ) -> list[Outcome]:
-    """Call ``function(*args)`` in ``world_size`` processes, one for each rank, and return their outcomes in order.
+    """Call ``function(*args)`` in ``world_size`` new processes, one for each rank, and return their outcomes in order.
 
     The ranks have the environment and directory that the caller has now (``monkeypatch.setenv`` works), and the
     variables that ``torchrun`` sets (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ...). As with
@@ -104,31 +107,104 @@ def run_ranks(
     Raises:
         RanksOverran: some rank was still running after ``timeout_seconds``.
     """
-    call = pickle.dumps((function, args))
-    context = _context()
-    deadline = time.monotonic() + timeout_seconds
-    with tempfile.TemporaryDirectory(prefix="ranks-") as directory, _store(timeout_seconds) as port:
+    group_seconds = timeout_seconds if group_timeout_seconds is None else group_timeout_seconds
+    with _tasks(world_size, (function, args), timeout_seconds, group_seconds, init, env or {}) as tasks:
         ranks: list[_Rank] = []
         try:
-            for rank in range(world_size):
-                task = RankTask(
-                    rank=rank,
-                    call=call,
-                    env=_rank_environment(rank, world_size, port, env or {}),
-                    directory=os.getcwd(),
-                    output_path=os.path.join(directory, f"rank{rank}.txt"),
-                    init=init,
-                    group_timeout_seconds=timeout_seconds if group_timeout_seconds is None else group_timeout_seconds,
-                )
-                ranks.append(_Rank(context, task))
-            _watch(ranks, deadline, failed_ranks_stay_seconds)
-            if any(rank.exitcode is None for rank in ranks):
-                _dump_stacks(ranks)
-                raise RanksOverran(_overrun_message(ranks, timeout_seconds))
+            for task in tasks:
+                ranks.append(_Rank())
+                ranks[-1].begin(task)
+            _watch(ranks, time.monotonic() + timeout_seconds, failed_ranks_stay_seconds)
+            _raise_if(any(rank.exitcode is None for rank in ranks), ranks, timeout_seconds)
             return [rank.outcome() for rank in ranks]
         finally:
             for process in ranks:
                 process.end()
+
+
+def in_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_seconds: float = 60,
+    env: Mapping[str, str] | None = None,
+) -> list[Outcome]:
+    """As :func:`run_ranks`, in processes that have been other ranks before, and will be again.
+
+    Each call has a process group of its own. What a scenario saved, loaded and said before is forgotten. A process that
+    was killed, or that has other functions, threads, signal handlers, limits or children than before, is replaced.
+    """
+    with _tasks(
+        world_size, (function, args), timeout_seconds, timeout_seconds, True, env or {}, comes_back=True
+    ) as tasks:
+        ranks = [_idle.pop() if _idle else _Rank() for _ in tasks]
+        try:
+            for rank, task in zip(ranks, tasks, strict=True):
+                rank.begin(task)
+            deadline = time.monotonic() + timeout_seconds
+            while running := [rank for rank in ranks if rank.is_running]:
+                wait(
+                    [each for rank in running for each in (rank.connection, rank.process.sentinel)],
+                    timeout=max(0.0, deadline - time.monotonic()),
+                )
+                for rank in running:
+                    rank.receive()
+                _raise_if(
+                    time.monotonic() > deadline and any(rank.is_running for rank in ranks), ranks, timeout_seconds
+                )
+            outcomes = [rank.outcome() for rank in ranks]
+            for rank in ranks:
+                rank.ask_back()
+            _idle.extend([rank for rank in ranks if rank.has_come_back()])
+            return outcomes
+        finally:
+            for rank in ranks:
+                if rank not in _idle:
+                    rank.end()
+
+
+_idle: list[_Rank] = []
+
+
+@atexit.register
+def _end_the_idle() -> None:
+    while _idle:
+        _idle.pop().end()
+
+
+@contextlib.contextmanager
+def _tasks(
+    world_size: int,
+    call: tuple[Callable[..., Any], tuple[Any, ...]],
+    timeout_seconds: float,
+    group_timeout_seconds: float,
+    init: bool,
+    env: Mapping[str, str],
+    comes_back: bool = False,
+) -> Iterator[list[RankTask]]:
+    """What each rank is to do. Their outputs and the store of their group last as long as the block."""
+    pickled = pickle.dumps(call)
+    _context()
+    with tempfile.TemporaryDirectory(prefix="ranks-") as directory, _store(timeout_seconds) as port:
+        yield [
+            RankTask(
+                rank=rank,
+                call=pickled,
+                env=_rank_environment(rank, world_size, port, env),
+                directory=os.getcwd(),
+                output_path=os.path.join(directory, f"rank{rank}.txt"),
+                init=init,
+                group_timeout_seconds=group_timeout_seconds,
+                comes_back=comes_back,
+            )
+            for rank in range(world_size)
+        ]
+
+
+def _raise_if(have_overrun: bool, ranks: Sequence[_Rank], timeout_seconds: float) -> None:
+    if have_overrun:
+        _dump_stacks(ranks)
+        raise RanksOverran(_overrun_message(ranks, timeout_seconds))
 
 
 def values(outcomes: Sequence[Outcome]) -> list[Any]:
@@ -156,16 +232,22 @@ def errors(outcomes: Sequence[Outcome], ranks: Sequence[int] | None = None) -> l
 
 
 class _Rank:
-    """One process, and the connection over which it sends its outcome. Closing the connection lets the process exit."""
+    """One process, and the connection over which it gets tasks and sends outcomes. It exits when that is closed."""
 
-    def __init__(self, context: Any, task: RankTask) -> None:
-        self.task = task
+    task: RankTask
+    result: tuple[Any, RankError | None] | None
+
+    def __init__(self) -> None:
+        context = _context()
         self.connection: Connection
         self.connection, theirs = context.Pipe(duplex=True)
-        self.result: tuple[Any, RankError | None] | None = None
-        self.process: BaseProcess = context.Process(target=run_rank, args=(task, theirs), name=f"rank{task.rank}")
+        self.process: BaseProcess = context.Process(target=serve, args=(theirs,), name="rank")
         self.process.start()
         theirs.close()
+
+    def begin(self, task: RankTask) -> None:
+        self.task, self.result = task, None
+        self.connection.send_bytes(pickle.dumps(task))
 
     @property
     def exitcode(self) -> int | None:
@@ -179,9 +261,22 @@ class _Rank:
     def receive(self) -> None:
         """Receive the outcome if there is one. A killed rank leaves none, or half of one."""
         if self.result is None and not self.connection.closed:
-            with contextlib.suppress(EOFError, OSError):
+            try:
                 if self.connection.poll():
                     self.result = pickle.loads(self.connection.recv_bytes())
+            except (EOFError, OSError):
+                self.process.join(_GONE_WITHIN_SECONDS)
+
+    def ask_back(self) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.send_bytes(b"")
+
+    def has_come_back(self) -> bool:
+        """Whether the process has left its group, and is as it was."""
+        try:
+            return self.connection.poll(_BACK_WITHIN_SECONDS) and bool(pickle.loads(self.connection.recv_bytes()))
+        except (EOFError, OSError):
+            return False
 
     def let_go(self) -> None:
         self.connection.close()
@@ -192,7 +287,8 @@ class _Rank:
 
     def outcome(self) -> Outcome:
         value, error = self.result or (None, None)
-        return Outcome(self.task.rank, value, error, self.process.exitcode or 0, self.output())
+        exitcode = self.process.exitcode if self.result is None else int(error is not None)
+        return Outcome(self.task.rank, value, error, exitcode or 0, self.output())
 
     def end(self) -> None:
         """Kill the rank and all processes that it started. They may still run after the rank itself has ended."""

@@ -288,6 +288,18 @@ def _in_two_dimensions(model: nn.Module) -> nn.Module:
     return model
 
 
+def tied(seed: int) -> StateDict:
+    """One parameter under two names, and a model that holds one twice, as embeddings do."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    _filled(model, seed)
+    return {"model": model.state_dict(), "again": model[0].weight}
+
+
+def data_parallel(seed: int) -> StateDict:
+    return {"training": _Training(nn.parallel.DistributedDataParallel(_Net()), seed)}
+
+
 KINDS: dict[str, Callable[[int], StateDict]] = {
     function.__name__: function
     for function in (
@@ -300,6 +312,8 @@ KINDS: dict[str, Callable[[int], StateDict]] = {
         objects,
         stateful,
         sharded_tensor,
+        tied,
+        data_parallel,
         dtensors,
         fsdp2,
         fsdp2_and_tensor_parallel,

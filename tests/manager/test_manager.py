@@ -25,7 +25,7 @@ from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.files.what_is_there import TRACKER_NAME
 from tests.harness.damage import cut_short, data_files
 from tests.harness.faults import fail_in
-from tests.harness.ranks import errors, run_ranks, values
+from tests.harness.ranks import errors, in_ranks, values
 
 
 def state(step: int) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def save_steps(root: str, steps: list[int], options: dict[str, Any], is_async: b
 def test_what_a_policy_keeps_stays_and_so_does_the_newest(
     options: dict[str, Any], kept: list[int], is_async: bool, tmp_path: Path
 ) -> None:
-    found = values(run_ranks(2, save_steps, str(tmp_path), [10, 20, 30, 40, 50], options, is_async))
+    found = values(in_ranks(2, save_steps, str(tmp_path), [10, 20, 30, 40, 50], options, is_async))
     assert found == [kept, kept]
 
 
@@ -106,7 +106,7 @@ def save_with_a_broken_policy(root: str) -> list[int]:
 
 
 def test_a_policy_that_raises_fails_no_save_and_removes_nothing(tmp_path: Path) -> None:
-    assert values(run_ranks(2, save_with_a_broken_policy, str(tmp_path))) == [[1, 2], [1, 2]]
+    assert values(in_ranks(2, save_with_a_broken_policy, str(tmp_path))) == [[1, 2], [1, 2]]
 
 
 def load_what_is_there(root: str) -> tuple[int, float, list[str]]:
@@ -119,21 +119,21 @@ def load_what_is_there(root: str) -> tuple[int, float, list[str]]:
 def test_if_the_latest_is_damaged_the_newest_one_that_is_whole_is_loaded_and_the_others_are_named(
     tmp_path: Path,
 ) -> None:
-    values(run_ranks(2, save_steps, str(tmp_path), [10, 20, 30], {}))
+    values(in_ranks(2, save_steps, str(tmp_path), [10, 20, 30], {}))
     cut_short(data_files(tmp_path / "step_30")[1], 3000)
     (tmp_path / "step_20" / ".metadata").write_bytes(b"nonsense")
     (tmp_path / "step_20" / ".robust_dcp.index").unlink()
-    for step, value, reasons in values(run_ranks(2, load_what_is_there, str(tmp_path))):
+    for step, value, reasons in values(in_ranks(2, load_what_is_there, str(tmp_path))):
         assert (step, value) == (10, 10.0)
         assert "__" in reasons[0] and ".metadata" in reasons[1]
 
 
 def test_if_all_are_damaged_each_is_named_with_what_is_wrong(tmp_path: Path) -> None:
-    values(run_ranks(2, save_steps, str(tmp_path), [10, 20], {}))
+    values(in_ranks(2, save_steps, str(tmp_path), [10, 20], {}))
     for step in (10, 20):
         for path in data_files(tmp_path / f"step_{step}"):
             path.unlink()
-    for error in errors(run_ranks(2, load_what_is_there, str(tmp_path))):
+    for error in errors(in_ranks(2, load_what_is_there, str(tmp_path))):
         assert error.type_name == "CorruptCheckpoint"
         assert "none of the 2 checkpoints" in error.message
         assert "step_10" in error.message and "step_20" in error.message
@@ -162,7 +162,7 @@ def fail_to_save(root: str) -> str:
 
 
 def test_a_save_that_fails_moves_nothing_and_removes_nothing(tmp_path: Path) -> None:
-    for told in values(run_ranks(2, fail_to_save, str(tmp_path))):
+    for told in values(in_ranks(2, fail_to_save, str(tmp_path))):
         assert "rank 1 fails" in told and told.endswith("[1] 1")
 
 
@@ -181,7 +181,7 @@ def fail_to_move_latest(root: str) -> str:
 
 
 def test_if_latest_cannot_move_all_ranks_are_told(tmp_path: Path) -> None:
-    for told in values(run_ranks(2, fail_to_move_latest, str(tmp_path))):
+    for told in values(in_ranks(2, fail_to_move_latest, str(tmp_path))):
         assert "is committed" in told and "latest" in told
 
 
@@ -287,8 +287,8 @@ def save_and_be_killed(root: str) -> None:
 
 
 def test_what_a_crashed_save_has_left_is_removed_but_for_files_that_are_not_ours(tmp_path: Path) -> None:
-    run_ranks(1, save_and_be_killed, str(tmp_path))
-    run_ranks(1, save_and_be_killed, str(tmp_path / "other"))
+    in_ranks(1, save_and_be_killed, str(tmp_path))
+    in_ranks(1, save_and_be_killed, str(tmp_path / "other"))
     (tmp_path / "other" / "step_5" / "notes.txt").write_text("mine")
     assert data_files(tmp_path / "step_5")
     CheckpointManager(tmp_path, keep_last=1).save(6, state(6))
@@ -322,7 +322,7 @@ def save_with_two_managers(root: str) -> list[int]:
 
 
 def test_two_managers_on_one_root_lose_nothing_that_both_keep(tmp_path: Path) -> None:
-    values(run_ranks(2, save_with_two_managers, str(tmp_path)))
+    values(in_ranks(2, save_with_two_managers, str(tmp_path)))
     manager = CheckpointManager(tmp_path, keep_last=2)
     assert [each.step for each in manager.checkpoints()][-2:] == [18, 19]
     found = {"w": torch.zeros(1000)}

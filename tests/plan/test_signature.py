@@ -196,18 +196,6 @@ def test_no_field_of_a_table_is_left_out_of_its_signature(
 
 
 @settings(max_examples=25)
-@given(rank_items())
-@pytest.mark.parametrize("field", [field.name for field in fields(StructureTable)])
-def test_an_empty_field_of_a_table_is_not_a_full_one(field: str, drawn: tuple[list[Item], dict[str, Path]]) -> None:
-    items, paths = drawn
-    one = _full_table(items, paths)
-    value = getattr(one, field)
-    empty = None if isinstance(value, Paths) else value[:0]
-    assume(not isinstance(value, np.ndarray) or value.size)
-    assert StructureSignature.of(replace(one, **{field: empty}), CONTEXT) != StructureSignature.of(one, CONTEXT)
-
-
-@settings(max_examples=25)
 @given(st.data())
 @pytest.mark.parametrize("field", [field.name for field in fields(PlanContext)])
 def test_no_field_of_a_context_is_left_out_of_the_signature(field: str, data: st.DataObject) -> None:
@@ -303,14 +291,6 @@ def test_options_are_told_apart_by_type_and_not_by_order() -> None:
     assert len({signature(option=value).value for value in _OPTIONS.values()}) == len(_OPTIONS)
     assert signature(a=1, b=2) == signature(b=2, a=1)
     assert signature(a=1, b=2) != signature(a=2, b=1)
-
-
-def test_bytes_cannot_move_from_one_column_to_the_next_unseen() -> None:
-    one = table(chunk("w", [8, 4], [0, 0], [4, 4]))
-    swapped = replace(one, offsets=one.sizes, sizes=one.offsets)
-    merged = replace(one, shapes=np.concatenate([one.shapes, one.offsets]), offsets=one.offsets[:0])
-    signatures = {StructureSignature.of(structure, CONTEXT).value for structure in (one, swapped, merged)}
-    assert len(signatures) == 3
 
 
 def test_a_signature_is_128_bits_and_prints_as_hex() -> None:
