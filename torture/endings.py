@@ -1,0 +1,140 @@
+"""Processes that end as Python does, after one of them was killed: ``python -m torture.endings --trials 200 --seed 1``.
+
+In each trial 3 to 5 processes save, and one of them is killed by SIGKILL: before the first save, between two saves, or
+while it writes. The others get an exception, which some catch and some do not, and run to the end of Python with all
+its exit handlers. Each has to end with exit code 1, and none by a signal. Rank 0 hosts the store.
+
+The processes are forked from this one, which has imported torch and started no thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import faulthandler
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import robust_dcp
+from tests.promises.programs import free_port
+
+__all__ = ["WHEN", "Trial", "make_trial", "run_trial"]
+
+WHEN = ("before the first save", "between two saves", "while it writes")
+_LIMIT_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What happens: ``victim`` is killed ``when``; the others catch what the save raises, or do not."""
+
+    seed: int
+    size: int
+    victim: int
+    when: str
+    is_caught: bool
+
+
+def make_trial(seed: int) -> Trial:
+    """The trial number ``seed``."""
+    rng = random.Random(f"ending {seed}")
+    size = rng.randint(3, 5)
+    return Trial(seed, size, rng.randrange(size), rng.choice(WHEN), rng.random() < 0.5)
+
+
+def run_trial(trial: Trial, directory: str) -> dict[int, int]:
+    """Run it. Return the exit code of each rank; a signal is negative. A rank that takes too long gets SIGABRT.
+
+    In a rank this raises what ends the process.
+    """
+    port, pids = free_port(), []
+    for rank in range(trial.size):
+        pid = os.fork()
+        if pid == 0:
+            _be_rank(trial, rank, port, directory)
+            raise SystemExit("no rank was lost")
+        pids.append(pid)
+    codes: dict[int, int] = {}
+    until = time.monotonic() + _LIMIT_SECONDS
+    while len(codes) < trial.size:
+        for rank, pid in enumerate(pids):
+            ended, status = os.waitpid(pid, os.WNOHANG) if rank not in codes else (0, 0)
+            if ended:
+                codes[rank] = os.waitstatus_to_exitcode(status)
+            elif rank not in codes and time.monotonic() > until:
+                os.kill(pid, signal.SIGABRT)
+        time.sleep(0.02)
+    return codes
+
+
+def _be_rank(trial: Trial, rank: int, port: int, directory: str) -> None:
+    output = os.open(f"{directory}/rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.enable()
+    store = dist.TCPStore("127.0.0.1", port, trial.size, is_master=rank == 0, timeout=datetime.timedelta(seconds=40))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=trial.size)
+    dist.barrier()
+
+    def die(event: object = None) -> None:
+        if rank == trial.victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    # Whoever dies before the first save is missed at the timeout only.
+    timeout_seconds = 4.0 if trial.when == WHEN[0] else 60.0
+
+    def save(step: int) -> None:
+        state = {f"own{rank}": torch.full((100_000,), float(step)), "shared": torch.ones(10)}
+        robust_dcp.save(state, checkpoint_id=f"{directory}/{step}", timeout_seconds=timeout_seconds)
+
+    try:
+        if trial.when == WHEN[0]:
+            die()
+        save(1)
+        if trial.when == WHEN[1]:
+            die()
+        robust_dcp.on_event(lambda event: die() if event.name == "progress" else None)
+        save(2)
+    except robust_dcp.ExchangeError:
+        if trial.is_caught:
+            sys.exit(1)
+        raise
+
+
+def main() -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    counts: Counter[str] = Counter()
+    n_wrong = 0
+    for seed in range(arguments.seed, arguments.seed + arguments.trials):
+        trial = make_trial(seed)
+        directory = tempfile.mkdtemp(prefix="endings-")  # the ranks must not remove it when they end
+        codes = run_trial(trial, directory)
+        survivors = [codes.get(rank) for rank in range(trial.size) if rank != trial.victim]
+        counts.update(f"exit code {code}" for code in survivors)
+        if codes.get(trial.victim) != -signal.SIGKILL or set(survivors) != {1}:
+            n_wrong += 1
+            print(trial, codes, flush=True)
+            for path in sorted(Path(directory).glob("rank*.txt")):
+                print(f"--- {path.name}\n{path.read_text()[-4000:]}", flush=True)
+        shutil.rmtree(directory)
+    print(f"{arguments.trials} kills, {n_wrong} wrong; the survivors ended with {dict(counts)}")
+    return int(n_wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
