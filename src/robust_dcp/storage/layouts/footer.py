@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from robust_dcp.storage.records.block_sums import SUM_NBYTES, BlockSums, block_counts
+from robust_dcp.storage.records.block_sums import SUM_NBYTES, BlockSums, block_counts, joined
 from robust_dcp.storage.records.checksum import crc32
 
 __all__ = ["TAIL_NBYTES", "FileSums", "Footer", "SumColumns", "Tail", "footer_of", "item_id", "seed_of"]
@@ -212,6 +212,28 @@ class Footer:
             return None
         first, last = self._first[row : row + 2].tolist()
         return BlockSums(offset - item_offset, nbytes, self.tail.block_nbytes, columns.crcs[first:last].tolist())
+
+    def crc32s_at(self, begin: Int64) -> list[int]:
+        """The CRC-32 of the data of the items in some records, for each of which :meth:`items_at` has found an item.
+
+        Args:
+            begin: int64 ``[n]``, where the records begin in the file.
+
+        Raises:
+            ValueError: the columns are damaged. The message says how.
+        """
+        columns = self.columns()
+        rows = np.minimum(np.searchsorted(columns.offset, begin), max(len(columns.offset) - 1, 0))
+        first, last = self._first[rows], self._first[rows + 1]
+        if (last - first <= 1).all() and len(columns.crcs):
+            crcs = columns.crcs[np.minimum(first, len(columns.crcs) - 1)]
+            found: list[int] = np.where(last > first, crcs, 0).astype(np.int64).tolist()
+            return found
+        block = self.tail.block_nbytes
+        return [
+            joined(columns.crcs[low:high].tolist(), nbytes, block)
+            for low, high, nbytes in zip(first.tolist(), last.tolist(), columns.nbytes[rows].tolist(), strict=True)
+        ]
 
     def columns(self) -> SumColumns:
         """The checksums of all items of the file.

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from robust_dcp.staging import Block, copy_bytes
+from robust_dcp.storage.layouts.footer import Footer
 from robust_dcp.storage.layouts.read_head import FileHead
 from robust_dcp.storage.reading.data_file import DataFile
 from robust_dcp.storage.reading.item_bytes import ItemInMemory
@@ -32,7 +34,8 @@ __all__ = ["BlockItems", "Stretch"]
 class Stretch(NamedTuple):
     """Bytes of a file in memory: ``nbytes`` bytes that begin at ``offset`` in the file and at ``start`` in ``block``.
 
-    If the file holds raw bytes, ``head`` describes its items.
+    If the file holds raw bytes, ``head`` describes its items. ``footer`` is that of a file of records that we wrote;
+    ``None`` if nothing is verified.
     """
 
     file: str
@@ -41,6 +44,7 @@ class Stretch(NamedTuple):
     start: int
     nbytes: int
     head: FileHead | None = None
+    footer: Footer | None = None
 
 
 class BlockItems:
@@ -55,6 +59,10 @@ class BlockItems:
         self._verification = verification
         self._trusted = trusted
         self._forms = forms
+
+    def footer_of(self, file: DataFile) -> Footer | None:
+        """The footer of a file, with which its records are compared."""
+        return None if self._verification.verify is False else file.footer
 
     def tensor(self, stretch: Stretch, read: Read, target: torch.Tensor | None) -> torch.Tensor | None:
         """The part of a tensor that ``read`` asks for.
@@ -88,7 +96,9 @@ class BlockItems:
         at = stretch.start + first
         view = stretch.block.view[at : at + found]
         raw = read.in_head(stretch.head, stretch.file)
-        return ItemInMemory(stretch.file, read.name, view, nbytes=read.nbytes, offset=read.offset, raw=raw)
+        return ItemInMemory(
+            stretch.file, read.name, view, nbytes=read.nbytes, offset=read.offset, raw=raw, footer=stretch.footer
+        )
 
     def read_into(
         self, file: DataFile, group: ReadGroup, targets: Sequence[torch.Tensor], block: Block
@@ -110,7 +120,7 @@ class BlockItems:
             return [None] * len(targets)
         # The records have another form, one is damaged, or the file ends early. Read all, and let ``tensor`` find out.
         at, found = file.read_block(block, group.start, group.end - group.start)
-        stretch = Stretch(file.path, group.start, block, at, found, head)
+        stretch = Stretch(file.path, group.start, block, at, found, head, self.footer_of(file))
         return [self.tensor(stretch, read, target) for read, target in zip(group.reads, targets, strict=True)]
 
     def _is_read_straight(
@@ -131,7 +141,7 @@ class BlockItems:
         scattered, found = file.read_scattered(block, group.start, nbytes, wanted)
         if found < nbytes:
             return False
-        stretch = Stretch(file.path, group.start, block, scattered.at, found, head)
+        stretch = Stretch(file.path, group.start, block, scattered.at, found, head, self.footer_of(file))
         unverified: list[tuple[Read, int]] = []
         for number, (read, target) in enumerate(zip(group.reads, targets, strict=True)):
             form = self._form(stretch, read, target)
@@ -182,7 +192,13 @@ class BlockItems:
         raw = read.in_head(stretch.head, stretch.file)
         if raw is not None:
             return form_of_raw(raw, dtype, shape)
-        return self._forms.find(stretch.block.memory, stretch.start + first, read.nbytes, dtype, shape)
+        found = self._forms.find(stretch.block.memory, stretch.start + first, read.nbytes, dtype, shape)
+        if found is not None and stretch.footer is not None and stretch.footer.tail.n_items:
+            # A sound record of another item has a right CRC-32 of its own.
+            (crc32_there,) = stretch.footer.crc32s_at(np.array([read.offset]))
+            if found[1] != crc32_there:
+                return None
+        return found
 
 
 def _is_whole(read: Read, target: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from robust_dcp.errors import CorruptCheckpoint
+from robust_dcp.storage.layouts.footer import Footer
 from robust_dcp.storage.layouts.read_head import StoredTensor
 from robust_dcp.storage.reading.data_file import DataFile
 from robust_dcp.storage.records.block_sums import BlockSums
@@ -74,13 +75,7 @@ class ItemInFile:
         self.check_found(offset, view.nbytes, self.opened.read_into(view, self.offset + offset))
 
     def find_sums(self, begin: int, end: int) -> BlockSums | None:
-        footer = self.opened.footer
-        if footer is None:
-            return None
-        try:
-            return footer.find(self.offset + begin, self.offset + end, self.offset)
-        except ValueError as error:
-            raise damaged_footer(self.file, self.item, error) from error
+        return _find_sums(self, self.opened.footer, begin, end)
 
     def check_bounds(self, offset: int, nbytes: int) -> None:
         """Raise unless these bytes lie in the item."""
@@ -97,7 +92,8 @@ class ItemInMemory:
 
     Args:
         nbytes: its length. ``data`` may be shorter if the file ends inside the item.
-        offset: where the item begins in the file, for errors; ``None`` if the bytes are no longer those of the file.
+        offset: where the item begins in the file; ``None`` if the bytes are no longer those of the file.
+        footer: that of the file, if there is one.
     """
 
     def __init__(
@@ -108,6 +104,7 @@ class ItemInMemory:
         nbytes: int | None = None,
         offset: int | None = None,
         raw: StoredTensor | None = None,
+        footer: Footer | None = None,
     ) -> None:
         self.file = file
         self.item = item
@@ -115,9 +112,10 @@ class ItemInMemory:
         self._data = memoryview(data)
         self.offset = offset or 0
         self.raw = raw
+        self._footer = footer
 
     def find_sums(self, begin: int, end: int) -> BlockSums | None:
-        return None  # the item is small: its own checksum covers it all
+        return _find_sums(self, self._footer, begin, end)
 
     def read(self, offset: int, nbytes: int) -> bytes:
         self._check(offset, nbytes)
@@ -131,6 +129,15 @@ class ItemInMemory:
         _check_bounds(self, offset, nbytes)
         if offset + nbytes > len(self._data):
             raise _file_ends(self, self.offset + offset, nbytes, max(0, len(self._data) - offset))
+
+
+def _find_sums(stored: ItemBytes, footer: Footer | None, begin: int, end: int) -> BlockSums | None:
+    if footer is None:
+        return None
+    try:
+        return footer.find(stored.offset + begin, stored.offset + end, stored.offset)
+    except ValueError as error:
+        raise damaged_footer(stored.file, stored.item, error) from error
 
 
 def _check_bounds(stored: ItemBytes, offset: int, nbytes: int) -> None:

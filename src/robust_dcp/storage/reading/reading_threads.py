@@ -134,7 +134,7 @@ class ReadingThreads:
 
     def _stretch(self, file: DataFile, block: Block, offset: int, nbytes: int) -> Stretch:
         start, found = file.read_block(block, offset, nbytes)
-        return Stretch(file.path, offset, block, start, found, file.head.get())
+        return Stretch(file.path, offset, block, start, found, file.head.get(), self._items.footer_of(file))
 
     def _read_single(self, read: Read, target: torch.Tensor | None, file: DataFile, result: Future[Any]) -> None:
         raw = read.in_head(file.head.get(), file.path)

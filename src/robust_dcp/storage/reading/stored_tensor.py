@@ -187,20 +187,18 @@ def _read_verified(stored: ItemBytes, view: memoryview, offset: int, sums: Block
 def _sums(stored: ItemBytes, record: ParsedRecord, begin: int, end: int) -> BlockSums | None:
     """The checksums of the blocks that bytes ``begin`` to ``end`` of the item lie in.
 
-    If all of the data is read, the one checksum of the whole data is enough.
+    Those of the footer come first: they tell what lies at this place of the file. A record's own checksum is right in a
+    record of another item, too.
     """
-    whole = None
-    if record.crc32 is not None:
-        whole = BlockSums(record.data_offset, record.data_nbytes, max(record.data_nbytes, 1), (record.crc32,))
-        if end - begin == record.data_nbytes:
-            return whole
-    if stored.raw is not None and stored.raw.block_crc32s:
-        return BlockSums(0, record.data_nbytes, SUM_NBYTES, stored.raw.block_crc32s)
     sums = stored.find_sums(begin, end)
-    if sums is None:
-        return whole
-    _check_frame(stored, record, sums)
-    return sums
+    if sums is not None:
+        _check_frame(stored, record, sums)
+        return sums
+    if stored.raw is not None and stored.raw.block_crc32s and end - begin < record.data_nbytes:
+        return BlockSums(0, record.data_nbytes, SUM_NBYTES, stored.raw.block_crc32s)
+    if record.crc32 is None:
+        return None
+    return BlockSums(record.data_offset, record.data_nbytes, max(record.data_nbytes, 1), (record.crc32,))
 
 
 def _check_frame(stored: ItemBytes, record: ParsedRecord, sums: BlockSums) -> None:
@@ -279,6 +277,11 @@ def check_members(stored: ItemBytes, data: bytes, verification: Verification) ->
     Raises:
         CorruptCheckpoint: a checksum does not match, or the archive is broken.
     """
+    sums = None if verification.verify is False else stored.find_sums(0, stored.nbytes)
+    if sums is not None and (sums.offset, sums.nbytes) == (0, stored.nbytes):
+        if crc32(data) != sums.expected(0, stored.nbytes):
+            raise damaged(stored, sums, 0, stored.nbytes)
+        return
     if verification.verify is False or not data.startswith(ZIP_MAGIC):
         verification.skip(len(data), stored.item, stored.file)
         return
