@@ -153,8 +153,8 @@ _SPECIAL = {
 
 def _special_files() -> Iterator[Input]:
     places = {
-        "torch layout": (".metadata", ".robust_dcp.index", "__0_0.distcp"),
-        "safetensors layout": (".metadata", "shard-00001-model-00001-of-00001.safetensors"),
+        "torch layout": (".metadata", ".robust_dcp.index", "__0_0."),
+        "safetensors layout": (".metadata", ".safetensors"),
         "kept plan": (".robust_dcp.index",),
         "Megatron": ("common.pt", "metadata.json"),
     }
@@ -167,8 +167,7 @@ def _special_files() -> Iterator[Input]:
 
 def _replacing(place: str, kind: str) -> Callable[[str, str], str]:
     def damage(directory: str, canary: str) -> str:
-        name = place if os.path.exists(os.path.join(directory, place)) else _first_shard(directory)
-        path = os.path.join(directory, name)
+        path = os.path.join(directory, min(name for name in os.listdir(directory) if place in name))
         os.unlink(path)
         try:
             _SPECIAL[kind](path)
@@ -329,7 +328,7 @@ def _bytes_added(data: bytearray, chosen: random.Random) -> None:
 
 
 _DAMAGED_FILES = {
-    "torch layout": (".metadata", ".robust_dcp.index", "__0_0.distcp", "__0_1.distcp", "__0_2.distcp"),
+    "torch layout": (".metadata", ".robust_dcp.index", "__0_0.", "__0_1.", "__0_2."),
     "safetensors layout": (".metadata", ".safetensors", ".distcp"),
     "stock checkpoint": ("__0_0.distcp",),
     "kept plan": (".robust_dcp.index",),
@@ -345,7 +344,7 @@ def _damaged(chosen: random.Random) -> Input:
     seed = chosen.randrange(1 << 30)
 
     def damage(directory: str, canary: str) -> str:
-        path = os.path.join(directory, min(name for name in os.listdir(directory) if name.endswith(suffix)))
+        path = os.path.join(directory, min(name for name in os.listdir(directory) if suffix in name))
         with open(path, "rb") as file:
             data = bytearray(file.read())
         if data:

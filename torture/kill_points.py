@@ -28,7 +28,7 @@ _DIRECTORY = "TORTURE_KILL_DIRECTORY"
 _LONGEST_SECONDS = 0.5
 _CALLS = (
     *("open_new", "close", "pwrite", "preallocate", "truncate", "fsync", "fsync_directory", "rename", "link"),
-    *("unlink", "mkdirs", "list_directory", "exists", "fingerprint", "open_lock", "lock"),
+    *("unlink", "mkdirs", "list_directory", "exists", "fingerprint", "lock"),
 )
 
 

@@ -104,7 +104,7 @@ def written_files(table: StructureTable, kept: Places, rank: int) -> WrittenFile
     lengths = np.array([_length(rank, number) for number in range(n_objects)], dtype=np.int64)
     offsets = np.cumsum(lengths) - lengths
     places: npt.NDArray[np.int64] = np.column_stack([offsets, lengths]).reshape(n_objects, 2)
-    return WrittenFiles(are_plain=True, variable_places=places, names=(), nbytes=0)
+    return WrittenFiles(variable_places=places, names=(), nbytes=0)
 
 
 def _times(rank: int) -> SaveTimes:

@@ -78,18 +78,19 @@ class _Writer(RobustWriter):
         self._table, self._watch = table, watch
         self.kept: Places = np.empty(0, dtype=np.intp)
 
-    def begin(self, *, is_coordinator: bool, ranks: int | None, alone: bool = False) -> None:
+    def begin(self, *, is_coordinator: bool, announces: bool = True) -> None:
         pass
 
-    def announce(self, *, ranks: int) -> None:
+    def announce(self) -> None:
         pass
 
-    def join(self, *, ranks: int) -> bool:
+    def join(self) -> bool:
         return False  # all ranks see the coordinator's directory
 
     def write(self, rank: int, *args: Any, **kwargs: Any) -> WrittenFiles:
         with self._watch.paused():
-            self.directory.claim.share()
+            self.directory.begin(overwrite=True)
+            self.directory.announce()
             return written_files(self._table, self.kept, rank)
 
     def check_own(self) -> None:
@@ -97,7 +98,7 @@ class _Writer(RobustWriter):
 
     def publish(self, metadata: MetadataToPublish, *, are_checked: bool) -> None:
         self._watch.lap("metadata")
-        self.directory.own_files.check = lambda names: None  # type: ignore[method-assign]  # other ranks have no files
+        self.directory.check_own = lambda names: None  # type: ignore[method-assign]  # other ranks have no files
         self.directory.publish(metadata, are_checked=True)
         self._watch.lap("commit")
 

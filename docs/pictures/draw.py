@@ -80,8 +80,8 @@ def tree() -> Picture:
 def file() -> Picture:
     """The bytes of a data file."""
     picture = Picture("The bytes of a data file", 900, 400)
-    picture.text(30, 36, "__0_0.distcp", "large")
-    picture.text(150, 36, "one file of one rank", "faint")
+    picture.text(30, 36, "__0_0.66….distcp", "large")
+    picture.text(190, 36, "one file of one rank", "faint")
     picture.box(30, 56, 190, 56, "record", "layers.0.weight", colour="blue")
     picture.box(220, 56, 40, 56, "gap", style="small")
     picture.box(260, 56, 190, 56, "record", "layers.1.weight", colour="blue")
@@ -116,13 +116,13 @@ def file() -> Picture:
 def commit() -> Picture:
     """What the directory holds while a save replaces a checkpoint."""
     steps: list[tuple[str, list[tuple[str, str]]]] = [
-        ("before", [(".metadata", "green"), ("__0_0.distcp", "green")]),
-        ("announce", [(".metadata", "green"), ("__0_0.distcp", "green"), ("…saving.66…", "plain")]),
+        ("before", [(".metadata", "green"), ("__0_0.41….distcp", "green")]),
+        ("announce", [(".metadata", "green"), ("__0_0.41….distcp", "green"), ("…saving.66…", "plain")]),
         (
             "write, fsync",
             [
                 (".metadata", "green"),
-                ("__0_0.distcp", "green"),
+                ("__0_0.41….distcp", "green"),
                 ("…saving.66…", "plain"),
                 ("__0_0.66….distcp", "blue"),
             ],
@@ -131,7 +131,7 @@ def commit() -> Picture:
             "prepare, fsync",
             [
                 (".metadata", "green"),
-                ("__0_0.distcp", "green"),
+                ("__0_0.41….distcp", "green"),
                 ("…saving.66…", "plain"),
                 ("__0_0.66….distcp", "blue"),
                 (".metadata.66….tmp", "blue"),
@@ -141,7 +141,7 @@ def commit() -> Picture:
             "rename, fsync",
             [
                 (".metadata", "blue"),
-                ("__0_0.distcp", "green"),
+                ("__0_0.41….distcp", "green"),
                 ("…saving.66…", "plain"),
                 ("__0_0.66….distcp", "blue"),
             ],
@@ -164,7 +164,7 @@ def commit() -> Picture:
         "Killed at any instant, it loads as the last line says; within step 4 as one of the two.",
         "small faint",
     )
-    picture.text(1058, 328, "66… is the mark of the save. Index and lock are left out.", "small faint", "end")
+    picture.text(1058, 328, "41… and 66… are the marks of saves. The index is left out.", "small faint", "end")
     return picture
 
 

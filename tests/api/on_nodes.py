@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import robust_dcp
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import OpenFile
-from robust_dcp.storage.files.paths import JOURNAL_PREFIX
+from robust_dcp.storage.files.paths import SAVING_PREFIX
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from tests.harness.faults import kill_in
 from tests.harness.file_calls import FileCalls
@@ -156,7 +156,7 @@ class LateDisk(PosixDisk):
         self.looks = looks
 
     def size(self, file: OpenFile | str) -> int:
-        if isinstance(file, str) and JOURNAL_PREFIX in file and self.looks:
+        if isinstance(file, str) and SAVING_PREFIX in file and self.looks:
             self.looks -= 1
             raise StorageError(f"look at {file}", path=file, operation="look at", errno=errno.ENOENT)
         return super().size(file)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -23,6 +22,8 @@ from safetensors import safe_open
 import robust_dcp
 from robust_dcp.conversion.convert import convert
 from robust_dcp.conversion.rules import Rules
+from robust_dcp.storage.committing.saving_file import claimed
+from robust_dcp.storage.files.posix_disk import PosixDisk
 from tests.cli.checkpoints import KINDS
 from tests.cli.commands import Shell
 from tests.harness.fingerprints import differences
@@ -295,8 +296,7 @@ def test_a_target_of_the_other_kind_is_not_replaced(
 
 def test_two_calls_do_not_make_one_target_at_once(source: Path, tmp_path: Path, shell: Shell) -> None:
     (tmp_path / "model.converting").mkdir()
-    with open(tmp_path / "model.converting" / ".robust_dcp.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with claimed(PosixDisk(), str(tmp_path / "model.converting")):
         ended = shell("convert", source, tmp_path / "model", "--to", "torch")
     assert ended.code == 2 and "another call" in ended.err and not (tmp_path / "model").exists()
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import robust_dcp
 from tests.cli.commands import Shell
+from tests.harness.names import data_file, unmarked
 from tests.harness.ranks import in_ranks, values
 
 FILES = {"__0_0.distcp", "__0_1.distcp", "__1_0.distcp"}
@@ -62,7 +63,7 @@ def test_a_tree_is_cut_off_at_the_depth_that_was_asked_for(sharded: Path, shell:
 
 
 def test_a_table_has_one_line_for_each_item_with_the_file_of_its_first_chunk(sharded: Path, shell: Shell) -> None:
-    rows = {row[0]: row[1:] for row in shell("inspect", sharded, "--table").rows}
+    rows = {row[0]: list(map(unmarked, row[1:])) for row in shell("inspect", sharded, "--table").rows}
     assert rows["model.layers.0.weight"] == ["float32", "[8, 4]", "2", "128 B", "__0_0.distcp and 1 other"]
     assert rows["of_rank_1"] == ["float32", "[2]", "1", "8 B", "__1_0.distcp"]
     assert rows["step"][:3] == ["object", "", "1"]
@@ -78,12 +79,12 @@ def test_only_items_that_fit_a_pattern_are_shown(sharded: Path, shell: Shell) ->
 def test_files_are_shown_with_their_sizes_and_what_is_wrong_with_them(
     sharded: Path, shell: Shell, tmp_path: Path
 ) -> None:
-    sound = {row[0]: row[1:] for row in shell("inspect", sharded, "--files").rows}
+    sound = {unmarked(row[0]): row[1:] for row in shell("inspect", sharded, "--files").rows}
     assert set(sound) == FILES and all(problem == "" for *_, problem in sound.values())
     damaged = Path(shutil.copytree(sharded, tmp_path / "damaged"))
-    (damaged / "__0_0.distcp").unlink()
-    (damaged / "__1_0.distcp").write_bytes(b"x")
-    found = {row[0]: row[1:] for row in shell("inspect", damaged, "--files").rows}
+    data_file(damaged, "__0_0.distcp").unlink()
+    data_file(damaged, "__1_0.distcp").write_bytes(b"x")
+    found = {unmarked(row[0]): row[1:] for row in shell("inspect", damaged, "--files").rows}
     assert found["__0_0.distcp"][0] == "" and "missing" in found["__0_0.distcp"][2]
     assert found["__1_0.distcp"][0] == "1 B" and found["__1_0.distcp"][2] != ""
 
@@ -104,8 +105,8 @@ def test_json_has_each_chunk_and_each_file(sharded: Path, shell: Shell) -> None:
     found = shell("inspect", sharded, "model.layers.0.weight", "--json").json
     (item,) = found["items"]
     assert (item["kind"], item["dtype"], item["shape"], item["nbytes"]) == ("tensor", "float32", [8, 4], 128)
-    assert sorted((chunk["file"], tuple(chunk["offsets"])) for chunk in item["chunks"]) == [
+    assert sorted((unmarked(chunk["file"]), tuple(chunk["offsets"])) for chunk in item["chunks"]) == [
         ("__0_0.distcp", (0, 0)),
         ("__1_0.distcp", (4, 0)),
     ]
-    assert {file["name"]: file["problem"] for file in found["data_files"]} == dict.fromkeys(FILES)
+    assert {unmarked(file["name"]): file["problem"] for file in found["data_files"]} == dict.fromkeys(FILES)

@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from robust_dcp.storage.committing.directory_lock import DirectoryLock
 from robust_dcp.storage.committing.journal import Journal, JournalRecord
+from robust_dcp.storage.committing.saving_file import claimed
 from robust_dcp.storage.files.being_loaded import needed_for_a_load
 from robust_dcp.storage.files.mounts import boot_id
 from robust_dcp.storage.files.posix_disk import PosixDisk
@@ -133,10 +133,8 @@ def test_prune_only_shows_without_yes_where_it_cannot_ask(run: Path, shell: Shel
 
 def test_prune_leaves_what_is_being_loaded_or_saved(run: Path, shell: Shell) -> None:
     disk = PosixDisk()
-    saving = DirectoryLock.take(disk, str(run / "step_2"), save_id="somebody")
-    with needed_for_a_load(disk, str(run / "step_1")):
+    with claimed(disk, str(run / "step_2")), needed_for_a_load(disk, str(run / "step_1")):
         ended = shell("prune", run, "--keep-last", 1, "--yes", "--json")
-    saving.release()
     assert sorted(ended.json["in_use"]) == [str(run / "step_1"), str(run / "step_2")]
     assert names_in(run) == ["step_1", "step_2", "step_3", "step_4"]
 

@@ -72,9 +72,7 @@ class TestPrune:
 
     def test_it_says_which_leftovers_it_has_swept(self, run: Path, shell: Shell) -> None:
         (run / "step_9").mkdir()
-        (run / "step_9/.robust_dcp.lock").touch()
-        for each in (run / "step_9/.robust_dcp.lock", run / "step_9"):
-            os.utime(each, (0, 0))
+        (run / "step_9/.robust_dcp.saving.0123456789abcdef").touch()
         (run / "step_8").mkdir()  # nothing says that it is ours
         os.utime(run / "step_8", (0, 0))
         ended = shell("prune", run, "--keep-last", 2, "--yes")

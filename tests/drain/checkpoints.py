@@ -40,7 +40,7 @@ def loaded(place: Any, rank: int = 0) -> float:
 
 
 def files_of(path: Path) -> set[str]:
-    return {str(each.relative_to(path)) for each in path.rglob("*") if each.is_file()} - {".robust_dcp.lock"}
+    return {str(each.relative_to(path)) for each in path.rglob("*") if each.is_file()}
 
 
 def data_files(path: Path) -> list[str]:

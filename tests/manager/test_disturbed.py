@@ -18,7 +18,7 @@ from robust_dcp import CheckpointManager, KeepBest, RobustWriter, StorageError
 from robust_dcp.cli.ls import DirectoryState, state_of_directory
 from robust_dcp.manager.series import RECORD_NAME
 from robust_dcp.storage.files.disk import OpenFile, storage_error
-from robust_dcp.storage.files.paths import JOURNAL_PREFIX, REMOVING_PREFIX
+from robust_dcp.storage.files.paths import REMOVING_PREFIX, SAVING_PREFIX
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from tests.harness.damage import data_files
 from tests.harness.faults import kill_in
@@ -98,7 +98,7 @@ def crashed(killed: Path, tmp_path: Path) -> Path:
 
 
 def journal_of(path: Path) -> Path:
-    (journal,) = path.glob(f"{JOURNAL_PREFIX}*")
+    (journal,) = path.glob(f"{SAVING_PREFIX}*")
     return journal
 
 

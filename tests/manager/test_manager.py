@@ -20,7 +20,6 @@ import robust_dcp
 from robust_dcp import CheckpointManager, KeepBest, KeepEvery, KeepLast, RobustCheckpointError
 from robust_dcp.manager.series import LATEST_NAME, RECORD_NAME
 from robust_dcp.storage.files.being_loaded import needed_for_a_load
-from robust_dcp.storage.files.paths import LOCK_NAME
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.files.what_is_there import TRACKER_NAME
 from tests.harness.damage import cut_short, data_files
@@ -295,19 +294,6 @@ def test_what_a_crashed_save_has_left_is_removed_but_for_files_that_are_not_ours
     assert sorted(os.listdir(tmp_path)) == ["latest", "other", "step_6"]
     CheckpointManager(tmp_path / "other", keep_last=1).save(6, state(6))
     assert os.listdir(tmp_path / "other" / "step_5") == ["notes.txt"]
-
-
-def test_a_lock_or_a_name_of_ours_without_a_journal_is_removed_once_no_save_can_have_made_it_just_now(
-    tmp_path: Path,
-) -> None:
-    for name in ("step_1", "step_2"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / LOCK_NAME).touch()
-    (tmp_path / "latest.0123456789abcdef.tmp").touch()
-    for old in (f"step_1/{LOCK_NAME}", "step_1", "latest.0123456789abcdef.tmp"):
-        os.utime(tmp_path / old, (0, 0))
-    CheckpointManager(tmp_path, keep_last=1).save(3, state(3))
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step_2", "step_3"]
 
 
 def save_with_two_managers(root: str) -> list[int]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from robust_dcp.comm import Channel
 from robust_dcp.megatron.checks.integrity import MANIFEST_FILE, hashes_of, save_manifest, verify_files
+from tests.harness.names import data_file
 from tests.harness.ranks import Outcome, errors, run_ranks, values
 
 NOBODYS = "common.pt"
@@ -95,7 +96,7 @@ def name_a_file_outside(path: Path) -> None:
 
 
 DAMAGE: list[tuple[str, Callable[[Path], None], str]] = [
-    ("__0_0.distcp", flip, "__0_0.distcp: expected"),
+    ("__0_0.distcp", flip, ".distcp: expected"),
     (NOBODYS, Path.unlink, f"{NOBODYS}: No such file"),
     (MANIFEST_FILE, Path.unlink, "only a checkpoint that was saved with --verify-integrity can be verified"),
     (MANIFEST_FILE, lambda path: path.write_text("{"), "is not a manifest of files"),
@@ -109,6 +110,6 @@ DAMAGE: list[tuple[str, Callable[[Path], None], str]] = [
 def test_all_ranks_are_told_what_is_not_as_it_was_saved(
     directory: Path, name: str, damage: Callable[[Path], None], told: str
 ) -> None:
-    damage(directory / name)
+    damage(data_file(directory, name))
     for message in messages(run_ranks(2, verify, str(directory))):
         assert told in message and "CheckpointingException" in message

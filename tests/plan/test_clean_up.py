@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import robust_dcp
 from robust_dcp.plan import session
-from robust_dcp.storage.committing.save_directory import SaveDirectory
+from robust_dcp.storage.committing.save import Save
 from tests.harness.faults import fail_in
 from tests.harness.ranks import run_ranks, values
 
@@ -35,7 +35,7 @@ def fails_and_dies(path: str, dying: int) -> tuple[str, str, float]:
     """Rank 0 fails while it writes, and ``dying`` is killed as it begins to remove its files."""
     robust_dcp.save(state(1.0), checkpoint_id=path)
     if dist.get_rank() == dying:
-        SaveDirectory.remove_files = die  # type: ignore[method-assign]
+        Save.remove_files = die  # type: ignore[method-assign]
     try:
         with fail_in("write", rank=0, error=LookupError("the weights are gone"), operation="save"):
             robust_dcp.save(state(2.0), checkpoint_id=path, timeout_seconds=20)

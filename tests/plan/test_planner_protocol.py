@@ -63,7 +63,7 @@ def without_collectives(path: str) -> None:
 @needs_use_collectives
 def test_a_global_plan_is_not_lost_to_a_writer_that_commits_each_rank_by_itself(tmp_path: Path) -> None:
     messages = [error.message for error in errors(in_ranks(2, without_collectives, str(tmp_path / "1")))]
-    assert any("use_collectives=False needs storage_writer=RobustWriter(path)" in message for message in messages)
+    assert any("RobustPlanner plans for all ranks together" in message for message in messages)
 
 
 def test_hooks_out_of_order_are_an_error_that_names_the_one_that_is_missing() -> None:

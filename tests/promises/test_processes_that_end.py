@@ -192,26 +192,32 @@ def test_an_async_save_that_fails_after_the_group_is_destroyed_ends_the_process_
 def test_a_child_that_is_forked_within_a_save_leaves_the_lock_of_its_parent(tmp_path: Path) -> None:
     script = """
     import atexit
-    lock = os.path.join(path, ".robust_dcp.lock")
+    import fcntl
     found = []
 
     def fork(event):
-        if found or not os.path.exists(lock):
+        files = [name for name in os.listdir(path) if ".saving." in name] if os.path.isdir(path) else []
+        if found or not files:
             return
         child = os.fork()
         if child == 0:
             atexit._run_exitfuncs()  # as at the end of Python; an exception would fail the save in the child
             os._exit(7)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        found.append(os.path.exists(lock))
+        with open(os.path.join(path, files[0])) as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                found.append("free")
+            except BlockingIOError:
+                found.append("locked")
 
     robust_dcp.on_event(fork)
     robust_dcp.save(state(1), checkpoint_id=path)
-    print("the lock is there:", found, flush=True)
+    print("the save is", found, flush=True)
     """
     (ended,) = run_program(script, tmp_path, size=1)
     assert ended.exitcode == 0
-    assert "the lock is there: [True]" in ended.output
+    assert "the save is ['locked']" in ended.output
 
 
 def test_ranks_that_end_right_after_the_verdict_of_a_failed_load_all_get_it(tmp_path: Path) -> None:

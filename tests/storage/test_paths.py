@@ -19,16 +19,17 @@ from robust_dcp.storage.files.paths import (
 from robust_dcp.storage.files.posix_disk import PosixDisk
 
 
-@given(st.integers(0, 10**6), st.integers(0, 10**6), st.sampled_from(["", "0123456789abcdef", "3"]))
+@given(st.integers(0, 10**6), st.integers(0, 10**6), st.sampled_from(["0123456789abcdef", "f" * 16]))
 def test_a_name_says_who_wrote_the_file(rank: int, number: int, mark: str) -> None:
     name = parse_data_file_name(data_file_name(rank, number, mark))
     assert name is not None
     assert (name.rank, name.number, name.mark, name.hint) == (rank, number, mark, "")
 
 
-def test_a_first_save_names_its_files_as_stock_does() -> None:
-    assert data_file_name(3, 1) == "__3_1.distcp"
+def test_names_are_those_of_stock_with_the_mark_of_the_save() -> None:
     assert data_file_name(3, 1, "0123456789abcdef") == "__3_1.0123456789abcdef.distcp"
+    name = parse_data_file_name("__3_1.distcp")
+    assert name == (3, 1, "", "")
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp.tmp", "__0_0.0.distcp", "__a_0.distcp", "common.pt", ""])

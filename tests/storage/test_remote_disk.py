@@ -149,14 +149,12 @@ def test_a_file_of_another_disk_is_not_read(tmp_path: Path) -> None:
 PATH = f"{URL}/.metadata"
 WRITES: dict[str, Callable[[Disk, Any], Any]] = {
     "open_new": lambda disk, _: disk.open_new(PATH),
-    "open_lock": lambda disk, _: disk.open_lock(PATH),
     "pwrite": lambda disk, file: disk.pwrite(file, b"x", 0),
     "preallocate": lambda disk, file: disk.preallocate(file, 1),
     "truncate": lambda disk, file: disk.truncate(file, 0),
     "fsync": lambda disk, file: disk.fsync(file),
     "fsync_directory": lambda disk, _: disk.fsync_directory(URL),
     "rename": lambda disk, _: disk.rename(PATH, f"{URL}/other"),
-    "link": lambda disk, _: disk.link(PATH, f"{URL}/other"),
     "symlink": lambda disk, _: disk.symlink(PATH, f"{URL}/other"),
     "unlink": lambda disk, _: disk.unlink(PATH),
     "mkdirs": lambda disk, _: disk.mkdirs(f"{URL}/made"),

@@ -13,6 +13,7 @@ import torch
 import robust_dcp
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.posix_disk import PosixDisk
+from tests.harness.names import data_file
 
 
 def _socket(path: str) -> None:
@@ -32,7 +33,7 @@ SPECIAL: dict[str, Callable[[str], None]] = {"FIFO": os.mkfifo, "directory": os.
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 def test_a_special_file_in_place_of_a_file_is_refused(kind: str, name: str, tmp_path: Path) -> None:
     robust_dcp.save({"w": torch.ones(3), "v": torch.ones(5)}, checkpoint_id=tmp_path, no_dist=True)
-    path = tmp_path / (name if (tmp_path / name).exists() else "__0_1.distcp")
+    path = data_file(tmp_path, name)
     path.unlink()
     SPECIAL[kind](str(path))
     with pytest.raises(StorageError) as caught:

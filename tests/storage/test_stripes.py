@@ -15,7 +15,6 @@ import torch.distributed.checkpoint as dcp
 import robust_dcp
 from robust_dcp import RobustWriter, StorageError
 from robust_dcp.storage.committing.stripes import remove_target, stripe_of
-from robust_dcp.storage.files.paths import LOCK_NAME
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from tests.support.simulated_disk import WatchedDisk
 
@@ -111,7 +110,7 @@ def test_whichever_call_before_the_commit_fails_the_old_checkpoint_loads_and_not
         if any(path.endswith(".tmp") for _, path in disk.calls[: number + 1]):  # then it was the commit that failed
             break
         check_loads(directory, 1)
-        left = {path: files_below(path) - {LOCK_NAME} for path in before}
+        left = {path: files_below(path) for path in before}
         assert left == before, disk.calls[number]
         number += 1
     assert number > 20

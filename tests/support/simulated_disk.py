@@ -239,9 +239,6 @@ class SimulatedDisk:
         inode = self._inode(path, "look at")
         return id(inode), len(inode.cached), hash(bytes(inode.cached))
 
-    def open_lock(self, path: str) -> OpenFile:
-        return self.open_read(path) if self.exists(path) else self.open_new(path)
-
     def is_at(self, file: OpenFile, path: str) -> bool:
         return self.exists(path) and self._inode(path, "look at") is self._open[file.fd]
 

@@ -143,7 +143,6 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 class Written(msgspec.Struct, frozen=True, tag=True):
     """Says that the files are written. Has the fields of ``WrittenFiles``."""
 
-    are_plain: bool
     variable_places: bytes
     names: tuple[str, ...]
     nbytes: int

@@ -249,9 +249,9 @@ def _direct(directory: str) -> Finding:
 
 def _locks(directory: str) -> Finding:
     disk, path = PosixDisk(), os.path.join(directory, "lock")
-    first, second = disk.open_lock(path), disk.open_lock(path)
+    first, second = disk.open_new(path), disk.open_read(path)
     try:
-        taken, again = disk.lock(first), disk.lock(second)
+        taken, again = disk.lock(first), disk.lock(second, shared=True)
         if taken and again is False:
             return Finding("ok", "locks", "yes")
         advice = "mount with flock: otherwise two saves find each other only before the commit"

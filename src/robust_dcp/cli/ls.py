@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +13,8 @@ from robust_dcp.cli.output import CommandFailed, Output, age, number, size
 from robust_dcp.manager.policies import Checkpoint
 from robust_dcp.manager.series import Series, parse_name, series_in
 from robust_dcp.on_demand import errors
-from robust_dcp.storage.committing.journal import OtherSave, journals_in
+from robust_dcp.storage.committing.saving_file import OtherSave, SaveState, saving_files_in
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.mounts import boot_id
 from robust_dcp.storage.files.paths import METADATA_NAME, REMOVING_PREFIX, metadata_name
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.files.what_is_there import what_is_there
@@ -166,7 +164,7 @@ def state_of_directory(disk: Disk, path: str, now_seconds: float) -> DirectorySt
         names = disk.list_directory(path)
     except errors.StorageError:
         return DirectoryState.GONE
-    states = [_state_of_save(disk, path, name, now_seconds) for name in journals_in(names)]
+    states = [_state_of_save(disk, path, name, now_seconds) for name in saving_files_in(names)]
     saving = next((state for state in DirectoryState if state in states), None)
     if METADATA_NAME in names or metadata_name(0) in names:
         return DirectoryState.COMMITTED if saving is None else _BESIDE_A_CHECKPOINT.get(saving, saving)
@@ -178,17 +176,17 @@ def state_of_directory(disk: Disk, path: str, now_seconds: float) -> DirectorySt
     return DirectoryState.MAYBE_SAVING if is_recent else DirectoryState.NOT_COMMITTED
 
 
-def _state_of_save(disk: Disk, path: str, journal: str, now_seconds: float) -> DirectoryState:
+def _state_of_save(disk: Disk, path: str, name: str, now_seconds: float) -> DirectoryState:
     try:
-        record = OtherSave.read(disk, path, journal, now_seconds=now_seconds, is_locked=False).record
-        changed = _last_change(disk, path, disk.list_directory(path))
-    except errors.StorageError:  # the save has ended meanwhile
+        save = OtherSave.read(disk, path, name, now_seconds=now_seconds)
+        if save is not None and save.state is SaveState.UNKNOWN:
+            changed = _last_change(disk, path, disk.list_directory(path))
+            return DirectoryState.MAYBE_SAVING if now_seconds - changed < _RECENT_SECONDS else DirectoryState.CRASHED
+    except errors.StorageError:
+        save = None
+    if save is None:  # it has ended meanwhile
         return DirectoryState.COMMITTED
-    if record is None:
-        return DirectoryState.CRASHED  # it was killed while it wrote the journal
-    if record.boot_id == boot_id() and record.host == socket.gethostname():  # containers have names of their own
-        return DirectoryState.SAVING if os.path.exists(f"/proc/{record.pid}") else DirectoryState.CRASHED
-    return DirectoryState.MAYBE_SAVING if now_seconds - changed < _RECENT_SECONDS else DirectoryState.CRASHED
+    return DirectoryState.SAVING if save.state is SaveState.RUNNING else DirectoryState.CRASHED
 
 
 def _last_change(disk: Disk, path: str, names: list[str]) -> float:

@@ -8,6 +8,7 @@ what to do; nothing else in the directory is touched.
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,11 +16,11 @@ from errno import ENOENT
 from typing import Final
 
 from robust_dcp.errors import StorageError
-from robust_dcp.storage.committing.directory_lock import DirectoryLock
 from robust_dcp.storage.committing.removal import remove_data_files
+from robust_dcp.storage.committing.saving_file import SaveState, SavingFile, others_in
 from robust_dcp.storage.files.disk import Disk, storage_error
 from robust_dcp.storage.files.exchange import exchange_names
-from robust_dcp.storage.files.paths import LOCK_NAME, is_data_file
+from robust_dcp.storage.files.paths import is_data_file
 from robust_dcp.storage.files.whole_file import read_whole_file
 
 __all__ = ["Workplace", "workplace_of"]
@@ -134,7 +135,7 @@ def workplace_of(disk: Disk, path: str) -> Iterator[Workplace]:
         StorageError: another call makes the target, or a call to the file system failed.
     """
     place = Workplace(disk, path)
-    made, lock = _locked(disk, place.directory, path)
+    made, saving = _claimed(disk, place.directory, path)
     try:
         place.recover()
         yield place
@@ -143,32 +144,39 @@ def workplace_of(disk: Disk, path: str) -> Iterator[Workplace]:
             place.recover()
         raise
     finally:
-        lock.release()
+        saving.remove()
         for directory in (place.directory, *reversed(made)):  # those in which nothing is left
             with suppress(StorageError):
                 disk.rmdir(directory)
 
 
-def _locked(disk: Disk, directory: str, path: str) -> tuple[list[str], DirectoryLock]:
+def _claimed(disk: Disk, directory: str, path: str) -> tuple[list[str], SavingFile]:
     while True:
         made = disk.mkdirs(directory)
+        mark = secrets.token_hex(8)
         try:
-            lock = DirectoryLock.take(disk, directory, save_id="conversion")
+            saving = SavingFile.create(disk, directory, save_id=mark)
         except StorageError as error:
             if error.errno == ENOENT:  # another call has ended just now, and removed the directory
                 continue
-            if error.operation == "begin":
+            raise
+        try:
+            now_seconds = disk.modified_seconds(saving.path)
+            for other in others_in(disk, directory, mark=mark, now_seconds=now_seconds):
+                if other.state is not SaveState.OVER:
+                    raise _is_made_elsewhere(path, os.path.join(directory, other.name))
+                disk.unlink(os.path.join(directory, other.name))
+        except BaseException as error:
+            saving.remove()
+            if isinstance(error, StorageError) and error.operation == "begin":
                 raise _is_made_elsewhere(path, directory) from error
             raise
-        if not lock.is_proof and disk.exists(os.path.join(directory, LOCK_NAME)):
-            raise _is_made_elsewhere(path, directory)
-        return made, lock
+        return made, saving
 
 
-def _is_made_elsewhere(path: str, directory: str) -> StorageError:
+def _is_made_elsewhere(path: str, where: str) -> StorageError:
     return StorageError(
-        f"another call makes {path} now (it holds {os.path.join(directory, LOCK_NAME)}); wait for it. If its machine "
-        "has crashed, remove that file",
+        f"another call makes {path} now (see {where}); wait for it. If its machine has crashed, remove that",
         path=path,
         operation="begin",
     )

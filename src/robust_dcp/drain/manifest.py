@@ -20,10 +20,9 @@ from robust_dcp.drain.places import Place
 from robust_dcp.drain.record import DRAIN_RECORD_NAME
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.paths import (
-    JOURNAL_PREFIX,
-    LOCK_NAME,
     METADATA_NAME,
     REMOVING_PREFIX,
+    SAVING_PREFIX,
     committed_name,
     is_data_file,
 )
@@ -35,7 +34,7 @@ CLAIM_PREFIX: Final = ".robust_dcp.copying."
 """The mark of the checkpoint follows."""
 
 _METADATA_OF_A_RANK: Final = re.compile(r"__\d+\.metadata")
-_NOT_COPIED: Final = (JOURNAL_PREFIX, CLAIM_PREFIX, REMOVING_PREFIX)
+_NOT_COPIED: Final = (SAVING_PREFIX, CLAIM_PREFIX, REMOVING_PREFIX)
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ def read_manifest(place: Place) -> Manifest:
 def _is_copied(name: str) -> bool:
     """Whether a file that no metadata names belongs to the checkpoint: not what saves need while they run."""
     last = name.rpartition("/")[2]
-    if last in (LOCK_NAME, DRAIN_RECORD_NAME) or last.startswith(_NOT_COPIED) or last.endswith((".tmp", ".part")):
+    if last == DRAIN_RECORD_NAME or last.startswith(_NOT_COPIED) or last.endswith((".tmp", ".part")):
         return False
     if "/" in name:  # a checkpoint in a directory below
         return True

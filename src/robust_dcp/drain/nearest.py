@@ -12,10 +12,8 @@ from robust_dcp.comm import Channel
 from robust_dcp.drain.places import open_place
 from robust_dcp.drain.record import is_awaited
 from robust_dcp.errors import RobustCheckpointError, StorageError, entry_point
-from robust_dcp.storage.files.paths import METADATA_NAME, is_url, locate, mark_of
-from robust_dcp.storage.layouts.marks import is_of_save
+from robust_dcp.storage.files.paths import METADATA_NAME, is_url, locate
 from robust_dcp.storage.metadata.metadata_file import decode_metadata
-from robust_dcp.storage.metadata.stored_pickle import files_are_marked
 from robust_dcp.storage.remote.calls import Calls
 from robust_dcp.storage.remote.filesystem import local_path_of, place_of
 
@@ -151,8 +149,6 @@ def _look_at(place: str) -> _Copy:
             nbytes = end.disk.size(path)
             if nbytes < named_nbytes:
                 return _Copy(problem=f"{path} has {nbytes} bytes, and {METADATA_NAME} names {named_nbytes}")
-            if save_id and files_are_marked(data) and not is_of_save(end.disk, path, mark_of(save_id)):
-                return _Copy(problem=f"{path} is of another save than {METADATA_NAME}")
         return _Copy(save_id, is_awaited=not is_url(end.url) and is_awaited(end.disk, end.url))
     except (RobustCheckpointError, ValueError) as error:
         return _Copy(problem=error.message if isinstance(error, RobustCheckpointError) else str(error))

@@ -23,13 +23,12 @@ from robust_dcp.errors import StorageError
 from robust_dcp.manager.policies import KeepPolicy
 from robust_dcp.manager.series import Series, is_marked
 from robust_dcp.report_file import REPORT_NAME
-from robust_dcp.storage.committing.directory_lock import DirectoryLock
-from robust_dcp.storage.committing.journal import journals_in
-from robust_dcp.storage.committing.leftovers import find_left_overs
+from robust_dcp.storage.committing.left_overs import find_left_overs
 from robust_dcp.storage.committing.removal import is_gone_or_told, remove_data_files
+from robust_dcp.storage.committing.saving_file import claimed, saving_files_in
 from robust_dcp.storage.files.being_loaded import not_being_loaded
 from robust_dcp.storage.files.disk import Disk, storage_error
-from robust_dcp.storage.files.paths import INDEX_NAME, LOCK_NAME, METADATA_NAME, REMOVING_PREFIX, is_data_file
+from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, REMOVING_PREFIX, is_data_file
 
 __all__ = ["Pruned", "prune", "remove_checkpoint"]
 
@@ -103,16 +102,14 @@ def remove_checkpoint(disk: Disk, path: str) -> bool:
     if disk.exists(doomed):  # an earlier removal of that name was cut off
         _remove_tree(disk, doomed)
     try:
-        saving = DirectoryLock.take(disk, path, save_id="removal")
-    except StorageError:
-        return False
-    try:
-        with not_being_loaded(disk, path) as is_free:
+        with claimed(disk, path), not_being_loaded(disk, path) as is_free:
             if not is_free or not is_marked(disk, path):  # stock may have saved over it meanwhile
                 return False
             disk.rename(path, doomed)
-    finally:
-        saving.release()
+    except StorageError as error:
+        if error.operation == "begin":  # a save runs
+            return False
+        raise
     disk.fsync_directory(root)
     _remove_tree(disk, doomed)
     return True
@@ -146,7 +143,7 @@ def _sweep_crashed_saves(series: Series) -> list[str]:
     swept: list[str] = []
     for path in series.directories():
         try:
-            if not os.path.islink(path) and _sweep(disk, path, now_seconds):
+            if not os.path.islink(path) and _sweep(disk, path):
                 swept.append(path)
         except StorageError as error:  # noqa: PERF203 the others are swept all the same
             logger.warning("%s: leftovers of a crashed save are not removed: %s", path, error.message)
@@ -162,31 +159,27 @@ def _is_old(disk: Disk, path: str, now_seconds: float) -> bool:
     return changed_seconds < now_seconds - _OLD_SECONDS
 
 
-def _sweep(disk: Disk, path: str, now_seconds: float) -> bool:
+def _sweep(disk: Disk, path: str) -> bool:
     names = disk.list_directory(path)
-    journals = journals_in(names)
-    if METADATA_NAME in names or not (journals or (names == [LOCK_NAME] and _is_old(disk, path, now_seconds))):
+    if METADATA_NAME in names or not saving_files_in(names):
         return False
     try:
-        lock = DirectoryLock.take(disk, path, save_id="sweep")
-    except StorageError:  # a save runs
-        return False
-    try:
-        found = find_left_overs(disk, path, names, None, now_seconds=now_seconds, is_locked=lock.is_proof)
-        if found.others:
-            return False
-        left = remove_data_files(disk, path, found.files)
-        for name in {INDEX_NAME, REPORT_NAME} & set(names) if journals else ():  # killed right before its commit
-            disk.unlink(os.path.join(path, name))
-        for name in journals:
-            if found.by_journal.get(name, frozenset()).isdisjoint(left):
+        with claimed(disk, path) as saves:
+            found = find_left_overs(names, None, saves)
+            if found.others:
+                return False
+            left = remove_data_files(disk, path, found.files)
+            for name in {INDEX_NAME, REPORT_NAME} & set(names):  # killed right before its commit
                 disk.unlink(os.path.join(path, name))
-    finally:
-        lock.release()
-    if set(disk.list_directory(path)) - {LOCK_NAME}:
+            for name, files in found.by_save.items():
+                if files.isdisjoint(left):
+                    disk.unlink(os.path.join(path, name))
+    except StorageError as error:
+        if error.operation == "begin":  # a save runs
+            return False
+        raise
+    if disk.list_directory(path):
         return False
-    if disk.exists(os.path.join(path, LOCK_NAME)):
-        disk.unlink(os.path.join(path, LOCK_NAME))
     disk.rmdir(path)
     return True
 

@@ -27,7 +27,7 @@ from robust_dcp.drain.record import is_awaited
 from robust_dcp.manager.policies import Checkpoint, KeepPolicy
 from robust_dcp.on_demand import errors
 from robust_dcp.storage.committing.commit import commit_metadata
-from robust_dcp.storage.committing.journal import journals_in
+from robust_dcp.storage.committing.saving_file import saving_files_in
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME
 from robust_dcp.storage.files.what_is_there import TRACKER_NAME
@@ -284,7 +284,7 @@ def series_in(disk: Disk, root: str) -> list[Series]:
             names = disk.list_directory(path)
         except errors.StorageError:
             continue
-        if any(each.endswith(METADATA_NAME) for each in names) or journals_in(names):
+        if any(each.endswith(METADATA_NAME) for each in names) or saving_files_in(names):
             found[prefix] = Series(disk, root, prefix.replace("{", "{{").replace("}", "}}") + "{step}")
     return list(found.values())
 

@@ -15,7 +15,7 @@ import msgspec
 from robust_dcp.comm import Channel
 from robust_dcp.errors import ExchangeError, RobustCheckpointError
 from robust_dcp.storage.committing.removal import name_left_over
-from robust_dcp.storage.committing.save_directory import SaveDirectory
+from robust_dcp.storage.committing.save import Save
 
 __all__ = ["clean_up", "failed_in_step", "nothing_is_committed"]
 
@@ -41,7 +41,7 @@ class _State(msgspec.Struct, frozen=True):
     may_be_committed: bool
 
 
-def nothing_is_committed(channel: Channel, phase: str, directory: SaveDirectory, error: BaseException) -> bool:
+def nothing_is_committed(channel: Channel, phase: str, directory: Save, error: BaseException) -> bool:
     """Whether the coordinator knows that its commit, which failed in step, committed nothing. All ranks get the
     same."""
     if _was_interrupted(error):
@@ -55,7 +55,7 @@ def nothing_is_committed(channel: Channel, phase: str, directory: SaveDirectory,
         return False
 
 
-def clean_up(channel: Channel, phase: str, directory: SaveDirectory, error: BaseException) -> None:
+def clean_up(channel: Channel, phase: str, directory: Save, error: BaseException) -> None:
     """Remove what all ranks made in a save that failed in step. ``error`` then names on all ranks what is left.
 
     This never raises, because the caller has to report that the save failed.
@@ -70,22 +70,22 @@ def clean_up(channel: Channel, phase: str, directory: SaveDirectory, error: Base
             left = _told_to_all(channel, phase, directory, left)
         except RobustCheckpointError as lost:
             logger.warning("%s: the ranks could not remove the files of this save together: %s", phase, lost.message)
-            directory.claim.release()
+            directory.release()
             name_left_over(error, left)
             return
     if left:
-        directory.claim.release()
+        directory.release()
     else:
-        left = directory.claim.give_up()
+        left = directory.give_up()
     name_left_over(error, left)
 
 
-def _told_to_all(channel: Channel, phase: str, directory: SaveDirectory, left: list[str]) -> list[str]:
+def _told_to_all(channel: Channel, phase: str, directory: Save, left: list[str]) -> list[str]:
     gathered = channel.gather(f"{phase}: remove files", lambda: _NotRemoved(tuple(left)) if left else None, _NotRemoved)
 
     def remove_directories() -> _NotRemoved:
         paths = [path for message in gathered or () if message is not None for path in message.paths]
-        return _NotRemoved(tuple(paths or directory.claim.give_up()))
+        return _NotRemoved(tuple(paths or directory.give_up()))
 
     return list(channel.broadcast(f"{phase}: remove directories", remove_directories, _NotRemoved).paths)
 

@@ -84,7 +84,7 @@ class MetadataTemplate:
         """The bytes of ``.metadata`` and of the index, and the data files of all ranks.
 
         Args:
-            written: for each rank whether its file names are plain, and the places of its items of variable size.
+            written: for each rank the places of its items of variable size.
             storage_meta: goes into the file unchanged.
             kept_plan: the sections of the index that hold the plan.
 
@@ -100,9 +100,7 @@ class MetadataTemplate:
         places = self._variable_places = np.concatenate([files.variable_places for files in written])
         mark = mark_of(storage_meta.save_id or "")
         of_all = [
-            name
-            for rank, (files, heads) in enumerate(zip(written, self._head_nbytes, strict=True))
-            for name in self._layout.file_names(rank, heads, mark, plain=files.are_plain)
+            name for rank, heads in enumerate(self._head_nbytes) for name in self._layout.file_names(rank, heads, mark)
         ]
         names = [name.committed for name in of_all]
         fragments = compiled.pickled.encode(names, places[compiled.order], storage_meta).fragments

@@ -21,7 +21,7 @@ import msgspec
 
 from robust_dcp.comm import Agreement, Channel, Offer
 from robust_dcp.storage.committing.commit import MetadataToPublish
-from robust_dcp.storage.committing.save_directory import SaveDirectory
+from robust_dcp.storage.committing.save import Save
 from robust_dcp.storage.files.nodes_file import NodeOfSave
 
 __all__ = ["commit_on_nodes"]
@@ -62,14 +62,14 @@ class _ForDirectory(msgspec.Struct, frozen=True):
 def commit_on_nodes(
     channel: Channel,
     phase: Callable[[str], str],
-    directory: SaveDirectory,
+    directory: Save,
     *,
     leads_directory: bool,
     check_own: Callable[[], None],
     make_metadata: Callable[[], MetadataToPublish],
     offer: Callable[[], Offer],
 ) -> Agreement:
-    """Commit on all nodes. Afterwards the ranks that lead call ``SaveDirectory.tidy_up``.
+    """Commit on all nodes. Afterwards the ranks that lead call ``Save.tidy_up``.
 
     Args:
         phase: makes the name of an exchange.
@@ -109,7 +109,7 @@ def commit_on_nodes(
     def prepare() -> None:
         check_own()
         if leads:
-            directory.prepare(own[0], directory.own_files.among(own[0].files))
+            directory.prepare(own[0], directory.among(own[0].files))
 
     channel.barrier(phase("prepare"), prepare, offer=offer)
     agreement = channel.last_agreement

@@ -328,8 +328,8 @@ class RobustPlanner(DefaultSavePlanner):
         plan = session.plan.plan
         if plan is None:
             raise RobustCheckpointError(
-                "use_collectives=False needs storage_writer=RobustWriter(path): this planner's plan is global, and a "
-                "storage writer that commits each rank by itself would lose it"
+                "RobustPlanner plans for all ranks together, and with use_collectives=False each would commit by "
+                "itself: leave use_collectives at True, or save with DCP's DefaultSavePlanner"
             )
         if plan.stock_metadata is None:
             raise RobustCheckpointError("this plan was made for RobustWriter, not for another storage writer")

@@ -30,7 +30,6 @@ from robust_dcp.plan.unloadable import UnloadableObjects, report_unloadable
 from robust_dcp.plan.written import (
     LEADS_DIRECTORY,
     WrittenMessage,
-    are_named_plainly,
     digest_of,
     digest_offer,
     written_by_all,
@@ -40,8 +39,7 @@ from robust_dcp.plan.written import (
 from robust_dcp.report_file import Changes, SavedReport, shortened
 from robust_dcp.report_file import Plan as PlanOfReport
 from robust_dcp.storage.committing.commit import MetadataToPublish
-from robust_dcp.storage.committing.directory_claim import not_one_directory
-from robust_dcp.storage.committing.save_directory import SaveDirectory
+from robust_dcp.storage.committing.save import Save, not_one_directory
 from robust_dcp.storage.index import Section
 from robust_dcp.storage.layouts.places import Placements
 from robust_dcp.storage.writer import RobustWriter
@@ -89,7 +87,6 @@ class SaveSession:
     leads_directory: bool = field(default=False, init=False)
     times: SaveTimes = field(default_factory=SaveTimes, init=False)
     messages: Sequence[WrittenMessage | None] = field(default=(), init=False)
-    _are_plain: Sequence[bool] = field(default=(), init=False)
     _written_agreement: Agreement | None = field(default=None, init=False)
     _written_by_all: tuple[WrittenFiles, ...] = field(default=(), init=False)
     _are_on_nodes: bool = field(default=False, init=False)
@@ -125,7 +122,7 @@ class SaveSession:
         def begin() -> LocalStructure:
             if self.writer is not None:
                 # If stock makes every rank the coordinator (no_dist=True), rank 0 counts as the coordinator.
-                self.writer.begin(is_coordinator=leads, ranks=self.channel.size if self.rank == 0 else None)
+                self.writer.begin(is_coordinator=leads, announces=self.rank == 0)
             return describe()
 
         with self._cleaned_up_after_failure(), self.times.phase("plan"):
@@ -145,7 +142,7 @@ class SaveSession:
 
         def announce() -> None:
             if self.channel.is_coordinator:
-                writer.announce(ranks=self.channel.size)
+                writer.announce()
 
         if self.channel.coordinator_rank == 0:
             announce()
@@ -168,7 +165,7 @@ class SaveSession:
             if self.writer is None or placements is None:
                 raise ValueError("this save was planned for another storage writer")
             if self.channel.size > 1:
-                self.leads_directory = self.writer.join(ranks=self.channel.size)
+                self.leads_directory = self.writer.join()
             begun.append((self.writer, placements))
             return begun[0]
 
@@ -208,8 +205,6 @@ class SaveSession:
             told = [(rank, message.unloadable) for rank, message in enumerate(self.messages) if message is not None]
             self.unloadable_objects = report_unloadable(self.checkpoint, told)
         self._written_agreement = self.channel.last_agreement
-        with self._cleaned_up_after_failure():
-            self._are_plain = are_named_plainly(self.channel, self.plan.phase("file names"), self.written)
 
     def _refuse_nodes(self, rank: int | None) -> None:
         """Raise if this save cannot be made on nodes that do not share its directory."""
@@ -261,7 +256,7 @@ class SaveSession:
                 if failed_in_step(error):
                     clean_up(self.channel, self.plan.phase("clean up"), directory, error)
                 elif self.plan.may_be_writing:
-                    directory.claim.release()
+                    directory.release()
                 else:
                     directory.roll_back(error)
             if isinstance(error, RobustCheckpointError) and self._others_tell(error):
@@ -290,7 +285,6 @@ class SaveSession:
                 "only the coordinator has the metadata, of a plan for RobustWriter, after all have written"
             )
         self._written_by_all = written_by_all(
-            self._are_plain,
             self.messages,
             self.plan.places_of_all,
             self._written_agreement.signature,
@@ -359,7 +353,7 @@ class SaveSession:
         elif self.channel.is_coordinator:  # the writer checks the files of all ranks
             self._publish(writer)
 
-    def _clean_up_commit(self, directory: SaveDirectory, error: BaseException) -> None:
+    def _clean_up_commit(self, directory: Save, error: BaseException) -> None:
         """Clean up as after other failures, but only if the coordinator knows that nothing was committed."""
         if not self.commits_together:  # only the coordinator is here, and it knows the files of all ranks
             directory.roll_back(error)
@@ -368,7 +362,7 @@ class SaveSession:
         ):
             clean_up(self.channel, self.plan.phase("clean up"), directory, error)
         else:
-            directory.claim.release()
+            directory.release()
 
     def _report(self, save_id: str, fallbacks: tuple[str, ...]) -> SavedReport:
         """The report of this save, which is committed, on the coordinator.

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from robust_dcp.comm import Agreement, Channel, Offer
+from robust_dcp.comm import Agreement, Offer
 from robust_dcp.errors import ExchangeError
 from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.storage.writing.save_report import SaidOfRank
@@ -21,7 +21,6 @@ from robust_dcp.storage.writing.save_report import SaidOfRank
 __all__ = [
     "LEADS_DIRECTORY",
     "WrittenMessage",
-    "are_named_plainly",
     "digest_of",
     "digest_offer",
     "written_by_all",
@@ -38,12 +37,6 @@ HAS_DIGEST = 1
 LEADS_DIRECTORY = 1
 """Flag of the offer of :func:`written_offer`: this rank does not see the coordinator's directory, and is the first of
 those that see its own."""
-
-
-class _FileNames(msgspec.Struct, frozen=True):
-    """Whether a rank's file names are plain. It is sent only if ranks differ in that."""
-
-    are_plain: bool
 
 
 class WrittenMessage(msgspec.Struct, frozen=True):
@@ -67,27 +60,13 @@ class WrittenMessage(msgspec.Struct, frozen=True):
 
 
 def written_offer(written: WrittenFiles | None, *, leads_directory: bool = False) -> Offer:
-    """The offer has a digest of the places of all variable items, and says if file names are marked (1) or plain (2).
-
-    So the coordinator notices if it would fill in other places than a rank meant.
+    """The offer has a digest of the places of all variable items. So the coordinator notices if it would fill in other
+    places than a rank meant.
     """
     if written is None:
         return Offer()
     flags = LEADS_DIRECTORY if leads_directory else 0
-    return Offer(signature=_digest(written.variable_places), value=1 + written.are_plain, flags=flags)
-
-
-def are_named_plainly(channel: Channel, phase: str, written: WrittenFiles | None) -> Sequence[bool]:
-    """On the coordinator, for each rank whether its files have the names that stock would give them.
-
-    Call it right after the exchange of :func:`written_offer`. Ranks may differ after a save was killed, for example. In
-    that case each rank sends its own answer in ``phase``."""
-    agreement = channel.last_agreement
-    if agreement.same_value:
-        return [agreement.lowest == 2] * channel.size
-    own = _FileNames(written is not None and written.are_plain)
-    told = channel.gather(phase, lambda: own, _FileNames)
-    return [each is not None and each.are_plain for each in told or []]
+    return Offer(signature=_digest(written.variable_places), flags=flags)
 
 
 def digest_offer(written: WrittenFiles | None) -> Offer:
@@ -129,7 +108,6 @@ def written_message(
 
 
 def written_by_all(
-    are_plain: Sequence[bool],
     messages: Sequence[WrittenMessage | None],
     known: Sequence[Places] | None,
     digest: bytes,
@@ -138,7 +116,6 @@ def written_by_all(
     """What every rank has written, on the coordinator.
 
     Args:
-        are_plain: for each rank whether its file names are plain.
         messages: the :func:`written_message` of each rank.
         known: the places of each rank in the last committed save with the same plan.
         digest: the combined digests of all ranks (:func:`written_offer`).
@@ -156,10 +133,7 @@ def written_by_all(
         raise ExchangeError(
             "the places of the objects that ranks wrote are not those that the coordinator has; save again"
         )
-    return tuple(
-        WrittenFiles(are_plain=plain, variable_places=each, names=(), nbytes=0)
-        for plain, each in zip(are_plain, places, strict=True)
-    )
+    return tuple(WrittenFiles(variable_places=each, names=(), nbytes=0) for each in places)
 
 
 def _updated(places: Places, message: WrittenMessage) -> Places:

@@ -31,7 +31,6 @@ from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.index import (
     stored_items_of,
 )
-from robust_dcp.storage.layouts.marks import is_of_save
 from robust_dcp.storage.reading.metadata_source import MetadataSource, overwritten
 from robust_dcp.storage.reading.placed_reads import Read, reads_of
 from robust_dcp.storage.reading.plan_reader import read_items
@@ -270,16 +269,15 @@ class RobustReader(StorageReader):
         return reads_of(plan.items, self._known_metadata(), self.path)
 
     def missing_files(self, files: Iterable[str]) -> list[str]:
-        """Those of the checkpoint's ``files`` that this rank cannot read: they are not there, or of another save.
+        """Those of the checkpoint's ``files`` that this rank cannot read: they are not there.
 
         A reader that can read some of them from elsewhere overrides this, and reads these in ``read_data``.
         """
-        mark = self._mark()
 
         def is_here(name: str) -> bool:
             path = os.path.join(self.path, check_relative_path(name, file=self.path))
             try:
-                return self._disk.exists(path) and (mark is None or is_of_save(self._disk, path, mark))
+                return self._disk.exists(path)
             except StorageError:
                 return False
 

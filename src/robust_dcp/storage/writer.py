@@ -1,8 +1,7 @@
-"""``RobustWriter``: DCP's ``StorageWriter`` on top of ``engine`` and ``commit``.
+"""``RobustWriter``: DCP's ``StorageWriter`` on top of ``writing.engine`` and ``committing.save``.
 
-This module owns DCP's hooks and the options of a save. ``directory_claim`` and ``save_directory`` make the files and
-directories. Places come from the plan. With a planner that is not ours, the writer chooses places itself. ``api.save``
-and DCP's ``save`` call it.
+This module owns DCP's hooks and the options of a save. Places come from the plan. With a planner that is not ours, the
+writer chooses places itself.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ from robust_dcp.comm import node_of
 from robust_dcp.errors import entry_point
 from robust_dcp.report_file import SavedReport
 from robust_dcp.storage.committing.commit import MetadataToPublish
-from robust_dcp.storage.committing.directory_claim import not_one_directory
-from robust_dcp.storage.committing.journal import identity
-from robust_dcp.storage.committing.save_directory import SaveDirectory
+from robust_dcp.storage.committing.save import Save, not_one_directory
+from robust_dcp.storage.committing.saving_file import identity
 from robust_dcp.storage.committing.stripes import stripe_directories
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import directory_path, is_url, mark_of
@@ -107,9 +105,7 @@ class RobustWriter(StorageWriter):
         self.disk: Disk = disk or PosixDisk()
         self.write_files: WriteFiles = write_files
         self.save_id = str(uuid.uuid4())
-        self._directory: SaveDirectory | None = None
-        self._rank: int | None = None
-        self._alone = False
+        self._directory: Save | None = None
         self._is_coordinator = False
         self._begun = False
         self._announces = False
@@ -128,28 +124,26 @@ class RobustWriter(StorageWriter):
 
     # The methods of one save, in the order in which `api.save` calls them.
 
-    def begin(self, *, is_coordinator: bool, ranks: int | None, alone: bool = False) -> None:
+    def begin(self, *, is_coordinator: bool, announces: bool = True) -> None:
         """Make the directory, see what is in it, and announce the save there. Called before any rank writes.
 
         Args:
-            ranks: how many ranks write; ``None`` if :meth:`announce` will say it.
-            alone: whether this rank commits by itself.
+            announces: ``False`` if :meth:`announce` will be called.
 
         Raises:
             StorageError: there is a checkpoint and ``overwrite`` is false; the directory holds files that may not lie
                 beside those of the layout; or it cannot be made.
         """
         self._begun = True
-        self._alone = alone
         self._directory = None
         if not is_coordinator:
             return
         try:
-            self.directory.claim.begin(overwrite=self.options.overwrite)
-            if ranks is not None:
-                self.announce(ranks=ranks)
+            self.directory.begin(overwrite=self.options.overwrite)
+            if announces:
+                self.announce()
         except BaseException:
-            self.directory.claim.give_up()
+            self.directory.give_up()
             raise
 
     @property
@@ -163,24 +157,17 @@ class RobustWriter(StorageWriter):
             self.save_id = f"{mark:016x}"
             self._directory = None
 
-    def announce(self, *, ranks: int) -> None:
+    def announce(self) -> None:
         """Called on the coordinator before any rank writes: announce the save, so that its files can be told from
         others.
 
         Raises:
             StorageError: as :meth:`begin`.
         """
-        # If each rank commits by itself, no rank judges the files of others, so there is no journal.
-        if not self._alone and not self.directory.claim.is_announced:
-            self.directory.claim.announce(ranks=ranks, files=self._most_files)
+        if not self.directory.is_announced:
+            self.directory.announce()
 
-    @property
-    def _most_files(self) -> int | None:
-        """How many files a rank may write: one more for items of variable size. In the other layout the number of files
-        depends on the names of tensors."""
-        return None if self.layout.plans_places else self.files_per_rank + 1
-
-    def join(self, *, ranks: int) -> bool:
+    def join(self) -> bool:
         """Called on each rank before it writes: find the announcement of the save in the directory that this rank sees.
 
         Returns:
@@ -190,16 +177,15 @@ class RobustWriter(StorageWriter):
         Raises:
             StorageError: as :meth:`begin`.
         """
-        if self._alone or self.directory.claim.is_announced:
+        if self.directory.is_announced:
             return False
-        return self.directory.claim.join(ranks=ranks, files=self._most_files, overwrite=self.options.overwrite)
+        return self.directory.join(overwrite=self.options.overwrite)
 
     @property
-    def directory(self) -> SaveDirectory:
+    def directory(self) -> Save:
         """What this save has found and made in its directory."""
         if self._directory is None:
-            rank = self._rank if self._alone else None
-            self._directory = SaveDirectory(self.disk, self.path, save_id=self.save_id, layout=self.layout, rank=rank)
+            self._directory = Save(self.disk, self.path, save_id=self.save_id, layout=self.layout)
         return self._directory
 
     def has_ample_room(self, nbytes: int) -> bool:
@@ -216,7 +202,7 @@ class RobustWriter(StorageWriter):
             placements,
             known_places,
             stripes=stripe_directories(self.disk, self.path, self.options.stripes),
-            shared_as="" if self._alone else identity(self.disk, self.path, self.save_id),
+            shared_as=identity(self.disk, self.path, self.save_id),
             node=str(node_of(rank)),
         )
 
@@ -232,10 +218,8 @@ class RobustWriter(StorageWriter):
 
         All ranks must have adopted the same mark, because they write it into their files.
         """
-        if self._alone:
-            self.directory.claim.share()
         for place in (self.path, *stripe_directories(self.disk, self.path, self.options.stripes)):
-            self.directory.claim.make(place)
+            self.directory.make(place)
         written = self.write_files(
             self.disk,
             self.path,
@@ -247,9 +231,9 @@ class RobustWriter(StorageWriter):
             check_stop=check_stop,
             known_places=known_places,
             layout=self.layout,
-            not_removed=self.directory.own_files.not_removed,
+            not_removed=self.directory.not_removed,
         )
-        self.directory.own_files.names.update(written.uncommitted_names, written.names)
+        self.directory.own.update(written.uncommitted_names, written.names)
         self._uncommitted_names = written.uncommitted_names
         return written
 
@@ -268,14 +252,14 @@ class RobustWriter(StorageWriter):
             are_checked: whether all ranks have called :meth:`check_own`.
 
         Raises:
-            StorageError: as ``SaveDirectory.publish``.
+            StorageError: as ``Save.publish``.
         """
         self.directory.publish(metadata, are_checked=are_checked)
 
     @property
     def leaves_report(self) -> bool:
         """Whether a committed save leaves a report beside the checkpoint."""
-        return self.options.report and not self._alone
+        return self.options.report
 
     def leave_report(self, make: Callable[[str, tuple[str, ...]], SavedReport]) -> None:
         """Called on the coordinator after the commit: leave a report beside the checkpoint, unless the options say
@@ -303,10 +287,8 @@ class RobustWriter(StorageWriter):
             self.path = directory_path(checkpoint_id)
         self.save_id = str(uuid.uuid4())
         if self._directory is not None:
-            self._directory.claim.release()
+            self._directory.release()
             self._directory = None
-        self._rank = None
-        self._alone = False
         self._begun = self._announces = False
         self.write_files = write_files
 
@@ -321,22 +303,23 @@ class RobustWriter(StorageWriter):
             )
         self._begun = self._announces = False
         self._unplanned = UnplannedSave()
-        self._rank = kwargs.get("rank")
         self._is_coordinator = is_coordinator
-        # With use_collectives=False every rank commits its own part, and DCP's reader looks for `__{rank}.metadata`.
-        # This does not apply to a layout that needs RobustPlanner: its plans are for all ranks, and so is the commit.
-        self._alone = not kwargs.get("use_collectives", True) and not self.layout.plans_places
+        if not kwargs.get("use_collectives", True):
+            raise ValueError(
+                "RobustWriter saves with collectives only: with use_collectives=False each rank would commit by "
+                "itself. Leave use_collectives at True, or save with torch's FileSystemWriter"
+            )
 
     @entry_point
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if not self._begun:  # our planner calls begin itself, and announces the save as well
-            self.begin(is_coordinator=self._is_coordinator, ranks=None, alone=self._alone)
+            self.begin(is_coordinator=self._is_coordinator, announces=False)
             self._announces = self._is_coordinator
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if self._announces:
-            self.announce(ranks=len(plans))
+            self.announce()
         return shared(plans, self.mark)
 
     @entry_point
@@ -365,20 +348,16 @@ class RobustWriter(StorageWriter):
             )
         share = plan.storage_data if isinstance(plan.storage_data, Share) else Share(0, self.mark)
         rank = share.rank
-        if isinstance(plan.storage_data, Share) and not self._is_coordinator and not self._alone:
-            self.adopt(share.mark)
+        self.adopt(share.mark)
+        if isinstance(plan.storage_data, Share) and not self._is_coordinator:
             self._refuse_another_directory(rank)
-        if self._alone and self._rank is not None:
-            rank = self._rank
-        else:
-            self.adopt(share.mark)
         return self._unplanned.write(
             *(plan.items, planner, rank), write=self.write, n_files=self.files_per_rank, tells=self.leaves_report
         )
 
     def _refuse_another_directory(self, rank: int) -> None:
         """Make sure, on a rank that does not commit, that it writes into the coordinator's directory."""
-        if self.join(ranks=1):
+        if self.join():
             error = not_one_directory(self.path, f"rank {rank}", "A save by torch.distributed.checkpoint")
             self.directory.roll_back(error)
             raise error

@@ -122,9 +122,6 @@ class Disk(Protocol):
     def rename(self, source: str, target: str) -> None:
         """Give ``source`` the name ``target`` in one step. If there is a file of that name, it is replaced."""
 
-    def link(self, source: str, target: str) -> None:
-        """Give the file ``source`` a second name, which must be free. Some file systems cannot do that."""
-
     def unlink(self, path: str) -> None:
         """Remove a file or a symbolic link (not its target)."""
 
@@ -170,9 +167,6 @@ class Disk(Protocol):
         """Inode, size and time of the last write in nanoseconds: at least one changes when a file is written or
         replaced.
         """
-
-    def open_lock(self, path: str) -> OpenFile:
-        """Open a regular file for reading and writing. It is created if it does not exist."""
 
     def is_at(self, file: OpenFile, path: str) -> bool:
         """Whether ``path`` is a name of the open ``file``."""

@@ -1,6 +1,6 @@
 """The file ``.robust_dcp.nodes``: which ranks of a save have written on which node, if its nodes share no directory.
 
-It is advice for error messages: it says where a file that is missing here can be found. ``save_directory`` writes it,
+It is advice for error messages: it says where a file that is missing here can be found. The commit writes it,
 and loads that miss a file read it.
 """
 

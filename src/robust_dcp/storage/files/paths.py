@@ -17,12 +17,11 @@ from robust_dcp.storage.files.disk import Disk
 __all__ = [
     "DATA_SUFFIX",
     "INDEX_NAME",
-    "JOURNAL_PREFIX",
-    "LOCK_NAME",
     "METADATA_NAME",
     "NODES_NAME",
     "REMOVING_PREFIX",
     "SAFETENSORS_SUFFIX",
+    "SAVING_PREFIX",
     "DataFileName",
     "WriterOfFile",
     "check_relative_path",
@@ -52,26 +51,22 @@ for a file of this name.
 NODES_NAME: Final = ".robust_dcp.nodes"
 """If the nodes of a save do not share its directory, this file says which ranks have written on which node."""
 
-JOURNAL_PREFIX: Final = ".robust_dcp.saving."
-"""The mark of a save follows. This file says that the save is running, and which files it may make."""
+SAVING_PREFIX: Final = ".robust_dcp.saving."
+"""The mark of a save follows. This file says that the save is running, and the save holds a lock on it."""
 
 REMOVING_PREFIX: Final = ".robust_dcp.removing."
 """A checkpoint that is being removed has this before its name, so that nobody takes it for one."""
 
-LOCK_NAME: Final = ".robust_dcp.lock"
-"""A save holds a lock on this file as long as it runs."""
+_MARK: Final = r"(?:\.(?P<mark>[0-9a-f]{16}))?"
 
-# Either a mark, or a number: early versions counted how often the plain name had been taken.
-_MARK: Final = r"(?P<mark>[0-9a-f]{16}|\d+)"
+# DCP's names are __{rank}_{number}.distcp. Megatron-Core may put its separation hint before that, and we add a mark.
+_DATA_FILE: Final = re.compile(rf"(?P<hint>[\w.\-]*?)__(?P<rank>\d+)_(?P<number>\d+){_MARK}\.distcp")
 
-# DCP's names are __{rank}_{number}.distcp. Megatron-Core may put its separation hint before that, and we may add a
-# mark.
-_DATA_FILE: Final = re.compile(rf"(?P<hint>[\w.\-]*?)__(?P<rank>\d+)_(?P<number>\d+)(?:\.(?!0\.){_MARK})?\.distcp")
-
-# Names that torch's HuggingFaceStorageWriter gives, and names of files that will get such a name when they are
-# committed.
-_SHARD_FILE: Final = re.compile(r"shard-(?P<shard>\d{5,})-model-(?P<number>\d{5,})-of-\d{5,}\.safetensors")
-_TEMPORARY: Final = re.compile(rf"(?P<name>.+\.safetensors)(?:\.{_MARK})?\.part")
+# Names that torch's HuggingFaceStorageWriter gives, to which we add a mark.
+_SHARD_FILE: Final = re.compile(
+    rf"shard-(?P<shard>\d{{5,}})-model-(?P<number>\d{{5,}})-of-\d{{5,}}{_MARK}\.safetensors"
+)
+_UNCOMMITTED: Final = ".part"
 
 
 _URL: Final = re.compile(r"\s*(?P<scheme>[A-Za-z][A-Za-z0-9+.\-]*)://")
@@ -125,16 +120,15 @@ def directory_path(path: str | os.PathLike[str]) -> str:
 
 
 def mark_of(save_id: str) -> str:
-    """The mark of a save: the first 16 hexadecimal digits of its id.
-
-    The mark is written into the files of the save, and into their names if the plain names are taken.
+    """The mark of a save: the first 16 hexadecimal digits of its id. The files of the save hold it, and so do their
+    names.
     """
     return save_id.replace("-", "")[:16]
 
 
 class DataFileName(NamedTuple):
     """The parts of a data file's name: the rank that wrote it, its number among the rank's files, and the save's mark,
-    if any.
+    which only our files have.
     """
 
     rank: int
@@ -143,12 +137,9 @@ class DataFileName(NamedTuple):
     hint: str = ""
 
 
-def data_file_name(rank: int, number: int, mark: str = "") -> str:
-    """``__{rank}_{number}.distcp``, which is DCP's name, or ``__{rank}_{number}.{mark}.distcp``.
-
-    A save uses the second form if the plain name is not free. So it never writes to a file of another save.
-    """
-    return f"__{rank}_{number}.{mark}{DATA_SUFFIX}" if mark else f"__{rank}_{number}{DATA_SUFFIX}"
+def data_file_name(rank: int, number: int, mark: str) -> str:
+    """``__{rank}_{number}.{mark}.distcp``: DCP's name with the mark of the save. No other save writes to the file."""
+    return f"__{rank}_{number}.{mark}{DATA_SUFFIX}"
 
 
 def parse_data_file_name(name: str) -> DataFileName | None:
@@ -159,22 +150,21 @@ def parse_data_file_name(name: str) -> DataFileName | None:
     return DataFileName(int(match["rank"]), int(match["number"]), match["mark"] or "", match["hint"])
 
 
-def shard_file_name(rank: int, number: int, count: int) -> str:
-    """The name of number ``number`` of a rank's ``count`` safetensors files. It is torch's name, which counts from
-    1.
+def shard_file_name(rank: int, number: int, count: int, mark: str) -> str:
+    """The name of number ``number`` of a rank's ``count`` safetensors files. It is torch's name, which counts from 1,
+    with the mark of the save.
     """
-    return f"shard-{rank + 1:05d}-model-{number + 1:05d}-of-{count:05d}{SAFETENSORS_SUFFIX}"
+    return f"shard-{rank + 1:05d}-model-{number + 1:05d}-of-{count:05d}.{mark}{SAFETENSORS_SUFFIX}"
 
 
-def temporary_name(name: str, mark: str = "") -> str:
+def temporary_name(name: str) -> str:
     """The name of a safetensors file before its commit. No reader of safetensors looks at such a name."""
-    return f"{name}.{mark}.part" if mark else f"{name}.part"
+    return name + _UNCOMMITTED
 
 
 def committed_name(name: str) -> str:
     """The inverse of :func:`temporary_name`. Any other name is returned as it is."""
-    match = _TEMPORARY.fullmatch(name)
-    return name if match is None else match["name"]
+    return name.removesuffix(_UNCOMMITTED) if name.endswith(SAFETENSORS_SUFFIX + _UNCOMMITTED) else name
 
 
 def is_data_file(name: str) -> bool:
@@ -185,8 +175,8 @@ def is_data_file(name: str) -> bool:
 
 
 class WriterOfFile(NamedTuple):
-    """The rank that would give a data file its name, the number of the file (from 0 on), and the mark of the save, if
-    any.
+    """The rank that gives a data file its name, the number of the file (from 0 on), and the mark of the save; no mark
+    for files of others.
     """
 
     rank: int
@@ -200,11 +190,9 @@ def writer_of(name: str) -> WriterOfFile | None:
     if records is not None:
         return None if records.hint else WriterOfFile(records.rank, records.number, records.mark)
     shard = _SHARD_FILE.fullmatch(committed_name(name))
-    if shard is None:
-        return None
-    temporary = _TEMPORARY.fullmatch(name)
-    mark = "" if temporary is None else temporary["mark"] or ""
-    return WriterOfFile(int(shard["shard"]) - 1, int(shard["number"]) - 1, mark)
+    return (
+        None if shard is None else WriterOfFile(int(shard["shard"]) - 1, int(shard["number"]) - 1, shard["mark"] or "")
+    )
 
 
 def holds_raw_bytes(path: str) -> bool:
@@ -215,7 +203,7 @@ def holds_raw_bytes(path: str) -> bool:
 
 
 def metadata_name(rank: int | None = None) -> str:
-    """``.metadata``, or ``__{rank}.metadata`` for a DCP save without collectives."""
+    """``.metadata``, or ``__{rank}.metadata`` of a save by DCP without collectives."""
     return METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
 
 

@@ -130,9 +130,6 @@ class PosixDisk:
     def rename(self, source: str, target: str) -> None:
         _call("rename", target, os.replace, source, target)
 
-    def link(self, source: str, target: str) -> None:
-        _call("link", target, os.link, source, target)
-
     def unlink(self, path: str) -> None:
         _call("remove", path, os.unlink, path)
 
@@ -207,20 +204,13 @@ class PosixDisk:
         status: os.stat_result = _call("look at", path, os.stat, path)
         return status.st_ino, status.st_size, status.st_mtime_ns
 
-    def open_lock(self, path: str) -> OpenFile:
-        file = _open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, "open")
-        try:
-            _check_regular(file)
-        except BaseException:
-            self.close(file)
-            raise
-        return file
-
     def is_at(self, file: OpenFile, path: str) -> bool:
         try:
             there = os.stat(path)
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
+        except OSError as error:
+            raise storage_error("look at", path, error) from error
         own: os.stat_result = _call("look at", file.path, os.fstat, file.fd)
         return (own.st_dev, own.st_ino) == (there.st_dev, there.st_ino)
 

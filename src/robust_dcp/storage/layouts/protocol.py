@@ -24,10 +24,10 @@ Int32 = npt.NDArray[np.int32]
 
 
 class FileName(NamedTuple):
-    """The names of a data file, relative to the checkpoint's directory.
+    """The names of a data file, relative to the checkpoint's directory. No other save has files of these names.
 
     Attributes:
-        written: its name before the commit. No other save has files of this name.
+        written: its name before the commit.
         committed: its name after the commit, and in ``.metadata``.
     """
 
@@ -163,13 +163,12 @@ class Layout(Protocol):
             PlanConflict: the items cannot lie in files of this layout.
         """
 
-    def file_names(self, rank: int, head_nbytes: Sequence[int], mark: str, *, plain: bool) -> list[FileName]:
-        """The names of a rank's files.
+    def file_names(self, rank: int, head_nbytes: Sequence[int], mark: str) -> list[FileName]:
+        """The names of a rank's files. Each holds the mark of the save.
 
         Args:
             head_nbytes: the length of each file's head, as in :class:`~robust_dcp.storage.layouts.places.Placements`.
             mark: the mark of the save.
-            plain: whether files get the names that DCP would give them, without the mark.
         """
 
     def frame(self, dtype: torch.dtype, shape: tuple[int, ...], head_nbytes: int) -> Frame | None:

@@ -90,15 +90,15 @@ class Safetensors:
             heads=tuple(heads),
         )
 
-    def file_names(self, rank: int, head_nbytes: Sequence[int], mark: str, *, plain: bool) -> list[FileName]:
+    def file_names(self, rank: int, head_nbytes: Sequence[int], mark: str) -> list[FileName]:
         count = sum(nbytes > 0 for nbytes in head_nbytes)
         names = []
         for number, nbytes in enumerate(head_nbytes):
             if nbytes:
-                name = shard_file_name(rank, number, count)
-                names.append(FileName(temporary_name(name, mark), name))
+                name = shard_file_name(rank, number, count, mark)
+                names.append(FileName(temporary_name(name), name))
             else:
-                name = data_file_name(rank, number, "" if plain else mark)
+                name = data_file_name(rank, number, mark)
                 names.append(FileName(name, name))
         return names
 

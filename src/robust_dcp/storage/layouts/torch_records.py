@@ -1,4 +1,4 @@
-"""The layout ``torch``: ``__{rank}_{n}.distcp`` files of torch-save records, as DCP's ``FileSystemWriter`` makes them.
+"""The layout ``torch``: ``.distcp`` files of torch-save records, as DCP's ``FileSystemWriter`` makes them.
 
 This module decides which records go to which file, and names the files. ``torch_zip`` knows what a record looks like;
 ``places`` has the arithmetic of places.
@@ -41,8 +41,8 @@ class TorchRecords:
     def place(self, measures: Int64, *, files: int) -> Placements:
         return place_records(measures[:, 0], measures[:, 1], measures[:, 2], files=files)
 
-    def file_names(self, rank: int, head_nbytes: Sequence[int], mark: str, *, plain: bool) -> list[FileName]:
-        names = [data_file_name(rank, number, "" if plain else mark) for number in range(len(head_nbytes))]
+    def file_names(self, rank: int, head_nbytes: Sequence[int], mark: str) -> list[FileName]:
+        names = [data_file_name(rank, number, mark) for number in range(len(head_nbytes))]
         return [FileName(name, name) for name in names]
 
     def frame(self, dtype: torch.dtype, shape: tuple[int, ...], head_nbytes: int) -> Frame | None:

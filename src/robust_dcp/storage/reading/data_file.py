@@ -25,8 +25,7 @@ from robust_dcp.staging import Block, BlockLease
 from robust_dcp.storage.files.alignment import BUFFERED, Alignment
 from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
 from robust_dcp.storage.files.paths import holds_raw_bytes
-from robust_dcp.storage.layouts.footer import Footer
-from robust_dcp.storage.layouts.marks import read_tail
+from robust_dcp.storage.layouts.footer import TAIL_NBYTES, Footer, Tail
 from robust_dcp.storage.layouts.places import PAGE_NBYTES
 from robust_dcp.storage.layouts.read_head import LazyHead
 from robust_dcp.storage.reading.scattered_read import ScatteredRead, Wanted
@@ -81,10 +80,12 @@ class DataFile:
         """The footer, with the mark of the save and the checksums of blocks. Only files of records that we wrote have
         one.
         """
-        tail = None if holds_raw_bytes(self.path) else read_tail(self._disk, self._opened, self.nbytes)
-        return None if tail is None else Footer(tail, self._read_footer)
+        if holds_raw_bytes(self.path) or self.nbytes < TAIL_NBYTES:
+            return None
+        tail = Tail.decode(self._read(self.nbytes - TAIL_NBYTES, TAIL_NBYTES), self.nbytes)
+        return None if tail is None else Footer(tail, self._read)
 
-    def _read_footer(self, offset: int, nbytes: int) -> bytes:
+    def _read(self, offset: int, nbytes: int) -> bytes:
         buffer = bytearray(nbytes)
         return bytes(buffer[: self._disk.pread_into(self._opened, buffer, offset)])
 

@@ -185,9 +185,6 @@ class RemoteDisk:
     def open_new(self, path: str, *, direct: bool = False) -> OpenFile:
         _refuse("create", path)
 
-    def open_lock(self, path: str) -> OpenFile:
-        _refuse("lock", path)
-
     def use_page_cache(self, file: OpenFile, why: str) -> None:
         return None
 
@@ -208,9 +205,6 @@ class RemoteDisk:
 
     def rename(self, source: str, target: str) -> None:
         _refuse("rename", target)
-
-    def link(self, source: str, target: str) -> None:
-        _refuse("link", target)
 
     def symlink(self, target: str, path: str) -> None:
         _refuse("link", path)

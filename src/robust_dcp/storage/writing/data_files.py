@@ -1,33 +1,25 @@
 """The data files of one rank. They get names that nobody else has, and are removed if the save fails.
 
-This module chooses the names, so that no byte of a committed checkpoint is overwritten. It makes the links to files on
-other mounts (``stripes`` says where those are), and cleans up after a failure.
-
-A file is written under a name with the mark of its save, such as ``__0_0.5f0c9a3e7b21d846.distcp``. Once it is whole,
-it gets the name that DCP would give it, ``__0_0.distcp``, if that is free. So if DCP's writer takes the plain name
-meanwhile, it does not write into our file, and we do not write into its file.
+Each has the mark of its save in its name, such as ``__0_0.5f0c9a3e7b21d846.distcp``. So no byte of another file is ever
+overwritten. This module makes the links to files on other mounts (``stripes`` says where those are), and cleans up
+after a failure.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from robust_dcp.errors import StorageError
 from robust_dcp.storage.committing.removal import is_gone
 from robust_dcp.storage.committing.stripes import stripe_of
 from robust_dcp.storage.files.disk import Disk, OpenFile
-from robust_dcp.storage.layouts import FileName, Layout
-from robust_dcp.storage.layouts.marks import is_of_save
+from robust_dcp.storage.layouts import Layout
 from robust_dcp.storage.layouts.places import Placements
 
-__all__ = ["DataFile", "create_data_files", "discard", "remove_files_of", "take_plain_names"]
-
-_CANNOT_LINK: Final = frozenset({errno.EEXIST, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
+__all__ = ["DataFile", "create_data_files", "discard", "remove_files_of"]
 
 
 @dataclass(eq=False)
@@ -77,7 +69,7 @@ def create_data_files(
     stripes: Sequence[str] = (),
     not_removed: list[str],
 ) -> list[DataFile]:
-    """Create the files of ``rank``, under names with the mark of the save (``__0_0.5f0c9a3e7b21d846.distcp``).
+    """Create the files of ``rank``.
 
     Each file must be new (``O_EXCL``). So this overwrites nothing, whatever other processes do and however stale a
     directory listing is.
@@ -95,7 +87,7 @@ def create_data_files(
     """
     files: list[DataFile] = []
     try:
-        for number, name in enumerate(layout.file_names(rank, placements.head_nbytes, mark, plain=False)):
+        for number, name in enumerate(layout.file_names(rank, placements.head_nbytes, mark)):
             path, link = os.path.join(directory, name.written), None
             if stripes:
                 # Make the link first. If we are killed in between, the next save finds and removes a link without a
@@ -113,41 +105,6 @@ def create_data_files(
         not_removed.extend(discard(disk, files))
         raise
     return files
-
-
-def take_plain_names(disk: Disk, directory: str, files: Sequence[DataFile], plain: Sequence[FileName]) -> bool:
-    """Give whole and closed files the plain names of their layout: all of them or none.
-
-    Args:
-        plain: the plain name of each file.
-
-    Returns:
-        whether they have the plain names now. They do not if a name is taken, if the file system cannot give a file a
-        second name, or if the files lie on other mounts, because their links must keep their names.
-
-    Raises:
-        StorageError: a name cannot be given, or taken back. The files have their marked names then.
-    """
-    renamed = [(file, name) for file, name in zip(files, plain, strict=True) if file.committed_name != name.committed]
-    if any(file.link is not None for file in files):
-        return False
-    taken: list[str] = []
-    try:
-        for file, name in renamed:
-            path = os.path.join(directory, name.committed)
-            disk.link(file.file.path, path)
-            taken.append(path)
-        for file, _ in renamed:
-            disk.unlink(file.file.path)
-    except StorageError as error:
-        for path in taken:
-            disk.unlink(path)
-        if error.operation == "link" and error.errno in _CANNOT_LINK:
-            return False
-        raise
-    for (file, name), path in zip(renamed, taken, strict=True):
-        file.file.path, file.committed_name = path, name.committed
-    return True
 
 
 def discard(disk: Disk, files: Sequence[DataFile]) -> list[str]:
@@ -184,15 +141,10 @@ def remove_files_of(
         the paths of those that are still there.
     """
     left: list[str] = []
-    for number, name in enumerate(layout.file_names(rank, placements.head_nbytes, mark, plain=False)):
+    for number, name in enumerate(layout.file_names(rank, placements.head_nbytes, mark)):
         path = os.path.join(directory, name.written)
         paths = [os.path.join(stripe_of(rank, number, stripes), name.written), path] if stripes else [path]
         while paths and is_gone(disk.unlink, paths[0]):
             del paths[0]
         left += paths
-    for name in layout.file_names(rank, placements.head_nbytes, mark, plain=True):
-        path = os.path.join(directory, name.committed)
-        with contextlib.suppress(StorageError):  # the name was free, and somebody may have taken it by now
-            if is_of_save(disk, path, mark) and not is_gone(disk.unlink, path):
-                left.append(path)
     return left

@@ -26,7 +26,7 @@ from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.layouts import TORCH, Layout
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, Placements, slots_of
 from robust_dcp.storage.writing.blocks import file_orders
-from robust_dcp.storage.writing.data_files import DataFile, create_data_files, discard, take_plain_names
+from robust_dcp.storage.writing.data_files import DataFile, create_data_files, discard
 from robust_dcp.storage.writing.emit import Emission, FileEmitter, WriteContext
 from robust_dcp.storage.writing.item_source import BorrowingSource, Changes, ItemSource, MadeWhenAsked
 from robust_dcp.storage.writing.write_options import BLOCKS_PER_THREAD, WriteOptions
@@ -39,8 +39,6 @@ class WrittenFiles:
     """The files that one rank has written durably, but not yet committed.
 
     Attributes:
-        are_plain: whether these files have the names that DCP would give them. If not, the mark of the save is in their
-            names.
         variable_places: int64 ``[v, 2]``, offset and length of each item of variable size, in the order of the plan.
         names: the names of the files after the commit, relative to the directory.
         uncommitted_names: the names of the same files before the commit.
@@ -50,7 +48,6 @@ class WrittenFiles:
         peak_buffer_nbytes: the most memory that was in use for bytes on their way at any time.
     """
 
-    are_plain: bool
     variable_places: npt.NDArray[np.int64]
     names: tuple[str, ...]
     nbytes: int
@@ -149,16 +146,12 @@ def write_files(
                 source.give_back()
             workers.run(_Queue(emitters, in_turn=not isinstance(source, MadeWhenAsked)), threads)
             context.changes.check_taken()
-        are_plain = take_plain_names(
-            disk, directory, files, layout.file_names(rank, placements.head_nbytes, mark, plain=True)
-        )
         for place in (directory, *stripes):
             disk.fsync_directory(place)
     except BaseException:
         not_removed += discard(disk, files)
         raise
     return WrittenFiles(
-        are_plain=are_plain,
         variable_places=np.array([place[1:] for place in sorted(context.appended)], dtype=np.int64).reshape(-1, 2),
         names=tuple(file.committed_name for file in files),
         nbytes=sum(file.nbytes for file in files),

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from robust_dcp.report_file import Plan, SavedReport
 from robust_dcp.storage.committing.commit import MetadataToPublish
-from robust_dcp.storage.committing.save_directory import SaveDirectory
+from robust_dcp.storage.committing.save import Save
 from robust_dcp.storage.layouts.places import Placements, place_as_they_come
 from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION, encode_metadata, referenced_files
 from robust_dcp.storage.writing.engine import WrittenFiles
@@ -113,7 +113,7 @@ class UnplannedSave:
         results = results_of(items, placements, written)
         return told_by(results, said_of_rank(rank, written, self._times)) if tells else results
 
-    def commit(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]], directory: SaveDirectory) -> None:
+    def commit(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]], directory: Save) -> None:
         """Put the places of all items into ``metadata`` and publish it. What was made is removed if that fails.
 
         Args:

@@ -1,0 +1,440 @@
+"""One save in its directory: what was there, what is its own, the commit, and what is removed afterwards.
+
+The order is that of the promise. The directory is claimed before any rank writes (``saving_file``). Files of an earlier
+checkpoint are neither overwritten nor removed before the new ``.metadata`` is durable (``commit``). If the save fails,
+what it has made is removed, and the earlier checkpoint is as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from robust_dcp.errors import StorageError
+from robust_dcp.report_file import REPORT_NAME, SavedReport, encode_report
+from robust_dcp.storage.committing.commit import BEFORE_RENAME, CHECK, MetadataToPublish, PreparedCommit
+from robust_dcp.storage.committing.committed import Committed, committed_in, remember
+from robust_dcp.storage.committing.left_overs import LeftOvers, find_left_overs, tell_what_stays
+from robust_dcp.storage.committing.removal import is_gone, name_left_over, remove_data_files
+from robust_dcp.storage.committing.saving_file import SavingFile, is_announced, others_in
+from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.nodes_file import NodeOfSave, write_nodes
+from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, NODES_NAME, SAFETENSORS_SUFFIX, mark_of
+from robust_dcp.storage.layouts import Layout
+
+__all__ = ["NO_INDEX", "Save", "not_one_directory"]
+
+logger = logging.getLogger(__name__)
+
+NO_INDEX: Final = "the checkpoint has no index, as it could not be written; a load takes longer"
+
+_FEW_FILES: Final = 64
+_CHECK_AGAIN_SECONDS: Final = 1.0
+_CHECK_THREADS: Final = 8
+"""Files are looked at by this many threads: a call to a network file system takes about 1 ms, and there may be
+thousands.
+"""
+_NOT_OURS_TO_EMPTY: Final = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT})
+
+
+def not_one_directory(path: str, who: str, what: str) -> StorageError:
+    """The error for a save that cannot be made in several directories.
+
+    Args:
+        who: a rank that does not see the coordinator's directory.
+        what: the kind of save.
+    """
+    return StorageError(
+        f"{path} is not one directory for all ranks: {who} does not see what the coordinator has written there, so "
+        f"each node has its own, or one of them lacks a mount. {what} commits on one node only, where the files of the "
+        "others are missing; save to a directory that all ranks see, or with robust_dcp.save and layout='torch', which "
+        "commit on every node",
+        path=path,
+        operation="begin",
+    )
+
+
+class Save:
+    """One save on one rank, in the directory that this rank sees.
+
+    Args:
+        disk: the file system.
+        path: the checkpoint's directory.
+        save_id: the id of the save, which ``.metadata`` will hold.
+        layout: the layout of the data files.
+
+    Attributes:
+        names: the names in the directory before this save wrote anything.
+        earlier: the checkpoint that was there; ``None`` if there was none, or this rank has not announced the save.
+        left_overs: what other saves have left there.
+        own: the names of the files that this rank has made, or that it commits.
+        not_removed: paths of files that this rank made and could not remove. Whoever fails to remove one adds it here.
+        may_be_committed: whether ``.metadata`` may have been replaced. From then on nothing is removed unless
+            :meth:`withdraw` is called.
+    """
+
+    def __init__(self, disk: Disk, path: str, *, save_id: str, layout: Layout) -> None:
+        self.path = path
+        self.save_id = save_id
+        self.names: tuple[str, ...] = ()
+        self.earlier: Committed | None = None
+        self.left_overs = LeftOvers()
+        self.own: set[str] = set()
+        self.not_removed: list[str] = []
+        self.may_be_committed = False
+        self._disk = disk
+        self._layout = layout
+        self._overwrite = True
+        self._made: list[str] = []
+        self._saving: SavingFile | None = None
+        self._prepared: PreparedCommit | None = None
+        self._has_index = self._asked_for_index = self._has_report = False
+        self._nodes: Sequence[NodeOfSave] = ()
+        self._checked_at_seconds = -math.inf
+
+    # Before any rank writes.
+
+    def make(self, path: str) -> None:
+        """Make a directory that the save needs. It is removed if the save fails."""
+        self._made += self._disk.mkdirs(path)
+
+    def begin(self, *, overwrite: bool) -> None:
+        """Make the checkpoint's directory and see what is in it.
+
+        Raises:
+            StorageError: there is a checkpoint that must not be replaced, or a call to the file system failed.
+        """
+        self.make(self.path)
+        self._overwrite = overwrite
+        self._look()
+
+    def _look(self) -> None:
+        is_committed = self._disk.exists(self._path_of(METADATA_NAME))
+        if is_committed and not self._overwrite:
+            raise StorageError(
+                f"Checkpoint already exists in {self.path} and overwrite=False: save to another directory",
+                path=self.path,
+                operation="begin",
+            )
+        if is_committed and not self._layout.may_share_directory:
+            raise self._cannot_share("a committed checkpoint")
+        self.names = tuple(self._disk.list_directory(self.path))
+
+    def announce(self) -> None:
+        """Claim the directory, and find out what earlier saves have left.
+
+        Raises:
+            StorageError: another save is running into the directory; it holds files that may not lie beside those of
+                the layout; the errno is EEXIST if another rank has announced this save; or a call failed.
+        """
+        self._look()  # another save may have ended since ``begin``
+        self.earlier = committed_in(self._disk, self._path_of(METADATA_NAME))
+        replaces = set() if self.earlier is None else self.earlier.files & set(self.names)
+        self._saving = SavingFile.create(self._disk, self.path, save_id=self.save_id, replaces=replaces)
+        try:
+            now_seconds = self._disk.modified_seconds(self._saving.path)
+            saves = others_in(self._disk, self.path, mark=mark_of(self.save_id), now_seconds=now_seconds)
+            self.left_overs = find_left_overs(self.names, self.earlier, saves)
+            if not self._layout.may_share_directory:
+                for name in self.names:
+                    if name.endswith(SAFETENSORS_SUFFIX) and name not in self.left_overs.files:
+                        raise self._cannot_share(name)
+        except BaseException:
+            self._saving.remove()
+            self._saving = None
+            raise
+
+    def join(self, *, overwrite: bool) -> bool:
+        """Find the announcement of this save in the directory. Called on each other rank before it writes.
+
+        If it is not there, this rank and the coordinator have different directories under the same path. Then this rank
+        announces the save in its own. The file is created with ``O_EXCL``: the server of a network file system decides
+        whether it was there already, whatever this machine has in its caches. So a shared directory is never taken for
+        another one, and of several ranks on a node exactly one announces.
+
+        Returns:
+            whether this rank has announced the save. It then leads the commit in this directory.
+
+        Raises:
+            StorageError: as :meth:`begin` and :meth:`announce`.
+        """
+        if is_announced(self._disk, self.path, self.save_id):
+            return False
+        self.begin(overwrite=overwrite)
+        try:
+            self.announce()
+        except StorageError as error:
+            if error.errno != errno.EEXIST:
+                raise
+            return not is_announced(self._disk, self.path, self.save_id, was_created=True)
+        return True
+
+    def _cannot_share(self, present: str) -> StorageError:
+        """The error for a directory that holds ``present``.
+
+        Readers of safetensors take every file of a directory. So all such files in it must belong to this save.
+        """
+        return StorageError(
+            f"{self.path} holds {present}: readers of safetensors take every file of a directory, so a checkpoint "
+            f"with layout={self._layout.name!r} cannot replace another or lie beside other files of theirs, whatever "
+            "overwrite says; save to another directory",
+            path=self.path,
+            operation="begin",
+        )
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether this rank has announced the save."""
+        return self._saving is not None
+
+    # The commit.
+
+    def check_own(self, names: Collection[str]) -> None:
+        """Make sure, right before the commit, that data files of this save are still there.
+
+        Raises:
+            StorageError: one is gone.
+        """
+        self._checked_at_seconds = time.monotonic()
+        with ThreadPoolExecutor(_CHECK_THREADS, thread_name_prefix="robust_dcp-check") as pool:
+            for name, is_there in zip(names, pool.map(self._disk.exists, map(self._path_of, names)), strict=True):
+                if not is_there:
+                    raise self._interfered(f"{self._path_of(name)}, which this save has written, is gone")
+
+    def _interfered(self, what: str) -> StorageError:
+        return StorageError(
+            f"{what}: another save has written into {self.path} meanwhile; nothing is committed, and nothing of the "
+            "other save is touched. Save again, each job into a directory of its own",
+            path=self.path,
+            operation=CHECK,
+        )
+
+    def among(self, files: Collection[str]) -> frozenset[str]:
+        """Those of the data files of this save that lie in this directory."""
+        return frozenset(self._disk.list_directory(self.path)) & frozenset(files)
+
+    def publish(self, metadata: MetadataToPublish, *, are_checked: bool = False) -> None:
+        """Commit, durably and in one step. Call :meth:`tidy_up` afterwards.
+
+        It looks once more for the data files of all ranks if there are few, or if the last look was long ago: this
+        process may have been paused since.
+
+        Args:
+            are_checked: whether all ranks have called :meth:`check_own`.
+
+        Raises:
+            StorageError: a call failed. :attr:`may_be_committed` says whether the commit may have happened.
+        """
+        self.prepare(metadata, metadata.files)
+        self.finish(metadata, are_checked=are_checked)
+
+    def prepare(self, metadata: MetadataToPublish, files: Collection[str]) -> None:
+        """Make everything durable that the commit needs. Readers still see the earlier checkpoint.
+
+        Args:
+            files: those data files of the checkpoint that lie in this directory.
+
+        Raises:
+            StorageError: a call failed. Nothing is committed.
+        """
+        if self._saving is not None and not self._saving.is_there():
+            raise StorageError(
+                f"{self._saving.path} is gone: another save took this one for one that is over, and may have removed "
+                "files of it; nothing is committed, save again",
+                path=self._saving.path,
+                operation="commit",
+            )
+        self.own |= {*files, *(name.written for name in metadata.renames)}
+        if not self._layout.may_share_directory:
+            # Readers would take files of a killed save as part of the new checkpoint.
+            remove_data_files(self._disk, self.path, self.left_overs.files)
+        with self._noting_what_is_committed():
+            self._prepared = PreparedCommit.prepare(
+                self._disk,
+                self.path,
+                metadata.fragments,
+                renames=metadata.renames,
+                token=mark_of(self.save_id),
+                index=metadata.index,
+            )
+
+    def finish(self, metadata: MetadataToPublish, *, are_checked: bool = False) -> None:
+        """Commit what :meth:`prepare` has prepared. The arguments and errors are those of :meth:`publish`."""
+        if self._prepared is None or self._saving is None:
+            raise ValueError("a save is announced and its commit prepared before it is finished")
+
+        def check() -> None:
+            path = self._path_of(METADATA_NAME)
+            if committed_in(self._disk, path) != self.earlier:
+                raise self._interfered(f"{path} is not the one that was there at the beginning")
+            files = self.among(metadata.files) if self._nodes else metadata.files
+            is_recent = time.monotonic() - self._checked_at_seconds < _CHECK_AGAIN_SECONDS
+            if not are_checked or not is_recent or len(files) <= _FEW_FILES:
+                self.check_own(files)
+
+        with self._noting_what_is_committed():
+            self._has_index = self._prepared.finish(check)
+        self.may_be_committed = True
+        self._asked_for_index = bool(metadata.index)
+        remember(self._path_of(METADATA_NAME), metadata.fragments, metadata.files, self.save_id)
+
+    @contextlib.contextmanager
+    def _noting_what_is_committed(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            is_before = isinstance(error, StorageError) and error.operation in BEFORE_RENAME
+            self.may_be_committed = self.may_be_committed or not is_before
+            raise
+
+    def is_one_of_several(self, nodes: Sequence[NodeOfSave]) -> None:
+        """Note that nodes commit this save together, each in a directory of its own. Called before the first commits.
+
+        From then on no node alone can tell whether the save is committed: another one may have committed it.
+        """
+        self.may_be_committed = True
+        self._nodes = nodes
+
+    # After the commit: what goes wrong costs space, and the save has succeeded all the same.
+
+    def leave_report(self, make: Callable[[str, tuple[str, ...]], SavedReport]) -> None:
+        """Put a report beside the checkpoint, wholly or not at all, in the place of an older one. Nothing waits for the
+        device: after a power cut the file may be empty or missing.
+
+        Args:
+            make: makes the report, from the id of the save and what its commit went without.
+        """
+        unfinished = self._path_of(f"{REPORT_NAME}.{mark_of(self.save_id)}.tmp")
+        try:
+            data = encode_report(
+                make(self.save_id, (NO_INDEX,) if self._asked_for_index and not self._has_index else ())
+            )
+            try:
+                file = self._disk.open_new(unfinished)
+                try:
+                    self._disk.pwrite(file, data, 0)
+                finally:
+                    self._disk.close(file)
+                self._disk.rename(unfinished, self._path_of(REPORT_NAME))
+            except StorageError:
+                is_gone(self._disk.unlink, unfinished)
+                raise
+            self._has_report = True
+        except Exception as error:
+            logger.warning("%s is committed, but has no report of its save: %s", self.path, error)
+
+    def tidy_up(self) -> None:
+        """Remove the files that the commit replaces, and the announcement. A file that cannot be removed stays, and is
+        logged.
+        """
+        try:
+            if self._nodes:
+                write_nodes(self._disk, self.path, self.save_id, self._nodes)
+            left = self._remove_superseded()
+            if self._saving is None:
+                return
+            # The announcement stays while a file that it accounts for could not be removed. The next save tries again.
+            for name, files_left in self.left_overs.by_save.items():
+                if files_left.isdisjoint(left):
+                    is_gone(self._disk.unlink, self._path_of(name))
+            if self.earlier is None or self.earlier.files.isdisjoint(left):
+                self._saving.remove()
+            self._saving.release()
+            # Without this fsync a power cut could bring the announcement back. The next save would then look for files
+            # of this one.
+            self._disk.fsync_directory(self.path)
+        except Exception as error:
+            logger.warning("%s is committed, but not tidied up: %s", self.path, error)
+            self.release()
+
+    def _remove_superseded(self) -> list[str]:
+        """Remove the files that no checkpoint in the directory needs any more. Returns those that are still there."""
+        old = frozenset() if self.earlier is None else self.earlier.files
+        superseded = ((old | self.left_overs.files) - self.own).union(self._superseded_beside())
+        left = remove_data_files(self._disk, self.path, superseded, keep=self.own)
+        tell_what_stays(self.path, self.names, self.left_overs, known={*self.own, *superseded})
+        return left
+
+    def _superseded_beside(self) -> set[str]:
+        """The index, the report and the like of the earlier checkpoint, and what killed saves have left of them."""
+        is_new = {INDEX_NAME: self._has_index, REPORT_NAME: self._has_report, NODES_NAME: bool(self._nodes)}
+        unfinished = {name for name in self.names if name.startswith(f"{NODES_NAME}.")}
+        return unfinished | {name for name in self.names if not is_new.get(name, True)}
+
+    # After a failure.
+
+    def release(self) -> None:
+        """End the save. If it has left files, its announcement stays, and the next save removes them."""
+        if self._saving is not None:
+            self._saving.release()
+
+    def remove_files(self) -> list[str]:
+        """After a save that has failed, remove the files that this rank has made. Returns the paths of those that are
+        still there.
+        """
+        names = set(self.own)
+        if self._saving is not None:
+            names |= {f"{name}.{mark_of(self.save_id)}.tmp" for name in (METADATA_NAME, INDEX_NAME)}
+        left = [self._path_of(name) for name in remove_data_files(self._disk, self.path, names)]
+        left += [path for path in self.not_removed if not is_gone(self._disk.unlink, path)]
+        self.not_removed = []
+        return left
+
+    def give_up(self) -> list[str]:
+        """After a save that has failed, remove the announcement and the directories that this rank has made, once no
+        rank has files there.
+
+        A directory in which others have put something stays. Returns the paths of what is still there.
+        """
+        left = []
+        if self._saving is not None and not self._saving.remove():
+            left.append(self._saving.path)
+        self._saving = None
+        left += [path for path in reversed(self._made) if not is_gone(self._disk.rmdir, path, _NOT_OURS_TO_EMPTY)]
+        self._made = []
+        return left
+
+    def roll_back(self, error: BaseException) -> None:
+        """Remove what all ranks have made. For a coordinator whose commit has failed and that cannot ask the other
+        ranks.
+
+        Args:
+            error: the error that is about to be raised. Files that stay are named in it.
+        """
+        left = [] if self.may_be_committed else self.remove_files()
+        if left or self.may_be_committed:
+            self.release()
+        else:
+            left = self.give_up()
+        name_left_over(error, left)
+
+    def withdraw(self) -> bool:
+        """Undo a commit that was not enough, if it has replaced nothing. Afterwards call :meth:`remove_files` on all
+        ranks.
+
+        Returns:
+            whether nothing is committed any more.
+
+        Raises:
+            StorageError: ``.metadata`` cannot be removed.
+        """
+        if not self.may_be_committed or self.earlier is not None or self._nodes or self._saving is None:
+            return not self.may_be_committed
+        if not self._saving.is_there():  # it was tidied up
+            with contextlib.suppress(StorageError):  # the disk may be full
+                self._saving = SavingFile.create(self._disk, self.path, save_id=self.save_id)
+        self._disk.unlink(self._path_of(METADATA_NAME))
+        self._disk.fsync_directory(self.path)
+        self.may_be_committed = False
+        self.own |= {INDEX_NAME, REPORT_NAME}
+        return True
+
+    def _path_of(self, name: str) -> str:
+        return os.path.join(self.path, name)

@@ -1,0 +1,329 @@
+"""The file ``.robust_dcp.saving.<mark>`` in a checkpoint's directory says that a save runs there, and whose it is.
+
+A save creates it exclusively, locks it, and removes it when it has tidied up. The kernel releases the lock when the
+process ends, however it ends. So whoever can lock the file of another save knows that this save is over, and that the
+files with its mark are garbage unless ``.metadata`` names them.
+
+On a file system without locks, or if the save ran on another machine, a lock proves nothing. Then a save counts as over
+a day after it began.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import secrets
+import socket
+import time
+import weakref
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+import msgspec
+
+from robust_dcp.on_demand import errors
+from robust_dcp.storage.files.disk import Disk, OpenFile
+from robust_dcp.storage.files.mounts import boot_id
+from robust_dcp.storage.files.paths import SAVING_PREFIX, mark_of
+
+__all__ = [
+    "OtherSave",
+    "SaveState",
+    "SavingFile",
+    "SavingRecord",
+    "claimed",
+    "identity",
+    "is_announced",
+    "others_in",
+    "saving_files_in",
+]
+
+logger = logging.getLogger(__name__)
+
+_NAME: Final = re.compile(re.escape(SAVING_PREFIX) + r"([0-9a-f]{16})")
+_OVER_AFTER_SECONDS: Final = 24 * 3600.0
+_MAX_NBYTES: Final = 256 << 20
+_WRITTEN_WITHIN_SECONDS: Final = 60.0
+_LOOK_AGAIN_SECONDS: Final = 0.002
+_GIVES_UP_WITHIN_SECONDS: Final = 2.0
+
+
+class SavingRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What the file holds, in JSON, for other saves and for people.
+
+    Attributes:
+        save_id: the id of the save, as in the ``.metadata`` that it will write.
+        host, pid, boot_id: those of the process.
+        replaces: the data files of the checkpoint that was there when the save began. They are garbage after its
+            commit.
+    """
+
+    save_id: str
+    host: str
+    pid: int
+    boot_id: str = ""
+    replaces: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, save {self.save_id}"
+
+
+def saving_files_in(names: Iterable[str]) -> list[str]:
+    """Those of ``names`` that are such files."""
+    return sorted(name for name in names if _NAME.fullmatch(name))
+
+
+def _path(directory: str, save_id: str) -> str:
+    return os.path.join(directory, SAVING_PREFIX + mark_of(save_id))
+
+
+class SavingFile:
+    """The file of a save that this process runs. Its lock is released when this object is dropped, and not in a forked
+    child.
+
+    Attributes:
+        path: the path of the file.
+    """
+
+    def __init__(self, disk: Disk, path: str, file: OpenFile) -> None:
+        self.path = path
+        self._disk = disk
+        self._finalizer = weakref.finalize(self, _release, disk, file, os.getpid())
+
+    @classmethod
+    def create(cls, disk: Disk, directory: str, *, save_id: str, replaces: Collection[str] = ()) -> SavingFile:
+        """Create the file, lock it and write it durably.
+
+        Raises:
+            StorageError: a call failed; nothing is left. The errno is EEXIST if another rank of the save was faster.
+        """
+        path = _path(directory, save_id)
+        record = SavingRecord(
+            save_id=save_id,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            boot_id=boot_id(),
+            replaces=tuple(sorted(replaces)),
+        )
+        while True:
+            file = disk.open_new(path)
+            try:
+                _lock(disk, file)
+                # Somebody may have looked at the file before it was locked, and have taken it for that of a dead save.
+                if disk.is_at(file, path):
+                    disk.pwrite(file, msgspec.json.format(msgspec.json.encode(record)), 0)
+                    disk.fsync(file)
+                    disk.fsync_directory(directory)
+                    return cls(disk, path, file)
+            except BaseException:
+                with contextlib.suppress(errors.StorageError):
+                    disk.unlink(path)
+                _release(disk, file, os.getpid())
+                raise
+            disk.close(file)
+
+    def is_there(self) -> bool:
+        """Whether nobody has removed it."""
+        return self._disk.exists(self.path)
+
+    def release(self) -> None:
+        """Release the lock. The file stays, and names what the save has left."""
+        self._finalizer()
+
+    def remove(self) -> bool:
+        """Remove the file and release the lock. Returns whether it is gone."""
+        try:
+            self._disk.unlink(self.path)
+        except errors.StorageError as error:
+            is_gone = error.errno == errno.ENOENT
+        else:
+            is_gone = True
+        self.release()
+        return is_gone
+
+
+def _lock(disk: Disk, file: OpenFile) -> None:
+    """Lock a new file. Others may hold it for an instant, while they find out whether its save is over."""
+    deadline_seconds = time.monotonic() + _WRITTEN_WITHIN_SECONDS
+    while disk.lock(file) is False and time.monotonic() < deadline_seconds:
+        time.sleep(_LOOK_AGAIN_SECONDS)
+
+
+def _release(disk: Disk, file: OpenFile, pid: int) -> None:
+    if os.getpid() != pid:
+        return
+    with contextlib.suppress(Exception):
+        disk.unlock(file)  # a process that was forked meanwhile has the file open, too, and would keep the lock
+        disk.close(file)
+
+
+class SaveState(Enum):
+    """What the file of another save tells."""
+
+    RUNNING = "it is running"
+    OVER = "it is over"
+    UNKNOWN = "it may be running on another machine"
+
+
+@dataclass(frozen=True)
+class OtherSave:
+    """A save whose file was found in a directory.
+
+    Attributes:
+        name: the name of the file.
+        record: what the file holds; ``None`` if it is not whole: its save was killed before any rank wrote.
+        state: whether the save is over.
+    """
+
+    name: str
+    record: SavingRecord | None
+    state: SaveState
+
+    @property
+    def mark(self) -> str:
+        """The mark of the save."""
+        return self.name.removeprefix(SAVING_PREFIX)
+
+    @property
+    def description(self) -> str:
+        """Tells people which process runs or ran the save."""
+        who = "unknown" if self.record is None else f"process {self.record.pid} on {self.record.host}"
+        return f"{self.name} ({who}; {self.state.value})"
+
+    @classmethod
+    def read(cls, disk: Disk, directory: str, name: str, *, now_seconds: float) -> OtherSave | None:
+        """Find out about the save of a file; ``None`` if the file has just been removed.
+
+        Args:
+            now_seconds: the time by the clock of the file system.
+
+        Raises:
+            StorageError: the file cannot be read.
+        """
+        path = os.path.join(directory, name)
+        try:
+            file = disk.open_read(path)
+            try:
+                is_free = disk.lock(file, shared=True)
+                data = bytearray(min(disk.size(file), _MAX_NBYTES))
+                del data[disk.pread_into(file, data, 0) :]
+            finally:
+                disk.close(file)
+            try:
+                record: SavingRecord | None = msgspec.json.decode(data, type=SavingRecord)
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                record = None
+            is_of_this_boot = record is not None and record.boot_id != "" and record.boot_id == boot_id()
+            if is_free is not None and (is_of_this_boot or disk.is_of_this_machine(path)):
+                return cls(name, record, SaveState.OVER if is_free else SaveState.RUNNING)
+            is_old = now_seconds - disk.modified_seconds(path) > _OVER_AFTER_SECONDS
+            return cls(name, record, SaveState.OVER if is_old and is_free is not False else SaveState.UNKNOWN)
+        except errors.StorageError as error:
+            if error.errno == errno.ENOENT:
+                return None
+            raise
+
+
+def others_in(disk: Disk, directory: str, *, mark: str = "", now_seconds: float) -> tuple[OtherSave, ...]:
+    """The other saves whose files lie in a directory. None of them is running.
+
+    Args:
+        mark: the mark of the save that asks. If two saves have begun at the same time and see each other, the one with
+            the smaller mark waits until the other one has given up.
+
+    Raises:
+        StorageError: one of them is running there; or a call failed.
+    """
+    deadline_seconds = time.monotonic() + _GIVES_UP_WITHIN_SECONDS
+    while True:
+        names = saving_files_in(disk.list_directory(directory))
+        read = [
+            OtherSave.read(disk, directory, name, now_seconds=now_seconds)
+            for name in names
+            if name != SAVING_PREFIX + mark
+        ]
+        found = tuple(save for save in read if save is not None)
+        running = [save for save in found if save.state is SaveState.RUNNING]
+        if not running:
+            break
+        if not mark or min(save.mark for save in running) < mark or time.monotonic() > deadline_seconds:
+            raise errors.StorageError(
+                f"another save is running into {directory} ({running[0].record or running[0].name}): wait until it is "
+                "over or end that process, or save to another directory; nothing of it has been touched",
+                path=directory,
+                operation="begin",
+            )
+        time.sleep(_LOOK_AGAIN_SECONDS)
+    for save in found:
+        if save.state is SaveState.UNKNOWN:
+            logger.warning(
+                "%s: another save is running into it, or its machine crashed (%s). If it is running, one of the two "
+                "will get an error before it commits",
+                directory,
+                save.record or save.name,
+            )
+    return found
+
+
+@contextlib.contextmanager
+def claimed(disk: Disk, directory: str) -> Iterator[tuple[OtherSave, ...]]:
+    """Claim a directory for something else than a save: none begins there meanwhile. Yields the other saves, of which
+    none is running.
+
+    Raises:
+        StorageError: a save is running there (the operation is ``begin``), or a call failed.
+    """
+    mark = secrets.token_hex(8)
+    saving = SavingFile.create(disk, directory, save_id=mark)
+    try:
+        yield others_in(disk, directory, mark=mark, now_seconds=disk.modified_seconds(saving.path))
+    finally:
+        saving.remove()
+
+
+def is_announced(disk: Disk, directory: str, save_id: str, *, was_created: bool = False) -> bool:
+    """Whether the file of a save is in ``directory``. If another rank is just writing it, this waits for that.
+
+    Args:
+        was_created: it is certain that another rank has created it, although it may not be seen here yet.
+
+    Raises:
+        StorageError: it cannot be looked at, or it stays empty.
+    """
+    deadline_seconds = time.monotonic() + _WRITTEN_WITHIN_SECONDS
+    path = _path(directory, save_id)
+    while True:
+        try:
+            if disk.size(path):
+                return True
+        except errors.StorageError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                raise
+            if not was_created:
+                return False
+        if time.monotonic() > deadline_seconds:
+            raise errors.StorageError(
+                f"{path} was created by another rank, and is not to be seen or still empty after "
+                f"{_WRITTEN_WITHIN_SECONDS:.0f} seconds: that rank has ended, or the file system shows it too late; "
+                "save again",
+                path=path,
+                operation="begin",
+            )
+        time.sleep(_LOOK_AGAIN_SECONDS)
+
+
+def identity(disk: Disk, directory: str, save_id: str) -> str:
+    """A text that all ranks have in common which see the same file of a save, and so the same directory. It is empty if
+    there is none.
+    """
+    try:
+        return repr(disk.fingerprint(_path(directory, save_id)))
+    except errors.StorageError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return ""
+        raise
