@@ -27,7 +27,7 @@ PHASES = ("staging", "writing", "committing", "at any time")
 _DIRECTORY = "TORTURE_KILL_DIRECTORY"
 _LONGEST_SECONDS = 0.5
 _CALLS = (
-    *("open_new", "close", "pwrite", "preallocate", "truncate", "fsync", "fsync_directory", "rename", "link"),
+    *("open_new", "close", "pwrite", "preallocate", "truncate", "fsync", "fsync_directory", "rename"),
     *("unlink", "mkdirs", "list_directory", "exists", "fingerprint", "lock"),
 )
 

@@ -116,7 +116,8 @@ def test_a_save_that_is_interrupted_while_it_copies_keeps_no_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, executor: Any
 ) -> None:
     buffers = STAGING if executor == "thread" else SHARED_STAGING
-    buffers.release()
+    for each in (STAGING, SHARED_STAGING):
+        each.release()
 
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt

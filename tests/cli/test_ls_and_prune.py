@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import time
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from robust_dcp.storage.committing.journal import Journal, JournalRecord
-from robust_dcp.storage.committing.saving_file import claimed
+from robust_dcp.storage.committing.saving_file import SavingFile, claimed
 from robust_dcp.storage.files.being_loaded import needed_for_a_load
-from robust_dcp.storage.files.mounts import boot_id
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from tests.cli.commands import Shell
 
@@ -39,33 +36,14 @@ def states(shell: Shell, root: Path) -> dict[str, str]:
     return {row[1]: row[4] for row in shell("ls", root).rows}
 
 
-def journal(path: Path, *, pid: int, host: str | None = None, boot: str | None = None) -> None:
+def saving_in(path: Path) -> SavingFile:
     path.mkdir(exist_ok=True)
-    record = JournalRecord(
-        save_id="0123456789abcdef0123456789abcdef",
-        host=socket.gethostname() if host is None else host,
-        pid=pid,
-        boot_id=boot_id() if boot is None else boot,
-        layout="torch",
-        ranks=1,
-        files=1,
-        replaces=(),
-        present=(),
-    )
-    Journal(PosixDisk(), str(path), record).write()
-
-
-def dead_pid() -> int:
-    pid = os.posix_spawn("/bin/true", ["true"], {})
-    os.waitpid(pid, 0)
-    return pid
+    return SavingFile.create(PosixDisk(), str(path), save_id="0123456789abcdef0123456789abcdef")
 
 
 def test_ls_says_what_goes_on_in_each_directory(run: Path, shell: Shell) -> None:
-    journal(run / "step_5", pid=os.getpid())
-    journal(run / "step_6", pid=dead_pid())
-    journal(run / "step_7", pid=1, host="another", boot="another")
-    journal(run / "step_1", pid=os.getpid())
+    running = [saving_in(run / "step_5"), saving_in(run / "step_1")]
+    saving_in(run / "step_6").release()  # as when its process ends
     (run / "step_8").mkdir()
     (run / "step_9").mkdir()
     (run / "step_9" / "__0_0.distcp").write_bytes(b"x")
@@ -78,11 +56,12 @@ def test_ls_says_what_goes_on_in_each_directory(run: Path, shell: Shell) -> None
         "step_4": "committed",
         "step_5": "saving now",
         "step_6": "crashed save",
-        "step_7": "saving or crashed",
         "step_8": "empty",
         "step_9": "not committed",
     }
     found = shell("ls", run, "--json").json
+    for each in running:
+        each.release()
     assert [each["step"] for each in found["checkpoints"]] == [1, 3, 4]
     assert found["checkpoints"][1]["is_latest"] and found["checkpoints"][0]["metrics"] == {"loss": 1.0}
 

@@ -20,6 +20,7 @@ from robust_dcp.report_file import REPORT_NAME
 from tests.cli.checkpoints import KINDS, OURS
 from tests.cli.commands import Shell
 from tests.harness.damage import cut_short, data_files, flip_bit
+from tests.harness.names import data_file, unmarked
 
 CopyOf = Callable[[str], Path]
 
@@ -102,7 +103,7 @@ def test_a_file_of_another_save_is_found_though_it_has_the_same_structure(
         writer = robust_dcp.RobustWriter(path, options=robust_dcp.WriteOptions(layout=_layout(kind)))
         robust_dcp.save({"weight": torch.ones(100)}, storage_writer=writer)
     (file,) = [each for each in data_files(paths[0]) if each.stat().st_size > 400]
-    shutil.copy(paths[1] / file.name, file)
+    shutil.copy(data_file(paths[1], unmarked(file.name)), file)
     ended = shell("verify", paths[0], "--fast")
     assert ended.code == 1
     assert [row[0] for row in ended.rows] == [file.name] and "of save" in ended.rows[0][2]

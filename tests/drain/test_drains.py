@@ -284,14 +284,6 @@ class TestNearestCopy:
         save(near)
         assert nearest_copy([near, far]) == str(far)
 
-    def test_a_data_file_of_another_save_makes_a_copy_half_a_copy(self, tmp_path: Path) -> None:
-        near, far, other = tmp_path / "near", save(tmp_path / "far"), save(tmp_path / "other")
-        copy_checkpoint(far, near)
-        shutil.copy(other / data_files(other)[0], near / data_files(near)[0])
-        assert nearest_copy([near, far]) == str(far)
-        with pytest.raises(StorageError, match=r"\.distcp is of another save than \.metadata"):
-            nearest_copy([near])
-
     def test_without_a_whole_one_the_error_says_what_each_lacks(self, tmp_path: Path) -> None:
         expected = r"none of 2 places holds a whole copy(?s:.*)a: no \.metadata(?s:.*)b: no \.metadata"
         with pytest.raises(StorageError, match=expected):

@@ -17,7 +17,7 @@ from robust_dcp import PlanConflict, RobustLoadPlanner, RobustPlanner, RobustRea
 from robust_dcp.plan.committed_metadata import CommittedMetadata
 from robust_dcp.storage.files.paths import INDEX_NAME
 from robust_dcp.storage.index.build import MAX_NAME_NBYTES
-from tests.harness.ranks import errors, in_ranks, values
+from tests.harness.ranks import errors, in_ranks, run_ranks, values
 from tests.support.torch_versions import needs_use_collectives
 
 
@@ -62,7 +62,7 @@ def without_collectives(path: str) -> None:
 
 @needs_use_collectives
 def test_a_global_plan_is_not_lost_to_a_writer_that_commits_each_rank_by_itself(tmp_path: Path) -> None:
-    messages = [error.message for error in errors(in_ranks(2, without_collectives, str(tmp_path / "1")))]
+    messages = [error.message for error in errors(run_ranks(2, without_collectives, str(tmp_path / "1")))]
     assert any("RobustPlanner plans for all ranks together" in message for message in messages)
 
 

@@ -131,12 +131,10 @@ class FileEmitter:
         self._cut_records: dict[int, _CutRecord] = {}
         self._appended_here: list[tuple[int, int, int]] = []
         self._held: dict[int, torch.Tensor] = {}
-        self.resolve: Callable[[int, Frame], torch.Tensor] = partial(planned_tensor, context.source)
         file.nbytes = fixed_nbytes
         blocks: Iterable[Block] = order.blocks
         self._early: Iterator[Block] = iter(())
         if order.variable:
-            self.resolve = self._resolve_held
             blocks = self._blocks_of_variable()
         if borrowed:
             of_all = frozenset(borrowed)
@@ -176,6 +174,13 @@ class FileEmitter:
             self._finish()
 
     # Items of variable size: objects, and tensors of a planner that is not ours.
+
+    @property
+    def resolve(self) -> Callable[[int, Frame], torch.Tensor]:
+        """Gives the data of an item. It is no attribute: in a cycle of references all tensors of the save would stay in
+        memory until the garbage collector runs.
+        """
+        return self._resolve_held if self._order.variable else partial(planned_tensor, self.context.source)
 
     def _resolve_held(self, place: int, frame: Frame) -> torch.Tensor:
         held = self._held.pop(place, None)
