@@ -22,12 +22,7 @@ import torch
 
 from robust_dcp.staging.pinning import pin, unpin
 
-__all__ = ["POOL", "Block", "BlockLease", "BlockPool", "aligned_bytes", "copy_bytes", "copy_each", "memory_at"]
-
-
-def aligned_bytes(nbytes: int) -> npt.NDArray[np.uint8]:
-    """uint8 ``[nbytes]`` of zeros. They begin at a page of memory."""
-    return np.frombuffer(_pages(nbytes), dtype=np.uint8)[:nbytes]
+__all__ = ["POOL", "Block", "BlockLease", "BlockPool", "copy_bytes", "copy_each", "memory_at"]
 
 
 def copy_bytes(target: int, source: int, nbytes: int) -> None:

@@ -72,9 +72,7 @@ class RobustWriter(StorageWriter):
         keywords: the options, one by one.
 
     Attributes:
-        drain_to, drain_options: the same.
-        disk: the file system.
-        keywords: the options, one by one.
+        drain_to, drain_options, disk: the same.
         known_as: the place that the checkpoint and its report name as their own, if they are moved or copied there from
             ``path``.
         write_files: writes this rank's files. A save may replace it with a function that has another process write

@@ -203,10 +203,15 @@ class Save:
             StorageError: one is gone.
         """
         self._checked_at_seconds = time.monotonic()
-        with ThreadPoolExecutor(_CHECK_THREADS, thread_name_prefix="robust_dcp-check") as pool:
-            for name, is_there in zip(names, pool.map(self._disk.exists, map(self._path_of, names)), strict=True):
-                if not is_there:
-                    raise self._interfered(f"{self._path_of(name)}, which this save has written, is gone")
+        paths = [self._path_of(name) for name in sorted(names)]
+        if len(paths) <= _CHECK_THREADS:  # most ranks have two or three, for which no threads are worth it
+            are_there = [self._disk.exists(path) for path in paths]
+        else:
+            with ThreadPoolExecutor(_CHECK_THREADS, thread_name_prefix="robust_dcp-check") as pool:
+                are_there = list(pool.map(self._disk.exists, paths))
+        for path, is_there in zip(paths, are_there, strict=True):
+            if not is_there:
+                raise self._interfered(f"{path}, which this save has written, is gone")
 
     def _interfered(self, what: str) -> StorageError:
         return StorageError(
