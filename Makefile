@@ -40,7 +40,7 @@ TRIALS ?= 2000
 SEED ?= 1
 GPU_PYTHON ?= python3
 GPU_PYTHON_VERSION ?= 3.12
-BENCHMARKS := $(sort $(wildcard benchmarks/bench_*.py) $(wildcard benchmarks/planning.py benchmarks/loading.py))
+BENCHMARKS := planning loading storage messages async_save megatron
 
 .DELETE_ON_ERROR:
 .PHONY: demo test coverage test-compat test-compat-smoke test-frameworks test-hooks test-browser check docs dist format bench torture gpu gpu-wheels clean
@@ -174,8 +174,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix $(SOURCES)
 
 bench: $(INSTALLED)
-	$(if $(BENCHMARKS),,@echo "benchmarks/ has no bench_*.py and no planning.py")
-	@set -e; for name in $(notdir $(BENCHMARKS:.py=)); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
+	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
 
 torture: $(INSTALLED)
 	$(BIN)/python -m torture.exchanges --trials 3000 --seed $(SEED)
@@ -210,5 +209,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  { echo "$(PYTHON) is not Python 3.10 or newer; choose one: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input \
-	  -c constraints.txt -e '.[megatron,bench,test,dev,docs]'
+	  -c constraints.txt -e '.[megatron,test,dev,docs]'
 	@touch $@

@@ -1,8 +1,8 @@
-"""Measures what async saves cost training: ours, stock's and those of others, in one run on ranks of this machine.
+"""Measures what async saves cost training, ours and stock's, in one run on ranks of this machine.
 
-Run it for a table: ``python -m benchmarks.async_save --ranks 2 --mib 512 --json async_save.json``. Other packages take
-part if they are on the path; ``benchmarks.async_contenders`` says how. Each contender runs in its own processes and
-saves the same state dict several times. The first save also has to allocate memory. Later saves give a median.
+Run it for a table: ``python -m benchmarks.async_save --ranks 2 --mib 512 --json async_save.json``. Each contender runs
+in its own processes and saves the same state dict several times. The first save also has to allocate memory. Later
+saves give a median.
 
 ``--shape fsdp2`` saves DTensors that are sharded over all ranks. ``--shape ddp`` saves plain tensors that every rank
 holds, so that each rank needs to write only its share. ``--objects-mib`` adds objects, which are pickled.
@@ -25,14 +25,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
-from benchmarks.async_contenders import CONTENDERS, missing_package
-from benchmarks.ranks import run, show
+import robust_dcp
+from benchmarks.measuring import Row, run, show, write_json
 
 __all__ = ["measure"]
 
@@ -56,6 +59,87 @@ _COSTS = {
     "blocked_share": "blocked, of a sync save",
     "pause_in_call_seconds": "longest pause of Python in the call, s",
     "pause_seconds": "behind it, s",
+}
+
+
+Saved = tuple[Callable[[], object], Callable[[], object]]
+"""What an async save returns: a function that waits until tensors may change, and one that waits for the commit."""
+
+Save = Callable[[dict[str, Any], str], Saved]
+"""Saves a state dict in a directory."""
+
+
+def _nothing() -> None:
+    return None
+
+
+def _ours(state_dict: dict[str, Any], path: str) -> Saved:
+    saving = robust_dcp.async_save(state_dict, checkpoint_id=path)
+    assert isinstance(saving, Future)
+    return _nothing, saving.result
+
+
+def _ours_by_process(state_dict: dict[str, Any], path: str) -> Saved:
+    saving = robust_dcp.async_save(state_dict, checkpoint_id=path, executor="process")
+    assert isinstance(saving, Future)
+    return _nothing, saving.result
+
+
+def _ours_lazily(state_dict: dict[str, Any], path: str) -> Saved:
+    saving = robust_dcp.async_save(state_dict, checkpoint_id=path, staging="lazy")
+    assert isinstance(saving, robust_dcp.AsyncSave)
+    return saving.wait_staged, saving.upload_completion.result
+
+
+def _ours_at_once(state_dict: dict[str, Any], path: str) -> Saved:
+    robust_dcp.save(state_dict, checkpoint_id=path)
+    return _nothing, _nothing
+
+
+def _stock(kind: AsyncCheckpointerType, stager: Callable[[], Any] = _nothing) -> Save:
+    kept: list[Any] = []  # a stager keeps its memory between saves, as ours does
+
+    def save(state_dict: dict[str, Any], path: str) -> Saved:
+        if not kept:
+            kept.append(stager())
+        more = {} if kept[0] is None else {"async_stager": kept[0]}
+        saving = dcp.async_save(state_dict, checkpoint_id=path, async_checkpointer_type=kind, **more)
+        if isinstance(saving, Future):
+            return _nothing, saving.result
+        return saving.staging_completion.result, saving.upload_completion.result
+
+    return save
+
+
+def _stager(*, is_async: bool, is_shared: bool) -> Callable[[], Any]:
+    def make() -> Any:
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        return DefaultStager(
+            StagingOptions(
+                use_pinned_memory=False,
+                use_shared_memory=is_shared,
+                use_async_staging=is_async,
+                use_non_blocking_copy=False,
+            )
+        )
+
+    return make
+
+
+CONTENDERS: dict[str, Callable[[], Save]] = {
+    "ours": lambda: _ours,
+    "ours, process": lambda: _ours_by_process,
+    "ours, lazy": lambda: _ours_lazily,
+    "ours, synchronous": lambda: _ours_at_once,
+    "stock, thread": lambda: _stock(AsyncCheckpointerType.THREAD),
+    "stock, process": lambda: _stock(AsyncCheckpointerType.PROCESS),
+    "stock, thread, DefaultStager": lambda: _stock(
+        AsyncCheckpointerType.THREAD, _stager(is_async=False, is_shared=False)
+    ),
+    "stock, process, DefaultStager": lambda: _stock(
+        AsyncCheckpointerType.PROCESS, _stager(is_async=False, is_shared=True)
+    ),
 }
 
 
@@ -203,12 +287,9 @@ def main() -> None:
     parser.add_argument("--directory")
     parser.add_argument("--json")
     arguments = parser.parse_args()
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     _find_memory(3 * arguments.ranks * arguments.mib * _MIB)
     for who in arguments.who:
-        if missing_package(who):
-            print(f"{who}: {missing_package(who)} is not installed", flush=True)
-            continue
         print(f"{who} ...", flush=True)
         with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
             found = run(
@@ -225,9 +306,10 @@ def main() -> None:
         row["repeated_ratio"] = row["repeated_blocked_seconds"] / ours["repeated_blocked_seconds"]
         row["blocked_share"] = row["repeated_blocked_seconds"] / at_once["repeated_blocked_seconds"]
         row["blocked_seconds_per_gib"] = row["repeated_blocked_seconds"] * 1024 / arguments.mib
-    show(_RATIOS, rows, None)
+    show(_RATIOS, rows)
     print()
-    show(_COSTS, rows, arguments.json)
+    show(_COSTS, rows)
+    write_json(arguments.json, rows)
 
 
 if __name__ == "__main__":

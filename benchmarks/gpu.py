@@ -11,7 +11,6 @@ Without a CUDA device the CPU takes its place. This only shows that the program 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import shutil
@@ -27,12 +26,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import robust_dcp
-from benchmarks.ranks import show
+from benchmarks.measuring import Row, show, write_json
 from robust_dcp.staging import POOL, STAGING, Block
 
 __all__ = ["main"]
-
-Row = dict[str, Any]
 
 _GIB = 1 << 30
 _LIMIT_NBYTES = 256 << 20
@@ -302,10 +299,8 @@ def main() -> None:
         found["training"] = measure_training(directory, min(gib, 4.0))
     for title, columns in (("limits", _LIMITS), ("copies", _COPIES), ("saves", _SAVES), ("training", _TRAINING)):
         print(f"\n{title}" + (f" ({gib:.2f} GiB)" if title == "saves" else ""))
-        show(columns, found[title], None)
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(found, file, indent=1)
+        show(columns, found[title])
+    write_json(arguments.json, found)
 
 
 def _fitting_gib(directory: str, gib: float, seconds: float) -> float:

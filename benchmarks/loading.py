@@ -14,13 +14,10 @@ needs a part of every chunk. The cost is given for one tensor.
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,14 +27,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.ranks import show
-from benchmarks.simulation.stopwatch import Stopwatch
+from benchmarks.measuring import Row, Stopwatch, in_new_process, show, write_json
 from benchmarks.simulation.stored import Shape, tensors_of, write_checkpoint
 from robust_dcp import RobustLoadPlanner, RobustReader
 
 __all__ = ["main"]
-
-Row = dict[str, Any]
 
 _MIB = 1 << 20
 _SHAPES: Sequence[Shape] = ((3, 16), (1, 16), (4, 16), (1, 64), (2,), (1,))
@@ -86,16 +80,14 @@ def main() -> None:
             print(f"{case}: {ranks} ranks x {count} tensors ...", file=sys.stderr)
             write_checkpoint(directory, ranks, tensors)
             contenders = ("ours",) if arguments.no_stock else ("ours", "ours, no index", "stock")
-            rows += [_alone(measure, who, case, directory, ranks, tensors) for who in contenders]
+            rows += [in_new_process(measure, who, case, directory, ranks, tensors) for who in contenders]
     ratios = _ratios(rows)
     if ratios:
         print("How many times less ours takes than stock:")
-        show(_RATIOS, ratios, None)
+        show(_RATIOS, ratios)
         print()
-    show(_COSTS, rows, None)
-    if arguments.json:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump({"ratios": ratios, "costs": rows}, file, indent=1)
+    show(_COSTS, rows)
+    write_json(arguments.json, {"ratios": ratios, "costs": rows})
 
 
 def _arguments() -> argparse.Namespace:
@@ -103,22 +95,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=128, help="that saved (default: %(default)s)")
     parser.add_argument("--items", type=int, default=5000, help="tensors of each (default: %(default)s)")
     parser.add_argument("--chunks", type=int, default=1024, help="of a resharded tensor (default: %(default)s)")
-    parser.add_argument("--cases", default=",".join(_CASES), help="some of %(default)s")
+    parser.add_argument("--cases", nargs="+", default=_CASES, choices=_CASES)
     parser.add_argument("--no-stock", action="store_true", help="ours alone, by the index")
     parser.add_argument("--directory", help="where checkpoints lie for the time being")
     parser.add_argument("--json", help="write all figures there as well")
-    arguments = parser.parse_args()
-    arguments.cases = arguments.cases.split(",")
-    if not set(arguments.cases) <= set(_CASES):
-        parser.error(f"--cases are some of {','.join(_CASES)}")
-    return arguments
-
-
-def _alone(function: Callable[..., Row], *arguments: Any) -> Row:
-    """Run in a new process, so that no run profits from imports, caches or memory of another."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
-        return pool.submit(function, *arguments).result()
+    return parser.parse_args()
 
 
 def measure(who: str, case: str, directory: str, ranks: int, tensors: dict[str, Shape]) -> Row:

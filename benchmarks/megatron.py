@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.collectives import OBJECT_COLLECTIVES, counted_collectives
-from benchmarks.ranks import run, show
+from benchmarks.measuring import run, show, write_json
 
 __all__ = ["measure"]
 
@@ -123,7 +123,9 @@ def _main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         ranks = run(4, measure, directory, arguments.layers, arguments.hidden_size)
-    show(_COLUMNS, sorted(ranks[0], key=lambda row: (row["what"], row["who"] == "ours")), arguments.json)
+    rows = sorted(ranks[0], key=lambda row: (row["what"], row["who"] == "ours"))
+    show(_COLUMNS, rows)
+    write_json(arguments.json, rows)
 
 
 if __name__ == "__main__":

@@ -4,22 +4,21 @@ Run it for a table: ``python -m benchmarks.planning --ranks 128 --items 5000 --k
 real code of both coordinators runs on the same items. ``simulation.ours`` and ``simulation.stock`` say step by step
 what is measured. CPU seconds are user and system time. "merging" is the CPU time of other ranks that merge messages on
 the way up the tree, while our coordinator waits. Memory is the peak above what the process had before the coordinator's
-work began. ``--growth`` measures several numbers of ranks and items, and ``--plot`` draws the result.
+work began. Several numbers of ranks and of items can be given. Stock takes part as long as the items are not too many.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ranks import show
-from benchmarks.simulation.cases import SAVES, Case, Row, Who, measure
-from benchmarks.simulation.growth import GROWTH_SIZES, fits_of, stock_sizes
+from benchmarks.measuring import Row, show, write_json
+from benchmarks.simulation.cases import SAVES, Case, Who, measure
 from benchmarks.simulation.payloads import prepare
 from benchmarks.virtual_ranks import KINDS
 
@@ -55,92 +54,38 @@ _COSTS = {
     "index_nbytes": "index B",
     "written": "written",
 }
-_FITS = {
-    "who": "who",
-    "save": "save",
-    "over": "over",
-    "exponent": "exponent",
-    "unit": "largest",
-    "seconds": "CPU s there",
-    "points": "points",
-    "largest_deviation": "off by at most, factor",
-}
 
 
 def main() -> None:
     """Measure, and print the ratios and then the figures of each coordinator."""
-    arguments = _arguments()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[16], help="powers of two (default: 16)")
+    parser.add_argument("--items", type=int, nargs="+", default=[2000], help="of each rank (default: 2000)")
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--saves", nargs="+", default=SAVES, choices=SAVES)
+    parser.add_argument("--stock-up-to", type=int, default=1 << 18, help="items of all ranks (default: %(default)s)")
+    parser.add_argument("--gc-off", action="store_true", help="without Python's cyclic garbage collector")
+    parser.add_argument("--directory", help="where payloads and checkpoints lie for the time being")
+    parser.add_argument("--json", help="write all figures there as well")
+    arguments = parser.parse_args()
     rows: list[Row] = []
-    for kind in arguments.kinds:
-        for size, who in _sizes(arguments).items():
-            rows += _measure(kind, size, who, arguments)
-            if arguments.json:  # after each size, because a run takes minutes
-                _write(arguments.json, rows)
+    for kind, ranks, items in itertools.product(arguments.kinds, arguments.ranks, arguments.items):
+        rows += _measure(kind, ranks, items, arguments)
+        write_json(arguments.json, {"ratios": _ratios(rows), "costs": rows})  # each time, because a run takes minutes
     ratios = _ratios(rows)
     if ratios:
         print("How many times less ours takes than stock's coordinator:")
-        show(_RATIOS, ratios, None)
+        show(_RATIOS, ratios)
         print()
-    show(_COSTS, [_readable(row) for row in rows], None)
-    if arguments.growth:
-        print("\nCPU time grows with the power of ranks and of items of each:")
-        show(_FITS, [fit.as_row() for fit in fits_of(rows)], None)
-    if arguments.plot:
-        from benchmarks.simulation.plot import draw
-
-        draw(rows, arguments.plot)
+    show(_COSTS, [_readable(row) for row in rows])
 
 
-def _write(path: str, rows: Sequence[Row]) -> None:
-    growth = [fit.as_row() for kind in KINDS for fit in fits_of([row for row in rows if row["kind"] == kind])]
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump({"ratios": _ratios(rows), "costs": rows, "growth": growth}, file, indent=1)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=16, help="a power of two (default: %(default)s)")
-    parser.add_argument("--items", type=int, default=2000, help="of each rank (default: %(default)s)")
-    parser.add_argument("--kinds", default=None, help=f"some of {','.join(KINDS)} (default: all; fsdp2 for --growth)")
-    parser.add_argument("--saves", default=",".join(SAVES), help="some of %(default)s (default: all)")
-    parser.add_argument("--no-stock", action="store_true", help="ours alone")
-    parser.add_argument("--gc-off", action="store_true", help="without Python's cyclic garbage collector")
-    parser.add_argument("--growth", action="store_true", help="over ranks and items, instead of --ranks and --items")
-    parser.add_argument(
-        "--stock-up-to", type=int, default=32, help="ranks of stock's coordinator with --growth (default: %(default)s)"
-    )
-    parser.add_argument("--directory", help="where payloads and checkpoints lie for the time being")
-    parser.add_argument("--json", help="write all figures there as well")
-    parser.add_argument("--plot", help="draw the cost against ranks there (.svg or .png; needs --growth)")
-    arguments = parser.parse_args()
-    arguments.kinds = (arguments.kinds or ("fsdp2" if arguments.growth else ",".join(KINDS))).split(",")
-    arguments.saves = tuple(arguments.saves.split(","))
-    for chosen, known in ((arguments.kinds, KINDS), (arguments.saves, SAVES)):
-        if not set(chosen) <= set(known):
-            parser.error(f"{sorted(set(chosen) - set(known))} is none of {list(known)}")
-    if arguments.growth and len(arguments.kinds) > 1:
-        parser.error("--growth takes one kind at a time")
-    if arguments.plot and not arguments.growth:
-        parser.error("--plot needs --growth")
-    return arguments
-
-
-def _sizes(arguments: argparse.Namespace) -> dict[tuple[int, int], list[Who]]:
-    """The coordinators to measure, by (ranks, items of each)."""
-    if not arguments.growth:
-        return {(arguments.ranks, arguments.items): ["ours"] if arguments.no_stock else ["ours", "stock"]}
-    found: dict[tuple[int, int], list[Who]] = {size: ["ours"] for size in GROWTH_SIZES}
-    for size in () if arguments.no_stock else stock_sizes(arguments.stock_up_to):
-        found.setdefault(size, []).append("stock")
-    return dict(sorted(found.items()))
-
-
-def _measure(kind: str, size: tuple[int, int], who: Sequence[Who], arguments: argparse.Namespace) -> list[Row]:
-    ranks, items = size
+def _measure(kind: str, ranks: int, items: int, arguments: argparse.Namespace) -> list[Row]:
+    who: list[Who] = ["ours", "stock"] if ranks * items <= arguments.stock_up_to else ["ours"]
     print(f"{kind}: {ranks} ranks x {items} items, {' and '.join(who)} ...", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="planning-", dir=arguments.directory) as directory:
         payloads = prepare(Path(directory, "ranks"), kind, ranks, items, stock="stock" in who)
-        cases = [Case(payloads, each, arguments.saves, collects_garbage=not arguments.gc_off) for each in who]
+        cases = [Case(payloads, each, tuple(arguments.saves), collects_garbage=not arguments.gc_off) for each in who]
         return [row for case in cases for row in measure(case)]
 
 

@@ -6,27 +6,22 @@ Owns the rows that ``planning`` prints. Other processes make the payloads of the
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import torch
-
+from benchmarks.measuring import Row, in_new_process
 from benchmarks.simulation.others import SaveName
 from benchmarks.simulation.ours import OurCoordinator, SimulatedSave
 from benchmarks.simulation.payloads import Payloads
 from benchmarks.simulation.stock import StockCoordinator
 
-__all__ = ["SAVES", "Case", "Row", "Who", "measure"]
+__all__ = ["SAVES", "Case", "Who", "measure"]
 
 Who = Literal["ours", "stock"]
-Row = dict[str, Any]
-
 SAVES: tuple[SaveName, ...] = ("first", "repeated", "change")
 
 _MAX_ROUNDS = 5
@@ -55,29 +50,18 @@ def measure(case: Case) -> list[Row]:
     """Measure each save of the case in new processes, and return a row for each.
 
     Raises:
-        EOFError: a process ended without a result. Its output says why.
+        BrokenProcessPool: a process ended without a result. Its output says why.
     """
     if case.who == "ours":
-        return _in_new_process(case, case.saves)
+        rows: list[Row] = in_new_process(_run, case, case.saves)
+        return rows
     # Stock's first save is measured without a plan cache, which is stock's default. Its other saves have the cache.
     cached = tuple(save for save in case.saves if save != "first")
-    rows = _in_new_process(case, ("first",)) if "first" in case.saves else []
-    return rows + (_in_new_process(case, cached) if cached else [])
+    rows = in_new_process(_run, case, ("first",)) if "first" in case.saves else []
+    return rows + (in_new_process(_run, case, cached) if cached else [])
 
 
-def _in_new_process(case: Case, saves: Sequence[SaveName]) -> list[Row]:
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(case, saves, sender))
-    process.start()
-    sender.close()  # if a process ends without a result, this raises EOFError
-    rows: list[Row] = receiver.recv()
-    process.join()
-    return rows
-
-
-def _run(case: Case, saves: Sequence[SaveName], results: Connection) -> None:
-    torch.set_num_threads(1)
+def _run(case: Case, saves: Sequence[SaveName]) -> list[Row]:
     if not case.collects_garbage:
         gc.disable()
     coordinator: OurCoordinator | StockCoordinator
@@ -88,7 +72,7 @@ def _run(case: Case, saves: Sequence[SaveName], results: Connection) -> None:
     with tempfile.TemporaryDirectory(dir=case.payloads.directory) as directory:
         if "first" not in saves:
             _save(coordinator, "first", directory)
-        results.send([_row(case, save, _median(coordinator, save, directory)) for save in saves])
+        return [_row(case, save, _median(coordinator, save, directory)) for save in saves]
 
 
 def _median(coordinator: OurCoordinator | StockCoordinator, name: SaveName, directory: str) -> SimulatedSave:

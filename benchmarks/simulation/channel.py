@@ -12,10 +12,10 @@ from typing import TypeVar, cast
 
 import msgspec
 
+from benchmarks.measuring import Stopwatch
 from benchmarks.simulation.mailbox import COORDINATOR, Mailbox, SimulatedOperation
 from benchmarks.simulation.others import OtherRanks, SaveName
 from benchmarks.simulation.payloads import Payloads
-from benchmarks.simulation.stopwatch import Stopwatch
 from robust_dcp.comm import Agreement, Channel, Offer
 from robust_dcp.comm.connections import Payload
 from robust_dcp.comm.frames import FRAME_NBYTES, Frame, Kind, operation_id, phase_id

@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.measuring import Stopwatch
 from benchmarks.simulation.channel import SimulatedChannel
 from benchmarks.simulation.others import OtherRanks, SaveName, written_files
 from benchmarks.simulation.payloads import Payloads, coordinators_local
-from benchmarks.simulation.stopwatch import Stopwatch
 from robust_dcp.plan.agreed_plan import AgreedPlan
 from robust_dcp.plan.cache import PLANS
 from robust_dcp.plan.session import SaveSession

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bench_messages import PhaseCost, measure_saves
+from benchmarks.messages import PhaseCost, measure_saves
 from robust_dcp.comm.tree import Tree
 from tests.harness.ranks import in_ranks, values
 

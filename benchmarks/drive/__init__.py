@@ -1,1 +1,0 @@
-"""Parts of ``benchmarks.storage``: the state dicts, the contenders, the measurement, and the drive's own speed."""
