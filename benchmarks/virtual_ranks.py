@@ -16,19 +16,11 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from robust_dcp.plan.local import LocalStructure
-from robust_dcp.plan.structure import (
-    Form,
-    ItemKind,
-    ItemStructure,
-    PlanContext,
-    StructureSignature,
-    StructureTable,
-    sorted_places,
-    table_of,
-)
+from robust_dcp.plan.items import Form, ItemKind, Items, ItemStructure, items_of, sorted_places
+from robust_dcp.plan.plan import LocalStructure
+from robust_dcp.plan.signature import PlanContext, StructureSignature
 
-__all__ = ["FILES_PER_RANK", "KINDS", "NamedItem", "items_of", "local_of", "path_of", "table_of_items"]
+__all__ = ["FILES_PER_RANK", "KINDS", "NamedItem", "columns_of", "local_of", "named_items", "path_of"]
 
 FILES_PER_RANK = 2
 """The number of files that ``RobustWriter`` makes on each rank without options."""
@@ -77,7 +69,7 @@ class _Place:
         return self.rank // (self.tensor_size * self.data_size)
 
 
-def items_of(kind: str, rank: int, ranks: int, n_items: int, *, added: bool = False) -> list[NamedItem]:
+def named_items(kind: str, rank: int, ranks: int, n_items: int, *, added: bool = False) -> list[NamedItem]:
     """The items of one rank, sorted by (name, offsets).
 
     Args:
@@ -98,10 +90,10 @@ def items_of(kind: str, rank: int, ranks: int, n_items: int, *, added: bool = Fa
     return [items[place] for place in sorted_places(names, structures)]
 
 
-def table_of_items(items: list[NamedItem]) -> StructureTable:
-    """The structure table of a rank with these items."""
+def columns_of(items: list[NamedItem]) -> Items:
+    """The columns of a rank with these items."""
     names = [name for name, _ in items]
-    return table_of(names, [structure for _, structure in items], {name: path_of(name) for name in names})
+    return items_of(names, [structure for _, structure in items], {name: path_of(name) for name in names})
 
 
 def path_of(name: str) -> tuple[str, ...]:
@@ -109,8 +101,8 @@ def path_of(name: str) -> tuple[str, ...]:
     return tuple(name.split("."))
 
 
-def local_of(table: StructureTable, ranks: int) -> LocalStructure:
-    """What a rank with this table brings to the plan. An object is the same on all ranks that hold it."""
+def local_of(items: Items, ranks: int) -> LocalStructure:
+    """What a rank with these items brings to the plan. An object is the same on all ranks that hold it."""
     context = PlanContext(
         ranks=tuple(range(ranks)),
         planner_options={"flatten_state_dict": True, "flatten_sharded_tensors": True, "lowest_rank": False},
@@ -118,9 +110,9 @@ def local_of(table: StructureTable, ranks: int) -> LocalStructure:
         versions={"torch": "2.13.0", "robust_dcp": "0.1.0"},
     )
     return LocalStructure(
-        table=table,
+        items=items,
         context=context,
-        signature=StructureSignature.of(table, context),
+        signature=StructureSignature.of(items, context),
         files=FILES_PER_RANK,
         lowest_rank=False,
     )

@@ -26,8 +26,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import robust_dcp
-from robust_dcp.plan.cache import PLANS
-from robust_dcp.plan.stored_plan import LOADED
+from robust_dcp.plan.cache import LOADED, PLANS
 from robust_dcp.storage.writer import RobustWriter
 from torture.trials import WrongData
 

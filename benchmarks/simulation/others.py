@@ -19,10 +19,9 @@ import numpy.typing as npt
 from benchmarks.simulation.mailbox import COORDINATOR, Mailbox
 from benchmarks.simulation.payloads import Payloads
 from robust_dcp.comm import Offer
-from robust_dcp.plan.agreed_plan import MATCHES, Digests
-from robust_dcp.plan.plan import PlanReply
-from robust_dcp.plan.share import Places, unpack_places
-from robust_dcp.plan.structure import Form, StructureTable
+from robust_dcp.plan.items import Form, Items
+from robust_dcp.plan.plan import PlanReply, Rows, unpack_places
+from robust_dcp.plan.session import MATCHES, Digests
 from robust_dcp.plan.written import WrittenMessage, written_message, written_offer
 from robust_dcp.storage.writing.engine import WrittenFiles
 from robust_dcp.storage.writing.save_report import SaveTimes, said_of_rank
@@ -37,7 +36,7 @@ class OtherRanks:
 
     Args:
         payloads: the messages that they send before there is a plan.
-        tables: the structure of every rank, after the coordinator has planned.
+        items: the structure of every rank, after the coordinator has planned.
 
     Attributes:
         kept: for each rank the places of the items that it writes, from the coordinator's reply. Empty for the
@@ -45,12 +44,12 @@ class OtherRanks:
         written: what each rank offers after it has written. Nothing for the coordinator itself.
     """
 
-    def __init__(self, payloads: Payloads, tables: Callable[[], Sequence[StructureTable]]) -> None:
+    def __init__(self, payloads: Payloads, items: Callable[[], Sequence[Items]]) -> None:
         self._payloads = payloads
-        self._tables = tables
+        self._items = items
         self._plan_id = Offer().plan_id
         self._n_compared = [0] * payloads.ranks
-        self.kept: list[Places] = [np.empty(0, dtype=np.intp)] * payloads.ranks
+        self.kept: list[Rows] = [np.empty(0, dtype=np.intp)] * payloads.ranks
         self.written: list[Offer] = []
 
     def offers(self, save: SaveName) -> list[Offer]:
@@ -65,11 +64,11 @@ class OtherRanks:
         """Give each rank its reply from the coordinator."""
         for rank, reply in enumerate(replies):
             if isinstance(reply, PlanReply):
-                self._plan_id = reply.plan_id
-                n_items = len(self._tables()[rank])
+                self._plan_id = reply.share.plan_id
+                n_items = reply.share.n_items
                 self._n_compared[rank] = len(unpack_places(reply.compared, n_items)) if reply.compared else 0
                 if rank != COORDINATOR:
-                    self.kept[rank] = unpack_places(reply.kept, n_items)
+                    self.kept[rank] = reply.share.kept
 
     def compare(self) -> Mailbox:
         """A gather of digests, of ranks that cannot read their data."""
@@ -87,7 +86,7 @@ class OtherRanks:
         mailbox = self._mailbox("written-")
         self.written = [Offer()]
         for rank in range(1, self._payloads.ranks):
-            written = written_files(self._tables()[rank], self.kept[rank], rank)
+            written = written_files(self._items()[rank], self.kept[rank], rank)
             self.written.append(written_offer(written))
             places = written.variable_places
             said = said_of_rank(rank, written, _times(rank))
@@ -98,9 +97,9 @@ class OtherRanks:
         return mailbox
 
 
-def written_files(table: StructureTable, kept: Places, rank: int) -> WrittenFiles:
+def written_files(items: Items, kept: Rows, rank: int) -> WrittenFiles:
     """A rank's description of its files. The lengths of objects differ from rank to rank."""
-    n_objects = int((table.forms[kept] == Form.VARIABLE).sum())
+    n_objects = int((items.form[kept] == Form.VARIABLE).sum())
     lengths = np.array([_length(rank, number) for number in range(n_objects)], dtype=np.int64)
     offsets = np.cumsum(lengths) - lengths
     places: npt.NDArray[np.int64] = np.column_stack([offsets, lengths]).reshape(n_objects, 2)

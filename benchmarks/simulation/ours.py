@@ -30,11 +30,10 @@ from benchmarks.measuring import Stopwatch
 from benchmarks.simulation.channel import SimulatedChannel
 from benchmarks.simulation.others import OtherRanks, SaveName, written_files
 from benchmarks.simulation.payloads import Payloads, coordinators_local
-from robust_dcp.plan.agreed_plan import AgreedPlan
 from robust_dcp.plan.cache import PLANS
+from robust_dcp.plan.items import Items
+from robust_dcp.plan.plan import Plan, Rows
 from robust_dcp.plan.session import SaveSession
-from robust_dcp.plan.share import Places
-from robust_dcp.plan.structure import StructureTable
 from robust_dcp.report_file import SavedReport
 from robust_dcp.storage.committing.commit import MetadataToPublish
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
@@ -73,10 +72,10 @@ class SimulatedSave:
 class _Writer(RobustWriter):
     """Writes no data. Its commits are real, into a directory that nobody else uses."""
 
-    def __init__(self, directory: str, table: StructureTable, watch: Stopwatch) -> None:
+    def __init__(self, directory: str, items: Items, watch: Stopwatch) -> None:
         super().__init__(directory)
-        self._table, self._watch = table, watch
-        self.kept: Places = np.empty(0, dtype=np.intp)
+        self._items, self._watch = items, watch
+        self.kept: Rows = np.empty(0, dtype=np.intp)
 
     def begin(self, *, is_coordinator: bool, announces: bool = True) -> None:
         pass
@@ -91,7 +90,7 @@ class _Writer(RobustWriter):
         with self._watch.paused():
             self.directory.begin(overwrite=True)
             self.directory.announce()
-            return written_files(self._table, self.kept, rank)
+            return written_files(self._items, self.kept, rank)
 
     def check_own(self) -> None:
         pass
@@ -124,33 +123,32 @@ class OurCoordinator:
         PLANS.clear()
         self._payloads = payloads
         self._local = coordinators_local(payloads)
-        self.plan: AgreedPlan | None = None
-        self.others = OtherRanks(payloads, self._tables)
+        self.plan: Plan | None = None
+        self.others = OtherRanks(payloads, self._items_of_ranks)
 
-    def _tables(self) -> Sequence[StructureTable]:
-        plan = None if self.plan is None else self.plan.plan
-        return () if plan is None else plan.tables
+    def _items_of_ranks(self) -> Sequence[Items]:
+        return () if self.plan is None else self.plan.items
 
     def save(self, name: SaveName, directory: str) -> SimulatedSave:
         """Make one save into ``directory``, which must exist and be empty."""
         made = SimulatedSave()
         watch = made.watch
         channel = SimulatedChannel(self._payloads, self.others, name, watch)
-        writer = _Writer(directory, self._local.table, watch)
-        plan = self.plan = AgreedPlan(channel, directory, on_structure_change="quiet")
-        session = SaveSession(plan, writer, commits_together=True)
+        writer = _Writer(directory, self._local.items, watch)
+        session = SaveSession(channel, directory, writer, on_structure_change="quiet", commits_together=True)
 
         watch.start()
         session.agree(lambda: self._local, leads=True)
         watch.lap("own share")
-        writer.kept = plan.share.kept
+        writer.kept = session.share.kept
+        self.plan = session.plan
         session.write(_no_data)
         session.commit()
         watch.lap("cache")
         made.sent_nbytes, made.arrived_nbytes = channel.sent_nbytes, channel.arrived_nbytes
-        made.returned_nbytes, made.outcome = channel.returned_nbytes, plan.outcome
+        made.returned_nbytes, made.outcome = channel.returned_nbytes, session.outcome
         made.merging_seconds = channel.merging_seconds
         made.metadata_nbytes = os.path.getsize(os.path.join(directory, METADATA_NAME))
         made.index_nbytes = os.path.getsize(os.path.join(directory, INDEX_NAME))
-        made.n_written = 0 if plan.plan is None else sum(map(len, plan.plan.kept))
+        made.n_written = 0 if session.plan is None else sum(len(share.kept) for share in session.plan.shares)
         return made

@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from benchmarks.simulation.mailbox import COORDINATOR, Mailbox
-from benchmarks.virtual_ranks import NamedItem, items_of, local_of, path_of, table_of_items
-from robust_dcp.plan.local import LocalStructure
-from robust_dcp.plan.state_dict.write_items import write_item_of
-from robust_dcp.plan.structure import ItemStructure, StructureMessage
-from robust_dcp.plan.structure.signature import SIGNATURE_NBYTES
+from benchmarks.virtual_ranks import NamedItem, columns_of, local_of, named_items, path_of
+from robust_dcp.plan.describe import write_item_of
+from robust_dcp.plan.items import ItemsMessage, ItemStructure
+from robust_dcp.plan.plan import LocalStructure
+from robust_dcp.plan.signature import SIGNATURE_NBYTES
 
 __all__ = ["Payloads", "coordinators_local", "prepare"]
 
@@ -79,20 +79,20 @@ def prepare(
             made = pool.starmap(_make, tasks, chunksize=max(1, min(8, len(tasks) // 4)))
     (directory / "signatures").write_bytes(b"".join(signature for signature, _ in made))
     for name in ("first", "change"):
-        payloads.mailbox(name).merge(StructureMessage)
+        payloads.mailbox(name).merge(ItemsMessage)
     return Payloads(directory, kind, ranks, items, n_items=sum(n_items for _, n_items in made[:-1]))
 
 
 def coordinators_local(payloads: Payloads) -> LocalStructure:
     """What rank 0 itself holds."""
-    items = items_of(payloads.kind, COORDINATOR, payloads.ranks, payloads.items)
-    return local_of(table_of_items(items), payloads.ranks)
+    items = named_items(payloads.kind, COORDINATOR, payloads.ranks, payloads.items)
+    return local_of(columns_of(items), payloads.ranks)
 
 
 def _make(payloads: Payloads, rank: int, added: bool, stock: bool) -> tuple[bytes, int]:
     """The payloads of one rank; its signature, and the number of its items."""
-    items = items_of(payloads.kind, rank, payloads.ranks, payloads.items, added=added)
-    local = local_of(table_of_items(items), payloads.ranks)
+    items = named_items(payloads.kind, rank, payloads.ranks, payloads.items, added=added)
+    local = local_of(columns_of(items), payloads.ranks)
     if rank != COORDINATOR:
         payloads.mailbox("change" if added else "first").post(rank, local.to_message())
     if stock:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from robust_dcp.manager.policies import Checkpoint, KeepBest, KeepEvery, KeepLast, KeepPolicy
     from robust_dcp.plan.load_planner import RobustLoadPlanner
     from robust_dcp.plan.save_planner import RobustPlanner
-    from robust_dcp.plan.structure.signature import StructureSignature
+    from robust_dcp.plan.signature import StructureSignature
     from robust_dcp.report import LoadReport, SaveReport
     from robust_dcp.storage.reader import RobustReader
     from robust_dcp.storage.reading.read_options import ReadOptions
@@ -100,7 +100,7 @@ __getattr__, __dir__ = names_from(
         "robust_dcp.manager.policies": ("Checkpoint", "KeepBest", "KeepEvery", "KeepLast", "KeepPolicy"),
         "robust_dcp.plan.load_planner": ("RobustLoadPlanner",),
         "robust_dcp.plan.save_planner": ("RobustPlanner",),
-        "robust_dcp.plan.structure.signature": ("StructureSignature",),
+        "robust_dcp.plan.signature": ("StructureSignature",),
         "robust_dcp.report": ("LoadReport", "SaveReport"),
         "robust_dcp.storage.reader": ("RobustReader",),
         "robust_dcp.storage.reading.read_options": ("ReadOptions",),

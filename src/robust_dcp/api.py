@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from robust_dcp.comm import Channel, Offer
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.hooks.progress_bar import watch_in_terminal
+from robust_dcp.plan.cache import LOADED
 from robust_dcp.plan.checkpoint_name import checkpoint_name
 from robust_dcp.plan.load_planner import RobustLoadPlanner
 from robust_dcp.plan.loading.fetched_reads import FetchedReads
@@ -36,10 +37,10 @@ from robust_dcp.plan.loading.sharing import (
 )
 from robust_dcp.plan.loading.unread_keys import AskedKeys, asked_keys, unread_in_words
 from robust_dcp.plan.phases import PhaseClock
-from robust_dcp.plan.stored_plan import LOADED
 from robust_dcp.report import LoadReport, SaveReport, phase_reports
 from robust_dcp.started_save import CheckpointId, StartedSave
 from robust_dcp.stateful import StandIn, refuse_other_than_dict, stand_ins_for
+from robust_dcp.storage.files.paths import is_url
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.reading.metadata_source import overwritten
 from robust_dcp.storage.reading.planned_items import PlannedItems
@@ -293,8 +294,8 @@ def load(
             load_one_version(is_last_try=False)
             with clock.phase("apply"):
                 asked = channel.gather(f"load {checkpoint}: apply", apply, AskedKeys)
-    if isinstance(reader, RobustReader):
-        LOADED.add(reader.path)
+    if isinstance(reader, RobustReader) and not is_url(reader.path):
+        LOADED.put(reader.path, None)
     if asked is not None and isinstance(planner, RobustLoadPlanner) and planner.metadata is not None:
         unread = unread_in_words(planner.metadata, asked)
         if unread:

@@ -14,9 +14,9 @@ from typing import Any, Final
 import msgspec
 from torch.distributed.checkpoint.metadata import Metadata
 
+from robust_dcp.plan.diff import StructureDiff
 from robust_dcp.plan.phases import PhaseRecord
 from robust_dcp.plan.plan import PlanOutcome
-from robust_dcp.plan.structure import StructureDiff
 from robust_dcp.report_file import Changes
 
 __all__ = ["LoadReport", "PhaseReport", "SaveReport", "phase_reports", "sizes_in_words"]

@@ -23,8 +23,8 @@ from robust_dcp.drain import Drain, remove_staging, staging_directory
 from robust_dcp.errors import RobustCheckpointError, StorageError
 from robust_dcp.hooks.progress_bar import watch_in_terminal
 from robust_dcp.plan.checkpoint_name import checkpoint_name
-from robust_dcp.plan.local import LocalStructure
 from robust_dcp.plan.phases import PhaseClock
+from robust_dcp.plan.plan import LocalStructure
 from robust_dcp.plan.save_planner import RobustPlanner
 from robust_dcp.plan.session import SaveSession
 from robust_dcp.report import SaveReport, phase_reports
@@ -230,16 +230,16 @@ class StartedSave:
             checkpoint_id=self.staged_for or checkpoint_name(path),
             rank=session.rank,
             world_size=session.channel.size,
-            items=len(session.plan.share.kept),
+            items=len(session.share.kept),
             nbytes=0 if written is None else written.nbytes,
             phases=phase_reports(self.clock.records),
             blocked_seconds=blocked_seconds,
-            plan=session.plan.outcome,
-            reason=session.plan.reason,
-            changes=session.plan.changes,
-            differing_replicas=session.plan.differing_replicas,
+            plan=session.outcome,
+            reason=session.reason,
+            changes=session.changes,
+            differing_replicas=session.differing_replicas,
             unloadable_objects=session.unloadable_objects,
-            total_nbytes=None if session.plan.plan is None else session.plan.plan.nbytes,
+            total_nbytes=None if session.plan is None else session.plan.nbytes,
             digest=session.digest,
             files=() if written is None else written.names,
             how=(*(() if written is None else written.how), *how, *self.drain_remarks),

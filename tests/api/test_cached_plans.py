@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 import robust_dcp
 from robust_dcp import RobustPlanner, RobustWriter
 from robust_dcp.plan.cache import PLANS
-from robust_dcp.plan.local import LocalStructure
+from robust_dcp.plan.plan import LocalStructure
 from tests.api.verdicts import Verdict, verdict_of
 from tests.harness.fingerprints import differences
 from tests.harness.ranks import in_ranks, values

@@ -55,7 +55,7 @@ def save(state_dict: StateDict, path: str, way: str, kind: str | None, mode: Any
     if dist.is_initialized():
         dist.barrier()
     check_loads(state_dict, path)
-    return session.plan.outcome, session.plan.reason
+    return session.outcome, session.reason
 
 
 def save_in_turn(directory: str, way: str, named: bool) -> tuple[list[str], list[str]]:

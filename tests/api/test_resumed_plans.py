@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import robust_dcp
-from robust_dcp.plan.cache import PLANS
-from robust_dcp.plan.stored_plan import LOADED
+from robust_dcp.plan.cache import LOADED, PLANS
 from robust_dcp.storage.files.paths import INDEX_NAME
 from tests.harness.ranks import in_ranks, values
 

@@ -14,8 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from robust_dcp import Channel, RobustPlanner, RobustWriter
-from robust_dcp.plan.cache import PLANS
-from robust_dcp.plan.stored_plan import LOADED
+from robust_dcp.plan.cache import LOADED, PLANS
 from tests.api.test_cached_plans import FailsWhenTold, blank, check_loads
 from tests.api.verdicts import Verdict, verdict_of
 from tests.harness.fingerprints import differences

@@ -1,6 +1,6 @@
-"""Structures for the tests of planning: items in a few words, the tables they make, and strategies that draw them.
+"""Structures for the tests of planning: items in a few words, the columns they make, and strategies that draw them.
 
-Owns nothing that is promised to users. Tables are made by the package's own :func:`table_of`.
+Owns nothing that is promised to users. Columns are made by the package's own :func:`items_of`.
 """
 
 from __future__ import annotations
@@ -13,33 +13,28 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from robust_dcp.comm import Agreement, Offer
-from robust_dcp.comm.tree import Tree
 from robust_dcp.plan.global_plan import GlobalPlan
-from robust_dcp.plan.local import LocalStructure
-from robust_dcp.plan.structure import (
+from robust_dcp.plan.items import (
     Attributes,
     Form,
     ItemKind,
+    Items,
     ItemStructure,
     Path,
-    PlanContext,
-    StructureSignature,
-    StructureTable,
     encode_attributes,
+    items_of,
     sorted_places,
-    table_of,
 )
+from robust_dcp.plan.signature import PlanContext
 
 __all__ = [
     "DTYPES",
     "Box",
     "Item",
     "World",
-    "agreement_of",
     "chunk",
+    "chunk_of",
     "context_of",
-    "local_of",
     "obj",
     "partitions",
     "rank_items",
@@ -106,13 +101,11 @@ def obj(name: str) -> Item:
     return Item(name, form=Form.VARIABLE)
 
 
-def table(
-    *items: Item, paths: Mapping[str, Path] | None = None, attributes: Attributes | None = None
-) -> StructureTable:
-    """The table of one rank that holds ``items``."""
+def table(*items: Item, paths: Mapping[str, Path] | None = None, attributes: Attributes | None = None) -> Items:
+    """The columns of one rank that holds ``items``."""
     names, structures = [item.name for item in items], [item.structure for item in items]
     order = sorted_places(names, structures)
-    return table_of(
+    return items_of(
         [names[place] for place in order],
         [structures[place] for place in order],
         paths,
@@ -129,38 +122,15 @@ def context_of(ranks: Sequence[int] = (0, 1), files: int | None = 2) -> PlanCont
     )
 
 
-def local_of(
-    structure: StructureTable,
-    *,
-    ranks: Sequence[int] = (0, 1),
-    files: int | None = 2,
-    lowest_rank: bool = False,
-) -> LocalStructure:
-    """What a rank with that table brings to the plan."""
-    context = context_of(ranks, files)
-    return LocalStructure(
-        table=structure,
-        context=context,
-        signature=StructureSignature.of(structure, context),
-        files=files,
-        lowest_rank=lowest_rank,
-    )
-
-
-def agreement_of(offers: Sequence[Offer], rank: int = 0) -> Agreement:
-    """What ``rank`` of the tree under rank 0 has combined: its own offer and those of all ranks below it."""
-    children = Tree(rank, len(offers)).children
-    return Agreement.of(rank, offers[rank]).with_children([agreement_of(offers, child) for child in children])
-
-
 def written_items(plan: GlobalPlan) -> list[list[tuple[str, tuple[int, ...], tuple[int, ...]]]]:
     """For each rank the (name, offsets, sizes) that it writes, as its share of the plan says."""
-    found = []
-    for structure, kept in zip(plan.columns.tables, plan.kept, strict=True):
-        dims = [structure.dims_of(item) for item in kept.tolist()]
-        names = [structure.names[structure.name_ids[item]] for item in kept.tolist()]
-        found.append([(name, offset, size) for name, (_, offset, size) in zip(names, dims, strict=True)])
-    return found
+    return [[chunk_of(items, row) for row in kept.tolist()] for items, kept in zip(plan.ranks, plan.kept, strict=True)]
+
+
+def chunk_of(items: Items, row: int) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """The name, offsets and sizes of an item."""
+    offset, size = (tuple(column[row, : items.ndim[row]].tolist()) for column in (items.offset, items.size))
+    return items.names[items.name[row]], offset, size
 
 
 # Strategies.
@@ -219,7 +189,7 @@ class World:
     ranks: tuple[tuple[Item, ...], ...]
 
     @property
-    def tables(self) -> list[StructureTable]:
+    def tables(self) -> list[Items]:
         return [table(*items) for items in self.ranks]
 
     @property

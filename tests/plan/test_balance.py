@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from robust_dcp.plan.global_plan import GlobalPlan, make_global_plan
-from robust_dcp.plan.global_plan.differing import SMALL_NBYTES
+from robust_dcp.plan.global_plan import SMALL_NBYTES, GlobalPlan, make_global_plan
 from tests.plan.structures import Item, chunk, obj, table, tensor
 
 _LARGE = SMALL_NBYTES + 1
@@ -17,9 +16,9 @@ _LARGE = SMALL_NBYTES + 1
 
 
 def _loads(plan: GlobalPlan) -> list[int]:
-    columns = plan.columns
-    nbytes = columns.nbytes // _LARGE
-    return [int(nbytes[plan.written[columns.rank[plan.written] == rank]].sum()) for rank in range(len(plan.kept))]
+    items = plan.items
+    nbytes = items.nbytes // _LARGE
+    return [int(nbytes[plan.written[items.rank[plan.written] == rank]].sum()) for rank in range(len(plan.kept))]
 
 
 def _replicated(sizes: list[int], n_ranks: int) -> GlobalPlan:

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from robust_dcp.errors import PlanConflict
+from robust_dcp.errors import PlanConflict, ranks_in_words
 from robust_dcp.plan.global_plan import make_global_plan
-from robust_dcp.plan.global_plan.conflicts import ranks_in_words
 from tests.plan.structures import Item, chunk, obj, table, tensor
 
 _FILLER = tensor("filler")

@@ -12,10 +12,22 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from robust_dcp.errors import ExchangeError, PlanConflict
-from robust_dcp.plan.global_plan import GlobalPlan, find_differing, make_global_plan
-from robust_dcp.plan.global_plan.differing import SMALL_NBYTES
-from robust_dcp.plan.structure import ItemKind
-from tests.plan.structures import Box, Item, World, chunk, obj, partitions, table, tensor, worlds, written_items
+from robust_dcp.plan.conflicts import find_differing
+from robust_dcp.plan.global_plan import SMALL_NBYTES, GlobalPlan, make_global_plan
+from robust_dcp.plan.items import ItemKind
+from tests.plan.structures import (
+    Box,
+    Item,
+    World,
+    chunk,
+    chunk_of,
+    obj,
+    partitions,
+    table,
+    tensor,
+    worlds,
+    written_items,
+)
 
 
 def _plan(*ranks: list[Item], lowest_rank: bool = False) -> GlobalPlan:
@@ -57,19 +69,19 @@ def test_dcp_finds_one_item_for_each_name_and_offsets(world: World) -> None:
 @given(worlds())
 def test_the_written_rows_and_each_ranks_share_say_the_same(world: World) -> None:
     plan = make_global_plan(world.tables)
-    columns = plan.columns
+    items = plan.items
+    firsts = np.cumsum([0, *map(len, plan.ranks)])
     by_rank = [
-        sorted(columns.item[r] for r in plan.written if columns.rank[r] == rank) for rank in range(len(plan.kept))
+        sorted(row - firsts[rank] for row in plan.written if items.rank[row] == rank) for rank in range(len(plan.kept))
     ]
     assert [kept.tolist() for kept in plan.kept] == by_rank
-    order = [(columns.name[row], tuple(columns.offset[row])) for row in plan.written]
+    order = [(items.name[row], tuple(items.offset[row])) for row in plan.written]
     assert order == sorted(order)
     expected = sum(
         item.nbytes
-        for items, kept, structure in zip(world.ranks, plan.kept, world.tables, strict=True)
-        for item in items
-        if (item.name, item.offset)
-        in {(structure.names[structure.name_ids[i]], structure.dims_of(i)[1]) for i in kept.tolist()}
+        for held, kept, columns in zip(world.ranks, plan.kept, world.tables, strict=True)
+        for item in held
+        if (item.name, item.offset) in {chunk_of(columns, row)[:2] for row in kept.tolist()}
     )
     assert plan.nbytes == expected
 
@@ -215,13 +227,13 @@ def test_what_differs_between_ranks_is_found_by_its_digests() -> None:
     large = tensor("large", [SMALL_NBYTES + 1], torch.uint8)
     both = [obj("rng"), obj("same"), tensor("seed"), tensor("unknown"), large]
     plan = _plan([obj("own"), *both], both, [obj("rng")])
-    names = [plan.columns.names[name] for name in plan.columns.name[plan.compared].tolist()]
+    names = [plan.items.names[name] for name in plan.items.name[plan.compared].tolist()]
     assert names == [*["rng", "same", "seed", "unknown"] * 2, "rng"]
     digests = [np.array(each, dtype=np.uint64) for each in ([1, 5, 7, 0], [2, 5, 8, 3], [1])]
-    found = find_differing(plan.columns, plan.order, plan.compared, plan.contested, digests)
+    found = find_differing(plan.items, plan.order, plan.compared, plan.contested, digests)
     assert [(each.key, each.ranks) for each in found] == [("rng", ((0, 2), (1,))), ("seed", ((0,), (1,)))]
     with pytest.raises(ExchangeError, match="rank 2 did not send"):
-        find_differing(plan.columns, plan.order, plan.compared, plan.contested, [*digests[:2], digests[0]])
+        find_differing(plan.items, plan.order, plan.compared, plan.contested, [*digests[:2], digests[0]])
 
 
 def test_one_rank_alone_may_save_its_part_of_a_sharded_tensor() -> None:
@@ -262,4 +274,4 @@ def test_many_tensors_sharded_and_replicated_are_shared_evenly() -> None:
 def test_bytes_of_a_chunk_follow_its_dtype() -> None:
     plan = _plan([tensor("a", [3], torch.float64), tensor("b", [3], torch.float8_e4m3fn), obj("o")])
     assert plan.nbytes == 27
-    assert plan.columns.nbytes[plan.columns.kind == ItemKind.BYTES].tolist() == [0]
+    assert plan.items.nbytes[plan.items.kind == ItemKind.BYTES].tolist() == [0]

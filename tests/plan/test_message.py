@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from robust_dcp.errors import ExchangeError, PlanConflict
 from robust_dcp.plan.global_plan import make_global_plan
-from robust_dcp.plan.structure import Path, StructureMessage, StructureSignature, StructureTable, TableDecoder
+from robust_dcp.plan.items import Items, ItemsDecoder, ItemsMessage, Path
+from robust_dcp.plan.signature import StructureSignature
 from tests.plan.structures import Item, chunk, context_of, obj, rank_items, table, tensor
 
 
-def _message(drawn: tuple[list[Item], dict[str, Path]], *, nested: bool = True) -> StructureMessage:
+def _message(drawn: tuple[list[Item], dict[str, Path]], *, nested: bool = True) -> ItemsMessage:
     structure = table(*drawn[0], paths=drawn[1] if nested else None)
-    return StructureMessage.of(structure, context_of().encode(), bytes(16))
+    return ItemsMessage.of(structure, context_of().encode(), bytes(16))
 
 
 def _int32(*values: int) -> bytes:
@@ -35,10 +36,10 @@ def _names(*names: object) -> bytes:
 @given(rank_items(), st.booleans())
 def test_a_table_comes_back_column_for_column(drawn: tuple[list[Item], dict[str, Path]], nested: bool) -> None:
     sent = table(*drawn[0], paths=drawn[1] if nested else None)
-    message = StructureMessage.of(sent, context_of().encode(), bytes(16))
-    arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=StructureMessage)
-    received = TableDecoder().decode(arrived)
-    for field in fields(StructureTable):
+    message = ItemsMessage.of(sent, context_of().encode(), bytes(16))
+    arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=ItemsMessage)
+    received = ItemsDecoder().decode(arrived)
+    for field in fields(Items):
         ours, theirs = getattr(sent, field.name), getattr(received, field.name)
         if field.name != "paths":
             assert ours == theirs if isinstance(ours, tuple) else np.array_equal(ours, theirs), field.name
@@ -52,10 +53,10 @@ def test_a_table_comes_back_column_for_column(drawn: tuple[list[Item], dict[str,
 
 
 def test_an_empty_table_comes_back_empty() -> None:
-    assert len(TableDecoder().decode(_message(([], {})))) == 0
+    assert len(ItemsDecoder().decode(_message(([], {})))) == 0
 
 
-_COLUMNS = [field.name for field in msgspec.structs.fields(StructureMessage) if field.type is bytes]
+_COLUMNS = [field.name for field in msgspec.structs.fields(ItemsMessage) if field.type is bytes]
 _STRINGS = ["dtypes", "layouts"]
 
 
@@ -106,10 +107,10 @@ def test_paths_of_any_lengths_give_a_table_or_an_exchange_error(data: st.DataObj
     _use(msgspec.structs.replace(good, path_counts=counts, path_lengths=lengths))
 
 
-def _use(message: StructureMessage) -> None:
+def _use(message: ItemsMessage) -> None:
     """Do with a message what the coordinator does; only our own errors may come of it."""
     with contextlib.suppress(ExchangeError, PlanConflict):
-        make_global_plan([TableDecoder().decode(message), table(tensor("another"))])
+        make_global_plan([ItemsDecoder().decode(message), table(tensor("another"))])
 
 
 @pytest.mark.parametrize(
@@ -120,40 +121,42 @@ def _use(message: StructureMessage) -> None:
         ({"path_lengths": _int32(1, -1)}, "path of 'w'"),
         ({"path_lengths": _int32(1, 2)}, "path of 'w'"),
         ({"path_counts": _int32(2, 0)}, "a path without parts"),
-        ({"name_ids": b"\0\0\0"}, "a column of int32 has 3 bytes"),
-        ({"kinds": b"\3"}, "different lengths"),
-        ({"kinds": b"\3\7"}, "unknown kind"),
-        ({"forms": b"\0\7"}, "unknown kind or form"),
-        ({"ndims": b"\0\2"}, "2 entries that ndims announces"),
-        ({"name_ids": np.array([0, 2], "<i4").tobytes()}, "outside its string table"),
-        ({"dtype_ids": np.array([0, -1], "<i4").tobytes()}, "outside its string table"),
+        ({"name": b"\0\0\0"}, "a column of int32 has 3 bytes"),
+        ({"kind": b"\3"}, "different lengths"),
+        ({"kind": b"\3\7"}, "unknown kind"),
+        ({"form": b"\0\7"}, "unknown kind or form"),
+        ({"ndim": b"\0\2"}, "2 x 2 entries that ndim announces"),
+        ({"name": np.array([0, 2], "<i4").tobytes()}, "outside its string table"),
+        ({"name": np.array([1, 1], "<i4").tobytes()}, "a name without items"),
+        ({"size": np.array([3, 4], "<i8").tobytes()}, "a dimension that the item does not have"),
+        ({"dtype": np.array([0, -1], "<i4").tobytes()}, "outside its string table"),
         ({"dtypes": ("", "float31")}, "'float31'"),
         ({"dtypes": ("", "nn")}, "'nn'"),
         ({"layouts": ("", "float32")}, "'float32'"),
         ({"names": _names("w", "o")}, "not sorted"),
         ({"names": _names("o", "o")}, "not sorted"),
         ({"names": _names("o", 7)}, "no list of strings"),
-        ({"name_ids": _int32(1, 0)}, "not sorted by name"),
+        ({"name": _int32(1, 0)}, "not sorted by name"),
         ({"dtypes": ("", "")}, "without dtype"),
-        ({"kinds": b"\1\1"}, "without dtype"),
-        ({"ndims": b"\1\0"}, "an object with dimensions"),
+        ({"kind": b"\1\1"}, "without dtype"),
+        ({"ndim": b"\1\0"}, "an object with dimensions"),
     ],
     ids=str,
 )
 def test_what_is_wrong_with_a_message_is_said(changes: dict[str, Any], words: str) -> None:
     structure = table(chunk("w", [4], [0], [4]), obj("o"), paths={"w": ("w",), "o": ("o",)})
-    good = StructureMessage.of(structure, context_of().encode(), bytes(16))
+    good = ItemsMessage.of(structure, context_of().encode(), bytes(16))
     with pytest.raises(ExchangeError) as caught:
-        TableDecoder().decode(msgspec.structs.replace(good, **changes))
+        ItemsDecoder().decode(msgspec.structs.replace(good, **changes))
     assert words in str(caught.value)
     assert "same robust_dcp version" in str(caught.value)
 
 
 def test_tables_of_replicas_share_their_columns() -> None:
     structure = table(chunk("w", [4], [0], [4]), obj("o"), paths={"w": ("w",), "o": ("o",)})
-    sent = msgspec.msgpack.encode(StructureMessage.of(structure, context_of().encode(), bytes(16)))
-    decoder = TableDecoder()
-    one, other = (decoder.decode(msgspec.msgpack.decode(sent, type=StructureMessage)) for _ in range(2))
+    sent = msgspec.msgpack.encode(ItemsMessage.of(structure, context_of().encode(), bytes(16)))
+    decoder = ItemsDecoder()
+    one, other = (decoder.decode(msgspec.msgpack.decode(sent, type=ItemsMessage)) for _ in range(2))
     assert one.names is other.names
     assert one.paths is other.paths
     assert all(left is right for left, right in zip(one.columns, other.columns, strict=True))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from robust_dcp.plan.global_plan.overlap import first_overlap
+from robust_dcp.plan.coverage import first_overlap
 
 Boxes = list[tuple[tuple[int, ...], tuple[int, ...]]]
 

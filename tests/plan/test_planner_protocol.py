@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import _version
 
 import robust_dcp
 from robust_dcp import PlanConflict, RobustLoadPlanner, RobustPlanner, RobustReader, RobustWriter
-from robust_dcp.plan.committed_metadata import CommittedMetadata
+from robust_dcp.plan.save_planner import CommittedMetadata
 from robust_dcp.storage.files.paths import INDEX_NAME
 from robust_dcp.storage.index.build import MAX_NAME_NBYTES
 from tests.harness.ranks import errors, in_ranks, run_ranks, values

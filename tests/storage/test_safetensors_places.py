@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from robust_dcp.errors import PlanConflict
 from robust_dcp.plan.global_plan import make_global_plan
-from robust_dcp.plan.share import place_items, place_items_of_all
+from robust_dcp.plan.plan import place_items, place_items_of_all
 from robust_dcp.storage.layouts import LAYOUTS, SAFETENSORS, ItemColumns, PlacedTensor
 from robust_dcp.storage.layouts.footer import SumColumns
 from robust_dcp.storage.layouts.places import PAGE_NBYTES, RECORD_ALIGNMENT, Placements
@@ -24,7 +24,7 @@ from robust_dcp.storage.layouts.read_head import parse_head
 from robust_dcp.storage.layouts.safetensors import _spread
 from robust_dcp.storage.layouts.safetensors_head import DTYPES, LENGTH_NBYTES, MAX_BLOCKS, MAX_HEADER_NBYTES, ShardHead
 from robust_dcp.storage.records.block_sums import block_counts, joined
-from tests.plan.structures import Item, chunk, obj, table, tensor
+from tests.plan.structures import Item, chunk, chunk_of, obj, table, tensor
 
 _DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.complex64, torch.complex128, torch.int64, torch.bool]
 _NAMES = st.one_of(
@@ -62,9 +62,9 @@ class Described:
     def __init__(self, items: Sequence[Item]) -> None:
         self.table = table(*items)
         rows = range(len(self.table))
-        self.names = [self.table.names[self.table.name_ids[n]] for n in rows]
-        self.dtypes = [self.table.dtypes[self.table.dtype_ids[n]] for n in rows]
-        self.dims = [self.table.dims_of(n) for n in rows]
+        self.names = [self.table.names[self.table.name[n]] for n in rows]
+        self.dtypes = [self.table.dtypes[self.table.dtype[n]] for n in rows]
+        self.dims = [chunk_of(self.table, n) for n in rows]
 
     def placed(self, files: int, layout: Any = SAFETENSORS) -> Placements:
         return place_items(self.table, np.arange(len(self.table)), files=files, layout=layout)

@@ -1,7 +1,9 @@
-"""The plans that this process has saved by, kept for the next save.
+"""The plans that this process has saved by, kept for the next save, and those of the checkpoints that it has loaded.
 
 A plan counts only after the save that made it has been committed. Inside stock ``save`` only the coordinator learns of
-the commit. The other ranks keep the plan before, but no save uses it unless the coordinator offers the same plan.
+the commit. The other ranks keep the plan before, but no save uses it unless the coordinator offers the same plan. A
+plan in a loaded checkpoint is only advice too: it is used only if every rank offers the same decisions in the next
+save. An index that is damaged or belongs to another group is skipped.
 
 A changed structure is compared with the last one of its *kind*. Example: a job saves a model and a data loader in turn.
 They are two kinds. The model has not changed just because the loader was saved in between. Plans are of one kind if the
@@ -11,33 +13,51 @@ coordinator knows kinds.
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from robust_dcp.plan.plan import Plan
-from robust_dcp.plan.share import Share
-from robust_dcp.plan.structure import StructureTable
-from robust_dcp.structure_cache import CACHE, StructureCache, Table
+from robust_dcp.plan.items import Items
+from robust_dcp.plan.plan import LocalStructure, Plan, Share, stored_plan
+from robust_dcp.storage.files.paths import INDEX_NAME
+from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp.storage.index import fitting_index
+from robust_dcp.storage.layouts.places import Placements
+from robust_dcp.structure_cache import CACHE, Table
 
-__all__ = ["PLANS", "CachedPlan", "GroupKey", "PlanCache", "kind_called"]
+__all__ = [
+    "LOADED",
+    "PLANS",
+    "GroupKey",
+    "KnownPlan",
+    "forget_plan",
+    "keep_plan",
+    "kind_called",
+    "last_of_kind",
+    "plan_of",
+    "plans_of",
+]
 
-_NAMED = "="
+logger = logging.getLogger(__name__)
+
+_NAMED: Final = "="
 
 GroupKey = tuple[int, ...]
 """The global ranks of a process group, in group order. A plan depends on nothing else of its group."""
 
 
 @dataclass(frozen=True, eq=False)
-class CachedPlan:
-    """One rank's share of a plan, and on the coordinator all of it.
+class KnownPlan:
+    """What a rank keeps of a plan.
 
     Attributes:
-        share: what this rank writes.
+        share: what this rank writes. ``placements``: where; ``None`` if another writer than ours decides that.
         signature: the signature of this rank's structure.
-        table: this rank's structure.
         plan: the plan of all ranks, on the coordinator.
         variable_places: int64 ``[v, 2]``, offset and length of this rank's items of variable size in the last save, as
             the coordinator knows them. Places that do not change need not be sent again. ``None`` if this rank cannot
@@ -49,120 +69,114 @@ class CachedPlan:
     """
 
     share: Share
+    placements: Placements | None
     signature: bytes
-    table: StructureTable
     plan: Plan | None = None
     variable_places: npt.NDArray[np.int64] | None = None
     places_of_all: tuple[npt.NDArray[np.int64], ...] | None = None
     loaded_from: str = ""
     kind: str = ""
 
-    @property
-    def plan_id(self) -> bytes:
-        """The identity of the plan."""
-        return self.share.plan_id
 
-    @property
-    def memory_nbytes(self) -> int:
-        """Roughly how much memory this takes."""
-        of_all = 0 if self.plan is None else self.plan.memory_nbytes
-        return sum(column.nbytes for column in self.table.columns) + self.share.kept.nbytes + of_all
+PLANS: Final[Table[tuple[GroupKey, bytes, str], KnownPlan]] = CACHE.table(
+    "plans",
+    # Placements have 20 bytes for each item at most.
+    lambda _, known: 20 * known.share.n_items + (0 if known.plan is None else known.plan.memory_nbytes),
+    max_nbytes=2 << 30,
+    max_entries=8,  # if none fits, each of them is looked at
+)
+"""The plans that this process used last, over all groups. The kind is part of the key, because two kinds may hold the
+same and still change independently."""
+
+LOADED: Final[Table[str, None]] = CACHE.table(
+    "loaded checkpoints", lambda directory, _: len(directory), max_nbytes=1 << 20, max_entries=4
+)
+"""The directories of checkpoints that this process loaded last. They may hold plans for what it will save."""
 
 
-class PlanCache:
-    """The most recently used plans of this process, over all groups.
+def plans_of(group: GroupKey) -> list[KnownPlan]:
+    """The plans of a group, the latest first.
 
-    Example: a model and its EMA are saved in turn. Each finds its own plan by signature.
+    A search is no use of a plan. A plan counts as used when its save is committed and it is put in again."""
+    return [known for key, known in PLANS.latest_first() if key[0] == group]
 
-    Args:
-        cache: the cache that holds them in a table; ``None`` for a cache of its own.
-        max_entries: how many plans to keep. If none fits, each of them is looked at.
-        max_nbytes: how much memory they may take together. The latest stays even if it is larger.
-    """
 
-    def __init__(self, cache: StructureCache | None = None, *, max_entries: int = 8, max_nbytes: int = 2 << 30) -> None:
-        # The kind is part of the key, because two kinds may hold the same and still change independently.
-        self._table: Table[tuple[GroupKey, bytes, str], CachedPlan] = (cache or StructureCache()).table(
-            "plans", lambda _, plan: plan.memory_nbytes, max_nbytes=max_nbytes, max_entries=max_entries
-        )
+def plan_of(group: GroupKey, rank: int, local: LocalStructure, *, leads: bool) -> KnownPlan | None:
+    """The plan to offer: that of this rank's structure, or else that of a loaded checkpoint, or else the latest."""
+    if local.files is None:
+        return None  # another storage writer does not tell whether its checkpoint was committed
+    plans = plans_of(group)
+    fitting = next((each for each in plans if each.signature == local.signature.value), None)
+    return fitting or _plan_of_loaded(group, rank, local, leads=leads) or next(iter(plans), None)
 
-    def __len__(self) -> int:
-        return len(self._table)
 
-    def find(self, group: GroupKey, signature: bytes) -> CachedPlan | None:
-        """The latest plan in which this rank's structure has ``signature``."""
-        return next((plan for plan in self._of(group) if plan.signature == signature), None)
+def keep_plan(group: GroupKey, known: KnownPlan) -> None:
+    """Keep a plan as the latest of its group."""
+    PLANS.put((group, known.share.plan_id, known.kind), known)
 
-    def latest(self, group: GroupKey) -> CachedPlan | None:
-        """The plan that ``group`` used last."""
-        return next(iter(self._of(group)), None)
 
-    def get(self, group: GroupKey, plan_id: bytes) -> CachedPlan | None:
-        """The plan with that identity."""
-        return next((plan for plan in self._of(group) if plan.plan_id == plan_id), None)
-
-    def of_signatures(self, group: GroupKey, signatures: Sequence[bytes]) -> CachedPlan | None:
-        """On the coordinator, the plan that was made for these structures of all ranks."""
-        wanted = tuple(signatures)
-        return next(
-            (each for each in self._of(group) if each.plan is not None and each.plan.signatures == wanted), None
-        )
-
-    def last_of_kind(self, group: GroupKey, named: str | None, tables: Sequence[StructureTable]) -> CachedPlan | None:
-        """On the coordinator, the last plan of the kind of these structures of all ranks; ``None`` for a new kind.
-
-        Without a name from the caller, it is the plan that has most names in common with the structures. They must be
-        half of the names of the larger of the two, or nearly all of the smaller. So a structure that grew is still of
-        its kind, and one that shares only a step counter is not. A name counts once for each rank that holds it.
-
-        Args:
-            named: the caller's name of the kind.
-        """
-        last: dict[str, CachedPlan] = {}
-        for cached in self._of(group):
-            if cached.plan is not None:
-                last.setdefault(cached.kind, cached)
-        if named is not None and kind_called(named) in last:
-            return last[kind_called(named)]
-        n_now = sum(len(table.names) for table in tables)
-        best, most = None, 0
-        for kind, cached in last.items():
-            if cached.plan is None or kind.startswith(_NAMED):
-                continue
-            before = cached.plan.tables
-            shared = sum(_n_shared(one, other) for one, other in zip(before, tables, strict=True))
-            n_before = sum(len(table.names) for table in before)
-            is_alike = 2 * shared >= max(n_before, n_now) or 10 * shared >= 9 * min(n_before, n_now)
-            if shared > most and is_alike:
-                best, most = cached, shared
-        return best
-
-    def _of(self, group: GroupKey) -> list[CachedPlan]:
-        # A search is no use of a plan. A plan counts as used when its save is committed and it is put in again.
-        return [plan for key, plan in self._table.latest_first() if key[0] == group]
-
-    def put(self, group: GroupKey, plan: CachedPlan) -> None:
-        """Store ``plan`` as the latest, and drop the least recently used plans until the bounds hold."""
-        self._table.put((group, plan.plan_id, plan.kind), plan)
-
-    def forget(self, group: GroupKey, plan_id: bytes) -> None:
-        """Drop a plan, if it is there."""
-        for key, _ in self._table.latest_first():
-            if key[:2] == (group, plan_id):
-                self._table.forget(key)
-
-    def clear(self) -> None:
-        self._table.clear()
+def forget_plan(group: GroupKey, plan_id: bytes) -> None:
+    """Drop a plan, if it is there."""
+    for key, _ in PLANS.latest_first():
+        if key[:2] == (group, plan_id):
+            PLANS.forget(key)
 
 
 def kind_called(name: str) -> str:
     """The kind that the caller has given ``name``. Other kinds are called by the identity of their first plan."""
-    return f"{_NAMED}{name}"
+    return _NAMED + name
 
 
-def _n_shared(one: StructureTable, other: StructureTable) -> int:
-    return len(one.names) if one.names is other.names else len(set(one.names).intersection(other.names))
+def last_of_kind(group: GroupKey, named: str | None, ranks: Sequence[Items]) -> KnownPlan | None:
+    """On the coordinator, the last plan of the kind of these items of all ranks; ``None`` for a new kind.
+
+    Without a name from the caller, it is the plan that has most names in common with the items. They must be half of
+    the names of the larger of the two, or nearly all of the smaller. So a structure that grew is still of its kind, and
+    one that shares only a step counter is not. A name counts once for each rank that holds it.
+
+    Args:
+        named: the caller's name of the kind.
+    """
+    last: dict[str, KnownPlan] = {}
+    for known in plans_of(group):
+        if known.plan is not None:
+            last.setdefault(known.kind, known)
+    if named is not None and kind_called(named) in last:
+        return last[kind_called(named)]
+    n_now = sum(len(items.names) for items in ranks)
+    best, most = None, 0
+    for kind, known in last.items():
+        if known.plan is None or kind.startswith(_NAMED):
+            continue
+        before = known.plan.items
+        n_shared = sum(
+            len(one.names) if one.names is other.names else len(set(one.names).intersection(other.names))
+            for one, other in zip(before, ranks, strict=True)
+        )
+        n_before = sum(len(items.names) for items in before)
+        is_alike = 2 * n_shared >= max(n_before, n_now) or 10 * n_shared >= 9 * min(n_before, n_now)
+        if n_shared > most and is_alike:
+            best, most = known, n_shared
+    return best
 
 
-PLANS = PlanCache(CACHE)
-"""The plans of this process."""
+def _plan_of_loaded(group: GroupKey, rank: int, local: LocalStructure, *, leads: bool) -> KnownPlan | None:
+    """A plan for this rank's structure in the checkpoints that were loaded, the latest first. Each is used once."""
+    for directory, _ in LOADED.latest_first():
+        try:
+            index = fitting_index(PosixDisk(), directory)
+            stored = None if index is None else stored_plan(index.file, group, rank, local, leads=leads)
+            if stored is None:
+                continue
+            share, plan = stored
+            placements = local.place(share)
+        except Exception as error:  # the plan is only advice: whatever is wrong with it must not fail the save
+            logger.warning("planning anew, without the plan in %s: %s", os.path.join(directory, INDEX_NAME), error)
+            LOADED.forget(directory)
+            continue
+        LOADED.forget(directory)
+        signature, kind = local.signature.value, share.plan_id.hex()
+        known = KnownPlan(share, placements, signature, plan, loaded_from=directory, kind=kind)
+        keep_plan(group, known)
+        return known
+    return None

@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from robust_dcp.plan.global_plan import GlobalPlan
-from robust_dcp.plan.metadata_columns import metadata_columns
-from robust_dcp.plan.structure import ItemKind
+from robust_dcp.plan.items import ItemKind, Items, unique_rows
 from robust_dcp.report_file import Modules
 from robust_dcp.storage.committing.commit import MetadataToPublish
 from robust_dcp.storage.files.paths import mark_of
@@ -67,7 +66,7 @@ class MetadataTemplate:
         self._compiled: _Compiled | None = None
         self._variable_places: Int64 = np.empty((0, 2), dtype=np.int64)
         self._modules: Modules | None = None
-        self._compiler: Callable[[], MetadataColumns] | None = lambda: metadata_columns(plan, placements)
+        self._compiler: Callable[[], MetadataColumns] | None = lambda: _metadata_columns(plan, placements)
 
     @property
     def nbytes(self) -> int:
@@ -201,21 +200,107 @@ def _tell_of_no_index(error: ValueError) -> None:
     logger.warning("the checkpoint gets no index, so a load takes longer: %s", error)
 
 
+def _metadata_columns(plan: GlobalPlan, placements: Sequence[Placements]) -> MetadataColumns:
+    """The columns for everything that ``plan`` writes.
+
+    Args:
+        plan: the plan.
+        placements: for each rank the places of the items that it writes. Files are numbered rank after rank.
+    """
+    items, written = plan.items, plan.written
+    # Placements come rank after rank and ascend within a rank. So do the rows of the items.
+    is_written = np.zeros(len(items), dtype=np.bool_)
+    is_written[written] = True
+    place = (np.cumsum(is_written) - 1)[written]
+    ends = np.cumsum([p.n_files for p in placements])
+    file = [p.file + np.int32(end - p.n_files) for p, end in zip(placements, ends.tolist(), strict=True)]
+    is_object = items.kind[written] == ItemKind.BYTES
+    name = items.name[written]
+    first_of_name = np.flatnonzero(np.diff(name, prepend=-1))  # this works because every name is written
+    properties, which_properties = _properties(items, written[first_of_name])
+    ndims = items.ndim[written]
+    sizes = _Sizes()
+    whole = sizes.add(items.shape[written[first_of_name]], ndims[first_of_name])
+    offset = sizes.add(items.offset[written], ndims)
+    size = sizes.add(items.size[written], ndims)
+    return MetadataColumns(
+        names=items.names,
+        paths=plan.paths,
+        attributes=plan.attributes,
+        properties=properties,
+        name_properties=np.where(is_object[first_of_name], -1, which_properties).astype(np.int32),
+        name_size=np.where(is_object[first_of_name], -1, whole).astype(np.int32),
+        sizes=sizes.values,
+        size_ndims=sizes.ndims,
+        name=name,
+        offset=np.where(is_object, -1, offset).astype(np.int32),
+        size=np.where(is_object, -1, size).astype(np.int32),
+        file=np.concatenate(file)[place],
+        start=np.concatenate([p.offset for p in placements])[place],
+        nbytes=np.concatenate([p.nbytes for p in placements])[place],
+        n_files=int(ends[-1]),
+    )
+
+
+class _Sizes:
+    """The distinct ``torch.Size`` values of several columns, in one table."""
+
+    def __init__(self) -> None:
+        self._tables: list[Int64] = []
+        self._ndims: list[npt.NDArray[np.uint8]] = []
+        self._count = 0
+
+    def add(self, rows: Int64, ndims: npt.NDArray[np.uint8]) -> Places:
+        """Add ``rows`` and return their places in the table. The first ``ndims`` entries of each row count."""
+        first, which = unique_rows(ndims, *rows.T)
+        self._tables.append(rows[first])
+        self._ndims.append(ndims[first])
+        self._count += len(first)
+        return which + (self._count - len(first))
+
+    @property
+    def values(self) -> Int64:
+        return np.concatenate(self._tables)
+
+    @property
+    def ndims(self) -> npt.NDArray[np.uint8]:
+        return np.concatenate(self._ndims)
+
+
+Properties = list[tuple[torch.dtype, torch.layout, bool]]
+
+
+def _properties(items: Items, rows: Places) -> tuple[Properties, Places]:
+    """The distinct properties of ``rows``, and for each row the place of its own. For objects it means nothing."""
+    is_object = items.kind[rows] == ItemKind.BYTES
+    which = np.zeros(len(rows), dtype=np.intp)
+    if is_object.all():
+        return [], which
+    tensors = np.flatnonzero(~is_object)
+    keys = [column[rows[tensors]] for column in (items.dtype, items.layout, items.requires_grad)]
+    first, which[tensors] = unique_rows(*keys)
+    distinct = [
+        (getattr(torch, items.dtypes[dtype]), getattr(torch, items.layouts[layout]), bool(requires_grad))
+        for dtype, layout, requires_grad in zip(*(key[first].tolist() for key in keys), strict=True)
+    ]
+    return distinct, which
+
+
 def stock_metadata(plan: GlobalPlan) -> Metadata:
     """DCP's own object, for storage writers other than ours. The writer fills in ``storage_data``."""
-    columns, written = plan.columns, plan.written
+    items, written = plan.items, plan.written
     found: dict[str, Any] = {}
     # Use plain lists: a NumPy scalar for each field of each item would take several times as long.
     for row, place, is_bytes, ndim, offset, size in zip(
         written.tolist(),
-        columns.name[written].tolist(),
-        (columns.kind[written] == ItemKind.BYTES).tolist(),
-        columns.ndim[written].tolist(),
-        columns.offset[written].tolist(),
-        columns.size[written].tolist(),
+        items.name[written].tolist(),
+        (items.kind[written] == ItemKind.BYTES).tolist(),
+        items.ndim[written].tolist(),
+        items.offset[written].tolist(),
+        items.size[written].tolist(),
         strict=True,
     ):
-        name = columns.names[place]
+        name = items.names[place]
         if is_bytes:
             found[name] = BytesStorageMetadata()
             continue
@@ -223,11 +308,11 @@ def stock_metadata(plan: GlobalPlan) -> Metadata:
         if tensor is None:
             tensor = found[name] = TensorStorageMetadata(
                 properties=TensorProperties(
-                    dtype=getattr(torch, columns.dtypes[columns.dtype[row]]),
-                    layout=getattr(torch, columns.layouts[columns.layout[row]]),
-                    requires_grad=bool(columns.requires_grad[row]),
+                    dtype=getattr(torch, items.dtypes[items.dtype[row]]),
+                    layout=getattr(torch, items.layouts[items.layout[row]]),
+                    requires_grad=bool(items.requires_grad[row]),
                 ),
-                size=torch.Size(columns.shape[row, :ndim].tolist()),
+                size=torch.Size(items.shape[row, :ndim].tolist()),
                 chunks=[],
             )
         tensor.chunks.append(ChunkStorageMetadata(offsets=torch.Size(offset[:ndim]), sizes=torch.Size(size[:ndim])))

@@ -1,73 +1,167 @@
-"""The plan of one save, as its coordinator makes it from the structures of all ranks.
+"""The plan of one save, as its coordinator makes it from the items of all ranks, and the share of it that a rank holds.
 
 A plan follows from the structures alone: every coordinator makes the same plan of the same structures, also after a
-restart. So each change makes a whole new plan.
+restart. So each change makes a whole new plan. The places of items follow from the plan too: the coordinator and each
+rank compute the same, so places need not be sent.
+
+A plan is stored in the index of each checkpoint that is saved by it, so that a resumed job need not plan again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from itertools import pairwise
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import Metadata
 
-from robust_dcp.comm.messages import Bundler
+from robust_dcp.comm import wire
+from robust_dcp.comm.messages import Bundler, open_bundles
 from robust_dcp.errors import ExchangeError, PlanConflict, StructureChanged, ranks_in_words
-from robust_dcp.plan.global_plan import GlobalPlan, by_rank, make_global_plan
-from robust_dcp.plan.local import LocalStructure
+from robust_dcp.plan.diff import StructureDiff, diff_items, merge_diffs
+from robust_dcp.plan.global_plan import GlobalPlan, ascending, by_rank, make_global_plan, plan_of_kept
+from robust_dcp.plan.items import Form, ItemKind, Items, ItemsDecoder, ItemsMessage, unique_rows
 from robust_dcp.plan.metadata import MetadataTemplate, stock_metadata
-from robust_dcp.plan.share import pack_places, place_items_of_all, plan_id_of
-from robust_dcp.plan.structure import (
-    StructureDiff,
-    StructureMessage,
-    StructureTable,
-    TableDecoder,
-    diff_tables,
-    merge_diffs,
-)
-from robust_dcp.storage.index import Section
+from robust_dcp.plan.signature import SIGNATURE_NBYTES, PlanContext, StructureSignature
+from robust_dcp.storage.index import IndexFile, Section
+from robust_dcp.storage.layouts import TORCH, ItemColumns, Layout
+from robust_dcp.storage.layouts.places import Placements
 
-__all__ = ["Gathered", "Plan", "PlanOutcome", "PlanReply", "make_plan"]
+__all__ = [
+    "Gathered",
+    "LocalStructure",
+    "Plan",
+    "PlanOutcome",
+    "PlanReply",
+    "Rows",
+    "Share",
+    "make_plan",
+    "pack_places",
+    "place_items",
+    "place_items_of_all",
+    "stored_plan",
+    "unpack_places",
+]
 
 logger = logging.getLogger(__name__)
 
-Places = npt.NDArray[np.intp]
+Rows = npt.NDArray[np.intp]
 
 PlanOutcome = Literal["built", "reused", "rebuilt"]
 
-_MAX_KEYS = 200
+_MAX_KEYS: Final = 200
 """How many keys of each kind a reply has at most. This bounds the message if everything has changed."""
+
+_ITEM_NBYTES: Final = 512  # an upper bound for one item in a stored structure; real items take much less
+_FACTOR: Final = 64  # structures usually compress less than this
+
+
+@dataclass(frozen=True, eq=False)
+class LocalStructure:
+    """What one rank contributes to the plan: the structure of its state dict, as the planner describes it.
+
+    Attributes:
+        items: what it holds.
+        context: what else the plan depends on.
+        signature: the signature of both.
+        files: how many files hold items of fixed size; ``None`` if another writer than ours places them.
+        lowest_rank: whether replicas go to the lowest rank that holds them.
+        layout: the layout of the files.
+        digests_of: gives uint64 digests of the contents of some items, from their places; 0 for one that cannot be
+            read.
+    """
+
+    items: Items
+    context: PlanContext
+    signature: StructureSignature
+    files: int | None
+    lowest_rank: bool
+    layout: Layout = TORCH
+    digests_of: Callable[[Rows], npt.NDArray[np.uint64]] = lambda places: np.zeros(len(places), dtype=np.uint64)
+
+    def to_message(self) -> ItemsMessage:
+        """The message to the coordinator with the structure."""
+        return ItemsMessage.of(self.items, self.context.encode(), self.signature.value)
+
+    def place(self, share: Share) -> Placements | None:
+        """The places of the items that this rank writes; ``None`` if another writer than ours decides that.
+
+        Raises:
+            ExchangeError: ``share`` is for another number of items.
+        """
+        if share.n_items != len(self.items):
+            raise ExchangeError(f"a plan for {share.n_items} items came for a state dict of {len(self.items)}")
+        return None if self.files is None else place_items(self.items, share.kept, files=self.files, layout=self.layout)
+
+
+class Share(msgspec.Struct, frozen=True, dict=True):
+    """What one rank writes by a plan: in memory, in the coordinator's reply, and in an index.
+
+    Attributes:
+        plan_id: the identity of the plan, 16 bytes. It is a hash of what the plan was made for and of all that was
+            decided. So ranks that have the same identity have made the same decisions, whichever coordinator or version
+            made them.
+        n_items: how many items the rank has.
+        bits: one bit for each of them, whether the rank writes it; little-endian.
+        total_nbytes: bytes of the files of all ranks, without items of variable size.
+    """
+
+    plan_id: bytes
+    n_items: int
+    bits: bytes
+    total_nbytes: int
+
+    @cached_property
+    def kept(self) -> Rows:
+        """The places of the items that the rank writes, ascending."""
+        return unpack_places(self.bits, self.n_items)
+
+
+def pack_places(places: Rows, n_items: int) -> bytes:
+    """Encode places among ``n_items`` as one bit for each item, little-endian."""
+    bits = np.zeros(n_items, dtype=np.bool_)
+    bits[places] = True
+    return np.packbits(bits, bitorder="little").tobytes()
+
+
+def unpack_places(bits: bytes, n_items: int) -> Rows:
+    """The inverse of :func:`pack_places`.
+
+    Raises:
+        ExchangeError: ``bits`` are not for ``n_items`` items.
+    """
+    if len(bits) != (n_items + 7) // 8:
+        raise ExchangeError(f"a plan for {len(bits)} x 8 items came for a state dict of {n_items}")
+    return np.flatnonzero(np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=n_items, bitorder="little"))
 
 
 class PlanReply(msgspec.Struct, frozen=True):
     """What the coordinator tells one rank about a new plan.
 
     Attributes:
-        plan_id: the identity of the plan.
-        kept: bits over the rank's items: those that it writes.
-        compared: bits over the rank's items: those whose contents are compared with those of other ranks.
-        is_compared: whether anything is compared on any rank.
+        share: what the rank writes.
         outcome: ``built`` (the coordinator had no plan of this kind), ``rebuilt`` (it no longer fits), or ``reused``
             (the coordinator has a plan for these structures, though not all ranks have offered it).
         reason: why, in words.
-        total_nbytes: as in :class:`~robust_dcp.plan.share.Share`.
+        compared: bits over the rank's items: those whose contents are compared with those of other ranks. Empty if none
+            is.
+        is_compared: whether anything is compared on any rank.
         added, removed, changed: the keys of all ranks that differ from the last plan (bounded).
     """
 
-    plan_id: bytes
-    kept: bytes
-    compared: bytes
-    is_compared: bool
+    share: Share
     outcome: PlanOutcome
     reason: str
-    total_nbytes: int
+    compared: bytes = b""
+    is_compared: bool = False
     added: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
     changed: dict[str, str] = {}
@@ -78,25 +172,21 @@ class Plan:
     """The plan of all ranks, which only the coordinator has.
 
     Attributes:
-        plan_id: the identity of the plan.
-        ranks: the global ranks of the group.
-        tables, signatures: the structure of each rank, and its signature.
-        kept: for each rank the places in its table of the items that it writes, ascending.
+        group: the global ranks of the group.
+        items, signatures: the items of each rank, and the signature of its structure.
+        shares: what each rank writes.
         nbytes: bytes of tensor data that all ranks write together.
-        total_nbytes: bytes of the files of all ranks, without items of variable size.
         context: :meth:`PlanContext.encode`, which is the same on all ranks.
         metadata: makes ``.metadata``; ``None`` if another writer than ours places the items.
         stock_metadata: DCP's own object for such a writer.
         is_contested: whether several ranks claim the main replica of some chunk.
     """
 
-    plan_id: bytes
-    ranks: tuple[int, ...]
-    tables: tuple[StructureTable, ...]
+    group: tuple[int, ...]
+    items: tuple[Items, ...]
     signatures: tuple[bytes, ...]
-    kept: tuple[Places, ...]
+    shares: tuple[Share, ...]
     nbytes: int
-    total_nbytes: int
     context: bytes
     metadata: MetadataTemplate | None
     stock_metadata: Metadata | None
@@ -111,43 +201,35 @@ class Plan:
             signatures: the signature of each rank's structure.
             local: the coordinator's own structure, for the options that all ranks share.
         """
-        tables = decided.columns.tables
         placements = (
             None if local.files is None else place_items_of_all(decided, files=local.files, layout=local.layout)
         )
-        bits = [pack_places(kept, len(table)) for kept, table in zip(decided.kept, tables, strict=True)]
+        bits = [pack_places(kept, len(items)) for kept, items in zip(decided.kept, decided.ranks, strict=True)]
+        plan_id = _plan_id_of(signatures, bits, placements)
+        total_nbytes = sum(sum(each.file_nbytes) for each in placements or ())
         return cls(
-            plan_id=plan_id_of(signatures, bits, placements),
-            ranks=local.context.ranks,
-            tables=tables,
+            group=local.context.ranks,
+            items=decided.ranks,
             signatures=tuple(signatures),
-            kept=decided.kept,
+            shares=tuple(
+                Share(plan_id, len(items), each, total_nbytes) for items, each in zip(decided.ranks, bits, strict=True)
+            ),
             nbytes=decided.nbytes,
-            total_nbytes=sum(sum(each.file_nbytes) for each in placements or ()),
             context=local.context.encode(),
             metadata=None if placements is None else MetadataTemplate(decided, placements, local.layout),
             stock_metadata=stock_metadata(decided) if placements is None else None,
             is_contested=bool(len(decided.contested)),
         )
 
-    def replies_for_reuse(self) -> list[PlanReply]:
-        """The reply for each rank, if this plan is used once more though not all ranks have offered it."""
-        reason = "the structures are those of an earlier save, which some ranks had not offered"
-        return [
-            PlanReply(self.plan_id, pack_places(kept, len(table)), b"", False, "reused", reason, self.total_nbytes)
-            for kept, table in zip(self.kept, self.tables, strict=True)
-        ]
-
     @cached_property
     def sections(self) -> Mapping[str, Section]:
         """The sections that hold this plan in the index of each checkpoint that is saved by it."""
-        bundler = Bundler(StructureMessage)
-        for rank, table in enumerate(self.tables):
-            bundler.add(rank, StructureMessage.of(table, self.context, signature=b""))
-        shares = [pack_places(kept, len(table)) for kept, table in zip(self.kept, self.tables, strict=True)]
+        bundler = Bundler(ItemsMessage)
+        for rank, items in enumerate(self.items):
+            bundler.add(rank, ItemsMessage.of(items, self.context, signature=b""))
+        shares = [msgspec.msgpack.encode(share) for share in self.shares]
         values: dict[str, Any] = {
-            "plan_id": self.plan_id,
-            "ranks": np.array(self.ranks, dtype=np.int64),
+            "ranks": np.array(self.group, dtype=np.int64),
             "signatures": b"".join(self.signatures),
             "shares": b"".join(shares),
             "share_ends": np.cumsum(list(map(len, shares)), dtype=np.int64),
@@ -158,27 +240,45 @@ class Plan:
     @property
     def memory_nbytes(self) -> int:
         """Roughly how much memory this takes. Columns that ranks share count once."""
-        columns = {id(column): column.nbytes for table in self.tables for column in table.columns}
-        columns |= {id(kept): kept.nbytes for kept in self.kept}
+        columns = {id(column): column.nbytes for items in self.items for column in items.columns}
         emitted = 0 if self.metadata is None else self.metadata.nbytes
         stored = sum(len(section.data) for section in vars(self).get("sections", {}).values())
-        return sum(columns.values()) + emitted + stored
+        return sum(columns.values()) + sum(len(share.bits) for share in self.shares) + emitted + stored
+
+
+def _plan_id_of(
+    signatures: Sequence[bytes], kept_bits: Sequence[bytes], placements: Sequence[Placements] | None
+) -> bytes:
+    placed: dict[int, bytes] = {}  # many ranks share one object
+    digest = hashlib.blake2b(digest_size=SIGNATURE_NBYTES, person=b"rdcp-plan")
+    for rank, (signature, bits) in enumerate(zip(signatures, kept_bits, strict=True)):
+        digest.update(signature + len(bits).to_bytes(8, "little") + bits)
+        if placements is not None:
+            places = placements[rank]
+            if id(places) not in placed:
+                columns = (places.file, places.offset, places.nbytes, np.array(places.head_nbytes, dtype=np.int64))
+                of_rank = hashlib.blake2b(digest_size=SIGNATURE_NBYTES)
+                for column in columns:
+                    of_rank.update(len(column).to_bytes(8, "little") + column.tobytes())
+                placed[id(places)] = of_rank.digest()
+            digest.update(placed[id(places)])
+    return digest.digest()
 
 
 class Gathered(NamedTuple):
     """The structures of all ranks, as the coordinator has them.
 
     Attributes:
-        tables, signatures: the structure of each rank, and its signature.
+        items, signatures: the items of each rank, and the signature of its structure.
         senders: the ranks that have sent theirs. Of the others it is that of the plan that all of them have offered.
     """
 
-    tables: list[StructureTable]
+    items: list[Items]
     signatures: list[bytes]
     senders: list[int]
 
     @classmethod
-    def of(cls, messages: Sequence[StructureMessage | None], offered: Plan | None, local: LocalStructure) -> Gathered:
+    def of(cls, messages: Sequence[ItemsMessage | None], offered: Plan | None, local: LocalStructure) -> Gathered:
         """Decode what ranks have sent, and check that all save with the coordinator's options and versions.
 
         Args:
@@ -199,12 +299,30 @@ class Gathered(NamedTuple):
                 ranks=silent,
             )
         _refuse_other_contexts(messages, offered, local)
-        known_tables, known_signatures = ((), ()) if offered is None else (offered.tables, offered.signatures)
-        decoder = TableDecoder()
+        known_items, known_signatures = ((), ()) if offered is None else (offered.items, offered.signatures)
+        decoder = ItemsDecoder()
         return cls(
-            [known_tables[rank] if each is None else decoder.decode(each) for rank, each in enumerate(messages)],
+            [known_items[rank] if each is None else decoder.decode(each) for rank, each in enumerate(messages)],
             [known_signatures[rank] if each is None else each.signature for rank, each in enumerate(messages)],
             [rank for rank, message in enumerate(messages) if message is not None],
+        )
+
+
+def _refuse_other_contexts(
+    messages: Sequence[ItemsMessage | None], offered: Plan | None, local: LocalStructure
+) -> None:
+    """Check that all ranks save with the same options and versions, since the coordinator plans with its own."""
+    expected = local.context.encode()
+    differences: dict[str, list[int]] = defaultdict(list)
+    for rank, message in enumerate(messages):
+        theirs = message.context if message is not None else expected if offered is None else offered.context
+        if theirs != expected:
+            differences[local.context.difference(theirs)].append(rank)
+    if differences:
+        words = "; ".join(f"on {ranks_in_words(ranks)}: {what}" for what, ranks in differences.items())
+        raise PlanConflict(
+            f"ranks save with other options or versions than the coordinator, {words}. Pass the same to all ranks",
+            ranks=sorted(rank for ranks in differences.values() for rank in ranks),
         )
 
 
@@ -229,12 +347,10 @@ def make_plan(
         PlanConflict: the ranks contradict each other.
         StructureChanged: the structure changed and ``refuse_change`` is true.
     """
-    tables = gathered.tables
     changes = StructureDiff()
     if known is not None:
-        changes = merge_diffs(
-            diff_tables(*each) for each in zip(known.tables, tables, strict=True) if each[0] is not each[1]
-        )
+        pairs = zip(known.items, gathered.items, strict=True)
+        changes = merge_diffs(diff_items(old, new) for old, new in pairs if old is not new)
     if refuse_change and changes:
         raise StructureChanged(
             f"the structure of the state dict is not that of the last committed save: {changes}; "
@@ -243,62 +359,125 @@ def make_plan(
             removed=list(changes.removed[:_MAX_KEYS]),
             changed=list(changes.changed)[:_MAX_KEYS],
         )
-    decided = make_global_plan(tables, lowest_rank=local.lowest_rank)
+    decided = make_global_plan(gathered.items, lowest_rank=local.lowest_rank)
     if not compares:
         decided = replace(decided, compared=decided.contested)
-    _warn_of_unclaimed(decided)
+    if decided.unclaimed:
+        logger.warning(
+            "%d tensor(s) have shards without a main replica (replica_id 0) on any rank: %s%s. One copy of each "
+            "is saved; stock Megatron leaves them out. validate_access_integrity=True refuses such a state dict",
+            len(decided.unclaimed),
+            ", ".join(map(repr, decided.unclaimed[:8])),
+            f" and {len(decided.unclaimed) - 8} more" if len(decided.unclaimed) > 8 else "",
+        )
     plan = Plan.of(decided, gathered.signatures, local)
-    compared = by_rank(decided.columns, decided.compared)
+    senders = ranks_in_words(gathered.senders)
+    if known is None:
+        reason = "the coordinator has no plan of a committed save of this kind by this group"
+    elif not changes:
+        reason = f"no key has changed; {senders} did not have the plan, or options have changed"
+    else:
+        reason = f"on {senders}: {changes}"
     replies = [
         PlanReply(
-            plan_id=plan.plan_id,
-            kept=pack_places(kept, len(table)),
-            compared=pack_places(own, len(table)) if len(own) else b"",
-            is_compared=bool(len(decided.compared)),
+            share=share,
             outcome="built" if known is None else "rebuilt",
-            reason=_reason(gathered.senders, changes, is_first=known is None),
-            total_nbytes=plan.total_nbytes,
+            reason=reason,
+            compared=pack_places(compared, share.n_items) if len(compared) else b"",
+            is_compared=bool(len(decided.compared)),
             added=changes.added[:_MAX_KEYS],
             removed=changes.removed[:_MAX_KEYS],
             changed=dict(list(changes.changed.items())[:_MAX_KEYS]),
         )
-        for table, kept, own in zip(tables, decided.kept, compared, strict=True)
+        for share, compared in zip(plan.shares, by_rank(decided.items, decided.compared, len(plan.shares)), strict=True)
     ]
     return plan, decided, replies
 
 
-def _warn_of_unclaimed(plan: GlobalPlan) -> None:
-    if plan.unclaimed:
-        logger.warning(
-            "%d tensor(s) have shards without a main replica (replica_id 0) on any rank: %s%s. One copy of each "
-            "is saved; stock Megatron leaves them out. validate_access_integrity=True refuses such a state dict",
-            len(plan.unclaimed),
-            ", ".join(map(repr, plan.unclaimed[:8])),
-            f" and {len(plan.unclaimed) - 8} more" if len(plan.unclaimed) > 8 else "",
-        )
+def stored_plan(
+    file: IndexFile, group: Sequence[int], rank: int, local: LocalStructure, *, leads: bool
+) -> tuple[Share, Plan | None] | None:
+    """This rank's share of the plan in the index of a checkpoint, and for the coordinator the plan of all ranks.
+
+    Args:
+        rank: this process's rank in ``group``.
+        local: this rank's structure.
+        leads: whether this rank is the coordinator.
+
+    Returns:
+        ``None`` if there is no plan, or it is for another group or structure.
+
+    Raises:
+        RobustCheckpointError: the index is damaged.
+    """
+    n_ranks = file.nbytes("signatures") // SIGNATURE_NBYTES
+    if n_ranks != len(group) or file.column("ranks").rows(0, n_ranks).tolist() != list(group):
+        return None
+    if file.read("signatures", rank * SIGNATURE_NBYTES, (rank + 1) * SIGNATURE_NBYTES) != local.signature.value:
+        return None
+    share = _stored_share(file, rank, len(local.items))
+    if not leads:
+        return share, None
+    bundle = file.read("structures", 0, file.nbytes("structures"))
+    # Compressed data may be a bomb. So first check that it announces no more than this many ranks can need.
+    wire.body_of(bundle, max_nbytes=max(_FACTOR * len(bundle), n_ranks * _ITEM_NBYTES * (len(local.items) + 1_000)))
+    messages = open_bundles([bundle], ItemsMessage)
+    if sorted(messages) != list(range(n_ranks)):
+        raise ExchangeError(f"it has the structures of ranks {sorted(messages)[:16]}, not of {n_ranks} ranks")
+    decoder = ItemsDecoder()
+    items = [decoder.decode(messages[each]) for each in range(n_ranks)]
+    kept = [_stored_share(file, each, len(of_rank)).kept for each, of_rank in enumerate(items)]
+    of_all = file.read("signatures", 0, n_ranks * SIGNATURE_NBYTES)
+    signatures = [of_all[at : at + SIGNATURE_NBYTES] for at in range(0, len(of_all), SIGNATURE_NBYTES)]
+    plan = Plan.of(plan_of_kept(items, kept), signatures, local)
+    if plan.shares[rank] != share:
+        raise ExchangeError("what it says of the ranks is not what was decided")
+    return share, plan
 
 
-def _refuse_other_contexts(
-    messages: Sequence[StructureMessage | None], offered: Plan | None, local: LocalStructure
-) -> None:
-    """Check that all ranks save with the same options and versions, since the coordinator plans with its own."""
-    own = local.context.encode()
-    differences: dict[str, list[int]] = defaultdict(list)
-    for rank, message in enumerate(messages):
-        theirs = message.context if message is not None else own if offered is None else offered.context
-        if theirs != own:
-            differences[local.context.difference(theirs)].append(rank)
-    if differences:
-        words = "; ".join(f"on {ranks_in_words(ranks)}: {what}" for what, ranks in differences.items())
-        raise PlanConflict(
-            f"ranks save with other options or versions than the coordinator, {words}. Pass the same to all ranks",
-            ranks=sorted(rank for ranks in differences.values() for rank in ranks),
-        )
+def _stored_share(file: IndexFile, rank: int, n_items: int) -> Share:
+    """The share of ``rank``, which has ``n_items`` items."""
+    ends = file.column("share_ends")
+    begin, end = ends[rank - 1] if rank else 0, ends[rank]
+    if end - begin > n_items + 1_000:  # it has a bit for each item; do not read what cannot be that
+        raise ExchangeError(f"it has {end - begin} bytes for the share of rank {rank}, which has {n_items} items")
+    try:
+        share = msgspec.msgpack.decode(file.read("shares", begin, end), type=Share)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise ExchangeError(f"the share of rank {rank} cannot be decoded: {error}") from None
+    if share.n_items != n_items or len(share.plan_id) != SIGNATURE_NBYTES:
+        raise ExchangeError(f"the share of rank {rank} is for {share.n_items} items, not {n_items}")
+    return share
 
 
-def _reason(senders: Sequence[int], changes: StructureDiff, *, is_first: bool) -> str:
-    if is_first:
-        return "the coordinator has no plan of a committed save of this kind by this group"
-    if not changes:
-        return f"no key has changed; {ranks_in_words(list(senders))} did not have the plan, or options have changed"
-    return f"on {ranks_in_words(list(senders))}: {changes}"
+def place_items(items: Items, kept: Rows, *, files: int, layout: Layout = TORCH) -> Placements:
+    """The places of a rank's kept items in its files."""
+    return layout.place(layout.measure(_for_layout(items, kept)), files=files)
+
+
+def place_items_of_all(plan: GlobalPlan, *, files: int, layout: Layout = TORCH) -> tuple[Placements, ...]:
+    """:func:`place_items` for every rank of a plan."""
+    rows = ascending(plan.written, len(plan.items))  # ascending rows are rank after rank
+    measures = layout.measure(_for_layout(plan.items, rows))
+    ends = np.cumsum([0, *map(len, plan.kept)])
+    # Ranks that write shards of the same sizes have the same places, so compute them once.
+    placed: dict[bytes, Placements] = {}
+    found = []
+    for begin, end in pairwise(ends.tolist()):
+        key = measures[begin:end].tobytes()
+        if key not in placed:
+            placed[key] = layout.place(measures[begin:end], files=files)
+        found.append(placed[key])
+    return tuple(found)
+
+
+def _for_layout(items: Items, rows: Rows) -> ItemColumns:
+    """What a layout needs to know about items. Items of one dtype and shape are of one kind."""
+    dtype, ndim, size = items.dtype[rows], items.ndim[rows], items.size[rows]
+    kind_ids: npt.NDArray[np.int32] = np.full(len(rows), -1, dtype=np.int32)
+    fixed = np.flatnonzero((items.form[rows] == Form.FIXED) & (items.kind[rows] != ItemKind.BYTES))
+    kinds: list[tuple[str, tuple[int, ...]]] = []
+    if len(fixed):
+        first, kind_ids[fixed] = unique_rows(dtype[fixed], ndim[fixed], *size[fixed].T)
+        kinds = [(items.dtypes[dtype[row]], tuple(size[row, : ndim[row]].tolist())) for row in fixed[first].tolist()]
+    return ItemColumns(items.names, items.name[rows], kinds, kind_ids, ndim, items.offset[rows])

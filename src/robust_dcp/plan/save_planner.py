@@ -22,19 +22,17 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from robust_dcp.comm import Channel
 from robust_dcp.errors import PlanConflict, RobustCheckpointError, entry_point
-from robust_dcp.plan.agreed_plan import AgreedPlan, OnReplicaMismatch, OnStructureChange
 from robust_dcp.plan.checkpoint_name import checkpoint_name
-from robust_dcp.plan.committed_metadata import PlannedMetadata
-from robust_dcp.plan.local import LocalStructure
-from robust_dcp.plan.session import SaveSession
-from robust_dcp.plan.state_dict.contents import digest_of
-from robust_dcp.plan.state_dict.describe import DescribedItems, describe_items, holds_shards
-from robust_dcp.plan.state_dict.flatten import flatten
-from robust_dcp.plan.state_dict.known import STRUCTURES, KnownStructure
-from robust_dcp.plan.state_dict.sources import StateDictSource
-from robust_dcp.plan.structure import Attributes, PlanContext
+from robust_dcp.plan.describe import DescribedItems, describe_items, holds_shards
+from robust_dcp.plan.flatten import flatten
+from robust_dcp.plan.items import Attributes
+from robust_dcp.plan.plan import LocalStructure
+from robust_dcp.plan.session import OnReplicaMismatch, OnStructureChange, SaveSession
+from robust_dcp.plan.signature import PlanContext
+from robust_dcp.plan.state_dict import KnownStructure, StateDictSource, digest_of, structure_of
 from robust_dcp.plan.unloadable import OnUnloadableObject, UnloadableObjects
 from robust_dcp.storage.layouts import TORCH
+from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.records.objects import Refusal
 from robust_dcp.storage.writer import RobustWriter, WriterMeta
 from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
@@ -137,14 +135,12 @@ class RobustPlanner(DefaultSavePlanner):
             no_dist=self.no_dist or no_dist,
         )
         return SaveSession(
-            AgreedPlan(
-                channel,
-                checkpoint,
-                self.on_structure_change,
-                self.on_replica_mismatch,
-                self.kind if kind is None else kind,
-            ),
+            channel,
+            checkpoint,
             writer,
+            on_structure_change=self.on_structure_change,
+            on_replica_mismatch=self.on_replica_mismatch,
+            kind=self.kind if kind is None else kind,
             unloadable=UnloadableObjects(self.on_unloadable_object, self.refused_before()),
             needs_one_directory=self.needs_one_directory,
         )
@@ -167,9 +163,7 @@ class RobustPlanner(DefaultSavePlanner):
         items = self.items_of_state_dict(is_coordinator=channel.is_coordinator)
         layout = TORCH if writer is None else writer.layout
         mappings = self.mappings if self.flatten_state_dict else None
-        structure = STRUCTURES.of(
-            items.names, items.structures, mappings, self.metadata_attributes(), self.writing_peers()
-        )
+        structure = structure_of(items, mappings, self.metadata_attributes(), self.writing_peers())
         self._items, self._structure = items, structure
         context = PlanContext(
             ranks=channel.ranks,
@@ -184,7 +178,7 @@ class RobustPlanner(DefaultSavePlanner):
             versions={"torch": str(torch.__version__), "robust_dcp": __version__, "layout": layout.version},
         )
         return LocalStructure(
-            table=structure.table,
+            items=structure.items,
             context=context,
             signature=structure.signature(context),
             files=None if writer is None else writer.files_per_rank,
@@ -215,7 +209,7 @@ class RobustPlanner(DefaultSavePlanner):
         """
         if any(map(self._overrides, ("lookup_object", "resolve_data", "transform_object"))):
             return WriteItemSource(self.kept_items(session), session.watched(self.resolve_data))
-        kept = session.plan.share.kept
+        kept = session.share.kept
 
         def lookup(index: MetadataIndex) -> Any:
             return session.unloadable.take(index.fqn, self.lookup_object(index))
@@ -229,7 +223,7 @@ class RobustPlanner(DefaultSavePlanner):
 
     def kept_items(self, session: SaveSession) -> list[WriteItem]:
         """The write items of this rank's share of the plan, in plan order."""
-        return [self._items.write_item(place) for place in self._described().order[session.plan.share.kept].tolist()]
+        return [self._items.write_item(place) for place in self._described().order[session.share.kept].tolist()]
 
     def _described(self) -> KnownStructure:
         if self._structure is None:
@@ -237,7 +231,7 @@ class RobustPlanner(DefaultSavePlanner):
         return self._structure
 
     def _digests_of(self, places: npt.NDArray[np.intp]) -> npt.NDArray[np.uint64]:
-        """Digests of what would be written for some items of the table. 0 means that it cannot be read."""
+        """Digests of what would be written for some items. 0 means that it cannot be read."""
         source = StateDictSource(self._items, self._described(), places, self.lookup_object, self.resolve_data)
         with torch.no_grad():
             return np.array([digest_of(source.resolve(number)) for number in range(len(places))], dtype=np.uint64)
@@ -309,7 +303,7 @@ class RobustPlanner(DefaultSavePlanner):
         """Agree with all ranks on the plan. The plan returned here, which stock gathers, is empty."""
         session = self.open_session(self._checkpoint, self._writer)
         session.agree(lambda: self.describe(session.channel), leads=self.is_coordinator)
-        if self._writer is None and session.plan.n_leaders > 1:
+        if self._writer is None and session.n_leaders > 1:
             raise RobustCheckpointError(
                 f"no_dist=True in a job of {session.channel.size} ranks needs RobustWriter: with another storage "
                 "writer each rank would write its own .metadata over those of the others; pass "
@@ -325,7 +319,7 @@ class RobustPlanner(DefaultSavePlanner):
         if self._writer is not None:
             session.commits_together = len(all_plans) < session.channel.size
             return list(all_plans), PlannedMetadata(session, self._checkpoint)
-        plan = session.plan.plan
+        plan = session.plan
         if plan is None:
             raise RobustCheckpointError(
                 "RobustPlanner plans for all ranks together, and with use_collectives=False each would commit by "
@@ -370,3 +364,51 @@ def _named_conflict(error: Exception) -> Exception:
         "rename one of them",
         key=key,
     )
+
+
+class CommittedMetadata(Metadata):
+    """The metadata of a committed checkpoint. Pickled it is only a path; its content is read on first use.
+
+    After the commit, stock broadcasts the result of ``create_global_plan`` to every rank. So that message is small.
+    """
+
+    def __init__(self, checkpoint: str) -> None:
+        # Do not call the dataclass's __init__: it would set fields that are properties here.
+        self._checkpoint = checkpoint
+        self._read: Metadata | None = None
+
+    def _loaded(self) -> Metadata:
+        if self._read is None:
+            self._read = RobustReader(self._checkpoint).read_metadata()
+        return self._read
+
+    @property
+    def state_dict_metadata(self) -> Any:  # type: ignore[override]
+        return self._loaded().state_dict_metadata
+
+    @property
+    def planner_data(self) -> Any:
+        return self._loaded().planner_data
+
+    @property
+    def storage_data(self) -> Any:
+        return self._loaded().storage_data
+
+    @property
+    def storage_meta(self) -> Any:  # type: ignore[override]
+        return self._loaded().storage_meta
+
+    @property
+    def version(self) -> Any:  # type: ignore[override]
+        return getattr(self._loaded(), "version", None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CommittedMetadata, (self._checkpoint,)
+
+
+class PlannedMetadata(CommittedMetadata):
+    """The metadata before the commit. ``RobustWriter.finish`` finds the save in it. Pickled it is a path too."""
+
+    def __init__(self, save: SaveSession, checkpoint: str) -> None:
+        super().__init__(checkpoint)
+        self.save = save

@@ -1,8 +1,8 @@
 """One save on one rank, from agreement to commit.
 
-This module owns the plan, the order of exchanges in a save, and what is kept for the next save. ``api.save`` calls its
-phases one by one; stock DCP calls them through the hooks of ``RobustPlanner`` and ``RobustWriter``. The session tells
-its writer what to do when. It knows nothing of tensors, files or file names.
+This module owns the order of exchanges in a save, and what is kept for the next save. ``api.save`` calls its phases one
+by one; stock DCP calls them through the hooks of ``RobustPlanner`` and ``RobustWriter``. The session tells its writer
+what to do when. It knows nothing of tensors, files or file names.
 """
 
 from __future__ import annotations
@@ -13,19 +13,33 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Final, Literal
 
+import msgspec
+import numpy as np
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
-from robust_dcp.comm import Agreement, Channel
-from robust_dcp.errors import ExchangeError, RobustCheckpointError
-from robust_dcp.plan.agreed_plan import AgreedPlan
+from robust_dcp.comm import Agreement, Channel, Offer
+from robust_dcp.errors import ExchangeError, PlanConflict, RobustCheckpointError
+from robust_dcp.plan.cache import KnownPlan, forget_plan, keep_plan, kind_called, last_of_kind, plan_of, plans_of
 from robust_dcp.plan.clean_up import clean_up, failed_in_step, nothing_is_committed
-from robust_dcp.plan.local import LocalStructure
+from robust_dcp.plan.conflicts import Differing, find_differing
+from robust_dcp.plan.diff import StructureDiff
+from robust_dcp.plan.global_plan import GlobalPlan
+from robust_dcp.plan.items import ItemsMessage
 from robust_dcp.plan.node_commit import commit_on_nodes
-from robust_dcp.plan.plan import Plan
-from robust_dcp.plan.share import Share
+from robust_dcp.plan.plan import (
+    Gathered,
+    LocalStructure,
+    Plan,
+    PlanOutcome,
+    PlanReply,
+    Rows,
+    Share,
+    make_plan,
+    unpack_places,
+)
 from robust_dcp.plan.unloadable import UnloadableObjects, report_unloadable
 from robust_dcp.plan.written import (
     LEADS_DIRECTORY,
@@ -48,13 +62,45 @@ from robust_dcp.storage.writing.item_source import ItemSource, WriteItemSource
 from robust_dcp.storage.writing.room import RoomOfRank, refuse_without_room
 from robust_dcp.storage.writing.save_report import SaidOfRank, SaveTimes, make_report, said_of_rank
 
-__all__ = ["SaveSession"]
+__all__ = ["MATCHES", "Digests", "OnReplicaMismatch", "OnStructureChange", "SaveSession"]
 
-_REASON_LENGTH: Final = 2000
+OnStructureChange = Literal["rebuild", "error", "quiet"]
+OnReplicaMismatch = Literal["warn", "error", "ignore"]
 
 Data = torch.Tensor | io.BytesIO
 
 logger = logging.getLogger(__name__)
+
+MATCHES: Final = 1
+"""Flag of an offer: the rank's structure is the one that the offered plan was made for."""
+
+_HAS_PLAN: Final = 2
+"""Flag of an offer: this rank was the coordinator of the offered plan, and has the plan of all ranks."""
+
+_LEADS: Final = 4
+"""Flag of an offer: the caller of the save made this rank the coordinator."""
+
+_NEEDS_ROOM: Final = 8
+"""Flag of an offer: this rank is not sure that its disks have room for the files of all ranks."""
+
+_NO_PLAN: Final = Offer().plan_id
+_REASON_LENGTH: Final = 2000
+_SHOWN: Final = 8
+_MAX_DIFFERING: Final = 200
+"""How many differing values the coordinator tells the other ranks."""
+
+
+class Digests(msgspec.Struct, frozen=True):
+    """uint64 digests of a rank's values that are compared, in the order of its items. Copies have the same bytes."""
+
+    digests: bytes
+
+
+class _Differing(msgspec.Struct, frozen=True):
+    """The values that differ between ranks, by key (bounded), with all ranks that hold them; and what to say."""
+
+    ranks: dict[str, tuple[int, ...]] = {}
+    words: str = ""
 
 
 @dataclass(eq=False)
@@ -62,8 +108,10 @@ class SaveSession:
     """The state of one save on one rank. Call ``agree``, ``write`` and ``commit`` in this order.
 
     Args:
-        plan: the plan of this save, with the channel to the other ranks of the group.
+        channel: the channel to the other ranks. After :meth:`agree` its coordinator is the rank that plans and commits.
+        checkpoint: the checkpoint's name. It is part of every phase's name, so saves to different places are noticed.
         writer: writes and commits. If it is ``None``, stock calls another writer, and the session only plans.
+        on_structure_change, on_replica_mismatch, kind: as in the planner.
         unloadable: the objects on this rank that a load would refuse, and what to do about them.
         commits_together: whether all ranks call ``commit``. Inside stock ``save`` with collectives only the
             coordinator does, and stock tells the others.
@@ -71,40 +119,58 @@ class SaveSession:
             for example because one rank writes more files into it.
 
     Attributes:
+        leads: whether the caller made this rank the coordinator. ``n_leaders`` says how many ranks were made it.
+        local: what this rank holds. ``share``: what it writes of that, and ``placements``: where. ``plan``: the plan of
+            all ranks, on the coordinator only.
+        outcome, reason, changes: how the plan was made.
+        differing_replicas: values with contents that differ between ranks, and the ranks that hold them. They are
+            compared only when a plan is made.
         times: how long the parts of this save took on this rank.
         messages: on the coordinator, what each rank has said of what it has written.
     """
 
-    plan: AgreedPlan
+    channel: Channel
+    checkpoint: str
     writer: RobustWriter | None = None
+    on_structure_change: OnStructureChange = "rebuild"
+    on_replica_mismatch: OnReplicaMismatch = "warn"
+    kind: str | None = None
     unloadable: UnloadableObjects = field(default_factory=UnloadableObjects)
     commits_together: bool = False
     needs_one_directory: str = ""
 
+    leads: bool = field(default=True, init=False)
+    n_leaders: int = field(default=0, init=False)
+    local: LocalStructure = field(init=False)
+    share: Share = field(init=False)
+    placements: Placements | None = field(default=None, init=False)
+    plan: Plan | None = field(default=None, init=False)
+    outcome: PlanOutcome = field(default="built", init=False)
+    reason: str = field(default="", init=False)
+    changes: StructureDiff | None = field(default=None, init=False)
+    differing_replicas: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False)
     written: WrittenFiles | None = field(default=None, init=False)
     unloadable_objects: dict[str, str] = field(default_factory=dict, init=False)
     digest: str | None = field(default=None, init=False)
     leads_directory: bool = field(default=False, init=False)
     times: SaveTimes = field(default_factory=SaveTimes, init=False)
     messages: Sequence[WrittenMessage | None] = field(default=(), init=False)
+    _known: KnownPlan | None = field(default=None, init=False)
+    _kind: str = field(default="", init=False)
+    _may_be_writing: bool = field(default=False, init=False)
+    _checks_room: bool = field(default=True, init=False)
     _written_agreement: Agreement | None = field(default=None, init=False)
     _written_by_all: tuple[WrittenFiles, ...] = field(default=(), init=False)
     _are_on_nodes: bool = field(default=False, init=False)
 
     @property
-    def channel(self) -> Channel:
-        """The channel to the other ranks of the group. Its coordinator is the rank that plans and commits."""
-        return self.plan.channel
-
-    @property
-    def checkpoint(self) -> str:
-        """The checkpoint's name. It is part of every phase's name, so saves to different places are noticed."""
-        return self.plan.checkpoint
-
-    @property
     def rank(self) -> int:
         """This process's rank in the group."""
         return self.channel.rank
+
+    def phase(self, name: str) -> str:
+        """The name of a phase of this save in exchanges and errors."""
+        return f"save {self.checkpoint}: {name}"
 
     def agree(self, describe: Callable[[], LocalStructure], *, leads: bool) -> Share:
         """Let the writer begin, agree with all ranks on the plan of this save, and return this rank's share.
@@ -118,23 +184,131 @@ class SaveSession:
             StructureChanged: the structure changed, with ``on_structure_change="error"``.
             ExchangeError: a rank is missing, late, or in another operation.
         """
+        writer, self.leads = self.writer, leads
+        offers: list[Offer] = []
 
-        def begin() -> LocalStructure:
-            if self.writer is not None:
+        def offer() -> Offer:
+            if writer is not None:
                 # If stock makes every rank the coordinator (no_dist=True), rank 0 counts as the coordinator.
-                self.writer.begin(is_coordinator=leads, announces=self.rank == 0)
-            return describe()
+                writer.begin(is_coordinator=leads, announces=self.rank == 0)
+            self.local = describe()
+            self._known = plan_of(self.channel.ranks, self.rank, self.local, leads=leads)
+            self._may_be_writing = self._known is not None  # some rank may have the plan before others are there
+            offers.append(self._offer())
+            return offers[0]
 
         with self._cleaned_up_after_failure(), self.times.phase("plan"):
-            if self.writer is None:
-                mark = self.plan.agree(begin, leads=leads)
+            # Under rank 0, because which rank leads is not known yet.
+            agreement = self.channel.led_by(0).agree(self.phase("agree"), offer)
+            self.n_leaders = agreement.count(_LEADS)
+            leader = agreement.first_rank(_LEADS)
+            # Stock ``save`` makes one rank the coordinator, not always rank 0. With ``no_dist=True`` each rank is one.
+            if leader is not None and self.n_leaders == 1:
+                self.channel = self.channel.led_by(leader)
+            if self._known is not None and _may_reuse(agreement, self.channel.coordinator_rank):
+                self.outcome, self.reason = "reused", "no rank's structure has changed"
+                if self._known.loaded_from:
+                    self.reason += f" since {self._known.loaded_from}"
+                self._checks_room = agreement.count(_NEEDS_ROOM) > 0  # ask only if room is short
+                self.share, self.placements = self._known.share, self._known.placements
+                self.plan, self._kind = self._known.plan, self._known.kind
             else:
-                own_mark, has_ample_room = self.writer.mark, self.writer.has_ample_room
-                mark = self.plan.agree(begin, leads=leads, mark=own_mark, has_ample_room=has_ample_room)
-        if self.writer is not None:
-            self.writer.adopt(mark)
-            self._announce(self.writer)
-        return self.plan.share
+                self._make_plan(_sends_structure(agreement, offers[0], self.channel.coordinator_rank))
+        if writer is not None:
+            writer.adopt(agreement.told)
+            self._announce(writer)
+        return self.share
+
+    def _offer(self) -> Offer:
+        """This rank's offer: the plan that it would use, which need not fit the structure."""
+        known, writer = self._known, self.writer
+        flags = _LEADS if self.leads else 0
+        if known is not None:
+            flags |= MATCHES if known.signature == self.local.signature.value else 0
+            flags |= _HAS_PLAN if known.plan is not None else 0
+        if known is None or writer is None or not writer.has_ample_room(known.share.total_nbytes):
+            flags |= _NEEDS_ROOM
+        return Offer(
+            plan_id=_NO_PLAN if known is None else known.share.plan_id,
+            flags=flags,
+            told=writer.mark if writer is not None and self.leads else 0,
+        )
+
+    def _make_plan(self, sends_structure: bool) -> None:
+        """Send the structures to the coordinator, which makes the plan, and get this rank's share."""
+        structures = self.channel.gather(
+            self.phase("structures"), lambda: self.local.to_message() if sends_structure else None, ItemsMessage
+        )
+        group = self.channel.ranks
+        decided: list[GlobalPlan] = []
+
+        def reply_to_all() -> list[PlanReply]:
+            gathered = Gathered.of(structures or [], None if self._known is None else self._known.plan, self.local)
+            plans = [] if self.local.files is None else plans_of(group)
+            for known in plans:
+                if known.plan is not None and known.plan.signatures == tuple(gathered.signatures):
+                    self.plan, self._kind = known.plan, known.kind
+                    reason = "the structures are those of an earlier save, which some ranks had not offered"
+                    return [PlanReply(share, "reused", reason) for share in known.plan.shares]
+            last = last_of_kind(group, self.kind, gathered.items) if plans else None
+            self._kind = "" if last is None else last.kind
+            self.plan, global_plan, replies = make_plan(
+                gathered,
+                None if last is None else last.plan,
+                self.local,
+                refuse_change=self.on_structure_change == "error",
+                compares=self.on_replica_mismatch != "ignore",
+            )
+            decided.append(global_plan)
+            return replies
+
+        self._may_be_writing = True
+        reply = self.channel.scatter(self.phase("plan"), reply_to_all, PlanReply)
+        if reply is None:
+            raise ExchangeError(f"{self.checkpoint}: the coordinator sent this rank no plan", phase="plan")
+        self.share, self.outcome, self.reason = reply.share, reply.outcome, reply.reason
+        self.placements = self.local.place(reply.share)
+        self._known = next((each for each in plans_of(group) if each.share.plan_id == reply.share.plan_id), None)
+        if reply.outcome == "rebuilt":
+            self.changes = StructureDiff(reply.added, reply.removed, reply.changed)
+            if self.channel.is_coordinator and self.on_structure_change != "quiet":
+                logger.warning("%s: plan %s, %s", self.checkpoint, reply.outcome, reply.reason)
+        if reply.is_compared:
+            n_items = reply.share.n_items
+            self._compare(unpack_places(reply.compared, n_items) if reply.compared else reply.share.kept[:0], decided)
+
+    def _compare(self, compared: Rows, decided: Sequence[GlobalPlan]) -> None:
+        """Compare what several ranks hold, since only one copy of it is saved.
+
+        Args:
+            compared: the places of what is compared among this rank's items.
+            decided: on the coordinator, the plan.
+
+        Raises:
+            PlanConflict: something differs, with ``on_replica_mismatch="error"``; on every rank.
+        """
+        digests = self.channel.gather(
+            self.phase("compare"),
+            lambda: Digests(self.local.digests_of(compared).astype("<u8").tobytes()),
+            Digests,
+        )
+
+        def told_by_coordinator() -> _Differing:
+            (plan,) = decided
+            sent = [np.frombuffer(b"" if each is None else each.digests, dtype="<u8") for each in digests or ()]
+            found = find_differing(plan.items, plan.order, plan.compared, plan.contested, sent)
+            differing = [each for each in found if not each.is_contested]
+            _warn_of_contested(self.checkpoint, [each for each in found if each.is_contested])
+            ranks = {each.key: tuple(sorted(sum(each.ranks, ()))) for each in differing[:_MAX_DIFFERING]}
+            return _Differing(ranks, _in_words(differing) if differing else "")
+
+        told = self.channel.broadcast(self.phase("compared"), told_by_coordinator, _Differing)
+        self.differing_replicas = told.ranks
+        if told.words and self.on_replica_mismatch == "error":
+            key, ranks = next(iter(told.ranks.items()))
+            raise PlanConflict(f'{told.words}; on_replica_mismatch="error" forbids that', key=key, ranks=list(ranks))
+        if told.words and self.channel.is_coordinator:
+            logger.warning("%s: %s", self.checkpoint, told.words)
 
     def _announce(self, writer: RobustWriter) -> None:
         """Let the coordinator announce the save. Rank 0 has done so before it agreed; if another rank is the
@@ -148,7 +322,7 @@ class SaveSession:
             announce()
             return
         with self._cleaned_up_after_failure():
-            self.channel.barrier(self.plan.phase("announce"), announce)
+            self.channel.barrier(self.phase("announce"), announce)
 
     def write(self, source: Callable[[], ItemSource]) -> None:
         """Let the writer write this rank's files. Learn whether all ranks have written, and what a load would refuse.
@@ -159,9 +333,12 @@ class SaveSession:
         """
 
         begun: list[tuple[RobustWriter, Placements]] = []
+        known = self._known if self.outcome == "reused" else None
+        # Where this rank's items of variable size were in the last save by this plan, if the coordinator knows.
+        known_places = None if known is None else known.variable_places
 
         def begin_own() -> tuple[RobustWriter, Placements]:
-            placements = self.plan.share.placements
+            placements = self.placements
             if self.writer is None or placements is None:
                 raise ValueError("this save was planned for another storage writer")
             if self.channel.size > 1:
@@ -171,11 +348,10 @@ class SaveSession:
 
         def own_room() -> RoomOfRank:
             writer, placements = begin_own()
-            return writer.room(self.rank, placements, self.plan.known_places)
+            return writer.room(self.rank, placements, known_places)
 
         def write_own() -> WrittenMessage | None:
             writer, placements = begun[0] if begun else begin_own()
-            known_places = self.plan.known_places
             with self.times.own_write():
                 self.written = writer.write(self.rank, source(), placements, self.check_stop, known_places)
             self.unloadable.raise_if_forbidden(self.checkpoint)
@@ -187,12 +363,12 @@ class SaveSession:
             )
 
         with self._cleaned_up_after_failure(), self.times.phase("write"):
-            if self.plan.checks_room:
+            if self._checks_room:
                 self.channel.gather(
-                    self.plan.phase("room"), own_room, RoomOfRank, then=partial(refuse_without_room, self.checkpoint)
+                    self.phase("room"), own_room, RoomOfRank, then=partial(refuse_without_room, self.checkpoint)
                 )
             messages = self.channel.gather(
-                self.plan.phase("write"),
+                self.phase("write"),
                 write_own,
                 WrittenMessage,
                 offer=lambda _: written_offer(self.written, leads_directory=self.leads_directory),
@@ -211,8 +387,8 @@ class SaveSession:
         what = self.needs_one_directory
         if not self.commits_together:
             what = "A save by torch.distributed.checkpoint"
-        elif not self.plan.local.layout.may_share_directory:
-            what = f"A save with layout={self.plan.local.layout.name!r}"
+        elif not self.local.layout.may_share_directory:
+            what = f"A save with layout={self.local.layout.name!r}"
         if what:
             raise not_one_directory(self.checkpoint, f"rank {rank}", what)
 
@@ -240,7 +416,7 @@ class SaveSession:
         """Whether this rank's error should be short, because stock prints the errors of all ranks.
 
         That is so inside stock ``save`` with collectives, where the coordinator's error says everything."""
-        return not self.plan.leads and not self.commits_together and not isinstance(error, ExchangeError)
+        return not self.leads and not self.commits_together and not isinstance(error, ExchangeError)
 
     @contextmanager
     def _cleaned_up_after_failure(self) -> Iterator[None]:
@@ -254,8 +430,8 @@ class SaveSession:
             if self.writer is not None:
                 directory = self.writer.directory
                 if failed_in_step(error):
-                    clean_up(self.channel, self.plan.phase("clean up"), directory, error)
-                elif self.plan.may_be_writing:
+                    clean_up(self.channel, self.phase("clean up"), directory, error)
+                elif self._may_be_writing:
                     directory.release()
                 else:
                     directory.roll_back(error)
@@ -279,14 +455,14 @@ class SaveSession:
 
     def _make_metadata(self, writer: RobustWriter) -> MetadataToPublish:
         """On the coordinator, after :meth:`write`: this checkpoint's ``.metadata`` and index."""
-        plan = self.plan.plan
+        plan, known = self.plan, self._known if self.outcome == "reused" else None
         if plan is None or plan.metadata is None or self._written_agreement is None:
             raise ValueError(
                 "only the coordinator has the metadata, of a plan for RobustWriter, after all have written"
             )
         self._written_by_all = written_by_all(
             self.messages,
-            self.plan.places_of_all,
+            None if known is None else known.places_of_all,
             self._written_agreement.signature,
             self.channel.combined_signature,
         )
@@ -321,7 +497,8 @@ class SaveSession:
             with self.times.phase("commit"):
                 self._commit(writer)
         except BaseException as error:
-            self.plan.forget()
+            # Only some ranks may know how the commit ended.
+            forget_plan(self.channel.ranks, self.share.plan_id)
             self._clean_up_commit(writer.directory, error)
             raise
         self._keep_plan(confirmed=self.commits_together)
@@ -334,7 +511,7 @@ class SaveSession:
         if self._are_on_nodes:
             agreement = commit_on_nodes(
                 self.channel,
-                self.plan.phase,
+                self.phase,
                 writer.directory,
                 leads_directory=self.leads_directory,
                 check_own=writer.check_own,
@@ -344,7 +521,7 @@ class SaveSession:
             self.digest = digest_of(agreement)
         elif self.commits_together:
             self.channel.barrier(
-                self.plan.phase("commit"),
+                self.phase("commit"),
                 writer.check_own,
                 then=lambda: self._publish(writer),
                 offer=lambda: digest_offer(self.written),
@@ -357,10 +534,8 @@ class SaveSession:
         """Clean up as after other failures, but only if the coordinator knows that nothing was committed."""
         if not self.commits_together:  # only the coordinator is here, and it knows the files of all ranks
             directory.roll_back(error)
-        elif failed_in_step(error) and nothing_is_committed(
-            self.channel, self.plan.phase("clean up"), directory, error
-        ):
-            clean_up(self.channel, self.plan.phase("clean up"), directory, error)
+        elif failed_in_step(error) and nothing_is_committed(self.channel, self.phase("clean up"), directory, error):
+            clean_up(self.channel, self.phase("clean up"), directory, error)
         else:
             directory.release()
 
@@ -371,9 +546,9 @@ class SaveSession:
             save_id: the id in ``.metadata``.
             fallbacks: what the commit went without.
         """
-        plan, changes = self.plan, self.plan.changes
-        metadata = None if plan.plan is None else plan.plan.metadata
+        changes = self.changes
         told = None if changes is None else Changes.of(changes.added, changes.removed, changes.changed)
+        metadata = None if self.plan is None else self.plan.metadata
         return make_report(
             [
                 (rank, SaidOfRank(message.row, message.node, message.how))
@@ -385,13 +560,76 @@ class SaveSession:
             save_id=save_id,
             world_size=self.channel.size,
             coordinator_rank=self.rank,
-            plan=PlanOfReport(plan.outcome, shortened(plan.reason, _REASON_LENGTH), told),
+            plan=PlanOfReport(self.outcome, shortened(self.reason, _REASON_LENGTH), told),
             waits=self.channel.stragglers,
             fallbacks=fallbacks,
             modules=None if metadata is None else metadata.module_sizes,
         )
 
     def _keep_plan(self, *, confirmed: bool) -> None:
-        if self.written is not None:
-            places_of_all = tuple(files.variable_places for files in self._written_by_all)
-            self.plan.keep(self.written.variable_places, places_of_all, confirmed=confirmed)
+        """Keep the plan for the next save.
+
+        Args:
+            confirmed: whether this rank knows that the checkpoint was committed.
+        """
+        if self.written is None:
+            return
+        named = None if self.kind is None else kind_called(self.kind)
+        known = KnownPlan(
+            share=self.share,
+            placements=self.placements,
+            signature=self.local.signature.value,
+            plan=self.plan,
+            variable_places=self.written.variable_places if confirmed else None,
+            places_of_all=None if self.plan is None else tuple(each.variable_places for each in self._written_by_all),
+            kind=named or self._kind or self.share.plan_id.hex(),
+        )
+        keep_plan(self.channel.ranks, known)
+
+
+def _may_reuse(agreement: Agreement, coordinator_rank: int) -> bool:
+    """Whether the plan still holds on every rank. Each rank decides alone, from the same bytes, so all agree.
+
+    It holds if every rank offers the same decisions, says that its structure is the one that they were made for, and
+    the coordinator has the plan of all ranks.
+    """
+    return (
+        agreement.same_plan_id
+        and agreement.plan_id != _NO_PLAN
+        and agreement.all_have(MATCHES)
+        and agreement.first_rank(_HAS_PLAN) == coordinator_rank
+    )
+
+
+def _sends_structure(agreement: Agreement, own: Offer, coordinator_rank: int) -> bool:
+    """Whether a rank has to send its structure. It need not if the coordinator has offered a plan that holds it."""
+    is_known = agreement.same_plan_id or coordinator_rank == 0  # what rank 0 has offered is known to all
+    if not is_known or agreement.plan_id == _NO_PLAN or agreement.first_rank(_HAS_PLAN) != coordinator_rank:
+        return True
+    return own.plan_id != agreement.plan_id or not own.flags & MATCHES
+
+
+def _in_words(differing: Sequence[Differing]) -> str:
+    return (
+        f"{len(differing)} value(s) of one name differ between ranks (ranks that hold the same are named together): "
+        f"{_listed(differing)}. Only the copy of the lowest rank is saved, and all ranks will load that one. If your "
+        "program makes this state dict, and each rank needs its own value, name it for each rank (f'rng_state.{rank}')"
+    )
+
+
+def _warn_of_contested(checkpoint: str, contested: Sequence[Differing]) -> None:
+    if contested:
+        logger.warning(
+            "%s: %d shard(s) have more than one main replica (replica_id 0), and the contents of %d of them differ: "
+            "%s. That of the lowest rank is saved. validate_access_integrity=True refuses such a state dict: "
+            "give all but one of them another replica_id",
+            checkpoint,
+            len(contested),
+            sum(len(each.ranks) > 1 for each in contested),
+            _listed(contested),
+        )
+
+
+def _listed(found: Sequence[Differing]) -> str:
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return ", ".join(map(str, found[:_SHOWN])) + more

@@ -18,9 +18,9 @@ from robust_dcp.megatron.checks.shard_facts import ShardFacts
 from robust_dcp.megatron.saving.described_shards import SavedShards, saved_shards
 from robust_dcp.megatron.translation import metadata_attributes_of
 from robust_dcp.megatron.versions import nested_values
+from robust_dcp.plan.describe import DescribedItems
+from robust_dcp.plan.items import Attributes
 from robust_dcp.plan.save_planner import RobustPlanner
-from robust_dcp.plan.state_dict.describe import DescribedItems
-from robust_dcp.plan.structure import Attributes
 from robust_dcp.storage.records.objects import Refusal
 
 __all__ = ["MegatronPlanner"]

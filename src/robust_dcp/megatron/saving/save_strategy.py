@@ -26,7 +26,7 @@ from robust_dcp.megatron.failures import as_megatron_raises
 from robust_dcp.megatron.hooks.options import MegatronOptions, current_options
 from robust_dcp.megatron.saving.planner import MegatronPlanner
 from robust_dcp.megatron.writing import log_report, writer_for
-from robust_dcp.plan.agreed_plan import OnStructureChange
+from robust_dcp.plan.session import OnStructureChange
 from robust_dcp.report import SaveReport
 from robust_dcp.storage import RobustWriter
 from robust_dcp.storage.records.objects import Refusal

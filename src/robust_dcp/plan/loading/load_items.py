@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
+from robust_dcp.plan.describe import has_own_chunks
 from robust_dcp.plan.loading.reshard import chunks_held, read_overlap
-from robust_dcp.plan.structure.own_chunks import has_own_chunks
 from robust_dcp.storage.index import ChunkKind, StoredChunks, ask_index, find_whole_chunks
 from robust_dcp.storage.reading.planned_items import WholeTensors, whole_item
 

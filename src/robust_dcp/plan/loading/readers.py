@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from robust_dcp.errors import ExchangeError
-from robust_dcp.plan.global_plan.writers import by_holders
+from robust_dcp.plan.global_plan import by_holders
 from robust_dcp.storage.layouts.balance import deal, fill_up
 from robust_dcp.storage.reading.sharable_reads import ON_DEVICE
 

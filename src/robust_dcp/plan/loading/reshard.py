@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.tensor import DTensor
 
-from robust_dcp.plan.structure.own_chunks import own_chunks
+from robust_dcp.plan.describe import own_chunks
 from robust_dcp.storage.index import StoredChunks
 
 __all__ = ["FoundReads", "chunks_held", "read_overlap"]

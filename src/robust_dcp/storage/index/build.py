@@ -83,7 +83,7 @@ class IndexTemplate:
             places: int64 ``[V, 2]``, start and length of each item of variable size, in bytes.
             storage_meta: written into the file as it is.
             version: the version of DCP's format.
-            plan: the sections that ``plan.stored_plan`` makes; empty if the plan is not stored.
+            plan: the sections that ``plan.plan`` makes; empty if the plan is not stored.
         """
         names, ends = _joined(file_names)
         stored = None if storage_meta is None else _stored(storage_meta)

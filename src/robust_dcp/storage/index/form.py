@@ -69,7 +69,6 @@ SECTIONS: Final[Mapping[str, str]] = {
     "properties": "|u1",
     "meta": "|u1",
     "attributes": "|u1",
-    "plan_id": "|u1",
     "ranks": "<i8",
     "signatures": "|u1",
     "shares": "|u1",

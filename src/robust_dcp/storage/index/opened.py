@@ -1,6 +1,6 @@
 """Opens the index of a checkpoint, if there is one that fits its ``.metadata``.
 
-``reader`` calls this before a load, ``plan.stored_plan`` before a save. Both go on without the index if it is damaged,
+``reader`` calls this before a load, ``plan.cache`` before a save. Both go on without the index if it is damaged,
 and log that.
 """
 

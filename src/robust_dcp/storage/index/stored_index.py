@@ -1,7 +1,7 @@
 """The contents of an index by name. Names are found by bisection, and entries are decoded when somebody asks for them.
 
 This module owns the meaning of the sections, and checks every number before it is used as a reference. That is needed
-because checksums only prove that the file is as somebody wrote it. ``lazy`` and ``plan.stored_plan`` call it.
+because checksums only prove that the file is as somebody wrote it. ``lazy`` and ``plan.plan`` call it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from robust_dcp.plan.structure import Path
+from robust_dcp.plan.items import Path
 
 __all__ = ["flatten"]
 

@@ -1,6 +1,9 @@
-"""Finds boxes of one group that overlap. It is exact, and needs no loop over groups for the usual shapes.
+"""Checks that the chunks of each tensor fill it exactly: nothing twice, nothing missing, nothing outside.
 
-This is geometry on columns. For ``coverage`` the groups are tensors and the boxes their chunks.
+Chunks cover a tensor exactly if they are inside its bounds, do not overlap, and their volumes add up to that of the
+tensor. So overlap is the costly question. Tensors that are cut along one dimension are decided on the columns of all
+tensors at once. So are tensors with chunks that lie between the lines of a grid. Only the others are swept, tensor by
+tensor.
 """
 
 from __future__ import annotations
@@ -8,13 +11,83 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["first_overlap"]
+from robust_dcp.errors import PlanConflict, ranks_in_words
+from robust_dcp.plan.items import ItemKind, Items
 
+__all__ = ["check_bounds", "check_coverage", "first_overlap"]
+
+Rows = npt.NDArray[np.intp]
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 
 _NO_LINE = np.iinfo(np.int64).max
+
+
+def check_bounds(items: Items) -> None:
+    """Check that every chunk lies within its tensor.
+
+    Raises:
+        PlanConflict: a chunk does not. The error names key and rank of the first one.
+    """
+    outside = (items.offset < 0) | (items.size < 0) | (items.size > items.shape - items.offset)
+    if outside.any():
+        row = int(np.flatnonzero(outside.any(axis=1))[0])
+        key, rank = items.names[items.name[row]], int(items.rank[row])
+        raise PlanConflict(
+            f"a chunk of {key!r} on rank {rank} lies outside the tensor: {items.describe(row)}",
+            key=key,
+            ranks=[rank],
+        )
+
+
+def check_coverage(items: Items, kept: Rows, *, complete: bool) -> None:
+    """Check the kept chunks (rows of ``items``, sorted by name and offsets, all within bounds).
+
+    Args:
+        complete: whether gaps are errors. Stock lets a single process save only its part of a sharded tensor.
+
+    Raises:
+        PlanConflict: chunks overlap or leave gaps. The error names key and ranks.
+    """
+    rows = kept[items.kind[kept] != ItemKind.BYTES]
+    filled = rows[items.numel[rows] > 0]
+    clash = first_overlap(items.name[filled], items.offset[filled], items.size[filled])
+    if clash is not None:
+        raise _overlap(items, int(filled[clash[0]]), int(filled[clash[1]]))
+    if complete and len(rows):
+        _check_gaps(items, rows)
+
+
+def _check_gaps(items: Items, rows: Rows) -> None:
+    starts = np.flatnonzero(np.diff(items.name[rows], prepend=-1))
+    volumes = np.add.reduceat(items.numel[rows], starts)
+    expected = items.shape[rows[starts]].prod(axis=1, dtype=np.int64)
+    short = np.flatnonzero(volumes != expected)
+    if not len(short):
+        return
+    worst = int(short[0])
+    end = starts[worst + 1] if worst + 1 < len(starts) else len(rows)
+    group = rows[starts[worst] : end]
+    key, ranks = items.names[items.name[group[0]]], sorted(set(items.rank[group].tolist()))
+    more = f" ({len(short) - 1} more tensors have gaps too)" if len(short) > 1 else ""
+    raise PlanConflict(
+        f"the chunks of {key!r} leave gaps: {volumes[worst]} of {expected[worst]} elements are there, from "
+        f"{ranks_in_words(ranks)}{more}. A rank of the group did not pass its shard: pass it, or save with the "
+        "process group that holds the whole tensor",
+        key=key,
+        ranks=ranks,
+    )
+
+
+def _overlap(items: Items, left: int, right: int) -> PlanConflict:
+    key = items.names[items.name[left]]
+    return PlanConflict(
+        f"chunks of {key!r} overlap: rank {items.rank[left]} holds {items.describe(left)}, rank "
+        f"{items.rank[right]} holds {items.describe(right)}; each element must be saved once",
+        key=key,
+        ranks=sorted({int(items.rank[left]), int(items.rank[right])}),
+    )
 
 
 def first_overlap(group: Int32, offset: Int64, size: Int64) -> tuple[int, int] | None:

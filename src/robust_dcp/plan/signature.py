@@ -1,7 +1,7 @@
 """The signature: 128 bits that identify a structure and everything else that a plan depends on.
 
 This module owns the encoding that is hashed. If every rank shows the signature that a cached plan was made for, the
-plan still holds. Every rank computes its signature in every save; ``plan.agreed_plan`` compares them.
+plan still holds. Every rank computes its signature in every save, and all compare them when they agree.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from robust_dcp.errors import PlanConflict
-from robust_dcp.plan.structure.table import StructureTable
+from robust_dcp.plan.items import Items
 
 __all__ = ["SIGNATURE_NBYTES", "PlanContext", "StructureSignature"]
 
@@ -92,17 +92,17 @@ class StructureSignature:
         return self.hex
 
     @classmethod
-    def of(cls, table: StructureTable, context: PlanContext) -> StructureSignature:
+    def of(cls, items: Items, context: PlanContext) -> StructureSignature:
         digest = hashlib.blake2b(digest_size=SIGNATURE_NBYTES, person=b"rdcp-structure")
         _feed(digest, [context.encode()])
-        for strings in (table.names, table.dtypes, table.layouts):
+        for strings in (items.names, items.dtypes, items.layouts):
             _feed(digest, [_encoded(strings)])
         # The path tells the key "a.b" from "b" within "a", and the key "0" from the index 0.
-        paths = (b"", b"") if table.paths is None else (table.paths.counts.tobytes(), table.paths.lengths.tobytes())
-        _feed(digest, [b"flat" if table.paths is None else b"nested", *paths])
-        for column in table.columns:
+        paths = (b"", b"") if items.paths is None else (items.paths.counts.tobytes(), items.paths.lengths.tobytes())
+        _feed(digest, [b"flat" if items.paths is None else b"nested", *paths])
+        for column in items.columns:
             _feed(digest, [column.tobytes()])
-        _feed(digest, [table.attributes, msgspec.msgpack.encode(table.peers)])
+        _feed(digest, [items.attributes, msgspec.msgpack.encode(items.peers)])
         return cls(digest.digest())
 
 

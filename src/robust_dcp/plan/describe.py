@@ -2,34 +2,56 @@
 
 This module remembers what stock's planner says about a tensor. A key has every property that a structure depends on,
 and keys are compared by value. No identity of a tensor, mesh or placement is part of a key, so what is remembered
-cannot be out of date. The save planner calls this module in each save.
+cannot be out of date.
+
+Some tensors say themselves which chunks of a larger tensor they hold, for example those of Megatron-FSDP. Up to torch
+2.14 such a tensor has methods like ``__create_chunk_list__``. Since 2.15 four attributes suffice, those of
+``torch.distributed.checkpoint.CheckpointableTensor``; older versions do not look at them. Stock describes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from robust_dcp.errors import PlanConflict, RobustCheckpointError
-from robust_dcp.plan.state_dict.write_items import structure_of, write_item_of
-from robust_dcp.plan.structure import Form, ItemKind, ItemStructure
-from robust_dcp.plan.structure.own_chunks import has_own_chunks
+from robust_dcp.plan.items import Form, ItemKind, ItemStructure
 from robust_dcp.storage.records.torch_zip import is_fixed_size, record_template
 from robust_dcp.structure_cache import CACHE, Table
 
-__all__ = ["DescribedItems", "ItemData", "describe_items", "holds_shards"]
+__all__ = [
+    "DescribedItems",
+    "ItemData",
+    "describe_items",
+    "global_size",
+    "has_own_chunks",
+    "holds_shards",
+    "own_chunks",
+    "write_item_of",
+]
 
 _ENTRY_NBYTES = 1000
 """Roughly how many bytes it takes to remember one structure."""
+
+_KINDS = {
+    WriteItemType.TENSOR: ItemKind.TENSOR,
+    WriteItemType.SHARD: ItemKind.SHARD,
+    WriteItemType.BYTE_IO: ItemKind.BYTES,
+}
+_TYPES = {kind: item_type for item_type, kind in _KINDS.items()}
+
+_PROTOCOL: Any = getattr(dcp, "CheckpointableTensor", None)
+"""``None`` before torch 2.15."""
 
 ItemData = torch.Tensor | MetadataIndex
 """Where the data of an item is: the tensor or DTensor that holds it, or the index to ask the planner for."""
@@ -239,7 +261,7 @@ class _Description:
             and is_fixed_size(data)
             and record_template(tensor_data.properties.dtype, tuple(tensor_data.chunk.sizes)) is not None
         )
-        structure = structure_of(item, Form.FIXED if is_fixed else Form.VARIABLE)
+        structure = _structure_of(item, Form.FIXED if is_fixed else Form.VARIABLE)
         if isinstance(value, DTensor):
             structure = structure._replace(requires_grad=value.requires_grad)
         return index, structure, data
@@ -277,3 +299,84 @@ def _refuse_partial(name: str, value: DTensor) -> None:
             "not been done. Call .redistribute() to Replicate or Shard before saving",
             key=name,
         )
+
+
+def _structure_of(item: WriteItem, form: Form) -> ItemStructure:
+    """The structure in ``item``, without its name."""
+    data = item.tensor_data
+    if data is None:
+        return ItemStructure(kind=_KINDS[item.type], form=form)
+    return ItemStructure(
+        kind=_KINDS[item.type],
+        form=form,
+        dtype=str(data.properties.dtype).removeprefix("torch."),
+        layout=str(data.properties.layout).removeprefix("torch."),
+        requires_grad=bool(data.properties.requires_grad),
+        shape=tuple(data.size),
+        offsets=tuple(data.chunk.offsets),
+        sizes=tuple(data.chunk.sizes),
+    )
+
+
+def write_item_of(index: MetadataIndex, structure: ItemStructure) -> WriteItem:
+    """The write item for ``structure``, as stock's planner makes it.
+
+    ``pin_memory`` and ``memory_format`` have their defaults. torch has deprecated both, and no reader looks at them.
+    """
+    if structure.kind == ItemKind.BYTES:
+        return WriteItem(index=index, type=WriteItemType.BYTE_IO)
+    return WriteItem(
+        index=index,
+        type=_TYPES[structure.kind],
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets=torch.Size(structure.offsets), sizes=torch.Size(structure.sizes)),
+            properties=TensorProperties(
+                dtype=getattr(torch, structure.dtype),
+                layout=getattr(torch, structure.layout),
+                requires_grad=structure.requires_grad,
+            ),
+            size=torch.Size(structure.shape),
+        ),
+    )
+
+
+def has_own_chunks(value: Any) -> bool:
+    """Whether a tensor says itself which chunks it holds."""
+    return (
+        hasattr(value, "__create_chunk_list__")
+        or hasattr(value, "__create_write_items__")
+        or hasattr(value, "__get_tensor_shard__")
+        or _is_checkpointable(value)
+    )
+
+
+def own_chunks(value: Any) -> Sequence[ChunkStorageMetadata] | None:
+    """The chunks that a tensor says it holds; ``None`` if it says nothing."""
+    create_chunk_list = getattr(value, "__create_chunk_list__", None)
+    if callable(create_chunk_list):
+        chunks: Sequence[ChunkStorageMetadata] = create_chunk_list()
+        return chunks
+    if _is_checkpointable(value):
+        return [
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            for offsets, sizes in zip(value.global_offsets, value.local_sizes, strict=True)
+        ]
+    return None
+
+
+def global_size(value: Any) -> torch.Size | None:
+    """The size of the whole tensor of which ``value`` is a part; ``None`` if ``value`` has no size."""
+    if _is_checkpointable(value):
+        return torch.Size(value.global_shape)
+    size = getattr(value, "size", None)
+    return torch.Size(size()) if callable(size) else None
+
+
+def _is_checkpointable(value: Any) -> bool:
+    # The first test alone rules out almost every tensor. The other one looks at all attributes of the protocol.
+    return (
+        _PROTOCOL is not None
+        and hasattr(value, "global_offsets")
+        and isinstance(value, torch.Tensor)
+        and isinstance(value, _PROTOCOL)
+    )

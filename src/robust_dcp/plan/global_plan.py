@@ -1,0 +1,450 @@
+"""Makes the global plan on the coordinator: which rank writes which of its items.
+
+The checks that ranks do not contradict each other come first, then one item of each group of replicas is chosen, so
+that bytes are spread over the ranks that hold them. The result follows from the items of the ranks alone, so every
+coordinator makes the same plan of them. All of it runs on columns. Groups that the same ranks hold (a data parallel
+group's share of the model) are distributed together, so the work does not grow with groups times ranks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from robust_dcp.errors import PlanConflict
+from robust_dcp.plan.conflicts import merged_attributes, merged_paths, refuse_contradictions
+from robust_dcp.plan.coverage import check_bounds, check_coverage
+from robust_dcp.plan.items import ItemKind, Items, Paths, Replica, merged, unique_rows
+from robust_dcp.storage.layouts.balance import deal
+
+__all__ = ["SMALL_NBYTES", "GlobalPlan", "ascending", "by_holders", "by_rank", "make_global_plan", "plan_of_kept"]
+
+Rows = npt.NDArray[np.intp]
+Mask = npt.NDArray[np.bool_]
+
+SMALL_NBYTES: Final = 64 << 10
+"""Chunks up to this size are compared, and written by the lowest rank that holds them."""
+
+_OBJECT_WEIGHT: Final = 1
+"""How many bytes an object counts for. Its size is not known when the plan is made."""
+
+_MAX_CELLS: Final = 2.0**62
+"""How many positions of a tensor can be numbered with 63 bits."""
+
+
+@dataclass(frozen=True, eq=False)
+class GlobalPlan:
+    """Which rank writes what.
+
+    Attributes:
+        ranks: the items of each rank.
+        items: those of all ranks, in one.
+        order: the rows of ``items`` sorted by (name, offsets, rank).
+        written: the rows that are written, sorted by (name, offsets).
+        kept: for each rank the places of the items that it writes among its own, ascending.
+        paths: for each name its path in the nested state dict (DCP's ``planner_data``); ``None`` if not flattened.
+        attributes: what the planners add to ``Metadata``: attribute -> name -> fact.
+        compared: the rows whose contents are compared with those of other ranks when the plan is made, ascending.
+        contested: those of them that several ranks claim as their main replica.
+        unclaimed: names with a chunk that has copies but no main replica.
+    """
+
+    ranks: tuple[Items, ...]
+    items: Items
+    order: Rows
+    written: Rows
+    kept: tuple[Rows, ...]
+    paths: Paths | None
+    attributes: dict[str, dict[str, Any]]
+    compared: Rows
+    contested: Rows
+    unclaimed: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor data that all ranks write together."""
+        return int(self.items.nbytes[self.written].sum())
+
+
+def make_global_plan(ranks: Sequence[Items], *, lowest_rank: bool = False) -> GlobalPlan:
+    """Deduplicate replicas, balance the rest, and check that every tensor is saved exactly once.
+
+    Args:
+        ranks: the items of each rank, in rank order.
+        lowest_rank: give every replica to the lowest rank that holds it (``dedup_save_to_lowest_rank``).
+
+    Raises:
+        PlanConflict: the ranks contradict each other. The error names the key and the ranks.
+    """
+    items = merged(ranks)
+    check_bounds(items)
+    order = _order_of(items)
+    refuse_contradictions(items, order)
+    paths = merged_paths(ranks, items)
+    replicas = _find_replicas(items, order)
+    written = _choose_writers(items, replicas, _teams(ranks), lowest_rank=lowest_rank)
+    check_coverage(items, written, complete=len(ranks) > 1)
+    contested = _contested_rows(items, replicas)
+    unclaimed = items.name[replicas.first[_unclaimed_groups(items, replicas)]]
+    return GlobalPlan(
+        ranks=tuple(ranks),
+        items=items,
+        order=order,
+        written=written,
+        kept=by_rank(items, written, len(ranks)),
+        paths=paths,
+        attributes=merged_attributes(ranks),
+        compared=_compared_rows(items, replicas, contested),
+        contested=contested,
+        unclaimed=tuple(items.names[name] for name in np.unique(unclaimed).tolist()),
+    )
+
+
+def plan_of_kept(ranks: Sequence[Items], kept: Sequence[Rows]) -> GlobalPlan:
+    """Make the global plan again that :func:`make_global_plan` made of ``ranks``, from its decisions.
+
+    Args:
+        ranks: the items of each rank, in rank order.
+        kept: for each rank the places of the items that it writes.
+
+    Raises:
+        PlanConflict: these cannot be the decisions for these items.
+    """
+    items = merged(ranks)
+    check_bounds(items)
+    order = _order_of(items)
+    is_written = np.zeros(len(items), dtype=np.bool_)
+    first_rows = np.cumsum([0, *map(len, ranks)])
+    for first, places in zip(first_rows.tolist(), kept, strict=False):
+        is_written[first + places] = True
+    written = order[is_written[order]]
+    check_coverage(items, written, complete=len(ranks) > 1)
+    nothing: Rows = np.empty(0, dtype=np.intp)
+    return GlobalPlan(
+        ranks=tuple(ranks),
+        items=items,
+        order=order,
+        written=written,
+        kept=tuple(kept),
+        paths=merged_paths(ranks, items),
+        attributes=merged_attributes(ranks),
+        compared=nothing,
+        contested=nothing,
+    )
+
+
+def by_rank(items: Items, rows: Rows, n_ranks: int) -> tuple[Rows, ...]:
+    """For each rank the places among its own items of those that are in ``rows``, ascending."""
+    rows = ascending(rows, len(items))  # so that they are rank after rank, each in the order of its items
+    first_rows = np.searchsorted(items.rank, np.arange(n_ranks))
+    ranks = items.rank[rows]
+    return tuple(np.split(rows - first_rows[ranks], np.searchsorted(ranks, np.arange(1, n_ranks))))
+
+
+def ascending(rows: Rows, n_rows: int) -> Rows:
+    """Sort distinct rows among ``n_rows`` rows."""
+    is_there = np.zeros(n_rows, dtype=np.bool_)
+    is_there[rows] = True
+    return np.flatnonzero(is_there)
+
+
+def _order_of(items: Items) -> Rows:
+    """The rows of ``items`` sorted by (name, offsets, rank). Every check uses this order; a plan computes it once.
+
+    The offsets of a chunk are turned into one number, so that the sort has two keys for any number of dimensions.
+
+    The offsets of every row must lie within its tensor (:func:`check_bounds`), or at its end.
+    """
+    # An empty chunk may begin at the end of the tensor. So each dimension has one more position.
+    extents = items.shape + 1
+    if (extents.astype(np.float64).prod(axis=1) >= _MAX_CELLS).any():
+        offsets = [items.offset[:, dim] for dim in reversed(range(items.offset.shape[1]))]
+        keys: list[npt.NDArray[Any]] = [items.rank, *offsets, items.name]
+        return np.lexsort(keys)
+    position = np.zeros(len(items), dtype=np.int64)
+    for dim in range(items.offset.shape[1]):
+        position *= extents[:, dim]
+        position += items.offset[:, dim]
+    positions = int(position.max(initial=0)) + 1
+    if positions * (len(items.names) + 1) < _MAX_CELLS:
+        return np.argsort(items.name * np.int64(positions) + position, kind="stable")
+    return np.lexsort((position, items.name))  # lexsort is stable too, and rows are in the order of ranks
+
+
+@dataclass(frozen=True, eq=False)
+class Replicas:
+    """Rows of :class:`Items` in groups that hold the same chunk.
+
+    Attributes:
+        order: int64 ``[K]``, rows sorted by (name, offsets, rank). Some rows are left out, for example those of empty
+            chunks.
+        starts: int64 ``[G + 1]``, group ``g`` is ``order[starts[g]:starts[g + 1]]``; its first row has the lowest rank.
+    """
+
+    order: Rows
+    starts: Rows
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def of(self) -> Rows:
+        """int64 ``[K]``: for each row of ``order`` the number of its group."""
+        return np.repeat(np.arange(len(self)), np.diff(self.starts))
+
+    @property
+    def first(self) -> Rows:
+        """The row of the lowest rank of each group."""
+        return self.order[self.starts[:-1]]
+
+
+def _find_replicas(items: Items, order: Rows) -> Replicas:
+    """Group the items that hold the same chunk.
+
+    DCP identifies a chunk by (FQN, offsets), ``MetadataIndex``. With uneven shards an empty chunk may have the same
+    offsets as a chunk that is not empty. It holds nothing, so it is left out.
+
+    Args:
+        order: the rows sorted by (name, offsets, rank).
+
+    Raises:
+        PlanConflict: two chunks that are not empty begin at the same offsets but have different sizes.
+    """
+    order = order[~_shadowed_empties(items, order)]
+    starts = np.flatnonzero(_differs_from_previous(items, order))
+    groups = Replicas(order=order, starts=np.append(starts, len(order)))
+    _refuse_other_sizes(items, groups)
+    return groups
+
+
+def _differs_from_previous(items: Items, order: Rows) -> Mask:
+    """For each row of ``order``, whether its (name, offsets) differ from those of the row before it."""
+    differs = np.ones(len(order), dtype=np.bool_)
+    differs[1:] = False
+    for column in (items.name, *items.offset.T):
+        values = column[order]  # index only once, because `order` jumps from rank to rank
+        differs[1:] |= values[1:] != values[:-1]
+    return differs
+
+
+def _shadowed_empties(items: Items, order: Rows) -> Mask:
+    """For each row, whether it is an empty chunk with the (name, offsets) of a chunk that is not empty."""
+    empty: Mask = (items.numel[order] == 0) & (items.kind[order] != ItemKind.BYTES)
+    if not empty.any():
+        return empty
+    group = np.cumsum(_differs_from_previous(items, order)) - 1
+    filled = np.zeros(int(group[-1]) + 1, dtype=np.bool_)
+    filled[group[~empty]] = True
+    shadowed: Mask = empty & filled[group]
+    return shadowed
+
+
+def _refuse_other_sizes(items: Items, groups: Replicas) -> None:
+    is_other = np.ones(len(groups.order), dtype=np.bool_)
+    is_other[groups.starts[:-1]] = False
+    others, first = groups.order[is_other], np.repeat(groups.first, np.diff(groups.starts) - 1)
+    differs = (items.size[others] != items.size[first]).any(axis=1) & (items.numel[others] != 0)
+    if not differs.any():
+        return
+    place = int(np.flatnonzero(differs)[0])
+    row, other = int(others[place]), int(first[place])
+    key = items.names[items.name[row]]
+    raise PlanConflict(
+        f"chunks of {key!r} overlap: rank {items.rank[other]} holds {items.describe(other)}, rank "
+        f"{items.rank[row]} holds {items.describe(row)}; both begin at the same offsets",
+        key=key,
+        ranks=sorted({int(items.rank[other]), int(items.rank[row])}),
+    )
+
+
+def _compared_rows(items: Items, groups: Replicas, contested: Rows) -> Rows:
+    """The rows that are compared: ``contested``, and objects and small chunks that several ranks hold.
+
+    If a state dict says which replica counts, the others may differ from it, so they are not compared.
+    """
+    n_rows = np.diff(groups.starts)
+    is_small = (items.kind[groups.first] == ItemKind.BYTES) | (items.nbytes[groups.first] <= SMALL_NBYTES)
+    says_which = np.maximum.reduceat(items.replica[groups.order], groups.starts[:-1]) if len(groups) else n_rows
+    is_compared = (n_rows > 1) & is_small & (says_which == Replica.ANY)
+    rows: Rows = np.union1d(groups.order[is_compared[groups.of]], contested)
+    return rows
+
+
+def _choose_writers(items: Items, groups: Replicas, teams: Rows, *, lowest_rank: bool) -> Rows:
+    """The row of each group that is written: int64 ``[G]``, in the order of the groups.
+
+    A chunk goes to one of the least loaded ranks that hold it (in bytes of chunks). Objects and small chunks go to the
+    lowest rank that holds them, so that of values that differ between ranks it is known which one is saved. With
+    ``lowest_rank`` everything does. Chunks that few ranks hold are assigned first; chunks that many ranks hold then
+    fill the gaps. If the state dicts say which replica counts, Megatron's rule decides
+    (:func:`_deal_as_megatron`).
+    """
+    groups, has_main = _may_write(items, groups, teams)
+    chosen = groups.first.copy()
+    counts = np.diff(groups.starts)
+    is_object = items.kind[groups.first] == ItemKind.BYTES
+    is_small = is_object | (items.nbytes[groups.first] <= SMALL_NBYTES)
+    fixed = (counts == 1) | is_small | lowest_rank
+    load = np.zeros(len(teams), dtype=np.int64)
+    weight = np.where(is_object, _OBJECT_WEIGHT, items.nbytes[groups.first])
+    if has_main.any() and not lowest_rank:
+        dealt = np.flatnonzero(has_main & ~is_object)
+        chosen[dealt] = _deal_as_megatron(items, groups, dealt, len(teams))
+        fixed[dealt] = True
+    np.add.at(load, items.rank[chosen[fixed]], weight[fixed])
+    for members, ranks in by_holders(items.rank[groups.order], groups.starts, np.flatnonzero(~fixed)):
+        writer, load[ranks] = deal(weight[members], load[ranks])
+        chosen[members] = groups.order[groups.starts[members] + writer]
+    return chosen
+
+
+def by_holders(
+    ranks: npt.NDArray[np.int32], starts: Rows, groups: Rows
+) -> Iterator[tuple[Rows, npt.NDArray[np.int32]]]:
+    """Yield groups of replicas by the ranks that hold them: (groups, ranks ascending), the fewest ranks first.
+
+    Args:
+        ranks: int32 ``[K]``, the rank of each replica, ascending within a group.
+        starts: int64 ``[G + 1]``, group ``g`` is ``ranks[starts[g]:starts[g + 1]]``.
+        groups: the groups to yield.
+    """
+    counts = np.diff(starts)[groups]
+    for count in np.unique(counts).tolist():
+        members = groups[counts == count]
+        holders = ranks[starts[members][:, None] + np.arange(count)]
+        # Ranks ascend within a group, so equal rows are equal sets.
+        order = np.lexsort(holders.T[::-1])
+        cuts = np.flatnonzero((holders[order[1:]] != holders[order[:-1]]).any(axis=1)) + 1
+        for same in np.split(order, cuts):
+            yield members[same], holders[same[0]]
+
+
+# Megatron's rule for which replica to write. Stock Megatron writes the main replica of a shard (``replica_id`` 0). Its
+# fully parallel save first moves the write to one of the ranks in the main replica's data parallel group. In real jobs,
+# copies in other groups have drifted from it. A checkpoint that mixed them would be one that no rank ever held.
+
+
+def _teams(ranks: Sequence[Items]) -> Rows:
+    """For each rank a number that it shares with its peers. A rank without peers has a number of its own."""
+    numbers: dict[tuple[int, ...], int] = {}
+    teams = [numbers.setdefault(items.peers or (-1 - rank,), len(numbers)) for rank, items in enumerate(ranks)]
+    return np.array(teams, dtype=np.intp)
+
+
+def _may_write(items: Items, groups: Replicas, teams: Rows) -> tuple[Replicas, Mask]:
+    """The same groups, with only the rows that may be written.
+
+    If a chunk has one main replica, these are the rows of that replica's rank and of its peers
+    (``Items.peers``). If it has several main replicas, only that of the lowest rank is left. If it has none,
+    every row is left: any rank that holds the chunk may save it, so that it is not lost.
+
+    Args:
+        teams: for each rank a number that it shares with its peers.
+
+    Returns:
+        The groups, and for each group whether it has a main replica.
+    """
+    replica = items.replica[groups.order]
+    if not replica.any():
+        return groups, np.zeros(len(groups), dtype=np.bool_)
+    group = groups.of
+    mains = np.flatnonzero(replica == Replica.MAIN)
+    n_mains = np.bincount(group[mains], minlength=len(groups))
+    main = np.full(len(groups), -1, dtype=np.intp)
+    main[group[mains[::-1]]] = mains[::-1]  # this leaves the first of each group, since its rows ascend by rank
+    team = teams[items.rank[groups.order]]
+    is_kept: Mask = team == team[main[group]]
+    is_kept[n_mains[group] > 1] = False
+    is_kept[main[n_mains > 1]] = True
+    is_kept[n_mains[group] == 0] = True
+    sizes = np.bincount(group[is_kept], minlength=len(groups))
+    starts = np.concatenate(([0], np.cumsum(sizes))).astype(np.intp)
+    return Replicas(order=groups.order[is_kept], starts=starts), n_mains > 0
+
+
+def _contested_rows(items: Items, groups: Replicas) -> Rows:
+    """The rows of main replicas in groups that have more than one."""
+    group = groups.of
+    is_main = items.replica[groups.order] == Replica.MAIN
+    n_mains = np.bincount(group[is_main], minlength=len(groups))
+    rows: Rows = groups.order[is_main & (n_mains[group] > 1)]
+    return rows
+
+
+def _unclaimed_groups(items: Items, groups: Replicas) -> Rows:
+    """Groups in which every rank says that the main replica is elsewhere."""
+    is_copy = items.replica[groups.order] == Replica.COPY
+    n_copies = np.bincount(groups.of[is_copy], minlength=len(groups))
+    return np.flatnonzero((n_copies > 0) & (n_copies == np.diff(groups.starts)))
+
+
+def _deal_as_megatron(items: Items, groups: Replicas, dealt: Rows, n_ranks: int) -> Rows:
+    """For each of some groups, the row that Megatron-Core's ``FullyParallelSaveStrategyWrapper`` would write.
+
+    This is ``distribute_shards_to_ranks`` of its ``exchange_utils``, for all parallelization groups at once. Chunks
+    that the fewest ranks hold come first, among these the largest, among these the first by key and offset. Each chunk
+    goes to the rank with the fewest bytes so far, or to the lowest of several. We use this rule, and not just any fair
+    one, so that the same copies are saved as by stock Megatron.
+
+    Args:
+        groups: the groups that :func:`_may_write` returned.
+        dealt: the numbers of the wanted groups, ascending.
+    """
+    load = [0] * n_ranks
+    chosen = groups.first[dealt].copy()
+    weights = items.nbytes[groups.first[dealt]]
+    counts = np.diff(groups.starts)[dealt]
+    for count in np.unique(counts).tolist():
+        members = np.flatnonzero(counts == count)
+        members = members[np.argsort(-weights[members], kind="stable")]
+        rows = groups.order[groups.starts[dealt[members]][:, None] + np.arange(count)]
+        holders = items.rank[rows]
+        which = _assign(holders, weights[members].tolist(), load)
+        chosen[members] = rows[np.arange(len(members)), which]
+    return chosen
+
+
+def _assign(holders: npt.NDArray[np.int32], weights: list[int], load: list[int]) -> list[int]:
+    """For each row of ``holders``, the column of the rank that gets the chunk. ``load`` is updated.
+
+    Args:
+        holders: int32 ``[n, count]``, ranks ascending in each row.
+        weights: the bytes of each row.
+        load: the bytes of each rank so far.
+    """
+    count = holders.shape[1]
+    if count == 1:
+        for rank, weight in zip(holders[:, 0].tolist(), weights, strict=True):
+            load[rank] += weight
+        return [0] * len(weights)
+    first, which = unique_rows(*holders.T)
+    sets = holders[first]
+    if len(np.unique(sets)) < sets.size:  # a rank is in several sets, so the order between sets matters
+        return _assign_one_by_one(holders.tolist(), weights, load)
+    ranks = sets.tolist()
+    heaps = [[(load[rank], column) for column, rank in enumerate(row)] for row in ranks]
+    for heap in heaps:
+        heapq.heapify(heap)
+    chosen = []
+    for number, weight in zip(which.tolist(), weights, strict=True):
+        filled, column = heaps[number][0]
+        heapq.heapreplace(heaps[number], (filled + weight, column))
+        chosen.append(column)
+    for row, heap in zip(ranks, heaps, strict=True):
+        for filled, column in heap:
+            load[row[column]] = filled
+    return chosen
+
+
+def _assign_one_by_one(holders: list[list[int]], weights: list[int], load: list[int]) -> list[int]:
+    chosen = []
+    for row, weight in zip(holders, weights, strict=True):
+        column = min(range(len(row)), key=lambda column: (load[row[column]], column))
+        load[row[column]] += weight
+        chosen.append(column)
+    return chosen

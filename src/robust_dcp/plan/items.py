@@ -1,0 +1,719 @@
+"""The items of a state dict as columns: which there are, without their contents.
+
+:class:`Items` is what a rank describes, hashes and sends, and what the coordinator merges, plans and indexes. It never
+looks at tensor data, other ranks or files. ``signature`` hashes it, ``diff`` compares it, ``global_plan`` plans on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from functools import cached_property
+from itertools import accumulate, chain, pairwise
+from operator import lt
+from typing import Any, Final, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from robust_dcp.comm.wire import with_tuples
+from robust_dcp.errors import ExchangeError, PlanConflict
+
+__all__ = [
+    "Attributes",
+    "Form",
+    "ItemKind",
+    "ItemStructure",
+    "Items",
+    "ItemsDecoder",
+    "ItemsMessage",
+    "Path",
+    "Paths",
+    "Replica",
+    "attributes_of",
+    "encode_attributes",
+    "items_of",
+    "merged",
+    "padded",
+    "sorted_places",
+    "unique_rows",
+]
+
+T = TypeVar("T")
+
+Int64 = npt.NDArray[np.int64]
+Int32 = npt.NDArray[np.int32]
+UInt8 = npt.NDArray[np.uint8]
+UInt64 = npt.NDArray[np.uint64]
+Ints = npt.NDArray[np.integer[Any]]
+Rows = npt.NDArray[np.intp]
+
+Path = tuple[str | int, ...]
+
+_INDEX_DIGITS: Final = 20
+"""More digits than a list index can have."""
+
+
+class ItemKind(IntEnum):
+    """The kinds of ``torch.distributed.checkpoint.planner.WriteItemType``."""
+
+    TENSOR = 1
+    SHARD = 2
+    BYTES = 3
+
+
+class Form(IntEnum):
+    """How an item is stored: in a record of a length that follows from the structure, or in bytes of any length."""
+
+    FIXED = 0
+    VARIABLE = 1
+
+
+class Replica(IntEnum):
+    """Which of the ranks that hold a chunk may write it.
+
+    In plain DCP replicas are equal by contract, so any rank may write. Megatron's callers say which replica counts
+    (``replica_id`` 0), because the others may have drifted from it.
+    """
+
+    ANY = 0
+    MAIN = 1
+    COPY = 2
+
+
+class ItemStructure(NamedTuple):
+    """What an item is, without its name. Many items of a state dict share one structure.
+
+    Attributes:
+        kind, form: see :class:`ItemKind` and :class:`Form`.
+        dtype, layout: for example ``"float32"`` and ``"strided"``; ``""`` for items that are not tensors.
+        requires_grad: the flag of the tensor.
+        shape, offsets, sizes: the global size, and the offsets and sizes of the chunk; ``()`` for objects.
+        replica: whether this rank may write the item.
+    """
+
+    kind: ItemKind
+    form: Form
+    dtype: str = ""
+    layout: str = ""
+    requires_grad: bool = False
+    shape: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+    replica: Replica = Replica.ANY
+
+
+Attributes = Mapping[str, Mapping[str, Any]]
+"""What a planner adds to DCP's ``Metadata`` itself: attribute -> name -> fact.
+
+Example: Megatron-Core 0.14 looks for ``mcore_data``, the shapes that tensors had before they were saved in pieces. A
+fact is made of 64-bit numbers, strings, ``None``, tuples and dicts. Each rank knows the facts about its own names.
+"""
+
+_DCP_ATTRIBUTES: Final = {*(field.name for field in fields(Metadata)), "version"}
+
+
+def encode_attributes(attributes: Attributes) -> bytes:
+    """Encode attributes. The order in which names were given does not change the bytes.
+
+    Raises:
+        TypeError, OverflowError: a fact is not what :data:`Attributes` allows.
+        ValueError: an attribute has the name of one of DCP's own.
+    """
+    reserved = _DCP_ATTRIBUTES & attributes.keys()
+    if reserved:
+        raise ValueError(f"a planner cannot add {sorted(reserved)} to Metadata: DCP has attributes of that name")
+    with_facts = {attribute: facts for attribute, facts in attributes.items() if facts}
+    return msgspec.msgpack.encode(with_facts, order="deterministic") if with_facts else b""
+
+
+def attributes_of(data: bytes) -> dict[str, dict[str, Any]]:
+    """Decode what :func:`encode_attributes` encoded.
+
+    Raises:
+        ValueError: ``data`` is not such an encoding.
+    """
+    if not data:
+        return {}
+    try:
+        decoded = msgspec.msgpack.decode(data, type=dict[str, dict[str, Any]])
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ValueError(f"attributes of the metadata cannot be decoded: {error}") from None
+    return {
+        attribute: {name: with_tuples(fact) for name, fact in facts.items()} for attribute, facts in decoded.items()
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class Paths:
+    """Where each of N names is in the nested state dict; ``paths[n]`` is the path of ``names[n]``.
+
+    Example: the path ``("model", "layers", 0)`` has the name ``model.layers.0`` and the lengths 5, 6 and -1. A name is
+    its path joined by dots (``torch.distributed.checkpoint._nested_dict``), so the lengths of the parts are enough.
+
+    Attributes:
+        names: the names.
+        counts: int32 ``[N]``, the number of parts of each path, at least one.
+        lengths: int32 ``[sum(counts)]``, the number of characters of each part, negative if the part is a list index.
+    """
+
+    names: tuple[str, ...]
+    counts: Int32
+    lengths: Int32
+
+    @classmethod
+    def of(cls, names: tuple[str, ...], paths: Iterable[Path]) -> Paths:
+        """The columns for ``paths``, which are in the order of ``names``."""
+        paths = list(paths)
+        return cls(
+            names=names,
+            counts=np.fromiter(map(len, paths), dtype=np.int32, count=len(paths)),
+            lengths=np.array(
+                [
+                    -len(str(part)) if isinstance(part, int) else len(part)
+                    for part in chain.from_iterable(paths)  # one pass over all parts, without a list for each name
+                ],
+                dtype=np.int32,
+            ),
+        )
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __iter__(self) -> Iterator[Path]:
+        lengths, at = self.lengths.tolist(), 0
+        for name, count in zip(self.names, self.counts.tolist(), strict=True):
+            yield _split(name, lengths[at : at + count])
+            at += count
+
+    def __getitem__(self, place: int) -> Path:
+        return _split(self.names[place], self.lengths[self._starts[place] : self._starts[place + 1]].tolist())
+
+    @cached_property
+    def _starts(self) -> Int64:
+        return np.concatenate(([0], np.cumsum(self.counts, dtype=np.int64)))
+
+    def check(self) -> None:
+        """Check that each path spells its name. Paths from other processes may not.
+
+        Raises:
+            ValueError: a path does not. The message names it.
+        """
+        if len(self.counts) != len(self.names) or int(self.counts.sum()) != len(self.lengths):
+            raise ValueError(f"{len(self.counts)} paths of {len(self.lengths)} parts for {len(self.names)} names")
+        if not len(self.names):
+            return
+        if int(self.counts.min()) < 1:
+            raise ValueError("a path without parts")
+        lengths = np.abs(self.lengths.astype(np.int64))
+        name_lengths = np.fromiter(map(len, self.names), dtype=np.int64, count=len(self.names))
+        wrong = np.add.reduceat(lengths, self._starts[:-1]) + self.counts - 1 != name_lengths
+        if not wrong.any():
+            # Every part must end where the next begins. One character is between two parts, and between two names.
+            text = ".".join((*self.names, "")).encode("utf-32-le", "surrogatepass")
+            characters = np.frombuffer(text, dtype="<u4")
+            ends = np.cumsum(lengths + 1)
+            is_wrong = characters[ends - 1] != ord(".")
+            indices = np.flatnonzero(self.lengths < 0)
+            if len(indices):
+                is_wrong[indices] |= _are_no_indices(characters, (ends - 1 - lengths)[indices], lengths[indices])
+            wrong = np.logical_or.reduceat(is_wrong, self._starts[:-1])
+        if wrong.any():
+            raise ValueError(f"the path of {self.names[int(wrong.argmax())]!r} does not spell it")
+
+
+def _are_no_indices(characters: npt.NDArray[np.uint32], starts: Int64, lengths: Int64) -> npt.NDArray[np.bool_]:
+    """For each part: whether it is not a decimal number as ``str(int)`` writes it, or too long for a list index."""
+    is_digit = (characters >= ord("0")) & (characters <= ord("9"))
+    digits = np.concatenate(([0], np.cumsum(is_digit)))
+    leading_zero = (characters[starts] == ord("0")) & (lengths > 1)
+    is_no_index: npt.NDArray[np.bool_] = digits[starts + lengths] - digits[starts] != lengths
+    is_no_index |= leading_zero | (lengths >= _INDEX_DIGITS)
+    return is_no_index
+
+
+def _split(name: str, lengths: Sequence[int]) -> Path:
+    parts = name.split(".")
+    if len(parts) != len(lengths):  # some part contains a dot
+        ends = list(accumulate(abs(length) + 1 for length in lengths))
+        parts = [name[end - 1 - abs(length) : end - 1] for end, length in zip(ends, lengths, strict=True)]
+    if min(lengths) >= 0:
+        return tuple(parts)
+    return tuple(int(part) if length < 0 else part for part, length in zip(parts, lengths, strict=True))
+
+
+_COLUMNS: Final[dict[str, tuple[type[np.generic], int | None]]] = {
+    "name": (np.int32, None),
+    "dtype": (np.int32, None),
+    "layout": (np.int32, None),
+    "kind": (np.uint8, None),
+    "form": (np.uint8, None),
+    "requires_grad": (np.uint8, None),
+    "ndim": (np.uint8, None),
+    "replica": (np.uint8, None),
+    "shape": (np.int64, 1),
+    "offset": (np.int64, 0),
+    "size": (np.int64, 1),
+}
+"""The columns that are hashed and sent: their type, and for those with a row of dimensions what fills it up."""
+
+
+@dataclass(frozen=True, eq=False)
+class Items:
+    """Columns over N items, of one rank or of all, rank after rank. The items of a rank are sorted by (name, offsets).
+
+    Strings are in sorted tables of their own, and the columns hold places in these tables. So two state dicts that
+    differ only in the order of their keys have equal columns.
+
+    Attributes:
+        names: the distinct FQNs, sorted.
+        paths: for each name its path in the nested state dict; ``None`` if the planner does not flatten.
+        dtypes: the distinct dtypes, for example ``"float32"``, sorted; ``""`` for items that are not tensors.
+        layouts: the distinct layouts, for example ``"strided"``, sorted; ``""`` for items that are not tensors.
+        rank: int32 ``[N]``, the rank that holds the item; 0 for the items of one rank. It is not sent.
+        name, dtype, layout: int32 ``[N]``, places in the tables above.
+        kind: uint8 ``[N]``, :class:`ItemKind`.
+        form: uint8 ``[N]``, :class:`Form`.
+        requires_grad: uint8 ``[N]``.
+        ndim: uint8 ``[N]``, the number of dimensions of each item.
+        replica: uint8 ``[N]``, :class:`Replica`.
+        shape, offset, size: int64 ``[N, D]``, the global size, and the offsets and sizes of the chunk, filled up with
+            1, 0 and 1. D is the largest number of dimensions.
+        attributes: what the planner adds to ``Metadata``, encoded by :func:`encode_attributes`. Empty for all ranks.
+        peers: the global ranks that may write copies of each other's main replicas. ``()`` means only this rank.
+    """
+
+    names: tuple[str, ...]
+    paths: Paths | None
+    dtypes: tuple[str, ...]
+    layouts: tuple[str, ...]
+    rank: Int32
+    name: Int32
+    dtype: Int32
+    layout: Int32
+    kind: UInt8
+    form: UInt8
+    requires_grad: UInt8
+    ndim: UInt8
+    replica: UInt8
+    shape: Int64
+    offset: Int64
+    size: Int64
+    attributes: bytes = b""
+    peers: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.name)
+
+    @property
+    def columns(self) -> tuple[npt.NDArray[Any], ...]:
+        """The columns that are hashed and sent."""
+        return tuple(getattr(self, column) for column in _COLUMNS)
+
+    @cached_property
+    def numel(self) -> Int64:
+        """int64 ``[N]``: elements in the chunk; 0 for objects."""
+        return np.where(self.kind == ItemKind.BYTES, 0, self.size.prod(axis=1, dtype=np.int64))
+
+    @cached_property
+    def nbytes(self) -> Int64:
+        """int64 ``[N]``: bytes in the chunk; 0 for objects."""
+        itemsizes = [int(getattr(torch, dtype).itemsize) if dtype else 0 for dtype in self.dtypes]
+        return self.numel * np.array(itemsizes or [0], dtype=np.int64)[self.dtype]
+
+    def describe_whole(self, row: int) -> str:
+        """Describe in words the tensor that an item belongs to. This text must be the same on all ranks."""
+        if self.kind[row] == ItemKind.BYTES:
+            return "object"
+        text = f"{self.dtypes[self.dtype[row]]}{self.shape[row, : self.ndim[row]].tolist()}"
+        layout = self.layouts[self.layout[row]]
+        if layout != "strided":
+            text += f" {layout}"
+        return f"{text} requires_grad" if self.requires_grad[row] else text
+
+    def describe(self, row: int) -> str:
+        """Describe one item in words, for errors and differences."""
+        text = self.describe_whole(row)
+        if self.kind[row] == ItemKind.SHARD:
+            offset, size = (column[row, : self.ndim[row]].tolist() for column in (self.offset, self.size))
+            is_whole = size == self.shape[row, : self.ndim[row]].tolist() and not any(offset)
+            text += " as one shard" if is_whole else f" chunk at {offset} of size {size}"
+        if self.replica[row] != Replica.ANY:
+            text += " (main replica)" if self.replica[row] == Replica.MAIN else " (other replica)"
+        return text
+
+
+def sorted_places(names: Sequence[str], structures: Sequence[ItemStructure]) -> list[int]:
+    """The order of :class:`Items`: the places of the items, sorted by (name, offsets)."""
+    return sorted(range(len(names)), key=lambda place: (names[place], structures[place].offsets))
+
+
+def items_of(
+    names: Sequence[str],
+    structures: Sequence[ItemStructure],
+    paths: Mapping[str, Path] | None = None,
+    attributes: bytes = b"",
+    peers: tuple[int, ...] = (),
+) -> Items:
+    """The columns of one rank's items.
+
+    Args:
+        names: the FQN of each item, in the order of :func:`sorted_places`.
+        structures: the structure of each item.
+        paths: for each FQN its path in the nested state dict; ``None`` if the planner does not flatten.
+        attributes, peers: as in :class:`Items`.
+
+    Raises:
+        PlanConflict: two items have the same name and offsets, or a name belongs to a tensor and to an object.
+    """
+    _refuse_duplicates(names, structures)
+    distinct_names = tuple(dict.fromkeys(names))
+    place_of = {name: place for place, name in enumerate(distinct_names)}
+    # Tensors of a model have few different structures, so columns are made of these, and then spread over the items.
+    distinct = {structure: place for place, structure in enumerate(dict.fromkeys(structures))}
+    which = np.fromiter(map(distinct.__getitem__, structures), dtype=np.intp, count=len(structures))
+    dtypes = tuple(sorted({each.dtype for each in distinct}))
+    layouts = tuple(sorted({each.layout for each in distinct}))
+    ndim = max((len(each.shape) for each in distinct), default=0)
+
+    def column(name: str, values: Iterable[Any]) -> npt.NDArray[Any]:
+        dtype, fill = _COLUMNS[name]
+        if fill is not None:
+            values = [(*value, *(fill,) * (ndim - len(value))) for value in values]
+            return np.array(values, dtype=dtype).reshape(len(distinct), ndim)[which]
+        return np.array(list(values), dtype=dtype)[which]
+
+    return Items(
+        names=distinct_names,
+        paths=None if paths is None else Paths.of(distinct_names, [paths[name] for name in distinct_names]),
+        dtypes=dtypes,
+        layouts=layouts,
+        rank=_of_one_rank(len(names)),
+        name=np.fromiter(map(place_of.__getitem__, names), dtype=np.int32, count=len(names)),
+        dtype=column("dtype", (dtypes.index(each.dtype) for each in distinct)),
+        layout=column("layout", (layouts.index(each.layout) for each in distinct)),
+        kind=column("kind", (each.kind for each in distinct)),
+        form=column("form", (each.form for each in distinct)),
+        requires_grad=column("requires_grad", (each.requires_grad for each in distinct)),
+        ndim=column("ndim", (len(each.shape) for each in distinct)),
+        replica=column("replica", (each.replica for each in distinct)),
+        shape=column("shape", (each.shape for each in distinct)),
+        offset=column("offset", (each.offsets for each in distinct)),
+        size=column("size", (each.sizes for each in distinct)),
+        attributes=attributes,
+        peers=peers,
+    )
+
+
+def _of_one_rank(n_items: int) -> Int32:
+    return np.broadcast_to(np.int32(0), (n_items,))  # takes no memory
+
+
+def _refuse_duplicates(names: Sequence[str], structures: Sequence[ItemStructure]) -> None:
+    for place, (left, right) in enumerate(pairwise(names)):
+        if left != right:
+            continue
+        one, other = structures[place], structures[place + 1]
+        are_objects = ItemKind.BYTES in (one.kind, other.kind)
+        if one.offsets == other.offsets or one.kind != other.kind:
+            at = "" if are_objects else f" at offset {list(one.offsets)}"
+            raise PlanConflict(
+                f"the local plan names {left!r}{at} twice (as {one.kind.name} and as {other.kind.name}); "
+                "each item of a state dict needs a name of its own: rename one of them",
+                key=left,
+            )
+
+
+def merged(ranks: Sequence[Items]) -> Items:
+    """The items of all ranks, in rank order, without paths and attributes. Only the coordinator calls this."""
+    names, name = _merged_strings([each.names for each in ranks], [each.name for each in ranks])
+    dtypes, dtype = _merged_strings([each.dtypes for each in ranks], [each.dtype for each in ranks])
+    layouts, layout = _merged_strings([each.layouts for each in ranks], [each.layout for each in ranks])
+    width = max((each.shape.shape[1] for each in ranks), default=0)
+
+    def joined(column: str) -> npt.NDArray[Any]:
+        values, (type_, fill) = [getattr(each, column) for each in ranks], _COLUMNS[column]
+        if fill is not None:
+            values = [
+                each
+                if each.shape[1] == width
+                else np.pad(each, ((0, 0), (0, width - each.shape[1])), constant_values=fill)
+                for each in values
+            ]
+        return np.concatenate(values).astype(type_, copy=False)
+
+    rest: Any = {each: joined(each) for each in _COLUMNS if each not in ("name", "dtype", "layout")}
+    return Items(
+        names=names,
+        paths=None,
+        dtypes=dtypes,
+        layouts=layouts,
+        rank=np.repeat(np.arange(len(ranks), dtype=np.int32), [len(each) for each in ranks]),
+        name=name,
+        dtype=dtype,
+        layout=layout,
+        **rest,
+    )
+
+
+def _merged_strings(tables: Sequence[tuple[str, ...]], columns: Sequence[Int32]) -> tuple[tuple[str, ...], Int32]:
+    """One sorted table of all strings, and the columns of all ranks joined into one, with places in that table.
+
+    Many ranks share one table object (:class:`ItemsDecoder` makes it so). Each object is looked at once.
+    """
+    distinct = {id(table): table for table in tables}
+    together = tuple(sorted(set().union(*distinct.values())))
+    place_of = {value: place for place, value in enumerate(together)}
+    places = {
+        key: np.fromiter(map(place_of.__getitem__, table), dtype=np.int32, count=len(table))
+        for key, table in distinct.items()
+    }
+    return together, np.concatenate([places[id(t)][column] for t, column in zip(tables, columns, strict=True)])
+
+
+class ItemsMessage(msgspec.Struct, frozen=True):
+    """The :class:`Items` of one rank on their way to the coordinator, and in an index. Columns are little-endian.
+
+    ``names``: a msgpack array of strings. It is one column like the others, so it is decoded once for many ranks.
+
+    ``path_counts``, ``path_lengths``: int32, from :class:`Paths`; ``None`` for a planner that does not flatten.
+
+    ``context``: :meth:`PlanContext.encode`. The coordinator compares it with its own.
+
+    ``signature``: 16 bytes, the :class:`StructureSignature` of the items and the context.
+    """
+
+    names: bytes
+    path_counts: bytes | None
+    path_lengths: bytes | None
+    dtypes: tuple[str, ...]
+    layouts: tuple[str, ...]
+    name: bytes
+    dtype: bytes
+    layout: bytes
+    kind: bytes
+    form: bytes
+    requires_grad: bytes
+    ndim: bytes
+    replica: bytes
+    shape: bytes
+    offset: bytes
+    size: bytes
+    context: bytes
+    attributes: bytes = b""
+    signature: bytes = b""
+    peers: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, items: Items, context: bytes, signature: bytes) -> ItemsMessage:
+        """The message for ``items``. The other arguments are the fields of these names."""
+        paths = items.paths
+        return cls(
+            names=msgspec.msgpack.encode(items.names),
+            path_counts=None if paths is None else paths.counts.astype("<i4", copy=False).tobytes(),
+            path_lengths=None if paths is None else paths.lengths.astype("<i4", copy=False).tobytes(),
+            dtypes=items.dtypes,
+            layouts=items.layouts,
+            context=context,
+            attributes=items.attributes,
+            signature=signature,
+            peers=items.peers,
+            **{
+                column: getattr(items, column).astype(np.dtype(dtype).newbyteorder("<"), copy=False).tobytes()
+                for column, (dtype, _) in _COLUMNS.items()
+            },
+        )
+
+
+class ItemsDecoder:
+    """Decodes the items of many ranks. Replicas send the same columns: these become one object, decoded once."""
+
+    def __init__(self) -> None:
+        self._decoded: dict[tuple[object, ...], Any] = {}
+
+    def decode(self, message: ItemsMessage) -> Items:
+        """The items in ``message``.
+
+        Raises:
+            ExchangeError: the columns do not fit each other.
+        """
+        names = self._once(("names", message.names), lambda: _names(message.names))
+        ndim = self._column(message.ndim, np.uint8)
+        width = int(ndim.max(initial=0))
+        items = Items(
+            names=names,
+            paths=self._paths(message, names),
+            dtypes=message.dtypes,
+            layouts=message.layouts,
+            rank=_of_one_rank(len(ndim)),
+            attributes=self._once(("attributes", message.attributes), lambda: _checked_attributes(message.attributes)),
+            peers=self._once(("peers", message.peers), lambda: message.peers),
+            **{
+                column: self._column(getattr(message, column), dtype, None if fill is None else (len(ndim), width))
+                for column, (dtype, fill) in _COLUMNS.items()
+            },
+        )
+        _check(items)
+        return items
+
+    def _once(self, key: tuple[object, ...], decode: Callable[[], T]) -> T:
+        found: T | None = self._decoded.get(key)
+        if found is None:
+            found = self._decoded[key] = decode()
+        return found
+
+    def _column(self, data: bytes, dtype: type[np.generic], shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
+        return self._once((dtype, data, shape), lambda: _from_bytes(data, dtype, shape))
+
+    def _paths(self, message: ItemsMessage, names: tuple[str, ...]) -> Paths | None:
+        counts, lengths = message.path_counts, message.path_lengths
+        if counts is None or lengths is None:
+            if counts is not None or lengths is not None:
+                raise _malformed("half of the columns of paths")
+            return None
+        return self._once(("paths", message.names, counts, lengths), lambda: _checked_paths(names, counts, lengths))
+
+
+def _names(data: bytes) -> tuple[str, ...]:
+    try:
+        names = msgspec.msgpack.decode(data, type=tuple[str, ...])
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise _malformed(f"the names are no list of strings ({error})") from None
+    if not all(map(lt, names, names[1:])):
+        raise _malformed("the names are not sorted")
+    return names
+
+
+def _checked_paths(names: tuple[str, ...], counts: bytes, lengths: bytes) -> Paths:
+    paths = Paths(names, _from_bytes(counts, np.int32), _from_bytes(lengths, np.int32))
+    try:
+        paths.check()
+    except ValueError as error:
+        raise _malformed(str(error)) from None
+    return paths
+
+
+def _checked_attributes(data: bytes) -> bytes:
+    try:
+        attributes_of(data)
+    except ValueError as error:
+        raise _malformed(str(error)) from None
+    return data
+
+
+def _from_bytes(data: bytes, dtype: type[np.generic], shape: tuple[int, ...] | None = None) -> npt.NDArray[Any]:
+    if len(data) % np.dtype(dtype).itemsize:
+        raise _malformed(f"a column of {np.dtype(dtype).name} has {len(data)} bytes")
+    column = np.frombuffer(data, dtype=np.dtype(dtype).newbyteorder("<"))
+    if shape is None:
+        return column
+    if len(column) != shape[0] * shape[1]:
+        raise _malformed(f"the dimension columns do not have the {shape[0]} x {shape[1]} entries that ndim announces")
+    return column.reshape(shape)
+
+
+def _check(items: Items) -> None:
+    n_items = len(items.ndim)
+    if any(len(column) != n_items for column in items.columns):
+        raise _malformed("columns of different lengths")
+    for ids, strings in ((items.name, items.names), (items.dtype, items.dtypes), (items.layout, items.layouts)):
+        if n_items and (int(ids.min()) < 0 or int(ids.max()) >= len(strings)):
+            raise _malformed("a place outside its string table")
+    steps = np.diff(items.name, prepend=-1, append=len(items.names))
+    if (steps < 0).any():
+        raise _malformed("the items are not sorted by name")
+    if (steps > 1).any() or steps[-1] != 1:
+        raise _malformed("a name without items")
+    for strings, kind in ((items.dtypes, torch.dtype), (items.layouts, torch.layout)):
+        unknown = [text for text in strings if text and not isinstance(vars(torch).get(text), kind)]
+        if unknown:
+            raise _malformed(f"this torch has no {kind.__name__} called {unknown[0]!r}")
+    is_bytes = items.kind == ItemKind.BYTES
+    for ids, strings in ((items.dtype, items.dtypes), (items.layout, items.layouts)):
+        if (np.array([not text for text in strings], dtype=np.bool_)[ids] != is_bytes).any():
+            raise _malformed("a tensor without dtype or layout, or an object with one")
+    if items.ndim[is_bytes].any():
+        raise _malformed("an object with dimensions")
+    is_filling = np.arange(items.shape.shape[1]) >= items.ndim[:, None]
+    for column in ("shape", "offset", "size"):
+        if (getattr(items, column)[is_filling] != _COLUMNS[column][1]).any():
+            raise _malformed("a size in a dimension that the item does not have")
+    known = ((items.kind, ItemKind), (items.form, Form), (items.replica, Replica))
+    if not all(np.isin(column, list(values)).all() for column, values in known):
+        raise _malformed("an unknown kind or form of item, or an unknown kind of replica")
+
+
+def _malformed(what: str) -> ExchangeError:
+    return ExchangeError(f"a structure message is malformed: {what}; are all ranks on the same robust_dcp version?")
+
+
+def padded(ragged: Ints, counts: Ints, width: int) -> Int64:
+    """int64 ``[N, width]``: row ``n`` has the next ``counts[n]`` entries of ``ragged``, and is filled up with 0."""
+    out: Int64 = np.zeros((len(counts), width), dtype=np.int64)
+    out[np.arange(width) < counts[:, None]] = ragged
+    return out
+
+
+_SMALL_TABLE_BITS: Final = 16
+_LARGEST_TABLE: Final = 1 << 25
+
+
+def unique_rows(*columns: Ints) -> tuple[Rows, Rows]:
+    """The distinct rows of some columns of N integers each.
+
+    Returns:
+        ``(first, which)``: the rows ``first`` are distinct, and the rows ``first[which]`` are all rows. The result is
+        exact. Rows are grouped by 64-bit hashes and then compared. If two different rows have one hash, the rows are
+        sorted instead.
+    """
+    hashes: UInt64 = np.zeros(len(columns[0]), dtype=np.uint64)
+    for column in columns:
+        hashes ^= column.astype(np.uint64)
+        hashes = _mixed(hashes)
+    same = _first_of_each(hashes)
+    if any((column[same] != column).any() for column in columns):
+        _, first, which = np.unique(np.column_stack(columns), axis=0, return_index=True, return_inverse=True)
+        return first.astype(np.intp, copy=False), which.reshape(-1).astype(np.intp, copy=False)
+    first = np.flatnonzero(same == np.arange(len(same)))
+    number = np.empty(len(same), dtype=np.intp)
+    number[first] = np.arange(len(first))
+    return first, number[same]
+
+
+def _first_of_each(values: UInt64) -> Int32:
+    """For each value, the place of an equal value. Equal values get the same place.
+
+    This is a hash table without chains. Of all values in one slot, one stays. The values that differ from it try again
+    in a larger table, where most have a slot to themselves. It is several times as fast as sorting if few values are
+    distinct, and never slower.
+    """
+    same: Int32 = np.arange(len(values), dtype=np.int32)
+    left, mine = same, values
+    table: Int32 = np.empty(1 << _SMALL_TABLE_BITS, dtype=np.int32)
+    while len(left):
+        slots = (mine & np.uint64(len(table) - 1)).astype(np.int32)
+        table[slots] = left
+        found = table[slots]
+        is_other = values[found] != mine
+        if len(left) == len(values) and not is_other.any():
+            return found
+        same[left[~is_other]] = found[~is_other]
+        left, mine = left[is_other], mine[is_other]
+        if len(left) > len(table) // 2:
+            table = np.empty(1 << min(2 * len(left) - 1, _LARGEST_TABLE - 1).bit_length(), dtype=np.int32)
+    return same
+
+
+def _mixed(values: UInt64) -> UInt64:
+    """Mix 64-bit integers in place, so that all bits depend on each other. It is a bijection, SplitMix64's
+    finalizer."""
+    values += np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        values ^= values >> np.uint64(shift)
+        values *= np.uint64(factor)
+    values ^= values >> np.uint64(31)
+    return values
