@@ -24,19 +24,19 @@ from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageE
 from robust_dcp.hooks.progress_bar import watch_in_terminal
 from robust_dcp.plan.cache import LOADED
 from robust_dcp.plan.checkpoint_name import checkpoint_name
+from robust_dcp.plan.keys import AskedKeys, asked_keys, unread_in_words
 from robust_dcp.plan.load_planner import RobustLoadPlanner
-from robust_dcp.plan.loading.fetched_reads import FetchedReads
-from robust_dcp.plan.loading.node_files import find_elsewhere, ranks_with_metadata
-from robust_dcp.plan.loading.shared_reads import SharedReads
-from robust_dcp.plan.loading.sharing import (
+from robust_dcp.plan.phases import PhaseClock
+from robust_dcp.plan.shared_reads import (
+    SharedReads,
     all_have_plans,
-    choose_readers,
+    find_elsewhere,
     node_reads_the_same,
     ranks_share,
+    ranks_with_metadata,
+    share_reads,
     sharing_offer,
 )
-from robust_dcp.plan.loading.unread_keys import AskedKeys, asked_keys, unread_in_words
-from robust_dcp.plan.phases import PhaseClock
 from robust_dcp.report import LoadReport, SaveReport, phase_reports
 from robust_dcp.started_save import CheckpointId, StartedSave
 from robust_dcp.stateful import StandIn, refuse_other_than_dict, stand_ins_for
@@ -187,7 +187,7 @@ def load(
     stand_ins: dict[str, StandIn] = {}
     plan = LoadPlan([])
     stored = _StoredMetadata()
-    shared: SharedReads | FetchedReads | None = None
+    shared: SharedReads | None = None
 
     def prepare() -> Offer:
         nonlocal plan
@@ -210,8 +210,8 @@ def load(
 
     def read() -> None:
         with reader.checking(check_stop) if isinstance(reader, RobustReader) else nullcontext():
-            if shared is not None and isinstance(reader, RobustReader):
-                shared.read(reader, planner)
+            if shared is not None:
+                shared.read(planner)
             else:
                 reader.read_data(plan, planner).wait()
 
@@ -238,14 +238,14 @@ def load(
                 stored = _share_metadata(channel, reader, checkpoint, by_index=False)
                 agreement = channel.agree(f"load {checkpoint}: plan by .metadata", prepare)
             if isinstance(reader, RobustReader) and ranks_share(agreement):
-                shared = choose_readers(channel, checkpoint, reader, plan, planner, process_group)
+                shared = share_reads(channel, checkpoint, reader, plan, planner, process_group)
             elif isinstance(reader, RobustReader):
                 reader.node_reads_the_same = node_reads_the_same(agreement)
         with clock.phase("read"):
             channel.barrier(f"load {checkpoint}: read", read)
         if shared is not None:
             with clock.phase("share"):
-                channel.relay(f"load {checkpoint}: share", shared.relay())
+                shared.share(channel, f"load {checkpoint}: share", check_stop)
 
     def load_from_nodes(robust_reader: RobustReader, error: RobustCheckpointError) -> None:
         """After ``error``: perhaps the nodes do not share the directory, and what is missing here is on another one."""
@@ -257,15 +257,14 @@ def load(
                 with clock.phase("plan"):
                     stored = _share_metadata(channel.led_by(source), reader, checkpoint, by_index=False)
                     channel.agree(f"load {checkpoint}: plan by .metadata", prepare)
-                    found = find_elsewhere(channel, checkpoint, robust_reader, plan, planner)
-                if found is None and source == channel.coordinator_rank:
+                    shared = find_elsewhere(channel, checkpoint, robust_reader, plan, planner)
+                if shared is None and source == channel.coordinator_rank:
                     continue  # no file is missing, so the error had another reason
-                shared = None if found is None else found[0]
                 with clock.phase("read"):
                     channel.barrier(f"load {checkpoint}: read", read)
-                if found is not None:
+                if shared is not None:
                     with clock.phase("share"):
-                        found[0].fetch(channel, f"load {checkpoint}", found[1], check_stop)
+                        shared.share(channel, f"load {checkpoint}: share", check_stop)
             except (CorruptCheckpoint, StorageError) as another:
                 found_out.append(another)
             else:

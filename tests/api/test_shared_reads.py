@@ -20,7 +20,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 import robust_dcp
 from robust_dcp import RobustLoadPlanner, RobustReader, RobustWriter
 from robust_dcp.comm.nodes import RANKS_PER_NODE
-from robust_dcp.plan.loading.readers import BUCKET_NBYTES
+from robust_dcp.plan.readers import BUCKET_NBYTES
 from robust_dcp.report import LoadReport
 from robust_dcp.storage.files.disk import OpenFile
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME

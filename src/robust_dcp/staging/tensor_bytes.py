@@ -2,7 +2,7 @@
 
 This module finds a range in memory or copies it out of the tensor, so that no tensor is ever copied as a whole. It
 never keeps a buffer. ``pack``, ``large_record`` and ``append`` of ``storage.writing`` call it, and so does
-``plan.loading.shared_reads``.
+``plan.shared_reads``.
 """
 
 from __future__ import annotations

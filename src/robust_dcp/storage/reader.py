@@ -262,7 +262,7 @@ class RobustReader(StorageReader):
         stored = stored_items_of(self._known_metadata())
         return places_in_files(self._known_metadata()) if stored is None else stored.order_in_files()
 
-    # For nodes that do not share the directory (`plan.loading.node_files`).
+    # For nodes that do not share the directory (`plan.shared_reads`).
 
     def places_of(self, plan: LoadPlan) -> list[Read]:
         """Where each item of ``plan`` lies, in its order."""

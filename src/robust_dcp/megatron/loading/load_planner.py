@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from robust_dcp.megatron.versions import MCoreLoadPlanner, ShardedTensor, has_quantized_data
+from robust_dcp.plan.load_items import plan_reads
 from robust_dcp.plan.load_planner import check_filled, local_numel
-from robust_dcp.plan.loading.load_items import plan_reads
 from robust_dcp.storage.index import look_up
 from robust_dcp.storage.records.objects import load_object
 

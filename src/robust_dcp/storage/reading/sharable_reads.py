@@ -1,7 +1,7 @@
 """The reads of a rank that other ranks may need as well, as columns that ranks can compare.
 
 This module decides which items of a load plan these are, and gives them names that are equal on all ranks. It never
-talks to other ranks: ``plan.loading.sharing`` does.
+talks to other ranks: ``plan.shared_reads`` does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a load reads for each value of a state dict: the read items of stock's planner, without asking it each time.
 
 Usually a tensor or shard of the state dict is one saved chunk. This module handles these cases itself; with an index
-they stay in columns, and no read item is made. If the chunks differ, ``reshard`` finds them in the index. Without an
-index such values go to stock's planner. The load planner calls this module in each load.
+they stay in columns, and no read item is made. If the chunks differ, the index finds the overlaps. Without an index
+such values go to stock's planner.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.tensor import DTensor
 
-from robust_dcp.plan.describe import has_own_chunks
-from robust_dcp.plan.loading.reshard import chunks_held, read_overlap
+from robust_dcp.plan.describe import has_own_chunks, own_chunks
 from robust_dcp.storage.index import ChunkKind, StoredChunks, ask_index, find_whole_chunks
 from robust_dcp.storage.reading.planned_items import WholeTensors, whole_item
 
@@ -64,12 +65,11 @@ def plan_reads(state_dict: Mapping[str, Any], metadata: Metadata) -> PlannedRead
                 found = None if local is None else _found(key, local, saved)
                 chunks: Any = saved.chunks
                 if found is None and isinstance(chunks, StoredChunks):
-                    held = chunks_held(value) if local is None else [local]
-                    resharded = None if held is None else read_overlap(key, chunks, held)
+                    held = _chunks_held(value) if local is None else [local]
+                    resharded = None if held is None else _read_overlap(key, chunks, held)
                     if resharded is not None:
                         items += resharded.items
-                        if resharded.fill:
-                            filled.add(key)
+                        filled |= resharded.filled
                         continue
             if found is None:
                 others[key] = value
@@ -199,3 +199,42 @@ def _only_chunk(value: DTensor) -> ChunkStorageMetadata | None:
         return None
     chunks: Sequence[ChunkStorageMetadata] = create_chunk_list()
     return chunks[0] if len(chunks) == 1 else None
+
+
+def _chunks_held(value: Any) -> Sequence[ChunkStorageMetadata] | None:
+    """The chunks that this rank holds of a tensor, as stock's planner sees them; ``None`` if it is not a tensor."""
+    if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
+        return ()
+    if isinstance(value, ShardedTensor):
+        shards = [shard.metadata for shard in value.local_shards()]
+        return [
+            ChunkStorageMetadata(torch.Size(shard.shard_offsets), torch.Size(shard.shard_sizes)) for shard in shards
+        ]
+    chunks = own_chunks(value)
+    if chunks is not None:
+        return chunks
+    if isinstance(value, torch.Tensor):
+        return [ChunkStorageMetadata(torch.Size([0] * value.dim()), value.size())]
+    return None
+
+
+def _read_overlap(key: str, saved: StoredChunks, held: Sequence[ChunkStorageMetadata]) -> PlannedReads | None:
+    """Make the read items that stock's ``create_read_items_for_chunk_list`` would make.
+
+    Returns:
+        ``None`` if the index is damaged. Then the saved chunks have to be compared one by one.
+    """
+    items: list[ReadItem] = []
+    missing_numel = 0
+    for number, chunk in enumerate(held):
+        found = saved.overlap(chunk.offsets, chunk.sizes)
+        if found is None:
+            return None
+        missing_numel += math.prod(chunk.sizes) - found.numel
+        wanted = MetadataIndex(key, chunk.offsets, number)
+        columns = zip(found.chunks, found.offsets, found.in_chunk, found.in_box, found.lengths, strict=True)
+        items += [
+            ReadItem(LoadItemType.TENSOR, wanted, in_box, MetadataIndex(key, offsets, place), in_chunk, lengths)
+            for place, offsets, in_chunk, in_box, lengths in columns
+        ]
+    return PlannedReads(items, set() if missing_numel else {key})
