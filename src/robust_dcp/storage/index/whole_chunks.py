@@ -1,7 +1,7 @@
 """Finds chunks that are wanted exactly as they were saved, for thousands of tensors at once, without objects for them.
 
 This module looks up names, their saved chunks and the places of these in columns. Chunks that it does not find are
-looked up one by one by ``lazy``. ``plan.loading.load_items`` calls it.
+looked up one by one by ``lazy``. ``plan.load_items`` calls it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The items that a load plan reads, without a Python object for each tensor that is read exactly as it was saved.
 
 This module owns the list of read items in DCP's ``LoadPlan``. ``RobustReader`` reads its columns. Anyone else sees an
-ordinary list of the read items that DCP's planner makes. ``plan.loading.load_items`` makes it.
+ordinary list of the read items that DCP's planner makes. ``plan.load_items`` makes it.
 """
 
 from __future__ import annotations
