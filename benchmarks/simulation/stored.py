@@ -46,7 +46,7 @@ def write_checkpoint(directory: str, ranks: int, tensors: dict[str, Shape]) -> N
     files = [f"__{rank}_{number}.distcp" for rank in range(ranks) for number in range(2)]
     places = np.column_stack([np.arange(ranks) * 4096, np.full(ranks, 900)])
     meta = StorageMeta(directory, "00000000-0000-0000-0000-000000000001")
-    metadata = MetadataPickle(columns).encode(files, places, meta).fragments
+    metadata = MetadataPickle(columns).encode(files, places, meta)
     index = IndexTemplate(columns).encode(metadata, files, places, meta, FORMAT_VERSION, {})
     for name, fragments in ((METADATA_NAME, metadata), (INDEX_NAME, index)):
         with open(os.path.join(directory, name), "wb") as file:

@@ -155,11 +155,11 @@ class LateDisk(PosixDisk):
         super().__init__()
         self.looks = looks
 
-    def size(self, file: OpenFile | str) -> int:
-        if isinstance(file, str) and SAVING_PREFIX in file and self.looks:
+    def open_read(self, path: str, *, direct: bool = False) -> OpenFile:
+        if SAVING_PREFIX in path and self.looks:
             self.looks -= 1
-            raise StorageError(f"look at {file}", path=file, operation="look at", errno=errno.ENOENT)
-        return super().size(file)
+            raise StorageError(f"open {path}", path=path, operation="open", errno=errno.ENOENT)
+        return super().open_read(path, direct=direct)
 
 
 def save_late(path: str) -> tuple[bool, int]:

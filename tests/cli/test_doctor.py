@@ -15,7 +15,7 @@ import pytest
 
 from robust_dcp.cli import doctor
 from robust_dcp.storage.files.disk import OpenFile, storage_error
-from robust_dcp.storage.files.mounts import mount_in
+from robust_dcp.storage.files.kernel import mount_in
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from tests.cli.commands import shell
 

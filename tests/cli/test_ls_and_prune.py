@@ -10,8 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from robust_dcp.storage.committing.saving_file import SavingFile, claimed
-from robust_dcp.storage.files.being_loaded import needed_for_a_load
+from robust_dcp.storage.committing.saving_file import SavingFile, claimed, needed_for_a_load
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from tests.cli.commands import Shell
 

@@ -15,7 +15,7 @@ import pytest
 
 import robust_dcp
 from robust_dcp import CopyOptions, CorruptCheckpoint, StorageError, UnsafeCheckpoint, copy_checkpoint
-from robust_dcp.storage.files.being_loaded import not_being_loaded
+from robust_dcp.storage.committing.saving_file import not_being_loaded
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.layouts.footer import TAIL_NBYTES
 from tests.drain.checkpoints import (

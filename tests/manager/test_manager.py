@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 import robust_dcp
 from robust_dcp import CheckpointManager, KeepBest, KeepEvery, KeepLast, RobustCheckpointError
 from robust_dcp.manager.series import LATEST_NAME, RECORD_NAME
-from robust_dcp.storage.files.being_loaded import needed_for_a_load
+from robust_dcp.storage.committing.saving_file import needed_for_a_load
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.files.what_is_there import TRACKER_NAME
 from tests.harness.damage import cut_short, data_files

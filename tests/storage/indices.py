@@ -47,7 +47,7 @@ def sorted_content(*entries: Entry, n_files: int = 1) -> Content:
 def put(directory: Path, content: Content, meta: StorageMeta | None = META) -> tuple[Path, Path]:
     """Write ``.metadata`` and the index of ``content`` there."""
     columns, places, files = content.columns(), content.variable_places(), names_of(content.n_files)
-    metadata = MetadataPickle(columns).encode(files, places, meta).fragments
+    metadata = MetadataPickle(columns).encode(files, places, meta)
     index = IndexTemplate(columns).encode(metadata, files, places, meta, FORMAT_VERSION, {})
     (directory / METADATA_NAME).write_bytes(b"".join(metadata))
     (directory / INDEX_NAME).write_bytes(b"".join(index))

@@ -112,12 +112,7 @@ def write(
 
 
 def content_of(disk: Any, name: str, directory: str = DIRECTORY) -> bytes:
-    path = f"{directory}/{name}"
-    buffer = bytearray(disk.size(path))
-    file = disk.open_read(path)
-    disk.pread_into(file, buffer, 0)
-    disk.close(file)
-    return without_footer(bytes(buffer))
+    return without_footer(disk.read_file(f"{directory}/{name}"))
 
 
 def without_footer(content: bytes) -> bytes:

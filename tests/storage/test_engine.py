@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from robust_dcp.errors import PlanConflict
-from robust_dcp.storage.files.alignment import Alignment
 from robust_dcp.storage.files.disk import OpenFile
+from robust_dcp.storage.files.kernel import Alignment
 from robust_dcp.storage.layouts.places import LARGE_NBYTES, place_as_they_come
 from robust_dcp.storage.writing.item_source import WriteItemSource
 from tests.storage.sources import ListSource, content_of, framed_one_by_one, placed, placed_at, write

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import robust_dcp
-from robust_dcp.storage.files import page_cache
-from robust_dcp.storage.files.page_cache import cached_nbytes
+from robust_dcp.storage.files import kernel
+from robust_dcp.storage.files.kernel import cached_nbytes
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.reading.data_file import DataFile
 from tests.harness.ranks import run_ranks, values
@@ -48,7 +48,7 @@ def is_in_memory(path: Path) -> bool:
 
 
 def by_mincore(fd: int, offset: int, nbytes: int) -> int:
-    pages = page_cache._by_mincore(fd, offset, nbytes)
+    pages = kernel._by_mincore(fd, offset, nbytes)
     return -1 if pages is None else min(nbytes, pages * PAGE_NBYTES)
 
 
@@ -83,7 +83,7 @@ def cached_of_a_strangers_file(path: str) -> tuple[int | None, float]:
     nbytes = os.fstat(opened).st_size
     if os.geteuid() == 0:
         os.seteuid(NOBODY)
-    return page_cache._by_cachestat(opened, 0, nbytes), cached_nbytes(opened, 0, nbytes) / nbytes
+    return kernel._by_cachestat(opened, 0, nbytes), cached_nbytes(opened, 0, nbytes) / nbytes
 
 
 def test_what_a_user_may_not_know_is_read_through_the_cache(file: Path) -> None:
@@ -96,11 +96,11 @@ def test_what_a_user_may_not_know_is_read_through_the_cache(file: Path) -> None:
 def test_a_system_that_does_not_know_cachestat_is_asked_by_mincore(
     file: Path, cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_cache, "_CACHESTAT", 100_000)  # no such call: ENOSYS
+    monkeypatch.setattr(kernel, "_CACHESTAT", 100_000)  # no such call: ENOSYS
     if cached:
         file.read_bytes()
     opened = os.open(file, os.O_RDONLY)
-    assert page_cache._by_cachestat(opened, 0, FILE_NBYTES) is None
+    assert kernel._by_cachestat(opened, 0, FILE_NBYTES) is None
     assert cached_nbytes(opened, 0, FILE_NBYTES) == (FILE_NBYTES if cached or is_in_memory(file) else 0)
     os.close(opened)
 

@@ -105,7 +105,7 @@ def test_a_save_that_was_not_finished_is_told(tmp_path: Path) -> None:
 
 def test_what_cannot_be_read_is_never_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.pt")
-    assert "is a file, and a checkpoint is a directory" in _error(tmp_path / "model.pt")
+    assert "it is a FIFO" in _error(tmp_path / "model.pt")
     assert "holds model.pt" in _error(tmp_path)
     (tmp_path / "empty").mkdir()
     assert "is empty" in _error(tmp_path / "empty")

@@ -21,7 +21,7 @@ from robust_dcp.cli.ls import check_root
 from robust_dcp.cli.output import FOUND, Output, number, size
 from robust_dcp.environment import VARIABLES, value_of
 from robust_dcp.on_demand import errors
-from robust_dcp.storage.files.mounts import is_of_this_machine, mount_of
+from robust_dcp.storage.files.kernel import is_of_this_machine, mount_of
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.version import __version__
 
@@ -267,16 +267,11 @@ def _commit(directory: str) -> Finding:
     disk = PosixDisk()
     source, target = os.path.join(directory, "new"), os.path.join(directory, "committed")
     started = time.perf_counter()
-    file = disk.open_new(source)
-    try:
-        disk.pwrite(file, b"x" * 4096, 0)
-        disk.fsync(file)
-    finally:
-        disk.close(file)
+    disk.write_file(source, b"x" * 4096)
     disk.rename(source, target)
     disk.fsync_directory(directory)
     seconds = time.perf_counter() - started
-    if disk.exists(source) or disk.size(target) != 4096:
+    if disk.exists(source) or disk.read_file(target) != b"x" * 4096:
         advice = "do not keep checkpoints on this file system"
         return Finding("problem", "commit", "a renamed file is not what it was", advice)
     return Finding("ok", "commit", f"yes, fsync and rename took {seconds * 1000:.0f} ms")

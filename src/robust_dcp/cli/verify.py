@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from robust_dcp.cli.checkpoint import check_is_there, disk_of, holds_checkpoint, open_checkpoint, summary, summary_json
 from robust_dcp.cli.output import FOUND, CommandFailed, Output, number, size
 from robust_dcp.manager.series import series_in
-from robust_dcp.storage.files.being_loaded import needed_for_a_load
+from robust_dcp.storage.committing.saving_file import needed_for_a_load
 from robust_dcp.storage.files.paths import METADATA_NAME, is_url
 from robust_dcp.storage.files.posix_disk import PosixDisk
 

@@ -247,4 +247,4 @@ def _stored_file(disk: Disk, path: str, name: str, held: list[tuple[Item, Chunk]
     """
     file = os.path.join(path, name)
     needed = max(chunk.start + chunk.stored_nbytes for _, chunk in held)
-    return StoredFile(name, disk.size(file) if disk.exists(file) else None, needed, len(held))
+    return StoredFile(name, disk.fingerprint(file)[1] if disk.exists(file) else None, needed, len(held))

@@ -19,9 +19,8 @@ from robust_dcp.errors import StorageError
 from robust_dcp.storage.committing.removal import remove_data_files
 from robust_dcp.storage.committing.saving_file import SaveState, SavingFile, others_in
 from robust_dcp.storage.files.disk import Disk, storage_error
-from robust_dcp.storage.files.exchange import exchange_names
+from robust_dcp.storage.files.kernel import exchange_names
 from robust_dcp.storage.files.paths import is_data_file
-from robust_dcp.storage.files.whole_file import read_whole_file
 
 __all__ = ["Workplace", "workplace_of"]
 
@@ -67,15 +66,10 @@ class Workplace:
         Raises:
             StorageError: a call failed.
         """
-        if read_whole_file(self._disk, self._note, _MAX_NOTE_NBYTES) == note:
+        if self._disk.read_file(self._note, _MAX_NOTE_NBYTES) == note:
             return
         self.clear()
-        file = self._disk.open_new(self._note)
-        try:
-            self._disk.pwrite(file, note, 0)
-            self._disk.fsync(file)
-        finally:
-            self._disk.close(file)
+        self._disk.write_file(self._note, note)
 
     def clear(self) -> None:
         """Remove what is being made, and the note.

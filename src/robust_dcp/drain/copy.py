@@ -34,7 +34,7 @@ from robust_dcp.drain.places import PlaceFile, open_place
 from robust_dcp.drain.record import awaited_copy, note_arrival
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.report_file import REPORT_NAME
-from robust_dcp.storage.files.being_loaded import needed_for_a_load
+from robust_dcp.storage.committing.saving_file import needed_for_a_load
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
 from robust_dcp.storage.files.posix_disk import PosixDisk

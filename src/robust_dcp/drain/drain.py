@@ -22,7 +22,7 @@ from robust_dcp.drain.copy import Copy, CopyResult
 from robust_dcp.drain.record import DrainRecord, digest_at, note_arrival, write_drain_record
 from robust_dcp.environment import value_of
 from robust_dcp.errors import CorruptCheckpoint, StorageError
-from robust_dcp.storage.files.being_loaded import needed_for_a_load
+from robust_dcp.storage.committing.saving_file import needed_for_a_load
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import is_url
 from robust_dcp.storage.remote.copy_options import CopyOptions

@@ -20,7 +20,6 @@ from robust_dcp.errors import StorageError
 from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
 from robust_dcp.storage.files.paths import is_data_file, locate
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.storage.files.whole_file import read_whole_file
 from robust_dcp.storage.remote.calls import Calls
 from robust_dcp.storage.remote.filesystem import filesystem_of, local_path_of
 from robust_dcp.storage.remote.remote_disk import RemoteDisk
@@ -117,7 +116,7 @@ class Place(ABC):
 
     def read(self, name: str) -> bytes | None:
         """The bytes of a small file; ``None`` if it does not exist."""
-        return read_whole_file(self.disk, self.path_of(name), _MOST_METADATA_NBYTES)
+        return self.disk.read_file(self.path_of(name), _MOST_METADATA_NBYTES)
 
     def write(self, name: str, parts: Parts, nbytes: int, part_nbytes: int) -> None:
         """Write a file in parts of ``part_nbytes``. It gets its name when all of it is there."""

@@ -18,7 +18,6 @@ from robust_dcp.on_demand import errors
 from robust_dcp.storage.committing.commit import commit_metadata
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME
-from robust_dcp.storage.files.whole_file import read_whole_file
 
 __all__ = [
     "DRAIN_RECORD_NAME",
@@ -60,13 +59,7 @@ def digest_at(disk: Disk, path: str) -> str:
     Raises:
         StorageError: it cannot be read.
     """
-    file = disk.open_read(os.path.join(path, METADATA_NAME))
-    try:
-        nbytes = disk.size(file)
-        tail = bytearray(min(nbytes, _TAIL_NBYTES))
-        disk.pread_into(file, tail, nbytes - len(tail))
-    finally:
-        disk.close(file)
+    nbytes, tail = disk.read_end(os.path.join(path, METADATA_NAME), _TAIL_NBYTES)
     return hashlib.blake2b(nbytes.to_bytes(8, "little") + tail, digest_size=8).hexdigest()
 
 
@@ -80,7 +73,7 @@ def awaited_copy(disk: Disk, path: str) -> DrainRecord | None:
     if not disk.exists(record_path):  # found out here, because our errors need torch
         return None
     try:
-        data = read_whole_file(disk, record_path, _MAX_NBYTES)
+        data = disk.read_file(record_path, _MAX_NBYTES)
         record = None if data is None else msgspec.json.decode(data, type=DrainRecord)
     except (errors.CorruptCheckpoint, msgspec.DecodeError, UnicodeDecodeError):
         return None

@@ -33,7 +33,7 @@ from robust_dcp.manager.preemption import Preemption
 from robust_dcp.manager.retention import prune
 from robust_dcp.manager.series import Series, StepRecord, write_record
 from robust_dcp.report import LoadReport, SaveReport
-from robust_dcp.storage.files.being_loaded import not_being_loaded
+from robust_dcp.storage.committing.saving_file import not_being_loaded
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, directory_path
 from robust_dcp.storage.files.posix_disk import PosixDisk

@@ -25,8 +25,7 @@ from robust_dcp.manager.series import Series, is_marked
 from robust_dcp.report_file import REPORT_NAME
 from robust_dcp.storage.committing.left_overs import find_left_overs
 from robust_dcp.storage.committing.removal import is_gone_or_told, remove_data_files
-from robust_dcp.storage.committing.saving_file import claimed, saving_files_in
-from robust_dcp.storage.files.being_loaded import not_being_loaded
+from robust_dcp.storage.committing.saving_file import claimed, not_being_loaded, saving_files_in
 from robust_dcp.storage.files.disk import Disk, storage_error
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, REMOVING_PREFIX, is_data_file
 

@@ -31,7 +31,6 @@ from robust_dcp.storage.committing.saving_file import saving_files_in
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME
 from robust_dcp.storage.files.what_is_there import TRACKER_NAME
-from robust_dcp.storage.files.whole_file import read_whole_file
 from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, files_are_marked
 
 __all__ = [
@@ -252,7 +251,7 @@ class Series:
         if not self.disk.exists(path):
             return None
         try:
-            data = read_whole_file(self.disk, path, _MOST_LATEST_NBYTES)
+            data = self.disk.read_file(path, _MOST_LATEST_NBYTES)
         except errors.CorruptCheckpoint:  # it is too long to be a name
             return None
         except errors.StorageError as error:
@@ -295,14 +294,7 @@ def is_marked(disk: Disk, path: str) -> bool:
     Raises:
         StorageError: it cannot be read.
     """
-    file = disk.open_read(os.path.join(path, METADATA_NAME))
-    try:
-        nbytes = disk.size(file)
-        tail = bytearray(min(TRAILER_NBYTES, nbytes))
-        disk.pread_into(file, tail, nbytes - len(tail))
-    finally:
-        disk.close(file)
-    return files_are_marked(bytes(tail))
+    return files_are_marked(disk.read_end(os.path.join(path, METADATA_NAME), TRAILER_NBYTES)[1])
 
 
 def write_record(disk: Disk, path: str, record: StepRecord) -> None:
@@ -320,7 +312,7 @@ def _read_record(disk: Disk, path: str) -> StepRecord:
     if not disk.exists(path):
         return StepRecord()
     try:
-        data = read_whole_file(disk, path, _MOST_RECORD_NBYTES)
+        data = disk.read_file(path, _MOST_RECORD_NBYTES)
         return StepRecord() if data is None else msgspec.json.decode(data, type=StepRecord)
     except (errors.CorruptCheckpoint, msgspec.DecodeError, UnicodeDecodeError):
         return StepRecord()

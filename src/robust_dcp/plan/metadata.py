@@ -102,7 +102,7 @@ class MetadataTemplate:
             name for rank, heads in enumerate(self._head_nbytes) for name in self._layout.file_names(rank, heads, mark)
         ]
         names = [name.committed for name in of_all]
-        fragments = compiled.pickled.encode(names, places[compiled.order], storage_meta).fragments
+        fragments = compiled.pickled.encode(names, places[compiled.order], storage_meta)
         index = self._index(compiled, fragments, names, places, storage_meta, kept_plan or {})
         renames = tuple(name for name in of_all if name.written != name.committed)
         return MetadataToPublish(fragments, frozenset(names), renames, index)

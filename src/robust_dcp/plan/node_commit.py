@@ -21,8 +21,7 @@ import msgspec
 
 from robust_dcp.comm import Agreement, Channel, Offer
 from robust_dcp.storage.committing.commit import MetadataToPublish
-from robust_dcp.storage.committing.save import Save
-from robust_dcp.storage.files.nodes_file import NodeOfSave
+from robust_dcp.storage.committing.save import NodeOfSave, Save
 
 __all__ = ["commit_on_nodes"]
 

@@ -30,7 +30,7 @@ from robust_dcp.comm import Agreement, Bucket, Channel, GroupMover, Offer, Relay
 from robust_dcp.errors import CorruptCheckpoint, PlanConflict, RobustCheckpointError, UnsafeCheckpoint, ranks_in_words
 from robust_dcp.plan.readers import BUCKET_NBYTES, Box, Needs, Piece, ReadShare, assign_readers, pieces_of
 from robust_dcp.staging import flat_bytes, parts_in_order
-from robust_dcp.storage.files.nodes_file import NodeOfSave
+from robust_dcp.storage.committing.save import NodeOfSave
 from robust_dcp.storage.files.paths import writer_of
 from robust_dcp.storage.reader import RobustReader
 from robust_dcp.storage.reading.placed_reads import Read

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
+from robust_dcp.storage.committing.save import NodeOfSave, read_nodes
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.nodes_file import NodeOfSave, read_nodes
 from robust_dcp.storage.files.paths import check_relative_path, is_url, mark_of
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from robust_dcp.storage.index import (

@@ -26,7 +26,6 @@ from robust_dcp.comm import Channel
 from robust_dcp.staging import on_cpu
 from robust_dcp.storage.committing.commit import commit_metadata
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.storage.files.whole_file import read_whole_file
 from robust_dcp.storage.records.objects import Refusal, refusal_of
 
 __all__ = [
@@ -169,7 +168,7 @@ def read_file(path: str) -> bytes | None:
         StorageError: the file cannot be read, or is not a regular file.
         CorruptCheckpoint: the file is longer than any such file can be.
     """
-    return read_whole_file(PosixDisk(), path, _MAX_NBYTES)
+    return PosixDisk().read_file(path, _MAX_NBYTES)
 
 
 def write_durably(directory: str | os.PathLike[str], name: str, data: bytes) -> None:

@@ -143,10 +143,10 @@ class PreparedCommit:
         self, encoded: Buffer | Sequence[Buffer], index: Sequence[Buffer], renames: Sequence[FileName]
     ) -> None:
         disk = self._disk
-        _write(disk, self._temporary, encoded)
+        disk.write_file(self._temporary, encoded)
         if not index:
             self._index_path = ""
-        elif not _index_works(lambda: _write(disk, self._index_path, index)):
+        elif not _index_works(lambda: disk.write_file(self._index_path, index)):
             is_gone_or_told(disk.unlink, self._index_path)
             self._index_path = ""
         _rename_data(disk, self._directory, renames, self._renamed)
@@ -181,16 +181,6 @@ class PreparedCommit:
         for path in (self._temporary, self._index_path, *self._renamed):
             if path:
                 is_gone_or_told(self._disk.unlink, path)
-
-
-def _write(disk: Disk, path: str, data: Buffer | Sequence[Buffer]) -> None:
-    """Make a new file and its bytes durable."""
-    file = disk.open_new(path)
-    try:
-        disk.pwrite(file, data, 0)
-        disk.fsync(file)
-    finally:
-        disk.close(file)
 
 
 def _index_works(step: Callable[[], None]) -> bool:

@@ -68,24 +68,20 @@ def committed_in(disk: Disk, path: str) -> Committed | None:
     """
     try:
         fingerprint = disk.fingerprint(path)
-        file = disk.open_read(path)
+        with disk.reading(path) as file:
+            nbytes = disk.size(file)
+            length = min(_STAMP_NBYTES, nbytes)
+            tail = disk.read(file, length, nbytes - length)
+            known = _COMMITTED.get(os.path.realpath(path))
+            if known is not None and known[0] == (nbytes, tail):
+                return replace(known[1], fingerprint=fingerprint)
+            data = disk.read(file, nbytes, 0)
     except StorageError as error:
         if error.errno == errno.ENOENT:
             return None
         raise
     try:
-        nbytes = disk.size(file)
-        tail = bytearray(min(_STAMP_NBYTES, nbytes))
-        disk.pread_into(file, tail, nbytes - len(tail))
-        known = _COMMITTED.get(os.path.realpath(path))
-        if known is not None and known[0] == (nbytes, bytes(tail)):
-            return replace(known[1], fingerprint=fingerprint)
-        data = bytearray(nbytes)
-        disk.pread_into(file, data, 0)
-    finally:
-        disk.close(file)
-    try:
-        metadata = decode_metadata(bytes(data), path)
+        metadata = decode_metadata(data, path)
     except RobustCheckpointError as error:
         logger.warning("%s cannot be read, so no file that it may name is removed: %s", path, error.message)
         return Committed(is_readable=False, fingerprint=fingerprint)
@@ -94,7 +90,7 @@ def committed_in(disk: Disk, path: str) -> Committed | None:
     return Committed(
         files,
         save_id if isinstance(save_id, str) else None,
-        are_marked=files_are_marked(bytes(data[-_STAMP_NBYTES:])),
+        are_marked=files_are_marked(tail),
         fingerprint=fingerprint,
     )
 

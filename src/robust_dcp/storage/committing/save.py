@@ -17,7 +17,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from robust_dcp.errors import StorageError
+import msgspec
+
+from robust_dcp.errors import RobustCheckpointError, StorageError
 from robust_dcp.report_file import REPORT_NAME, SavedReport, encode_report
 from robust_dcp.storage.committing.commit import BEFORE_RENAME, CHECK, MetadataToPublish, PreparedCommit
 from robust_dcp.storage.committing.committed import Committed, committed_in, remember
@@ -25,23 +27,52 @@ from robust_dcp.storage.committing.left_overs import LeftOvers, find_left_overs,
 from robust_dcp.storage.committing.removal import is_gone, name_left_over, remove_data_files
 from robust_dcp.storage.committing.saving_file import SavingFile, is_announced, others_in
 from robust_dcp.storage.files.disk import Disk
-from robust_dcp.storage.files.nodes_file import NodeOfSave, write_nodes
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME, NODES_NAME, SAFETENSORS_SUFFIX, mark_of
 from robust_dcp.storage.layouts import Layout
 
-__all__ = ["NO_INDEX", "Save", "not_one_directory"]
+__all__ = ["NO_INDEX", "NodeOfSave", "Save", "not_one_directory", "read_nodes"]
 
 logger = logging.getLogger(__name__)
 
 NO_INDEX: Final = "the checkpoint has no index, as it could not be written; a load takes longer"
 
 _FEW_FILES: Final = 64
+_MAX_NODES_NBYTES: Final = 64 << 20
 _CHECK_AGAIN_SECONDS: Final = 1.0
 _CHECK_THREADS: Final = 8
 """Files are looked at by this many threads: a call to a network file system takes about 1 ms, and there may be
 thousands.
 """
 _NOT_OURS_TO_EMPTY: Final = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT})
+
+
+class NodeOfSave(msgspec.Struct, frozen=True):
+    """A node that has written a part of a checkpoint, if the nodes of the save share no directory.
+
+    Attributes:
+        host: its name.
+        ranks: the ranks that have written there.
+    """
+
+    host: str
+    ranks: tuple[int, ...]
+
+
+class _Nodes(msgspec.Struct, frozen=True):
+    """The file ``.robust_dcp.nodes``. It is advice for errors: where a file that is missing here can be found."""
+
+    mark: str
+    nodes: tuple[NodeOfSave, ...]
+
+
+def read_nodes(disk: Disk, directory: str, save_id: str) -> tuple[NodeOfSave, ...]:
+    """The nodes of a save; empty if the file is not there, is damaged, or is of another save."""
+    try:
+        data = disk.read_file(os.path.join(directory, NODES_NAME), _MAX_NODES_NBYTES)
+        found = None if data is None else msgspec.json.decode(data, type=_Nodes)
+    except (RobustCheckpointError, msgspec.MsgspecError, UnicodeDecodeError):
+        return ()
+    return found.nodes if found is not None and found.mark == mark_of(save_id) else ()
 
 
 def not_one_directory(path: str, who: str, what: str) -> StorageError:
@@ -316,24 +347,22 @@ class Save:
         Args:
             make: makes the report, from the id of the save and what its commit went without.
         """
-        unfinished = self._path_of(f"{REPORT_NAME}.{mark_of(self.save_id)}.tmp")
         try:
-            data = encode_report(
-                make(self.save_id, (NO_INDEX,) if self._asked_for_index and not self._has_index else ())
-            )
-            try:
-                file = self._disk.open_new(unfinished)
-                try:
-                    self._disk.pwrite(file, data, 0)
-                finally:
-                    self._disk.close(file)
-                self._disk.rename(unfinished, self._path_of(REPORT_NAME))
-            except StorageError:
-                is_gone(self._disk.unlink, unfinished)
-                raise
+            without = (NO_INDEX,) if self._asked_for_index and not self._has_index else ()
+            self._put_beside(REPORT_NAME, encode_report(make(self.save_id, without)))
             self._has_report = True
         except Exception as error:
             logger.warning("%s is committed, but has no report of its save: %s", self.path, error)
+
+    def _put_beside(self, name: str, data: bytes) -> None:
+        """Put a file beside the checkpoint, in the place of an older one. Nothing waits for the device."""
+        unfinished = self._path_of(f"{name}.{mark_of(self.save_id)}.tmp")
+        try:
+            self._disk.write_file(unfinished, data, durable=False)
+            self._disk.rename(unfinished, self._path_of(name))
+        except StorageError:
+            is_gone(self._disk.unlink, unfinished)
+            raise
 
     def tidy_up(self) -> None:
         """Remove the files that the commit replaces, and the announcement. A file that cannot be removed stays, and is
@@ -341,7 +370,8 @@ class Save:
         """
         try:
             if self._nodes:
-                write_nodes(self._disk, self.path, self.save_id, self._nodes)
+                nodes = _Nodes(mark_of(self.save_id), tuple(self._nodes))
+                self._put_beside(NODES_NAME, msgspec.json.encode(nodes))
             left = self._remove_superseded()
             if self._saving is None:
                 return

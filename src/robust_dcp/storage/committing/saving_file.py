@@ -28,8 +28,8 @@ import msgspec
 
 from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.disk import Disk, OpenFile
-from robust_dcp.storage.files.mounts import boot_id
-from robust_dcp.storage.files.paths import SAVING_PREFIX, mark_of
+from robust_dcp.storage.files.kernel import boot_id
+from robust_dcp.storage.files.paths import METADATA_NAME, SAVING_PREFIX, mark_of
 
 __all__ = [
     "OtherSave",
@@ -39,6 +39,8 @@ __all__ = [
     "claimed",
     "identity",
     "is_announced",
+    "needed_for_a_load",
+    "not_being_loaded",
     "others_in",
     "saving_files_in",
 ]
@@ -162,6 +164,36 @@ def _release(disk: Disk, file: OpenFile, pid: int) -> None:
         disk.close(file)
 
 
+# Loads: a lock on ``.metadata``, which exists anyway. So nothing is written into a checkpoint, which may be read-only.
+
+
+@contextlib.contextmanager
+def needed_for_a_load(disk: Disk, directory: str) -> Iterator[None]:
+    """Keep a checkpoint from being removed by :mod:`robust_dcp.manager` while the block runs. On a file system without
+    locks the block runs anyway.
+    """
+    file = None
+    with contextlib.suppress(errors.StorageError):
+        file = disk.open_read(os.path.join(directory, METADATA_NAME))
+        disk.lock(file, shared=True)
+    try:
+        yield
+    finally:
+        if file is not None:
+            disk.close(file)
+
+
+@contextlib.contextmanager
+def not_being_loaded(disk: Disk, directory: str) -> Iterator[bool]:
+    """Give ``True`` if no load uses the checkpoint. Then none can take the lock while the block runs.
+
+    Raises:
+        StorageError: ``.metadata`` cannot be opened.
+    """
+    with disk.reading(os.path.join(directory, METADATA_NAME)) as file:
+        yield disk.lock(file) is not False
+
+
 class SaveState(Enum):
     """What the file of another save tells."""
 
@@ -207,13 +239,9 @@ class OtherSave:
         """
         path = os.path.join(directory, name)
         try:
-            file = disk.open_read(path)
-            try:
+            with disk.reading(path) as file:
                 is_free = disk.lock(file, shared=True)
-                data = bytearray(min(disk.size(file), _MAX_NBYTES))
-                del data[disk.pread_into(file, data, 0) :]
-            finally:
-                disk.close(file)
+                data = disk.read(file, min(disk.size(file), _MAX_NBYTES), 0)
             try:
                 record: SavingRecord | None = msgspec.json.decode(data, type=SavingRecord)
             except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -299,8 +327,9 @@ def is_announced(disk: Disk, directory: str, save_id: str, *, was_created: bool 
     path = _path(directory, save_id)
     while True:
         try:
-            if disk.size(path):
-                return True
+            with disk.reading(path) as file:
+                if disk.size(file):
+                    return True
         except errors.StorageError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTDIR):
                 raise

@@ -1,16 +1,18 @@
 """Every call to a file system that the storage layer makes, as one small protocol.
 
-``posix_disk`` makes the calls. Tests replace it with a disk that fails or loses data that was not synced.
+``posix_disk`` makes the calls, and ``remote_disk`` those that read from a store. Tests replace them with a disk that
+fails or loses data that was not synced.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Protocol
 
 from robust_dcp.on_demand import errors
-from robust_dcp.storage.files.alignment import Alignment
+from robust_dcp.storage.files.kernel import Alignment
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -70,6 +72,66 @@ class Disk(Protocol):
 
     Several threads may call methods at once, but not on the same byte range of one file.
     """
+
+    # Whole calls, made of those below.
+
+    @contextmanager
+    def reading(self, path: str) -> Iterator[OpenFile]:
+        """The file at ``path``, open for reading in the block."""
+        file = self.open_read(path)
+        try:
+            yield file
+        finally:
+            self.close(file)
+
+    def read(self, file: OpenFile, nbytes: int, offset: int) -> bytes:
+        """These bytes of a file; fewer only at its end."""
+        buffer = bytearray(nbytes)
+        return bytes(memoryview(buffer)[: self.pread_into(file, buffer, offset)]) if nbytes else b""
+
+    def read_file(self, path: str, at_most: int | None = None) -> bytes | None:
+        """The bytes of the file at ``path``; ``None`` if there is none. No memory is taken for a file that is too long.
+
+        Raises:
+            CorruptCheckpoint: it has more than ``at_most`` bytes.
+        """
+        try:
+            with self.reading(path) as file:
+                nbytes = self.size(file)
+                if at_most is None or nbytes <= at_most:
+                    return self.read(file, nbytes, 0)
+        except errors.StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            return None
+        raise errors.CorruptCheckpoint(
+            f"{path} cannot be used: expected at most {at_most} bytes, found {nbytes}; take another checkpoint, or "
+            "restore the file",
+            file=path,
+            expected=f"at most {at_most} bytes",
+            found=f"{nbytes} bytes",
+        )
+
+    def read_end(self, path: str, at_most: int) -> tuple[int, bytes]:
+        """(the length of the file at ``path``, its last ``at_most`` bytes)."""
+        with self.reading(path) as file:
+            nbytes = self.size(file)
+            length = min(at_most, nbytes)
+            return nbytes, self.read(file, length, nbytes - length)
+
+    def write_file(self, path: str, data: Buffer | Sequence[Buffer], *, durable: bool = True) -> None:
+        """Make a new file with these bytes; ``durable``: wait until the device has them. After an error the file may be
+        there, and the caller removes it.
+        """
+        file = self.open_new(path)
+        try:
+            self.pwrite(file, data, 0)
+            if durable:
+                self.fsync(file)
+        finally:
+            self.close(file)
+
+    # Each of these is one call to the system, or nearly so.
 
     def open_new(self, path: str, *, direct: bool = False) -> OpenFile:
         """Create ``path`` for writing; it must not exist.
@@ -147,11 +209,8 @@ class Disk(Protocol):
     def exists(self, path: str) -> bool:
         """Whether ``path`` exists. ``False`` for a symbolic link if its target is missing."""
 
-    def size(self, file: OpenFile | str) -> int:
-        """The size in bytes of an open file, or of the file at a path.
-
-        Whoever has opened a file asks that file: at its path there may be another one meanwhile.
-        """
+    def size(self, file: OpenFile) -> int:
+        """The size in bytes of an open file. At its path there may be another one meanwhile."""
 
     def room(self, path: str) -> tuple[int, int]:
         """The number of the file system that a directory lies in, and how many bytes are free there for this process.

@@ -7,21 +7,17 @@ the commit and the reader call it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import os
 import stat
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 from robust_dcp.on_demand import errors
-from robust_dcp.storage.files.alignment import alignment_of
-from robust_dcp.storage.files.disk import OpenFile, storage_error
-from robust_dcp.storage.files.mounts import is_of_this_machine
-from robust_dcp.storage.files.page_cache import cached_nbytes
+from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
+from robust_dcp.storage.files.kernel import alignment_of, allocate, cached_nbytes, is_of_this_machine
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -34,7 +30,7 @@ _BUFFERS_PER_CALL: Final = 1024
 _O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
 
 
-class PosixDisk:
+class PosixDisk(Disk):
     """:class:`Disk` by calls to the operating system. It has no state. Python repeats interrupted calls."""
 
     def open_new(self, path: str, *, direct: bool = False) -> OpenFile:
@@ -89,20 +85,8 @@ class PosixDisk:
         return cached_nbytes(file.fd, offset, nbytes)
 
     def preallocate(self, file: OpenFile, nbytes: int) -> bool:
-        if nbytes == 0:
-            return True
-        fallocate = _fallocate()
-        if fallocate is None:
-            return False
-        while True:
-            if fallocate(file.fd, 0, 0, nbytes) == 0:
-                return True
-            code = ctypes.get_errno()
-            if code == errno.EINTR:
-                continue
-            if code in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-                return False
-            raise storage_error("preallocate", file.path, OSError(code, os.strerror(code)))
+        is_allocated: bool = nbytes == 0 or _call("preallocate", file.path, allocate, file.fd, nbytes)
+        return is_allocated
 
     def truncate(self, file: OpenFile, nbytes: int) -> None:
         _call("truncate", file.path, os.ftruncate, file.fd, nbytes)
@@ -184,9 +168,8 @@ class PosixDisk:
             raise storage_error("look at", path, error) from error
         return True
 
-    def size(self, file: OpenFile | str) -> int:
-        path, place = (file.path, file.fd) if isinstance(file, OpenFile) else (file, file)
-        status: os.stat_result = _call("look at", path, os.stat, place)
+    def size(self, file: OpenFile) -> int:
+        status: os.stat_result = _call("look at", file.path, os.fstat, file.fd)
         return status.st_size
 
     def room(self, path: str) -> tuple[int, int]:
@@ -292,19 +275,3 @@ def _after(views: list[memoryview], nbytes: int) -> list[memoryview]:
             return [view[nbytes:], *views[index + 1 :]]
         nbytes -= view.nbytes
     return []
-
-
-@cache
-def _fallocate() -> Callable[[int, int, int, int], int] | None:
-    """fallocate(2), or ``None`` if the C library does not have it.
-
-    ``os.posix_fallocate`` is not used: if the file system cannot allocate, the C library writes into every block
-    itself. That takes as long as the save, and fails on a file that is open for direct I/O.
-    """
-    try:
-        function = ctypes.CDLL(None, use_errno=True).fallocate
-    except (AttributeError, OSError):
-        return None
-    function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    function.restype = ctypes.c_int
-    return function

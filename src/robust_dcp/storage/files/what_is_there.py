@@ -70,14 +70,8 @@ def _of_file(disk: Disk, path: str) -> str:
 
 
 def _is_of_torch_save(disk: Disk, path: str) -> bool:
-    if disk.size(path) == 0:  # nothing to read; and opening a pipe would wait for its other end
-        return False
-    file = disk.open_read(path)
-    try:
-        start = bytearray(512)
-        del start[disk.pread_into(file, start, 0) :]
-    finally:
-        disk.close(file)
+    with disk.reading(path) as file:
+        start = disk.read(file, 512, 0)
     return (start.startswith(_ZIP) and b"/data.pkl" in start) or _LEGACY in start[:16]
 
 
@@ -133,12 +127,8 @@ def _tracked(disk: Disk, path: str, names: list[str]) -> str:
     if TRACKER_NAME not in names:
         return ""
     try:
-        file = disk.open_read(os.path.join(path, TRACKER_NAME))
-        try:
-            content = bytearray(32)
-            del content[disk.pread_into(file, content, 0) :]
-        finally:
-            disk.close(file)
+        with disk.reading(os.path.join(path, TRACKER_NAME)) as file:
+            content = disk.read(file, 32, 0)
     except errors.StorageError:
         return ""
     return f" ({TRACKER_NAME} says {content.decode(errors='replace').strip()!r})"

@@ -35,14 +35,7 @@ def fit_of_file(disk: Disk, path: str) -> bytes:
     Raises:
         StorageError: it cannot be read.
     """
-    file = disk.open_read(path)
-    try:
-        nbytes = disk.size(file)
-        tail = bytearray(min(nbytes, _TAIL_NBYTES))
-        found = disk.pread_into(file, tail, nbytes - len(tail))
-    finally:
-        disk.close(file)
-    return _digest(nbytes, bytes(tail[:found]))
+    return _digest(*disk.read_end(path, _TAIL_NBYTES))
 
 
 def _digest(nbytes: int, tail: bytes) -> bytes:

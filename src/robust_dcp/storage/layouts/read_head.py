@@ -132,20 +132,15 @@ def read_head(disk: Disk, path: str) -> FileHead:
         StorageError: the file cannot be read.
         CorruptCheckpoint: as :func:`parse_head`.
     """
-    file = disk.open_read(path)
-    try:
+    with disk.reading(path) as file:
         file_nbytes = disk.size(file)
-        length = bytearray(LENGTH_NBYTES)
-        found = disk.pread_into(file, length, 0)
+        length = disk.read(file, LENGTH_NBYTES, 0)
         header_nbytes = int.from_bytes(length, "little")
-        if found < LENGTH_NBYTES or header_nbytes > min(file_nbytes - LENGTH_NBYTES, MAX_HEADER_NBYTES):
+        if len(length) < LENGTH_NBYTES or header_nbytes > min(file_nbytes - LENGTH_NBYTES, MAX_HEADER_NBYTES):
             most = min(file_nbytes - LENGTH_NBYTES, MAX_HEADER_NBYTES)
             raise unusable_file(path, f"a header of at most {most} bytes", f"{header_nbytes} bytes announced")
-        header = bytearray(header_nbytes)
-        disk.pread_into(file, header, LENGTH_NBYTES)
-    finally:
-        disk.close(file)
-    return parse_head(bytes(header), file_nbytes, path)
+        header = disk.read(file, header_nbytes, LENGTH_NBYTES)
+    return parse_head(header, file_nbytes, path)
 
 
 def parse_head(header: bytes, file_nbytes: int, file: str) -> FileHead:

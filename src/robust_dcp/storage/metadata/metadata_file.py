@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from robust_dcp.errors import CorruptCheckpoint, UnsafeCheckpoint
-from robust_dcp.storage.files.garbage import without_garbage_collection
 from robust_dcp.storage.files.paths import check_relative_path
 from robust_dcp.storage.metadata.metadata_classes import (
     METADATA_CLASSES,
@@ -31,7 +30,7 @@ from robust_dcp.storage.metadata.metadata_classes import (
     StorageInfo,
     reduce_tensor_properties,
 )
-from robust_dcp.storage.metadata.stored_pickle import corrupt, trailer_of, unpickled
+from robust_dcp.storage.metadata.stored_pickle import corrupt, trailer_of, unpickled, without_garbage_collection
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.data.limits import text_of
 from robust_dcp.storage.records.data.names import registered_by_user

@@ -6,14 +6,15 @@ torch, so this module imports none.
 
 from __future__ import annotations
 
+import gc
 import io
 import pickle
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 from robust_dcp.on_demand import errors
-from robust_dcp.storage.files.garbage import without_garbage_collection
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.records.data.limits import Budget
 from robust_dcp.storage.records.pickle_scan import dicts_in
@@ -27,6 +28,7 @@ __all__ = [
     "pickle_in",
     "trailer_of",
     "unpickled",
+    "without_garbage_collection",
 ]
 
 _MAGIC: Final = b"\nRDCPMD2"
@@ -39,6 +41,20 @@ _HOW_TO_ALLOW: Final = (
     "if the planner that wrote it keeps objects of that class in planner_data and you trust the file, register the "
     "class with torch.serialization.add_safe_globals([...])"
 )
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Millions of objects are made, and none of them is garbage. Looking for cycles among them would take most of the
+    time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def trailer_of(nbytes: int, crc: int) -> bytes:

@@ -22,8 +22,8 @@ from typing import Final
 
 from robust_dcp.errors import StorageError
 from robust_dcp.staging import Block, BlockLease
-from robust_dcp.storage.files.alignment import BUFFERED, Alignment
 from robust_dcp.storage.files.disk import Disk, OpenFile, storage_error
+from robust_dcp.storage.files.kernel import BUFFERED, Alignment
 from robust_dcp.storage.files.paths import holds_raw_bytes
 from robust_dcp.storage.layouts.footer import TAIL_NBYTES, Footer, Tail
 from robust_dcp.storage.layouts.places import PAGE_NBYTES

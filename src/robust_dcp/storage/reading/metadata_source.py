@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from errno import ENOENT, ENOTDIR
@@ -16,7 +17,7 @@ from typing import TypeVar
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError
-from robust_dcp.storage.files.being_loaded import needed_for_a_load
+from robust_dcp.storage.committing.saving_file import needed_for_a_load
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import metadata_name
 from robust_dcp.storage.files.what_is_there import what_is_there
@@ -203,11 +204,4 @@ class MetadataSource:
         return needed_for_a_load(self._disk, self._path)
 
     def _bytes_of(self, path: str, *, last: int | None = None) -> bytes:
-        opened = self._disk.open_read(path)
-        try:
-            nbytes = self._disk.size(opened)
-            buffer = bytearray(nbytes if last is None else min(last, nbytes))
-            found = self._disk.pread_into(opened, buffer, nbytes - len(buffer))
-        finally:
-            self._disk.close(opened)
-        return bytes(memoryview(buffer)[:found])
+        return self._disk.read_end(path, sys.maxsize if last is None else last)[1]

@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from robust_dcp.errors import CorruptCheckpoint
-from robust_dcp.storage.files.garbage import without_garbage_collection
 from robust_dcp.storage.files.paths import METADATA_NAME
 from robust_dcp.storage.layouts.footer import item_id
 from robust_dcp.storage.layouts.read_head import FileHead, StoredTensor
 from robust_dcp.storage.metadata.metadata_file import StorageInfo
+from robust_dcp.storage.metadata.stored_pickle import without_garbage_collection
 from robust_dcp.storage.reading.data_file import DataFile
 from robust_dcp.storage.reading.planned_items import WholeTensors
 

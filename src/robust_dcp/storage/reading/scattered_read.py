@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from robust_dcp.staging import Block, copy_bytes
-from robust_dcp.storage.files.alignment import Alignment
+from robust_dcp.storage.files.kernel import Alignment
 from robust_dcp.storage.records.checksum import crc32
 
 __all__ = ["ScatteredRead", "Wanted"]

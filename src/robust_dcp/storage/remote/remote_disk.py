@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from robust_dcp.errors import StorageError
-from robust_dcp.storage.files.disk import OpenFile
+from robust_dcp.storage.files.disk import Disk, OpenFile
 from robust_dcp.storage.files.paths import is_data_file
 from robust_dcp.storage.remote.calls import Calls
 from robust_dcp.storage.remote.filesystem import filesystem_of
@@ -49,7 +49,7 @@ class _RemoteFile(OpenFile):
         self.pieces: OrderedDict[int, bytes] | None = OrderedDict() if reads_ahead else None
 
 
-class RemoteDisk:
+class RemoteDisk(Disk):
     """Reads files of a store. All paths are URLs below the one that it was made for.
 
     Args:
@@ -146,10 +146,8 @@ class RemoteDisk:
             raise
         return True
 
-    def size(self, file: OpenFile | str) -> int:
-        if isinstance(file, OpenFile):
-            return _opened_here(file).nbytes
-        return int(self._info(file).get("size") or 0)
+    def size(self, file: OpenFile) -> int:
+        return _opened_here(file).nbytes
 
     def fingerprint(self, path: str) -> tuple[int, int, int]:
         info = self._info(path)

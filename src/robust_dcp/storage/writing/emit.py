@@ -36,8 +36,8 @@ from robust_dcp.staging import (
     on_cpu,
     to_host_together,
 )
-from robust_dcp.storage.files.alignment import BUFFERED
 from robust_dcp.storage.files.disk import Disk
+from robust_dcp.storage.files.kernel import BUFFERED
 from robust_dcp.storage.layouts import Frame
 from robust_dcp.storage.layouts.footer import FileSums, footer_of
 from robust_dcp.storage.layouts.places import LARGE_NBYTES, RECORD_ALIGNMENT, Slot

@@ -1,0 +1,468 @@
+"""The pickle of ``.metadata``, made from columns without a Python object for each item.
+
+Nothing here knows how torch pickles its classes. An example of each is pickled, with a mark in place of all that
+differs from item to item, and is cut at the marks. NumPy then repeats the opcodes between them for a million rows::
+
+    example    {<name>: TensorStorageMetadata(<properties>, <whole>, [ChunkStorageMetadata(<offset>, <size>)])}
+    record     GET name | opcodes | GET properties | opcodes | GET whole | opcodes | GET offset | opcodes …
+
+What marks stand for is in the pickle's memo, where everything is written once, or is a number. What a plan determines
+is encoded once, and shared by all checkpoints that the plan writes: see :class:`MetadataPickle`.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from robust_dcp.storage.metadata.metadata_classes import StorageInfo, reduce_tensor_properties
+from robust_dcp.storage.metadata.metadata_file import FORMAT_VERSION
+from robust_dcp.storage.metadata.stored_pickle import trailer_of
+from robust_dcp.storage.records.checksum import crc32, crc32_of_both
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["SLAB_ROWS", "MetadataColumns", "MetadataPickle", "Path"]
+
+SLAB_ROWS: Final = 1 << 14
+"""About so many rows are written at a time. Then the cost of a NumPy call does not matter, and temporaries stay in a
+cache.
+"""
+
+Path = tuple[str | int, ...]
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.integer[Any]]
+Fragments = tuple[bytes | memoryview, ...]
+Parts = Sequence[bytes | str]
+"""Opcodes, and between them the names of columns."""
+
+_PROTOCOL: Final = 3
+"""Its opcodes are valid in protocol 4, and it has no frames that would have to be removed."""
+
+_NUMBERS: Final = frozenset({"start", "nbytes"})
+"""Columns of numbers. All others hold places in the memo."""
+
+
+class Paths(Sized, Iterable[Path], Protocol):
+    """The path of each name, in order: a list, or an object that makes them one by one."""
+
+
+@dataclass(frozen=True, eq=False)
+class MetadataColumns:
+    """N names, and K items that are written for them. Each item is a row; rows are sorted by (name, offsets).
+
+    Attributes:
+        names: the distinct names, in the order of ``state_dict_metadata``.
+        paths: for each name its place in the nested state dict (DCP's ``planner_data``), or ``None``.
+        properties: the P distinct ``(dtype, layout, requires_grad)``.
+        name_properties: int32 ``[N]``, place in ``properties``; -1 for an object (``BytesStorageMetadata``).
+        name_size: int32 ``[N]``, place in ``sizes`` of the tensor's global size; -1 for objects.
+        sizes: int64 ``[S, D]``, values of ``torch.Size``. Only the first ``size_ndims`` entries of a row count.
+        size_ndims: uint8 ``[S]``.
+        name: int32 ``[K]``, place in ``names``; ascending. Each name has at least one row, an object exactly one.
+        offset, size: int32 ``[K]``, places in ``sizes`` of the chunk's offsets and sizes; -1 for objects.
+        file: int32 ``[K]``, place among the file names. These are given for each checkpoint.
+        start: int64 ``[K]``, where in its file the item begins, in bytes; -1 if this is given for each checkpoint.
+        nbytes: int64 ``[K]``, its length there in bytes; -1 where ``start`` is -1.
+        n_files: how many file names there will be.
+        attributes: attributes of ``Metadata`` that DCP does not know, with plain values.
+    """
+
+    names: Sequence[str]
+    paths: Paths | None
+    properties: Sequence[tuple[torch.dtype, torch.layout, bool]]
+    name_properties: Int32
+    name_size: Int32
+    sizes: Int64
+    size_ndims: npt.NDArray[np.uint8]
+    name: Int32
+    offset: Int32
+    size: Int32
+    file: Int32
+    start: Int64
+    nbytes: Int64
+    n_files: int
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Make sure that the columns fit together: a wrong place would silently give a tensor another tensor's size.
+
+        Raises:
+            ValueError: the message says which column is wrong.
+        """
+        n_names, n_rows, n_sizes = len(self.names), len(self.name), len(self.sizes)
+        steps = np.diff(self.name, prepend=-1, append=n_names)
+        is_object = self.name_properties < 0
+        of_object = is_object[self.name]
+        expected: dict[str, tuple[int, int, npt.NDArray[np.bool_] | None]] = {
+            "name_properties": (n_names, len(self.properties), is_object),
+            "name_size": (n_names, n_sizes, is_object),
+            "offset": (n_rows, n_sizes, of_object),
+            "size": (n_rows, n_sizes, of_object),
+            "file": (n_rows, self.n_files, None),
+        }
+        wrong = [
+            column
+            for column, (length, end, none) in expected.items()
+            if len(places := getattr(self, column)) != length
+            or (places >= end).any()
+            or ((places < 0) != (False if none is None else none)).any()
+        ]
+        is_again = steps[1:-1] == 0
+        facts = {
+            "name": ((steps == 0) | (steps == 1)).all() and steps[-1] == 1 and not (is_again & of_object[1:]).any(),
+            "size_ndims": len(self.size_ndims) == n_sizes and self.size_ndims.max(initial=0) <= self.sizes.shape[1],
+            "start": len(self.start) == n_rows,
+            "nbytes": len(self.nbytes) == n_rows and np.array_equal(self.start < 0, self.nbytes < 0),
+            "paths": self.paths is None or len(self.paths) == n_names,
+        }
+        wrong += [column for column, is_right in facts.items() if not is_right]
+        if wrong:
+            raise ValueError(f"columns of a .metadata do not fit together: {', '.join(wrong)}")
+
+
+class MetadataPickle:
+    """The common part of the pickles of all checkpoints that one plan writes. Several threads may use it at once.
+
+    Args:
+        columns: the columns that the plan determines. They are not kept.
+
+    Raises:
+        ValueError: the columns do not fit together.
+        NotImplementedError: this torch pickles a class of the metadata in a way that we cannot repeat.
+    """
+
+    def __init__(self, columns: MetadataColumns) -> None:
+        columns.check()
+        memo = _Memo(columns)
+        metadata, marks = _metadata_example(columns.attributes)
+        pieces = [part for part in _cut(metadata, marks, memo) if isinstance(part, bytes)]
+        state, planner, storage, *rest = pieces
+        values = (_opcodes(value, memo.all) for value in columns.attributes.values())
+        attributes = b"".join(before + value for before, value in zip(rest, values, strict=False))
+        self._rest = attributes, *rest[len(columns.attributes) :]
+        self._item = [_cut(*example, memo) for example in _examples()[2:]]
+        self._n_files = columns.n_files
+        rows = np.flatnonzero(columns.start < 0)
+        self.variable_files: Int64 = columns.file[rows].astype(np.int64)
+        """int64 ``[V]``: the file of each item whose place is given for each checkpoint. Items of one file are in their
+        order.
+        """
+        self._variable = _stored(columns, memo, rows)
+        known = np.flatnonzero(columns.start >= 0)
+        stored = (_stored(columns, memo, known[slab]) for slab in _slabs(len(known)))
+        self._constant: Fragments = (
+            _framed(memo.definitions),
+            state + pickle.EMPTY_DICT,
+            *_state_entries(columns, memo),
+            planner,
+            _framed(memo.planner_data),
+            storage + pickle.EMPTY_DICT,
+            *(_records(self._item, items["is_object"], items) for items in stored),
+        )
+        self._constant_nbytes = sum(map(len, self._constant))
+        self._constant_crc = 0
+        for part in self._constant:
+            self._constant_crc = crc32(part, self._constant_crc)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that this object keeps, roughly."""
+        return self._constant_nbytes + sum(column.nbytes for column in self._variable.values())
+
+    def encode(
+        self,
+        file_names: Sequence[str],
+        places: Int64,
+        storage_meta: StorageMeta | None,
+        *,
+        version: str | None = FORMAT_VERSION,
+    ) -> Fragments:
+        """The ``.metadata`` of one checkpoint with its trailer, in fragments to write one after the other. Items with
+        known places cost nothing here.
+
+        Args:
+            file_names: the data files, relative to the checkpoint.
+            places: int64 ``[V, 2]``, start and length of each item of ``variable_files`` in its file, in bytes.
+            storage_meta: written into the file as it is.
+            version: the version of DCP's format.
+
+        Raises:
+            ValueError: the number of file names or places is not that of the columns, or a place is impossible.
+        """
+        n_variable = len(self.variable_files)
+        if len(set(file_names)) != self._n_files or len(file_names) != self._n_files:
+            raise ValueError(f"a .metadata of {self._n_files} data files was given {len(set(file_names))} file names")
+        if places.shape != (n_variable, 2):
+            raise ValueError(
+                f"a .metadata with {n_variable} items of variable size was given places of shape {places.shape}: "
+                "expected a start and a length for each"
+            )
+        if places.size and int(places.min()) < 0:
+            raise ValueError(f"places in a .metadata: expected starts and lengths in bytes, found {int(places.min())}")
+        attributes, before_meta, before_version, end = self._rest
+        variable = {**self._variable, "start": places[:, 0], "nbytes": places[:, 1]}
+        names = _without_ends(pickle.dumps(list(file_names), _PROTOCOL)) + pickle.POP
+        before: Fragments = (pickle.PROTO + b"\x04", _framed(names))
+        behind: Fragments = (
+            _records(self._item, variable["is_object"], variable),
+            attributes + before_meta + _opcodes(storage_meta) + before_version + _opcodes(version) + end + pickle.STOP,
+        )
+        # The checksum of the large constant part is kept, not computed anew. So if a bit flips in memory between two
+        # saves, readers of the file notice it.
+        crc = crc32_of_both(crc32(b"".join(before)), self._constant_crc, self._constant_nbytes)
+        crc = crc32_of_both(crc, crc32(b"".join(behind)), sum(map(len, behind)))
+        pickled = (*before, *self._constant, *behind)
+        return (*pickled, trailer_of(sum(map(len, pickled)), crc))
+
+
+class _Memo:
+    """All values to which records refer, and their places in the memo of the pickle.
+
+    Attributes:
+        definitions: opcodes that put the values into the memo. Before them comes a list of the names of files.
+        planner_data: opcodes that push DCP's ``planner_data``.
+        name, properties, size, file: int64, the places in the memo, by the places in the columns.
+        all: the memo, as :mod:`pickle` has it.
+    """
+
+    def __init__(self, columns: MetadataColumns) -> None:
+        texts = {name: name for name in columns.names}
+        paths: dict[str, Path] | None = None
+        if columns.paths is not None:
+            paths = {  # with the strings that are in the memo, and not other objects with the same letters
+                name: tuple(texts.setdefault(part, part) if isinstance(part, str) else part for part in path)
+                for name, path in zip(columns.names, columns.paths, strict=True)
+            }
+        properties = [reduce_tensor_properties(TensorProperties(*each))[2] for each in columns.properties]
+        dims = zip(columns.sizes.tolist(), columns.size_ndims.tolist(), strict=True)
+        sizes = [torch.Size(row[:ndim]) for row, ndim in dims]
+        files = [f"file {number}" for number in range(columns.n_files)]
+        with io.BytesIO() as stream:
+            pickler = pickle.Pickler(stream, _PROTOCOL)
+            pickler.dump(files)
+            stream.seek(0)
+            stream.truncate()
+            pickler.dump([_shared_by_examples(), list(texts), properties, sizes])
+            self.definitions = _without_ends(stream.getvalue()) + pickle.POP
+        self.all = pickler.memo.copy()
+        self.name, self.properties, self.size, self.file = (
+            np.array([self.all[id(value)][0] for value in values], dtype=np.int64)
+            for values in (columns.names, properties, sizes, files)
+        )
+        self.planner_data = _opcodes(paths, self.all)
+
+
+def _opcodes(value: Any, memo: dict[int, tuple[int, Any]] | None = None) -> bytes:
+    """Opcodes that push ``value`` and do not change the memo. No value may contain itself."""
+    with io.BytesIO() as stream:
+        pickler = pickle.Pickler(stream, _PROTOCOL)
+        pickler.fast = True
+        pickler.memo = memo or {}
+        pickler.dump(value)
+        return _without_ends(stream.getvalue())
+
+
+def _without_ends(pickled: bytes) -> bytes:
+    return pickled[len(pickle.PROTO) + 1 : -len(pickle.STOP)]
+
+
+# Examples.
+
+_COLUMNS: Final = ("name", "properties", "whole", "offset", "size", "file", "start", "nbytes", "value", "cut")
+_FIRST_MARK: Final = 0x7EFEFD00
+_MARK: Final = re.compile(rb"J([\x00-\x09])\xfd\xfe\x7eQ")
+"""How a mark is pickled: as a number of this size, and BINPERSID. No text in UTF-8 holds the bytes FD and FE."""
+
+
+class _Mark:
+    """Stands in an example for what differs from item to item, or for a value, or for a place to cut."""
+
+    def __init__(self, column: str) -> None:
+        self.number = _FIRST_MARK + _COLUMNS.index(column)
+
+
+class _ExamplePickler(pickle.Pickler):
+    """Pickles examples, and notes what they have in common: classes, and the names of their attributes."""
+
+    def __init__(self, stream: io.BytesIO, memo: dict[int, tuple[int, Any]]) -> None:
+        super().__init__(stream, _PROTOCOL)
+        self.fast = True
+        self.memo = memo
+        properties = (*reduce_tensor_properties(TensorProperties())[:2], _Mark("properties"))
+        self.dispatch_table = {TensorProperties: lambda _: properties}
+        self.shared: dict[Any, Any] = {}
+
+    def persistent_id(self, value: Any) -> int | None:
+        if isinstance(value, (str, type)):
+            self.shared.setdefault(value, value)
+        return value.number if isinstance(value, _Mark) else None
+
+
+def _examples() -> tuple[tuple[Any, str], ...]:
+    """A tensor, an object, and where each is stored; and the columns that differ from item to item in each."""
+    mark: Any = _Mark
+    chunks: Any = [mark("cut"), ChunkStorageMetadata(mark("offset"), mark("size")), mark("cut")]
+    info = StorageInfo(mark("file"), mark("start"), mark("nbytes"))
+    of_tensor = MetadataIndex("", torch.Size(()))
+    vars(of_tensor).update(fqn=mark("name"), offset=mark("offset"))
+    return (
+        (
+            {mark("name"): TensorStorageMetadata(TensorProperties(), mark("whole"), chunks)},
+            "name properties whole cut offset size cut",
+        ),
+        ({mark("name"): BytesStorageMetadata()}, "name"),
+        ({of_tensor: info}, "name offset file start nbytes"),
+        ({MetadataIndex(mark("name")): info}, "name file start nbytes"),
+    )
+
+
+def _metadata_example(attributes: Iterable[str]) -> tuple[Metadata, str]:
+    metadata = Metadata({})
+    # A torch that does not know `version` accepts it: DCP's writers set it on the object.
+    names = ("state_dict_metadata", "planner_data", "storage_data", *attributes, "storage_meta", "version")
+    for name in names:
+        vars(metadata).pop(name, None)
+        vars(metadata)[name] = _Mark("value")
+    return metadata, "value " * len(names)
+
+
+def _shared_by_examples() -> list[Any]:
+    pickler = _ExamplePickler(io.BytesIO(), {})
+    for example, _ in (*_examples(), _metadata_example(())):
+        pickler.dump(example)
+    return list(pickler.shared)
+
+
+def _cut(example: Any, columns: str, memo: _Memo) -> list[bytes | str]:
+    """The pickle of an example, cut at its marks, which must be those of ``columns``."""
+    with io.BytesIO() as stream:
+        _ExamplePickler(stream, memo.all).dump(example)
+        parts: list[Any] = _MARK.split(_without_ends(stream.getvalue()))
+    parts[1::2] = [_COLUMNS[each[0]] for each in parts[1::2]]
+    if parts[1::2] != columns.split():
+        raise NotImplementedError(
+            f"robust_dcp cannot write .metadata with torch {torch.__version__}: expected that objects like {example!r} "
+            f"are pickled with {columns}, found {' '.join(parts[1::2])}; use another version of torch or of robust_dcp"
+        )
+    if isinstance(example, dict):  # one entry of a dict that the records are put into
+        parts[0] = parts[0].removeprefix(pickle.EMPTY_DICT)
+    return parts
+
+
+# Records.
+
+
+def _state_entries(columns: MetadataColumns, memo: _Memo) -> Iterator[memoryview]:
+    """The entries of ``state_dict_metadata`` for whole names. A name is never divided, however many rows it has."""
+    tensor, an_object = (_cut(*example, memo) for example in _examples()[:2])
+    first_cut = tensor.index("cut")
+    last_cut = tensor.index("cut", first_cut + 1)
+    begin, chunk, end = tensor[:first_cut], tensor[first_cut + 1 : last_cut], tensor[last_cut + 1 :]
+    templates = (an_object, chunk, begin + chunk, chunk + end, begin + chunk + end)
+    n_rows = len(columns.name)
+    starts = np.flatnonzero(np.diff(columns.name, prepend=-1))
+    marks = np.searchsorted(starts, np.arange(0, n_rows, SLAB_ROWS))
+    for first, behind in pairwise(np.unique(np.append(np.append(starts, n_rows)[marks], n_rows)).tolist()):
+        some = slice(first, behind)
+        name = columns.name[some]
+        properties = columns.name_properties[name]
+        values = {
+            "name": memo.name[name],
+            "properties": _at(memo.properties, properties),
+            "whole": _at(memo.size, columns.name_size[name]),
+            "offset": _at(memo.size, columns.offset[some]),
+            "size": _at(memo.size, columns.size[some]),
+        }
+        is_first, is_last = np.diff(name, prepend=-1) != 0, np.diff(name, append=-1) != 0
+        yield _records(templates, np.where(properties < 0, 0, 1 + is_first + 2 * is_last), values)
+
+
+def _stored(columns: MetadataColumns, memo: _Memo, rows: npt.NDArray[np.intp]) -> dict[str, Int64]:
+    """The values in the entries of ``storage_data`` for some rows."""
+    return {
+        "name": memo.name[columns.name[rows]],
+        "offset": _at(memo.size, columns.offset[rows]),
+        "file": memo.file[columns.file[rows]],
+        "start": columns.start[rows],
+        "nbytes": columns.nbytes[rows],
+        "is_object": (columns.offset[rows] < 0).astype(np.int64),
+    }
+
+
+def _at(places_in_memo: Int64, places: Int32) -> Int64:
+    """Where a place is -1, as it is for objects, the result means nothing."""
+    return places_in_memo[places] if len(places_in_memo) else np.zeros(len(places), dtype=np.int64)
+
+
+def _records(templates: Sequence[Parts], which: Ints, columns: Mapping[str, Ints]) -> memoryview:
+    """A frame with an entry for each row: the record ``templates[which[row]]``, filled from ``columns`` of that row."""
+    chosen = [np.flatnonzero(which == number) for number in range(len(templates))]
+    blanks = [_blank(parts, columns, rows) for parts, rows in zip(templates, chosen, strict=True)]
+    nbytes = np.array([len(blank) for blank, _ in blanks])[which]
+    ends = np.cumsum(nbytes)
+    data: npt.NDArray[np.uint8] = np.empty(int(nbytes.sum()), dtype=np.uint8)
+    for (blank, gaps), rows in zip(blanks, chosen, strict=True):
+        if len(rows):
+            whole = np.dtype((np.void, len(blank)))
+            filled = np.full(len(rows), np.frombuffer(blank, dtype=whole))
+            for name in gaps.names or ():
+                filled.view(gaps)[name] = columns[name][rows]
+            # View each byte of `data` as the start of a record. These records overlap, but those that we write to do
+            # not.
+            starts = np.ndarray(len(data) - len(blank) + 1, dtype=whole, buffer=data, strides=(1,))
+            starts[ends[rows] - len(blank)] = filled
+    return _framed(data.data)
+
+
+def _blank(parts: Parts, columns: Mapping[str, Ints], rows: Ints) -> tuple[bytes, np.dtype[np.void]]:
+    """A record with empty gaps, and where the gaps are. A number has room for the largest number in ``rows``."""
+    blank = b""
+    gaps: dict[str, tuple[str, int]] = {}
+    for part in parts:
+        if isinstance(part, bytes):
+            blank += part
+            continue
+        if part not in _NUMBERS:
+            opcode, form = pickle.LONG_BINGET, "<u4"
+        elif int(columns[part][rows].max(initial=0)) < 1 << 31:
+            opcode, form = pickle.BININT, "<i4"
+        else:
+            opcode, form = pickle.LONG1 + b"\x08", "<i8"
+        gaps[part] = form, len(blank) + len(opcode)
+        blank += opcode + bytes(int(form[-1]))
+    forms, offsets = [form for form, _ in gaps.values()], [at for _, at in gaps.values()]
+    return blank, np.dtype({"names": list(gaps), "formats": forms, "offsets": offsets, "itemsize": len(blank)})
+
+
+def _framed(opcodes: Buffer) -> memoryview:
+    """A frame. If a file has no ``peek``, as files of object stores have none, ``pickle.load`` reads data outside of
+    frames opcode by opcode. For 640,000 items: 0.95 s with frames, 1.8 s without from a ``BytesIO``, 3.4 s without from
+    a file object in Python.
+    """
+    data = memoryview(opcodes)
+    return memoryview(b"".join((pickle.FRAME, data.nbytes.to_bytes(8, "little"), data)))
+
+
+def _slabs(count: int) -> list[slice]:
+    return [slice(at, at + SLAB_ROWS) for at in range(0, count, SLAB_ROWS)]
