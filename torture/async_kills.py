@@ -2,7 +2,8 @@
 
 In each trial 2 to 4 ranks train and save into one directory, again and again, with a thread or a process that writes.
 Where two saves may be under way at once, they go into two directories in turn.
-While one save is staged, written or committed, or at any time, SIGKILL ends a rank or its writer process.
+While one save is staged, written and committed, SIGKILL ends a rank or its writer process: before a call to the disk
+that the seed draws where a thread writes, else after a time that the seed draws.
 
 * A rank is killed: all others have to raise one error that names it, and its writer process has to end.
 * A writer process is killed: at most one save may fail, on all ranks alike, and the saves after it have to be made.
@@ -20,18 +21,26 @@ import os
 import random
 import sys
 import tempfile
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 
 import robust_dcp
-from robust_dcp import RobustWriter
+from tests.faults.disk import Call, FaultDisk
 from tests.harness.ranks import Outcome, RanksOverran, run_ranks
 from tests.support.waiting import wait_until
-from torture.generations import files_not_named, generation_in, make_state, set_generation
-from torture.kill_points import PHASES, KillDisk, Order, arm, is_gone, writer_pids
-from torture.survivors import LIMIT_SECONDS, Raised, Result, judge_survivors, killed_at_seconds, print_table
+from torture.generations import files_not_named, generation_in, is_gone, make_state, set_generation, writer_pids
+from torture.survivors import (
+    LIMIT_SECONDS,
+    Raised,
+    Result,
+    end_process,
+    judge_survivors,
+    killed_at_seconds,
+    print_table,
+)
 
 __all__ = ["KINDS", "Trial", "make_trial", "run_trial"]
 
@@ -57,13 +66,19 @@ _SAVED = "committed "
 
 @dataclass(frozen=True)
 class Trial:
-    """What happens: while generation 2 is saved, a process of rank ``victim`` is killed."""
+    """What happens: while generation 2 is saved, a process of rank ``victim`` is killed.
+
+    Attributes:
+        kills: ``"trainer"`` or ``"writer"``.
+        number: how many calls to the disk are made before; where no thread writes, so many hundredths of a second pass.
+    """
 
     seed: int
     size: int
     victim: int
-    order: Order
     executor: str
+    kills: str
+    number: int
     staging: str
     max_in_flight: int
 
@@ -74,7 +89,7 @@ class Trial:
     @property
     def kind(self) -> str:
         """Its line in the table."""
-        return f"{self.executor}: {self.order.victim} {self.order.phase}"
+        return f"{self.executor}: {self.kills}, staging {self.staging}"
 
 
 @dataclass
@@ -92,14 +107,12 @@ class Told:
 
 
 def make_trial(seed: int) -> Trial:
-    """The trial number ``seed``. Kinds, phases and stagings are gone through in turn, all else is random."""
+    """The trial number ``seed``. Kinds and stagings are gone through in turn, all else is random."""
     rng = random.Random(f"async kill {seed}")
-    executor, victim = KINDS[seed % len(KINDS)]
-    phase = PHASES[seed // len(KINDS) % len(PHASES)]
-    staging = list(STAGINGS)[seed // len(KINDS) // len(PHASES) % len(STAGINGS)]
+    executor, kills = KINDS[seed % len(KINDS)]
+    staging = list(STAGINGS)[seed // len(KINDS) % len(STAGINGS)]
     size = rng.randint(2, 4) if executor == "thread" else rng.choice((2, 2, 2, 3))  # writers take long to start
-    order = Order(victim, phase, rng.randrange(24))
-    return Trial(seed, size, rng.randrange(size), order, executor, staging, rng.randint(1, 2))
+    return Trial(seed, size, rng.randrange(size), executor, kills, rng.randrange(50), staging, rng.randint(1, 2))
 
 
 def run_trial(trial: Trial) -> Result[Trial]:
@@ -110,14 +123,13 @@ def run_trial(trial: Trial) -> Result[Trial]:
         try:
             outcomes = run_ranks(
                 *(trial.size, _be_rank, trial, path),
-                env={"TORTURE_KILL_DIRECTORY": directory},
                 timeout_seconds=90,
             )
         except RanksOverran as error:
             result.complaints.append(str(error)[:5000])
             return result
         told = {outcome.rank: outcome.value for outcome in outcomes if outcome.value is not None}
-        if trial.order.victim == "trainer":
+        if trial.kills == "trainer":
             first, last = ({rank: each.raised[n] for rank, each in told.items() if each.raised} for n in (0, -1))
             is_same = len({each.message for each in first.values()}) == 1
             judge_survivors(result, outcomes, trial.victim, first if is_same else last)
@@ -133,7 +145,7 @@ def run_trial(trial: Trial) -> Result[Trial]:
 def _judge_writer_trial(result: Result[Trial], outcomes: list[Outcome], told: dict[int, Told]) -> None:
     """At most one save has failed, on all ranks with the same words; the last one is there."""
     trial = result.trial
-    if "killed at" not in outcomes[trial.victim].output and trial.order.phase != "at any time":
+    if "killed at" not in outcomes[trial.victim].output:
         result.complaints.append(f"no writer was killed: {outcomes[trial.victim]}")
     messages = {rank: [error.message for error in each.raised] for rank, each in told.items()}
     if len(told) < trial.size:
@@ -154,7 +166,7 @@ def _judge_directory(result: Result[Trial], outcomes: list[Outcome], path: str) 
     """What is there is whole and not older than what any rank was told; and another job can save over it."""
     trial = result.trial
     saved = max(_numbers_after(_SAVED, outcomes), default=0)
-    oldest, newest = (saved, saved + trial.max_in_flight) if trial.order.victim == "trainer" else (_LAST, _LAST)
+    oldest, newest = (saved, saved + trial.max_in_flight) if trial.kills == "trainer" else (_LAST, _LAST)
     paths = [
         each
         for each in {trial.directory(path, number) for number in _GENERATIONS}
@@ -188,13 +200,13 @@ def _be_rank(trial: Trial, path: str) -> Told:
     pending: list[tuple[int, Any]] = []
     first_writer = f"{os.path.dirname(path)}/writer"
     # A writer may die at any time, a rank will: so the others go on until they hear of it.
-    generations = _GENERATIONS if trial.order.victim == "trainer" else range(1, _LAST + 1)
+    generations = _GENERATIONS if trial.kills == "trainer" else range(1, _LAST + 1)
     for generation in generations:
         set_generation(state, generation)
         if generation == _ARMED and rank == trial.victim:
             with open(first_writer, "w") as file:
                 file.write(" ".join(map(str, writer_pids())))
-            arm(trial.order)
+            _arm(trial, path)
         is_last = generation == generations[-1]
         is_over = bool(told.raised)
         try:
@@ -210,7 +222,7 @@ def _be_rank(trial: Trial, path: str) -> Told:
             except robust_dcp.RobustCheckpointError as error:
                 _note(told, error)
         # Who was the only one to hear of the death, with the last message of a save, asks once more, as others do.
-        if is_over and trial.order.victim == "trainer" and os.path.exists(first_writer):
+        if is_over and trial.kills == "trainer" and os.path.exists(first_writer):
             told.outlived_by_writer = _is_outlived(first_writer)
             return told
         if told.raised and not told.loaded and rank == 0 and trial.max_in_flight == 1:
@@ -218,10 +230,25 @@ def _be_rank(trial: Trial, path: str) -> Told:
     return told
 
 
+def _arm(trial: Trial, path: str) -> None:
+    """Have this rank or its writer killed, from now on."""
+
+    def strike(call: Call | None = None) -> None:
+        for pid in writer_pids() if trial.kills == "writer" else [None]:
+            end_process(pid)
+
+    if trial.executor == "thread":
+        FaultDisk(os.path.dirname(path), at=(trial.number, strike)).install()
+    else:
+        timer = threading.Timer(trial.number / 100, strike)
+        timer.daemon = True
+        timer.start()
+
+
 def _save(state: dict[str, Any], path: str, trial: Trial) -> Any:
     saving = robust_dcp.async_save(
         state,
-        storage_writer=RobustWriter(path, disk=KillDisk()),
+        checkpoint_id=path,
         executor=trial.executor,  # type: ignore[arg-type]
         max_in_flight=trial.max_in_flight,
         timeout_seconds=_TIMEOUT_SECONDS,

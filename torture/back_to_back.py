@@ -29,8 +29,7 @@ import robust_dcp
 from robust_dcp.staging import SHARED_STAGING, STAGING
 from robust_dcp.structure_cache import CACHE
 from tests.harness.ranks import run_ranks, values
-from torture.generations import files_not_named
-from torture.kill_points import child_pids
+from torture.generations import child_pids, files_not_named, writer_pids
 
 __all__ = ["WAYS", "Counts", "Way", "grown", "run_way"]
 
@@ -138,8 +137,7 @@ def _count(committed: int, skipped: int, directory: str) -> Counts:
     CACHE.clear()  # it has a limit, and keeps the plans of some hundred structures until then
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    children = child_pids()
-    writers = [pid for pid in children if b"writing_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    children, writers = child_pids(), writer_pids()
     names = os.listdir(directory)
     return Counts(
         committed=committed,

@@ -1,12 +1,13 @@
 """State dicts of which every value tells to which generation it belongs, and what a checkpoint holds of them.
 
-Owns what is saved, and the two readers that judge it: stock's and ours. Used by ``torture.async_kills``.
+Owns what is saved, the two readers that judge it (stock's and ours), and which processes a rank has started.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader
 import robust_dcp
 from robust_dcp import RobustReader
 
-__all__ = ["blank_state", "files_not_named", "generation_in", "make_state", "set_generation"]
+__all__ = ["child_pids", "files_not_named", "generation_in", "is_gone", "make_state", "set_generation", "writer_pids"]
 
 _LARGE = 1 << 18
 _N_SMALL = 20
@@ -35,11 +36,6 @@ def make_state(ranks: Sequence[int], generation: int) -> dict[str, Any]:
     return state
 
 
-def blank_state(ranks: Sequence[int]) -> dict[str, Any]:
-    """The same, with nothing in it that was saved."""
-    return make_state(ranks, -1)
-
-
 def set_generation(state: dict[str, Any], generation: int) -> None:
     """Change all values, in place, as an optimizer does."""
     state["step"] = generation
@@ -53,7 +49,7 @@ def generation_in(path: str, ranks: Sequence[int], known: Sequence[int]) -> int 
     """The generation that both readers find, whole; or what is wrong."""
     found = []
     for name, load in (("stock", _load_with_stock), ("ours", _load_with_ours)):
-        state = blank_state(ranks)
+        state = make_state(ranks, -1)  # nothing in it was saved
         try:
             load(state, path)
         except BaseException as error:  # CheckpointException is no Exception
@@ -97,3 +93,24 @@ def _load_with_stock(state: dict[str, Any], path: str) -> None:
 
 def _load_with_ours(state: dict[str, Any], path: str) -> None:
     robust_dcp.load(state, storage_reader=RobustReader(path, verify_checksums="all"), no_dist=True)
+
+
+def child_pids() -> list[int]:
+    """The processes that this one has started; those that have ended are not among them."""
+    pids: list[int] = []
+    for path in Path("/proc/self/task").glob("*/children"):
+        pids += map(int, path.read_text().split())
+    return [each for each in pids if not is_gone(each)]
+
+
+def writer_pids() -> list[int]:
+    """The writer processes of this rank."""
+    return [pid for pid in child_pids() if b"writing_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, even if nobody has asked how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith(("Z", "X"))
+    except (FileNotFoundError, ProcessLookupError):
+        return True

@@ -20,8 +20,8 @@ from robust_dcp import CopyOptions, CorruptCheckpoint, RobustReader, RobustWrite
 from robust_dcp.report_page import read_reports
 from robust_dcp.storage.files.posix_disk import PosixDisk
 from tests.drain.checkpoints import data_files, loaded, save, state_dict
+from tests.drain.object_store import BUCKET, Fault, FaultyProxy, faulty_proxy, options_for, s3_server
 from tests.harness.ranks import run_ranks, values
-from torture.object_store import BUCKET, Fault, FaultyProxy, faulty_proxy, options_for, s3_server
 
 PART_NBYTES = 5 << 20
 N_ITEMS = 4_000_000  # more than one part in each of two files, as float32

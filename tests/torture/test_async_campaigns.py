@@ -16,17 +16,16 @@ from torture.async_kills import Trial, run_trial
 from torture.back_to_back import Counts, grown, run_way
 from torture.back_to_back import Way as WayOfSaving
 from torture.generations import files_not_named, generation_in, make_state
-from torture.kill_points import Order
 from torture.torn_copies import WAYS, be_rank
 
 
 @pytest.mark.parametrize(
     "trial",
     [
-        Trial(1, 3, 1, Order("trainer", "writing", 4), "thread", "lazy", 2),
-        Trial(2, 2, 0, Order("trainer", "committing", 6), "thread", "waves", 1),
-        Trial(3, 2, 1, Order("writer", "writing", 3), "process", "full", 1),
-        Trial(4, 2, 0, Order("trainer", "writing", 3), "process", "lazy", 1),
+        Trial(1, 3, 1, "thread", "trainer", 4, "lazy", 2),
+        Trial(2, 2, 0, "thread", "trainer", 16, "waves", 1),
+        Trial(3, 2, 1, "process", "writer", 3, "full", 1),
+        Trial(4, 2, 0, "process", "trainer", 3, "lazy", 1),
     ],
     ids=lambda trial: trial.kind,
 )
