@@ -21,10 +21,10 @@ from robust_dcp import CheckpointManager, CopyOptions, RobustWriter, StorageErro
 from robust_dcp.storage.committing.saving_file import needed_for_a_load
 from robust_dcp.storage.files.disk import OpenFile
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from tests.api import on_nodes
 from tests.drain.checkpoints import ActingDisk, data_files, loaded, refuse, save, state_dict
 from tests.harness.nodes import can_become_node
 from tests.harness.ranks import errors, run_ranks, values
+from tests.promises.test_nodes import start
 
 RECORD = ".robust_dcp.drain.json"
 
@@ -324,7 +324,7 @@ def _opened_by_nearest(place: str) -> bool:
 
 
 def _nearest_on_nodes(root: str) -> str:
-    on_nodes.start(f"{root}/seen", f"{root}/nodes", ("a", "b"))
+    start(f"{root}/seen", f"{root}/nodes", ("a", "b"))
     return nearest_copy([f"file://{root}/seen/near", f"{root}/far"])
 
 

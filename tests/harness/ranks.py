@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from tests.harness.rank_process import ALL_STACKS_SIGNAL, STACK_SIGNAL, RankError, RankTask, serve
 
-__all__ = ["Outcome", "RankError", "RanksOverran", "errors", "in_ranks", "run_ranks", "values"]
+__all__ = ["Outcome", "RankError", "RanksOverran", "errors", "fork_server", "in_ranks", "run_ranks", "values"]
 
 _STACKS_WITHIN_SECONDS = 2.0
 _GONE_WITHIN_SECONDS = 10.0
@@ -184,7 +184,7 @@ def _tasks(
 ) -> Iterator[list[RankTask]]:
     """What each rank is to do. Their outputs and the store of their group last as long as the block."""
     pickled = pickle.dumps(call)
-    _context()
+    fork_server()
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory, _store(timeout_seconds) as port:
         yield [
             RankTask(
@@ -238,7 +238,7 @@ class _Rank:
     result: tuple[Any, RankError | None] | None
 
     def __init__(self) -> None:
-        context = _context()
+        context = fork_server()
         self.connection: Connection
         self.connection, theirs = context.Pipe(duplex=True)
         self.process: BaseProcess = context.Process(target=serve, args=(theirs,), name="rank")
@@ -398,7 +398,7 @@ def _store(timeout_seconds: float) -> Iterator[int]:
     del store
 
 
-def _context() -> Any:
+def fork_server() -> Any:
     """The forkserver context. The first call starts the server, with torch loaded and no thread running."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.harness.preload"])

@@ -1,7 +1,7 @@
 """A cluster on one machine: hosts that are network namespaces, with interfaces and names of their own.
 
     with Cluster(2) as cluster:
-        run_program(script, directory, size=4, command=cluster.commands(ranks_per_host=2), env=cluster.env)
+        run_program(script, directory, size=4, become_host=cluster.host_of(2), env=cluster.env())
 
 Each host has ``lo``, ``eth0`` in a network that joins all hosts, and ``eth1`` in a network of its own. Its name stands
 for 127.0.1.1, as Debian's installer writes it.
@@ -9,24 +9,30 @@ for 127.0.1.1, as Debian's installer writes it.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import shutil
+import socket
 import subprocess
 import tempfile
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 __all__ = ["Cluster", "why_not"]
+
+_CLONE_NEWNET, _CLONE_NEWNS, _CLONE_NEWUTS = 0x40000000, 0x00020000, 0x04000000
+_MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 1 << 18
 
 
 def why_not() -> str:
     """Why this machine cannot have a cluster; empty if it can."""
     if os.geteuid() != 0:
         return "network namespaces take root"
-    missing = [tool for tool in ("ip", "unshare") if shutil.which(tool) is None]
-    if missing:
-        return f"network namespaces take {' and '.join(missing)}"
+    if shutil.which("ip") is None:
+        return "network namespaces take the command ip"
     name = f"probe{uuid.uuid4().hex[:6]}"
     if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:
         return "this kernel or container makes no network namespaces"
@@ -96,15 +102,9 @@ class Cluster:
             subprocess.run(["ip", "netns", "delete", self._name(host)], capture_output=True, check=False)
         shutil.rmtree(self._hosts_file.parent, ignore_errors=True)
 
-    def commands(self, ranks_per_host: int) -> list[list[str]]:
-        """For each rank what runs a command on its host."""
-        found = []
-        for rank in range(self.n_hosts * ranks_per_host):
-            host = rank // ranks_per_host
-            inside = f'hostname host{host}; mount --bind {self._hosts_file} /etc/hosts; exec "$@"'
-            unshare = ["unshare", "--uts", "--mount", "sh", "-c", inside, "sh"]
-            found.append(["ip", "netns", "exec", self._name(host), *unshare])
-        return found
+    def host_of(self, ranks_per_host: int) -> Callable[[int], None]:
+        """What makes a process run on the host of its rank."""
+        return functools.partial(_become_host, self._name(""), ranks_per_host, str(self._hosts_file))
 
     def env(self, **more: str) -> dict[str, str]:
         """What the ranks find in their environment."""
@@ -113,6 +113,24 @@ class Cluster:
     def plug(self, host: int, *, into_network: bool) -> None:
         """Plug the cable of a host in, or pull it out."""
         _ip("-n", self._name("s"), "link", "set", f"port{host}", "up" if into_network else "down")
+
+
+def _become_host(names: str, ranks_per_host: int, hosts_file: str, rank: int) -> None:
+    host = rank // ranks_per_host
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{names}{host}") as namespace:
+        _check(libc.setns(namespace.fileno(), _CLONE_NEWNET))
+    _check(libc.unshare(_CLONE_NEWNS | _CLONE_NEWUTS))
+    _check(libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
+    _check(libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None))  # where gloo looks for interfaces
+    _check(libc.mount(os.fsencode(hosts_file), b"/etc/hosts", None, _MS_BIND, None))
+    socket.sethostname(f"host{host}")
+
+
+def _check(result: int) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def _ip(*arguments: str) -> None:

@@ -44,33 +44,33 @@ finally:  # rank 0 hosts the store, and stays until nobody needs it
 def test_hosts_whose_names_stand_for_127_0_1_1_save_and_load_over_the_interface_of_the_variable(tmp_path: Path) -> None:
     with Cluster(2) as cluster:
         env = cluster.env(GLOO_SOCKET_IFNAME="eth0")
-        ended = run_program(_SAVE_AND_LOAD, tmp_path, size=4, command=cluster.commands(2), env=env)
+        ended = run_program(_SAVE_AND_LOAD, tmp_path, size=4, become_host=cluster.host_of(2), env=env)
     assert all(each.exitcode == 0 and "all is well 4" in each.output for each in ended)
 
 
 def test_hosts_without_the_variable_use_the_address_by_which_they_reach_the_store(tmp_path: Path) -> None:
     with Cluster(3) as cluster:
-        ended = run_program(_WITHOUT_COLLECTIVES, tmp_path, size=3, command=cluster.commands(1), env=cluster.env())
+        ended = run_program(_WITHOUT_COLLECTIVES, tmp_path, size=3, become_host=cluster.host_of(1), env=cluster.env())
     assert all(each.exitcode == 0 and "all is well" in each.output for each in ended)
 
 
 def test_hosts_of_ipv6_only_save_and_load(tmp_path: Path) -> None:
     with Cluster(2, ipv6=True) as cluster:
-        ended = run_program(_WITHOUT_COLLECTIVES, tmp_path, size=2, command=cluster.commands(1), env=cluster.env())
+        ended = run_program(_WITHOUT_COLLECTIVES, tmp_path, size=2, become_host=cluster.host_of(1), env=cluster.env())
     assert all(each.exitcode == 0 and "all is well" in each.output for each in ended)
 
 
 def test_the_first_of_several_interfaces_counts(tmp_path: Path) -> None:
     with Cluster(2) as cluster:
         env = cluster.env(GLOO_SOCKET_IFNAME="eth0,eth1")
-        ended = run_program(_WITHOUT_COLLECTIVES, tmp_path, size=2, command=cluster.commands(1), env=env)
+        ended = run_program(_WITHOUT_COLLECTIVES, tmp_path, size=2, become_host=cluster.host_of(1), env=env)
     assert all(each.exitcode == 0 for each in ended)
 
 
 def test_an_interface_that_is_not_there_is_an_error_that_names_those_that_are(tmp_path: Path) -> None:
     with Cluster(2) as cluster:
         env = cluster.env(GLOO_SOCKET_IFNAME="ib0")
-        ended = run_program(_WITHOUT_COLLECTIVES, tmp_path, size=2, command=cluster.commands(1), env=env)
+        ended = run_program(_WITHOUT_COLLECTIVES, tmp_path, size=2, become_host=cluster.host_of(1), env=env)
     for each in ended:
         assert each.exitcode == 1
         assert "has no interface 'ib0': it has eth0, eth1, lo" in each.output
@@ -80,7 +80,7 @@ def test_an_interface_that_is_not_there_is_an_error_that_names_those_that_are(tm
 def test_an_interface_that_does_not_join_the_hosts_is_named_with_the_variable(tmp_path: Path, interface: str) -> None:
     with Cluster(2) as cluster:
         env = cluster.env(GLOO_SOCKET_IFNAME=interface)
-        ended = run_program(_WITHOUT_COLLECTIVES, tmp_path, size=2, command=cluster.commands(1), env=env)
+        ended = run_program(_WITHOUT_COLLECTIVES, tmp_path, size=2, become_host=cluster.host_of(1), env=env)
     for each in ended:
         assert each.exitcode == 1
         assert "GLOO_SOCKET_IFNAME" in each.output
@@ -114,7 +114,7 @@ def test_a_cable_that_is_pulled_out_for_two_seconds_is_waited_for(tmp_path: Path
         pulling = threading.Thread(target=pull)
         pulling.start()
         env = cluster.env(GLOO_SOCKET_IFNAME="eth0")
-        ended = run_program(script, tmp_path, size=2, command=cluster.commands(1), env=env)
+        ended = run_program(script, tmp_path, size=2, become_host=cluster.host_of(1), env=env)
         pulling.join()
     assert all(each.exitcode == 0 and "all is well" in each.output for each in ended)
 
@@ -150,7 +150,7 @@ def test_a_host_that_is_cut_off_is_named_and_its_ranks_save_again_when_it_is_bac
         pulling = threading.Thread(target=pull)
         pulling.start()
         env = cluster.env(GLOO_SOCKET_IFNAME="eth0")
-        ended = run_program(script, tmp_path, size=3, command=cluster.commands(1), env=env, timeout_seconds=200)
+        ended = run_program(script, tmp_path, size=3, become_host=cluster.host_of(1), env=env, timeout_seconds=200)
         pulling.join()
     assert all("named [2]" in each.output for each in ended[:2])
     assert all(each.exitcode == 0 and "saved again" in each.output for each in ended)

@@ -125,7 +125,7 @@ def test_a_forked_child_that_runs_its_exit_handlers_disturbs_nothing(tmp_path: P
     assert loaded["shared"][0] == 2
     dist.destroy_process_group()
     """
-    for each in run_program(script, tmp_path, size=2):
+    for each in run_program(script, tmp_path, size=2, in_new_interpreter=True):
         assert each.output.count("child 7") == 3
         assert each.exitcode == 0
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import robust_dcp
-from robust_dcp.storage.files.posix_disk import PosixDisk
+from robust_dcp import RobustReader, RobustWriter
+from tests.faults.disk import CHANGES, Call, FaultDisk, kill
 from tests.harness.faults import delay_in, fail_in, kill_in
 from tests.harness.ranks import errors, in_ranks, values
+from tests.harness.verdicts import Verdict, verdict_of
 
 SAVE_PHASES = ("plan", "write", "commit")
 LOAD_PHASES = ("plan", "read", "apply")
@@ -97,19 +101,24 @@ def save_with_a_late_rank(path: str) -> str:
     return "late" if arrived.is_set() or dist.get_rank() != 1 else "not late"
 
 
+def come_too_late(path: str) -> Verdict:
+    if dist.get_rank() == 1:
+        time.sleep(3)
+    verdict = verdict_of(robust_dcp.save, state(0), checkpoint_id=path, timeout_seconds=1.5)
+    dist.barrier()  # all are here again: the next save works
+    robust_dcp.save(state(1), checkpoint_id=path, timeout_seconds=30)
+    assert step_in(path) == 1.0
+    return verdict
+
+
+def test_a_rank_that_comes_too_late_is_named_on_both_sides_and_the_next_save_works(tmp_path: Path) -> None:
+    early, late = values(in_ranks(2, come_too_late, str(tmp_path / "checkpoint")))
+    assert early.type_name == late.type_name == "ExchangeTimeout"
+    assert early.fields["missing_ranks"] == [1]
+
+
 def test_a_rank_that_is_late_is_waited_for(tmp_path: Path) -> None:
     assert values(in_ranks(2, save_with_a_late_rank, str(tmp_path))) == ["late", "late"]
-
-
-class CountsWrites(PosixDisk):
-    """A slow disk."""
-
-    nbytes = 0
-
-    def pwrite(self, file: Any, data: Any, offset: int) -> None:
-        time.sleep(0.05)
-        super().pwrite(file, data, offset)
-        self.nbytes += sum(memoryview(each).nbytes for each in (data if isinstance(data, list | tuple) else [data]))
 
 
 class CannotBePickled:
@@ -118,16 +127,13 @@ class CannotBePickled:
 
 
 def fail_while_the_others_write(path: str) -> tuple[str, int]:
-    disk = CountsWrites()
     if dist.get_rank() == 1:
         own: dict[str, Any] = {"object": CannotBePickled()}
     else:  # 200 writes of 8 MiB: ten seconds of this disk. One block, seen by many names, takes no memory.
         own = dict.fromkeys((f"w{n}" for n in range(200)), torch.ones(2 << 20))
-    try:
-        robust_dcp.save(own, storage_writer=robust_dcp.RobustWriter(path, threads=1, disk=disk))
-    except robust_dcp.RobustCheckpointError as error:
-        return str(error), disk.nbytes
-    return "saved", disk.nbytes
+    with FaultDisk(path, on={"write:*.distcp": lambda call: time.sleep(0.05)}) as disk:
+        verdict = verdict_of(robust_dcp.save, own, storage_writer=robust_dcp.RobustWriter(path, threads=1))
+    return str(verdict), sum(call.nbytes for call in disk.calls if call.operation == "write")
 
 
 def test_ranks_that_still_write_stop_when_another_has_failed(tmp_path: Path) -> None:
@@ -135,6 +141,76 @@ def test_ranks_that_still_write_stop_when_another_has_failed(tmp_path: Path) -> 
     assert "lost" in message and "rank 1" in message and "lost" in other
     assert nbytes < 100 * (8 << 20)
     assert os.listdir(tmp_path) == []
+
+
+def tensors(value: float) -> dict[str, torch.Tensor]:
+    return {f"rank{dist.get_rank()}.{n}": torch.full((1 << 18,), value + n) for n in range(8)}
+
+
+def go_slowly(path: str) -> tuple[Any, Any]:
+    """Rank 1's disk takes longer for a save, and for a load, than the timeout."""
+
+    def slow(call: Call) -> None:
+        time.sleep(0.7 * call.nbytes / (1 << 20))
+
+    reader = RobustReader(path, threads=1, buffer_bytes=4 << 20)
+    with FaultDisk(path, on={"write|read:__*": slow} if dist.get_rank() == 1 else {}):
+        writer = RobustWriter(path, threads=1, buffer_bytes=2 << 20)
+        saved = robust_dcp.save(tensors(1), storage_writer=writer, timeout_seconds=4)
+        found = tensors(0)
+        loaded = robust_dcp.load(found, storage_reader=reader, timeout_seconds=4)
+    assert all(torch.equal(found[key], value) for key, value in tensors(1).items())
+    return saved.stragglers, loaded.stragglers
+
+
+def test_a_rank_that_writes_or_reads_slowly_is_waited_for(tmp_path: Path) -> None:
+    assert len(values(in_ranks(3, go_slowly, str(tmp_path / "checkpoint"), timeout_seconds=150))) == 3
+
+
+def save_as_another_version(path: str, where: str) -> Verdict:
+    with mock.patch(where, 99 if where.endswith("VERSION") else "99.0"):
+        if dist.get_rank() == 1:
+            return verdict_of(robust_dcp.save, state(1), checkpoint_id=path, timeout_seconds=10)
+    return verdict_of(robust_dcp.save, state(1), checkpoint_id=path, timeout_seconds=10)
+
+
+@pytest.mark.parametrize(
+    "where", ["robust_dcp.comm.frames.PROTOCOL_VERSION", "robust_dcp.plan.save_planner.__version__"]
+)
+def test_a_rank_of_another_version_is_an_error_on_all_ranks_that_names_it(where: str, tmp_path: Path) -> None:
+    for verdict in values(in_ranks(3, save_as_another_version, str(tmp_path), where)):
+        assert verdict.type_name in ("ExchangeError", "PlanConflict", "ExchangeTimeout"), verdict
+        assert "version" in str(verdict) and "1" in str(verdict)
+    assert list(tmp_path.iterdir()) == []
+
+
+def save_and_be_killed(path: str, killed: int, number: int) -> int:
+    """Rank ``killed`` is killed before a call to its files. Returns how many calls it makes."""
+    is_killed = dist.get_rank() == killed and number >= 0
+    with FaultDisk(path, counted=CHANGES, at=(number, kill) if is_killed else None) as disk:
+        robust_dcp.save(state(2), checkpoint_id=path, timeout_seconds=20)
+    return disk.n_counted
+
+
+def save_first(path: str) -> None:
+    robust_dcp.save(state(1), checkpoint_id=path)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_one_of_two_ranks_may_be_killed_at_any_call(killed: int, memory_path: Path) -> None:
+    path = memory_path / "0"
+    values(in_ranks(2, save_first, str(path)))
+    shutil.copytree(path, memory_path / "whole")
+    n_calls = values(in_ranks(2, save_and_be_killed, str(memory_path / "whole"), killed, -1))[killed]
+    left = []
+    for number in range(killed, n_calls, 5):
+        directory = str(memory_path / f"call{number}")
+        shutil.copytree(path, directory)
+        outcomes = in_ranks(2, save_and_be_killed, directory, killed, number)
+        assert outcomes[killed].exitcode == -signal.SIGKILL
+        left.append(values(in_ranks(1, step_in, directory))[0])
+        values(in_ranks(2, save_first, directory))  # what was left behind is in nobody's way
+    assert left == sorted(left) and set(left) <= {1.0, 2.0} and left[0] == 1.0
 
 
 def save_or_load(path: str) -> None:

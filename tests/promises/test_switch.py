@@ -10,33 +10,22 @@ from pathlib import Path
 
 import pytest
 
+from tests.promises.programs import run_alone
+
 SAVES_BY_STOCK = """
-    import sys
-    try:
-        import torch
-        import torch.distributed.checkpoint as dcp
-    except BaseException as error:  # a program that goes on without what it could not import
-        if not isinstance(error, SystemExit):
-            print("caught", type(error).__name__, flush=True)
-        raise
-    {first}
-    dcp.save({"w": torch.ones(3)}, checkpoint_id=sys.argv[1])
-    print("trained", flush=True)
+import sys
+import torch
+import torch.distributed.checkpoint as dcp
+{first}
+dcp.save({"w": torch.ones(3)}, checkpoint_id=sys.argv[1])
+print("trained", flush=True)
 """
 
 OURS = ".robust_dcp.report.json"
 
 
 def run(path: Path, *, first: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    own = {key: value for key, value in os.environ.items() if not key.startswith("ROBUST_DCP")}
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SAVES_BY_STOCK).replace("{first}", first), str(path)],
-        env={**own, **environment},
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
+    return run_alone(SAVES_BY_STOCK.replace("{first}", first), path, path, **environment)
 
 
 @pytest.mark.parametrize("value", ["1", "true", "YES", "On"])
@@ -90,22 +79,43 @@ def test_a_value_that_nobody_understands_ends_the_process_at_its_start(
     assert not (tmp_path / "saved").exists()
 
 
-def test_an_installation_that_does_not_work_ends_the_process_instead_of_leaving_it_to_stock(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        textwrap.dedent(
-            """
-            import sys
+@pytest.mark.parametrize(
+    ("raised", "returncode", "said"),
+    [
+        ('ImportError("half an update")', 1, "cannot be switched on: ImportError: half an update"),
+        ("KeyboardInterrupt", 0, ""),
+    ],
+)
+def test_an_installation_that_does_not_work_ends_the_process_and_ctrl_c_is_not_lost(
+    raised: str, returncode: int, said: str, tmp_path: Path
+) -> None:
+    """In a fresh interpreter, where ``import torch`` itself switches robust_dcp on."""
+    program = f"""
+        import sys
 
-            class Finder:
-                def find_spec(self, name, path=None, target=None):
-                    if name == "robust_dcp.installation":
-                        raise ImportError("half an update")
+        class Finder:
+            def find_spec(self, name, path=None, target=None):
+                if name == "robust_dcp.installation":
+                    raise {raised}
 
-            sys.meta_path.insert(0, Finder())
-            """
-        )
-    )
-    done = run(tmp_path / "saved", ROBUST_DCP="1", PYTHONPATH=str(tmp_path))
-    assert (done.returncode, done.stdout) == (1, ""), done.stderr
-    assert "cannot be switched on: ImportError: half an update" in done.stderr
+        sys.meta_path.insert(0, Finder())
+        try:
+            import torch
+            import torch.distributed.checkpoint as dcp
+        except KeyboardInterrupt:
+            print("interrupted")
+        else:
+            dcp.save({{"w": torch.ones(3)}}, checkpoint_id={str(tmp_path / "saved")!r})
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, env={**os.environ, "ROBUST_DCP": "1"}, capture_output=True, text=True, timeout=170)
+    assert done.returncode == returncode and said in done.stderr
+    assert done.stdout == ("interrupted\n" if not said else "")
     assert not (tmp_path / "saved").exists()
+
+
+def test_a_program_that_imports_robust_dcp_first_is_switched_on_as_well(tmp_path: Path) -> None:
+    program = "import robust_dcp\n" + SAVES_BY_STOCK.replace("{first}", "")
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    subprocess.run(command, env={**os.environ, "ROBUST_DCP": "1"}, timeout=170, check=True)
+    assert (tmp_path / OURS).exists()

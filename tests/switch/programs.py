@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
-from robust_dcp.storage.files.paths import INDEX_NAME
+from tests.promises.programs import run_alone
 
 __all__ = ["is_ours", "run"]
 
@@ -35,20 +33,11 @@ SAVE = """
 
 def run(path: Path, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a program of its own, which has :data:`SAVE` before it."""
-    source = textwrap.dedent(SAVE) + textwrap.dedent(script)
-    own = {key: value for key, value in os.environ.items() if not key.startswith("ROBUST_DCP")}
-    done = subprocess.run(
-        [sys.executable, "-c", source, str(path)],
-        env={**own, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_alone(textwrap.dedent(SAVE) + textwrap.dedent(script), path, path, **environment)
     assert done.returncode == 0, done.stderr
     return done
 
 
 def is_ours(path: Path) -> bool:
     """Only robust_dcp writes an index."""
-    return (path / INDEX_NAME).exists()
+    return (path / ".robust_dcp.index").exists()

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -183,38 +179,25 @@ def test_objects_of_any_class_load_only_where_the_environment_trusts_them(tmp_pa
     assert "it is 7" in run(tmp_path, script, ROBUST_DCP="1", ROBUST_DCP_TRUSTED="1").stdout
 
 
-def test_programs_that_import_robust_dcp_first_are_switched_on_as_well(tmp_path: Path) -> None:
-    source = f"""
-        import robust_dcp
-        import torch
-        import torch.distributed.checkpoint as dcp
-        dcp.save({{"w": torch.ones(3)}}, checkpoint_id={str(tmp_path / "1")!r})
-    """
-    environment = {**os.environ, "ROBUST_DCP": "1"}
-    subprocess.run([sys.executable, "-c", textwrap.dedent(source)], env=environment, timeout=120, check=True)
-    assert is_ours(tmp_path / "1")
-
-
 def test_an_async_save_that_failed_is_told_by_the_next_save_unless_somebody_asked(tmp_path: Path) -> None:
     script = """
-        from robust_dcp import RobustWriter
-        from tests.harness.disks import FullDisk
+        import errno
+        from tests.faults.disk import FaultDisk
+        full = OSError(errno.ENOSPC, "")
 
-        def fail(name):
-            return async_save(state, storage_writer=RobustWriter(f"{path}/{name}", disk=FullDisk()))
-
-        fail("1")
-        try:
-            save(state, checkpoint_id=path + "/2")
-        except OSError as error:
-            assert "No space left on device" in str(error)
-        else:
-            raise SystemExit("nobody was told")
-        try:
-            fail("3").result()
-        except OSError as error:
-            assert "No space left on device" in str(error)
-        save(state, checkpoint_id=path + "/4")
+        with FaultDisk(path, on={"write:1/*.distcp": full, "write:3/*.distcp": full}):
+            async_save(state, checkpoint_id=path + "/1")
+            try:
+                save(state, checkpoint_id=path + "/2")
+            except OSError as error:
+                assert "No space left on device" in str(error)
+            else:
+                raise SystemExit("nobody was told")
+            try:
+                async_save(state, checkpoint_id=path + "/3").result()
+            except OSError as error:
+                assert "No space left on device" in str(error)
+            save(state, checkpoint_id=path + "/4")
     """
     run(tmp_path, script, ROBUST_DCP="1")
     assert is_ours(tmp_path / "4") and not is_ours(tmp_path / "2")
@@ -353,5 +336,19 @@ def test_a_saved_object_takes_the_place_of_a_tensor(environment: dict[str, str],
         loaded = {"lr": torch.tensor(0.0), "w": torch.zeros(2)}
         load(loaded, checkpoint_id=path + "/1")
         assert loaded["lr"] == 0.5 and isinstance(loaded["lr"], float) and loaded["w"].sum() == 2
+    """
+    run(tmp_path, script, **environment)
+
+
+@pytest.mark.parametrize("environment", [{}, {"ROBUST_DCP": "1"}])
+def test_the_writer_has_the_id_of_the_save_that_is_in_the_metadata(environment: dict[str, str], tmp_path: Path) -> None:
+    """PyTorch's own tests compare them (test_compatibility.py)."""
+    script = """
+        writer = FileSystemWriter(path)
+        for save_again in (save, lambda *args, **kwargs: async_save(*args, **kwargs).result()):
+            save_again(state, storage_writer=writer)
+            found = FileSystemReader(path).read_metadata().storage_meta
+            assert writer.save_id == found.save_id, (writer.save_id, found)
+            assert str(found.checkpoint_id) == path
     """
     run(tmp_path, script, **environment)

@@ -13,8 +13,6 @@ import torch.distributed.checkpoint as dcp
 
 import robust_dcp
 from robust_dcp import RobustReader, RobustWriter
-from robust_dcp.conversion import convert
-from robust_dcp.storage import tune
 
 URLS: list[Any] = [
     "s3://bucket/step_1",
@@ -37,18 +35,19 @@ ENTRY_POINTS: dict[str, Callable[[Any], Any]] = {
     "writer, reset": lambda url: RobustWriter("here").reset(url),
     "stripes": lambda url: RobustWriter("here", stripe_paths=["there", url]),
     "stock save": lambda url: dcp.save(state_dict(), checkpoint_id=url, storage_writer=RobustWriter("here")),
-    "tune": lambda url: tune(url, seconds=0.01),
 }
 
 
-@pytest.mark.parametrize("url", URLS, ids=repr)
 @pytest.mark.parametrize("name", ENTRY_POINTS)
 def test_a_url_is_refused_where_only_a_directory_will_do(
-    name: str, url: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"is a URL .*mounted file systems only: robust_dcp\.save and load take it"):
-        ENTRY_POINTS[name](url)
+    for url in URLS:
+        with pytest.raises(
+            ValueError, match=r"is a URL .*mounted file systems only: robust_dcp\.save and load take it"
+        ):
+            ENTRY_POINTS[name](url)
     assert os.listdir(tmp_path) == []
 
 
@@ -60,14 +59,6 @@ def test_a_url_of_an_unknown_kind_is_refused_before_anything_is_made(
     with pytest.raises(ValueError, match="'x://y' is a URL that cannot be used: Protocol not known: x"):
         call(state_dict(), checkpoint_id="x://y")
     assert os.listdir(tmp_path) == []
-
-
-def test_a_model_is_not_made_in_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    robust_dcp.save(state_dict(), checkpoint_id="checkpoint")
-    with pytest.raises(ValueError, match="'gs://bucket/model' is a URL"):
-        convert("checkpoint", "gs://bucket/model", form="safetensors")
-    assert os.listdir(tmp_path) == ["checkpoint"]
 
 
 @pytest.mark.parametrize("kind", ["file://{path}", "FILE://{path}/", "file://localhost{path}", "file:///{path}"])
@@ -87,9 +78,7 @@ def test_a_file_url_means_the_path(kind: str, tmp_path: Path) -> None:
         lambda url: robust_dcp.async_save(state_dict(), checkpoint_id=url),
         lambda url: robust_dcp.load(state_dict(), checkpoint_id=url),
         lambda url: robust_dcp.copy_checkpoint("checkpoint", url),
-        lambda url: robust_dcp.nearest_copy([url]),
         lambda url: RobustWriter("checkpoint", drain_to=url),
-        lambda url: robust_dcp.CheckpointManager("checkpoint", drain_to=url),
     ],
 )
 def test_a_file_of_another_machine_is_refused(

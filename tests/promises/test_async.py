@@ -1,0 +1,457 @@
+"""An async save holds what the state dict held at the call, and is finished or as if never begun, whoever writes it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import os
+import resource
+import signal
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import robust_dcp
+from robust_dcp import RobustCheckpointError, StorageError
+from tests.faults.disk import FaultDisk
+from tests.harness.ranks import in_ranks, run_ranks, values
+from tests.harness.verdicts import verdict_of
+from tests.promises.programs import run_program
+from tests.support.torch_versions import needs_response
+
+MEGABYTE = 1 << 20
+
+
+def children() -> list[int]:
+    """The processes that this one has started."""
+    found = (path.read_text() for path in Path("/proc/self/task").glob("*/children"))
+    return [int(pid) for text in found for pid in text.split()]
+
+
+def loaded(path: Any, like: dict[str, Any]) -> dict[str, Any]:
+    target = {key: torch.full_like(value, -1) for key, value in like.items()}
+    robust_dcp.load(target, checkpoint_id=path)
+    return target
+
+
+def value_at(path: Path, key: str = "w") -> float:
+    (value,) = set(loaded(path, {key: torch.zeros(9)})[key].tolist())
+    return float(value)
+
+
+class Gate:
+    """A disk that stands still before some calls until it is told to go on."""
+
+    def __init__(self, directory: Any, calls: str = "write:*.distcp") -> None:
+        self.is_there, self.opened = threading.Event(), threading.Event()
+        self.disk = FaultDisk(directory, on={calls: self._stand})
+
+    def _stand(self, call: object) -> None:
+        self.is_there.set()
+        assert self.opened.wait(60)
+
+    def __enter__(self) -> Gate:
+        self.disk.install()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.opened.set()
+        robust_dcp.finish_async_saves()
+        self.disk.__exit__()
+
+
+# --- what it holds ----------------------------------------------------------------------------------------------------
+
+
+def state_of(rank: int) -> dict[str, torch.Tensor]:
+    sizes = [4 * MEGABYTE, 3 * MEGABYTE, MEGABYTE, MEGABYTE // 2, 1000, 7]
+    return {f"{rank}.{n}": torch.full((size,), float(n)) for n, size in enumerate(sizes)}
+
+
+def save_and_overwrite(directory: str, staging: Any, executor: Any, limit_nbytes: int | None) -> list[tuple[str, bool]]:
+    """Save twice, and overwrite all as soon as that may be done."""
+    rank, told = dist.get_rank(), []
+    for step in range(2):
+        state = state_of(rank)
+        path = f"{directory}/{step}"
+        options: Any = {} if limit_nbytes is None else {"staging_nbytes": limit_nbytes * (1 + rank)}
+        saving: Any = robust_dcp.async_save(state, checkpoint_id=path, staging=staging, executor=executor, **options)
+        if staging == "lazy":
+            saving.wait_staged()
+        for tensor in state.values():
+            tensor.fill_(-1)
+        report = (saving if staging == "full" else saving.upload_completion).result(timeout=60)
+        got = loaded(path, state)
+        assert all(torch.equal(got[name], tensor) for name, tensor in state_of(rank).items())
+        assert 0 < report.blocked_seconds <= report.seconds
+        told.append((report.plan, "while training waited" in report.how[-1]))
+        dist.barrier()
+    return told
+
+
+@pytest.mark.parametrize("executor", ["thread", "process"])
+@pytest.mark.parametrize("staging", ["full", "lazy"])
+@pytest.mark.parametrize("limit_nbytes", [None, 0, 9 * MEGABYTE])
+def test_what_is_saved_is_what_the_state_dict_held_at_the_call(
+    tmp_path: Path, staging: str, executor: str, limit_nbytes: int | None
+) -> None:
+    """What the host cannot hold is written while the caller waits; each rank has its own limit."""
+    for told in values(in_ranks(2, save_and_overwrite, str(tmp_path), staging, executor, limit_nbytes)):
+        assert told == [("built", limit_nbytes is not None), ("reused", limit_nbytes is not None)]
+
+
+def test_a_lazy_save_is_waited_for_by_the_next_optimizer_step_alone(tmp_path: Path) -> None:
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.ones(1, 64)).sum().backward()
+    held = {key: value.clone() for key, value in model.state_dict().items()}
+    saving = robust_dcp.async_save(model.state_dict(), checkpoint_id=tmp_path, staging="lazy")
+    assert isinstance(saving, robust_dcp.AsyncSave)
+    saving.wait_before_step_of(optimizer)
+    optimizer.step()
+    assert saving.staging_completion.done()
+    saving.upload_completion.result(timeout=60)
+    got = loaded(tmp_path, held)
+    assert all(torch.equal(got[key], value) for key, value in held.items())
+    assert not torch.equal(model.weight, held["weight"])
+
+
+@needs_response
+def test_a_lazy_save_has_what_stock_calls_an_async_save_response(tmp_path: Path) -> None:
+    with robust_dcp.async_save({"w": torch.ones(3)}, checkpoint_id=tmp_path, staging="lazy") as saving:
+        assert saving.staging_completion.done()
+    for name in state_dict_saver.AsyncSaveResponse.__annotations__:
+        assert getattr(saving, name).result(timeout=60) is not NotImplemented
+
+
+# --- one after the other ----------------------------------------------------------------------------------------------
+
+
+def ask_while_one_is_written(directory: str, executor: Any) -> list[bool]:
+    """Rank 1 alone is slow: when rank 0 asks for the next save, only rank 1 has one under way."""
+    state: dict[str, Any] = {"w": torch.ones(9)}
+
+    def save(name: str, **options: Any) -> Any:
+        return robust_dcp.async_save(state, checkpoint_id=f"{directory}/{name}", executor=executor, **options)
+
+    save("0").result(timeout=60)
+    writers = children()
+    order: list[str] = []
+    if executor == "process" and dist.get_rank() == 1:
+        os.kill(writers[0], signal.SIGSTOP)
+    with Gate(directory) as gate:
+        if dist.get_rank() == 0:
+            gate.opened.set()
+        first = save("1")
+        skipped = save("skipped", when_busy="skip")
+        with pytest.raises(RobustCheckpointError, match="1 async saves are under way already"):
+            save("refused", when_busy="raise")
+        second = save("2", max_in_flight=2)
+        for name, each in (("first", first), ("second", second)):
+            each.add_done_callback(lambda _, name=name: order.append(name))
+        dist.barrier()
+        gate.opened.set()
+        if executor == "process" and dist.get_rank() == 1:
+            os.kill(writers[0], signal.SIGCONT)
+        third = save("3")  # one at a time: it waits
+        assert first.done() and second.done() and order == ["first", "second"]
+        third.result(timeout=60)
+    assert children() == writers
+    return [skipped.result() is None, len(writers) == (executor == "process")]
+
+
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_the_next_save_waits_is_skipped_or_refused_on_all_ranks_and_one_process_writes_all(
+    tmp_path: Path, executor: str
+) -> None:
+    assert values(run_ranks(2, ask_while_one_is_written, str(tmp_path), executor)) == [[True, True]] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "3"]
+
+
+def test_one_rank_alone_cannot_cancel_a_save_and_a_callback_may_wait_for_all(tmp_path: Path) -> None:
+    finished: list[bool] = []
+    with Gate(tmp_path) as gate:
+        saving: Any = robust_dcp.async_save({"w": torch.ones(9)}, checkpoint_id=tmp_path)
+        saving.add_done_callback(lambda _: finished.append(robust_dcp.finish_async_saves()))
+        assert not saving.cancel() and not saving.cancelled()
+        gate.opened.set()
+        saving.result(timeout=60)
+        robust_dcp.finish_async_saves()
+    assert finished == [True] and value_at(tmp_path) == 1.0
+
+
+def test_stocks_types_choose_who_writes(tmp_path: Path) -> None:
+    state = {"w": torch.ones(9)}
+    for kind, writes_itself in ((AsyncCheckpointerType.THREAD, True), (AsyncCheckpointerType.PROCESS, False)):
+        with FaultDisk(tmp_path) as disk:
+            path = tmp_path / kind.value
+            robust_dcp.async_save(state, checkpoint_id=path, async_checkpointer_type=kind).result(timeout=60)
+        assert any(name.endswith(".distcp") for name in disk.names("write")) is writes_itself
+    with pytest.raises(ValueError, match='THREAD and executor="process"'):
+        robust_dcp.async_save(
+            state, checkpoint_id=tmp_path, async_checkpointer_type=AsyncCheckpointerType.THREAD, executor="process"
+        )
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "words"),
+    [
+        ("staging", "half", "staging is one of full, lazy"),
+        ("staging_nbytes", -1, "staging_nbytes must be at least 0"),
+        ("when_busy", "hurry", "when_busy is one of wait, skip, raise"),
+        ("max_in_flight", 0, "max_in_flight must be at least 1"),
+        ("async_stager", object(), "robust_dcp.async_save copies by itself"),
+        ("use_collectives", False, "use_collectives=True"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(tmp_path: Path, argument: str, value: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        robust_dcp.async_save({"w": torch.ones(1)}, checkpoint_id=tmp_path, **{argument: value})
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def fail_and_ask_on_one_rank(directory: str, executor: Any) -> list[str]:
+    """Rank 1 has no room: the error is raised to who asks for it, and else by the next save, on all ranks."""
+    rank, told = dist.get_rank(), []
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def save(name: str) -> Any:
+        return robust_dcp.async_save(
+            {f"w{rank}": torch.ones(MEGABYTE)}, checkpoint_id=f"{directory}/{name}", executor=executor
+        )
+
+    if rank == 1:  # a writer process that is started now has it too
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    first = save("1")
+    if rank == 0:
+        with pytest.raises(StorageError) as caught:
+            first.result(timeout=60)
+        told.append(str(caught.value))
+    else:
+        while not first.done():
+            threading.Event().wait(0.01)
+    with pytest.raises(StorageError) as again:  # rank 1 has not asked, so all are told
+        save("2")
+    told.append(str(again.value))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    for pid in children():
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+    save("3").result(timeout=60)
+    assert robust_dcp.finish_async_saves()
+    return told
+
+
+@pytest.mark.parametrize("executor", ["thread", "process"])
+def test_the_error_of_a_save_is_raised_by_result_and_by_the_next_save_on_all_ranks(
+    tmp_path: Path, executor: str
+) -> None:
+    told = values(run_ranks(2, fail_and_ask_on_one_rank, str(tmp_path), executor))
+    assert [len(each) for each in told] == [2, 1]
+    assert all("File too large" in each and "rank 1" in each for rank in told for each in rank)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3"]
+
+
+def test_a_synchronous_save_comes_after_the_async_ones_and_raises_their_error(tmp_path: Path) -> None:
+    with FaultDisk(tmp_path, on={"write:1/*.distcp": OSError(errno.ENOSPC, "")}):
+        robust_dcp.async_save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "1")
+        with pytest.raises(StorageError, match="full"):
+            robust_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "2")
+    robust_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "2")
+
+
+def fail_to_copy_on_one_rank(directory: str) -> str:
+    weight = torch.ones(9)
+    if dist.get_rank() == 1:
+        weight.untyped_storage().resize_(0)
+    saving = robust_dcp.async_save({f"w{dist.get_rank()}": weight}, checkpoint_id=directory)
+    with pytest.raises(RobustCheckpointError) as caught:
+        saving.result(timeout=60)
+    return str(caught.value)
+
+
+def test_a_tensor_that_cannot_be_copied_is_named_on_all_ranks(tmp_path: Path) -> None:
+    for told in values(in_ranks(2, fail_to_copy_on_one_rank, str(tmp_path / "checkpoint"))):
+        assert "cannot save 'w1'" in told and "its memory was freed" in told and "rank 1" in told
+
+
+def new(directory: str, before: list[str]) -> set[str]:
+    return {*os.listdir(directory)} - {*before}
+
+
+def kill_the_writer(directory: str) -> str:
+    """That of rank 1, while it writes. Where it has been too quick, once more."""
+    rank = dist.get_rank()
+
+    def save(value: float, numel: int = 9) -> Any:
+        state = {f"w{rank}": torch.full((numel,), value)}
+        return robust_dcp.async_save(state, checkpoint_id=directory, executor="process")
+
+    for attempt in range(20):
+        save(float(attempt)).result(timeout=60)
+        dist.barrier()
+        before, (writer,) = sorted(os.listdir(directory)), children()
+        dist.barrier()
+        saving = save(-1.0, 16 * MEGABYTE)
+        if rank == 1:
+            while not saving.done() and not any(
+                name.startswith("__1_") for name in {*os.listdir(directory)} - {*before}
+            ):
+                threading.Event().wait(0.001)
+            os.kill(writer, signal.SIGKILL)
+        verdict = verdict_of(saving.result, timeout=60)
+        dist.barrier()
+        if verdict.type_name:
+            break
+    assert sorted(os.listdir(directory)) == before
+    assert value_at(Path(directory), f"w{rank}") == attempt
+    dist.barrier()
+    save(100.0).result(timeout=60)
+    assert value_at(Path(directory), f"w{rank}") == 100.0
+    return verdict.message
+
+
+def test_a_writer_process_that_is_killed_costs_its_save_alone(tmp_path: Path) -> None:
+    for told in values(run_ranks(2, kill_the_writer, str(tmp_path / "checkpoint"), timeout_seconds=150)):
+        assert "the writer process of rank 1" in told and "killed by SIGKILL" in told
+
+
+def fail_beside_a_writer_that_stands_still(directory: str, can_be_killed: bool) -> str:
+    """Rank 1's writer has no room, and rank 0's does not hear that it is to stop."""
+    writer_process: Any = importlib.import_module("robust_dcp.background.writer_process")
+    writer_process._STOP_SECONDS = writer_process._END_SECONDS = 0.2
+    if not can_be_killed:  # as in a call of the kernel that cannot be interrupted
+        subprocess.Popen.kill = lambda self: None  # type: ignore[method-assign]
+    rank = dist.get_rank()
+
+    def save(value: float, numel: int = 9) -> Any:
+        state = {f"w{rank}": torch.full((numel,), value)}
+        return robust_dcp.async_save(state, checkpoint_id=directory, executor="process")
+
+    save(0.0).result(timeout=60)
+    dist.barrier()
+    before, (writer,) = sorted(os.listdir(directory)), children()
+    dist.barrier()
+    if rank == 0:
+        os.kill(writer, signal.SIGSTOP)
+    else:
+        resource.prlimit(writer, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    with pytest.raises(StorageError) as caught:
+        save(1.0, MEGABYTE).result(timeout=60)
+    if rank == 0 and not can_be_killed:
+        os.kill(writer, signal.SIGKILL)
+    elif rank == 1:
+        resource.prlimit(writer, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    dist.barrier()
+    assert sorted(os.listdir(directory)) == before or not can_be_killed
+    dist.barrier()
+    save(2.0).result(timeout=60)
+    assert value_at(Path(directory), f"w{rank}") == 2.0
+    assert (children() == [writer]) == (rank == 1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("can_be_killed", [True, False])
+def test_a_writer_process_that_does_not_stop_does_not_hold_up_its_rank(can_be_killed: bool, tmp_path: Path) -> None:
+    checkpoint = str(tmp_path / "checkpoint")
+    for told in values(run_ranks(2, fail_beside_a_writer_that_stands_still, checkpoint, can_be_killed)):
+        assert "rank 1" in told and "File too large" in told
+
+
+# --- the process ends -------------------------------------------------------------------------------------------------
+
+_SAVE_AND_END = """
+    import threading
+    from tests.promises.test_async import Gate, children
+
+    def save(value):
+        return robust_dcp.async_save({{"w": torch.full((9,), value)}}, checkpoint_id=path, executor={executor!r})
+
+    save(0.0).result()
+    writers = children()
+    print("writers", *writers, flush=True)
+    gate = Gate(path, {calls!r}).__enter__()
+    for writer in writers:
+        os.kill(writer, signal.SIGSTOP)
+    saving = save(1.0)
+    assert writers or gate.is_there.wait(60)
+
+    def go_on():
+        gate.opened.set()
+        for writer in writers:
+            os.kill(writer, signal.SIGCONT)
+
+    {ending}
+"""
+_WITHIN_GRACE = "threading.Timer(0.2, go_on).start(); "
+_TERMINATED = "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)"
+_TERMINATED_WHILE_IT_SAVES = """threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    while True:
+        robust_dcp.async_save({"w": torch.zeros(9)}, checkpoint_id=path, when_busy="skip")
+"""
+_OUT_OF_GRACE = "robust_dcp.background.save_queue.GRACE_SECONDS = 0.1; "
+
+
+def end(tmp_path: Path, executor: str, calls: str, ending: str) -> tuple[int, str]:
+    script = _SAVE_AND_END.format(executor=executor, calls=calls, ending=ending)
+    (ended,) = run_program(script, tmp_path, size=1)
+    writers = ended.output.partition("writers")[2].splitlines()[0].split()
+    for pid in writers:
+        descriptor = Path(f"/proc/{pid}/stat")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGCONT)
+        for _ in range(3000):
+            if not descriptor.exists() or descriptor.read_text().rpartition(")")[2].split()[0] == "Z":
+                break
+            threading.Event().wait(0.01)
+        else:
+            raise AssertionError("the writer process outlives its rank")
+    assert bool(writers) is (executor == "process")
+    return ended.exitcode, ended.output
+
+
+@pytest.mark.parametrize(
+    ("executor", "calls"), [("thread", "write:*.distcp"), ("thread", "rename:.metadata"), ("process", "none")]
+)
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("pass", 0),
+        ("raise KeyError('of the user')", 1),
+        (_TERMINATED, -signal.SIGTERM),
+        (_TERMINATED_WHILE_IT_SAVES, -signal.SIGTERM),
+        (f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); {_TERMINATED}", 7),
+    ],
+    ids=["end", "exception", "SIGTERM", "SIGTERM in a call", "own handler"],
+)
+def test_a_process_that_ends_finishes_its_save(
+    tmp_path: Path, executor: str, calls: str, ending: str, code: int
+) -> None:
+    exitcode, _ = end(tmp_path, executor, calls, _WITHIN_GRACE + ending)
+    assert exitcode == code
+    assert value_at(tmp_path / "checkpoint") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("executor", "calls"), [("thread", "write:*.distcp"), ("thread", "rename:.metadata"), ("process", "none")]
+)
+@pytest.mark.parametrize("signal_name", ["SIGTERM", "SIGKILL"])
+def test_after_the_time_of_grace_or_killed_it_ends_without_its_save(
+    tmp_path: Path, executor: str, calls: str, signal_name: str
+) -> None:
+    ending = _OUT_OF_GRACE + _TERMINATED.replace("SIGTERM", signal_name)
+    exitcode, output = end(tmp_path, executor, calls, ending)
+    assert exitcode == -getattr(signal, signal_name)
+    assert output.count("the checkpoint before it is still there") == (signal_name == "SIGTERM")
+    assert value_at(tmp_path / "checkpoint") == 0.0
+    robust_dcp.save({"w": torch.full((9,), 2.0)}, checkpoint_id=tmp_path / "checkpoint")
+    assert value_at(tmp_path / "checkpoint") == 2.0

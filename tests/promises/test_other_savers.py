@@ -1,0 +1,446 @@
+"""Saves meet what others have put there: nobody's files are lost, and everybody is told the truth."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import robust_dcp
+from robust_dcp import CorruptCheckpoint, RobustPlanner, RobustReader, RobustWriter
+from tests.faults.disk import CHANGES, Fault, FaultDisk, each_kill
+from tests.harness.ranks import in_ranks, run_ranks, values
+from tests.harness.verdicts import Verdict, verdict_of
+from tests.support.torch_versions import needs_use_collectives
+
+StateDict = dict[str, Any]
+N = 300_000
+LOOK_ALIKES = [
+    "optimizer__0_0.distcp",
+    "__7_0.distcp",
+    "__0_0.3.distcp",
+    "shard-00001-model-00001-of-00002.safetensors.3.part",
+    ".metadata.tmp",
+    ".metadata.0123456789abcdef.tmp",
+    "__0.metadata.tmp",
+    ".robust_dcp.index.0123456789abcdef.tmp",
+    "notes.txt",
+]
+
+
+def state(step: int, rank: int = 0) -> StateDict:
+    return {f"w{rank}": torch.full((N,), float(step)), f"v{rank}": torch.full((5,), float(step)), f"o{rank}": step}
+
+
+def step_in(directory: Any, rank: int = 0, load: Callable[..., Any] = robust_dcp.load, **options: Any) -> int:
+    found = state(-1, rank)
+    load(found, checkpoint_id=directory, **options)
+    (step,) = {int(found[f"o{rank}"]), *found[f"w{rank}"].unique().tolist(), *found[f"v{rank}"].unique().tolist()}
+    return int(step)
+
+
+def check(directory: Any, step: int) -> None:
+    assert step_in(directory, no_dist=True) == step_in(directory, load=dcp.load, no_dist=True) == step
+
+
+def put(directory: Path, names: list[str] = LOOK_ALIKES) -> dict[str, bytes]:
+    directory.mkdir(exist_ok=True)
+    for name in names:
+        (directory / name).write_text(f"what a user keeps in {name}")
+    return contents(directory, names)
+
+
+def contents(directory: Path, names: list[str]) -> dict[str, bytes]:
+    return {name: (directory / name).read_bytes() for name in names}
+
+
+def data_files(directory: Any) -> list[str]:
+    return sorted(name for name in os.listdir(directory) if name.endswith((".distcp", ".safetensors")))
+
+
+def in_the_way(directory: Any) -> list[str]:
+    return [name for name in os.listdir(directory) if ".saving." in name or name.endswith(".tmp")]
+
+
+# --- files of others --------------------------------------------------------------------------------------------------
+
+
+def options_of(layout: str, tmp_path: Path) -> dict[str, Any]:
+    stripes = [tmp_path / "nvme0", tmp_path / "nvme1"] if layout == "stripes" else []
+    for stripe in stripes:
+        stripe.mkdir(exist_ok=True)
+    return {"layout": "torch" if stripes else layout, "stripe_paths": stripes}
+
+
+@pytest.mark.parametrize("layout", ["torch", "safetensors", "stripes"])
+def test_files_with_names_like_ours_are_left_alone_and_the_log_says_why(
+    layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / "checkpoint"
+    users, options = put(directory), options_of(layout, tmp_path)
+    with caplog.at_level(logging.WARNING):
+        robust_dcp.save(state(1), storage_writer=RobustWriter(directory, **options))
+    assert contents(directory, LOOK_ALIKES) == users
+    if layout != "safetensors":  # which cannot be replaced
+        assert "files are kept" in caplog.text and "__7_0.distcp" in caplog.text
+        check(directory, 1)
+        robust_dcp.save(state(2), storage_writer=RobustWriter(directory, **options))
+        assert contents(directory, LOOK_ALIKES) == users
+        check(directory, 2)
+
+
+def leave_after_kills(root: str, layout: str) -> list[str]:
+    """Directories that killed saves have left; in a process of one thread, which may fork."""
+    options = options_of(layout, Path(root))
+
+    def act(directory: str) -> None:
+        robust_dcp.save(state(1), storage_writer=RobustWriter(directory, **options), no_dist=True)
+
+    return [path for _, path in each_kill(act, root, prepare=lambda path: None, counted=CHANGES, every=4)]
+
+
+@pytest.mark.parametrize("layout", ["torch", "safetensors", "stripes"])
+def test_what_a_killed_save_has_left_is_removed_by_the_next_and_what_a_user_puts_beside_it_is_not(
+    layout: str, memory_path: Path
+) -> None:
+    ((*left,),) = values(run_ranks(1, leave_after_kills, str(memory_path), layout, init=False))
+    options = options_of(layout, memory_path)
+    for path in map(Path, left):
+        if (path / ".metadata").exists() and layout == "safetensors":
+            continue
+        users = put(path)
+        robust_dcp.save(state(2), storage_writer=RobustWriter(path, **options))
+        assert contents(path, LOOK_ALIKES) == users
+        ours = set(os.listdir(path)) - set(LOOK_ALIKES)
+        assert ours == set(os.listdir(path)) - set(users) and len({mark_of(name) for name in ours}) <= 2, ours
+        for stripe in options["stripe_paths"]:
+            names = [name for place in Path(stripe).glob(f"{path.name}-*") for name in os.listdir(place)]
+            assert len({mark_of(name) for name in names}) <= 1
+        if layout != "safetensors":
+            check(path, 2)
+
+
+def mark_of(name: str) -> str:
+    """The mark of the save that made a file."""
+    found = re.search(r"[0-9a-f]{16}", name)
+    return found[0] if found else ""
+
+
+def test_a_metadata_that_was_moved_away_or_that_cannot_be_read_costs_no_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dcp.save(state(1), checkpoint_id=tmp_path)
+    (tmp_path / ".metadata").rename(tmp_path / "kept")
+    old = contents(tmp_path, data_files(tmp_path))
+    robust_dcp.save(state(2), checkpoint_id=tmp_path)
+    check(tmp_path, 2)
+    old |= contents(tmp_path, data_files(tmp_path))
+    (tmp_path / ".metadata").write_bytes(b"damaged")
+    with caplog.at_level(logging.WARNING):
+        robust_dcp.save(state(3), checkpoint_id=tmp_path)
+    check(tmp_path, 3)
+    assert contents(tmp_path, list(old)) == old
+    assert "no file that it may name is removed" in caplog.text
+    (tmp_path / "kept").replace(tmp_path / ".metadata")
+    check(tmp_path, 1)
+
+
+def save_alone(directory: str, step: int) -> None:
+    dcp.save(state(step), checkpoint_id=directory, use_collectives=False)
+
+
+@needs_use_collectives
+def test_a_stock_checkpoint_without_collectives_stays(tmp_path: Path) -> None:
+    values(in_ranks(2, save_alone, str(tmp_path), 1))
+    before = sorted(os.listdir(tmp_path))
+    stock = contents(tmp_path, before)
+    assert "__0.metadata" in before and "__1.metadata" in before
+    for step in (2, 3):
+        robust_dcp.save(state(step), checkpoint_id=tmp_path)
+        check(tmp_path, step)
+        assert contents(tmp_path, before) == stock
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+Faults = dict[str, tuple[int, Fault]]
+
+
+def fail_with(
+    directory: str, faults: dict[str, tuple[int, Fault]], layout: str
+) -> tuple[Verdict, list[str], list[str]]:
+    """Each fault strikes on one rank; where the directory was there before, and where it was not."""
+    rank, left, verdict = dist.get_rank(), [], Verdict()
+    on = {key: fault for key, (of_rank, fault) in faults.items() if of_rank == rank}
+    for place in ("new/parent/checkpoint", "there"):
+        path = os.path.join(directory, place)
+        with FaultDisk(directory, on=on):
+            writer: Any = RobustWriter(path, layout=layout)  # type: ignore[arg-type]
+            verdict = verdict_of(robust_dcp.save, {**state(1, rank)}, storage_writer=writer)
+        dist.barrier()
+        left.append(
+            [os.path.relpath(os.path.join(d, n), directory) for d, ds, fs in os.walk(directory) for n in ds + fs]
+        )
+        dist.barrier()
+    robust_dcp.save(state(2, rank), checkpoint_id=f"{directory}/there")
+    assert step_in(f"{directory}/there", rank) == 2
+    dist.barrier()
+    return verdict, left[1], in_the_way(f"{directory}/there")
+
+
+FULL = OSError(errno.ENOSPC, "")
+
+
+@pytest.mark.parametrize("layout", ["torch", "safetensors"])
+@pytest.mark.parametrize(
+    "faults",
+    [{"create:.robust_dcp.saving*": (0, FULL)}, {"write:[_s]*": (1, FULL)}, {"write:.metadata.*": (0, FULL)}],
+    ids=["saving", "data", "metadata"],
+)
+def test_a_failed_save_leaves_no_file_and_no_directory_that_was_not_there_before(
+    faults: Faults, layout: str, tmp_path: Path
+) -> None:
+    (tmp_path / "there").mkdir()
+    for verdict, left, after in values(in_ranks(2, fail_with, str(tmp_path), faults, layout)):
+        assert verdict.type_name == "StorageError" and verdict.fields["errno"] == errno.ENOSPC
+        assert (left, after) == (["there"], [])
+
+
+def test_what_cannot_be_removed_is_named_on_all_ranks_and_removed_by_the_next_save(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    faults = {"write:__1_1*": (1, OSError(errno.EIO, "")), "unlink:__1_0*": (1, OSError(errno.EACCES, ""))}
+    for verdict, left, after in values(in_ranks(2, fail_with, str(tmp_path), faults, "torch")):
+        assert verdict.type_name == "StorageError" and verdict.fields["errno"] == errno.EIO
+        (stuck,) = [name for name in left if name.startswith("there/__1_0.")]
+        assert f"could not remove: {tmp_path}/{stuck}; the next save" in verdict.message
+        assert after == [] and not (tmp_path / stuck).exists()
+
+
+class Puts(RobustPlanner):
+    """Fails after somebody has put a file beside the save's."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        Path("checkpoint", "notes.txt").write_text("a user's")
+        raise LookupError
+
+
+def test_a_directory_in_which_others_have_put_something_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(robust_dcp.RobustCheckpointError, match="LookupError") as caught:
+        robust_dcp.save({"w": torch.ones(3)}, checkpoint_id="checkpoint", planner=Puts())
+    assert "could not remove" not in str(caught.value)
+    assert os.listdir(tmp_path / "checkpoint") == ["notes.txt"]
+
+
+def save_where_removing_is_slow(directory: str) -> None:
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    robust_dcp.save(state(1, rank), checkpoint_id=directory)
+    with FaultDisk(directory, on={"unlink:__*": lambda call: store.wait(["rank 1 has returned"])} if rank == 0 else {}):
+        robust_dcp.save(state(2, rank), checkpoint_id=directory, timeout_seconds=30)
+        if rank == 1:
+            store.set("rank 1 has returned", "")
+
+
+def test_nobody_waits_for_the_removal_of_what_a_committed_checkpoint_replaces(tmp_path: Path) -> None:
+    values(in_ranks(2, save_where_removing_is_slow, str(tmp_path)))
+    check(tmp_path, 2)
+    assert len({mark_of(name) for name in data_files(tmp_path)}) == 1
+
+
+def test_a_committed_save_has_succeeded_whatever_becomes_of_the_old_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with FaultDisk(tmp_path, on={"unlink:__0_*": OSError(errno.EACCES, "")}):
+        for step in (1, 2):
+            robust_dcp.save(state(step), checkpoint_id=tmp_path)
+    check(tmp_path, 2)
+    assert "not removed, which costs space and nothing else" in caplog.text
+
+
+# --- two saves into one directory -------------------------------------------------------------------------------------
+
+
+def stock_saves(directory: str) -> None:
+    dcp.save(state(7), checkpoint_id=directory, no_dist=True)
+
+
+def ours_saves(directory: str) -> None:
+    robust_dcp.save(state(7), checkpoint_id=directory, no_dist=True)
+
+
+def somebody_writes_metadata(directory: str) -> None:
+    Path(directory, ".metadata").write_bytes(Path(directory, ".metadata").read_bytes())
+
+
+def somebody_removes_a_file(directory: str) -> None:
+    os.unlink(max(Path(directory).glob("__1_*.distcp"), key=lambda path: path.stat().st_mtime_ns))
+
+
+def save_while(directory: str, meanwhile: Callable[[str], None], exists: bool) -> tuple[Verdict, list[str]]:
+    """The file system knows no locks, and something happens right before the coordinator commits."""
+    rank = dist.get_rank()
+    if exists:
+        robust_dcp.save(state(1, rank), checkpoint_id=directory)
+    on: dict[str, Fault] = {"lock": OSError(errno.ENOLCK, "")}
+    with ExitStack() as stack:
+        if rank == 0:
+            on["create:.metadata.*#1"] = lambda call: (stack.close(), meanwhile(directory))
+        stack.enter_context(FaultDisk(directory, on=on))
+        verdict = verdict_of(robust_dcp.save, state(2, rank), checkpoint_id=directory, timeout_seconds=20)
+    dist.barrier()
+    return verdict, in_the_way(directory)
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "exists"),
+    [
+        *((each, exists) for each in (stock_saves, ours_saves) for exists in (True, False)),
+        (somebody_writes_metadata, True),
+        (somebody_removes_a_file, True),
+    ],
+)
+def test_a_save_commits_nothing_over_what_others_did_meanwhile(
+    tmp_path: Path, meanwhile: Callable[[str], None], exists: bool
+) -> None:
+    directory = str(tmp_path / "checkpoint")
+    for verdict, left in values(in_ranks(2, save_while, directory, meanwhile, exists)):
+        assert verdict.type_name == "StorageError" and "nothing is committed" in verdict.message
+        assert left == []
+    if meanwhile is not somebody_removes_a_file:
+        check(directory, 1 if meanwhile is somebody_writes_metadata else 7)
+
+
+def save_twice_at_once(directory: str, locks: bool) -> list[str]:
+    """Each rank is a job of its own."""
+    rank, verdicts = dist.get_rank(), []
+    for number in range(1, 6):
+        step = 10 * number + rank
+        dist.barrier()
+        with FaultDisk(directory, on={} if locks else {"lock": OSError(errno.ENOLCK, "")}):
+            verdicts.append(verdict_of(robust_dcp.save, state(step), checkpoint_id=directory, no_dist=True).type_name)
+        dist.barrier()
+        there = step_in(directory, no_dist=True)
+        if verdicts[-1] == "" and there // 10 == number and there != step:
+            verdicts[-1] = "replaced"  # told "saved", and another saved after that
+    return verdicts
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_of_two_jobs_that_save_at_once_each_is_told_the_truth(tmp_path: Path, locks: bool) -> None:
+    one, other = values(in_ranks(2, save_twice_at_once, str(tmp_path / "c"), locks))
+    assert {*one, *other} <= {"", "StorageError", "replaced"}
+    assert all("" in pair for pair in zip(one, other, strict=True))  # what is there one of them was told it has saved
+
+
+class Waits(dcp.DefaultSavePlanner):
+    """A planner of stock's that stops in the middle of its data until it is told to go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_there, self.may_go_on = threading.Event(), threading.Event()
+
+    def resolve_data(self, write_item: Any) -> Any:
+        self.is_there.set()
+        assert self.may_go_on.wait(60)
+        return super().resolve_data(write_item)
+
+
+def test_a_stock_save_that_is_running_keeps_its_files(tmp_path: Path) -> None:
+    planner = Waits()
+    stock = threading.Thread(target=lambda: dcp.save(state(1), checkpoint_id=tmp_path, planner=planner))
+    stock.start()
+    assert planner.is_there.wait(60)
+    robust_dcp.save(state(2), checkpoint_id=tmp_path)
+    check(tmp_path, 2)
+    planner.may_go_on.set()
+    stock.join()
+    check(tmp_path, 1)  # it was the last to commit
+
+
+def test_while_a_save_of_ours_is_running_another_one_is_told_who_it_is(tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    def save_within(call: object) -> None:
+        before = sorted(os.listdir(tmp_path))
+        refused.append(verdict_of(robust_dcp.save, state(2), checkpoint_id=tmp_path, no_dist=True).message)
+        assert sorted(os.listdir(tmp_path)) == before
+
+    with FaultDisk(tmp_path, on={"write:__0_0*#1": save_within}):
+        robust_dcp.save(state(1), checkpoint_id=tmp_path, no_dist=True)
+    assert re.search(rf"another save is running into .* \(process {os.getpid()} on", refused[0])
+    check(tmp_path, 1)
+    robust_dcp.save(state(2), checkpoint_id=tmp_path)
+    check(tmp_path, 2)
+
+
+@pytest.mark.parametrize("layout", ["torch", "safetensors"])
+def test_a_data_file_of_another_save_of_the_same_structure_is_refused(tmp_path: Path, layout: Any) -> None:
+    for step in (1, 2):
+        robust_dcp.save(state(step), storage_writer=RobustWriter(tmp_path / str(step), layout=layout), no_dist=True)
+    for name, other in zip(data_files(tmp_path / "1"), data_files(tmp_path / "2"), strict=True):
+        mixed = tmp_path / f"mixed-{name}"
+        shutil.copytree(tmp_path / "1", mixed)
+        shutil.copy(tmp_path / "2" / other, mixed / name)
+        for load in (
+            lambda into, path=mixed: robust_dcp.load(into, checkpoint_id=path, no_dist=True),
+            lambda into, path=mixed: dcp.load(into, storage_reader=RobustReader(path), no_dist=True),
+            lambda into, path=mixed: robust_dcp.load(
+                into, storage_reader=RobustReader(path, verify_checksums=False), no_dist=True
+            ),
+        ):
+            with pytest.raises((CorruptCheckpoint, dcp.api.CheckpointException), match="expected the mark of save"):
+                load(state(-1))
+
+
+# --- a save under a load ----------------------------------------------------------------------------------------------
+
+
+class SavesUnderTheLoad(RobustReader):
+    """While it reads, another job saves into the same directory, so many times."""
+
+    saves = 1
+    n_loads = 0
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        store = dist.distributed_c10d._get_default_store()
+        if dist.get_rank() == 0:
+            if self.n_loads < self.saves:
+                everything = state(50 + self.n_loads) | state(50 + self.n_loads, 1)
+                robust_dcp.save(everything, checkpoint_id=self.path, no_dist=True)
+            store.set(f"saved {self.n_loads}", "")
+        else:
+            store.wait([f"saved {self.n_loads}"])
+        self.n_loads += 1
+        return super().read_data(plan, planner)
+
+
+def load_while_it_is_overwritten(directory: str, saves: int) -> Verdict:
+    rank = dist.get_rank()
+    robust_dcp.save(state(1, rank), checkpoint_id=directory)
+    reader = SavesUnderTheLoad(directory)
+    reader.saves = saves
+    verdict = verdict_of(
+        lambda: step_in(None, rank, lambda found, checkpoint_id: robust_dcp.load(found, storage_reader=reader))
+    )
+    dist.barrier()
+    return verdict
+
+
+def test_a_load_whose_files_are_replaced_starts_over_and_says_so_if_that_happens_again(tmp_path: Path) -> None:
+    for verdict in values(in_ranks(2, load_while_it_is_overwritten, str(tmp_path / "1"), 1)):
+        assert (verdict.type_name, verdict.value) == ("", 50)
+    for verdict in values(in_ranks(2, load_while_it_is_overwritten, str(tmp_path / "2"), 2)):
+        assert verdict.type_name == "StorageError" and "was overwritten while it was loaded" in verdict.message

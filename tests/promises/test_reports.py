@@ -1,0 +1,177 @@
+"""Every save and load tells what it did: to listeners, in its report, and beside the checkpoint. It costs no save."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import robust_dcp
+from robust_dcp import Event, RobustCheckpointError, RobustPlanner, RobustWriter, WriteOptions, on_event
+from tests.faults.disk import FaultDisk
+from tests.harness.ranks import in_ranks, values
+
+REPORT_NAME = ".robust_dcp.report.json"
+
+
+def told(run: Any) -> list[Event]:
+    """The events of a call."""
+    events: list[Event] = []
+    with on_event(events.append):
+        run()
+    return events
+
+
+def names_of(events: list[Event]) -> list[str]:
+    return [f"{event.name} {event.phase or ''}".strip() for event in events if event.name != "progress"]
+
+
+def both(*phases: str) -> list[str]:
+    return [f"{when} {phase}" for phase in phases for when in ("phase_started", "phase_ended")]
+
+
+def test_saves_and_loads_tell_their_start_their_phases_and_their_report(tmp_path: Path) -> None:
+    path, state = tmp_path / "c", {"w": torch.ones(1 << 20)}
+    events = told(lambda: robust_dcp.save(state, checkpoint_id=path))
+    assert names_of(events) == ["started", *both("plan", "write", "commit"), "ended"]
+    last = events[-1]
+    assert (last.kind, last.checkpoint_id, last.rank, last.world_size) == ("save", str(path), 0, 1)
+    assert last.report.items == 1 and last.seconds >= sum(phase.seconds for phase in last.report.phases)
+    assert not any(event.is_async for event in events)
+    progress = [event for event in events if event.name == "progress" and event.total_nbytes]
+    assert progress and progress[-1].done_nbytes == progress[-1].total_nbytes >= 4 << 20
+    events = told(lambda: robust_dcp.load(state, checkpoint_id=path))
+    assert names_of(events) == ["started", *both("plan", "read", "apply"), "ended"]
+    assert events[-1].kind == "load" and events[-1].report.nbytes == 4 << 20
+    events = told(lambda: robust_dcp.async_save(state, checkpoint_id=path).result())
+    assert names_of(events)[0] == "started" and names_of(events)[-1] == "ended"
+    assert all(event.is_async for event in events if event.name != "progress")
+    assert "phase_ended stage" in names_of(events)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_failed_save_tells_its_error_and_no_other_end(is_async: bool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no directory")
+
+    def save() -> None:
+        call: Any = robust_dcp.async_save if is_async else robust_dcp.save
+        with pytest.raises(RobustCheckpointError):
+            getattr(call({"w": torch.ones(9)}, checkpoint_id=tmp_path / "file"), "result", lambda: None)()
+
+    ends = [event for event in told(save) if event.name in ("ended", "failed")]
+    assert [end.name for end in ends] == ["failed"] and isinstance(ends[0].error, RobustCheckpointError)
+
+
+def fail_on_both(path: str) -> list[tuple[str, int]]:
+    events: list[Event] = []
+    state_dict = {"w": torch.ones(9), "rank": torch.ones(2 + dist.get_rank())}
+    with on_event(events.append), pytest.raises(RobustCheckpointError):
+        robust_dcp.save(state_dict, checkpoint_id=path)
+    return [(event.name, event.rank) for event in events if event.name in ("started", "ended", "failed")]
+
+
+def test_all_ranks_tell_of_a_failure_that_one_of_them_finds(tmp_path: Path) -> None:
+    found = values(in_ranks(2, fail_on_both, str(tmp_path)))
+    assert found == [[("started", rank), ("failed", rank)] for rank in (0, 1)]
+
+
+def test_listeners_cannot_disturb_a_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(event: Event) -> None:
+        raise KeyError("no such run")
+
+    def save_again(event: Event) -> None:
+        if event.name == "ended" and "again" not in event.checkpoint_id:
+            robust_dcp.save({"w": torch.ones(4)}, checkpoint_id=f"{event.checkpoint_id} again")
+
+    heard: list[Event] = []
+    stopped: list[Event] = []
+    on_event(stopped.append).stop()
+    with on_event(refuse), on_event(heard.append), caplog.at_level(logging.ERROR, logger="robust_dcp.events"):
+        robust_dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "zero")
+    assert heard[-1].name == "ended" and not stopped
+    assert len(caplog.records) == 1 and "no such run" in caplog.text and "refuse" in caplog.text
+    with on_event(save_again):  # on the thread of an async save it would wait for itself
+        robust_dcp.save({"w": torch.ones(4)}, checkpoint_id=tmp_path / "one")
+        robust_dcp.async_save({"w": torch.ones(4)}, checkpoint_id=tmp_path / "two").result(60)  # type: ignore[union-attr]
+        robust_dcp.finish_async_saves()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "one again", "two", "zero"]
+    assert "do that in a thread of your own" in caplog.text
+
+
+# --- the report beside the checkpoint ---------------------------------------------------------------------------------
+
+
+def state_of(rank: int = 0) -> dict[str, Any]:
+    return {
+        "model": {"wide": torch.ones(1000, 100), f"of_{rank}": torch.full((50_000,), float(rank))},
+        "optimizer": {"step": 3},
+    }
+
+
+def save_in_every_way(path: str) -> None:
+    state = state_of(dist.get_rank())
+    robust_dcp.save(state, checkpoint_id=f"{path}/save")
+    robust_dcp.save(state, checkpoint_id=f"{path}/again")
+    robust_dcp.async_save(state, checkpoint_id=f"{path}/async").result()
+    robust_dcp.async_save(state, checkpoint_id=f"{path}/process", executor="process").result()
+    dcp.save(state, storage_writer=RobustWriter(f"{path}/planner"), planner=RobustPlanner())
+    dcp.save(state, storage_writer=RobustWriter(f"{path}/stock planner"))
+    robust_dcp.install()
+    dcp.save(state, checkpoint_id=f"{path}/switch")
+    robust_dcp.uninstall()
+    robust_dcp.save(state, storage_writer=RobustWriter(f"{path}/off", report=False))
+    robust_dcp.save(state, storage_writer=RobustWriter(f"{path}/off too", options=WriteOptions(report=False)))
+
+
+def test_every_way_of_saving_leaves_a_report_of_all_ranks(tmp_path: Path) -> None:
+    values(in_ranks(2, save_in_every_way, str(tmp_path)))
+    found = {path.parent.name: json.loads(path.read_bytes()) for path in tmp_path.glob(f"*/{REPORT_NAME}")}
+    assert set(found) == {"save", "again", "async", "process", "planner", "stock planner", "switch"}
+    for name, report in found.items():
+        ranks = report["ranks"]
+        assert (report["world_size"], ranks["rank"], report["nodes"]) == (2, [0, 1], [socket.gethostname()]), name
+        assert all(seconds > 0 for seconds in (*ranks["write_seconds"], report["seconds"])), name
+        # Two tensors of one rank each, one that both have, and what frames them.
+        assert report["total_nbytes"] == sum(ranks["nbytes"]) and 800_000 < sum(ranks["nbytes"]) < 900_000, name
+        assert [phase["name"] for phase in report["phases"] if phase["name"] != "stage"] == ["plan", "write", "commit"]
+    outcomes = {name: found[name]["plan"]["outcome"] for name in ("save", "again", "stock planner")}
+    assert outcomes == {"save": "built", "again": "reused", "stock planner": "foreign"}
+
+
+def test_a_report_that_cannot_be_written_is_one_line_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    robust_dcp.save(state_of(), checkpoint_id=tmp_path)
+    with FaultDisk(tmp_path, on={f"create:{REPORT_NAME}*": OSError(errno.ENOSPC, "")}):
+        robust_dcp.save(state_of(), checkpoint_id=tmp_path)
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "has no report of its save" in line
+    robust_dcp.load(state_of(), checkpoint_id=tmp_path)
+    assert REPORT_NAME not in os.listdir(tmp_path)  # that of the checkpoint that was replaced is gone too
+
+
+def test_reports_of_saves_and_loads_are_json_and_name_the_changed_keys(tmp_path: Path) -> None:
+    robust_dcp.save({"a": torch.ones(3), "gone": torch.ones(2)}, checkpoint_id=tmp_path / "1", kind="json")
+    saved = robust_dcp.save({"a": torch.ones(4), "new": torch.ones(2)}, checkpoint_id=tmp_path / "2", kind="json")
+    for told in (json.loads(saved.to_json()), json.loads((tmp_path / "2" / REPORT_NAME).read_bytes())):
+        assert told["plan"]["outcome"] == saved.plan == "rebuilt"
+        changes = told["plan"]["changes"]
+        assert (changes["added"], changes["removed"], list(changes["changed"])) == (["new"], ["gone"], ["a"])
+        assert "float32[3]" in changes["changed"]["a"] and "float32[4]" in changes["changed"]["a"]
+    told = json.loads(saved.to_json())
+    assert (told["version"], told["kind"], told["checkpoint"]) == (1, "save", str(tmp_path / "2"))
+    for name in ("rank", "world_size", "seconds", "items", "nbytes", "blocked_seconds", "total_nbytes", "digest"):
+        assert told[name] == getattr(saved, name), name
+    loaded = robust_dcp.load({"a": torch.zeros(3)}, checkpoint_id=tmp_path / "1")
+    told = json.loads(loaded.to_json())
+    assert (told["kind"], told["seconds"], told["nbytes"]) == ("load", loaded.seconds, loaded.nbytes)
+    assert told["missing_keys"] == [] and "\n" not in loaded.to_json()

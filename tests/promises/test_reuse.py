@@ -1,0 +1,371 @@
+"""A save repeats its plan if every rank holds what it says, and says what it did; a change is saved as it is."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import save_state_dict
+
+import robust_dcp
+from robust_dcp import PlanConflict, RobustCheckpointError, RobustPlanner, RobustWriter
+from tests.harness.fingerprints import differences
+from tests.harness.ranks import in_ranks, values
+from tests.harness.verdicts import verdict_of
+from tests.harness.ways import LOADERS, SAVERS
+
+StateDict = dict[str, Any]
+
+
+def blank(value: Any) -> Any:
+    """The same structure, with other contents."""
+    if isinstance(value, dict):
+        return {key: blank(each) for key, each in value.items()}
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else f"not {value}"
+
+
+def check_loads(state_dict: StateDict, path: str) -> None:
+    for loader in ("ours", "stock"):
+        target = blank(state_dict)
+        LOADERS[loader](target, path)
+        assert differences(state_dict, target) == [], (loader, path)
+        dist.barrier()
+
+
+def lines_of(logger: str = "robust_dcp") -> list[str]:
+    """What a logger says from now on."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(logger).addHandler(handler)
+    return lines
+
+
+def model(step: int, more: int = 0, prefix: str = "") -> StateDict:
+    found: StateDict = {f"{prefix}layer{n}": torch.full((4,), float(step + n)) for n in range(5 + more)}
+    rank = dist.get_rank()
+    return {**found, f"{prefix}own {rank}": torch.full((rank + 1,), float(step)), f"{prefix}args": {"lr": 0.1 * step}}
+
+
+def loader(step: int) -> StateDict:
+    """Another set of keys each time, and nothing on the coordinator; every rank has one key of the model's."""
+    rank = dist.get_rank()
+    return {**({f"worker {rank}.{n}": step for n in range(step + 1)} if rank else {}), "args": {"lr": step}}
+
+
+# --- a change is saved as it is ---------------------------------------------------------------------------------------
+
+
+def save_in_turn(directory: str, saver: str) -> None:
+    """Each of these differs from the one before in a way that a plan could hide."""
+    rank = dist.get_rank()
+    own = f"only on rank {rank}"
+    steps: list[StateDict] = [
+        {"w": torch.full((3,), 1.5)},
+        {"w": torch.full((3,), 1.5, dtype=torch.bfloat16)},
+        {"w": torch.arange(3, dtype=torch.int16)},
+        {"w": torch.arange(6, dtype=torch.int16)},
+        {"w": torch.arange(6, dtype=torch.int16).reshape(2, 3)},
+        {"w": "an object now"},
+        {"w": "an object now", own: torch.full((rank + 2,), 7.0)},
+        {own: torch.full((rank + 3,), 7.0)},
+        {own: "an object"} if rank == 1 else {own: torch.full((3,), 8.0)},
+        {own: torch.full((3,), 8.0), "late": torch.ones(1)} if rank == 0 else {own: "an object"},
+        {"late": torch.ones(1).requires_grad_()},
+        {},
+        {"w": torch.full((3,), 2.5)},
+    ]
+    for number, state_dict in enumerate(steps):
+        SAVERS[saver](state_dict, f"{directory}/{number}")
+        if state_dict:
+            check_loads(state_dict, f"{directory}/{number}")
+
+
+@pytest.mark.parametrize("saver", ["ours", "stock + both", "stock no_dist + both"])
+def test_every_change_of_structure_is_saved_as_it_is(saver: str, tmp_path: Path) -> None:
+    values(in_ranks(2, save_in_turn, str(tmp_path), saver, timeout_seconds=90))
+
+
+def change_one_rank(directory: str, changed_rank: int) -> tuple[str, str, Any, list[str]]:
+    state_dict = model(0)
+    robust_dcp.save(state_dict, checkpoint_id=f"{directory}/0")
+    lines = lines_of()
+    if dist.get_rank() == changed_rank:
+        state_dict["new"] = torch.ones(3)
+    report = robust_dcp.save(state_dict, checkpoint_id=f"{directory}/1")
+    check_loads(state_dict, f"{directory}/1")
+    told = [line for line in lines if "new" in line]
+    quiet = RobustPlanner(on_structure_change="quiet")
+    robust_dcp.save({**state_dict, "newer": torch.ones(2)}, checkpoint_id=f"{directory}/2", planner=quiet)
+    assert not any("newer" in line for line in lines)
+    return report.plan, report.reason, report.changes, told
+
+
+@pytest.mark.parametrize("changed_rank", [0, 2])
+def test_a_change_on_one_rank_is_named_in_the_report_and_in_one_line_of_the_log(
+    changed_rank: int, tmp_path: Path
+) -> None:
+    outcomes = values(in_ranks(3, change_one_rank, str(tmp_path), changed_rank))
+    for plan, reason, changes, _ in outcomes:
+        assert plan == "rebuilt" and "new" in reason and f"rank {changed_rank}" in reason
+        assert changes.added == ("new",) and not changes.removed and not changes.changed
+    assert [len(told) for *_, told in outcomes] == [1, 0, 0]
+
+
+def refuse_changes(directory: str) -> tuple[Any, str]:
+    robust_dcp.save(model(0), checkpoint_id=directory, planner=RobustPlanner(on_structure_change="error"))
+    dist.barrier()  # the coordinator has tidied up
+    files = sorted(os.listdir(directory))
+    changed = model(1)
+    if dist.get_rank() == 1:
+        changed["added"] = torch.ones(2)
+        del changed["own 1"]
+        changed["layer0"] = torch.full((4,), 1.0).requires_grad_()
+    dist.barrier()
+    planner = RobustPlanner(on_structure_change="error")
+    refused = verdict_of(robust_dcp.save, changed, checkpoint_id=directory, planner=planner)
+    assert sorted(os.listdir(directory)) == files
+    check_loads(model(0), directory)
+    return refused, robust_dcp.save(model(2), checkpoint_id=f"{directory}-2", planner=planner).plan
+
+
+def test_a_refused_change_is_the_same_error_everywhere_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
+    outcomes = values(in_ranks(2, refuse_changes, str(tmp_path / "checkpoint")))
+    for refused, again in outcomes:
+        assert refused.type_name == "StructureChanged" and refused == outcomes[0][0]
+        assert refused.fields == {"added": ["added"], "removed": ["own 1"], "changed": ["layer0"]}
+        assert again == "reused"
+
+
+# --- what is the same is reused ---------------------------------------------------------------------------------------
+
+
+def save_kinds_in_turn(directory: str, way: str, named: bool) -> tuple[list[str], list[str]]:
+    """A model, its EMA and a loader in turn; another order of the same keys is the same structure."""
+    lines, outcomes = lines_of(), []
+    for step in range(4):
+        for kind, state in (("model", model(step)), ("ema", model(step, prefix="ema.")), ("loader", loader(step))):
+            state = dict(reversed(state.items())) if step == 2 else state
+            path, name = f"{directory}/{kind}{step}", kind if named else None
+            # The loader's keys change each time, which is for it to say; those of the others never do.
+            mode: Any = "quiet" if kind == "loader" and step else "error"
+            planner = RobustPlanner(on_structure_change=mode, kind=name)
+            if way == "ours":
+                outcomes.append(robust_dcp.save(state, checkpoint_id=path, planner=planner).plan)
+            else:
+                with robust_dcp.on_event(lambda event: event.report and outcomes.append(event.report.plan)):
+                    dcp.save(state, storage_writer=RobustWriter(path), planner=planner, no_dist="no_dist" in way)
+            dist.barrier()
+            check_loads(state, path)
+    return outcomes, lines
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("way", ["ours", "stock", "stock no_dist"])
+def test_kinds_that_are_saved_in_turn_never_look_like_changes_of_each_other(
+    way: str, named: bool, tmp_path: Path
+) -> None:
+    for outcomes, lines in values(in_ranks(3, save_kinds_in_turn, str(tmp_path), way, named)):
+        if outcomes:  # stock tells of no report
+            assert outcomes[0::3] == outcomes[1::3] == ["built", "reused", "reused", "reused"]
+            assert outcomes[2] == "built" and "reused" not in outcomes[2::3]
+        assert lines == []
+
+
+def same_names(directory: str, alike: int) -> list[str]:
+    """Kinds that have the same names, and kinds of which one rank holds nothing."""
+    rank, outcomes = dist.get_rank(), []
+    for step in range(3):
+        for kind, more in (("model", 0), ("ema", 1)):
+            state = model(step, more)
+            outcomes.append(robust_dcp.save(state, checkpoint_id=f"{directory}/{kind}{step}", kind=kind).plan)
+    for step in range(3):
+        for kind in ("a", "b"):
+            state = {f"{kind} {rank} {n}": torch.full((2,), step) for n in range(0 if rank == alike else 3)}
+            outcomes.append(robust_dcp.save(state, checkpoint_id=f"{directory}/{kind}{step}").plan)
+    return outcomes
+
+
+@pytest.mark.parametrize("alike", [0, 2])
+def test_kinds_are_told_apart_by_the_callers_word_and_a_rank_that_holds_nothing_goes_with_the_others(
+    alike: int, tmp_path: Path
+) -> None:
+    for outcomes in values(in_ranks(3, same_names, str(tmp_path), alike)):
+        assert outcomes == ["built", "built", *["reused"] * 4] * 2
+
+
+def save_in_other_groups(directory: str) -> list[str]:
+    rank = dist.get_rank()
+    low, high, outer = dist.new_group([0, 1]), dist.new_group([2, 3]), dist.new_group([0, 3])
+    half = low if rank < 2 else high
+    turns = [dist.group.WORLD, half, dist.group.WORLD, outer if rank in (0, 3) else None, half]
+    outcomes: list[str] = []
+    for number, group in enumerate([*turns, *turns]):
+        if group is None:
+            continue
+        members = dist.get_process_group_ranks(group)
+        path = f"{directory}/{number}-{members}"
+        state_dict: StateDict = {"w": torch.arange(5.0), f"own {rank}": torch.full((rank + 1,), float(number))}
+        report = robust_dcp.save(state_dict, checkpoint_id=path, process_group=group)
+        outcomes.append(report.plan)
+        target = blank(state_dict)
+        robust_dcp.load(target, checkpoint_id=path, process_group=group)
+        assert differences(state_dict, target) == []
+        assert {index.fqn for index in report.metadata.storage_data} == {"w", *(f"own {each}" for each in members)}
+    return outcomes
+
+
+def test_plans_of_one_group_are_never_used_in_another(tmp_path: Path) -> None:
+    outcomes = values(in_ranks(4, save_in_other_groups, str(tmp_path)))
+    # The world, a half, the world, [0, 3] (ranks 0 and 3 only), the half again; and all of it once more.
+    inner = ["built", "built", "reused", "reused"] + ["reused"] * 4
+    outer = ["built", "built", "reused", "built", "reused"] + ["reused"] * 5
+    assert outcomes == [outer, inner, inner, outer]
+
+
+class OtherPlanner(RobustPlanner):
+    pass
+
+
+def save_with_other_options(directory: str) -> list[str]:
+    state_dict: StateDict = {
+        "nested": {f"w{n}": torch.full((5,), float(n)) for n in range(6)},
+        f"o{dist.get_rank()}": "x",
+    }
+    outcomes: list[str] = []
+    options: list[tuple[dict[str, Any], dict[str, Any], type[RobustPlanner]]] = [
+        ({}, {}, RobustPlanner),
+        ({"threads": 1}, {}, RobustPlanner),
+        ({"threads": 3}, {"dedup_save_to_lowest_rank": True}, RobustPlanner),
+        ({}, {}, OtherPlanner),
+        ({}, {}, RobustPlanner),
+    ]
+    for number, (writer_options, planner_options, planner) in enumerate(options):
+        path = f"{directory}/{number}"
+        writer = RobustWriter(path, **writer_options)
+        report = robust_dcp.save(state_dict, storage_writer=writer, planner=planner(**planner_options))
+        outcomes.append(report.plan)
+        check_loads(state_dict, path)
+    return outcomes
+
+
+def test_a_plan_is_not_used_with_other_options_of_planner_or_writer(tmp_path: Path) -> None:
+    for outcomes in values(in_ranks(2, save_with_other_options, str(tmp_path))):
+        assert outcomes == ["built", "rebuilt", "rebuilt", "rebuilt", "reused"]
+
+
+def save_from_each_coordinator(path: str) -> None:
+    """Stock lets another rank than 0 plan and commit."""
+    rank = dist.get_rank()
+    for step, coordinator_rank in enumerate((1, 1, 2, 0)):
+        state = {"w": torch.full((3,), float(step)), f"own.{rank}": torch.tensor([float(rank)])}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that save_state_dict is deprecated: it alone lets one choose
+            writer = RobustWriter(f"{path}/{step}")
+            save_state_dict(state, writer, coordinator_rank=coordinator_rank, planner=RobustPlanner())
+        check_loads(state, f"{path}/{step}")
+
+
+def test_a_save_whose_coordinator_is_not_rank_0_is_committed_and_so_is_the_next_with_another(tmp_path: Path) -> None:
+    values(in_ranks(3, save_from_each_coordinator, str(tmp_path)))
+
+
+def messages_of_repeated_saves(directory: str, n_items: int) -> tuple[int, int]:
+    """Messages and bytes that this rank sends in the third of three saves."""
+    for step in range(3):
+        state = {f"layer.{n}.weight": torch.full((3,), float(n)) for n in range(n_items)} | {"object": step}
+        report = robust_dcp.save(state, checkpoint_id=f"{directory}/{n_items}-{step}")
+    assert report.plan == "reused"
+    return sum(phase.messages for phase in report.phases), sum(phase.payload_nbytes for phase in report.phases)
+
+
+def test_a_repeated_save_sends_the_same_few_bytes_for_10_and_1000_items(tmp_path: Path) -> None:
+    few = values(in_ranks(4, messages_of_repeated_saves, str(tmp_path), 10))
+    many = values(in_ranks(4, messages_of_repeated_saves, str(tmp_path), 1000))
+    for (n_few, few_nbytes), (n_many, many_nbytes) in zip(few, many, strict=True):
+        assert n_few == n_many < 20
+        assert abs(few_nbytes - many_nbytes) <= 96 and many_nbytes < 1500  # a larger number has more digits
+
+
+# --- a job that begins anew -------------------------------------------------------------------------------------------
+
+
+def save_first(directory: str) -> None:
+    robust_dcp.save(model(1), checkpoint_id=f"{directory}/1")
+
+
+def resume(directory: str, how: str) -> tuple[str, str]:
+    rank, state = dist.get_rank(), model(0)
+    if how != f"rank {rank} has loaded nothing":
+        robust_dcp.load(state, checkpoint_id=f"{directory}/1", no_dist=True)
+    dist.barrier()
+    state = model(1) | ({"new": torch.ones(3)} if how == "rank 1 holds more" and rank == 1 else {})
+    report = robust_dcp.save(state, checkpoint_id=f"{directory}/2")
+    check_loads(state, f"{directory}/2")
+    return report.plan, report.reason
+
+
+@pytest.mark.parametrize(
+    ("how", "outcome"),
+    [
+        ("all have loaded it", "reused"),
+        ("rank 1 holds more", "rebuilt"),
+        ("rank 1 has loaded nothing", "reused"),
+        ("rank 0 has loaded nothing", "built"),
+        ("its plan is damaged", "built"),
+    ],
+)
+def test_a_job_that_loads_a_checkpoint_saves_by_the_plan_that_lies_in_it(
+    how: str, outcome: str, tmp_path: Path
+) -> None:
+    values(in_ranks(2, save_first, str(tmp_path)))
+    if how == "its plan is damaged":
+        (tmp_path / "1" / ".robust_dcp.index").unlink()
+    for plan, reason in values(in_ranks(2, resume, str(tmp_path), how)):
+        assert plan == outcome
+        assert plan != "reused" or f"since {tmp_path}/1" in reason or "loaded nothing" in how
+
+
+# --- facts that a planner adds to the metadata ------------------------------------------------------------------------
+
+
+class TellingPlanner(RobustPlanner):
+    """Tells one fact of each of its rank's names."""
+
+    def __init__(self, fact: Any = (4, 2)) -> None:
+        super().__init__()
+        self.fact = fact
+
+    def metadata_attributes(self) -> dict[str, dict[str, Any]]:
+        return {"facts": {name: {"of": self.fact} for name in self.state_dict}}
+
+
+def save_with_facts(directory: str) -> list[Any]:
+    state, told = model(1), []
+    facts: list[Any] = [(4, 2), (4, 2), "other", True, 1]
+    for number, fact in enumerate(facts):
+        report = robust_dcp.save(state, checkpoint_id=f"{directory}/{number}", planner=TellingPlanner(fact))
+        dist.barrier()
+        metadata: Any = dcp.FileSystemReader(f"{directory}/{number}").read_metadata()
+        assert {repr(each) for each in metadata.facts.values()} == {repr({"of": fact})}
+        assert {"own 0", "own 1"} <= set(metadata.facts)
+        told.append(report.plan)
+    for fact, kind in (((dist.get_rank(), 2), PlanConflict), (object(), RobustCheckpointError)):
+        with pytest.raises(kind) as caught:
+            robust_dcp.save(state, checkpoint_id=f"{directory}/x", planner=TellingPlanner(fact))
+        told.append(str(caught.value))
+    return told
+
+
+def test_facts_of_all_ranks_are_in_the_metadata_and_a_contradiction_is_one_error(tmp_path: Path) -> None:
+    for *plans, conflict, no_fact in values(in_ranks(2, save_with_facts, str(tmp_path))):
+        assert plans == ["built", "reused", "rebuilt", "rebuilt", "rebuilt"]
+        assert "{'of': (0, 2)} on rank 0 and {'of': (1, 2)} on rank 1" in conflict
+        assert "TypeError: " in no_fact
