@@ -1,0 +1,199 @@
+"""Breaks the sources on purpose, one place at a time, and counts which tests notice.
+
+    python scripts/mutants.py --count 20 --seed 1 --json mutants.json
+
+A mutant is one changed place in a room of the package: a comparison, an ``and``, an ``or``, a ``not``, a constant, or a
+call whose value nobody uses. It is killed if a test fails, and survives if none does. It is made in a copy of what git
+knows of this tree, so the tree may change meanwhile. The tests of the mutant's own room run first, then the promises;
+the first failure ends it. Run it with the Python of the tree's environment, as each mutant takes minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "src/robust_dcp"
+ROOMS = ("plan", "storage", "comm", "manager")
+"""Folders of the package, or modules."""
+
+OTHER_COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+WITHOUT_EFFECT = ("debug", "info", "warning", "error", "exception")
+"""Calls that only say something."""
+
+
+@dataclass
+class Mutant:
+    """One changed place.
+
+    Attributes:
+        begin: where the place is in the file, in characters; ``end`` is behind it.
+        outcome: ``killed``, ``survived``, or ``unfinished`` if the time was up.
+        by: the test that failed first.
+    """
+
+    room: str
+    path: str
+    line: int
+    kind: str
+    before: str
+    after: str
+    begin: int
+    end: int
+    outcome: str = ""
+    by: str = ""
+    seconds: float = 0.0
+
+
+def mutants_of(room: str, path: Path) -> Iterator[Mutant]:
+    """All mutants of a file."""
+    source = path.read_text()
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+
+    def place(line: int, column: int) -> int:
+        """AST counts columns in bytes of UTF-8."""
+        text = source[starts[line - 1] : starts[line]].encode()
+        return starts[line - 1] + len(text[:column].decode())
+
+    tree = ast.parse(source)
+    not_run = {id(each) for node in ast.walk(tree) for each in _not_run(node)}
+    for node in ast.walk(tree):
+        if id(node) in not_run:
+            continue
+        for kind, after in _changes(node):
+            assert isinstance(node, ast.expr | ast.stmt) and node.end_lineno is not None
+            begin = place(node.lineno, node.col_offset)
+            end = place(node.end_lineno, node.end_col_offset or 0)
+            relative = str(path.relative_to(ROOT))
+            yield Mutant(room, relative, node.lineno, kind, source[begin:end], after, begin, end)
+
+
+def _not_run(node: ast.AST) -> Iterator[ast.AST]:
+    """Annotations, what only type checkers see, and decorators: dataclass(frozen=True) is no behaviour."""
+    for name in ("annotation", "returns"):
+        annotation = getattr(node, name, None)
+        if annotation is not None:
+            yield from ast.walk(annotation)
+    for decorator in getattr(node, "decorator_list", ()):
+        yield from ast.walk(decorator)
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        yield from ast.walk(node)
+
+
+def _changes(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """What a node may be changed to, and the kind of the change."""
+    if isinstance(node, ast.Compare):
+        for number, operator in enumerate(node.ops):
+            operators = [*node.ops]
+            operators[number] = OTHER_COMPARISONS[type(operator)]()
+            yield "comparison", f"({ast.unparse(ast.Compare(node.left, operators, node.comparators))})"
+    elif isinstance(node, ast.BoolOp):
+        other = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+        yield "and/or", f"({ast.unparse(ast.BoolOp(other, node.values))})"
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield "not", f"({ast.unparse(node.operand)})"
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool | int):
+        yield "constant", f"({not node.value if isinstance(node.value, bool) else node.value + 1})"
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        function = node.value.func
+        if not (isinstance(function, ast.Attribute) and function.attr in WITHOUT_EFFECT):
+            yield "dropped call", "pass"
+
+
+def drawn(count: int, seed: int) -> list[Mutant]:
+    """Mutants of all rooms, drawn alike whatever their sizes are."""
+    found: list[Mutant] = []
+    for room in ROOMS:
+        folder = ROOT / PACKAGE / room
+        files = sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
+        found += [mutant for path in files for mutant in mutants_of(room, path)]
+    print(f"{len(found)} mutants, of which {count} are drawn with seed {seed}", file=sys.stderr)
+    return random.Random(seed).sample(found, min(count, len(found)))
+
+
+def copy_tree(target: Path) -> None:
+    """Copy what git knows, changed or not."""
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+
+
+def run_tests(tree: Path, room: str, seconds: float, tests: list[str]) -> tuple[str, str]:
+    """The outcome of a mutant, and the test that failed first."""
+    own = [f"tests/{room}"] if (tree / f"tests/{room}").is_dir() else []
+    env = {**os.environ, "PYTHONPATH": str(tree / "src"), "CI": "true", "PYTHONDONTWRITEBYTECODE": "1"}
+    options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile"]
+    ends_at = time.monotonic() + seconds
+    for places in [[each] for each in own] + [tests]:
+        limit = ["timeout", "--kill-after=10", str(max(ends_at - time.monotonic(), 1))]
+        command = [*limit, sys.executable, "-m", "pytest", *options, *places]
+        ended = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, check=False)
+        if ended.returncode in (124, 137):
+            return "unfinished", ""
+        if ended.returncode:
+            lines = [line for line in ended.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+            return "killed", lines[0] if lines else ended.stdout[-200:]
+    return "survived", ""
+
+
+def main() -> None:
+    """Try the mutants, and print each, and a table of all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--limit-seconds", type=float, default=1800, help="for each mutant")
+    parser.add_argument("--tests", nargs="+", default=["tests/promises"], help="behind those of the mutant's room")
+    parser.add_argument("--json", type=Path, help="where all mutants are written, after each of them")
+    arguments = parser.parse_args()
+    mutants = drawn(arguments.count, arguments.seed)
+    with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
+        tree = Path(directory)
+        copy_tree(tree)
+        for number, mutant in enumerate(mutants, start=1):
+            file = tree / mutant.path
+            source = file.read_text()
+            file.write_text(source[: mutant.begin] + mutant.after + source[mutant.end :])
+            began = time.monotonic()
+            mutant.outcome, mutant.by = run_tests(tree, mutant.room, arguments.limit_seconds, arguments.tests)
+            mutant.seconds = round(time.monotonic() - began, 1)
+            file.write_text(source)
+            where = f"{mutant.path}:{mutant.line}: {mutant.before[:60]!r} -> {mutant.after[:60]!r}"
+            print(f"{number}/{len(mutants)} {mutant.outcome} in {mutant.seconds:g} s: {where} {mutant.by}", flush=True)
+            if arguments.json is not None:
+                arguments.json.write_text(json.dumps([asdict(each) for each in mutants[:number]], indent=1))
+    print("| mutants | drawn | killed | survived | unfinished |\n| --- | --- | --- | --- | --- |")
+    for name in (*ROOMS, *sorted({mutant.kind for mutant in mutants}), "all"):
+        counts = Counter(each.outcome for each in mutants if name in (each.room, each.kind, "all"))
+        print(f"| {name} | {counts.total()} | {counts['killed']} | {counts['survived']} | {counts['unfinished']} |")
+
+
+if __name__ == "__main__":
+    main()
