@@ -325,6 +325,7 @@ class Roots(RuleBasedStateMachine):
         names = ("step_{step}", "ema_{step}", "iter_{step:07d}")
         self.series = [Expected(name, number) for name, number in zip(names, keep_last, strict=True)]
         (self.root / TRACKER).write_text("7")
+        self.series[2].named = {7}  # stock's checkpoints are named by the tracker alone, until we save there
         for name in ("pretrained7", "base_model_13"):
             self.put_foreign(name, lambda path: save_by_stock(path, 0.5))
         for name in ("wandb-2024", "worker0"):
