@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from robust_dcp.events import Event, on_event
     from robust_dcp.installation import install, uninstall
     from robust_dcp.manager.manager import CheckpointManager
-    from robust_dcp.manager.policies import Checkpoint, KeepBest, KeepEvery, KeepLast, KeepPolicy
+    from robust_dcp.manager.series import Checkpoint, KeepBest, KeepEvery, KeepLast, KeepPolicy
     from robust_dcp.plan.load_planner import RobustLoadPlanner
     from robust_dcp.plan.save_planner import RobustPlanner
     from robust_dcp.plan.signature import StructureSignature
@@ -97,7 +97,7 @@ __getattr__, __dir__ = names_from(
         "robust_dcp.events": ("Event", "on_event"),
         "robust_dcp.installation": ("install", "uninstall"),
         "robust_dcp.manager.manager": ("CheckpointManager",),
-        "robust_dcp.manager.policies": ("Checkpoint", "KeepBest", "KeepEvery", "KeepLast", "KeepPolicy"),
+        "robust_dcp.manager.series": ("Checkpoint", "KeepBest", "KeepEvery", "KeepLast", "KeepPolicy"),
         "robust_dcp.plan.load_planner": ("RobustLoadPlanner",),
         "robust_dcp.plan.save_planner": ("RobustPlanner",),
         "robust_dcp.plan.signature": ("StructureSignature",),

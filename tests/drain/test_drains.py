@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import shutil
@@ -126,12 +128,58 @@ def test_a_drain_whose_source_a_later_save_replaces_leaves_the_copy_to_the_later
     assert list((tmp_path / "durable_1").iterdir()) == []
 
 
+def test_a_replacement_that_cannot_go_on_leaves_the_earlier_copy_whole(tmp_path: Path) -> None:
+    local, durable = tmp_path / "local", tmp_path / "durable"
+    save_and_drain(local, durable, 1.0)
+    robust_dcp.finish_async_saves()
+    waiting, goes_on = threading.Event(), threading.Event()
+
+    def hold(path: str) -> None:
+        waiting.set()
+        assert goes_on.wait(60)
+
+    save_and_drain(local, durable, 2.0, disk=ActingDisk("create", "durable/_", hold))
+    assert waiting.wait(60)
+    save(local, 3.0)
+    goes_on.set()
+    robust_dcp.finish_async_saves()
+    assert loaded(durable) == 1.0
+    assert len(data_files(durable)) == len(data_files(local))
+
+
 def test_a_second_checkpoint_to_one_place_is_refused(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
         save_and_drain(tmp_path / f"local_{value:g}", tmp_path / "durable", value)
     with pytest.raises(StorageError, match=r"there is another checkpoint at .*durable"):
         robust_dcp.finish_async_saves()
     assert loaded(tmp_path / "durable") == 1.0
+
+
+class _RefusesAt(PosixDisk):
+    """Refuses one kind of call for some files."""
+
+    def __init__(self, call: str, part: str, end: str) -> None:
+        super().__init__()
+        self._asked = (call, part, end)
+        self.has_refused = False
+
+    def _look(self, call: str, path: str) -> None:
+        asked, part, end = self._asked
+        if call == asked and part in path and path.endswith(end):
+            self.has_refused = True
+            raise StorageError(f"{call} {path}: refused", path=path, errno=errno.EACCES, operation=call)
+
+    def rename(self, source: str, target: str) -> None:
+        self._look("rename", target)
+        super().rename(source, target)
+
+    def unlink(self, path: str) -> None:
+        self._look("unlink", path)
+        super().unlink(path)
+
+    def open_read(self, path: str, *, direct: bool = False) -> OpenFile:
+        self._look("open", path)
+        return super().open_read(path, direct=direct)
 
 
 class _HangsOnce(PosixDisk):
@@ -213,6 +261,42 @@ class TestAManager:
     def test_drains_each_step_by_all_its_ranks(self, tmp_path: Path) -> None:
         root, durable = str(tmp_path / "root"), str(tmp_path / "durable")
         assert values(run_ranks(2, _drain_steps, root, durable)) == [[1.0, 2.0]] * 2
+
+    def test_a_step_that_is_saved_again_replaces_its_own_copy_and_no_other(self, tmp_path: Path) -> None:
+        local, place = tmp_path / "root", tmp_path / "durable/step_1"
+        for value in (1.0, 2.0):
+            CheckpointManager(local, drain_to=tmp_path / "durable").save(1, state_dict(value))
+            robust_dcp.finish_async_saves()
+            assert loaded(place) == value
+        names = {each.name for each in (local / "step_1").iterdir()}
+        assert {each.name for each in place.iterdir()} == names - {".robust_dcp.drain.json"}
+        shutil.rmtree(local)  # now nobody knows whose the copy is
+        CheckpointManager(local, drain_to=tmp_path / "durable").save(1, state_dict(3.0))
+        with pytest.raises(StorageError, match="not known to be an earlier save of this one"):
+            robust_dcp.finish_async_saves()
+        assert loaded(place) == 2.0
+
+    @pytest.mark.parametrize(("call", "end"), [("rename", ".metadata"), ("unlink", ".distcp"), ("open", ".distcp")])
+    def test_a_replacement_that_is_cut_off_leaves_the_old_or_the_new_copy_and_goes_on(
+        self, call: str, end: str, tmp_path: Path
+    ) -> None:
+        local, place = tmp_path / "root", tmp_path / "durable/step_1"
+        manager = CheckpointManager(local, drain_to=tmp_path / "durable")
+        manager.save(1, state_dict(1.0))
+        robust_dcp.finish_async_saves()
+        disk = _RefusesAt(call, "durable/step_1/", end)
+        CheckpointManager(local, drain_to=tmp_path / "durable", disk=disk).save(1, state_dict(2.0))
+        with contextlib.suppress(StorageError):
+            robust_dcp.finish_async_saves()
+        assert disk.has_refused and loaded(place) == (2.0 if call == "unlink" else 1.0)
+        for step in (2, 3):  # the first one goes on with the copy
+            manager.save(step, state_dict(float(step)))
+            robust_dcp.finish_async_saves()
+        assert loaded(place) == 2.0
+        if call != "unlink":  # an error there costs space only
+            assert len([each for each in place.iterdir() if each.suffix == ".distcp"]) == len(
+                data_files(local / "step_1")
+            )
 
     def test_keeps_nothing_for_a_copy_that_a_later_save_has_made_needless(self, taken: Path, tmp_path: Path) -> None:
         fail_to_drain(tmp_path / "local/step_1", taken)

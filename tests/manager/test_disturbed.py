@@ -149,7 +149,8 @@ class TestRemovals:
         save_steps(CheckpointManager(tmp_path), 1)
         left = tmp_path / "latest.0123456789abcdef.tmp"
         left.touch()
-        disk = _Acts("modified", left.name, os.unlink)
+        os.utime(left, (0, 0))
+        disk = _Acts("unlink", left.name, os.unlink)
         CheckpointManager(tmp_path, keep_last=1, disk=disk).prune()
         assert disk.n_acted == 1 and caplog.text == ""
 
@@ -169,7 +170,7 @@ class TestCrashedSaves:
     ) -> None:
         disk = _Acts("unlink", journal_of(crashed).name, refuse)
         assert save_steps(CheckpointManager(crashed.parent, keep_last=1, disk=disk), 2) == [2]
-        assert "step_1: leftovers of a crashed save are not removed: " in caplog.text
+        assert f"what a crashed save has left in {crashed} is not removed: " in caplog.text
 
 
 class TestLatest:

@@ -10,8 +10,7 @@ from enum import Enum
 from typing import Any, Final
 
 from robust_dcp.cli.output import CommandFailed, Output, age, number, size
-from robust_dcp.manager.policies import Checkpoint
-from robust_dcp.manager.series import Series, parse_name, series_in
+from robust_dcp.manager.series import Checkpoint, Series, parse_name, series_in
 from robust_dcp.on_demand import errors
 from robust_dcp.storage.committing.saving_file import OtherSave, SaveState, saving_files_in
 from robust_dcp.storage.files.disk import Disk

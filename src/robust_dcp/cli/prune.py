@@ -9,8 +9,7 @@ from typing import Any, Final
 
 from robust_dcp.cli.ls import check_root
 from robust_dcp.cli.output import CommandFailed, Output, age, number, safe_text
-from robust_dcp.manager.policies import Checkpoint, KeepBest, KeepEvery, KeepLast, KeepPolicy
-from robust_dcp.manager.series import Series, is_marked, series_in
+from robust_dcp.manager.series import Checkpoint, Series, is_marked, policies_of, series_in
 from robust_dcp.on_demand import errors
 from robust_dcp.storage.files.posix_disk import PosixDisk
 
@@ -32,7 +31,9 @@ def run(
 ) -> int:
     """Remove the checkpoints of a series that none of the given rules keeps."""
     check_root(root)
-    policies = _policies(keep_last, keep_every, keep_best, largest)
+    if largest and keep_best is None:
+        raise CommandFailed("--largest says which value of a metric is best: name the metric with --keep-best")
+    policies = policies_of(keep_last, keep_every, keep_best, best="largest" if largest else "smallest")
     if not policies:
         raise CommandFailed("say what to keep: --keep-last, --keep-every or --keep-best")
     disk = PosixDisk()
@@ -107,19 +108,6 @@ def _what(series: Series, checkpoint: Checkpoint, doomed_paths: set[str]) -> str
         return "remove"
     why = series.why_it_stays(checkpoint)
     return f"keep, {why}" if why else "keep"
-
-
-def _policies(keep_last: int | None, keep_every: int | None, keep_best: str | None, largest: bool) -> list[KeepPolicy]:
-    policies: list[KeepPolicy] = []
-    if keep_last is not None:
-        policies.append(KeepLast(keep_last))
-    if keep_every is not None:
-        policies.append(KeepEvery(keep_every))
-    if keep_best is not None:
-        policies.append(KeepBest(keep_best, best="largest" if largest else "smallest"))
-    elif largest:
-        raise CommandFailed("--largest says which value of a metric is best: name the metric with --keep-best")
-    return policies
 
 
 def _check_metric(checkpoints: list[Checkpoint], metric: str | None) -> None:

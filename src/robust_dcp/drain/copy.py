@@ -8,6 +8,10 @@ Data files of our saves have names that no other save gives. So two copies of di
 each other's files, and the one that commits second finds ``.metadata`` and fails. Where two would write the same names
 (checkpoints of stock or Megatron), their claims say so, and one of them gives way. A copy that goes on after a kill
 finds its own claim, and sends what has not arrived.
+
+A step that is saved again into its directory goes to the same place again. There it replaces the copy of the checkpoint
+that it has replaced here, and no other: first all new files arrive, then ``.metadata`` is replaced, then the old data
+files go.
 """
 
 from __future__ import annotations
@@ -31,14 +35,14 @@ import msgspec
 from robust_dcp.drain.content import Content
 from robust_dcp.drain.manifest import CLAIM_PREFIX, Claim, Manifest, read_manifest, read_metadata
 from robust_dcp.drain.places import PlaceFile, open_place
-from robust_dcp.drain.record import awaited_copy, note_arrival
+from robust_dcp.drain.record import awaited_copy, digest_of, note_arrival
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, entry_point
 from robust_dcp.report_file import REPORT_NAME
 from robust_dcp.storage.committing.saving_file import needed_for_a_load
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import INDEX_NAME, METADATA_NAME
 from robust_dcp.storage.files.posix_disk import PosixDisk
-from robust_dcp.storage.metadata.metadata_file import decode_metadata
+from robust_dcp.storage.metadata.metadata_file import decode_metadata, referenced_files
 from robust_dcp.storage.records.checksum import crc32
 from robust_dcp.storage.remote.calls import Calls
 from robust_dcp.storage.remote.copy_options import CopyOptions
@@ -123,15 +127,17 @@ def copy_checkpoint(
         (0, 0)
     """
     copy = Copy(source, target, options or CopyOptions(), progress=progress, disk=disk)
-    path, local = local_path_of(copy.result.source), disk or PosixDisk()
+    path, local, is_awaited = local_path_of(copy.result.source), disk or PosixDisk(), False
     with nullcontext() if path is None else needed_for_a_load(local, path):
         awaited = None
         with suppress(StorageError):
             awaited = None if path is None else awaited_copy(local, path)
+        if awaited is not None and _real(awaited.target) == _real(copy.result.target):
+            copy.replaces, is_awaited = awaited.replaces, True
         copy.begin()
         copy.send_data(copy.manifest.data)
         result = copy.commit()
-        if path is not None and awaited is not None and _real(awaited.target) == _real(result.target):
+        if path is not None and awaited is not None and is_awaited:
             note_arrival(local, path, awaited)  # this was the copy that a drain has begun
     return result
 
@@ -145,6 +151,7 @@ class Copy:
         progress: called with the bytes that have been sent, or were found at the target, and those of the checkpoint
             if they are known, else 0.
         check_stop: called between calls, from several threads. What it raises ends the copy.
+        replaces: digests of checkpoints that may be at the target, and that this one takes the place of.
         disk: the file system of paths.
 
     Attributes:
@@ -159,8 +166,10 @@ class Copy:
         *,
         progress: Progress | None = None,
         check_stop: Callable[[], None] = lambda: None,
+        replaces: Collection[str] = (),
         disk: Disk | None = None,
     ) -> None:
+        self.replaces = replaces
         self.result = CopyResult(place_of(source), place_of(target))
         source_url, target_url = self.result.source, self.result.target
         if os.path.join(_real(target_url), "").startswith(os.path.join(_real(source_url), "")):
@@ -176,6 +185,7 @@ class Copy:
         self._manifest: Manifest | None = None
         self._claim = Claim("", "", ())
         self._there: Mapping[str, int] = {}
+        self._replaced: Manifest | None = None
         self._total_nbytes = 0
         self._done_nbytes = 0
         self._lock = threading.Lock()
@@ -251,6 +261,13 @@ class Copy:
                 path=target.url,
                 operation="copy",
             )
+        if self._replaced is not None:  # if we are killed after the commit, the next copy removes these files
+            claim_name = CLAIM_PREFIX + self._replaced.mark
+            target.put(
+                claim_name,
+                msgspec.json.encode(msgspec.structs.replace(self._claim, names=tuple(sorted(self._replaced.data)))),
+            )
+            there[claim_name] = 0
         for name, data in manifest.metadata.items() if not committed else ():
             target.put(name, data)
             found = target.read(name) or b""
@@ -273,7 +290,7 @@ class Copy:
             there = target.files()
             is_new = claim_name not in there
             if is_new:
-                if not self._committed(there):
+                if not self._committed(there) and self._replaced is None:
                     self._refuse_strangers(there)
                 target.put(claim_name, msgspec.json.encode(self._claim))
                 there = target.files()
@@ -310,10 +327,15 @@ class Copy:
         for name, data in metadata.items():
             if own.get(name) == data:
                 continue
+            if name == METADATA_NAME and digest_of(len(data), data) in self.replaces:
+                files = referenced_files(decode_metadata(data, self._target.path_of(name)))
+                self._replaced = Manifest({name: data}, dict.fromkeys(files), {})
+                return False
             if CLAIM_PREFIX + self.manifest.mark in there and not _is_metadata(data):
                 return False  # this copy was killed while it wrote it, to a store that does so bit by bit
             raise StorageError(
-                f"there is another checkpoint at {self._target.url}: copy to another place, or remove it first",
+                f"there is another checkpoint at {self._target.url}, which is not known to be an earlier save of this "
+                "one: copy to another place, or remove it first",
                 path=self._target.url,
                 operation="copy",
             )
@@ -370,7 +392,9 @@ class Copy:
             there = self._target.files()
             self._target.remove_unfinished()
             if not self._committed(there):
-                self._discard(CLAIM_PREFIX + self.manifest.mark, self.manifest.names & set(there))
+                # What an earlier checkpoint there may need has the same names in both: all but the data files.
+                names = self.manifest.names if self._replaced is None else set(self.manifest.data)
+                self._discard(CLAIM_PREFIX + self.manifest.mark, names & set(there))
         except RobustCheckpointError as error:
             logger.warning("%s: files of a copy that cannot go on stay: %s", self._target.url, error.message)
 

@@ -19,7 +19,7 @@ import msgspec
 
 from robust_dcp.comm import Channel
 from robust_dcp.drain.copy import Copy, CopyResult
-from robust_dcp.drain.record import DrainRecord, digest_at, note_arrival, write_drain_record
+from robust_dcp.drain.record import DrainRecord, digest_at, note_arrival, read_drain_record, write_drain_record
 from robust_dcp.environment import value_of
 from robust_dcp.errors import CorruptCheckpoint, StorageError
 from robust_dcp.storage.committing.saving_file import needed_for_a_load
@@ -89,7 +89,11 @@ class Drain:
         # Another process may read the record, in another working directory.
         target = self._target if is_url(self._target) else os.path.abspath(self._target)
         try:
-            self._record = DrainRecord(target, digest_at(self._disk, self._path))
+            former = read_drain_record(self._disk, self._path)
+            replaces: tuple[str, ...] = ()
+            if former is not None and former.target == target:
+                replaces = (*(() if former.is_complete else former.replaces), former.digest)
+            self._record = DrainRecord(target, digest_at(self._disk, self._path), replaces=replaces)
             write_drain_record(self._disk, self._path, self._record)
         except StorageError as error:
             logger.warning("%s: nobody will know where its copy is: %s", self._path, error.message)
@@ -129,6 +133,7 @@ class Drain:
             self._path,
             self._target,
             self._options,
+            replaces=self._record.replaces,
             progress=lambda done_nbytes, total_nbytes: channel.note_progress(),
             check_stop=check_stop,
             disk=self._disk,

@@ -24,8 +24,10 @@ __all__ = [
     "DrainRecord",
     "awaited_copy",
     "digest_at",
+    "digest_of",
     "is_awaited",
     "note_arrival",
+    "read_drain_record",
     "write_drain_record",
 ]
 
@@ -44,11 +46,19 @@ class DrainRecord(msgspec.Struct, frozen=True):
         target: where the copy is.
         digest: :func:`digest_at` of the checkpoint that is copied.
         is_complete: whether all of it has arrived.
+        replaces: digests of earlier checkpoints of this directory. If one of them is at the target, the copy takes its
+            place.
     """
 
     target: str
     digest: str
     is_complete: bool = False
+    replaces: tuple[str, ...] = ()
+
+
+def digest_of(nbytes: int, tail: bytes) -> str:
+    """The digest of a checkpoint from the length of its ``.metadata`` and its last 4096 bytes."""
+    return hashlib.blake2b(nbytes.to_bytes(8, "little") + tail[-_TAIL_NBYTES:], digest_size=8).hexdigest()
 
 
 def digest_at(disk: Disk, path: str) -> str:
@@ -59,8 +69,7 @@ def digest_at(disk: Disk, path: str) -> str:
     Raises:
         StorageError: it cannot be read.
     """
-    nbytes, tail = disk.read_end(os.path.join(path, METADATA_NAME), _TAIL_NBYTES)
-    return hashlib.blake2b(nbytes.to_bytes(8, "little") + tail, digest_size=8).hexdigest()
+    return digest_of(*disk.read_end(os.path.join(path, METADATA_NAME), _TAIL_NBYTES))
 
 
 def awaited_copy(disk: Disk, path: str) -> DrainRecord | None:
@@ -69,15 +78,24 @@ def awaited_copy(disk: Disk, path: str) -> DrainRecord | None:
     Raises:
         StorageError: that cannot be read.
     """
+    record = read_drain_record(disk, path)
+    return None if record is None or record.is_complete or record.digest != digest_at(disk, path) else record
+
+
+def read_drain_record(disk: Disk, path: str) -> DrainRecord | None:
+    """The record in a directory, also of a checkpoint that was replaced; ``None`` if there is none that can be read.
+
+    Raises:
+        StorageError: the file system refuses.
+    """
     record_path = os.path.join(path, DRAIN_RECORD_NAME)
     if not disk.exists(record_path):  # found out here, because our errors need torch
         return None
     try:
         data = disk.read_file(record_path, _MAX_NBYTES)
-        record = None if data is None else msgspec.json.decode(data, type=DrainRecord)
+        return None if data is None else msgspec.json.decode(data, type=DrainRecord)
     except (errors.CorruptCheckpoint, msgspec.DecodeError, UnicodeDecodeError):
         return None
-    return None if record is None or record.is_complete or record.digest != digest_at(disk, path) else record
 
 
 def is_awaited(disk: Disk, path: str) -> bool:

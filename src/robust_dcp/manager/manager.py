@@ -28,11 +28,18 @@ from robust_dcp.background import queue_of
 from robust_dcp.comm import Channel
 from robust_dcp.drain import awaited_copy, copy_checkpoint, is_awaited
 from robust_dcp.errors import CorruptCheckpoint, RobustCheckpointError, StorageError, UnsafeCheckpoint, entry_point
-from robust_dcp.manager.policies import Checkpoint, KeepBest, KeepEvery, KeepLast, KeepPolicy
 from robust_dcp.manager.preemption import Preemption
 from robust_dcp.manager.retention import prune
-from robust_dcp.manager.series import Series, StepRecord, write_record
+from robust_dcp.manager.series import (
+    RECORD_NAME,
+    Checkpoint,
+    KeepPolicy,
+    Series,
+    StepRecord,
+    policies_of,
+)
 from robust_dcp.report import LoadReport, SaveReport
+from robust_dcp.storage.committing.commit import commit_metadata
 from robust_dcp.storage.committing.saving_file import not_being_loaded
 from robust_dcp.storage.files.disk import Disk
 from robust_dcp.storage.files.paths import METADATA_NAME, directory_path
@@ -103,7 +110,7 @@ class CheckpointManager:
 
     Args:
         root: the directory. Checkpoints that stock or Megatron have put there are found as well if ``name`` fits them.
-        keep: policies, see :mod:`robust_dcp.manager.policies`. What one of them keeps stays.
+        keep: policies, see :mod:`robust_dcp.manager.series`. What one of them keeps stays.
         keep_last: short for :class:`KeepLast`.
         keep_every: short for :class:`KeepEvery`.
         keep_best: short for :class:`KeepBest`: the name of a metric of which the smallest value is best.
@@ -152,16 +159,7 @@ class CheckpointManager:
         self._disk: Disk = PosixDisk() if disk is None else disk
         self._series = Series(self._disk, directory_path(root), name)
         self.root = self._series.root
-        self.policies: list[KeepPolicy] = list(keep)
-        if keep_last is not None:
-            self.policies.append(KeepLast(keep_last))
-        if keep_every is not None:
-            self.policies.append(KeepEvery(keep_every))
-        if keep_best is not None:
-            self.policies.append(KeepBest(keep_best))
-        for each in self.policies:
-            if not callable(getattr(each, "kept", None)):
-                raise TypeError(f"keep is a list of policies, such as [KeepLast(3)], and {each!r} has no method kept")
+        self.policies = policies_of(keep_last, keep_every, keep_best, more=keep)
         self._config_digest = None if config is None else _digest_of(config)
         self._drain_to = None if drain_to is None else place_of(drain_to)
         self._drain_options = drain_options or CopyOptions()
@@ -330,7 +328,7 @@ class CheckpointManager:
             RobustCheckpointError: a checkpoint is whole and does not fit the state dict, or ranks have failed.
         """
         skipped: list[Skipped] = []
-        for checkpoint in _persistently(f"look for checkpoints in {self.root}", self._agreed_candidates):
+        for checkpoint in _persistently(f"look for checkpoints in {self.root}", self._candidates):
             path = checkpoint.path
 
             def load_it(path: str = path) -> LoadReport:
@@ -361,7 +359,7 @@ class CheckpointManager:
             On the coordinator the directories that are gone; on other ranks nothing, except on the rank that does this
             on a node with a root of its own. One that is being loaded stays.
         """
-        if not (self._is_coordinator() or self._leads):
+        if not (self._leads or self._is_coordinator()):
             return []
         with self._pruning:  # an async save prunes on a thread of its own
             pruned = prune(self._series, self.policies)
@@ -376,11 +374,11 @@ class CheckpointManager:
 
         def note() -> None:
             if self._provenance is None:
-                self._provenance = _provenance_of(
-                    self._config_digest, dist.get_world_size(self._group) if dist.is_initialized() else 1
-                )
+                world_size = dist.get_world_size(self._group) if dist.is_initialized() else 1
+                self._provenance = _provenance_of(self._config_digest, world_size)
+            record = msgspec.json.encode(StepRecord(operator.index(step), noted, dict(self._provenance)))
             try:
-                write_record(self._disk, path, StepRecord(operator.index(step), noted, dict(self._provenance)))
+                commit_metadata(self._disk, path, msgspec.json.format(record), name=RECORD_NAME)
             except StorageError:
                 if self._disk.exists(os.path.join(path, METADATA_NAME)):
                     raise
@@ -403,40 +401,43 @@ class CheckpointManager:
 
         An error is logged, and the next save tries again: the checkpoint stays until its copy has arrived.
         """
+
+        def resume(paths: Sequence[str]) -> None:
+            for path in paths:
+                try:
+                    with not_being_loaded(self._disk, path) as is_free:  # a drain holds it as a load does
+                        awaited = awaited_copy(self._disk, path) if is_free else None
+                    if awaited is not None:
+                        copied = copy_checkpoint(path, awaited.target, options=self._drain_options, disk=self._disk)
+                        logger.info("%s has arrived at %s, after a drain that was cut off", path, copied.target)
+                except (RobustCheckpointError, ValueError) as error:  # noqa: PERF203 the others go on
+                    logger.warning("%s: its copy is still not complete: %s", path, error)
+
         checkpoints, _ = self._series.look()
         paths = [each.path for each in checkpoints if is_awaited(self._disk, each.path)]
         queue = queue_of((os.getpid(),), "resumed drain")
         if paths and not queue.n_under_way:
-            queue.submit(lambda: self._resume_each(paths))
+            queue.submit(lambda: resume(paths))
 
-    def _resume_each(self, paths: Sequence[str]) -> None:
-        for path in paths:
-            try:
-                with not_being_loaded(self._disk, path) as is_free:  # a drain holds it as a load does
-                    awaited = awaited_copy(self._disk, path) if is_free else None
-                if awaited is not None:
-                    copied = copy_checkpoint(path, awaited.target, options=self._drain_options, disk=self._disk)
-                    logger.info("%s has arrived at %s, after a drain that was cut off", path, copied.target)
-            except (RobustCheckpointError, ValueError) as error:  # noqa: PERF203 the others go on
-                logger.warning("%s: its copy is still not complete: %s", path, error)
+    def _candidates(self) -> Sequence[Checkpoint]:
+        """The checkpoints in the order in which they are tried, the same on all ranks."""
 
-    def _agreed_candidates(self) -> Sequence[Checkpoint]:
+        def look() -> _Candidates:
+            checkpoints = self.checkpoints()
+            latest = self._series.latest_of(checkpoints)
+            if latest is None:
+                return _Candidates(())
+            rest = [each for each in reversed(checkpoints) if each != latest]
+            # A job that has gone back to an earlier step has left those behind that have a higher one; they come last.
+            rest.sort(key=lambda each: each.step > latest.step and each.saved_seconds < latest.saved_seconds)
+            return _Candidates((latest, *rest))
+
         channel = Channel.for_group(self._group, operation=f"look for checkpoints in {self.root}")
-        candidates = channel.broadcast("candidates", self._candidates, _Candidates).checkpoints
+        candidates = channel.broadcast("candidates", look, _Candidates).checkpoints
         if not candidates and channel.size > 1:  # the coordinator's node may be a new one that has nothing yet
-            of_all = channel.all_gather("candidates of other nodes", self._candidates, _Candidates)
+            of_all = channel.all_gather("candidates of other nodes", look, _Candidates)
             candidates = next((each.checkpoints for each in of_all if each.checkpoints), ())
         return candidates
-
-    def _candidates(self) -> _Candidates:
-        checkpoints = self.checkpoints()
-        latest = self._series.latest_of(checkpoints)
-        if latest is None:
-            return _Candidates(())
-        rest = [each for each in reversed(checkpoints) if each != latest]
-        # A job that has gone back to an earlier step has left those behind that have a higher one, and come last.
-        rest.sort(key=lambda each: each.step > latest.step and each.saved_seconds < latest.saved_seconds)
-        return _Candidates((latest, *rest))
 
     def _tidy_up(self, report: SaveReport, note: Callable[[], None]) -> None:
         """A save is committed: what goes wrong from here on costs space, and is no failure of it.

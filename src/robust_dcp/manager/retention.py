@@ -1,7 +1,7 @@
 """Removes the checkpoints of a series that no policy keeps, and what its crashed saves have left.
 
-Only what carries our mark is removed: a checkpoint whose ``.metadata`` is ours, files that the journal of a crashed
-save names, and directories that an earlier removal has renamed. Whatever else lies below the root stays as it is.
+Only what carries our mark is removed: a checkpoint whose ``.metadata`` is ours, files with the mark of a
+crashed save, and directories that an earlier removal has renamed. Whatever else lies below the root stays as it is.
 
 A checkpoint is first renamed to a name that no checkpoint has. Then its files are removed. If the process is killed in
 between, the next removal finds the directory by its name and finishes the work. So at no moment does half a checkpoint
@@ -14,14 +14,14 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from errno import ENOENT
 from typing import Final
 
 from robust_dcp.errors import StorageError
-from robust_dcp.manager.policies import KeepPolicy
-from robust_dcp.manager.series import Series, is_marked
+from robust_dcp.manager.series import KeepPolicy, Series, is_marked
 from robust_dcp.report_file import REPORT_NAME
 from robust_dcp.storage.committing.left_overs import find_left_overs
 from robust_dcp.storage.committing.removal import is_gone_or_told, remove_data_files
@@ -58,7 +58,8 @@ class Pruned:
 def prune(series: Series, policies: Sequence[KeepPolicy], *, only: Collection[str] | None = None) -> Pruned:
     """Remove what no policy keeps, and what crashed saves and removals that were cut off have left.
 
-    What cannot be removed is logged, and all else is removed all the same.
+    Links, directories without a trace of us, and files that are not ours stay as they are. What cannot be removed is
+    logged, and all else is removed all the same.
 
     Args:
         only: paths of checkpoints; no others are removed. ``None`` for no such limit.
@@ -66,22 +67,43 @@ def prune(series: Series, policies: Sequence[KeepPolicy], *, only: Collection[st
     Raises:
         StorageError: the root cannot be looked at.
     """
-    if not series.disk.exists(series.root):  # nothing was saved yet
+    disk, root = series.disk, series.root
+    if not disk.exists(root):  # nothing was saved yet
         return Pruned((), (), ())
-    _finish_removals(series)
-    swept = _sweep_crashed_saves(series)
+    # Files and links that were about to become ``latest`` or the tracker when their job was killed.
+    named = map(re.escape, filter(None, (series.latest_name, series.tracker_name)))
+    unfinished = re.compile(rf"(?:{'|'.join(named)})\.[0-9a-f]{{16}}\.tmp")
+    now_seconds = disk.modified_seconds(root)
+    for name in disk.list_directory(root):
+        path = os.path.join(root, name)
+        if name.startswith(REMOVING_PREFIX) and series.step_of(name.removeprefix(REMOVING_PREFIX)) is not None:
+            with _telling(path):
+                _remove_tree(disk, path)
+        elif unfinished.fullmatch(name):
+            with suppress(FileNotFoundError):  # another manager has just renamed it
+                if os.lstat(path).st_mtime < now_seconds - _OLD_SECONDS:
+                    is_gone_or_told(disk.unlink, path)
+    swept: list[str] = []
+    for path in series.directories():
+        with _telling(f"what a crashed save has left in {path}"):
+            if not os.path.islink(path) and _sweep(disk, path):
+                swept.append(path)
     removed: list[str] = []
     in_use: list[str] = []
-    failed: list[str] = []
-    for path in (each.path for each in (series.unkept(policies) if policies else ())):
-        if only is not None and path not in only:
-            continue
-        try:
-            (removed if remove_checkpoint(series.disk, path) else in_use).append(path)
-        except StorageError as error:
-            logger.warning("%s is not removed: %s", path, error.message)
-            failed.append(path)
+    failed = [each.path for each in (series.unkept(policies) if policies else ()) if only is None or each.path in only]
+    for path in tuple(failed):
+        with _telling(path):
+            (removed if remove_checkpoint(disk, path) else in_use).append(path)
+            failed.remove(path)
     return Pruned(tuple(removed), tuple(in_use), tuple(swept), tuple(failed))
+
+
+@contextmanager
+def _telling(what: str) -> Iterator[None]:
+    try:
+        yield
+    except StorageError as error:
+        logger.warning("%s is not removed: %s", what, error.message)
 
 
 def remove_checkpoint(disk: Disk, path: str) -> bool:
@@ -114,51 +136,8 @@ def remove_checkpoint(disk: Disk, path: str) -> bool:
     return True
 
 
-def _finish_removals(series: Series) -> None:
-    """Remove what removals have left that were cut off. What cannot be removed is logged, and stays."""
-    for name in series.disk.list_directory(series.root):
-        if name.startswith(REMOVING_PREFIX) and series.step_of(name.removeprefix(REMOVING_PREFIX)) is not None:
-            try:
-                _remove_tree(series.disk, os.path.join(series.root, name))
-            except StorageError as error:
-                logger.warning("%s is not removed: %s", name, error.message)
-
-
-def _sweep_crashed_saves(series: Series) -> list[str]:
-    """Remove what crashed saves have left in directories of the series that hold no checkpoint.
-
-    Returns:
-        The directories that are gone. One into which a save runs stays as it is, and so do files that are not ours, and
-        directories without a trace of us. What cannot be removed is logged, and stays.
-    """
-    disk = series.disk
-    now_seconds = disk.modified_seconds(series.root)
-    # Files and links that were about to become ``latest`` or the tracker when their job was killed.
-    names = map(re.escape, filter(None, (series.latest_name, series.tracker_name)))
-    unfinished = re.compile(rf"(?:{'|'.join(names)})\.[0-9a-f]{{16}}\.tmp")
-    for path in (os.path.join(series.root, name) for name in disk.list_directory(series.root)):
-        if unfinished.fullmatch(os.path.basename(path)) and _is_old(disk, path, now_seconds):
-            is_gone_or_told(disk.unlink, path)
-    swept: list[str] = []
-    for path in series.directories():
-        try:
-            if not os.path.islink(path) and _sweep(disk, path):
-                swept.append(path)
-        except StorageError as error:  # noqa: PERF203 the others are swept all the same
-            logger.warning("%s: leftovers of a crashed save are not removed: %s", path, error.message)
-    return swept
-
-
-def _is_old(disk: Disk, path: str, now_seconds: float) -> bool:
-    """Whether no job that still runs can have made it just now."""
-    try:
-        changed_seconds = os.lstat(path).st_mtime if os.path.islink(path) else disk.modified_seconds(path)
-    except (OSError, StorageError):  # another manager has just renamed or removed it
-        return False
-    return changed_seconds < now_seconds - _OLD_SECONDS
-
-
 def _sweep(disk: Disk, path: str) -> bool:
+    """Remove what crashed saves have left in a directory that holds no checkpoint. Returns whether it is gone."""
     names = disk.list_directory(path)
     if METADATA_NAME in names or not saving_files_in(names):
         return False

@@ -9,22 +9,33 @@
 Whatever is listed, loaded as the latest, kept or removed goes through a series, and a series sees nothing but its own
 names. So several jobs can keep their checkpoints in one directory. This module reads names and small files, never data,
 and does without torch.
+
+A checkpoint stays if at least one policy keeps it. You can write your own policy:
+
+.. code-block:: python
+
+    class KeepFirst:
+        def kept(self, checkpoints):
+            return checkpoints[:1]
+
+    CheckpointManager(root, keep=[KeepLast(3), KeepFirst()])
 """
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from errno import EISDIR, ENOENT, ENOTDIR
-from typing import Any, Final
+from typing import Any, Final, Literal, Protocol
 
 import msgspec
 
 from robust_dcp.drain.record import is_awaited
-from robust_dcp.manager.policies import Checkpoint, KeepPolicy
 from robust_dcp.on_demand import errors
 from robust_dcp.storage.committing.commit import commit_metadata
 from robust_dcp.storage.committing.saving_file import saving_files_in
@@ -36,12 +47,17 @@ from robust_dcp.storage.metadata.stored_pickle import TRAILER_NBYTES, files_are_
 __all__ = [
     "LATEST_NAME",
     "RECORD_NAME",
+    "Checkpoint",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLast",
+    "KeepPolicy",
     "Series",
     "StepRecord",
     "is_marked",
     "parse_name",
+    "policies_of",
     "series_in",
-    "write_record",
 ]
 
 # No hidden name, and no digit right before the step: "run2_10" is step 10 of "run2_", and never step 2.
@@ -51,6 +67,133 @@ RECORD_NAME: Final = ".robust_dcp.step.json"
 _NAME_ADVICE: Final = "use a name that ends in the step, of at most 18 digits, such as 'iter_{step:07d}'"
 _MOST_LATEST_NBYTES: Final = 4096
 _MOST_RECORD_NBYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True, order=True)
+class Checkpoint:
+    """A committed checkpoint.
+
+    Attributes:
+        step: the number in its name.
+        path: its directory.
+        saved_seconds: when it was committed, in seconds since 1970, by the clock of the file system.
+        metrics: what the training loop said of it, such as ``{"loss": 2.31}``.
+        provenance: with what it was made: git commit, digest of the configuration, versions, number of ranks.
+    """
+
+    step: int
+    path: str
+    saved_seconds: float = field(compare=False, default=0.0)
+    metrics: Mapping[str, float] = field(compare=False, default_factory=dict)
+    provenance: Mapping[str, Any] = field(compare=False, default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return os.path.basename(self.path)
+
+
+class KeepPolicy(Protocol):
+    """Says which checkpoints are to stay."""
+
+    def kept(self, checkpoints: Sequence[Checkpoint]) -> Iterable[Checkpoint]:
+        """Those of ``checkpoints``, which are sorted by step, that are to stay.
+
+        It is asked a second time, for those up to the latest, after a job has gone back to an earlier step.
+        """
+
+
+@dataclass(frozen=True)
+class KeepLast:
+    """The ones with the highest steps.
+
+    Attributes:
+        number: how many, at least 1.
+    """
+
+    number: int
+
+    def __post_init__(self) -> None:
+        _check_number("number", self.number)
+
+    def kept(self, checkpoints: Sequence[Checkpoint]) -> Iterable[Checkpoint]:
+        return checkpoints[-self.number :]
+
+
+@dataclass(frozen=True)
+class KeepEvery:
+    """Those whose step is a multiple of a number.
+
+    Attributes:
+        steps: the number, at least 1.
+    """
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        _check_number("steps", self.steps)
+
+    def kept(self, checkpoints: Sequence[Checkpoint]) -> Iterable[Checkpoint]:
+        return [each for each in checkpoints if each.step % self.steps == 0]
+
+
+@dataclass(frozen=True)
+class KeepBest:
+    """The best ones by a metric. Of equal ones the newest. A checkpoint without the metric, or with NaN, is none.
+
+    Attributes:
+        metric: its name.
+        number: how many.
+        best: whether the smallest or the largest value is best.
+    """
+
+    metric: str
+    number: int = 1
+    best: Literal["smallest", "largest"] = "smallest"
+
+    def __post_init__(self) -> None:
+        _check_number("number", self.number)
+        if self.best not in ("smallest", "largest"):
+            raise ValueError(f"best is 'smallest' or 'largest', not {self.best!r}")
+
+    def kept(self, checkpoints: Sequence[Checkpoint]) -> Iterable[Checkpoint]:
+        sign = 1 if self.best == "smallest" else -1
+        rated = [each for each in checkpoints if not math.isnan(each.metrics.get(self.metric, math.nan))]
+        rated.sort(key=lambda each: (sign * each.metrics[self.metric], -each.step))
+        return rated[: self.number]
+
+
+def _check_number(name: str, value: object) -> None:
+    """Now, because a policy that fails when it is asked is only logged, and then nothing is ever removed."""
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be at least 1, and a whole number, got {value!r}")
+
+
+def policies_of(
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_best: str | None,
+    *,
+    best: Literal["smallest", "largest"] = "smallest",
+    more: Sequence[KeepPolicy] = (),
+) -> list[KeepPolicy]:
+    """The policies that short arguments ask for.
+
+    Raises:
+        TypeError: one of ``more`` has no method ``kept``.
+        ValueError: a number is out of range.
+    """
+    policies = list(more)
+    if keep_last is not None:
+        policies.append(KeepLast(keep_last))
+    if keep_every is not None:
+        policies.append(KeepEvery(keep_every))
+    if keep_best is not None:
+        policies.append(KeepBest(keep_best, best=best))
+    for each in policies:
+        if not callable(getattr(each, "kept", None)):
+            raise TypeError(f"keep is a list of policies, such as [KeepLast(3)], and {each!r} has no method kept")
+    return policies
 
 
 class StepRecord(msgspec.Struct, frozen=True):
@@ -295,15 +438,6 @@ def is_marked(disk: Disk, path: str) -> bool:
         StorageError: it cannot be read.
     """
     return files_are_marked(disk.read_end(os.path.join(path, METADATA_NAME), TRAILER_NBYTES)[1])
-
-
-def write_record(disk: Disk, path: str, record: StepRecord) -> None:
-    """Write the record of a checkpoint durably, in one step.
-
-    Raises:
-        StorageError: a call failed.
-    """
-    commit_metadata(disk, path, msgspec.json.format(msgspec.json.encode(record)), name=RECORD_NAME)
 
 
 def _read_record(disk: Disk, path: str) -> StepRecord:
